@@ -1,0 +1,103 @@
+"""The command line: ``accept-mpi COMMAND`` or ``python -m accept_mpi COMMAND``. Each command has a function here."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from accept_mpi.errors import UserError
+from accept_mpi.version import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code (2 for what the user can mend, 1 for a failed run)."""
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.command(options)
+    except UserError as error:
+        print(f"accept_mpi: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # "| head" has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="accept_mpi", description="Train one neural network on a few unequal machines.")
+    parser.add_argument("--version", action="version", version=f"accept_mpi {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train as a job file says (under mpirun, or alone)")
+    train.add_argument("job", type=Path, metavar="JOB.toml")
+    train.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, e.g. train.lr=0.01")
+    train.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, or a run's newest one")
+    train.add_argument("--quiet", action="store_true", help="no progress")
+    train.set_defaults(command=_train)
+
+    export = commands.add_parser("export", help="a checkpoint's weights as one safetensors (or .pt) file")
+    export.add_argument("checkpoint", type=Path)
+    export.add_argument("out", type=Path, metavar="OUT.safetensors")
+    export.set_defaults(command=_export)
+
+    trace = commands.add_parser("trace", help="a log's trace for Chrome or Perfetto")
+    trace.add_argument("log", type=Path, metavar="LOG.h5")
+    trace.add_argument("out", type=Path, metavar="OUT.json")
+    trace.set_defaults(command=_trace)
+
+    report = commands.add_parser("report", help="timeline, loss curve and facts of a log as PNG and HTML")
+    report.add_argument("log", type=Path, metavar="LOG.h5")
+    report.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: beside the log)")
+    report.set_defaults(command=_report)
+
+    doctor = commands.add_parser("doctor", help="under mpirun: what the hosts are, how fast their links")
+    doctor.set_defaults(command=_doctor)
+
+    bench = commands.add_parser("bench", help="measure").add_subparsers(required=True, metavar="WHAT")
+    single = bench.add_parser("single", help="one rank against a plain PyTorch loop of the same arithmetic")
+    single.add_argument("--model", default="mobilenetv2")
+    single.add_argument("--steps", type=int, default=4, help="steps a measurement (default 4)")
+    single.add_argument("--repeats", type=int, default=5, help="measurements of each, in turn (default 5)")
+    single.set_defaults(command=_bench_single)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    from accept_mpi.cli.train import main
+
+    return main(options)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from accept_mpi.cli.export import export
+
+    return export(options.checkpoint, options.out)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from accept_mpi.trace import export_chrome
+
+    export_chrome(options.log, options.out)
+    print(f"{options.out}: open it in ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from accept_mpi.report import write_report
+
+    for path in write_report(options.log, options.out):
+        print(path)
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from accept_mpi.cli.doctor import main
+
+    return main(options)
+
+
+def _bench_single(options: argparse.Namespace) -> int:
+    from accept_mpi.cli.bench_single import main
+
+    return main(options)

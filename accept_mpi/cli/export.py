@@ -1,0 +1,31 @@
+"""``accept_mpi export``: a checkpoint as one file that the plain whole model loads."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from accept_mpi.errors import UserError
+from accept_mpi.snapshot import Checkpoint
+
+
+def export(source: Path, out: Path) -> int:
+    """Write the whole model's state_dict to ``out``: ``torch.save`` for .pt and .pth, else safetensors.
+
+    Raises UserError where the checkpoint is missing or damaged, or ``out`` cannot be written.
+    """
+    checkpoint = Checkpoint(source)
+    state = checkpoint.whole()
+    beside = out.with_name(f".{out.name}")
+    try:
+        if out.suffix in (".pt", ".pth"):
+            torch.save(state, beside)
+        else:
+            about = {"step": str(checkpoint.manifest.step), "model": checkpoint.manifest.model}
+            save_file(state, beside, metadata=about)
+        beside.replace(out)
+    except (OSError, RuntimeError) as error:
+        beside.unlink(missing_ok=True)
+        raise UserError(f"{out}: cannot write: {error}") from error
+    print(f"{out}: {len(state)} tensors of step {checkpoint.manifest.step}")
+    return 0

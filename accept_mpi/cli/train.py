@@ -1,0 +1,17 @@
+"""``accept_mpi train``."""
+
+import argparse
+
+from accept_mpi.comm.runtime import Runtime
+from accept_mpi.run import Options, train
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run as one rank of the job; ends the process."""
+    runtime = Runtime()
+    options = Options(arguments.job, tuple(arguments.set), arguments.resume, arguments.quiet)
+    try:
+        train(runtime, options)
+    except BaseException as error:
+        runtime.fail(error)
+    runtime.finish(0)

@@ -1,0 +1,188 @@
+"""Who is alive: a TCP connection from every rank to rank 0, beside MPI.
+
+When a process dies the kernel closes its sockets, so rank 0 knows within milliseconds who it was and in which step, while
+MPI would only wait (and mpirun, half a second later, ends everyone). It also carries the one error message that matters
+when a rank raises. Messages are JSON lines. Where no connection can be made (a firewall), the run goes on without: errors
+then end the job through MPI_Abort, and mpirun names the rank.
+"""
+
+import contextlib
+import json
+import logging
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from accept_mpi.comm.messenger import Messenger
+
+log = logging.getLogger(__name__)
+
+_CONNECT_SECONDS = 2.0
+_HELLO_SECONDS = 10.0
+
+
+class Lifeline:
+    """One end of the star: rank 0 in its centre, or a rank at its rim."""
+
+    def __init__(self, messenger: Messenger, deadline: float, on_end: Callable[[int, str | None, int], None]) -> None:
+        """Connect, with all ranks together. ``on_end(rank, error, exit_code)`` is called once, on a thread of its own:
+
+        on rank 0 when ``rank`` ended: with its error's text, or None where it died without a word; elsewhere when rank 0
+        ended the job or died (``rank`` 0).
+        """
+        self.rank, self.size = messenger.rank, messenger.size
+        self.steps: dict[int, int] = {}
+        """The step that a rank began last: its own, and on rank 0 everyone's."""
+        self._on_end = on_end
+        self._ended = threading.Event()
+        self._peers: dict[int, socket.socket] = {}
+        self._closing = False
+        listener = self._listen() if self.rank == 0 and self.size > 1 else None
+        token = secrets.token_hex(16)
+        where = (token, _addresses(), listener.getsockname()[1]) if listener else None
+        token, addresses, port = messenger.broadcast(where, deadline, "the address of rank 0") or ("", [], 0)
+        if listener:
+            missing = set(range(1, self.size)) - self._accept(listener, token)
+            listener.close()
+            if missing:
+                log.warning("no connection from rank %s: an unexpected end there will not be named", sorted(missing))
+        elif self.rank:
+            self._connect(addresses, port, token)
+        if self._peers:
+            threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    def begin_step(self, step: int) -> None:
+        """Tell rank 0 that this rank begins ``step``."""
+        self.steps[self.rank] = step
+        if self.rank:
+            self._tell(0, step=step)
+
+    def report(self, error: str, exit_code: int) -> bool:
+        """A rank other than 0 tells rank 0 why it ends; whether that was possible."""
+        return self._tell(0, error=error, exit_code=exit_code)
+
+    def end_all(self, exit_code: int) -> None:
+        """Rank 0 tells all others to end."""
+        self._ended.set()
+        for rank in list(self._peers):
+            self._tell(rank, end=exit_code)
+
+    def close(self) -> None:
+        """Say goodbye: from here on a closed connection means nothing."""
+        self._closing = True
+        for rank in list(self._peers):
+            self._tell(rank, bye=True)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> socket.socket:
+        listener = socket.create_server(("", 0), backlog=self.size)
+        listener.settimeout(_HELLO_SECONDS)
+        return listener
+
+    def _accept(self, listener: socket.socket, token: str) -> set[int]:
+        with contextlib.suppress(TimeoutError):
+            while len(self._peers) < self.size - 1:
+                peer, _ = listener.accept()
+                peer.settimeout(_HELLO_SECONDS)
+                with contextlib.suppress(OSError):
+                    said = _receive_exactly(peer, len(token) + 4)
+                    if secrets.compare_digest(said[:-4], token.encode()):
+                        peer.sendall(b"ok")
+                        self._adopt(struct.unpack("<i", said[-4:])[0], peer)
+                        continue
+                peer.close()
+        return set(self._peers)
+
+    def _connect(self, addresses: list[str], port: int, token: str) -> None:
+        for address in addresses:
+            try:
+                peer = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+                peer.sendall(token.encode() + struct.pack("<i", self.rank))
+                if peer.recv(2) == b"ok":
+                    self._adopt(0, peer)
+                    return
+                peer.close()
+            except OSError:
+                continue
+        log.warning("rank %d cannot connect to rank 0 on any of %s", self.rank, ", ".join(addresses))
+
+    def _adopt(self, rank: int, peer: socket.socket) -> None:
+        peer.settimeout(5.0)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._peers[rank] = peer
+
+    def _tell(self, rank: int, **message: Any) -> bool:
+        peer = self._peers.get(rank)
+        if peer is None:
+            return False
+        try:
+            peer.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def _watch(self) -> None:
+        selector = selectors.DefaultSelector()
+        for rank, peer in self._peers.items():
+            selector.register(peer, selectors.EVENT_READ, rank)
+        partial = dict.fromkeys(self._peers, b"")
+        while selector.get_map():
+            for key, _ in selector.select():
+                rank = key.data
+                try:
+                    data = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+                except TimeoutError:
+                    continue
+                except OSError:
+                    data = b""
+                *lines, partial[rank] = (partial[rank] + data).split(b"\n")
+                leaves = any([self._hear(rank, json.loads(line)) for line in lines])
+                if leaves or not data:
+                    selector.unregister(key.fileobj)
+                    if not leaves and not self._closing:
+                        self._end(rank, None, 1)
+
+    def _hear(self, rank: int, message: dict[str, Any]) -> bool:
+        """Act on a message; whether its sender leaves with it."""
+        if "step" in message:
+            self.steps[rank] = message["step"]
+        elif "error" in message:
+            self._end(rank, message["error"], message["exit_code"])
+        elif "end" in message:
+            self._end(0, "", message["end"])
+        return "bye" in message or "error" in message or "end" in message
+
+    def _end(self, rank: int, error: str | None, exit_code: int) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            self._on_end(rank, error, exit_code)
+
+
+def _receive_exactly(peer: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = peer.recv(count - len(data))
+        if not part:
+            raise OSError("connection closed")
+        data += part
+    return data
+
+
+def _addresses() -> list[str]:
+    """This host's IPv4 addresses, the loopback first: from another host it is refused at once."""
+    found = ["127.0.0.1"]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError, ImportError):
+                import fcntl  # not on Windows
+
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                found.append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError):
+        found.append(socket.gethostbyname(socket.gethostname()))
+    return list(dict.fromkeys(found))

@@ -1,0 +1,114 @@
+"""Typed control messages between ranks: MessagePack over their own communicator, never pickle, never a blocking call.
+
+Used by the main thread while a run is set up, by the data-plane thread (and only by it) from then on.
+"""
+
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+from mpi4py import MPI
+
+from accept_mpi.errors import DeadlineError
+
+_TAG = 7
+_POLL = 0.0005  # seconds between two looks while waiting
+
+
+class Message(msgspec.Struct, frozen=True):
+    """A control message as received."""
+
+    source: int
+    kind: str
+    body: Any
+
+
+class Messenger:
+    """Sends and receives control messages; every wait has a deadline."""
+
+    def __init__(self, world: MPI.Intracomm) -> None:
+        self._comm = world.Dup()
+        self.rank, self.size = self._comm.rank, self._comm.size
+        self._queue: deque[tuple[int, bytes]] = deque()
+        self._sending: tuple[MPI.Request, bytes] | None = None
+        self._received: deque[Message] = deque()
+
+    def send(self, dest: int, kind: str, body: Any) -> None:
+        """Queue a message; it goes out, in order, as ``poll`` is called."""
+        self._queue.append((dest, msgspec.msgpack.encode((kind, body))))
+
+    def poll(self) -> list[Message]:
+        """Move sends on and return what has arrived."""
+        if self._sending and self._sending[0].Test():
+            self._sending = None
+        if self._queue and not self._sending:
+            dest, data = self._queue.popleft()
+            # Synchronous mode: one message at a time is under way, so bulk (snapshots) cannot crowd out training.
+            self._sending = (self._comm.Issend([data, MPI.BYTE], dest, _TAG), data)
+        status = MPI.Status()
+        while found := self._comm.Improbe(MPI.ANY_SOURCE, _TAG, status):
+            data = bytearray(status.Get_count(MPI.BYTE))
+            request = found.Irecv([data, MPI.BYTE])
+            while not request.Test():
+                time.sleep(_POLL / 10)
+            kind, body = msgspec.msgpack.decode(data)
+            self._received.append(Message(status.Get_source(), kind, body))
+        messages = list(self._received)
+        self._received.clear()
+        return messages
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything queued has been taken by its receiver."""
+        return not self._queue and not self._sending
+
+    def flush(self, deadline: float, awaited: str) -> None:
+        """Poll until all sends are taken; what arrives meanwhile is kept. Raises DeadlineError."""
+        until = time.monotonic() + deadline
+        while not self.idle:
+            self.keep(self.poll())
+            if time.monotonic() > until:
+                raise DeadlineError(f"rank {self.rank} waited {deadline:.0f} s to send: {awaited}")
+            time.sleep(_POLL)
+
+    def expect(self, kind: str, sources: set[int], deadline: float, awaited: str) -> dict[int, Any]:
+        """One message of ``kind`` from each of ``sources``. Raises DeadlineError naming who is missing."""
+        until = time.monotonic() + deadline
+        bodies: dict[int, Any] = {}
+        while sources - bodies.keys():
+            later = []
+            for message in self.poll():
+                if message.kind == kind and message.source in sources and message.source not in bodies:
+                    bodies[message.source] = message.body
+                else:
+                    later.append(message)
+            self.keep(later)
+            if time.monotonic() > until:
+                missing = ", ".join(map(str, sorted(sources - bodies.keys())))
+                raise DeadlineError(f"rank {self.rank} waited {deadline:.0f} s for rank {missing}: {awaited}")
+            if sources - bodies.keys():
+                time.sleep(_POLL)
+        return bodies
+
+    def keep(self, messages: list[Message]) -> None:
+        """Put messages back, to be returned by a later ``poll`` or ``expect``."""
+        self._received.extend(messages)
+
+    def allgather(self, value: Any, deadline: float, awaited: str) -> list[Any]:
+        """Every rank's value, in the order of ranks, on every rank."""
+        others = set(range(self.size)) - {0}
+        if self.rank == 0:
+            values = {0: value} | self.expect("gather", others, deadline, awaited)
+            together = [values[rank] for rank in range(self.size)]
+            for rank in others:
+                self.send(rank, "scatter", together)
+        else:
+            self.send(0, "gather", value)
+            together = self.expect("scatter", {0}, deadline, awaited)[0]
+        self.flush(deadline, awaited)
+        return list(together)
+
+    def broadcast(self, value: Any, deadline: float, awaited: str) -> Any:
+        """Rank 0's value, on every rank."""
+        return self.allgather(value if self.rank == 0 else None, deadline, awaited)[0]

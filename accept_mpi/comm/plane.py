@@ -1,0 +1,307 @@
+"""The data plane: one thread a rank owns all MPI traffic while the other computes.
+
+Nonblocking is not asynchronous: MPI moves a message only while someone calls it. So this thread drives progress, encodes
+and decodes, and sleeps in between (Open MPI's own waits would spin and steal the core). The computing thread hands tensors
+over by queue and never blocks in a send.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+from accept_mpi.codec import Bytes, Header, Specs, Tensors, aligned, decode, encode, wire_bytes
+from accept_mpi.comm.messenger import Message, Messenger
+from accept_mpi.errors import DeadlineError, ProtocolError
+from accept_mpi.recorder import Recorder
+
+# Seconds between two looks at MPI: while the computing thread waits for a message; while something is being sent; while
+# only receives are posted; on a lone rank. Each look costs some 15 us of the core that computes.
+_POLL_AWAITED, _POLL_SENDING, _POLL_IDLE, _POLL_ALONE = 0.0001, 0.0005, 0.001, 0.02
+_RECEIVES_POSTED = 2
+_SENDS_POSTED = 2
+
+
+class Endpoint(NamedTuple):
+    """One direction of one boundary as seen from one rank."""
+
+    peer: int
+    boundary: int
+    direction: int
+    specs: dict[int, Specs]
+    limit: int
+    """Most messages that the schedule can leave waiting."""
+
+    @property
+    def tag(self) -> int:
+        return 2 * self.boundary + self.direction
+
+    @property
+    def buffer_bytes(self) -> int:
+        return max(wire_bytes(specs) for specs in self.specs.values())
+
+    def __str__(self) -> str:
+        return f"{('activations', 'gradients')[self.direction]} across boundary {self.boundary}"
+
+
+class _Item(NamedTuple):
+    step: int
+    micro_batch: int
+    samples: int
+    flags: int
+    flat: Tensors
+
+
+class Outgoing:
+    """Where the computing thread puts tensors for a peer."""
+
+    def __init__(self, plane: "DataPlane", end: Endpoint) -> None:
+        self.end = end
+        self._plane = plane
+        self._room = threading.Semaphore(end.limit + _SENDS_POSTED)
+        self.waiting: deque[_Item] = deque()
+        self.free = [aligned(end.buffer_bytes) for _ in range(_SENDS_POSTED)]
+        self.active: deque[tuple[MPI.Request, Bytes, float, _Item, int, int]] = deque()
+
+    def send(
+        self,
+        step: int,
+        micro_batch: int,
+        samples: int,
+        tensors: Tensors,
+        flags: int = 0,
+        deadline: float | None = None,
+    ) -> None:
+        """Queue tensors. With ``deadline`` (evaluation) wait so long for room; in training the schedule guarantees room.
+
+        Raises AssertionError where the schedule broke that promise, DeadlineError where no room came.
+        """
+        self._plane.check()
+        if not self._room.acquire(blocking=deadline is not None, timeout=deadline):
+            self._plane.check()
+            if deadline is None:
+                raise AssertionError(f"more than {self.end.limit} messages wait to be sent: {self.end}")
+            raise DeadlineError(f"waited {deadline:.0f} s for rank {self.end.peer} to take {self.end}")
+        specs = self.end.specs[samples]
+        if len(tensors) != len(specs):
+            raise ProtocolError(f"{len(tensors)} tensors where {len(specs)} were agreed: {self.end}")
+        flat = tuple(spec.flatten(tensor) for spec, tensor in zip(specs, tensors, strict=True))
+        self.waiting.append(_Item(step, micro_batch, samples, flags, flat))
+        self._plane.wake()
+
+    def drain(self, deadline: float) -> None:
+        """Wait until the peer has everything. Raises DeadlineError."""
+        until = time.monotonic() + deadline
+        while self.waiting or self.active:
+            self._plane.check()
+            if time.monotonic() > until:
+                raise DeadlineError(f"waited {deadline:.0f} s for rank {self.end.peer} to take {self.end}")
+            time.sleep(_POLL_IDLE)
+
+    def move(self, comm: MPI.Intracomm, recorder: Recorder) -> bool:
+        """Data-plane thread: finish sends that are taken, begin those that wait."""
+        moved = False
+        while self.active and self.active[0][0].Test():
+            _, buffer, start, item, raw, wire = self.active.popleft()
+            recorder.add("send", start, item.step, item.micro_batch, self.end.boundary, self.end.direction, raw, wire)
+            self.free.append(buffer)
+            self._room.release()
+            moved = True
+        while self.waiting and self.free:
+            item, buffer = self.waiting[0], self.free.pop()
+            start = recorder.clock.now()
+            specs = self.end.specs[item.samples]
+            fields = item._asdict() | {"direction": self.end.direction, "boundary": self.end.boundary, "term": 0}
+            wire = encode(specs, fields.pop("flat"), buffer, **fields)
+            raw = sum(spec.nbytes for spec in specs)
+            sent = recorder.clock.now()
+            place = (item.step, item.micro_batch, self.end.boundary, self.end.direction)
+            recorder.add("encode", start, *place, raw, wire, end=sent)
+            # Synchronous mode: done when the peer has it, so that at most _SENDS_POSTED messages are ever under way.
+            request = comm.Issend([buffer[:wire], MPI.BYTE], self.end.peer, self.end.tag)
+            self.active.append((request, buffer, sent, item._replace(flat=()), raw, wire))
+            self.waiting.popleft()
+            moved = True
+        return moved
+
+
+class Incoming:
+    """Where the computing thread takes a peer's tensors from, in the order of the schedule."""
+
+    def __init__(self, plane: "DataPlane", end: Endpoint, comm: MPI.Intracomm) -> None:
+        self.end = end
+        self._plane = plane
+        self._ready: queue.SimpleQueue[tuple[Header, Tensors] | None] = queue.SimpleQueue()
+        self._posted: deque[tuple[MPI.Prequest, Bytes]] = deque()
+        for _ in range(_RECEIVES_POSTED):
+            buffer = aligned(end.buffer_bytes)
+            request = comm.Recv_init([buffer, MPI.BYTE], end.peer, end.tag)
+            request.Start()
+            self._posted.append((request, buffer))
+
+    def receive(self, step: int, micro_batch: int, deadline: float, recorder: Recorder) -> tuple[Tensors, int]:
+        """Tensors and flags of this micro-batch, waiting ``deadline`` seconds at most.
+
+        Raises DeadlineError, and ProtocolError where another message comes first.
+        """
+        start = recorder.clock.now()
+        try:
+            item = self._ready.get_nowait()
+        except queue.Empty:
+            self._plane.awaited = True
+            self._plane.wake()
+            try:
+                item = self._ready.get(timeout=deadline)
+            except queue.Empty:
+                self._plane.check()
+                raise DeadlineError(
+                    f"waited {deadline:.0f} s for rank {self.end.peer} to send {self.end}, micro-batch {micro_batch}"
+                ) from None
+            finally:
+                self._plane.awaited = False
+            recorder.add("wait", start, step, micro_batch, self.end.boundary, self.end.direction)
+        self._plane.check()
+        assert item is not None
+        header, tensors = item
+        if (header.step, header.micro_batch) != (step, micro_batch):
+            raise ProtocolError(
+                f"expected micro-batch {micro_batch} of step {step}, "
+                f"got {header.micro_batch} of step {header.step}: {self.end}"
+            )
+        return tensors, header.flags
+
+    def move(self, recorder: Recorder) -> bool:
+        """Data-plane thread: decode what has arrived, as long as the computing thread has room for it."""
+        moved = False
+        status = MPI.Status()
+        while self._ready.qsize() < self.end.limit and self._posted[0][0].Test(status):
+            request, buffer = self._posted.popleft()
+            start = recorder.clock.now()
+            message = buffer[: status.Get_count(MPI.BYTE)]
+            header, tensors = decode(self.end.specs, message)
+            if (header.boundary, header.direction) != (self.end.boundary, self.end.direction):
+                raise ProtocolError(f"a message for boundary {header.boundary} came as {self.end}")
+            self._ready.put((header, tensors))
+            place = (header.step, header.micro_batch, self.end.boundary, self.end.direction)
+            recorder.add("decode", start, *place, header.raw, message.size)
+            request.Start()
+            self._posted.append((request, buffer))
+            moved = True
+        return moved
+
+    def fail(self) -> None:
+        self._ready.put(None)
+
+    def close(self) -> None:
+        """Take back the posted receives."""
+        for request, _ in self._posted:
+            request.Cancel()
+            request.Test()
+
+
+class DataPlane(threading.Thread):
+    """The thread, its endpoints, and the control messages that share it."""
+
+    def __init__(
+        self,
+        world: MPI.Intracomm,
+        messenger: Messenger,
+        recorder: Recorder,
+        handle: Callable[[Message], bool],
+    ) -> None:
+        """``handle`` is called on this thread with each control message and says whether it took it; it must not take long.
+
+        What it does not take goes back to the messenger when the thread ends.
+        """
+        super().__init__(name="data plane", daemon=True)
+        self._comm = world.Dup()
+        self._messenger = messenger
+        self._recorder = recorder
+        self._handle = handle
+        self._outgoing: list[Outgoing] = []
+        self._incoming: list[Incoming] = []
+        self._posts: queue.SimpleQueue[tuple[int, str, Any] | None] = queue.SimpleQueue()
+        self._not_taken: list[Message] = []
+        self._stopping = False
+        self._error: BaseException | None = None
+        self.awaited = False
+
+    def outgoing(self, end: Endpoint) -> Outgoing:
+        """Add an endpoint to send through (before ``start``)."""
+        self._outgoing.append(Outgoing(self, end))
+        return self._outgoing[-1]
+
+    def incoming(self, end: Endpoint) -> Incoming:
+        """Add an endpoint to receive through (before ``start``)."""
+        self._incoming.append(Incoming(self, end, self._comm))
+        return self._incoming[-1]
+
+    def post(self, dest: int, kind: str, body: Any) -> None:
+        """Send a control message, from any thread."""
+        self._posts.put((dest, kind, body))
+
+    def wake(self) -> None:
+        self._posts.put(None)
+
+    def check(self) -> None:
+        """Raise what ended the thread, if something did."""
+        if self._error is not None:
+            raise self._error
+
+    def stop(self, deadline: float) -> None:
+        """Send out what is queued and end the thread. Raises DeadlineError where a peer does not take it."""
+        self._stopping = True
+        self.wake()
+        self.join(deadline)
+        self.check()
+        if self.is_alive():
+            raise DeadlineError(f"waited {deadline:.0f} s for the other ranks to take the last messages")
+        for incoming in self._incoming:
+            incoming.close()
+
+    def run(self) -> None:
+        try:
+            while not self._done():
+                if not self._move():
+                    self._pause()
+            self._messenger.keep(self._not_taken)
+        except BaseException as error:
+            self._error = error
+            for incoming in self._incoming:
+                incoming.fail()
+
+    def _done(self) -> bool:
+        drained = not any(out.waiting or out.active for out in self._outgoing)
+        return self._stopping and drained and self._posts.empty() and self._messenger.idle
+
+    def _move(self) -> bool:
+        """One look at everything; whether anything moved."""
+        moved = False
+        for out in self._outgoing:
+            moved |= out.move(self._comm, self._recorder)
+        for incoming in self._incoming:
+            moved |= incoming.move(self._recorder)
+        for message in self._messenger.poll():
+            if not self._handle(message):
+                self._not_taken.append(message)
+            moved = True
+        return moved
+
+    def _pause(self) -> None:
+        """Sleep until the next look is due, or the computing thread has something."""
+        sending = any(out.active for out in self._outgoing) or not self._messenger.idle
+        interval = _POLL_AWAITED if self.awaited else _POLL_SENDING if sending else _POLL_IDLE
+        if not (self._outgoing or self._incoming):
+            interval = _POLL_ALONE
+        try:
+            while True:
+                post = self._posts.get(timeout=interval)
+                if post is not None:
+                    self._messenger.send(*post)
+                interval = 0.0
+        except queue.Empty:
+            pass

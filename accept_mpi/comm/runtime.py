@@ -1,0 +1,252 @@
+"""How MPI starts, ends and dies: everyone else asks here for ranks, agreement and the clock.
+
+Ends: ``finish`` when all went well or all ranks agreed on the same mistake; ``fail`` when one rank alone raised; the
+lifeline's callback when another rank did, or died. The last two print the one message that matters, on rank 0, close the
+log and abort the job, so that no rank waits for a dead one.
+"""
+
+import logging
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NoReturn, TypeVar
+
+from mpi4py import MPI
+
+from accept_mpi.comm.lifeline import Lifeline
+from accept_mpi.comm.messenger import Messenger
+from accept_mpi.errors import DeadlineError, NonFiniteLoss, ProtocolError, UserError
+from accept_mpi.recorder import Clock
+from accept_mpi.version import __version__
+
+T = TypeVar("T")
+
+_AGREE_SECONDS = 600.0
+_END_SECONDS = 5.0
+_PINGS = 20
+
+
+class Agreed(UserError):
+    """A mistake that all ranks know of and end with together."""
+
+
+class Runtime:
+    """This process as a rank of the job."""
+
+    def __init__(self) -> None:
+        self.world = MPI.COMM_WORLD
+        self.rank, self.size = self.world.rank, self.world.size
+        self.host = socket.gethostname()
+        self.startup_seconds = _AGREE_SECONDS
+        self.before_end: Callable[[str], None] = lambda text: None
+        """Called on rank 0 with the text of the error that ends the job (the log is closed here)."""
+        self.holds: Callable[[int], str] = lambda rank: ""
+        """What a rank holds, for messages: "stage 2, layers 10..14"."""
+        self._ended = threading.Lock()
+        self.messenger = Messenger(self.world)
+        _log_format(self.rank, self.size, self.host)
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise UserError("this MPI library was built without MPI_THREAD_MULTIPLE, which accept_mpi needs")
+        everyone = self.messenger.allgather(host_facts(self.rank), self.startup_seconds, "the facts of each host")
+        self.hosts: list[dict[str, Any]] = everyone
+        self.ranks_on_host = sum(facts["machine_id"] == everyone[self.rank]["machine_id"] for facts in everyone)
+        self.lifeline = Lifeline(self.messenger, self.startup_seconds, self._on_end)
+        offset = self._clock_offset()
+        origin = self.messenger.broadcast(time.monotonic(), self.startup_seconds, "the start of the clock")
+        self.clock = Clock(origin, offset)
+
+    def agree(self, what: str, do: Callable[[], T]) -> T:
+        """Do something that any rank may find wrong: all get their result, or all raise the same mistake (Agreed)."""
+        value, error = None, None
+        try:
+            value = do()
+        except UserError as mistake:
+            error = str(mistake)
+        errors = self.messenger.allgather(error, self.startup_seconds, what)
+        found = [(rank, text) for rank, text in enumerate(errors) if text is not None]
+        if not found:
+            return value  # type: ignore[return-value]
+        rank, text = found[0]
+        everywhere = len({text for _, text in found}) == 1 and len(found) == self.size
+        raise Agreed(text if everywhere or rank == 0 else f"rank {rank} on host {self.hosts[rank]['host']}: {text}")
+
+    def same(self, what: str, value: Any) -> None:
+        """Raise Agreed on every rank where ``value`` is not the same on all."""
+        values = self.messenger.allgather(value, self.startup_seconds, what)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise Agreed(
+                    f"{what} differ between hosts: {values[0]} on {self.hosts[0]['host']} (rank 0), "
+                    f"{other} on {self.hosts[rank]['host']} (rank {rank})"
+                )
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
+    def finish(self, exit_code: int) -> NoReturn:
+        """The end that all ranks reach together."""
+        self.messenger.allgather(None, self.startup_seconds, "the end of the run")
+        self.lifeline.close()
+        MPI.Finalize()
+        sys.exit(exit_code)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """The end of a rank that raised alone: the message goes to rank 0, which prints it once and ends all."""
+        if isinstance(error, Agreed):
+            if self.rank == 0:
+                print(f"accept_mpi: {error}", file=sys.stderr, flush=True)
+            self.finish(error.exit_code)
+        exit_code = getattr(error, "exit_code", 1)
+        if isinstance(error, UserError | NonFiniteLoss | DeadlineError | ProtocolError):
+            text = f"{self._who(self.rank)}: {error}" if self.size > 1 else str(error)
+        else:
+            text = f"{self._who(self.rank)} raised:\n{''.join(traceback.format_exception(error))}".rstrip()
+        if self.rank == 0:
+            self.lifeline._ended.set()
+            self._end_job(text, exit_code)
+        if not self.lifeline.report(text, exit_code):
+            print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
+            MPI.COMM_WORLD.Abort(exit_code)
+        _wait_for_the_end(exit_code)
+
+    def _on_end(self, rank: int, error: str | None, exit_code: int) -> None:
+        """Lifeline thread: another rank ended."""
+        if self.rank == 0:
+            if error is None:
+                error = f"{self._who(rank)} ended unexpectedly (killed, out of memory, or its machine is gone)"
+            self._end_job(error, exit_code)
+        elif error is None:  # rank 0 died, and with it the one who tells
+            if self.rank == 1:
+                text = f"{self._who(0)} ended unexpectedly; the run is over"
+                print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
+            time.sleep(_END_SECONDS / 5)  # mpirun usually ends us first
+            threading.Timer(_END_SECONDS, os._exit, [exit_code]).start()
+            MPI.COMM_WORLD.Abort(exit_code)
+        else:
+            time.sleep(_END_SECONDS)
+            os._exit(exit_code)
+
+    def _end_job(self, text: str, exit_code: int) -> NoReturn:
+        """Rank 0: say why, close the log, end everyone."""
+        with self._ended:
+            print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
+            threading.Timer(_END_SECONDS, os._exit, [exit_code]).start()  # whatever hangs below
+            try:
+                self.before_end(text)
+            finally:
+                self.lifeline.end_all(exit_code)
+                sys.stdout.flush()
+                MPI.COMM_WORLD.Abort(exit_code)
+        os._exit(exit_code)
+
+    def _who(self, rank: int) -> str:
+        """ "rank 2 on host edge2 (stage 2, layers 10..14) in step 17"."""
+        holds = self.holds(rank)
+        step = self.lifeline.steps.get(rank)
+        place = f" ({holds})" if holds else ""
+        return f"rank {rank} on host {self.hosts[rank]['host']}{place}" + (f" in step {step}" if step else "")
+
+    # -- clock ---------------------------------------------------------------------------------------------------------
+
+    def _clock_offset(self) -> float:
+        """Rank 0's clock minus this one's in seconds: the exchange with the shortest round trip of several (Cristian 1989)."""
+        comm, offset = self.world.Dup(), 0.0
+        for rank in range(1, self.size):
+            if self.rank == 0:
+                for _ in range(_PINGS):
+                    _exchange(comm, rank, None)
+            elif self.rank == rank:
+                best = float("inf")
+                for _ in range(_PINGS):
+                    sent = time.monotonic()
+                    theirs = _exchange(comm, 0, sent)
+                    trip = time.monotonic() - sent
+                    if trip < best:
+                        best, offset = trip, theirs - (sent + trip / 2)
+        comm.Free()
+        return offset
+
+
+def _exchange(comm: MPI.Intracomm, peer: int, sent: float | None) -> float:
+    """One ping: the rim sends first, the centre answers with its clock."""
+    from array import array
+
+    mine, theirs = array("d", [sent or 0.0]), array("d", [0.0])
+    until = time.monotonic() + _AGREE_SECONDS
+
+    def wait(request: MPI.Request) -> None:
+        while not request.Test():
+            if time.monotonic() > until:
+                raise DeadlineError(f"rank {comm.rank} waited {_AGREE_SECONDS:.0f} s for rank {peer}'s clock")
+
+    if sent is None:
+        wait(comm.Irecv([theirs, MPI.DOUBLE], peer))
+        mine[0] = time.monotonic()
+        wait(comm.Isend([mine, MPI.DOUBLE], peer))
+    else:
+        request = comm.Irecv([theirs, MPI.DOUBLE], peer)
+        wait(comm.Isend([mine, MPI.DOUBLE], peer))
+        wait(request)
+    return theirs[0]
+
+
+def _wait_for_the_end(exit_code: int) -> NoReturn:
+    time.sleep(2 * _END_SECONDS)
+    os._exit(exit_code)
+
+
+def _log_format(rank: int, size: int, host: str) -> None:
+    """Every record carries rank, host and size; all but rank 0 speak from WARNING up."""
+    logging.basicConfig(
+        format=f"[rank {rank}/{size} {host}] %(levelname)s %(message)s",
+        level=logging.INFO if rank == 0 else logging.WARNING,
+    )
+
+
+def package_version(name: str) -> str:
+    """Installed version of a package, or "not installed"."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def host_facts(rank: int) -> dict[str, Any]:
+    """What a rank knows of its host: plain values, ready for JSON."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:
+        cores = os.cpu_count() or 1
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        memory = 0
+    host = socket.gethostname()
+    return {
+        "rank": rank,
+        "host": host,
+        "machine_id": f"{host}/{_boot_id()}",
+        "pid": os.getpid(),
+        "cores": cores,
+        "memory_bytes": memory,
+        "machine": platform.machine(),
+        "versions": {
+            "accept_mpi": __version__,
+            "python": platform.python_version(),
+            **{name: package_version(name) for name in ("torch", "numpy", "numba", "h5py", "mpi4py")},
+            "mpi": MPI.Get_library_version().split(",")[0].split("\n")[0].strip(),
+        },
+    }
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,217 @@
+"""The job file: TOML -> typed, validated ``Job``. Every mistake is one sentence that names the file and the key."""
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+from accept_mpi.errors import UserError
+from accept_mpi.imports import nearest
+
+Count = Annotated[int, Meta(ge=1)]
+CountOrZero = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+PositiveOrZero = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, lt=1)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the job file."""
+
+
+class Model(Section, frozen=True):
+    """``[model]``."""
+
+    name: str
+    """Zoo name, or "package.module:function" that returns an nn.Sequential or a list of layers."""
+    args: dict[str, Any] = {}
+
+
+class Data(Section, frozen=True):
+    """``[data]``."""
+
+    name: str
+    """Zoo name, or "package.module:function" that returns (train, test) data sets."""
+    args: dict[str, Any] = {}
+
+
+class Optimizer(Section, frozen=True):
+    """``train.optimizer``: torch's own, and how its learning rate changes from step to step."""
+
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: Positive = 0.05
+    momentum: Share = 0.0
+    nesterov: bool = False
+    weight_decay: PositiveOrZero = 0.0
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    schedule: Literal["constant", "cosine", "step"] = "constant"
+    warmup_steps: CountOrZero = 0
+    """Steps over which the rate rises linearly to ``lr``, before the schedule begins."""
+    decay_every: Count = 1000
+    """Steps between two decays of the "step" schedule."""
+    decay: Annotated[float, Meta(gt=0, le=1)] = 0.1
+    """Factor of one decay of the "step" schedule."""
+    final_lr: PositiveOrZero = 0.0
+    """Where the "cosine" schedule ends."""
+
+
+class Train(Section, frozen=True):
+    """``[train]``."""
+
+    batch_size: Count = 64
+    """Samples a step (one optimizer update)."""
+    micro_batches: Count = 8
+    epochs: Count | None = None
+    steps: Count | None = None
+    """Length of the run: either ``epochs`` or ``steps``."""
+    optimizer: Optimizer = Optimizer()
+    lr: Positive | None = None
+    """Short for ``optimizer.lr``; wins over it."""
+    loss: str = "cross_entropy"
+    """"cross_entropy", "mse", or "package.module:function" of (output, target) that gives the mean over samples."""
+    seed: CountOrZero = 0
+    drop_last: bool = False
+    """Leave out the short batch at the end of an epoch."""
+    evaluate_every: CountOrZero = 1
+    """Epochs between two evaluations on the test set; one more at the end; 0: none at all."""
+    memory_format: Literal["auto", "channels_last", "contiguous"] = "auto"
+    """Layout of image tensors; "auto": channels_last for models with 2-D convolutions."""
+    threads: Count | Literal["auto"] = "auto"
+    """Threads a rank computes with; "auto": OMP_NUM_THREADS, else the host's cores shared among its ranks."""
+
+
+class Pipeline(Section, frozen=True):
+    """``[pipeline]``."""
+
+    schedule: Literal["gpipe", "1f1b", "1f1b-async", "zero-bubble"] = "1f1b"
+    cuts: Literal["even"] | list[Count] = "even"
+    """ "even" (by number of layers), or the first layers of stages 1, 2, ..."""
+    transfer_slack: CountOrZero = 1
+    """Micro-batches that a stage may have in flight beyond the published 1F1B bound, for each boundary behind it, so that
+    transfers hide behind computing. 0 is the published bound, 1 Asteroid's K_p = 2(P-p)-1."""
+    vertical_sync: bool = False
+    """1f1b-async: a micro-batch meets the same weight version at all stages (PipeDream, section 3.3)."""
+    timeout: Positive = 300.0
+    """Seconds that a rank waits for a message before it ends the run."""
+    startup_timeout: Positive = 600.0
+    """The same for start-up and the first step."""
+
+
+class Output(Section, frozen=True):
+    """``[output]``."""
+
+    directory: str
+    checkpoint_every: CountOrZero = 0
+    """Steps between two checkpoints; 0: one at the end only."""
+    keep: CountOrZero = 3
+    """Newest checkpoints kept; 0: all."""
+
+
+class Job(Section, frozen=True):
+    """A whole job file."""
+
+    model: Model
+    data: Data
+    output: Output
+    train: Train = Train()
+    pipeline: Pipeline = Pipeline()
+
+    @property
+    def lr(self) -> float:
+        return self.train.lr if self.train.lr is not None else self.train.optimizer.lr
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @staticmethod
+    def from_json(text: str) -> "Job":
+        return msgspec.json.decode(text, type=Job)
+
+
+def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
+    """Job from TOML text; ``overrides`` are "section.key=value" with values in TOML (a bare word is a string).
+
+    Raises UserError with one sentence that begins with ``source``.
+    """
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{source}: not valid TOML: {error}") from error
+    for override in overrides:
+        _override(tree, override)
+    _refuse_unknown_keys(tree, Job, source, "")
+    try:
+        job = msgspec.convert(tree, Job)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{source}: {_explain(str(error), tree)}") from error
+    if (job.train.epochs is None) == (job.train.steps is None):
+        raise UserError(f"{source}: train: give either epochs or steps")
+    if job.train.micro_batches > job.train.batch_size:
+        raise UserError(
+            f"{source}: train.micro_batches: {job.train.micro_batches} is more than "
+            f"train.batch_size = {job.train.batch_size}; a micro-batch needs at least one sample"
+        )
+    if job.pipeline.vertical_sync and job.pipeline.schedule != "1f1b-async":
+        raise UserError(f'{source}: pipeline.vertical_sync goes with schedule = "1f1b-async" only')
+    return job
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    path, equals, value = override.partition("=")
+    if not equals or not path.strip():
+        raise UserError(f'--set {override}: expected "section.key=value"')
+    *sections, key = path.strip().split(".")
+    table = tree
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise UserError(f'--set {override}: "{section}" is not a table')
+    try:
+        table[key] = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        table[key] = value.strip()
+
+
+def _refuse_unknown_keys(table: Mapping[str, Any], section: type[msgspec.Struct], source: str, path: str) -> None:
+    """msgspec names an unknown key but not the nearest known one, so look before it does."""
+    fields = {field.name: field.type for field in msgspec.structs.fields(section)}
+    for key, value in table.items():
+        if key not in fields:
+            raise UserError(f'{source}: unknown key "{path}{key}"{nearest(key, list(fields))}')
+        for kind in (fields[key], *get_args(fields[key])):
+            if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
+                _refuse_unknown_keys(value, kind, source, f"{path}{key}.")
+
+
+def _explain(error: str, tree: Mapping[str, Any]) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.train.steps`" as "train.steps: expected `int`, got "ten"."""
+    message, _, where = error.partition(" - at `$")
+    path = where.rstrip("`").lstrip(".")
+    missing = re.match(r"Object missing required field `(\w+)`", message)
+    if missing:
+        return f'missing key "{path + "." if path else ""}{missing[1]}"'
+    value: Any = tree
+    for part in re.findall(r"[^.\[\]]+", path):
+        try:
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        except (KeyError, IndexError, ValueError, TypeError):
+            return f"{path}: {message[0].lower()}{message[1:]}"
+    expected = message.split(", got")[0].replace("Expected ", "expected ").replace("Invalid enum value", "not a choice")
+    choices = _choices(path)
+    if choices:
+        expected = "expected one of " + ", ".join(f'"{c}"' for c in choices)
+    return f"{path}: {expected}, got {msgspec.json.encode(value).decode()}"
+
+
+def _choices(path: str) -> list[str]:
+    """The allowed words of a key that takes only words."""
+    section: Any = Job
+    for part in path.split("."):
+        fields = {f.name: f.type for f in msgspec.structs.fields(section)} if hasattr(section, "__struct_fields__") else {}
+        section = fields.get(part)
+    words = get_args(section)
+    return list(words) if words and all(isinstance(word, str) for word in words) else []

@@ -1,0 +1,166 @@
+"""Rank 0's second job: what is decided for all ranks, and what comes in from all of them."""
+
+import contextlib
+import math
+import queue
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accept_mpi import config
+from accept_mpi.comm.messenger import Message
+from accept_mpi.errors import DeadlineError, UserError
+from accept_mpi.log import EVALS, STEPS, TRACE, LogWriter, Rows, open_log
+from accept_mpi.observers import Evaluated, Observer, StepDone
+from accept_mpi.plan import Plan, even_cuts, make_plan
+from accept_mpi.snapshot import CheckpointWriter
+
+
+def decide_plan(job: config.Job, layers: int, ranks: int) -> Plan:
+    """The plan that a job's cuts ask for. Raises UserError with one sentence."""
+    if ranks > layers:
+        raise UserError(
+            f"{ranks} ranks for a model of {layers} layers: each stage needs a layer; start mpirun with -n {layers} at most"
+        )
+    cuts = job.pipeline.cuts
+    if cuts == "even":
+        return make_plan(layers, even_cuts(layers, ranks))
+    assert isinstance(cuts, list)
+    if len(cuts) != ranks - 1:
+        raise UserError(f"pipeline.cuts: {cuts} makes {len(cuts) + 1} stages, but there are {ranks} ranks")
+    try:
+        return make_plan(layers, cuts)
+    except ValueError as error:
+        raise UserError(f"pipeline.cuts: {error}") from error
+
+
+def prepare_directory(directory: Path) -> None:
+    """Make the output directory. Raises UserError where it cannot be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".writable"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"output.directory: cannot write to {directory}: {error.strerror}") from error
+
+
+def begin_log(directory: Path, job: config.Job, plan: Plan, facts: dict[str, Any], resumed_step: int) -> LogWriter:
+    """A new log in ``directory``. A log that is there already is kept under another name; a resumed run's begins with the
+    steps and evaluations that led to its checkpoint."""
+    path = directory / "log.h5"
+    earlier: dict[str, Rows] = {}
+    try:
+        if path.exists():
+            if resumed_step:
+                try:
+                    with open_log(path) as old:
+                        earlier = {name: old[name][old[name]["step"] <= resumed_step] for name in ("steps", "evals")}
+                except UserError:
+                    pass  # kept under its other name, whatever it is
+                # Times count from the beginning of this run: what came before it happened at negative times.
+                ends = [rows["end"].max() for rows in earlier.values() if len(rows)]
+                for rows in earlier.values():
+                    rows["end"] -= max(ends, default=0.0)
+            number = 1
+            while (kept := directory / f"log.{number}.h5").exists():
+                number += 1
+            path.rename(kept)
+        return LogWriter(path, job.to_json(), plan.to_json(), facts, earlier)
+    except OSError as error:
+        raise UserError(f"output.directory: cannot write {path}: {error}") from error
+
+
+class Controller:
+    """Takes control messages on the data-plane thread and hands them to observers on the main one."""
+
+    def __init__(self, observers: dict[str, Observer], writer: CheckpointWriter) -> None:
+        self.writer = writer
+        self.last_evaluation: Evaluated | None = None
+        self._observers = observers
+        self._mail: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._mistake: UserError | None = None
+        self._left = 0
+
+    def handle(self, message: Message) -> bool:
+        """Data-plane thread: snapshots go to disk at once, what else is the controller's waits for ``deliver``.
+
+        Returns whether it was the controller's.
+        """
+        if message.kind not in ("chunk", "step", "evaluated", "trace", "leaving"):
+            return False
+        if message.kind != "chunk":
+            self._mail.put(message)
+        elif self._mistake is None:
+            try:
+                self.writer.take(message.body)
+            except UserError as mistake:
+                self._mistake = mistake
+        return True
+
+    def deliver(self) -> None:
+        """Main thread: tell the observers what has come in. Raises UserError where a disk is full."""
+        mistake = self._mistake or self.writer.error
+        if mistake is not None:
+            raise mistake
+        while not self._mail.empty():
+            self._deliver(self._mail.get())
+
+    def wait_for_all(self, ranks: int, deadline: float, check: Callable[[], None]) -> None:
+        """Deliver until every rank has sent its last. Raises DeadlineError, and whatever ``check`` raises."""
+        until = time.monotonic() + deadline
+        while self._left < ranks:
+            check()
+            self.deliver()
+            with contextlib.suppress(queue.Empty):
+                self._deliver(self._mail.get(timeout=0.1))
+            if time.monotonic() > until:
+                raise DeadlineError(f"waited {deadline:.0f} s for the last results; {self._left} of {ranks} ranks sent theirs")
+
+    def each(self, what: str, *arguments: Any) -> None:
+        """Call the method ``what`` of every observer."""
+        for observer in self._observers.values():
+            getattr(observer, what)(*arguments)
+
+    def _deliver(self, message: Message) -> None:
+        if message.kind == "step":
+            self.each("step", StepDone(**message.body))
+        elif message.kind == "evaluated":
+            self.last_evaluation = Evaluated(**message.body)
+            self.each("evaluated", self.last_evaluation)
+        elif message.kind == "trace":
+            self.each("trace", np.frombuffer(message.body, TRACE))
+        else:
+            self._left += 1
+
+
+assert set(StepDone.__dataclass_fields__) == set(STEPS.names or ())
+assert set(Evaluated.__dataclass_fields__) == set(EVALS.names or ())
+
+
+def summary_line(result: Evaluated | None) -> str:
+    """The last evaluation as text."""
+    if result is None:
+        return "no evaluation"
+    accuracy = "" if math.isnan(result.accuracy) else f"test accuracy {100 * result.accuracy:.2f} %, "
+    return f"{accuracy}test loss {result.loss:.4f}"
+
+
+def facts_of(
+    hosts: list[dict[str, Any]], plan: Plan, layers: list[str], parameters: int, **more: Any
+) -> dict[str, Any]:
+    """A run's facts for the log."""
+    unlisted = ("machine_id", "versions")
+    return {
+        "versions": hosts[0]["versions"],
+        "hosts": [
+            {k: v for k, v in host.items() if k not in unlisted} | {"stage": plan.stage_of(host["rank"])}
+            for host in hosts
+        ],
+        "layers": layers,
+        "parameters": parameters,
+        **more,
+    }

@@ -1,0 +1,35 @@
+"""Data sets: a small zoo, and the user's own by import path."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from accept_mpi.data.base import ArrayDataset, Dataset, Loader, MapDataset, adapt
+from accept_mpi.data.cifar10 import cifar10
+from accept_mpi.data.digits import digits
+from accept_mpi.data.hdf5 import hdf5
+from accept_mpi.data.images import images
+from accept_mpi.data.text import text
+from accept_mpi.errors import UserError
+from accept_mpi.imports import call, find_function
+
+__all__ = ["ZOO", "ArrayDataset", "Dataset", "MapDataset", "load"]
+
+ZOO: dict[str, Loader] = {"digits": digits, "text": text, "cifar10": cifar10, "images": images, "hdf5": hdf5}
+
+
+def load(name: str, args: Mapping[str, Any]) -> tuple[Dataset, Dataset]:
+    """The training and the test set that a job names. Raises UserError with one sentence."""
+    function = find_function(name, ZOO, "data.name")
+    result = call(function, args, "data.args")
+    try:
+        train, test = result
+    except (TypeError, ValueError):
+        raise UserError(f'data.name: "{name}" must return (train, test), got {type(result).__name__}') from None
+    try:
+        adapted = adapt(train), adapt(test)
+    except (TypeError, ValueError) as error:
+        raise UserError(f'data.name: "{name}": {error}') from error
+    for which, data in zip(("training", "test"), adapted, strict=True):
+        if len(data) == 0:
+            raise UserError(f'data.name: the {which} set of "{name}" is empty')
+    return adapted

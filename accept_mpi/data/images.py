@@ -1,0 +1,102 @@
+"""Folders of images, one folder a class."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from accept_mpi.data.augment import crop_and_flip
+from accept_mpi.data.base import Indices
+from accept_mpi.errors import UserError
+from accept_mpi.seeds import ORDER, mix
+
+_ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm"}
+_Listing = list[tuple[Path, int]]
+
+
+class ImageFolder:
+    """Images (3, size, size) float32 in [-1, 1], decoded when asked for; classes int64 in the order of folder names."""
+
+    def __init__(self, listing: _Listing, size: int, augment: bool) -> None:
+        self._files = [file for file, _ in listing]
+        self._classes = torch.tensor([number for _, number in listing], dtype=torch.int64)
+        self._size, self._augment = size, augment
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def inputs(self, indices: Indices, seed: int | None = None) -> torch.Tensor:
+        images = np.stack([_decode(self._files[i], self._size) for i in indices])
+        if self._augment and seed is not None:
+            images = crop_and_flip(images, indices, seed)
+        return torch.from_numpy(images).float() / 127.5 - 1
+
+    def targets(self, indices: Indices) -> torch.Tensor:
+        return self._classes[torch.from_numpy(indices)]
+
+
+def images(
+    path: str, size: int = 32, augment: bool = True, test_fraction: float = 0.2
+) -> tuple[ImageFolder, ImageFolder]:
+    """``path/train/CLASS/*.jpg`` and ``path/test/CLASS/*.jpg`` (or .png, ...), or ``path/CLASS/*`` split by a fixed shuffle.
+
+    Images are scaled so that the shorter side is ``size`` and cropped in the middle. Raises UserError where folders are
+    missing or empty, and later for an image that cannot be decoded.
+    """
+    _pillow()
+    root = Path(path)
+    if (root / "train").is_dir() and (root / "test").is_dir():
+        classes = _classes(root / "train")
+        train, test = _listing(root / "train", classes), _listing(root / "test", classes)
+    else:
+        found = _listing(root, _classes(root))
+        if not 0 < test_fraction < 1:
+            raise ValueError(f"test_fraction must lie between 0 and 1, got {test_fraction}")
+        order = np.random.default_rng(mix(ORDER, 0)).permutation(len(found))
+        held = max(1, round(len(found) * test_fraction))
+        train, test = ([found[i] for i in part] for part in (order[:-held], order[-held:]))
+    return ImageFolder(train, size, augment), ImageFolder(test, size, False)
+
+
+def _classes(root: Path) -> list[str]:
+    if not root.is_dir():
+        raise UserError(f"data.args: there is no directory {root}")
+    classes = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
+    if not classes:
+        raise UserError(f"data.args: {root} holds no folders; expected one a class")
+    return classes
+
+
+def _listing(root: Path, classes: list[str]) -> _Listing:
+    found = [
+        (file, number)
+        for number, name in enumerate(classes)
+        for file in sorted((root / name).glob("*"))
+        if file.suffix.lower() in _ENDINGS
+    ]
+    if not found:
+        raise UserError(f"data.args: no images in the folders of {root}; expected {', '.join(sorted(_ENDINGS))}")
+    return found
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise UserError("data.name: images need Pillow: pip install 'accept-mpi[images]'") from error
+    return Image
+
+
+def _decode(file: Path, size: int) -> npt.NDArray[np.uint8]:
+    try:
+        with _pillow().open(file) as image:
+            image = image.convert("RGB")
+            scale = size / min(image.size)
+            image = image.resize([max(size, round(side * scale)) for side in image.size])
+            left, top = ((side - size) // 2 for side in image.size)
+            pixels = np.asarray(image.crop((left, top, left + size, top + size)), np.uint8)
+    except (OSError, SyntaxError) as error:
+        raise UserError(f"data: cannot decode the image {file}: {error}") from error
+    return pixels.transpose(2, 0, 1)

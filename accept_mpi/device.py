@@ -1,0 +1,42 @@
+"""Settings that make one device compute faster: threads, and how glibc's allocator keeps memory."""
+
+import ctypes
+import logging
+import os
+
+import torch
+
+log = logging.getLogger(__name__)
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
+_MIB = 1 << 20
+
+
+def keep_memory() -> bool:
+    """Tell glibc to keep freed memory instead of giving it back: page faults cost a tenth of MobileNetV2's speed.
+
+    The mmap threshold goes to its ceiling of 32 MiB, trimming is all but switched off, and one arena serves all threads, so
+    that what the data-plane thread allocates and the computing thread frees is used again. Returns False where the C
+    library is not glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    settings = ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, 32 * _MIB), (_M_TRIM_THRESHOLD, 1024 * _MIB), (_M_TOP_PAD, 64 * _MIB))
+    return all([mallopt(parameter, value) == 1 for parameter, value in settings])
+
+
+def set_threads(asked: int | str, cores: int, ranks_on_host: int) -> int:
+    """Set torch's threads and return their number: as asked, or OMP_NUM_THREADS, or a fair share of the host's cores."""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    if asked != "auto":
+        threads = int(asked)
+        if said.isdigit() and int(said) != threads:
+            log.warning("train.threads = %d wins over OMP_NUM_THREADS = %s", threads, said)
+    elif said.isdigit():
+        threads = int(said)
+    else:
+        threads = max(1, cores // ranks_on_host)
+    torch.set_num_threads(threads)
+    return threads

@@ -1,0 +1,26 @@
+"""The ways a run can end that are not bugs. Each carries one sentence and the exit code of the whole job."""
+
+
+class UserError(Exception):
+    """Something the user can mend: shown as one sentence, never as a traceback. Exit code 2."""
+
+    exit_code = 2
+
+
+class NonFiniteLoss(Exception):
+    """The loss became NaN or infinite. Exit code 1."""
+
+    exit_code = 1
+
+
+class DeadlineError(Exception):
+    """A wait passed its deadline. The message says what was awaited, from whom, where. Exit code 1."""
+
+    exit_code = 1
+
+
+class ProtocolError(Exception):
+    """A message that cannot be right (magic, order, length, checksum): damage on the way, or a bug. Exit code 1."""
+
+    exit_code = 1
+

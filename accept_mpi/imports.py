@@ -1,0 +1,58 @@
+"""Names in a job file -> functions: a zoo's own names, or the user's "package.module:function"."""
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from accept_mpi.errors import UserError
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """``; did you mean "..."?`` for the nearest known word, or an empty string."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f'; did you mean "{close[0]}"?' if close else ""
+
+
+def find_function(name: str, zoo: Mapping[str, Callable[..., Any]], key: str) -> Callable[..., Any]:
+    """The function that a job's ``key`` names: one of the zoo, or imported from "package.module:function".
+
+    The current directory is importable, as with ``python -m``. Raises UserError with one sentence.
+    """
+    if ":" not in name:
+        if name in zoo:
+            return zoo[name]
+        known = sorted(zoo)
+        raise UserError(
+            f'{key}: unknown name "{name}"{nearest(name, known)} '
+            f'(known: {", ".join(known)}; your own: "package.module:function")'
+        )
+    module_name, _, function_name = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise UserError(f'{key}: cannot import "{module_name}": {type(error).__name__}: {error}') from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        names = [n for n in dir(module) if callable(getattr(module, n)) and not n.startswith("_")]
+        raise UserError(f'{key}: "{module_name}" has no function "{function_name}"{nearest(function_name, names)}')
+    return function  # type: ignore[no-any-return]
+
+
+def call(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> Any:
+    """Call ``function`` with a job's ``args``; whatever it raises becomes one sentence that names the key."""
+    try:
+        return function(**args)
+    except UserError:
+        raise
+    except Exception as error:
+        name = getattr(function, "__qualname__", str(function))
+        raise UserError(f"{key}: {name}({_show(args)}) failed: {type(error).__name__}: {error}") from error
+
+
+def _show(args: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k}={v!r}" for k, v in args.items())

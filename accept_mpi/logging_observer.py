@@ -1,0 +1,40 @@
+"""The observer that writes the HDF5 log."""
+
+from dataclasses import astuple
+
+import numpy as np
+
+from accept_mpi.errors import UserError
+from accept_mpi.log import EVALS, STEPS, LogWriter, Rows
+from accept_mpi.observers import Evaluated, StepDone
+
+
+class LogObserver:
+    """Appends what happens to the log. A disk that will not have it ends the run with one sentence."""
+
+    def __init__(self, writer: LogWriter) -> None:
+        self._writer = writer
+
+    def step(self, done: StepDone) -> None:
+        self._append("steps", np.array([astuple(done)], STEPS))
+
+    def evaluated(self, result: Evaluated) -> None:
+        self._append("evals", np.array([astuple(result)], EVALS))
+
+    def trace(self, rows: Rows) -> None:
+        self._append("trace", rows)
+
+    def event(self, seconds: float, step: int, text: str) -> None:
+        try:
+            self._writer.event(seconds, step, text)
+        except OSError as error:
+            raise UserError(f"cannot write the log {self._writer.path}: {error}") from error
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _append(self, table: str, rows: Rows) -> None:
+        try:
+            self._writer.append(table, rows)
+        except OSError as error:
+            raise UserError(f"cannot write the log {self._writer.path}: {error}") from error

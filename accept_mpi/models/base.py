@@ -1,0 +1,55 @@
+"""A model as a chain of layers, each built on its own, so that a rank builds only the layers it holds.
+
+A layer is an ``nn.Module`` that takes and gives a tensor or a tuple of tensors, as one argument. The whole model is the
+``nn.Sequential`` of all of them under their names, so ``state_dict()`` names are the same whole or cut.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from accept_mpi.seeds import init_seed
+
+Factory = Callable[[], nn.Module]
+Named = tuple[str, Factory]
+
+
+class Chain:
+    """Named layer factories, built layer by layer from a seed.
+
+    A layer's initial weights depend on the seed and its position alone, so any cut of the chain starts from the same model.
+    """
+
+    def __init__(self, layers: Iterable[Named]) -> None:
+        self.layers = list(layers)
+        if not self.layers:
+            raise ValueError("a model needs at least one layer")
+        names = [name for name, _ in self.layers]
+        if doubled := sorted({n for n in names if names.count(n) > 1}):
+            raise ValueError(f"layer names must differ, but these come twice: {', '.join(doubled)}")
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.layers]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def build(self, index: int, seed: int) -> nn.Module:
+        """Layer ``index`` with its initial weights."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(init_seed(seed, index))
+            return self.layers[index][1]()
+
+    def whole(self, seed: int = 0) -> nn.Sequential:
+        """The whole model, plain PyTorch: what an exported checkpoint loads into with ``strict=True``."""
+        return nn.Sequential(OrderedDict((name, self.build(i, seed)) for i, name in enumerate(self.names)))
+
+
+class BuiltChain(Chain):
+    """A chain over layers that exist already (a user's ``nn.Sequential``): nothing is drawn when they are taken."""
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        super().__init__((name, lambda layer=layer: layer) for name, layer in layers)  # type: ignore[misc]

@@ -1,0 +1,111 @@
+"""MobileNetV2 (Sandler et al. 2018) with the stem and strides usual for 32 x 32 images, cut inside its blocks."""
+
+import torch
+from torch import nn
+
+from accept_mpi.models.base import Chain, Named
+from accept_mpi.models.blocks import Classifier, Pair, conv_bn, positive, share
+
+# Table 2 of the paper: expansion t, channels c, repeats n, stride s; the first stride of 2 is 1 here (32 x 32 images).
+_BLOCKS = (
+    (1, 16, 1, 1),
+    (6, 24, 2, 1),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
+)
+
+
+class _Branch(nn.Module):
+    """The first layer of a residual block: x -> (layer(x), x)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> Pair:
+        return self.layer(x), x
+
+
+class _Along(nn.Module):
+    """A layer within a residual block: (h, x) -> (layer(h), x)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, pair: Pair) -> Pair:
+        h, x = pair
+        return self.layer(h), x
+
+
+class _Join(nn.Module):
+    """The last layer of a residual block: (h, x) -> layer(h) + x."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, pair: Pair) -> torch.Tensor:
+        h, x = pair
+        joined: torch.Tensor = self.layer(h) + x
+        return joined
+
+
+class _Plain(nn.Module):
+    """A layer of a block without residual, under the same parameter names."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x)
+        return result
+
+
+def mobilenetv2(classes: int = 10, channels: int = 3, width: float = 1.0, dropout: float = 0.2) -> Chain:
+    """MobileNetV2 in 53 layers. Images (n, channels, h, w) -> scores (n, classes).
+
+    A block is three layers (expand | depthwise | project; the first block has no expand). In a block with a residual the
+    block's input travels along as the second tensor of a tuple, so that cuts inside blocks are possible. ``width`` scales
+    all channels, rounded to multiples of 8 as in the paper.
+    """
+    positive(classes=classes, channels=channels)
+    share(dropout=dropout)
+    if width <= 0:
+        raise ValueError(f"width must be positive, got {width}")
+    before = _round(32 * width)
+    layers: list[Named] = [("stem", lambda c=before: conv_bn(channels, c, activation=nn.ReLU6))]  # type: ignore[misc]
+    number = 0
+    for expansion, base, repeats, first_stride in _BLOCKS:
+        for repeat in range(repeats):
+            number += 1
+            after = _round(base * width)
+            stride = first_stride if repeat == 0 else 1
+            layers += _block(f"block{number:02}", before, after, expansion, stride)
+            before = after
+    last = _round(1280 * max(1.0, width))
+    layers.append(("head", lambda a=before: conv_bn(a, last, kernel=1, activation=nn.ReLU6)))  # type: ignore[misc]
+    layers.append(("classifier", lambda: Classifier(last, classes, dropout)))
+    return Chain(layers)
+
+
+def _block(name: str, before: int, after: int, expansion: int, stride: int) -> list[Named]:
+    hidden = before * expansion
+    residual = stride == 1 and before == after
+    first, middle, last = (_Branch, _Along, _Join) if residual else (_Plain, _Plain, _Plain)
+    block: list[Named] = []
+    if expansion > 1:
+        block.append((f"{name}_expand", lambda: first(conv_bn(before, hidden, 1, activation=nn.ReLU6))))
+    block.append((f"{name}_depthwise", lambda: middle(conv_bn(hidden, hidden, 3, stride, hidden, nn.ReLU6))))
+    block.append((f"{name}_project", lambda: last(conv_bn(hidden, after, 1, activation=None))))
+    return block
+
+
+def _round(channels: float) -> int:
+    """To the nearest multiple of 8, not below 8, not more than a tenth lower."""
+    rounded = max(8, int(channels + 4) // 8 * 8)
+    return rounded + 8 if rounded < 0.9 * channels else rounded

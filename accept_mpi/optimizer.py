@@ -1,0 +1,38 @@
+"""Torch's optimizers under a learning rate that is a function of the step alone."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accept_mpi import config
+
+
+def learning_rate(options: config.Optimizer, lr: float, step: int, steps: int) -> float:
+    """The rate of update ``step`` (counted from 0) of a run of ``steps``."""
+    if step < options.warmup_steps:
+        return lr * (step + 1) / options.warmup_steps
+    done, span = step - options.warmup_steps, max(1, steps - options.warmup_steps)
+    if options.schedule == "cosine":
+        return options.final_lr + (lr - options.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done / span)))
+    if options.schedule == "step":
+        return float(lr * options.decay ** (done // options.decay_every))
+    return lr
+
+
+def make_optimizer(
+    options: config.Optimizer, lr: float, parameters: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer | None:
+    """The optimizer a job names over a stage's parameters; None where the stage has none."""
+    if not parameters:
+        return None
+    kind: type[torch.optim.Optimizer]
+    if options.name == "sgd":
+        kind, extra = torch.optim.SGD, {"momentum": options.momentum, "nesterov": options.nesterov}
+    else:
+        kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
+        extra = {"betas": options.betas, "eps": options.eps}  # type: ignore[dict-item]
+    arguments: dict[str, Any] = {"lr": lr, "weight_decay": options.weight_decay, **extra}
+    return kind(parameters, **arguments)

@@ -1,0 +1,347 @@
+"""From a job file to a running pipeline: what all ranks agree on, in order, and then the training loop."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import safetensors.torch
+import torch
+
+from accept_mpi import config
+from accept_mpi.batches import Batches, cut
+from accept_mpi.codec import Signature
+from accept_mpi.comm.messenger import Messenger
+from accept_mpi.comm.plane import DataPlane, Endpoint
+from accept_mpi.comm.runtime import Agreed, Runtime
+from accept_mpi.controller import Controller, begin_log, decide_plan, facts_of, prepare_directory, summary_line
+from accept_mpi.data import Dataset
+from accept_mpi.data import load as load_data
+from accept_mpi.device import keep_memory, set_threads
+from accept_mpi.errors import DeadlineError, UserError
+from accept_mpi.imports import find_function
+from accept_mpi.log import BACKWARD, FORWARD
+from accept_mpi.logging_observer import LogObserver
+from accept_mpi.models import Chain
+from accept_mpi.models import load as load_model
+from accept_mpi.observers import Observer
+from accept_mpi.plan import Plan
+from accept_mpi.progress import ProgressObserver
+from accept_mpi.recorder import Recorder
+from accept_mpi.schedule import depth
+from accept_mpi.signature import agree_on_shapes
+from accept_mpi.snapshot import PARTS, Checkpoint, CheckpointWriter, Manifest, directory_of, new_manifest
+from accept_mpi.stage import Loss, Stage, build_layers, cross_entropy
+from accept_mpi.worker import Course, Links, Worker
+
+_LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": torch.nn.functional.mse_loss}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of ``train``."""
+
+    job: Path
+    overrides: tuple[str, ...] = ()
+    resume: Path | None = None
+    quiet: bool = False
+
+
+def train(runtime: Runtime, options: Options) -> None:
+    """Train as the job file says. Raises UserError on all ranks alike for what the user can mend."""
+    job = read_job(runtime, options)
+    runtime.startup_seconds = job.pipeline.startup_timeout
+    versions = runtime.hosts[runtime.rank]["versions"]
+    runtime.same("versions of accept_mpi and torch", f"{versions['accept_mpi']} and {versions['torch']}")
+    keep_memory()
+    threads = set_threads(job.train.threads, runtime.hosts[runtime.rank]["cores"], runtime.ranks_on_host)
+
+    checkpoint = runtime.agree("the checkpoint", lambda: _open_checkpoint(options.resume, runtime.rank))
+    manifest = _share_manifest(runtime, checkpoint)
+    chain = runtime.agree("the model", lambda: load_model(job.model.name, job.model.args, job.train.seed))
+    runtime.same("layers of the model", chain.names)
+    plan = runtime.agree("the plan", lambda: decide_plan(job, len(chain), runtime.size))
+    s = plan.stage_of(runtime.rank)
+    runtime.holds = lambda rank: _holds(plan, rank)
+    data = runtime.agree("the data", lambda: _load_data(job, first=s == 0, last=s == len(plan.stages) - 1))
+    train_samples, test_samples = _agree_on_data(runtime, data)
+    batches = Batches(
+        train_samples, job.train.batch_size, job.train.micro_batches, job.train.seed, job.train.drop_last
+    )
+    course = runtime.agree("the length of the run", lambda: _course(job, batches, manifest, chain, train_samples))
+
+    stage = _make_stage(runtime, job, chain, plan, s)
+    if manifest:
+        _restore(runtime, checkpoint, plan, stage)
+    counts = runtime.messenger.allgather(stage.size, runtime.startup_seconds, "the number of parameters")
+    sizes = _sizes(batches, test_samples)
+    before = plan.stages[s - 1].ranks[0] if s > 0 else None
+    after = plan.stages[s + 1].ranks[0] if s + 1 < len(plan.stages) else None
+    signatures = agree_on_shapes(
+        runtime.messenger, stage, before, after, sizes, data[0], job.pipeline.startup_timeout
+    )
+
+    facts = facts_of(
+        runtime.hosts, plan, chain.names, sum(counts), threads=threads, first_step=course.first, last_step=course.last
+    )
+    controller = None
+    if runtime.rank == 0:
+        controller = runtime.agree(
+            "the output directory", lambda: _start_records(runtime, job, options, plan, chain, course, batches, facts)
+        )
+    else:
+        runtime.agree("the output directory", lambda: None)
+    recorder = Recorder(runtime.clock, runtime.rank, s)
+    plane = DataPlane(runtime.world, runtime.messenger, recorder, controller.handle if controller else _not_mine)
+    links = _connect(plane, job, plan, s, signatures, before, after, batches)
+    plane.start()
+    worker = Worker(
+        job, (s, len(plan.stages)), stage, links, plane, recorder, batches, data, chain.names,
+        runtime.lifeline.begin_step,
+    )  # fmt: skip
+    worker.train(course, controller.deliver if controller else lambda: None, test_samples)
+    _end(runtime, job, worker, plane, controller, course)
+
+
+# -- start ---------------------------------------------------------------------------------------------------------------
+
+
+def read_job(runtime: Runtime, options: Options) -> config.Job:
+    """Rank 0's job file, on every rank; a rank that has a file under the same path must have the same text there."""
+
+    def text_of(path: Path) -> str:
+        try:
+            return path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: cannot read the job file: {getattr(error, 'strerror', None) or error}") from error
+
+    mine = runtime.agree("the job file", lambda: text_of(options.job) if runtime.rank == 0 else None)
+    text = runtime.messenger.broadcast(mine, runtime.startup_seconds, "the job file")
+
+    def check() -> config.Job:
+        if runtime.rank and options.job.is_file() and text_of(options.job) != text:
+            raise UserError(f"{options.job}: differs from rank 0's file of the same name on {runtime.hosts[0]['host']}")
+        return config.parse(text, str(options.job), options.overrides)
+
+    return runtime.agree("the job file", check)
+
+
+def _open_checkpoint(path: Path | None, rank: int) -> Checkpoint | None:
+    return Checkpoint(path) if path is not None and rank == 0 else None
+
+
+def _share_manifest(runtime: Runtime, checkpoint: Checkpoint | None) -> Manifest | None:
+    mine = msgspec.to_builtins(checkpoint.manifest) if checkpoint else None
+    shared = runtime.messenger.broadcast(mine, runtime.startup_seconds, "the checkpoint's manifest")
+    return msgspec.convert(shared, Manifest) if shared else None
+
+
+def _holds(plan: Plan, rank: int) -> str:
+    s = plan.stage_of(rank)
+    return f"stage {s}, layers {plan.stages[s].start}..{plan.stages[s].stop - 1}"
+
+
+def _load_data(job: config.Job, first: bool, last: bool) -> tuple[Dataset | None, Dataset | None]:
+    """Training and test set where the stage needs inputs or targets."""
+    return load_data(job.data.name, job.data.args) if first or last else (None, None)
+
+
+def _agree_on_data(runtime: Runtime, data: tuple[Dataset | None, Dataset | None]) -> tuple[int, int]:
+    """Numbers of training and test samples; first and last stage must have found the same data."""
+    mine = None
+    if data[0] is not None and data[1] is not None:
+        some = torch.arange(min(64, len(data[0]))).numpy()
+        mine = [len(data[0]), len(data[1]), data[0].targets(some).double().sum().item()]
+    found = [d for d in runtime.messenger.allgather(mine, runtime.startup_seconds, "the sizes of the data") if d]
+    if any(other != found[0] for other in found):
+        raise Agreed(
+            "data.name: the first and the last stage's hosts have different data: "
+            f"{found[0][0]} and {found[0][1]} samples on rank 0, {found[-1][0]} and {found[-1][1]} on the last, "
+            "or other targets; give both the same files",
+        )
+    return found[0][0], found[0][1]
+
+
+def _course(
+    job: config.Job, batches: Batches, manifest: Manifest | None, chain: Chain, train_samples: int
+) -> Course:
+    """How many steps, from where. Raises UserError where the checkpoint is another model's or already at the end."""
+    per_epoch = batches.steps_per_epoch
+    last = job.train.steps if job.train.steps is not None else (job.train.epochs or 1) * per_epoch
+    first = 0
+    if manifest:
+        if manifest.layers != chain.names:
+            raise UserError(
+                f"--resume: the checkpoint holds another model ({manifest.model}, {len(manifest.layers)} layers) "
+                f"than the job names ({job.model.name}, {len(chain)} layers)"
+            )
+        if manifest.samples != train_samples:
+            raise UserError(
+                f"--resume: the checkpoint was trained on {manifest.samples} samples, the job's data has {train_samples}"
+            )
+        first = manifest.step
+        if first >= last:
+            raise UserError(f"--resume: the checkpoint is at step {first}, and the job ends at step {last}")
+    return Course(first, last, job.train.evaluate_every * per_epoch, job.output.checkpoint_every)
+
+
+def _make_stage(runtime: Runtime, job: config.Job, chain: Chain, plan: Plan, s: int) -> Stage:
+    mine = plan.stages[s]
+
+    def build() -> Any:
+        loss = _LOSSES.get(job.train.loss) or find_function(job.train.loss, _LOSSES, "train.loss")
+        return build_layers(chain, mine.start, mine.stop, job.train.seed), loss
+
+    layers, loss = runtime.agree("the layers", build)
+    convolutional = runtime.messenger.allgather(layers.has_conv2d, runtime.startup_seconds, "the memory format")
+    memory_format = job.train.memory_format
+    channels_last = any(convolutional) if memory_format == "auto" else memory_format == "channels_last"
+    return Stage(layers, job, loss if s == len(plan.stages) - 1 else None, channels_last)
+
+
+def _restore(runtime: Runtime, checkpoint: Checkpoint | None, plan: Plan, stage: Stage) -> None:
+    """Rank 0 sends each rank the state of the layers that it holds now, one rank after another."""
+    messenger, seconds = runtime.messenger, runtime.startup_seconds
+
+    def state_of(rank: int) -> dict[str, bytes]:
+        assert checkpoint is not None
+        held = plan.stages[plan.stage_of(rank)]
+        layers = range(held.start, held.stop)
+        return {part: safetensors.torch.save(checkpoint.tensors(part, layers)) for part in PARTS}
+
+    if runtime.rank == 0:
+        for rank in range(1, runtime.size):
+            _send_state(messenger, rank, state_of(rank), seconds)
+        state = state_of(0)
+    else:
+        state = {part: _receive_bytes(messenger, 0, part, seconds) for part in PARTS}
+    weights, optimizer = (safetensors.torch.load(state[part]) for part in PARTS)
+    runtime.agree("the checkpoint's weights", lambda: stage.load(weights, optimizer))
+
+
+_PIECE = 16 << 20
+
+
+def _send_state(messenger: Messenger, rank: int, state: dict[str, bytes], seconds: float) -> None:
+    for part, data in state.items():
+        messenger.send(rank, f"{part} bytes", len(data))
+        for offset in range(0, len(data), _PIECE):
+            messenger.send(rank, part, data[offset : offset + _PIECE])
+            messenger.flush(seconds, f"the checkpoint's {part} for rank {rank}")
+
+
+def _receive_bytes(messenger: Messenger, source: int, part: str, seconds: float) -> bytes:
+    awaited = f"the checkpoint's {part}"
+    total = messenger.expect(f"{part} bytes", {source}, seconds, awaited)[source]
+    data = bytearray()
+    while len(data) < total:
+        data += messenger.expect(part, {source}, seconds, awaited)[source]
+    return bytes(data)
+
+
+def _sizes(batches: Batches, test_samples: int) -> list[int]:
+    """Every number of samples that a micro-batch of this run can have."""
+    last_of_epoch = batches.steps_per_epoch - 1
+    sizes = {*batches.sizes(0), *batches.sizes(last_of_epoch), *cut(test_samples, batches.micro)}
+    return sorted(sizes, reverse=True)
+
+
+def _start_records(
+    runtime: Runtime,
+    job: config.Job,
+    options: Options,
+    plan: Plan,
+    chain: Chain,
+    course: Course,
+    batches: Batches,
+    facts: dict[str, Any],
+) -> Controller:
+    """Rank 0: output directory, log, checkpoint writer, progress."""
+    directory = Path(job.output.directory)
+    prepare_directory(directory)
+    writer = begin_log(directory, job, plan, facts, course.first)
+    observers: dict[str, Observer] = {"log": LogObserver(writer)}
+    if not options.quiet:
+        observers["progress"] = ProgressObserver(course.last, course.first)
+
+    def manifest(step: int) -> Manifest:
+        return new_manifest(
+            step=step,
+            epoch=batches.epoch(step),
+            model=job.model.name,
+            model_args=job.model.args,
+            layers=chain.names,
+            seed=job.train.seed,
+            samples=batches.samples,
+            job=job.to_json(),
+        )
+
+    edges = [(stage.start, stage.stop) for stage in plan.stages]
+    controller = Controller(observers, CheckpointWriter(directory, edges, manifest, job.output.keep))
+
+    def before_end(text: str) -> None:
+        observers["log"].event(runtime.clock.now(), runtime.lifeline.steps.get(0, 0), text)
+        controller.each("close")
+
+    runtime.before_end = before_end
+    return controller
+
+
+def _connect(
+    plane: DataPlane,
+    job: config.Job,
+    plan: Plan,
+    s: int,
+    signatures: tuple[Signature, Signature],
+    before: int | None,
+    after: int | None,
+    batches: Batches,
+) -> Links:
+    """Endpoints to both neighbours. A link holds at most what the stage before it may have in flight."""
+
+    def end(peer: int, boundary: int, direction: int, signature: Signature) -> Endpoint:
+        kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
+        in_step = len(batches.sizes(0))
+        limit = depth(kind, boundary, len(plan.stages), in_step if kind != "1f1b-async" else 1 << 30, slack)
+        return Endpoint(peer, boundary, direction, signature.direction(direction), limit)
+
+    behind, ahead = signatures
+    return Links(
+        activations_in=None if before is None else plane.incoming(end(before, s - 1, FORWARD, behind)),
+        activations_out=None if after is None else plane.outgoing(end(after, s, FORWARD, ahead)),
+        gradients_in=None if after is None else plane.incoming(end(after, s, BACKWARD, ahead)),
+        gradients_out=None if before is None else plane.outgoing(end(before, s - 1, BACKWARD, behind)),
+    )
+
+
+def _not_mine(message: Any) -> bool:
+    return False
+
+
+# -- end -----------------------------------------------------------------------------------------------------------------
+
+
+def _end(
+    runtime: Runtime,
+    job: config.Job,
+    worker: Worker,
+    plane: DataPlane,
+    controller: Controller | None,
+    course: Course,
+) -> None:
+    """Everything is sent, the last checkpoint is on the disk, the log is closed."""
+    seconds = job.pipeline.startup_timeout
+    worker.ship_trace()
+    plane.post(0, "leaving", None)
+    if controller:
+        controller.wait_for_all(runtime.size, seconds, plane.check)
+        if not controller.writer.wait(course.last, seconds):
+            raise DeadlineError(f"waited {seconds:.0f} s for the last checkpoint to reach the disk")
+        controller.deliver()
+    plane.stop(seconds)
+    if controller:
+        directory = Path(job.output.directory)
+        newest = directory_of(directory, course.last)
+        controller.each("event", runtime.clock.now(), course.last, f"done: {summary_line(controller.last_evaluation)}")
+        controller.each("close")
+        print(f"log         {directory / 'log.h5'}\ncheckpoint  {newest}", flush=True)

@@ -1,0 +1,142 @@
+"""Schedules: the actions of each stage, in order. Pure lists, walked by the worker and by the simulator alike.
+
+Letters: P stages, s a stage (0-based), k a micro-batch. F forward, B backward (of the stage's inputs, where W is apart),
+W weight gradient, U update. For P = 3 and 4 micro-batches of one step, ``transfer_slack`` 0, time to the right:
+
+    gpipe   s=0  F0 F1 F2 F3                B0 B1 B2 B3 U
+            s=1     F0 F1 F2 F3          B0 B1 B2 B3 U
+            s=2        F0 F1 F2 F3 B0 B1 B2 B3 U
+
+    1f1b    s=0  F0 F1 F2             B0 F3 B1    B2    B3 U
+            s=1     F0 F1       B0 F2 B1 F3 B2    B3 U
+            s=2        F0    B0 F1 B1 F2 B2 F3 B3 U
+
+    zero-   s=0  F0 F1 F2          B0 W0 F3 B1 W1 B2 W2 B3 W3 U
+    bubble  s=1     F0 F1    B0 F2    B1 W0 F3 B2 W1 B3 W2 W3 U
+    (ZB-H1) s=2        F0 B0 F1 B1    F2 B2 W0 F3 B3 W1 W2 W3 U
+
+"1f1b-async" is 1f1b over all steps of a segment without a pause between them: F of the next step goes on with the
+weights that the stage has by then (PipeDream's weight stashing), U follows the B of a step's last micro-batch.
+
+Sources: GPipe (Huang et al. 2019); 1F1B and its bound (PipeDream, Narayanan et al. 2019, section 3.2); ZB-H1 (Qi et al.
+2023, section 2.2). ``transfer_slack`` 1 gives Asteroid's K_p (reconstruction): one more micro-batch for each boundary
+behind the stage, so that a transfer counts like a stage.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+Kind = Literal["gpipe", "1f1b", "1f1b-async", "zero-bubble"]
+KINDS: tuple[Kind, ...] = ("gpipe", "1f1b", "1f1b-async", "zero-bubble")
+
+
+class Action(NamedTuple):
+    """One thing a stage does. ``step`` counts from the segment's first; ``micro_batch`` is -1 for U.
+
+    ``version`` is the weight version that an F computes with: the number of updates since the segment began.
+    """
+
+    kind: str
+    step: int
+    micro_batch: int
+    version: int = 0
+
+    def __str__(self) -> str:
+        return f"U{self.step}" if self.kind == "U" else f"{self.kind}{self.step}.{self.micro_batch}"
+
+
+def parse(text: str) -> list[Action]:
+    """The inverse of ``" ".join(map(str, actions))``, without versions."""
+    actions = []
+    for word in text.split():
+        step, _, micro_batch = word[1:].partition(".")
+        actions.append(Action(word[0], int(step), int(micro_batch) if micro_batch else -1))
+    return actions
+
+
+def depth(kind: Kind, stage: int, stages: int, micro_batches: int, slack: int = 0) -> int:
+    """Most micro-batches in flight at ``stage``: F done, and B (zero-bubble: W) not.
+
+    gpipe: all of a step. 1f1b: P - s. zero-bubble: P (Qi et al.: the peak of 1F1B, at every stage). Each plus ``slack`` for
+    every boundary behind the stage.
+    """
+    ahead = slack * (stages - 1 - stage)
+    bound = {"gpipe": micro_batches, "zero-bubble": stages + ahead}.get(kind, stages - stage + ahead)
+    return min(bound, micro_batches)
+
+
+def actions(
+    kind: Kind, stage: int, stages: int, counts: Sequence[int], slack: int = 0, vertical_sync: bool = False
+) -> list[Action]:
+    """Actions of ``stage`` for a segment: ``counts[i]`` micro-batches in its step ``i``. The pipeline is empty before and
+    after; within it only "1f1b-async" goes from step to step without draining."""
+    if kind == "1f1b-async":
+        mine = _asynchronous(stage, stages, counts, slack)
+        if vertical_sync and stage > 0:
+            versions = {a[:3]: a.version for a in _asynchronous(0, stages, counts, slack) if a.kind == "F"}
+            mine = [a._replace(version=versions[a[:3]]) if a.kind == "F" else a for a in mine]
+        return mine
+    walk: list[Action] = []
+    for step, count in enumerate(counts):
+        for letter, k in _one_step(kind, stage, stages, count, slack):
+            walk.append(Action(letter, step, k, step))
+        walk.append(Action("U", step, -1, step))
+    return walk
+
+
+def forward_only(count: int) -> list[Action]:
+    """Actions of any stage for an evaluation of ``count`` micro-batches."""
+    return [Action("E", 0, k) for k in range(count)]
+
+
+def _one_step(kind: Kind, stage: int, stages: int, count: int, slack: int) -> list[tuple[str, int]]:
+    if kind == "gpipe":
+        return [("F", k) for k in range(count)] + [("B", k) for k in range(count)]
+    admitted = min(depth("1f1b", stage, stages, count, slack), count)
+    if kind == "zero-bubble":
+        return _zero_bubble(admitted, lag=stage, count=count)
+    return _one_forward_one_backward(admitted, count)
+
+
+def _one_forward_one_backward(admitted: int, count: int) -> list[tuple[str, int]]:
+    """``admitted`` forwards, then B and F in turn, then the backwards that are left."""
+    order = [("F", k) for k in range(admitted)]
+    for k in range(count):
+        order.append(("B", k))
+        if k + admitted < count:
+            order.append(("F", k + admitted))
+    return order
+
+
+def _zero_bubble(admitted: int, lag: int, count: int) -> list[tuple[str, int]]:
+    """1F1B with W put off by ``lag`` micro-batches, so that B goes upstream early and W fills the gaps at the end."""
+    order = [("F", k) for k in range(admitted)]
+    done = 0  # weight gradients
+    for k in range(count):
+        order.append(("B", k))
+        steady = k + admitted < count
+        if k - done >= lag or not steady:
+            order.append(("W", done))
+            done += 1
+        if steady:
+            order.append(("F", k + admitted))
+    return order + [("W", k) for k in range(done, count)]
+
+
+def _asynchronous(stage: int, stages: int, counts: Sequence[int], slack: int) -> list[Action]:
+    stream = [(step, k) for step, count in enumerate(counts) for k in range(count)]
+    admitted = min(depth("1f1b", stage, stages, len(stream), slack), len(stream))
+    walk: list[Action] = []
+    updates = 0
+    for letter, i in _one_forward_one_backward(admitted, len(stream)):
+        step, k = stream[i]
+        walk.append(Action(letter, step, k, updates))
+        if letter == "B" and k == counts[step] - 1:
+            walk.append(Action("U", step, -1, updates))
+            updates += 1
+    return walk
+
+
+def grid(walks: Sequence[Sequence[Action]]) -> str:
+    """The schedule of all stages as text, a line a stage."""
+    return "\n".join(f"stage {s}: " + " ".join(map(str, walk)) for s, walk in enumerate(walks))

@@ -1,0 +1,26 @@
+"""Random seeds that depend on what is drawn, never on the rank that draws it (invariant 1)."""
+
+_MASK = (1 << 64) - 1
+
+# What a seed is for: the first word of every mix, so that no two uses can share a stream.
+INIT, FORWARD, ORDER, AUGMENT = 1, 2, 3, 4
+
+
+def mix(*words: int) -> int:
+    """Mix integers into one 64-bit seed (splitmix64 finalizer, Steele et al. 2014, applied word by word)."""
+    state = 0x9E3779B97F4A7C15
+    for word in words:
+        state = (state ^ (word & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state
+
+
+def init_seed(seed: int, layer: int) -> int:
+    """Seed of a layer's initial weights."""
+    return mix(INIT, seed, layer)
+
+
+def forward_seed(seed: int, step: int, micro_batch: int, layer: int) -> int:
+    """Seed of what a layer draws (dropout) in the forward of one micro-batch of one step."""
+    return mix(FORWARD, seed, step, micro_batch, layer)

@@ -1,0 +1,64 @@
+"""A discrete-event run of the very action lists that the worker walks, on given times."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from accept_mpi.schedule import Action, grid
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulated run took. Times in the unit of the durations given."""
+
+    makespan: float
+    busy: list[float]
+    """Compute time of each stage."""
+    spans: list[list[tuple[float, float]]]
+    """Start and end of each action, stage by stage."""
+
+    def bubble(self, stage: int) -> float:
+        """Idle time of ``stage``."""
+        return self.makespan - self.busy[stage]
+
+
+def simulate(
+    walks: Sequence[Sequence[Action]],
+    duration: Callable[[int, Action], float],
+    transfer: Callable[[int, str], float] = lambda boundary, kind: 0.0,
+) -> Simulated:
+    """Run ``walks`` (one action list a stage): each stage does its actions in order, each as soon as its input is there.
+
+    ``duration(stage, action)`` and ``transfer(boundary, "F" or "B")`` give times; a link carries one message a direction at
+    a time. Raises RuntimeError with the grid of actions where the lists wait for each other.
+    """
+    last = len(walks) - 1
+    arrived: dict[tuple[str, int, int, int], float] = {}  # (kind, stage, step, micro-batch) -> its input is there
+    link_free: dict[tuple[int, str], float] = {}
+    at = [0] * len(walks)
+    clock = [0.0] * len(walks)
+    spans: list[list[tuple[float, float]]] = [[] for _ in walks]
+    moved = True
+    while moved:
+        moved = False
+        for s, walk in enumerate(walks):
+            while at[s] < len(walk):
+                action = walk[at[s]]
+                waits = (action.kind in "FE" and s > 0) or (action.kind == "B" and s < last)
+                key = (action.kind, s, action.step, action.micro_batch)
+                if waits and key not in arrived:
+                    break
+                start = max(clock[s], arrived.pop(key, 0.0))
+                clock[s] = start + duration(s, action)
+                spans[s].append((start, clock[s]))
+                at[s] += 1
+                moved = True
+                peer = s + 1 if action.kind in "FE" else s - 1
+                if action.kind in "FEB" and 0 <= peer <= last:
+                    link = (min(s, peer), "B" if action.kind == "B" else "F")
+                    begin = max(clock[s], link_free.get(link, 0.0))
+                    link_free[link] = begin + transfer(*link)
+                    arrived[(action.kind, peer, action.step, action.micro_batch)] = link_free[link]
+    if stuck := [f"stage {s} waits at {walks[s][i]}" for s, i in enumerate(at) if i < len(walks[s])]:
+        raise RuntimeError("the schedule deadlocks: " + ", ".join(stuck) + "\n" + grid(walks))
+    busy = [sum(end - start for start, end in row) for row in spans]
+    return Simulated(makespan=max(clock, default=0.0), busy=busy, spans=spans)

@@ -1,0 +1,222 @@
+"""The training loop of a rank: walk the schedule, nothing else.
+
+The way of one micro-batch: ``forward`` takes it from the data set or from the stage before, has the stage compute, and
+hands it on; ``backward`` brings its gradient back the same way.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from accept_mpi import config
+from accept_mpi.batches import Batches, in_order, segments
+from accept_mpi.codec import Tensors
+from accept_mpi.comm.plane import DataPlane, Incoming, Outgoing
+from accept_mpi.data import Dataset
+from accept_mpi.errors import NonFiniteLoss
+from accept_mpi.optimizer import learning_rate
+from accept_mpi.recorder import Recorder
+from accept_mpi.schedule import actions, depth, forward_only
+from accept_mpi.seeds import AUGMENT, mix
+from accept_mpi.snapshot import chunks
+from accept_mpi.stage import Result, Stage
+
+_TRACE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Links:
+    """A stage's ways to its neighbours; None at the ends of the pipeline."""
+
+    activations_in: Incoming | None
+    activations_out: Outgoing | None
+    gradients_in: Incoming | None
+    gradients_out: Outgoing | None
+
+
+@dataclass(frozen=True)
+class Course:
+    """The steps that a run makes, and after which it pauses to evaluate or to keep a checkpoint."""
+
+    first: int
+    last: int
+    evaluate_every: int
+    checkpoint_every: int
+
+    def evaluates(self, step: int) -> bool:
+        return self.evaluate_every > 0 and (step % self.evaluate_every == 0 or step == self.last)
+
+    def checkpoints(self, step: int) -> bool:
+        return step == self.last or (self.checkpoint_every > 0 and step % self.checkpoint_every == 0)
+
+
+class Worker:
+    """One rank's part in a run."""
+
+    def __init__(
+        self,
+        job: config.Job,
+        place: tuple[int, int],
+        stage: Stage,
+        links: Links,
+        plane: DataPlane,
+        recorder: Recorder,
+        batches: Batches,
+        data: tuple[Dataset | None, Dataset | None],
+        layer_names: list[str],
+        begin_step: Callable[[int], None],
+    ) -> None:
+        """``place``: (stage, stages). ``data``: training and test set, where this stage needs them. ``begin_step`` is told
+        the number of each step (from 1) as it begins."""
+        self.job, self.stage, self.links, self.plane, self.recorder = job, stage, links, plane, recorder
+        self.s, self.stages = place
+        self.batches = batches
+        self.train_set, self.test_set = data
+        self._layer_names = layer_names
+        self._begin_step = begin_step
+        self._deadline = job.pipeline.startup_timeout
+        self._results: list[Result] = []
+        self._step_began = recorder.clock.now()
+        self._traced = time.monotonic()
+
+    def train(self, course: Course, deliver: Callable[[], None], test_samples: int) -> None:
+        """Make the course's steps. ``deliver`` is called after each (observers on rank 0 hear what has come in)."""
+        asynchronous = self.job.pipeline.schedule == "1f1b-async"
+        pauses = [course.evaluate_every, course.checkpoint_every] if asynchronous else [1]
+        for segment in segments(course.first, course.last, pauses):
+            self.walk(segment, course.last, deliver)
+            if course.evaluates(segment.stop):
+                self.evaluate(segment.stop, test_samples)
+            if course.checkpoints(segment.stop):
+                self.checkpoint(segment.stop)
+            deliver()
+
+    def walk(self, segment: range, steps: int, deliver: Callable[[], None]) -> None:
+        """The actions of one segment: from an empty pipeline to an empty pipeline."""
+        pipeline = self.job.pipeline
+        sizes = {step: self.batches.sizes(step) for step in segment}
+        indices: dict[int, Any] = {}
+        counts = [len(sizes[step]) for step in segment]
+        plan = actions(
+            pipeline.schedule, self.s, self.stages, counts, pipeline.transfer_slack, pipeline.vertical_sync
+        )
+        bound = depth(pipeline.schedule, self.s, self.stages, sum(counts), pipeline.transfer_slack)
+        for kind, position, k, version in plan:
+            step = segment.start + position
+            if kind == "F":
+                if k == 0:
+                    self._begin_step(step + 1)
+                    indices[step] = self.batches.indices(step)
+                self.forward(step, k, indices[step][k], version, sizes[step])
+                assert len(self.stage.in_flight) <= bound, f"more than {bound} micro-batches in flight"
+            elif kind == "B":
+                self.backward(step, k, sizes[step][k])
+            elif kind == "W":
+                with self.recorder.span("W", step + 1, k):
+                    self.stage.weight_gradient(step, k)
+            else:
+                self.update(step, version, steps)
+                self._deadline = pipeline.timeout
+                del indices[step]
+                deliver()
+        self.stage.drained()
+
+    def forward(self, step: int, k: int, samples: Any, version: int, sizes: list[int]) -> None:
+        """F of micro-batch ``k``: its inputs, the stage, its outputs."""
+        suspect = 0
+        if self.links.activations_in:
+            inputs, suspect = self.links.activations_in.receive(step, k, self._deadline, self.recorder)
+        else:
+            assert self.train_set is not None
+            seed = mix(AUGMENT, self.job.train.seed, self.batches.epoch(step))
+            inputs = self.stage.from_data(self.train_set.inputs(samples, seed))
+        last = self.links.activations_out is None
+        target = self.train_set.targets(samples) if last and self.train_set is not None else None
+        with self.recorder.span("F", step + 1, k):
+            out = self.stage.forward(step, k, inputs, version, target, sizes[k] / sum(sizes), suspect)
+        if self.links.activations_out:
+            self.links.activations_out.send(step, k, sizes[k], out.outputs, out.suspect)
+        if out.result:
+            self._results.append(out.result)
+            if not math.isfinite(out.result.loss):
+                layer = out.suspect - 1
+                name = f'layer {layer} "{self._layer_names[layer]}"' if layer >= 0 else "the loss"
+                raise NonFiniteLoss(
+                    f"the loss is {out.result.loss} in step {step + 1}, micro-batch {k}; "
+                    f"the first values that are not finite come out of {name}"
+                )
+
+    def backward(self, step: int, k: int, samples: int) -> None:
+        """B of micro-batch ``k``: its outputs' gradients, the stage, its inputs' gradients."""
+        gradients: Tensors = ()
+        if self.links.gradients_in:
+            gradients, _ = self.links.gradients_in.receive(step, k, self._deadline, self.recorder)
+        with self.recorder.span("B", step + 1, k):
+            result = self.stage.backward(step, k, gradients)
+        if self.links.gradients_out:
+            self.links.gradients_out.send(step, k, samples, result)
+
+    def update(self, step: int, version: int, steps: int) -> None:
+        """U: the optimizer's step; the last stage reports what the step gave."""
+        lr = learning_rate(self.job.train.optimizer, self.job.lr, step, steps)
+        with self.recorder.span("U", step + 1):
+            self.stage.update(lr, version)
+        if self._results:
+            now = self.recorder.clock.now()
+            summary = self._summary(step + 1, self.batches.epoch(step), self._results[: len(self.batches.sizes(step))])
+            del self._results[: len(self.batches.sizes(step))]
+            summary |= {"lr": lr, "samples_per_s": summary["samples"] / (now - self._step_began)}
+            self._step_began = now
+            self.plane.post(0, "step", summary)
+        if time.monotonic() - self._traced > _TRACE_SECONDS:
+            self.ship_trace()
+
+    def evaluate(self, step: int, test_samples: int) -> None:
+        """The test set, forward only, through all stages."""
+        micro = list(in_order(test_samples, self.batches.micro))
+        results = []
+        for _, _, k, _ in forward_only(len(micro)):
+            inputs: Tensors
+            if self.links.activations_in:
+                inputs, _ = self.links.activations_in.receive(step, k, self._deadline, self.recorder)
+            else:
+                assert self.test_set is not None
+                inputs = self.stage.from_data(self.test_set.inputs(micro[k]))
+            last = self.links.activations_out is None
+            target = self.test_set.targets(micro[k]) if last and self.test_set is not None else None
+            with self.recorder.span("E", step, k):
+                outputs, result = self.stage.evaluate(inputs, target)
+            if self.links.activations_out:
+                self.links.activations_out.send(step, k, len(micro[k]), outputs, deadline=self._deadline)
+            if result:
+                results.append(result)
+        if self.links.activations_out:
+            self.links.activations_out.drain(self._deadline)
+        if results:
+            self.plane.post(0, "evaluated", self._summary(step, self.batches.epoch(step - 1), results))
+        self._step_began = self.recorder.clock.now()
+
+    def checkpoint(self, step: int) -> None:
+        """Copy the stage's state and have it sent to rank 0 in the background."""
+        with self.recorder.span("checkpoint", step):
+            for chunk in chunks(step, self.s, self.stage.weights(), self.stage.optimizer_state()):
+                self.plane.post(0, "chunk", chunk)
+
+    def ship_trace(self) -> None:
+        """Send the trace rows gathered so far to rank 0."""
+        self._traced = time.monotonic()
+        if len(self.recorder):
+            self.plane.post(0, "trace", self.recorder.take().tobytes())
+
+    def _summary(self, step: int, epoch: int, results: list[Result]) -> dict[str, Any]:
+        samples, targets = sum(r.samples for r in results), sum(r.targets for r in results)
+        return {
+            "step": step,
+            "epoch": epoch,
+            "samples": samples,
+            "loss": sum(r.loss for r in results) / samples,
+            "accuracy": sum(r.correct for r in results) / targets if targets else math.nan,
+            "end": self.recorder.clock.now(),
+        }
