@@ -1,0 +1,118 @@
+"""A log's pictures: the timeline of ranks over time, and the loss curve."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accept_mpi.errors import UserError
+from accept_mpi.log import BACKWARD, FORWARD, Rows
+from accept_mpi.timeline import of_kind, window
+
+# Okabe and Ito's palette, told apart by the colour-blind.
+COLOURS = {
+    "F": ("#56B4E9", "forward"),
+    "B": ("#E69F00", "backward"),
+    "W": ("#009E73", "weight gradient"),
+    "U": ("#CC79A7", "update"),
+    "E": ("#0072B2", "evaluation"),
+    "checkpoint": ("#999999", "checkpoint"),
+}
+_SENDS = {FORWARD: ("#1B6E9C", "activations sent"), BACKWARD: ("#A85C00", "gradients sent")}
+_MOST_BOXES = 4000  # a picture with more cannot be read
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot on a backend without a screen. Raises UserError where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError("reports need matplotlib: pip install 'accept-mpi[report]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def draw_timeline(path: Path, trace: Rows, hosts: dict[int, str], start: float, end: float) -> None:
+    """Ranks by time in seconds: boxes of computing, thin bars below for what is being sent, bubbles left light grey."""
+    plt = pyplot()
+    rows = window(trace, start, end)[:_MOST_BOXES]
+    ranks = np.unique(rows["rank"]).tolist()
+    figure, axes = plt.subplots(figsize=(13, 1.4 + 0.75 * max(1, len(ranks))), layout="constrained")
+    for y, rank in enumerate(ranks):
+        mine = rows[rows["rank"] == rank]
+        axes.broken_barh([(start, end - start)], (y - 0.30, 0.56), color="#EEEEEE", zorder=0)
+        for kind, (colour, _) in COLOURS.items():
+            boxes = of_kind(mine, kind)
+            spans = np.stack([boxes["start"], boxes["end"] - boxes["start"]], axis=1)
+            axes.broken_barh(spans, (y - 0.30, 0.56), facecolor=colour, edgecolor="white", linewidth=0.4, zorder=2)
+            if kind in "FBW" and len(boxes):
+                _number(axes, boxes, y - 0.02, end - start)
+        for direction, (colour, _) in _SENDS.items():
+            sends = of_kind(mine, "send")
+            sends = sends[sends["direction"] == direction]
+            spans = np.stack([sends["start"], sends["end"] - sends["start"]], axis=1)
+            axes.broken_barh(spans, (y + 0.28 + 0.07 * direction, 0.06), facecolor=colour, zorder=3)
+    axes.set_ylim(len(ranks) - 0.4, -0.5)
+    axes.set_xlim(start, end)
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}\n{hosts.get(rank, '')}" for rank in ranks])
+    axes.set_xlabel("seconds since the run began")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    _legend(plt, figure, rows)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _number(axes: Any, boxes: Rows, y: float, span: float) -> None:
+    """Micro-batch numbers into the boxes that have room for them."""
+    for box in boxes[boxes["end"] - boxes["start"] > span / 110]:
+        middle = (box["start"] + box["end"]) / 2
+        axes.text(middle, y, str(box["micro_batch"]), ha="center", va="center", fontsize=7, clip_on=True, zorder=4)
+
+
+def _legend(plt: Any, figure: Any, rows: Rows) -> None:
+    patch = plt.matplotlib.patches.Patch
+    used = [patch(color=colour, label=name) for kind, (colour, name) in COLOURS.items() if len(of_kind(rows, kind))]
+    sends = of_kind(rows, "send")
+    used += [patch(color=c, label=name) for way, (c, name) in _SENDS.items() if (sends["direction"] == way).any()]
+    used.append(patch(color="#EEEEEE", label="bubble"))
+    figure.legend(handles=used, loc="outside upper center", ncols=len(used), frameon=False, fontsize=9)
+
+
+def draw_loss(path: Path, steps: Rows, evaluations: Rows) -> None:
+    """Training loss by step, its running mean where there are many, and what the evaluations gave."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    many = len(steps) > 40
+    axes.plot(steps["step"], steps["loss"], color="#0072B2", alpha=0.3 if many else 1.0, linewidth=1.2,
+              label=None if many else "training loss")  # fmt: skip
+    if many:
+        width = max(5, len(steps) // 25)
+        mean = np.convolve(steps["loss"], np.ones(width) / width, "valid")
+        label = f"training loss, mean of {width} steps"
+        axes.plot(steps["step"][width - 1 :], mean, color="#0072B2", linewidth=2, label=label)
+    if len(evaluations):
+        axes.plot(evaluations["step"], evaluations["loss"], "o-", color="#D55E00", markersize=4, label="test loss")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    top = np.concatenate([steps["loss"], evaluations["loss"]])
+    top = top[np.isfinite(top)]
+    if len(top):
+        axes.set_ylim(0, 1.15 * np.percentile(top, 98))
+    handles, labels = axes.get_legend_handles_labels()
+    if len(evaluations) and np.isfinite(evaluations["accuracy"]).all():
+        right = axes.twinx()
+        right.plot(evaluations["step"], 100 * evaluations["accuracy"], "s--", color="#009E73", markersize=4)
+        right.set_ylabel("test accuracy, %", color="#007A5A")
+        right.set_ylim(0, 102)
+        right.spines["top"].set_visible(False)
+        handles.append(right.lines[0])
+        labels.append("test accuracy")
+    axes.spines["top"].set_visible(False)
+    axes.legend(handles, labels, frameon=False, loc="center right")
+    axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

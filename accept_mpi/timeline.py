@@ -1,0 +1,120 @@
+"""What a trace says: who computed when, how much was bubble, how much of the links' time hid behind computing.
+
+Pure functions on arrays of dtype ``log.TRACE``.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from accept_mpi.log import BACKWARD, FORWARD, KINDS, Rows
+
+NUMBER = {kind: i for i, kind in enumerate(KINDS)}
+COMPUTE = ("F", "B", "W", "U", "E")
+
+
+def of_kind(trace: Rows, *kinds: str) -> Rows:
+    """Rows of these kinds."""
+    return trace[np.isin(trace["kind"], [NUMBER[kind] for kind in kinds])]
+
+
+def window(trace: Rows, start: float, end: float) -> Rows:
+    """Rows that overlap the seconds ``start`` to ``end``."""
+    return trace[(trace["end"] > start) & (trace["start"] < end)]
+
+
+def steady_window(trace: Rows, steps: int = 3) -> tuple[float, float]:
+    """Start and end of ``steps`` consecutive training steps near the middle of a run, in seconds; (0, 0) for an empty trace.
+
+    Steps with an evaluation between them are passed over if there are others.
+    """
+    actions = of_kind(trace, "F", "B", "W", "U")
+    if not len(actions):
+        return 0.0, 0.0
+    numbers, position = np.unique(actions["step"], return_inverse=True)
+    begins, ends = np.full(len(numbers), np.inf), np.full(len(numbers), -np.inf)
+    np.minimum.at(begins, position, actions["start"])
+    np.maximum.at(ends, position, actions["end"])
+    count = min(steps, len(numbers))
+    middle = (len(numbers) - count) // 2
+    candidates = sorted(range(len(numbers) - count + 1), key=lambda first: abs(first - middle))
+    evaluations = of_kind(trace, "E")["start"]
+    for first in candidates:
+        start, end = float(begins[first]), float(ends[first + count - 1])
+        if not ((evaluations >= start) & (evaluations <= end)).any():
+            return start, end
+    return float(begins[middle]), float(ends[middle + count - 1])
+
+
+@dataclass(frozen=True)
+class StageUse:
+    """One stage's use of its time in a window, and of its links. Seconds and bytes."""
+
+    stage: int
+    busy: float
+    bubble: float
+    """Share of the window in which the stage does not compute."""
+    bytes_raw: tuple[int, int]
+    """Sent before coding: (activations forward, gradients backward)."""
+    bytes_wire: tuple[int, int]
+
+
+def stage_use(trace: Rows, start: float, end: float) -> list[StageUse]:
+    """How each stage used the seconds ``start`` to ``end``."""
+    rows = window(trace, start, end)
+    span = max(end - start, 1e-12)
+    result = []
+    for stage in np.unique(rows["stage"]):
+        mine = rows[rows["stage"] == stage]
+        busy = _covered(_intervals(of_kind(mine, *COMPUTE), start, end))
+        sent = of_kind(mine, "send")
+        raw, wire = (
+            tuple(int(sent[column][sent["direction"] == direction].sum()) for direction in (FORWARD, BACKWARD))
+            for column in ("bytes_raw", "bytes_wire")
+        )
+        result.append(StageUse(int(stage), busy, 1 - busy / span, (raw[0], raw[1]), (wire[0], wire[1])))
+    return result
+
+
+def hidden_share(trace: Rows, start: float, end: float) -> float:
+    """Share of the sending time during which both ends of the link compute; NaN where nothing is sent."""
+    rows = window(trace, start, end)
+    computing = {
+        int(s): _merge(_intervals(of_kind(rows[rows["stage"] == s], *COMPUTE), start, end)) for s in np.unique(rows["stage"])
+    }
+    total = hidden = 0.0
+    for row in of_kind(rows, "send"):
+        begin, stop = max(row["start"], start), min(row["end"], end)
+        ends = (int(row["boundary"]), int(row["boundary"]) + 1)
+        total += stop - begin
+        idle = [_gaps(computing.get(stage, np.empty((0, 2))), begin, stop) for stage in ends]
+        hidden += (stop - begin) - _covered(np.concatenate(idle))
+    return hidden / total if total else float("nan")
+
+
+def _intervals(rows: Rows, start: float, end: float) -> Rows:
+    return np.stack([np.clip(rows["start"], start, end), np.clip(rows["end"], start, end)], axis=1)
+
+
+def _merge(intervals: Rows) -> Rows:
+    """Overlapping intervals (n, 2) as disjoint ones, in order."""
+    merged: list[list[float]] = []
+    for begin, end in intervals[np.argsort(intervals[:, 0])]:
+        if merged and begin <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([begin, end])
+    return np.array(merged).reshape(-1, 2)
+
+
+def _covered(intervals: Rows) -> float:
+    merged = _merge(intervals)
+    return float((merged[:, 1] - merged[:, 0]).sum())
+
+
+def _gaps(merged: Rows, begin: float, end: float) -> Rows:
+    """What disjoint, ordered intervals leave free between ``begin`` and ``end``."""
+    first, last = np.searchsorted(merged[:, 1], begin, "right"), np.searchsorted(merged[:, 0], end, "left")
+    inside = merged[first:last]
+    edges = np.concatenate([[begin], inside.ravel(), [end]]).reshape(-1, 2)
+    return edges[edges[:, 1] > edges[:, 0]]

@@ -1,0 +1,69 @@
+"""A log's trace in the format of Chrome's and Perfetto's trace viewers (Trace Event Format, JSON)."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from accept_mpi.errors import UserError
+from accept_mpi.log import KINDS, TRACE, open_log, read_facts
+
+_CHUNK = 50_000  # rows held in memory at once
+_LANES = {"compute": 0, "encode, decode": 1, "send forward": 2, "send backward": 3}
+
+
+def export_chrome(log: Path, out: Path) -> None:
+    """Write ``out``: a process for each rank, with lanes for computing, coding and sending each way.
+
+    Times are microseconds since the run began; an arrow leads from each send to the decoding on the other side. Raises
+    UserError where the log cannot be read or ``out`` not be written.
+    """
+    beside = out.with_name(f".{out.name}.{os.getpid()}")
+    with open_log(log) as file:
+        facts = read_facts(file)
+        try:
+            with open(beside, "w") as stream:
+                stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+                for number, event in enumerate(_events(file, facts)):
+                    stream.write((",\n" if number else "") + json.dumps(event))
+                stream.write("\n]}\n")
+            beside.replace(out)
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            raise UserError(f"{out}: cannot write: {error.strerror}") from error
+
+
+def _events(file: Any, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for host in facts.get("hosts", []):
+        rank = host["rank"]
+        name = f"rank {rank} · stage {host.get('stage', '?')} · {host.get('host', '?')}"
+        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+        for lane, number in _LANES.items():
+            yield {"ph": "M", "pid": rank, "tid": number, "name": "thread_name", "args": {"name": lane}}
+            yield {"ph": "M", "pid": rank, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}}
+    rows = file["trace"]
+    for begin in range(0, len(rows), _CHUNK):
+        for row in rows[begin : begin + _CHUNK]:
+            yield from _event(dict(zip(TRACE.names or (), row.tolist(), strict=True)))
+
+
+def _event(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    kind = KINDS[row["kind"]]
+    way = ("forward", "backward")[row["direction"]] if row["direction"] >= 0 else ""
+    lane = f"send {way}" if kind == "send" else "encode, decode" if kind in ("encode", "decode") else "compute"
+    start, length = row["start"] * 1e6, (row["end"] - row["start"]) * 1e6
+    place = {"pid": row["rank"], "tid": _LANES[lane]}
+    details = {"step": row["step"], "micro_batch": row["micro_batch"]}
+    if row["boundary"] >= 0:
+        details |= {k: row[k] for k in ("boundary", "bytes_raw", "bytes_wire")} | {"direction": way}
+    name = kind if row["micro_batch"] < 0 else f"{kind}{row['micro_batch']}"
+    yield {"ph": "X", **place, "name": name, "cat": kind, "ts": start, "dur": length, "args": details}
+    if kind in ("send", "decode"):
+        flow = f"{row['step']}.{row['micro_batch']}.{row['boundary']}.{way}"
+        arrow = {"cat": "transfer", "name": f"transfer {way}", "id": flow, **place}
+        if kind == "send":
+            yield {"ph": "s", "ts": start, **arrow}
+        else:
+            yield {"ph": "f", "bp": "e", "ts": start, **arrow}
