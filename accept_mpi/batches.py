@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -43,15 +44,13 @@ class Batches:
     def indices(self, step: int) -> list[Indices]:
         """Sample numbers of each micro-batch of ``step``."""
         begin = step % self.steps_per_epoch * self.batch_size
-        order = self._order(self.epoch(step))[begin : begin + self.batch_size]
+        order = _order(self.samples, self.seed, self.epoch(step))[begin : begin + self.batch_size]
         return np.split(order, np.cumsum(self.sizes(step))[:-1])
 
-    def _order(self, epoch: int) -> Indices:
-        cached = self.__dict__.get("_cache")
-        if cached is None or cached[0] != epoch:
-            order = np.random.Generator(np.random.Philox(mix(ORDER, self.seed, epoch))).permutation(self.samples)
-            cached = self.__dict__["_cache"] = (epoch, order)
-        return cached[1]  # type: ignore[no-any-return]
+
+@lru_cache(maxsize=2)  # an asynchronous pipeline is in two epochs at once
+def _order(samples: int, seed: int, epoch: int) -> Indices:
+    return np.random.Generator(np.random.Philox(mix(ORDER, seed, epoch))).permutation(samples)
 
 
 def cut(samples: int, micro: int) -> list[int]:

@@ -226,7 +226,9 @@ def decode(by_samples: dict[int, Specs], message: Bytes) -> tuple[Header, Tensor
     if header.codec >= len(CODECS):
         raise ProtocolError(f"a message has codec number {header.codec}, which is unknown here")
     if message.size != wire_bytes(specs):
-        raise ProtocolError(f"a message has {message.size} bytes where its {header.samples} samples make {wire_bytes(specs)}")
+        raise ProtocolError(
+            f"a message has {message.size} bytes where its {header.samples} samples make {wire_bytes(specs)}"
+        )
     tensors = []
     at = HEADER_BYTES
     for spec in specs:

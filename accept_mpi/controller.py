@@ -118,7 +118,9 @@ class Controller:
             with contextlib.suppress(queue.Empty):
                 self._deliver(self._mail.get(timeout=0.1))
             if time.monotonic() > until:
-                raise DeadlineError(f"waited {deadline:.0f} s for the last results; {self._left} of {ranks} ranks sent theirs")
+                raise DeadlineError(
+                    f"waited {deadline:.0f} s for the last results; {self._left} of {ranks} ranks sent theirs"
+                )
 
     def each(self, what: str, *arguments: Any) -> None:
         """Call the method ``what`` of every observer."""
@@ -149,16 +151,13 @@ def summary_line(result: Evaluated | None) -> str:
     return f"{accuracy}test loss {result.loss:.4f}"
 
 
-def facts_of(
-    hosts: list[dict[str, Any]], plan: Plan, layers: list[str], parameters: int, **more: Any
-) -> dict[str, Any]:
+def facts_of(hosts: list[dict[str, Any]], plan: Plan, layers: list[str], parameters: int, **more: Any) -> dict[str, Any]:
     """A run's facts for the log."""
     unlisted = ("machine_id", "versions")
     return {
         "versions": hosts[0]["versions"],
         "hosts": [
-            {k: v for k, v in host.items() if k not in unlisted} | {"stage": plan.stage_of(host["rank"])}
-            for host in hosts
+            {k: v for k, v in host.items() if k not in unlisted} | {"stage": plan.stage_of(host["rank"])} for host in hosts
         ],
         "layers": layers,
         "parameters": parameters,

@@ -28,7 +28,7 @@ class DeferredWeights:
         for module in modules:
             for part in module.modules():
                 if type(part) in _TYPES and not _is_hooked(part):
-                    part.forward = _deferring(part, part.forward, self)  # type: ignore[method-assign]
+                    part.forward = _deferring(part, part.forward, self)
 
     @property
     def anchor(self) -> torch.Tensor:

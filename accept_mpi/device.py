@@ -23,8 +23,13 @@ def keep_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    settings = ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, 32 * _MIB), (_M_TRIM_THRESHOLD, 1024 * _MIB), (_M_TOP_PAD, 64 * _MIB))
-    return all([mallopt(parameter, value) == 1 for parameter, value in settings])
+    settings = (
+        (_M_ARENA_MAX, 1),
+        (_M_MMAP_THRESHOLD, 32 * _MIB),
+        (_M_TRIM_THRESHOLD, 1024 * _MIB),
+        (_M_TOP_PAD, 64 * _MIB),
+    )
+    return [mallopt(parameter, value) for parameter, value in settings] == [1] * len(settings)
 
 
 def set_threads(asked: int | str, cores: int, ranks_on_host: int) -> int:

@@ -23,4 +23,3 @@ class ProtocolError(Exception):
     """A message that cannot be right (magic, order, length, checksum): damage on the way, or a bug. Exit code 1."""
 
     exit_code = 1
-

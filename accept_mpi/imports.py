@@ -40,7 +40,7 @@ def find_function(name: str, zoo: Mapping[str, Callable[..., Any]], key: str) ->
     if not callable(function):
         names = [n for n in dir(module) if callable(getattr(module, n)) and not n.startswith("_")]
         raise UserError(f'{key}: "{module_name}" has no function "{function_name}"{nearest(function_name, names)}')
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def call(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> Any:

@@ -66,9 +66,7 @@ STEPS = np.dtype(
         ("samples_per_s", "f8"),
     ]
 )
-EVALS = np.dtype(
-    [("step", "i8"), ("epoch", "i4"), ("samples", "i4"), ("loss", "f8"), ("accuracy", "f8"), ("end", "f8")]
-)
+EVALS = np.dtype([("step", "i8"), ("epoch", "i4"), ("samples", "i4"), ("loss", "f8"), ("accuracy", "f8"), ("end", "f8")])
 EVENTS = np.dtype([("time", "f8"), ("step", "i8"), ("text", "S240")])
 _TABLES = {"steps": STEPS, "evals": EVALS, "trace": TRACE, "events": EVENTS}
 

@@ -22,9 +22,7 @@ def learning_rate(options: config.Optimizer, lr: float, step: int, steps: int) -
     return lr
 
 
-def make_optimizer(
-    options: config.Optimizer, lr: float, parameters: Sequence[nn.Parameter]
-) -> torch.optim.Optimizer | None:
+def make_optimizer(options: config.Optimizer, lr: float, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
     """The optimizer a job names over a stage's parameters; None where the stage has none."""
     if not parameters:
         return None

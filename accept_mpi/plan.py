@@ -1,6 +1,7 @@
 """A plan: which ranks hold which layers, and what is done at each boundary. Plain data, JSON both ways."""
 
 import bisect
+import itertools
 
 import msgspec
 
@@ -53,13 +54,11 @@ def make_plan(layers: int, cuts: list[int], codec: Codec | None = None) -> Plan:
     Raises ValueError with a sentence where the cuts do not increase, leave a stage empty or leave the model.
     """
     edges = [0, *cuts, layers]
-    for before, after in zip(edges, edges[1:], strict=False):
+    for before, after in itertools.pairwise(edges):
         if after <= before:
             raise ValueError(
                 f"cuts {cuts} leave a stage empty: they must increase strictly and lie within 1..{layers - 1} "
                 f"(the model has {layers} layers)"
             )
-    stages = tuple(
-        Stage(start=a, stop=b, ranks=(rank,)) for rank, (a, b) in enumerate(zip(edges, edges[1:], strict=False))
-    )
+    stages = tuple(Stage(start=a, stop=b, ranks=(rank,)) for rank, (a, b) in enumerate(itertools.pairwise(edges)))
     return Plan(stages=stages, boundaries=(codec or Codec(),) * len(cuts))

@@ -45,9 +45,7 @@ class Recorder:
         """One row, from ``start`` to ``end`` (now, if not given)."""
         end = self.clock.now() if end is None else end
         number = _NUMBER[kind]
-        self._rows.append(
-            (start, end, self._rank, self._stage, number, boundary, direction, step, micro_batch, raw, wire)
-        )
+        self._rows.append((start, end, self._rank, self._stage, number, boundary, direction, step, micro_batch, raw, wire))
 
     @contextmanager
     def span(self, kind: str, step: int, micro_batch: int = -1) -> Iterator[None]:

@@ -33,9 +33,7 @@ def write_report(log: Path, out: Path | None = None) -> list[Path]:
         start, end = steady_window(tables["trace"])
         hosts = {host["rank"]: host.get("host", "") for host in facts.get("hosts", [])}
         if end > start:
-            written.append(
-                _beside(folder / "timeline.png", lambda p: draw_timeline(p, tables["trace"], hosts, start, end))
-            )
+            written.append(_beside(folder / "timeline.png", lambda p: draw_timeline(p, tables["trace"], hosts, start, end)))
         if len(tables["steps"]):
             written.append(_beside(folder / "loss.png", lambda p: draw_loss(p, tables["steps"], tables["evals"])))
         page = _page(facts, tables, created, (start, end), {path.stem: path for path in written})

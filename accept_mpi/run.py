@@ -65,9 +65,7 @@ def train(runtime: Runtime, options: Options) -> None:
     runtime.holds = lambda rank: _holds(plan, rank)
     data = runtime.agree("the data", lambda: _load_data(job, first=s == 0, last=s == len(plan.stages) - 1))
     train_samples, test_samples = _agree_on_data(runtime, data)
-    batches = Batches(
-        train_samples, job.train.batch_size, job.train.micro_batches, job.train.seed, job.train.drop_last
-    )
+    batches = Batches(train_samples, job.train.batch_size, job.train.micro_batches, job.train.seed, job.train.drop_last)
     course = runtime.agree("the length of the run", lambda: _course(job, batches, manifest, chain, train_samples))
 
     stage = _make_stage(runtime, job, chain, plan, s)
@@ -77,9 +75,7 @@ def train(runtime: Runtime, options: Options) -> None:
     sizes = _sizes(batches, test_samples)
     before = plan.stages[s - 1].ranks[0] if s > 0 else None
     after = plan.stages[s + 1].ranks[0] if s + 1 < len(plan.stages) else None
-    signatures = agree_on_shapes(
-        runtime.messenger, stage, before, after, sizes, data[0], job.pipeline.startup_timeout
-    )
+    signatures = agree_on_shapes(runtime.messenger, stage, before, after, sizes, data[0], job.pipeline.startup_timeout)
 
     facts = facts_of(
         runtime.hosts, plan, chain.names, sum(counts), threads=threads, first_step=course.first, last_step=course.last
@@ -162,9 +158,7 @@ def _agree_on_data(runtime: Runtime, data: tuple[Dataset | None, Dataset | None]
     return found[0][0], found[0][1]
 
 
-def _course(
-    job: config.Job, batches: Batches, manifest: Manifest | None, chain: Chain, train_samples: int
-) -> Course:
+def _course(job: config.Job, batches: Batches, manifest: Manifest | None, chain: Chain, train_samples: int) -> Course:
     """How many steps, from where. Raises UserError where the checkpoint is another model's or already at the end."""
     per_epoch = batches.steps_per_epoch
     last = job.train.steps if job.train.steps is not None else (job.train.epochs or 1) * per_epoch

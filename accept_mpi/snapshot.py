@@ -95,9 +95,7 @@ def chunks(
 class CheckpointWriter:
     """Rank 0: puts the stages' chunks together, checkpoint by checkpoint."""
 
-    def __init__(
-        self, run: Path, edges: list[tuple[int, int]], manifest: Callable[[int], Manifest], keep: int
-    ) -> None:
+    def __init__(self, run: Path, edges: list[tuple[int, int]], manifest: Callable[[int], Manifest], keep: int) -> None:
         """``edges`` are each stage's first layer and end; ``manifest(step)`` gives all of a manifest but its stages."""
         self._run, self._edges, self._manifest, self._keep = run, edges, manifest, keep
         self._open: dict[int, dict[tuple[int, Part], _Growing]] = {}

@@ -90,9 +90,7 @@ class Stage:
 
     def from_data(self, values: torch.Tensor | tuple[torch.Tensor, ...]) -> Tensors:
         """A data set's inputs as the first stage takes them: images in the model's memory format."""
-        return tuple(
-            v.contiguous(memory_format=self._memory_format) if v.dim() == 4 else v for v in _unpack(values)
-        )
+        return tuple(v.contiguous(memory_format=self._memory_format) if v.dim() == 4 else v for v in _unpack(values))
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -208,8 +206,7 @@ class Stage:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The newest weights under their names in the whole model."""
-        for name, parameter in zip(self._parameter_names, self.parameters, strict=True):
-            yield name, parameter
+        yield from zip(self._parameter_names, self.parameters, strict=True)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of weights and buffers, contiguous, under their names in the whole model."""
@@ -333,6 +330,7 @@ class Stage:
                     return index + 1
         return self.start + len(self.layers)
 
+
 class _Box:
     """One input tensor of a micro-batch on its way into the graph, and its gradient on the way out."""
 
@@ -349,7 +347,7 @@ class _Box:
 
 
 class _Enter(torch.autograd.Function):
-    """A stage's input as a non-leaf without a copy, so that a first layer may work in place, as it may in the whole model."""
+    """A stage's input as a non-leaf without a copy, so that a first layer may work in place, as it may when whole."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, box: _Box) -> torch.Tensor:

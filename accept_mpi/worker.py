@@ -99,9 +99,7 @@ class Worker:
         sizes = {step: self.batches.sizes(step) for step in segment}
         indices: dict[int, Any] = {}
         counts = [len(sizes[step]) for step in segment]
-        plan = actions(
-            pipeline.schedule, self.s, self.stages, counts, pipeline.transfer_slack, pipeline.vertical_sync
-        )
+        plan = actions(pipeline.schedule, self.s, self.stages, counts, pipeline.transfer_slack, pipeline.vertical_sync)
         bound = depth(pipeline.schedule, self.s, self.stages, sum(counts), pipeline.transfer_slack)
         for kind, position, k, version in plan:
             step = segment.start + position

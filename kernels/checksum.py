@@ -3,11 +3,10 @@
 import numba as nb
 import numpy as np
 import numpy.typing as npt
-
 from accept_mpi.kernels.options import NJIT
 
 
-@nb.njit("uint64(uint32[::1])", **NJIT)  # type: ignore[untyped-decorator]  # numba ships no types
+@nb.njit("uint64(uint32[::1])", **NJIT)
 def _sums(words):  # type: ignore[no-untyped-def]
     # Two plain integer reductions, which LLVM vectorizes: Fletcher's pair without his modulus.
     plain = np.uint64(0)

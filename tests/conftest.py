@@ -14,7 +14,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import torch  # noqa: E402  # after OMP_NUM_THREADS
+import torch  # after OMP_NUM_THREADS
 
 torch.set_num_threads(1)
 

@@ -141,7 +141,7 @@ class Lifeline:
                 except OSError:
                     data = b""
                 *lines, partial[rank] = (partial[rank] + data).split(b"\n")
-                leaves = any([self._hear(rank, json.loads(line)) for line in lines])
+                leaves = True in [self._hear(rank, json.loads(line)) for line in lines]
                 if leaves or not data:
                     selector.unregister(key.fileobj)
                     if not leaves and not self._closing:

@@ -48,11 +48,11 @@ class Messenger:
             self._sending = (self._comm.Issend([data, MPI.BYTE], dest, _TAG), data)
         status = MPI.Status()
         while found := self._comm.Improbe(MPI.ANY_SOURCE, _TAG, status):
-            data = bytearray(status.Get_count(MPI.BYTE))
-            request = found.Irecv([data, MPI.BYTE])
+            buffer = bytearray(status.Get_count(MPI.BYTE))
+            request = found.Irecv([buffer, MPI.BYTE])
             while not request.Test():
                 time.sleep(_POLL / 10)
-            kind, body = msgspec.msgpack.decode(data)
+            kind, body = msgspec.msgpack.decode(buffer)
             self._received.append(Message(status.Get_source(), kind, body))
         messages = list(self._received)
         self._received.clear()

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 from mpi4py import MPI
 
 from accept_mpi.comm.lifeline import Lifeline
+from accept_mpi.comm.measure import clock_offset
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.errors import DeadlineError, NonFiniteLoss, ProtocolError, UserError
 from accept_mpi.recorder import Clock
@@ -29,7 +30,6 @@ T = TypeVar("T")
 
 _AGREE_SECONDS = 600.0
 _END_SECONDS = 5.0
-_PINGS = 20
 
 
 class Agreed(UserError):
@@ -57,9 +57,12 @@ class Runtime:
         self.hosts: list[dict[str, Any]] = everyone
         self.ranks_on_host = sum(facts["machine_id"] == everyone[self.rank]["machine_id"] for facts in everyone)
         self.lifeline = Lifeline(self.messenger, self.startup_seconds, self._on_end)
-        offset = self._clock_offset()
+        self.clock_offset = clock_offset(self.world)
         origin = self.messenger.broadcast(time.monotonic(), self.startup_seconds, "the start of the clock")
-        self.clock = Clock(origin, offset)
+        offsets = self.messenger.allgather(self.clock_offset, self.startup_seconds, "the clocks of each host")
+        for facts, offset in zip(self.hosts, offsets, strict=True):
+            facts["clock_offset_s"] = offset
+        self.clock = Clock(origin, self.clock_offset)
 
     def agree(self, what: str, do: Callable[[], T]) -> T:
         """Do something that any rank may find wrong: all get their result, or all raise the same mistake (Agreed)."""
@@ -150,49 +153,6 @@ class Runtime:
         step = self.lifeline.steps.get(rank)
         place = f" ({holds})" if holds else ""
         return f"rank {rank} on host {self.hosts[rank]['host']}{place}" + (f" in step {step}" if step else "")
-
-    # -- clock ---------------------------------------------------------------------------------------------------------
-
-    def _clock_offset(self) -> float:
-        """Rank 0's clock minus this one's in seconds: the exchange with the shortest round trip of several (Cristian 1989)."""
-        comm, offset = self.world.Dup(), 0.0
-        for rank in range(1, self.size):
-            if self.rank == 0:
-                for _ in range(_PINGS):
-                    _exchange(comm, rank, None)
-            elif self.rank == rank:
-                best = float("inf")
-                for _ in range(_PINGS):
-                    sent = time.monotonic()
-                    theirs = _exchange(comm, 0, sent)
-                    trip = time.monotonic() - sent
-                    if trip < best:
-                        best, offset = trip, theirs - (sent + trip / 2)
-        comm.Free()
-        return offset
-
-
-def _exchange(comm: MPI.Intracomm, peer: int, sent: float | None) -> float:
-    """One ping: the rim sends first, the centre answers with its clock."""
-    from array import array
-
-    mine, theirs = array("d", [sent or 0.0]), array("d", [0.0])
-    until = time.monotonic() + _AGREE_SECONDS
-
-    def wait(request: MPI.Request) -> None:
-        while not request.Test():
-            if time.monotonic() > until:
-                raise DeadlineError(f"rank {comm.rank} waited {_AGREE_SECONDS:.0f} s for rank {peer}'s clock")
-
-    if sent is None:
-        wait(comm.Irecv([theirs, MPI.DOUBLE], peer))
-        mine[0] = time.monotonic()
-        wait(comm.Isend([mine, MPI.DOUBLE], peer))
-    else:
-        request = comm.Irecv([theirs, MPI.DOUBLE], peer)
-        wait(comm.Isend([mine, MPI.DOUBLE], peer))
-        wait(request)
-    return theirs[0]
 
 
 def _wait_for_the_end(exit_code: int) -> NoReturn:

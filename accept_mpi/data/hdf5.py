@@ -53,8 +53,8 @@ def hdf5(
 ) -> tuple[Hdf5Dataset, Hdf5Dataset]:
     """Training and test rows of the file's data sets ``x`` (n, ...) and ``y`` (n, ...).
 
-    The test set is ``test_x`` and ``test_y`` where given, else a fixed shuffle's last ``test_fraction``. Raises UserError for
-    a missing, truncated or mismatched file.
+    The test set is ``test_x`` and ``test_y`` where given, else a fixed shuffle's last ``test_fraction``. Raises UserError
+    for a missing, truncated or mismatched file.
     """
     file = Path(path)
     total = _rows(file, x, y)

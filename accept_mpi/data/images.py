@@ -37,9 +37,7 @@ class ImageFolder:
         return self._classes[torch.from_numpy(indices)]
 
 
-def images(
-    path: str, size: int = 32, augment: bool = True, test_fraction: float = 0.2
-) -> tuple[ImageFolder, ImageFolder]:
+def images(path: str, size: int = 32, augment: bool = True, test_fraction: float = 0.2) -> tuple[ImageFolder, ImageFolder]:
     """``path/train/CLASS/*.jpg`` and ``path/test/CLASS/*.jpg`` (or .png, ...), or ``path/CLASS/*`` split by a fixed shuffle.
 
     Images are scaled so that the shorter side is ``size`` and cropped in the middle. Raises UserError where folders are

@@ -3,8 +3,8 @@
 from functools import cache
 from pathlib import Path
 
-import samples
 import pytest
+import samples
 import torch
 
 from accept_mpi.snapshot import Checkpoint

@@ -1,0 +1,74 @@
+"""``accept_mpi doctor``: what the hosts are, and how fast the links between them."""
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from accept_mpi.comm.measure import links
+from accept_mpi.comm.runtime import Runtime
+from accept_mpi.progress import on_terminal
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the tables on rank 0; ends the process."""
+    runtime = Runtime()
+    try:
+        mine = {f"{a}-{b}": values for (a, b), values in links(runtime.world).items()}
+        found = runtime.messenger.allgather(mine, runtime.startup_seconds, "the links")
+        if runtime.rank == 0:
+            merged = {pair: values for part in found for pair, values in part.items()}
+            _print(runtime.hosts, merged)
+    except BaseException as error:
+        runtime.fail(error)
+    runtime.finish(0)
+
+
+def _print(hosts: list[dict[str, Any]], found: dict[str, tuple[float, float]]) -> None:
+    terminal = on_terminal()
+    console = Console(width=110, force_terminal=terminal, no_color=not terminal)
+    table = Table(title="Hosts", title_justify="left")
+    for column in ("rank", "host", "machine", "cores", "memory", "clock offset"):
+        table.add_column(column, justify="right" if column in ("rank", "cores", "memory", "clock offset") else "left")
+    for host in hosts:
+        offset = f"{1e3 * host['clock_offset_s']:+.3f} ms"
+        memory = f"{host['memory_bytes'] / 2**30:.1f} GiB"
+        table.add_row(str(host["rank"]), host["host"], host["machine"], str(host["cores"]), memory, offset)
+    console.print(table)
+    versions = Table(title="Versions", title_justify="left")
+    versions.add_column("package")
+    for host in hosts:
+        versions.add_column(f"rank {host['rank']}")
+    disagree = []
+    for package in hosts[0]["versions"]:
+        row = [host["versions"].get(package, "?") for host in hosts]
+        if len(set(row)) > 1:
+            disagree.append(package)
+        versions.add_row(package, *row, style="bold red" if len(set(row)) > 1 else None)
+    console.print(versions)
+    if found:
+        console.print(_links(len(hosts), found))
+    for package in disagree:
+        print(f"WARNING: hosts disagree on the version of {package}")
+    if not disagree:
+        print("All hosts agree on all versions.")
+
+
+def _links(size: int, found: dict[str, tuple[float, float]]) -> Table:
+    table = Table(title="Links: one-way latency, bandwidth", title_justify="left")
+    table.add_column("")
+    for rank in range(size):
+        table.add_column(f"rank {rank}", justify="right")
+    for a in range(size):
+        cells = []
+        for b in range(size):
+            values = found.get(f"{min(a, b)}-{max(a, b)}")
+            cells.append(f"{1e6 * values[0]:.0f} us, {_rate(values[1])}" if values and a != b else "")
+        table.add_row(f"rank {a}", *cells)
+    return table
+
+
+def _rate(bytes_per_second: float) -> str:
+    bits = 8 * bytes_per_second
+    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.1f} Mbit/s"

@@ -1,0 +1,95 @@
+"""Measurements between pairs of ranks: clocks, latency, bandwidth. All ranks call these together."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+from accept_mpi.codec import Bytes
+from accept_mpi.errors import DeadlineError
+
+_PINGS = 20
+_SECONDS = 120.0  # deadline of one exchange
+_FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 24
+_ENOUGH_SECONDS = 0.05  # a message that takes this long measures bandwidth well
+
+
+def clock_offset(world: MPI.Intracomm) -> float:
+    """Rank 0's ``time.monotonic()`` minus this rank's in seconds: the exchange with the shortest round trip of several
+    (Cristian 1989)."""
+    comm, offset = world.Dup(), 0.0
+    mine, theirs = np.zeros(1), np.zeros(1)
+    for rank in range(1, comm.size):
+        best = float("inf")
+        for _ in range(_PINGS):
+            if comm.rank == 0:
+                _wait(comm.Irecv(theirs, rank), rank)
+                mine[0] = time.monotonic()
+                _wait(comm.Isend(mine, rank), rank)
+            elif comm.rank == rank:
+                answer = comm.Irecv(theirs, 0)
+                sent = time.monotonic()
+                _wait(comm.Isend(mine, 0), 0)
+                _wait(answer, 0)
+                trip = time.monotonic() - sent
+                if trip < best:
+                    best, offset = trip, theirs[0] - (sent + trip / 2)
+    comm.Free()
+    return float(offset)
+
+
+def links(world: MPI.Intracomm) -> dict[tuple[int, int], tuple[float, float]]:
+    """Latency in seconds (half the median round trip of 8 bytes) and bandwidth in bytes/s of every pair (a, b), a < b.
+
+    A rank learns the pairs that it is in. One pair measures at a time.
+    """
+    comm = world.Dup()
+    found = {}
+    for a in range(comm.size):
+        for b in range(a + 1, comm.size):
+            if comm.rank in (a, b):
+                found[a, b] = _pair(comm, b if comm.rank == a else a, comm.rank == a)
+            _wait(comm.Ibarrier(), a)
+    comm.Free()
+    return found
+
+
+def _pair(comm: MPI.Intracomm, peer: int, leads: bool) -> tuple[float, float]:
+    latency = float(np.median([_round_trip(comm, peer, leads, np.zeros(8, np.uint8)) for _ in range(_PINGS)])) / 2
+    nbytes = _FIRST_BYTES
+    while True:
+        seconds = min(_round_trip(comm, peer, leads, np.zeros(nbytes, np.uint8)) for _ in range(3)) / 2
+        enough = np.array([seconds > _ENOUGH_SECONDS or nbytes >= _MOST_BYTES])
+        _to_follower(comm, peer, leads, enough)  # one of the two decides
+        if enough[0]:
+            return latency, nbytes / max(seconds - latency, 1e-9)
+        nbytes *= 4
+
+
+def _round_trip(comm: MPI.Intracomm, peer: int, leads: bool, data: Bytes) -> float:
+    back = np.empty_like(data)
+    incoming = comm.Irecv(back, peer)
+    began = time.monotonic()
+    if leads:
+        _wait(comm.Isend(data, peer), peer)
+        _wait(incoming, peer)
+    else:
+        _wait(incoming, peer)
+        _wait(comm.Isend(data, peer), peer)
+    return time.monotonic() - began
+
+
+def _to_follower(comm: MPI.Intracomm, peer: int, leads: bool, value: np.ndarray) -> None:
+    _wait(comm.Isend(value, peer) if leads else comm.Irecv(value, peer), peer)
+
+
+def _wait(request: MPI.Request, peer: int, pause: Callable[[float], None] = time.sleep) -> None:
+    """Spin a little, then sleep between looks, so that ranks that share a core let each other work."""
+    began = time.monotonic()
+    while not request.Test():
+        waited = time.monotonic() - began
+        if waited > _SECONDS:
+            raise DeadlineError(f"waited {_SECONDS:.0f} s for rank {peer} while measuring")
+        if waited > 0.001:
+            pause(0.0001)
