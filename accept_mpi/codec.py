@@ -49,7 +49,7 @@ class Header(msgspec.Struct, frozen=True):
     def pack_into(self, buffer: Bytes, payload_checksum: int) -> None:
         fields = (MAGIC, VERSION, *msgspec.structs.astuple(self), 0)
         _HEADER.pack_into(buffer.data, 0, *fields, 0)
-        guard = payload_checksum ^ zlib.crc32(buffer[:48].tobytes())
+        guard = payload_checksum ^ zlib.crc32(buffer[:56].tobytes())
         _HEADER.pack_into(buffer.data, 0, *fields, guard)
 
     @staticmethod
@@ -70,7 +70,7 @@ class Header(msgspec.Struct, frozen=True):
             raise ProtocolError(
                 f"a message announces {header.length} bytes after its header and has {buffer.size - HEADER_BYTES}"
             )
-        if guard != checksum(buffer[HEADER_BYTES:]) ^ zlib.crc32(buffer[:48].tobytes()):
+        if guard != checksum(buffer[HEADER_BYTES:]) ^ zlib.crc32(buffer[:56].tobytes()):
             raise ProtocolError(f"a message has a wrong checksum ({header})")
         return header
 

@@ -3,7 +3,8 @@
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -201,17 +202,20 @@ def _explain(error: str, tree: Mapping[str, Any]) -> str:
         except (KeyError, IndexError, ValueError, TypeError):
             return f"{path}: {message[0].lower()}{message[1:]}"
     expected = message.split(", got")[0].replace("Expected ", "expected ").replace("Invalid enum value", "not a choice")
-    choices = _choices(path)
-    if choices:
-        expected = "expected one of " + ", ".join(f'"{c}"' for c in choices)
+    if choices := _choices(path):
+        expected = f"expected {choices}"
     return f"{path}: {expected}, got {msgspec.json.encode(value).decode()}"
 
 
-def _choices(path: str) -> list[str]:
-    """The allowed words of a key that takes only words."""
+def _choices(path: str) -> str:
+    """What a key takes that takes words: "one of ...", or an empty string."""
     section: Any = Job
     for part in path.split("."):
         fields = {f.name: f.type for f in msgspec.structs.fields(section)} if hasattr(section, "__struct_fields__") else {}
         section = fields.get(part)
-    words = get_args(section)
-    return list(words) if words and all(isinstance(word, str) for word in words) else []
+    kinds = get_args(section) if get_origin(section) in (Union, UnionType) else (section,)
+    words = [f'"{word}"' for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    if not words:
+        return ""
+    others = ["a list of numbers" if get_origin(kind) is list else "a number" for kind in kinds if get_origin(kind) is not Literal]
+    return " or ".join([*words, *others]) if others else "one of " + ", ".join(words)

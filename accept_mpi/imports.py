@@ -12,8 +12,9 @@ from accept_mpi.errors import UserError
 
 def nearest(word: str, known: list[str]) -> str:
     """``; did you mean "..."?`` for the nearest known word, or an empty string."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f'; did you mean "{close[0]}"?' if close else ""
+    by_small_letters = {k.lower(): k for k in known}
+    close = difflib.get_close_matches(word.lower(), by_small_letters, n=1, cutoff=0.5)
+    return f'; did you mean "{by_small_letters[close[0]]}"?' if close else ""
 
 
 def find_function(name: str, zoo: Mapping[str, Callable[..., Any]], key: str) -> Callable[..., Any]:

@@ -27,6 +27,8 @@ class Chain:
         if not self.layers:
             raise ValueError("a model needs at least one layer")
         names = [name for name, _ in self.layers]
+        if wrong := [n for n in names if not n or "." in n or "/" in n]:
+            raise ValueError(f'layer name "{wrong[0]}" must not contain "." or "/" and not be empty')
         if doubled := sorted({n for n in names if names.count(n) > 1}):
             raise ValueError(f"layer names must differ, but these come twice: {', '.join(doubled)}")
 

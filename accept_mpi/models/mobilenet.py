@@ -95,14 +95,17 @@ def mobilenetv2(classes: int = 10, channels: int = 3, width: float = 1.0, dropou
 
 def _block(name: str, before: int, after: int, expansion: int, stride: int) -> list[Named]:
     hidden = before * expansion
-    residual = stride == 1 and before == after
-    first, middle, last = (_Branch, _Along, _Join) if residual else (_Plain, _Plain, _Plain)
-    block: list[Named] = []
-    if expansion > 1:
-        block.append((f"{name}_expand", lambda: first(conv_bn(before, hidden, 1, activation=nn.ReLU6))))
-    block.append((f"{name}_depthwise", lambda: middle(conv_bn(hidden, hidden, 3, stride, hidden, nn.ReLU6))))
-    block.append((f"{name}_project", lambda: last(conv_bn(hidden, after, 1, activation=None))))
-    return block
+    parts: list[Named] = [
+        (f"{name}_expand", lambda: conv_bn(before, hidden, 1, activation=nn.ReLU6)),
+        (f"{name}_depthwise", lambda: conv_bn(hidden, hidden, 3, stride, hidden, nn.ReLU6)),
+        (f"{name}_project", lambda: conv_bn(hidden, after, 1, activation=None)),
+    ]
+    if expansion == 1:
+        parts = parts[1:]
+    wraps: list[type[nn.Module]] = [_Plain] * len(parts)
+    if stride == 1 and before == after:
+        wraps = [_Branch, *[_Along] * (len(parts) - 2), _Join]
+    return [(n, lambda wrap=wrap, make=make: wrap(make())) for wrap, (n, make) in zip(wraps, parts, strict=True)]  # type: ignore[misc]
 
 
 def _round(channels: float) -> int:

@@ -1,0 +1,163 @@
+"""What the user can mend ends within seconds on every rank with exit code 2 and one sentence, printed once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import samples
+from conftest import environment, mpirun_command
+
+MODELS = """
+import torch
+from torch import nn
+def mismatch(): return [nn.Linear(2, 3), nn.Linear(4, 2), nn.Linear(2, 2)]
+def number(**args): return 3
+def explodes(): return [nn.Flatten(), nn.Linear(192, 32), Explode(), nn.Linear(32, 10)]
+def breaks(): return [nn.Flatten(), Break(), nn.Linear(192, 10)]
+class Explode(nn.Module):
+    calls = 0
+    def forward(self, x):
+        Explode.calls += 1
+        return x * float("inf") if Explode.calls > 20 else x
+class Break(nn.Module):
+    calls = 0
+    def forward(self, x):
+        Break.calls += 1
+        if Break.calls > 9 and self.training: raise KeyError("a bug in a layer")
+        return x
+def vectors():
+    return (torch.randn(40, 2), torch.zeros(40).long()), (torch.randn(8, 2), torch.zeros(8).long())
+"""
+
+TWO_RANKS = [  # job keys, extra arguments, what is said
+    ({}, ["--set", "train.epoch=3"], 'unknown key "train.epoch"; did you mean "epochs"?'),
+    ({}, ["--set", "model.name=cnm"], 'model.name: unknown name "cnm"; did you mean "cnn"?'),
+    ({}, ["--set", "model.name=bad:number"], "expected an nn.Sequential or a list of layers, got int"),
+    ({}, ["--set", "model.name=nowhere:f"], 'cannot import "nowhere"'),
+    ({}, ["--set", "pipeline.cuts=[2,3]"], "makes 3 stages, but there are 2 ranks"),
+    ({}, ["--set", "pipeline.cuts=[9]"], "cuts [9] leave a stage empty"),
+    ({}, ["--set", "data.name=cifar10", "--set", 'data.args={path="nope"}'], "there is no file or directory nope"),
+    ({}, ["--set", "output.directory=/proc/nope"], "output.directory: cannot write to /proc/nope"),
+    ({}, ["--resume", "nowhere"], "nowhere: neither a checkpoint nor a run with one"),
+    ({}, ["--set", "train.loss=hinge"], 'train.loss: unknown name "hinge"'),
+]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "bad.py").write_text(MODELS)
+    return samples.write_job(tmp_path / "job.toml", samples.CNN)
+
+
+def said_once(out: str, sentence: str) -> None:
+    assert out.count(sentence) == 1, out
+    assert "Traceback" not in out, out
+    lines = [line for line in out.splitlines() if line.startswith("accept_mpi:")]
+    assert len(lines) == 1, out
+
+
+@pytest.mark.parametrize(("keys", "arguments", "sentence"), TWO_RANKS, ids=[s[:40] for _, _, s in TWO_RANKS])
+def test_one_sentence_exit_code_2(mpirun, tmp_path: Path, job: Path, keys, arguments, sentence: str) -> None:
+    done = mpirun(2, "-m", "accept_mpi", "train", job, *arguments, code=2, deadline=40)
+    said_once(done.out, sentence)
+
+
+def test_no_job_file(mpirun, tmp_path: Path) -> None:
+    said_once(mpirun(2, "-m", "accept_mpi", "train", "no.toml", code=2).out, "no.toml: cannot read the job file")
+
+
+def test_more_ranks_than_layers(mpirun, tmp_path: Path, job: Path) -> None:
+    said_once(
+        mpirun(4, "-m", "accept_mpi", "train", job, "--set", "model.name=bad:mismatch", "--set", "model.args={}", code=2).out,
+        "4 ranks for a model of 3 layers",
+    )
+
+
+def test_layers_that_do_not_fit(mpirun, tmp_path: Path, job: Path) -> None:
+    model = ("--set", "model.name=bad:mismatch", "--set", "model.args={}")
+    vectors = ("--set", "data.name=bad:vectors", "--set", "data.args={}")
+    done = mpirun(3, "-m", "accept_mpi", "train", job, *model, *vectors, code=2)
+    said_once(done.out, 'layer 1 "1" cannot take what the layer before gives ((5, 3) float32)')
+
+
+def test_layers_that_do_not_fit_the_data(mpirun, tmp_path: Path, job: Path) -> None:
+    done = mpirun(2, "-m", "accept_mpi", "train", job, "--set", "data.name=text", "--set", "data.args={limit=9999}", code=2)
+    said_once(done.out, 'layer 0 "conv1" cannot take')
+
+
+def test_resuming_another_model_or_a_damaged_checkpoint(mpirun, tmp_path: Path, job: Path) -> None:
+    mpirun(2, "-m", "accept_mpi", "train", job)
+    other = mpirun(2, "-m", "accept_mpi", "train", job, "--resume", "run", "--set", "model.args.width=4", "--set", "train.steps=9", code=2)  # fmt: skip
+    said_once(other.out, 'the checkpoint does not fit layer "conv1" of this model')
+    names = ("--set", "model.name=vgg11", "--set", "model.args={}", "--set", "train.steps=9")
+    said_once(mpirun(2, "-m", "accept_mpi", "train", job, "--resume", "run", *names, code=2).out, "holds another model (cnn, 8 layers)")
+    said_once(mpirun(2, "-m", "accept_mpi", "train", job, "--resume", "run", code=2).out, "is at step 6, and the job ends at step 6")
+    weights = tmp_path / "run" / "checkpoints" / "step-00000006" / "stage-1.weights.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    damaged = mpirun(2, "-m", "accept_mpi", "train", job, "--resume", "run", "--set", "train.steps=9", code=2)
+    said_once(damaged.out, "stage-1.weights.safetensors does not match its checksum")
+
+
+def test_non_finite_loss_names_step_and_layer(mpirun, tmp_path: Path, job: Path) -> None:
+    """Exit code 1; the layer is found on another stage than the one that sees the loss."""
+    model = ("--set", "model.name=bad:explodes", "--set", "model.args={}", "--set", "train.evaluate_every=0")
+    done = mpirun(4, "-m", "accept_mpi", "train", job, *model, code=1)
+    assert done.out.count("the loss is") == 1, done.out
+    assert "in step 4" in done.out, done.out
+    assert 'the first values that are not finite come out of layer 2 "2"' in done.out, done.out
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bug_shows_its_traceback_once(mpirun, tmp_path: Path, job: Path, rank: int) -> None:
+    model = ("--set", "model.name=bad:breaks", "--set", "model.args={}", "--set", f"pipeline.cuts=[{2 - rank}]")
+    done = mpirun(2, "-m", "accept_mpi", "train", job, *model, code=1, deadline=60)
+    assert done.out.count("KeyError: 'a bug in a layer'") == 1, done.out
+    assert f"rank {rank} on host" in done.out
+    assert f"(stage {rank}, layers" in done.out
+    assert "in step 2 raised" in done.out
+
+
+def mixed(tmp_path: Path, first: list[str], second: list[str]) -> subprocess.CompletedProcess[str]:
+    """One rank each of two different command lines."""
+    command = [*mpirun_command(1), sys.executable, *first, ":", "-n", "1", sys.executable, *second]
+    return subprocess.run(
+        command, cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_different_versions(tmp_path: Path, job: Path) -> None:
+    code = (
+        "import accept_mpi.version as v, sys; v.__version__ = '9.9'\n"
+        f"from accept_mpi.cli import main; main(['train', {str(job)!r}])"
+    )
+    done = mixed(tmp_path, ["-m", "accept_mpi", "train", str(job)], ["-c", code])
+    assert done.returncode == 2
+    said_once(done.stdout + done.stderr, "versions of accept_mpi and torch differ between hosts")
+
+
+def test_ranks_that_read_different_job_files(tmp_path: Path, job: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    samples.write_job(other / "job.toml", samples.CNN, train_steps=99)
+    code = f"import os; os.chdir({str(other)!r})\nfrom accept_mpi.cli import main; main(['train', 'job.toml'])"
+    done = mixed(tmp_path, ["-m", "accept_mpi", "train", "job.toml"], ["-c", code])
+    assert done.returncode == 2
+    said_once(done.stdout + done.stderr, "job.toml: differs from rank 0's file")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
+def test_full_disk_ends_with_one_sentence(mpirun, tmp_path: Path, job: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(small)], check=True)
+    try:
+        keys = ("--set", "output.directory=small/run", "--set", "output.checkpoint_every=1", "--set", "output.keep=0")
+        done = mpirun(2, "-m", "accept_mpi", "train", job, *keys, "--set", "train.steps=200", code=2)
+        assert "No space left on device" in done.out, done.out
+        assert done.out.count("accept_mpi:") == 1, done.out
+    finally:
+        subprocess.run(["umount", str(small)], check=True)

@@ -1,0 +1,125 @@
+"""The wire: any layout and dtype comes back as it went, and nothing malformed is believed."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accept_mpi.codec import HEADER_BYTES, Header, TensorSpec, aligned, decode, encode, wire_bytes
+from accept_mpi.errors import ProtocolError
+
+FIELDS = {"direction": 0, "boundary": 1, "term": 0, "step": 7, "micro_batch": 3, "samples": 4, "flags": 0}
+
+
+def there_and_back(*tensors: torch.Tensor | None) -> tuple[Header, tuple[torch.Tensor | None, ...]]:
+    specs = tuple(TensorSpec.of(t) for t in tensors)
+    buffer = aligned(wire_bytes(specs))
+    flat = tuple(spec.flatten(t) for spec, t in zip(specs, tensors, strict=True))
+    assert encode(specs, flat, buffer, **FIELDS) == buffer.size
+    return decode({4: specs}, buffer)
+
+
+LAYOUTS = {
+    "contiguous": torch.randn(4, 3, 5, 6),
+    "channels_last": torch.randn(4, 3, 5, 6).contiguous(memory_format=torch.channels_last),
+    "transposed": torch.randn(6, 5).t(),
+    "expanded": torch.randn(4, 3, 1, 1).expand(4, 3, 5, 6),
+    "expanded scalar": torch.tensor(2.5).expand(4, 3),
+    "with gaps": torch.randn(8, 8)[::2, 1:5],
+    "one element": torch.randn(1, 1),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.randn(0, 3),
+    "int64": torch.arange(12).reshape(3, 4),
+    "bool": torch.tensor([True, False, True]),
+    "bfloat16": torch.randn(7).bfloat16(),
+    "float16": torch.randn(7).half(),
+    "float64": torch.randn(7).double(),
+    "not finite": torch.tensor([np.nan, np.inf, -np.inf, -0.0, 1e-45]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_round_trip_keeps_values_and_strides(name: str) -> None:
+    tensor = LAYOUTS[name]
+    header, (back,) = there_and_back(tensor)
+    assert back is not None
+    assert back.dtype == tensor.dtype
+    assert back.shape == tensor.shape
+    assert back.reshape(-1).contiguous().view(torch.uint8).equal(tensor.reshape(-1).contiguous().view(torch.uint8))
+    assert back.nan_to_num(nan=7.0).equal(tensor.nan_to_num(nan=7.0))
+    if name != "with gaps":
+        assert back.stride() == tensor.stride()
+    assert (header.step, header.micro_batch, header.samples) == (7, 3, 4)
+
+
+def test_tuples_with_absent_gradients() -> None:
+    a, b = torch.randn(3, 3), torch.arange(5)
+    _, back = there_and_back(a, None, b)
+    assert back[1] is None
+    assert back[0] is not None
+    assert back[0].equal(a)
+    assert back[2] is not None
+    assert back[2].equal(b)
+
+
+def test_expanded_gradients_cross_once() -> None:
+    assert TensorSpec.of(LAYOUTS["expanded"]).nbytes == 4 * 3 * 4
+
+
+def test_gradient_marks_cross() -> None:
+    _, (back,) = there_and_back(torch.randn(3, requires_grad=True))
+    assert back is not None
+    assert back.requires_grad
+    assert back.is_leaf
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, HEADER_BYTES + 47), st.integers(1, 255))
+def test_any_changed_byte_is_noticed(at: int, flip: int) -> None:
+    specs = (TensorSpec.of(torch.arange(12, dtype=torch.float32)),)
+    buffer = aligned(wire_bytes(specs))
+    encode(specs, (torch.arange(12, dtype=torch.float32),), buffer, **FIELDS)
+    buffer[at] ^= flip
+    with pytest.raises(ProtocolError):
+        decode({4: specs}, buffer)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=200))
+def test_noise_is_an_error(noise: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode({4: (TensorSpec.of(torch.zeros(3)),)}, np.frombuffer(noise, np.uint8).copy())
+
+
+def test_truncated_and_foreign_messages() -> None:
+    specs = (TensorSpec.of(torch.zeros(12)),)
+    buffer = aligned(wire_bytes(specs))
+    encode(specs, (torch.zeros(12),), buffer, **FIELDS)
+    with pytest.raises(ProtocolError, match="announces"):
+        decode({4: specs}, buffer[:-8])
+    with pytest.raises(ProtocolError, match="agreed were"):
+        decode({5: specs}, buffer)
+    with pytest.raises(ProtocolError, match="bytes where"):
+        decode({4: (TensorSpec.of(torch.zeros(50)),)}, buffer)
+
+
+def test_other_shapes_than_agreed_are_refused() -> None:
+    spec = TensorSpec.of(torch.zeros(3))
+    with pytest.raises(ProtocolError, match="was agreed"):
+        spec.flatten(torch.zeros(4))
+    with pytest.raises(ProtocolError, match="was agreed"):
+        spec.flatten(torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ProtocolError, match="did not have"):
+        TensorSpec.of(None).flatten(torch.zeros(3))
+
+
+def test_a_gradient_laid_out_otherwise_is_copied_into_the_agreed_layout() -> None:
+    agreed = TensorSpec.of(LAYOUTS["channels_last"])
+    other = torch.randn(4, 3, 5, 6)
+    flat = agreed.flatten(other)
+    assert flat is not None
+    back = agreed.unflatten(flat.view(torch.uint8).numpy())
+    assert back is not None
+    assert back.equal(other)
+    assert back.stride() == agreed.stride

@@ -1,0 +1,138 @@
+"""Schedules: complete, in order, free of deadlock, within their published bounds (torchtitan's dry run over odd sizes)."""
+
+import itertools
+
+import pytest
+
+from accept_mpi.schedule import KINDS, Action, actions, depth, forward_only, grid, parse
+from accept_mpi.simulate import simulate
+
+SIZES = [(stages, count) for stages in range(1, 9) for count in range(1, 17)]
+UNIT = {"F": 1.0, "B": 1.0, "W": 1.0, "U": 0.0, "E": 1.0}
+WHOLE_BACKWARD = UNIT | {"B": 2.0}  # where B computes weight gradients too
+
+
+def walks(kind, stages: int, counts: list[int], slack: int = 0, vertical_sync: bool = False) -> list[list[Action]]:
+    return [actions(kind, s, stages, counts, slack, vertical_sync) for s in range(stages)]
+
+
+def times(kind):
+    table = UNIT if kind == "zero-bubble" else WHOLE_BACKWARD
+    return lambda stage, action: table[action.kind]
+
+
+@pytest.mark.parametrize("slack", [0, 1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_complete_in_order_and_within_the_bound(kind, slack: int) -> None:
+    for stages, count in SIZES:
+        for counts in ([count], [count, 1, count]):
+            for stage, walk in enumerate(walks(kind, stages, counts, slack)):
+                what = f"{kind}, stage {stage} of {stages}, {counts}: {' '.join(map(str, walk))}"
+                every = [(step, k) for step, c in enumerate(counts) for k in range(c)]
+                letters = "FBW" if kind == "zero-bubble" else "FB"
+                for letter in letters:
+                    assert [(a.step, a.micro_batch) for a in walk if a.kind == letter] == every, what
+                assert [a.step for a in walk if a.kind == "U"] == list(range(len(counts))), what
+                place = {(a.kind, a.step, a.micro_batch): i for i, a in enumerate(walk)}
+                for step, k in every:
+                    assert place["F", step, k] < place["B", step, k], what
+                    assert place[letters[-1], step, k] < place["U", step, -1], what
+                    if kind == "zero-bubble":
+                        assert place["B", step, k] < place["W", step, k], what
+                in_flight = list(itertools.accumulate((a.kind == "F") - (a.kind == letters[-1]) for a in walk))
+                assert max(in_flight) <= depth(kind, stage, stages, sum(counts), slack), what
+                assert in_flight[-1] == 0
+
+
+@pytest.mark.parametrize("slack", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_deadlock_at_any_size(kind, slack: int) -> None:
+    for stages, count in SIZES:
+        for counts in ([count], [count, 1], [1, count, 2]):
+            simulate(walks(kind, stages, counts, slack), times(kind), lambda boundary, way: 0.3)
+
+
+def test_published_bounds() -> None:
+    """PipeDream: P - s. GPipe: all. ZB-H1: P. Slack 1: Asteroid's 2 (P - s) - 1."""
+    assert [depth("1f1b", s, 4, 16) for s in range(4)] == [4, 3, 2, 1]
+    assert [depth("1f1b", s, 4, 16, slack=1) for s in range(4)] == [7, 5, 3, 1]
+    assert [depth("gpipe", s, 4, 16) for s in range(4)] == [16] * 4
+    assert [depth("zero-bubble", s, 4, 16) for s in range(4)] == [4] * 4
+
+
+def test_bubbles_of_a_uniform_pipeline() -> None:
+    """1F1B: (P-1)(F+B+W). ZB-H1: (P-1)(F+B-W) (Qi et al., table 2), smaller for any number of micro-batches."""
+    for stages, count in SIZES:
+        if stages == 1:
+            continue
+        one = simulate(walks("1f1b", stages, [count]), times("1f1b"))
+        zero = simulate(walks("zero-bubble", stages, [count]), times("zero-bubble"))
+        assert zero.bubble(0) < one.bubble(0)
+        if count >= stages:
+            assert one.bubble(0) == pytest.approx((stages - 1) * 3)
+            assert zero.bubble(0) == pytest.approx(stages - 1)
+
+
+def test_asynchronous_has_no_bubble_between_steps() -> None:
+    one_step = simulate(walks("1f1b-async", 4, [8]), times("1f1b")).makespan
+    ten_steps = simulate(walks("1f1b-async", 4, [8] * 10), times("1f1b")).makespan
+    assert ten_steps == pytest.approx(one_step + 9 * 8 * 3)
+
+
+def test_slack_hides_transfers() -> None:
+    """With transfers as long as F, the published bound stalls; one more micro-batch a boundary does not."""
+
+    def makespan(slack: int) -> float:
+        return simulate(walks("1f1b-async", 4, [8] * 8, slack), times("1f1b"), lambda boundary, way: 1.0).makespan
+
+    assert makespan(1) < 1.1 * 64 * 3 < makespan(0)
+
+
+def test_asynchronous_versions() -> None:
+    """F computes with as many updates as its stage has made by then; with vertical sync, as stage 0 has."""
+    for stages, count in SIZES:
+        plain = walks("1f1b-async", stages, [count] * 3, slack=1)
+        synced = walks("1f1b-async", stages, [count] * 3, slack=1, vertical_sync=True)
+        first = {a[1:3]: a.version for a in plain[0] if a.kind == "F"}
+        for walk, same in zip(plain, synced, strict=True):
+            updates = 0
+            for action in walk:
+                assert action.version == updates
+                updates += action.kind == "U"
+            assert all(a.version == first[a[1:3]] for a in same if a.kind == "F")
+
+
+def test_prints_and_parses() -> None:
+    for kind in KINDS:
+        for walk in walks(kind, 3, [4, 2]):
+            assert [a[:3] for a in parse(" ".join(map(str, walk)))] == [a[:3] for a in walk]
+
+
+GOLDEN = """\
+1f1b
+stage 0: F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3 U0
+stage 1: F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3 U0
+stage 2: F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3 U0
+zero-bubble
+stage 0: F0.0 F0.1 F0.2 B0.0 W0.0 F0.3 B0.1 W0.1 B0.2 W0.2 B0.3 W0.3 U0
+stage 1: F0.0 F0.1 B0.0 F0.2 B0.1 W0.0 F0.3 B0.2 W0.1 B0.3 W0.2 W0.3 U0
+stage 2: F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 W0.0 F0.3 B0.3 W0.1 W0.2 W0.3 U0
+gpipe
+stage 0: F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3 U0
+stage 1: F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3 U0
+stage 2: F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3 U0
+"""
+
+
+def test_golden() -> None:
+    text = "".join(f"{kind}\n{grid(walks(kind, 3, [4]))}\n" for kind in ("1f1b", "zero-bubble", "gpipe"))
+    assert text == GOLDEN
+
+
+def test_simulator_names_a_deadlock() -> None:
+    with pytest.raises(RuntimeError, match=r"deadlocks: stage 0 waits at B0\.0, stage 1 waits at F0\.0"):
+        simulate([[Action("B", 0, 0), Action("F", 0, 0)], [Action("F", 0, 0)]], times("1f1b"))
+
+
+def test_evaluation_is_forward_only() -> None:
+    assert simulate([forward_only(5)] * 3, lambda s, a: 1.0).makespan == 7
