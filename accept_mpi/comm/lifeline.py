@@ -36,7 +36,7 @@ class Lifeline:
         """
         self.rank, self.size = messenger.rank, messenger.size
         self.steps: dict[int, int] = {}
-        """The step that a rank began last: its own, and on rank 0 everyone's."""
+        """The step that a rank began last: its own; on rank 0 everyone's; on rank 1 rank 0's."""
         self._on_end = on_end
         self._ended = threading.Event()
         self._peers: dict[int, socket.socket] = {}
@@ -56,10 +56,9 @@ class Lifeline:
             threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     def begin_step(self, step: int) -> None:
-        """Tell rank 0 that this rank begins ``step``."""
+        """Tell rank 0 that this rank begins ``step``; rank 0 tells rank 1, which speaks if rank 0 dies."""
         self.steps[self.rank] = step
-        if self.rank:
-            self._tell(0, step=step)
+        self._tell(0 if self.rank else 1, step=step)
 
     def report(self, error: str, exit_code: int) -> bool:
         """A rank other than 0 tells rank 0 why it ends; whether that was possible."""

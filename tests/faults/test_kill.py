@@ -1,0 +1,97 @@
+"""kill -9 of any rank at any moment ends the run everywhere within seconds, names the rank, and leaves log and checkpoint
+readable."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import samples
+from conftest import environment, mpirun_command
+
+from accept_mpi.log import open_log
+from accept_mpi.snapshot import Checkpoint, complete
+
+RANKS, MOMENTS, SECONDS = 4, 20, 10.0
+SEED = int(os.environ.get("ACCEPT_MPI_FAULT_SEED", "20"))
+
+
+def children(mpirun_pid: int) -> dict[int, int]:
+    """Rank -> process id of the ranks that an mpirun has started."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                status = (entry / "status").read_text()
+                variables = (entry / "environ").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if f"\nPPid:\t{mpirun_pid}\n" in status and (rank := re.search(r"OMPI_COMM_WORLD_RANK=(\d+)\0", variables)):
+                found[int(rank[1])] = int(entry.name)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def start(tmp_path: Path, job: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [*mpirun_command(RANKS), sys.executable, "-m", "accept_mpi", "train", str(job), "--quiet"],
+        cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc to find the ranks")
+@pytest.mark.parametrize("batch", range(4))
+def test_kill_any_rank_at_a_random_moment(tmp_path: Path, batch: int) -> None:
+    """20 moments in all, from the log's appearing to well into the run; each rank five times."""
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN, train_steps=100_000, train_evaluate_every=1, output_checkpoint_every=40)
+    rng = random.Random(SEED + batch)
+    for number in range(MOMENTS // 4):
+        directory = tmp_path / f"run{number}"
+        job.write_text(re.sub(r'directory = ".*"', f'directory = "{directory.name}"', job.read_text()))
+        victim, delay = (batch + number) % RANKS, rng.uniform(0, 3)
+        what = f"seed {SEED}, batch {batch}, number {number}: rank {victim} after {delay:.3f} s"
+        process = start(tmp_path, job)
+        try:
+            deadline = time.monotonic() + 60
+            while not (directory / "log.h5").exists():
+                assert process.poll() is None, f"{what}: {process.communicate()[0]}"
+                assert time.monotonic() < deadline, f"{what}: no log"
+                time.sleep(0.01)
+            ranks = children(process.pid)
+            assert sorted(ranks) == list(range(RANKS)), what
+            time.sleep(delay)
+            os.kill(ranks[victim], signal.SIGKILL)
+            killed = time.monotonic()
+            out, _ = process.communicate(timeout=SECONDS)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        assert time.monotonic() - killed < SECONDS, what
+        assert process.returncode != 0, what
+        while left := [pid for pid in ranks.values() if is_alive(pid)]:
+            assert time.monotonic() - killed < SECONDS, f"{what}: processes {left} left behind"
+            time.sleep(0.05)
+        said = re.findall(r"accept_mpi: rank (\d) on host \S+ \(stage (\d), layers .*?\)(.*) ended unexpectedly", out)
+        assert len(said) == 1, f"{what}:\n{out}"
+        assert said[0][:2] == (str(victim), str(victim)), f"{what}:\n{out}"
+        if delay > 1:
+            assert re.search(r" in step \d+", said[0][2]), f"{what}:\n{out}"
+        with open_log(directory / "log.h5") as log:
+            steps = log["steps"]["step"]
+            assert steps.tolist() == list(range(1, len(steps) + 1)), what
+            len(log["trace"][:])
+        if complete(directory):
+            Checkpoint(directory)
