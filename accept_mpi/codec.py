@@ -24,7 +24,7 @@ VERSION = 1
 ALIGN = 64
 CODECS = ("none",)
 
-_HEADER = struct.Struct("<IBBHIHHQIIQQQQ")
+_HEADER = struct.Struct("<IBBHIHHQIIQQdQ")
 HEADER_BYTES = _HEADER.size
 assert HEADER_BYTES == ALIGN
 
@@ -45,9 +45,11 @@ class Header(msgspec.Struct, frozen=True):
     """Payload bytes after the header."""
     raw: int
     """Bytes before coding."""
+    sent: float
+    """When it was given to MPI, in seconds on rank 0's clock."""
 
     def pack_into(self, buffer: Bytes, payload_checksum: int) -> None:
-        fields = (MAGIC, VERSION, *msgspec.structs.astuple(self), 0)
+        fields = (MAGIC, VERSION, *msgspec.structs.astuple(self))
         _HEADER.pack_into(buffer.data, 0, *fields, 0)
         guard = payload_checksum ^ zlib.crc32(buffer[:56].tobytes())
         _HEADER.pack_into(buffer.data, 0, *fields, guard)
@@ -60,7 +62,7 @@ class Header(msgspec.Struct, frozen=True):
         """
         if buffer.size < HEADER_BYTES:
             raise ProtocolError(f"a message of {buffer.size} bytes is shorter than its header of {HEADER_BYTES}")
-        magic, version, *fields, _, guard = _HEADER.unpack_from(buffer.data, 0)
+        magic, version, *fields, guard = _HEADER.unpack_from(buffer.data, 0)
         if magic != MAGIC:
             raise ProtocolError(f"a message begins with {magic:#010x} instead of {MAGIC:#010x}")
         if version != VERSION:
@@ -203,7 +205,7 @@ def aligned(nbytes: int) -> Bytes:
 def encode(specs: Specs, flat: Tensors, buffer: Bytes, **fields: Any) -> int:
     """Write a message of ``flat`` tensors (from ``TensorSpec.flatten``) into ``buffer``; returns its length in bytes.
 
-    ``fields`` are the header's direction, boundary, step, micro_batch, samples, flags and term.
+    ``fields`` are the header's direction, boundary, step, micro_batch, samples, flags, term and sent.
     """
     at = HEADER_BYTES
     for spec, tensor in zip(specs, flat, strict=True):

@@ -91,9 +91,10 @@ class Pipeline(Section, frozen=True):
     schedule: Literal["gpipe", "1f1b", "1f1b-async", "zero-bubble"] = "1f1b"
     cuts: Literal["even"] | list[Count] = "even"
     """ "even" (by number of layers), or the first layers of stages 1, 2, ..."""
-    transfer_slack: CountOrZero = 1
+    transfer_slack: CountOrZero = 2
     """Micro-batches that a stage may have in flight beyond the published 1F1B bound, for each boundary behind it, so that
-    transfers hide behind computing. 0 is the published bound, 1 Asteroid's K_p = 2(P-p)-1."""
+    transfers hide behind computing: 0 is the published bound, 1 Asteroid's K_p = 2(P-p)-1, and 2 hides a transfer each way
+    that takes as long as a stage computes."""
     vertical_sync: bool = False
     """1f1b-async: a micro-batch meets the same weight version at all stages (PipeDream, section 3.3)."""
     timeout: Positive = 300.0
@@ -217,5 +218,7 @@ def _choices(path: str) -> str:
     words = [f'"{word}"' for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     if not words:
         return ""
-    others = ["a list of numbers" if get_origin(kind) is list else "a number" for kind in kinds if get_origin(kind) is not Literal]
+    others = [
+        "a list of numbers" if get_origin(kind) is list else "a number" for kind in kinds if get_origin(kind) is not Literal
+    ]
     return " or ".join([*words, *others]) if others else "one of " + ", ".join(words)

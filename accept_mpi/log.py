@@ -34,8 +34,8 @@ FORMAT = "accept-mpi log"
 VERSION = 1
 
 #: Kinds of trace row, in the order of their number in the column ``kind``. F, B, W, U: forward, backward (of inputs, where
-#: W is apart), weight gradient, update. E: forward of evaluation. On the data plane: encode, send (first byte offered to
-#: last byte taken by the peer), decode (arrival to tensor). Pauses: wait (computing waits for a message), checkpoint.
+#: W is apart), weight gradient, update. E: forward of evaluation. On the data plane: encode, send (given to MPI here to
+#: arrived there; both on rank 0's clock), decode (arrived to tensor). Pauses: wait (computing waits for a message), checkpoint.
 KINDS = ("F", "B", "W", "U", "E", "encode", "send", "decode", "wait", "checkpoint")
 FORWARD, BACKWARD = 0, 1
 

@@ -41,11 +41,13 @@ class Recorder:
         raw: int = 0,
         wire: int = 0,
         end: float | None = None,
+        of: tuple[int, int] | None = None,
     ) -> None:
-        """One row, from ``start`` to ``end`` (now, if not given)."""
+        """One row, from ``start`` to ``end`` (now, if not given), of this rank and stage or of the pair ``of``."""
         end = self.clock.now() if end is None else end
         number = _NUMBER[kind]
-        self._rows.append((start, end, self._rank, self._stage, number, boundary, direction, step, micro_batch, raw, wire))
+        rank, stage = of or (self._rank, self._stage)
+        self._rows.append((start, end, rank, stage, number, boundary, direction, step, micro_batch, raw, wire))
 
     @contextmanager
     def span(self, kind: str, step: int, micro_batch: int = -1) -> Iterator[None]:

@@ -6,6 +6,7 @@ over by queue and never blocks in a send.
 """
 
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -22,8 +23,9 @@ from accept_mpi.recorder import Recorder
 # Seconds between two looks at MPI: while the computing thread waits for a message; while something is being sent; while
 # only receives are posted; on a lone rank. Each look costs some 15 us of the core that computes.
 _POLL_AWAITED, _POLL_SENDING, _POLL_IDLE, _POLL_ALONE = 0.0001, 0.0005, 0.001, 0.02
-_RECEIVES_POSTED = 2
-_SENDS_POSTED = 2
+_SWITCH_SECONDS = 0.0005
+_RECEIVES_POSTED = 3
+_SENDS_POSTED = 3
 
 
 class Endpoint(NamedTuple):
@@ -65,7 +67,7 @@ class Outgoing:
         self._room = threading.Semaphore(end.limit + _SENDS_POSTED)
         self.waiting: deque[_Item] = deque()
         self.free = [aligned(end.buffer_bytes) for _ in range(_SENDS_POSTED)]
-        self.active: deque[tuple[MPI.Request, Bytes, float, _Item, int, int]] = deque()
+        self.active: deque[tuple[MPI.Request, Bytes]] = deque()
 
     def send(
         self,
@@ -106,9 +108,7 @@ class Outgoing:
         """Data-plane thread: finish sends that are taken, begin those that wait."""
         moved = False
         while self.active and self.active[0][0].Test():
-            _, buffer, start, item, raw, wire = self.active.popleft()
-            recorder.add("send", start, item.step, item.micro_batch, self.end.boundary, self.end.direction, raw, wire)
-            self.free.append(buffer)
+            self.free.append(self.active.popleft()[1])
             self._room.release()
             moved = True
         while self.waiting and self.free:
@@ -116,14 +116,11 @@ class Outgoing:
             start = recorder.clock.now()
             specs = self.end.specs[item.samples]
             fields = item._asdict() | {"direction": self.end.direction, "boundary": self.end.boundary, "term": 0}
-            wire = encode(specs, fields.pop("flat"), buffer, **fields)
+            wire = encode(specs, fields.pop("flat"), buffer, sent=recorder.clock.now(), **fields)
             raw = sum(spec.nbytes for spec in specs)
-            sent = recorder.clock.now()
-            place = (item.step, item.micro_batch, self.end.boundary, self.end.direction)
-            recorder.add("encode", start, *place, raw, wire, end=sent)
+            recorder.add("encode", start, item.step + 1, item.micro_batch, self.end.boundary, self.end.direction, raw, wire)
             # Synchronous mode: done when the peer has it, so that at most _SENDS_POSTED messages are ever under way.
-            request = comm.Issend([buffer[:wire], MPI.BYTE], self.end.peer, self.end.tag)
-            self.active.append((request, buffer, sent, item._replace(flat=()), raw, wire))
+            self.active.append((comm.Issend([buffer[:wire], MPI.BYTE], self.end.peer, self.end.tag), buffer))
             self.waiting.popleft()
             moved = True
         return moved
@@ -163,7 +160,7 @@ class Incoming:
                 ) from None
             finally:
                 self._plane.awaited = False
-            recorder.add("wait", start, step, micro_batch, self.end.boundary, self.end.direction)
+            recorder.add("wait", start, step + 1, micro_batch, self.end.boundary, self.end.direction)
         self._plane.check()
         assert item is not None
         header, tensors = item
@@ -186,8 +183,9 @@ class Incoming:
             if (header.boundary, header.direction) != (self.end.boundary, self.end.direction):
                 raise ProtocolError(f"a message for boundary {header.boundary} came as {self.end}")
             self._ready.put((header, tensors))
-            place = (header.step, header.micro_batch, self.end.boundary, self.end.direction)
-            recorder.add("decode", start, *place, header.raw, message.size)
+            place = (header.step + 1, header.micro_batch, self.end.boundary, self.end.direction, header.raw, message.size)
+            recorder.add("send", header.sent, *place, end=start, of=(self.end.peer, self.end.boundary + self.end.direction))
+            recorder.add("decode", start, *place)
             request.Start()
             self._posted.append((request, buffer))
             moved = True
@@ -226,6 +224,8 @@ class DataPlane(threading.Thread):
         self._incoming: list[Incoming] = []
         self._posts: queue.SimpleQueue[tuple[int, str, Any] | None] = queue.SimpleQueue()
         self._not_taken: list[Message] = []
+        # Python lets a thread that asks for its lock wait 5 ms while another computes, and a transfer asks several times.
+        sys.setswitchinterval(_SWITCH_SECONDS)
         self._stopping = False
         self._error: BaseException | None = None
         self.awaited = False

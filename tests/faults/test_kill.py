@@ -56,7 +56,9 @@ def start(tmp_path: Path, job: Path) -> "subprocess.Popen[str]":
 @pytest.mark.parametrize("batch", range(4))
 def test_kill_any_rank_at_a_random_moment(tmp_path: Path, batch: int) -> None:
     """20 moments in all, from the log's appearing to well into the run; each rank five times."""
-    job = samples.write_job(tmp_path / "job.toml", samples.CNN, train_steps=100_000, train_evaluate_every=1, output_checkpoint_every=40)
+    job = samples.write_job(
+        tmp_path / "job.toml", samples.CNN, train_steps=100_000, train_evaluate_every=1, output_checkpoint_every=40
+    )
     rng = random.Random(SEED + batch)
     for number in range(MOMENTS // 4):
         directory = tmp_path / f"run{number}"

@@ -23,7 +23,11 @@ def replay(job: dict, stages: int, slack: int, vertical_sync: bool) -> dict[str,
     edges = [0, *even_cuts(len(layers), stages), len(layers)]
     stage_of = [next(s for s in range(stages) if edges[s] <= i < edges[s + 1]) for i in range(len(layers))]
     versions = [[[p.detach().clone() for p in layer.parameters()]] for layer in layers]
-    optimizers = [torch.optim.SGD(list(p.parameters()), lr=0.05, momentum=0.9, weight_decay=5e-4) for p in layers if list(p.parameters())]
+    optimizers = [
+        torch.optim.SGD(list(p.parameters()), lr=0.05, momentum=0.9, weight_decay=5e-4)
+        for p in layers
+        if list(p.parameters())
+    ]
     micro = [plain.micro_batches(step, train["batch_size"], train["micro_batches"]) for step in range(train["steps"])]
     ends, i = [], 0
     for batch in micro:
@@ -70,9 +74,7 @@ def test_equals_a_replay_of_stale_weights(mpirun, tmp_path: Path) -> None:
         directory = f"{name}-{ranks}-{slack}-{vertical}"
         keys = {"pipeline_transfer_slack": slack, "pipeline_vertical_sync": vertical, "train_evaluate_every": 0}
         job = samples.CNN if name == "cnn" else samples.GPT
-        path = samples.write_job(
-            tmp_path / f"{directory}.toml", job, directory, pipeline_schedule="1f1b-async", **keys
-        )
+        path = samples.write_job(tmp_path / f"{directory}.toml", job, directory, pipeline_schedule="1f1b-async", **keys)
         jobs.setdefault(ranks, []).append(path)
     for ranks, paths in jobs.items():
         mpirun(ranks, ROOT / "tests" / "train_all.py", *paths)

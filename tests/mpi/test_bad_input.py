@@ -70,7 +70,9 @@ def test_no_job_file(mpirun, tmp_path: Path) -> None:
 
 def test_more_ranks_than_layers(mpirun, tmp_path: Path, job: Path) -> None:
     said_once(
-        mpirun(4, "-m", "accept_mpi", "train", job, "--set", "model.name=bad:mismatch", "--set", "model.args={}", code=2).out,
+        mpirun(
+            4, "-m", "accept_mpi", "train", job, "--set", "model.name=bad:mismatch", "--set", "model.args={}", code=2
+        ).out,
         "4 ranks for a model of 3 layers",
     )
 
@@ -92,8 +94,14 @@ def test_resuming_another_model_or_a_damaged_checkpoint(mpirun, tmp_path: Path, 
     other = mpirun(2, "-m", "accept_mpi", "train", job, "--resume", "run", "--set", "model.args.width=4", "--set", "train.steps=9", code=2)  # fmt: skip
     said_once(other.out, 'the checkpoint does not fit layer "conv1" of this model')
     names = ("--set", "model.name=vgg11", "--set", "model.args={}", "--set", "train.steps=9")
-    said_once(mpirun(2, "-m", "accept_mpi", "train", job, "--resume", "run", *names, code=2).out, "holds another model (cnn, 8 layers)")
-    said_once(mpirun(2, "-m", "accept_mpi", "train", job, "--resume", "run", code=2).out, "is at step 6, and the job ends at step 6")
+    said_once(
+        mpirun(2, "-m", "accept_mpi", "train", job, "--resume", "run", *names, code=2).out,
+        "holds another model (cnn, 8 layers)",
+    )
+    said_once(
+        mpirun(2, "-m", "accept_mpi", "train", job, "--resume", "run", code=2).out,
+        "is at step 6, and the job ends at step 6",
+    )
     weights = tmp_path / "run" / "checkpoints" / "step-00000006" / "stage-1.weights.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1

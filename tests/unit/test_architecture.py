@@ -57,7 +57,9 @@ def test_imports_go_one_way() -> None:
 
 
 def test_only_comm_touches_mpi() -> None:
-    assert [name for name, files in modules().items() for _, imported in files if "mpi4py" in imported and name != "comm"] == []
+    assert [
+        name for name, files in modules().items() for _, imported in files if "mpi4py" in imported and name != "comm"
+    ] == []
 
 
 def test_worker_and_controller_do_not_know_each_other() -> None:

@@ -33,7 +33,7 @@ def test_shipped_jobs_parse() -> None:
 
 
 def test_overrides() -> None:
-    job = parse(GOOD, "job.toml", ["train.lr=0.01", "pipeline.cuts=[2,4]", 'pipeline.schedule=gpipe', "model.args.width=8"])
+    job = parse(GOOD, "job.toml", ["train.lr=0.01", "pipeline.cuts=[2,4]", "pipeline.schedule=gpipe", "model.args.width=8"])
     assert job.lr == 0.01
     assert job.pipeline.cuts == [2, 4]
     assert job.pipeline.schedule == "gpipe"

@@ -128,9 +128,10 @@ def test_hdf5(tmp_path: Path) -> None:
         data.load("hdf5", {"path": str(path), "x": "X"})
     with pytest.raises(UserError, match='"x" holds 20 rows and "short" 7'):
         data.load("hdf5", {"path": str(path), "y": "short"})
-    path.write_bytes(path.read_bytes()[:300])
+    cut_off = tmp_path / "cut_off.h5"
+    cut_off.write_bytes(path.read_bytes()[:300])
     with pytest.raises(UserError, match="not a whole HDF5 file"):
-        data.load("hdf5", {"path": str(path)})
+        data.load("hdf5", {"path": str(cut_off)})
     with pytest.raises(UserError, match="there is no file"):
         data.load("hdf5", {"path": str(tmp_path / "missing.h5")})
 
@@ -140,7 +141,7 @@ def test_users_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "import numpy as np, torch\n"
         "from torch.utils.data import TensorDataset\n"
         "def pair(): return (np.zeros((5, 2), np.float32), np.zeros(5, np.int64)), (torch.ones(2, 2), torch.ones(2))\n"
-        "def maps(): return TensorDataset(torch.arange(6.), torch.arange(6)), TensorDataset(torch.zeros(2), torch.zeros(2))\n"
+        "def maps(): return TensorDataset(torch.arange(6.), torch.arange(6)), TensorDataset(*torch.zeros(2, 2))\n"
         "def wrong(): return 3\n"
         "def empty(): return (np.zeros((0, 2)), np.zeros(0)), (np.zeros((1, 2)), np.zeros(1))\n"
         "def broken(): raise RuntimeError('no disk')\n"

@@ -3,10 +3,9 @@
 import naive
 import numpy as np
 import pytest
+from accept_mpi.kernels import checksum
 from hypothesis import given
 from hypothesis import strategies as st
-
-from accept_mpi.kernels import checksum
 
 
 @given(st.binary(max_size=300))

@@ -60,7 +60,14 @@ def test_parameter_counts(name: str, args: dict, parameters: int) -> None:
 def test_mobilenet_is_cut_inside_its_blocks() -> None:
     names = models.load("mobilenetv2", {}, 0).names
     assert len(names) == 53
-    assert names[:6] == ["stem", "block01_depthwise", "block01_project", "block02_expand", "block02_depthwise", "block02_project"]
+    assert names[:6] == [
+        "stem",
+        "block01_depthwise",
+        "block01_project",
+        "block02_expand",
+        "block02_depthwise",
+        "block02_project",
+    ]
     layers = models.load("mobilenetv2", {"width": 0.25}, 0)
     x = torch.randn(2, 8, 8, 8)
     branch = layers.build(names.index("block03_expand"), 0)

@@ -16,8 +16,7 @@ def test_constant_step_cosine() -> None:
     assert rates(Optimizer()) == [1.0] * 10
     assert rates(Optimizer(schedule="step", decay_every=4, decay=0.5)) == [1.0] * 4 + [0.5] * 4 + [0.25] * 2
     cosine = rates(Optimizer(schedule="cosine", final_lr=0.1))
-    expected = [g for g in _torch_cosine(10, 0.1)]
-    assert cosine == pytest.approx(expected)
+    assert cosine == pytest.approx(_torch_cosine(10, 0.1))
 
 
 def _torch_cosine(steps: int, last: float) -> list[float]:
