@@ -35,7 +35,7 @@ VERSION = 1
 
 #: Kinds of trace row, in the order of their number in the column ``kind``. F, B, W, U: forward, backward (of inputs, where
 #: W is apart), weight gradient, update. E: forward of evaluation. On the data plane: encode, send (given to MPI here to
-#: arrived there; both on rank 0's clock), decode (arrived to tensor). Pauses: wait (computing waits for a message), checkpoint.
+#: arrived there; both on rank 0's clock), decode (arrived to tensor). Pauses: wait (for a message), checkpoint.
 KINDS = ("F", "B", "W", "U", "E", "encode", "send", "decode", "wait", "checkpoint")
 FORWARD, BACKWARD = 0, 1
 

@@ -1,4 +1,4 @@
-"""A model whose stages compute for a given time and whose boundary carries a given number of bytes; and, run as a script, the
+"""A model whose stages compute for a given time and whose boundary carries a given number of bytes; run as a script, the
 same training with sends that block (what a pipeline without a data-plane thread does)."""
 
 import sys

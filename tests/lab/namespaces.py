@@ -53,7 +53,8 @@ class Hosts:
 
     def _up(self) -> None:
         run(
-            f"ip link add {self.tag}b type bridge && ip addr add {self.net}.254/24 dev {self.tag}b && ip link set {self.tag}b up"
+            f"ip link add {self.tag}b type bridge && ip addr add {self.net}.254/24 dev {self.tag}b && "
+            f"ip link set {self.tag}b up"
         )
         cases = []
         for i, name in enumerate(self.names):

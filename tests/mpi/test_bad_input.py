@@ -90,24 +90,19 @@ def test_layers_that_do_not_fit_the_data(mpirun, tmp_path: Path, job: Path) -> N
 
 
 def test_resuming_another_model_or_a_damaged_checkpoint(mpirun, tmp_path: Path, job: Path) -> None:
+    def resume(*keys: str) -> str:
+        more = [word for key in keys for word in ("--set", key)]
+        return mpirun(2, "-m", "accept_mpi", "train", job, "--resume", "run", *more, code=2).out
+
     mpirun(2, "-m", "accept_mpi", "train", job)
-    other = mpirun(2, "-m", "accept_mpi", "train", job, "--resume", "run", "--set", "model.args.width=4", "--set", "train.steps=9", code=2)  # fmt: skip
-    said_once(other.out, 'the checkpoint does not fit layer "conv1" of this model')
-    names = ("--set", "model.name=vgg11", "--set", "model.args={}", "--set", "train.steps=9")
-    said_once(
-        mpirun(2, "-m", "accept_mpi", "train", job, "--resume", "run", *names, code=2).out,
-        "holds another model (cnn, 8 layers)",
-    )
-    said_once(
-        mpirun(2, "-m", "accept_mpi", "train", job, "--resume", "run", code=2).out,
-        "is at step 6, and the job ends at step 6",
-    )
+    said_once(resume("model.args.width=4", "train.steps=9"), 'the checkpoint does not fit layer "conv1" of this model')
+    said_once(resume("model.name=vgg11", "model.args={}", "train.steps=9"), "holds another model (cnn, 8 layers)")
+    said_once(resume(), "is at step 6, and the job ends at step 6")
     weights = tmp_path / "run" / "checkpoints" / "step-00000006" / "stage-1.weights.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    damaged = mpirun(2, "-m", "accept_mpi", "train", job, "--resume", "run", "--set", "train.steps=9", code=2)
-    said_once(damaged.out, "stage-1.weights.safetensors does not match its checksum")
+    said_once(resume("train.steps=9"), "stage-1.weights.safetensors does not match its checksum")
 
 
 def test_non_finite_loss_names_step_and_layer(mpirun, tmp_path: Path, job: Path) -> None:

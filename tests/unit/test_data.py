@@ -74,7 +74,7 @@ def test_cifar10(tmp_path: Path) -> None:
         data.load("cifar10", {"path": str(folder)})
     (folder / "test_batch.bin").unlink()
     (folder / "data_batch_3.bin").unlink()
-    with pytest.raises(UserError, match="cannot read .*data_batch_3.bin"):
+    with pytest.raises(UserError, match=r"cannot read .*data_batch_3\.bin"):
         data.load("cifar10", {"path": str(folder)})
     archive.write_bytes(archive.read_bytes()[:2000])
     with pytest.raises(UserError, match="damaged or truncated"):

@@ -1,0 +1,66 @@
+"""Commands that run under mpirun, or start runs of their own."""
+
+from pathlib import Path
+
+import samples
+
+from accept_mpi.cli import main
+from accept_mpi.log import KINDS, open_log, read_facts
+
+
+def test_doctor(mpirun) -> None:
+    out = mpirun(3, "-m", "accept_mpi", "doctor").out
+    for word in ("Hosts", "Versions", "Links", "torch", "bit/s", "clock offset", "All hosts agree on all versions."):
+        assert word in out, out
+    assert out.count("bit/s") == 6
+
+
+def test_log_and_progress_of_a_run(mpirun, tmp_path: Path) -> None:
+    """The log holds every action and transfer once, with times in order, and what was printed."""
+    path = samples.write_job(tmp_path / "job.toml", samples.CNN, pipeline_schedule="zero-bubble")
+    out = mpirun(3, "-m", "accept_mpi", "train", path).out
+    assert "step 6/6  epoch 0  loss" in out
+    assert "step 6  test loss" in out
+    assert "\x1b[" not in out, "no bar where nobody sees it"
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        assert log["steps"]["step"].tolist() == [1, 2, 3, 4, 5, 6]
+        assert log["evals"]["samples"].tolist() == [359]
+        facts, trace = read_facts(log), log["trace"][:]
+    assert facts["job"]["train"]["batch_size"] == 24
+    assert [stage["ranks"] for stage in facts["plan"]["stages"]] == [[0], [1], [2]]
+    assert len(facts["hosts"]) == 3
+    assert facts["parameters"] == sum(p.numel() for p in samples.plain(samples.CNN).model.parameters())
+    for kind in "FBW":
+        rows = trace[trace["kind"] == KINDS.index(kind)]
+        keys = {(r["rank"], r["step"], r["micro_batch"]) for r in rows}
+        assert keys == {(rank, step, k) for rank in range(3) for step in range(1, 7) for k in range(5)}
+        assert len(rows) == len(keys)
+    for kind in ("encode", "send", "decode"):
+        rows = trace[(trace["kind"] == KINDS.index(kind)) & (trace["direction"] == 1)]
+        assert len(rows) == 2 * 6 * 5
+    sends = trace[trace["kind"] == KINDS.index("send")]
+    assert (sends["end"] >= sends["start"]).all()
+    assert (sends["bytes_wire"] > sends["bytes_raw"]).all()
+    assert (sends["stage"] == sends["boundary"] + sends["direction"]).all()
+
+
+def test_alone_without_mpirun_and_quiet(tmp_path: Path, monkeypatch, capfd) -> None:
+    import subprocess
+    import sys
+
+    from conftest import environment
+
+    path = samples.write_job(tmp_path / "job.toml", samples.CNN)
+    done = subprocess.run(
+        [sys.executable, "-m", "accept_mpi", "train", path, "--quiet"],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["log         run/log.h5", "checkpoint  run/checkpoints/step-00000006"]
+
+
+def test_bench_single(capsys) -> None:
+    assert main(["bench", "single", "--model", "cnn", "--steps", "2", "--repeats", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "accept_mpi, 1 rank" in out
+    assert "1.00" in out

@@ -1,0 +1,105 @@
+"""The log: round trip, followed live by another process, readable after kill -9 at any moment."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from conftest import environment
+
+from accept_mpi.errors import UserError
+from accept_mpi.log import STEPS, TRACE, LogWriter, open_log, read_facts
+
+WRITER = """
+import sys, numpy as np
+from pathlib import Path
+from accept_mpi.log import LogWriter, STEPS, TRACE
+log = LogWriter(Path(sys.argv[1]), "{}", "{}", {})
+n = 0
+while True:
+    n += 1
+    log.append("steps", np.array([(n, 0, 8, 1.0, 0.5, 0.1, n, 80.0)], STEPS))
+    log.append("trace", np.zeros(200, TRACE))
+    log.flush()
+"""
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path / "log.h5", json.dumps({"a": 1}), json.dumps({"stages": []}), {"hosts": []})
+    log.append("steps", np.array([(1, 0, 8, 2.5, 0.5, 0.1, 1.0, 80.0)], STEPS))
+    log.append("trace", np.zeros(3, TRACE))
+    log.event(1.5, 1, "something – happened")
+    log.close()
+    log.close()
+    with open_log(tmp_path / "log.h5") as file:
+        assert read_facts(file) == {"hosts": [], "job": {"a": 1}, "plan": {"stages": []}}
+        assert file["steps"]["loss"].tolist() == [2.5]
+        assert len(file["trace"]) == 3
+        assert file["events"][0]["text"].decode() == "something – happened"
+    assert [p.name for p in tmp_path.iterdir()] == ["log.h5"]
+
+
+def start(path: Path) -> "subprocess.Popen[bytes]":
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], env=environment())
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert writer.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return writer
+
+
+def test_another_process_follows_live(tmp_path: Path) -> None:
+    writer = start(tmp_path / "log.h5")
+    try:
+        with open_log(tmp_path / "log.h5") as file:
+            steps, seen = file["steps"], []
+            deadline = time.monotonic() + 30
+            while len(seen) < 5 and time.monotonic() < deadline:
+                steps.refresh()
+                if not seen or len(steps) > seen[-1]:
+                    seen.append(len(steps))
+                time.sleep(0.01)
+            assert len(seen) == 5
+            assert steps["step"].tolist() == list(range(1, len(steps) + 1))
+    finally:
+        writer.kill()
+        writer.wait()
+
+
+def test_opens_after_kill_at_any_moment(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    for number in range(10):
+        path = tmp_path / f"{number}.h5"
+        writer = start(path)
+        time.sleep(rng.uniform(0, 0.3))
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+        with open_log(path) as file:
+            steps = file["steps"]["step"]
+            assert steps.tolist() == list(range(1, len(steps) + 1))
+            file["trace"][:]
+
+
+def test_what_is_no_log(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such log"):
+        open_log(tmp_path / "missing.h5")
+    (tmp_path / "text.h5").write_text("hello")
+    with pytest.raises(UserError, match="not a readable HDF5 file"):
+        open_log(tmp_path / "text.h5")
+    with h5py.File(tmp_path / "foreign.h5", "w") as file:
+        file["x"] = 1
+    with pytest.raises(UserError, match="not a log of accept-mpi"):
+        open_log(tmp_path / "foreign.h5")
+    LogWriter(tmp_path / "new.h5", "{}", "{}", {}).close()
+    with h5py.File(tmp_path / "new.h5", "r+") as file:
+        file.attrs["version"] = 99
+    with pytest.raises(UserError, match="layout version 99"):
+        open_log(tmp_path / "new.h5")

@@ -1,0 +1,124 @@
+"""Timeline figures, Chrome's trace, pictures and the page, from a log with a simulated pipeline in it."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from accept_mpi.cli import main
+from accept_mpi.errors import UserError
+from accept_mpi.log import EVALS, KINDS, STEPS, TRACE, LogWriter
+from accept_mpi.plan import make_plan
+from accept_mpi.schedule import actions
+from accept_mpi.simulate import simulate
+from accept_mpi.timeline import hidden_share, stage_use, steady_window
+
+STAGES, COUNT, PERIOD = 3, 4, 30.0
+
+
+def rows(*entries: tuple) -> np.ndarray:
+    """(start, end, stage, kind[, boundary, direction, step, micro-batch, bytes])."""
+    made = []
+    for start, end, stage, kind, *more in entries:
+        boundary, direction, step, micro_batch, size = (*more, *(-1, -1, 1, 0, 0)[len(more) :])
+        made.append((start, end, stage, stage, KINDS.index(kind), boundary, direction, step, micro_batch, size, size // 2))
+    return np.array(made, TRACE)
+
+
+def pipeline(steps: int) -> np.ndarray:
+    walks = [actions("1f1b", s, STAGES, [COUNT], 1) for s in range(STAGES)]
+    simulated = simulate(walks, lambda s, a: {"F": 1.0, "B": 2.0, "U": 0.1}[a.kind], lambda b, way: 0.5)
+    entries = []
+    for step in range(1, steps + 1):
+        for s, (walk, spans) in enumerate(zip(walks, simulated.spans, strict=True)):
+            for action, (start, end) in zip(walk, spans, strict=True):
+                at = PERIOD * step
+                entries.append((at + start, at + end, s, action.kind, -1, -1, step, action.micro_batch, 0))
+                peer = s if action.kind == "F" else s - 1
+                if action.kind in "FB" and 0 <= peer < STAGES - 1:
+                    way = int(action.kind == "B")
+                    entries.append((at + end, at + end + 0.5, s, "send", peer, way, step, action.micro_batch, 4096))
+                    entries.append((at + end + 0.5, at + end + 0.6, s + 1 - 2 * way, "decode", peer, way, step, action.micro_batch, 4096))  # fmt: skip
+    return rows(*entries)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    job = {"model": {"name": "<b>cnn</b>"}, "data": {"name": "digits"}, "pipeline": {"schedule": "1f1b"}}
+    hosts = [{"rank": r, "stage": r, "host": f"edge{r}", "cores": 4, "memory_bytes": 2**32} for r in range(STAGES)]
+    facts = {"versions": {"torch": "2"}, "hosts": hosts, "layers": list("abcdef"), "parameters": 12345, "last_step": 9}
+    writer = LogWriter(tmp_path / "log.h5", json.dumps(job), make_plan(6, [2, 4]).to_json(), facts)
+    for n in range(1, 10):
+        writer.append("steps", np.array([(n, 0, 8, 3 / n, 0.5, 0.1, PERIOD * n, 8 / PERIOD)], STEPS))
+    writer.append("evals", np.array([(9, 0, 30, 0.4, 0.913, 200.0)], EVALS))
+    writer.append("trace", pipeline(9))
+    writer.event(200.0, 9, "done & dusted")
+    writer.close()
+    return tmp_path / "log.h5"
+
+
+def test_bubble_bytes_and_hidden_share() -> None:
+    trace = rows(
+        (0.0, 4.0, 0, "F"), (4.0, 5.0, 0, "send", 0, 0, 1, 0, 1000), (5.0, 8.0, 1, "F"), (4.5, 6.0, 0, "B"), (1.0, 4.5, 1, "B"),
+    )  # fmt: skip
+    first, second = stage_use(trace, 0.0, 10.0)
+    assert (first.busy, first.bubble) == (5.5, pytest.approx(0.45))
+    assert (second.busy, second.bytes_raw, first.bytes_raw, first.bytes_wire) == (6.5, (0, 0), (1000, 0), (500, 0))
+    assert hidden_share(trace, 0.0, 10.0) == 0.0  # 4.0-4.5: stage 0 idle; 4.5-5.0: stage 1 idle
+    busy = np.concatenate([trace, rows((4.0, 5.0, 0, "F"), (4.0, 5.0, 1, "F"))])
+    assert hidden_share(busy, 0.0, 10.0) == 1.0
+    assert math.isnan(hidden_share(rows((0.0, 1.0, 0, "F")), 0.0, 1.0))
+
+
+def test_the_window_avoids_evaluations() -> None:
+    trace = pipeline(9)  # a step takes 20.1
+    assert steady_window(trace) == (pytest.approx(PERIOD * 4), pytest.approx(PERIOD * 6 + 20.1))
+    evaluated = np.concatenate([trace, rows((PERIOD * 5 - 0.5, PERIOD * 5 - 0.1, 0, "E"))])
+    start, end = steady_window(evaluated)
+    assert not start < PERIOD * 5 - 0.3 < end
+    assert steady_window(trace[:0]) == (0.0, 0.0)
+
+
+def test_chrome_trace(log: Path, tmp_path: Path) -> None:
+    assert main(["trace", str(log), str(tmp_path / "out.json")]) == 0
+    events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    boxes = [e for e in events if e["ph"] == "X"]
+    assert len(boxes) == len(pipeline(9))
+    assert {e["pid"] for e in boxes} == {0, 1, 2}
+    begins, ends = ({e["id"] for e in events if e["ph"] == ph} for ph in "sf")
+    assert begins == ends
+    assert len(begins) == 9 * COUNT * 2 * 2
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == [f"rank {r} · stage {r} · edge{r}" for r in range(3)]
+
+
+def test_report(log: Path, tmp_path: Path) -> None:
+    assert main(["report", str(log), "--out", str(tmp_path / "page")]) == 0
+    names = {path.name: path for path in (tmp_path / "page").iterdir()}
+    assert set(names) == {"timeline.png", "loss.png", "report.html"}
+    assert all(path.stat().st_size > 10_000 for path in names.values())
+    page = names["report.html"].read_text()
+    assert "&lt;b&gt;cnn&lt;/b&gt; on digits" in page
+    assert "<b>cnn" not in page
+    for fact in ("12,345", "91.3 %", "edge2", "done &amp; dusted", "2..3 (c .. d)", "data:image/png;base64"):
+        assert fact in page, fact
+
+
+def test_report_of_a_run_that_ended_at_once(tmp_path: Path) -> None:
+    job = {"model": {"name": "cnn"}, "data": {"name": "digits"}, "pipeline": {"schedule": "1f1b"}}
+    LogWriter(tmp_path / "log.h5", json.dumps(job), make_plan(6, [2, 4]).to_json(), {"versions": {}}).close()
+    assert main(["report", str(tmp_path / "log.h5")]) == 0
+    assert "No step was finished" in (tmp_path / "report.html").read_text()
+
+
+def test_mistakes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "missing.h5")]) == 2
+    assert main(["trace", str(log), str(tmp_path / "no" / "out.json")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    from accept_mpi.figures import pyplot
+
+    with pytest.raises(UserError, match=r"pip install 'accept-mpi\[report\]'"):
+        pyplot()

@@ -1,0 +1,95 @@
+"""Checkpoints appear whole or not at all, and say when they are damaged."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from accept_mpi.errors import UserError
+from accept_mpi.snapshot import Checkpoint, CheckpointWriter, chunks, complete, new_manifest
+
+
+def weights(step: int) -> list[dict[str, torch.Tensor]]:
+    return [{"a.weight": torch.full((3, 3), float(step)), "b.bias": torch.zeros(2)}, {"c.weight": torch.ones(400_000)}]
+
+
+def write(run: Path, *steps: int, keep: int = 0) -> None:
+    def manifest(step: int):
+        return new_manifest(
+            step=step, epoch=0, model="m", model_args={}, layers=["a", "b", "c"], seed=0, samples=9, job="{}"
+        )
+
+    writer = CheckpointWriter(run, [(0, 2), (2, 3)], manifest, keep)
+    for step in steps:
+        messages = [m for stage, w in enumerate(weights(step)) for m in chunks(step, stage, w, {"momentum_buffer/c.weight": w["c.weight"]} if stage else {})]  # fmt: skip
+        for message in messages[:-1]:
+            writer.take(message)
+        assert not any(c.name.endswith(f"{step:08d}") for c in complete(run)), "not there before it is whole"
+        writer.take(messages[-1])
+        assert writer.wait(step, 10)
+
+
+def test_written_whole_and_read_by_layer(tmp_path: Path) -> None:
+    write(tmp_path, 5, 10)
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.manifest.step == 10
+    assert set(checkpoint.whole()) == {"a.weight", "b.bias", "c.weight"}
+    assert set(checkpoint.tensors("weights", range(1, 2))) == {"b.bias"}
+    assert set(checkpoint.tensors("weights", range(1, 3))) == {"b.bias", "c.weight"}
+    assert set(checkpoint.tensors("optimizer", range(2, 3))) == {"momentum_buffer/c.weight"}
+    assert Checkpoint(tmp_path / "checkpoints" / "step-00000005").whole()["a.weight"].max() == 5
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3, 4, keep=2)
+    assert [c.name for c in complete(tmp_path)] == ["step-00000003", "step-00000004"]
+
+
+def test_an_unfinished_one_is_not_taken_for_one(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    half = tmp_path / "checkpoints" / ".step-00000002"
+    half.mkdir()
+    (half / "stage-0.weights.safetensors").write_bytes(b"half")
+    assert Checkpoint(tmp_path).manifest.step == 1
+    write(tmp_path, 3)  # the next run clears it away
+    assert not half.exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda c: (c / "stage-1.weights.safetensors").unlink(), "No such file"),
+        (lambda c: (c / "stage-1.weights.safetensors").write_bytes(b"short"), "has 5 bytes, not"),
+        (lambda c: _flip(c / "stage-0.optimizer.safetensors"), "does not match its checksum"),
+        (lambda c: (c / "manifest.json").write_text("{"), "manifest.json"),
+        (lambda c: _version(c / "manifest.json"), "of version 99"),
+    ],
+)
+def test_damage_is_a_sentence(tmp_path: Path, damage, message: str) -> None:
+    write(tmp_path, 1)
+    damage(tmp_path / "checkpoints" / "step-00000001")
+    with pytest.raises(UserError, match=message):
+        Checkpoint(tmp_path)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def _version(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="neither a checkpoint nor a run with one"):
+        Checkpoint(tmp_path)
+
+
+def test_a_directory_that_vanishes(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, [(0, 3)], lambda step: None, 0)  # type: ignore[arg-type, return-value]
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    with pytest.raises(UserError, match="cannot write the checkpoint of step 1"):
+        writer.take(next(iter(chunks(1, 0, {"a.w": torch.zeros(1)}, {}))))

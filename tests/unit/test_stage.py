@@ -1,0 +1,133 @@
+"""One stage's compute: boundaries, versions of weights, deferred weight gradients, and where infinities come from."""
+
+import pytest
+import torch
+from torch import nn
+
+from accept_mpi import config
+from accept_mpi.codec import TensorSpec
+from accept_mpi.errors import UserError
+from accept_mpi.models import as_chain
+from accept_mpi.stage import Layers, Stage, build_layers, cross_entropy
+
+BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirectory="r"\n'
+
+
+def make(layers: list[nn.Module], schedule: str = "1f1b", last: bool = False) -> Stage:
+    job = config.parse(BASE, "job", [f"pipeline.schedule={schedule}"])
+    built = Layers(0, [str(i) for i in range(len(layers))], layers)
+    return Stage(built, job, cross_entropy if last else None, built.has_conv2d)
+
+
+def received(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def test_a_first_layer_may_work_in_place() -> None:
+    """nn.ReLU(inplace=True) at the head of a stage: an error on a leaf, as in the plain model here."""
+    stage = make([nn.ReLU(inplace=True), nn.Linear(3, 2)])
+    x = received(4, 3)
+    expected = x.detach().clone().requires_grad_()
+    nn.functional.linear(expected.relu(), *stage.parameters).sum().backward()
+    out = stage.forward(0, 0, (x,)).outputs
+    (gradient,) = stage.backward(0, 0, (torch.ones_like(out[0]),))
+    assert torch.equal(gradient, expected.grad)
+
+
+def test_weight_stashing_keeps_the_weights_of_each_forward() -> None:
+    """Assigning p.data would fail here: the graph of micro-batch 0 must use the weights from before the update."""
+    stage = make([nn.Linear(3, 3, bias=False)], "1f1b-async")
+    x = received(2, 3)
+    before = stage.parameters[0].detach().clone()
+    stage.forward(0, 0, (x,), version=0)
+    stage.parameters[0].grad = torch.ones(3, 3)
+    stage.update(0.1, version=0)
+    stage.forward(0, 1, (x,), version=1)
+    (first,) = stage.backward(0, 0, (torch.ones(2, 3),))
+    assert torch.equal(first, torch.ones(2, 3) @ before)
+    (second,) = stage.backward(0, 1, (torch.ones(2, 3),))
+    assert torch.equal(second, torch.ones(2, 3) @ stage.parameters[0].detach())
+    assert not torch.equal(first, second)
+    stage.drained()
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6, bias=False)],
+        lambda: [nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8)],
+    ],
+    ids=["linear", "convolution"],
+)
+def test_deferred_weight_gradients_are_the_same_bits(layers) -> None:
+    shape = (4, 6) if isinstance(layers()[0], nn.Linear) else (4, 3, 8, 8)
+    torch.manual_seed(0)
+    x, results = torch.randn(shape), []
+    for schedule in ("1f1b", "zero-bubble"):
+        torch.manual_seed(1)
+        stage = make(layers(), schedule)
+        mine = x.clone().requires_grad_()
+        out = stage.forward(0, 0, (mine,)).outputs[0]
+        torch.manual_seed(2)
+        gradient = torch.randn_like(out)
+        inputs = stage.backward(0, 0, (gradient,))
+        if schedule == "zero-bubble":
+            weights = [p for p in stage.parameters if p.dim() > 1]
+            assert all(p.grad is None for p in weights), "B must leave the weights' gradients to W"
+            stage.weight_gradient(0, 0)
+        results.append([inputs[0], *(p.grad for p in stage.parameters)])
+        stage.drained()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_probe_leaves_no_trace() -> None:
+    stage = make([nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)], last=True)
+    before = {k: v.clone() for layer in stage.layers for k, v in layer.state_dict().items()}
+    x = TensorSpec.of(torch.randn(2, 3, 8, 8, requires_grad=True)).zeros()
+    specs = stage.probe((x,), torch.tensor([0, 1]), lambda specs: ())
+    assert specs[0].shape == (2, 3, 8, 8)
+    after = {k: v for layer in stage.layers for k, v in layer.state_dict().items()}
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert all(p.grad is None for p in stage.parameters)
+    stage.drained()
+
+
+class Blow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 0
+
+
+def test_names_the_layer_that_makes_infinity() -> None:
+    stage = make([nn.Linear(3, 3), Blow(), nn.ReLU()])
+    assert stage.forward(0, 0, (received(2, 3),)).suspect == 2  # layer 1
+    assert stage.forward(0, 1, (received(2, 3),), suspect=9).suspect == 9
+    assert make([nn.Linear(3, 3)]).forward(0, 0, (received(2, 3),)).suspect == 0
+
+
+def test_tuples_pass_and_unused_inputs_have_no_gradient() -> None:
+    class Second(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return pair[1] * 2
+
+    stage = make([Second()])
+    stage.forward(0, 0, (received(2), received(2)))
+    first, second = stage.backward(0, 0, (torch.ones(2),))
+    assert first is None
+    assert second is not None
+    assert second.tolist() == [2.0, 2.0]
+
+
+def test_a_parameter_used_twice_is_stashed_once() -> None:
+    shared = nn.Linear(2, 2)
+    stage = make([nn.Sequential(shared, shared)], "1f1b-async")
+    assert len(stage.parameters) == 2
+    stage.forward(0, 0, (received(1, 2),))
+    stage.backward(0, 0, (torch.ones(1, 2),))
+    assert stage.parameters[0].grad is not None
+
+
+def test_layers_that_cannot_be_built() -> None:
+    with pytest.raises(UserError, match='layer 1 "bad" cannot be built: ZeroDivisionError'):
+        build_layers(as_chain([("good", lambda: nn.ReLU()), ("bad", lambda: 1 / 0)]), 0, 2, 0)
+    with pytest.raises(UserError, match='layer 0 "0" is a int, not an nn.Module'):
+        build_layers(as_chain([lambda: 3, nn.ReLU()]), 0, 1, 0)
