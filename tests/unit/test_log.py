@@ -35,14 +35,14 @@ def test_round_trip(tmp_path: Path) -> None:
     log = LogWriter(tmp_path / "log.h5", json.dumps({"a": 1}), json.dumps({"stages": []}), {"hosts": []})
     log.append("steps", np.array([(1, 0, 8, 2.5, 0.5, 0.1, 1.0, 80.0)], STEPS))
     log.append("trace", np.zeros(3, TRACE))
-    log.event(1.5, 1, "something – happened")
+    log.event(1.5, 1, "something happened: naïve")
     log.close()
     log.close()
     with open_log(tmp_path / "log.h5") as file:
         assert read_facts(file) == {"hosts": [], "job": {"a": 1}, "plan": {"stages": []}}
         assert file["steps"]["loss"].tolist() == [2.5]
         assert len(file["trace"]) == 3
-        assert file["events"][0]["text"].decode() == "something – happened"
+        assert file["events"][0]["text"].decode() == "something happened: naïve"
     assert [p.name for p in tmp_path.iterdir()] == ["log.h5"]
 
 

@@ -40,7 +40,8 @@ def pipeline(steps: int) -> np.ndarray:
                 if action.kind in "FB" and 0 <= peer < STAGES - 1:
                     way = int(action.kind == "B")
                     entries.append((at + end, at + end + 0.5, s, "send", peer, way, step, action.micro_batch, 4096))
-                    entries.append((at + end + 0.5, at + end + 0.6, s + 1 - 2 * way, "decode", peer, way, step, action.micro_batch, 4096))  # fmt: skip
+                    place = (peer, way, step, action.micro_batch, 4096)
+                    entries.append((at + end + 0.5, at + end + 0.6, s + 1 - 2 * way, "decode", *place))
     return rows(*entries)
 
 
@@ -61,7 +62,8 @@ def log(tmp_path: Path) -> Path:
 
 def test_bubble_bytes_and_hidden_share() -> None:
     trace = rows(
-        (0.0, 4.0, 0, "F"), (4.0, 5.0, 0, "send", 0, 0, 1, 0, 1000), (5.0, 8.0, 1, "F"), (4.5, 6.0, 0, "B"), (1.0, 4.5, 1, "B"),
+        (0.0, 4.0, 0, "F"), (4.5, 6.0, 0, "B"), (5.0, 8.0, 1, "F"), (1.0, 4.5, 1, "B"),
+        (4.0, 5.0, 0, "send", 0, 0, 1, 0, 1000),
     )  # fmt: skip
     first, second = stage_use(trace, 0.0, 10.0)
     assert (first.busy, first.bubble) == (5.5, pytest.approx(0.45))

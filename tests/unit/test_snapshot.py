@@ -16,13 +16,14 @@ def weights(step: int) -> list[dict[str, torch.Tensor]]:
 
 def write(run: Path, *steps: int, keep: int = 0) -> None:
     def manifest(step: int):
-        return new_manifest(
-            step=step, epoch=0, model="m", model_args={}, layers=["a", "b", "c"], seed=0, samples=9, job="{}"
-        )
+        about = {"model": "m", "model_args": {}, "layers": ["a", "b", "c"], "seed": 0, "samples": 9, "job": "{}"}
+        return new_manifest(step=step, epoch=0, **about)
 
     writer = CheckpointWriter(run, [(0, 2), (2, 3)], manifest, keep)
     for step in steps:
-        messages = [m for stage, w in enumerate(weights(step)) for m in chunks(step, stage, w, {"momentum_buffer/c.weight": w["c.weight"]} if stage else {})]  # fmt: skip
+        first, second = weights(step)
+        momentum = {"momentum_buffer/c.weight": second["c.weight"]}
+        messages = [*chunks(step, 0, first, {}), *chunks(step, 1, second, momentum)]
         for message in messages[:-1]:
             writer.take(message)
         assert not any(c.name.endswith(f"{step:08d}") for c in complete(run)), "not there before it is whole"
