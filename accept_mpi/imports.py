@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from accept_mpi.errors import UserError
+from accept_mpi.seeds import seeded
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -44,10 +45,14 @@ def find_function(name: str, zoo: Mapping[str, Callable[..., Any]], key: str) ->
     return function
 
 
-def call(function: Callable[..., Any], args: Mapping[str, Any], key: str) -> Any:
-    """Call ``function`` with a job's ``args``; whatever it raises becomes one sentence that names the key."""
+def call(function: Callable[..., Any], args: Mapping[str, Any], key: str, seed: int) -> Any:
+    """Call ``function`` with a job's ``args``; whatever it raises becomes one sentence that names the key.
+
+    Torch's, NumPy's and Python's global random numbers are seeded meanwhile, so that all hosts get the same.
+    """
     try:
-        return function(**args)
+        with seeded(seed):
+            return function(**args)
     except UserError:
         raise
     except Exception as error:

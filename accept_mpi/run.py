@@ -24,6 +24,7 @@ from accept_mpi.log import BACKWARD, FORWARD
 from accept_mpi.logging_observer import LogObserver
 from accept_mpi.models import Chain
 from accept_mpi.models import load as load_model
+from accept_mpi.models.layers import build_layers
 from accept_mpi.observers import Observer
 from accept_mpi.plan import Plan
 from accept_mpi.progress import ProgressObserver
@@ -31,7 +32,7 @@ from accept_mpi.recorder import Recorder
 from accept_mpi.schedule import depth
 from accept_mpi.signature import agree_on_shapes
 from accept_mpi.snapshot import PARTS, Checkpoint, CheckpointWriter, Manifest, directory_of, new_manifest
-from accept_mpi.stage import Loss, Stage, build_layers, cross_entropy
+from accept_mpi.stage import Loss, Stage, cross_entropy
 from accept_mpi.worker import Course, Links, Worker
 
 _LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": torch.nn.functional.mse_loss}
@@ -72,7 +73,7 @@ def train(runtime: Runtime, options: Options) -> None:
     if manifest:
         _restore(runtime, checkpoint, plan, stage)
     counts = runtime.messenger.allgather(stage.size, runtime.startup_seconds, "the number of parameters")
-    sizes = _sizes(batches, test_samples)
+    sizes = _sizes(batches, test_samples if course.evaluate_every else 0)
     before = plan.stages[s - 1].ranks[0] if s > 0 else None
     after = plan.stages[s + 1].ranks[0] if s + 1 < len(plan.stages) else None
     signatures = agree_on_shapes(runtime.messenger, stage, before, after, sizes, data[0], job.pipeline.startup_timeout)
@@ -233,11 +234,10 @@ def _receive_bytes(messenger: Messenger, source: int, part: str, seconds: float)
     return bytes(data)
 
 
-def _sizes(batches: Batches, test_samples: int) -> list[int]:
-    """Every number of samples that a micro-batch of this run can have."""
-    last_of_epoch = batches.steps_per_epoch - 1
-    sizes = {*batches.sizes(0), *batches.sizes(last_of_epoch), *cut(test_samples, batches.micro)}
-    return sorted(sizes, reverse=True)
+def _sizes(batches: Batches, test_samples: int) -> tuple[list[int], list[int]]:
+    """Every number of samples that a micro-batch of this run can have: in training, in evaluation."""
+    training = {*batches.sizes(0), *batches.sizes(batches.steps_per_epoch - 1)}
+    return sorted(training, reverse=True), sorted(set(cut(test_samples, batches.micro)), reverse=True)
 
 
 def _start_records(

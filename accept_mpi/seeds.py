@@ -1,5 +1,12 @@
 """Random seeds that depend on what is drawn, never on the rank that draws it (invariant 1)."""
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
 _MASK = (1 << 64) - 1
 
 # What a seed is for: the first word of every mix, so that no two uses can share a stream.
@@ -24,3 +31,18 @@ def init_seed(seed: int, layer: int) -> int:
 def forward_seed(seed: int, step: int, micro_batch: int, layer: int) -> int:
     """Seed of what a layer draws (dropout) in the forward of one micro-batch of one step."""
     return mix(FORWARD, seed, step, micro_batch, layer)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's, NumPy's and Python's global random numbers, and put them back as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

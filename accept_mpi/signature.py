@@ -21,17 +21,20 @@ def agree_on_shapes(
     stage: Stage,
     before: int | None,
     after: int | None,
-    sizes: Sequence[int],
+    sizes: tuple[Sequence[int], Sequence[int]],
     train: Dataset | None,
     deadline: float,
 ) -> tuple[Signature, Signature]:
     """Signatures of the boundary before and of the one after ``stage``, whose peers are ranks ``before`` and ``after``.
 
-    ``sizes``: numbers of samples a micro-batch can have. ``train`` is needed on the first and the last stage.
+    ``sizes``: numbers of samples a micro-batch can have, in training and in evaluation. ``train`` is needed on the first
+    and the last stage.
     """
     behind, ahead = Signature({}, {}), Signature({}, {})
-    for size in sizes:
+    training, evaluation = sizes
+    for size in dict.fromkeys([*training, *evaluation]):
         sample = torch.arange(size).numpy() % (len(train) if train is not None else 1)
+        target = train.targets(sample) if after is None and train is not None else None
         if before is None:
             assert train is not None
             inputs: Tensors = stage.from_data(train.inputs(sample))
@@ -47,7 +50,13 @@ def agree_on_shapes(
             ahead.backward[size] = _hear(messenger, after, "gradients", size, deadline)
             return tuple(spec.zeros() for spec in ahead.backward[size])
 
-        target = train.targets(sample) if after is None and train is not None else None
+        if size not in training:  # forward only: BatchNorm may refuse to train on it
+            with stage.evaluating():
+                outputs, _ = stage.evaluate(inputs, target)
+            if after is not None:
+                ahead.forward[size] = tuple(TensorSpec.of(out) for out in outputs)
+                _tell(messenger, after, "activations", ahead.forward[size])
+            continue
         gradients = stage.probe(inputs, target, gradients_of)
         if before is not None:
             behind.backward[size] = gradients

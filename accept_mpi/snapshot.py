@@ -102,7 +102,7 @@ class CheckpointWriter:
         self._finished: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
         self.error: UserError | None = None
-        for left in (run / "checkpoints").glob(".step-*"):
+        for left in (run / "checkpoints").glob(".*step-*"):  # of a run that was killed
             shutil.rmtree(left, ignore_errors=True)
 
     def expect(self, step: int) -> None:
@@ -151,10 +151,12 @@ class CheckpointWriter:
                 file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
                 file.flush()
                 os.fsync(file.fileno())
-            if final.exists():
-                shutil.rmtree(final)
+            old = final.with_name(f".old-{final.name}")
+            if final.exists():  # a resumed run comes by here again
+                os.rename(final, old)
             os.rename(folder, final)
             _fsync_directory(final.parent)
+            shutil.rmtree(old, ignore_errors=True)
             self._forget_old()
         except OSError as error:
             self.error = UserError(f"cannot write the checkpoint of step {step} to {self._run}: {error}")

@@ -8,6 +8,7 @@ their gradients with the new weights.)
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from accept_mpi import config
 from accept_mpi.codec import Tensors, TensorSpec
 from accept_mpi.defer import DeferredWeights
 from accept_mpi.errors import UserError
-from accept_mpi.models import Chain
+from accept_mpi.models.layers import Layers
 from accept_mpi.optimizer import make_optimizer
 from accept_mpi.seeds import forward_seed
 
@@ -60,7 +61,7 @@ class Forward(NamedTuple):
 class Stage:
     """A contiguous run of layers, ready to train."""
 
-    def __init__(self, layers: "Layers", job: config.Job, loss: Loss | None, channels_last: bool) -> None:
+    def __init__(self, layers: Layers, job: config.Job, loss: Loss | None, channels_last: bool) -> None:
         """``loss`` (mean over samples) is given on the last stage; ``channels_last`` must be the same on all stages."""
         self.start, self.names, self.layers = layers.start, layers.names, layers.modules
         self._seed = job.train.seed
@@ -164,14 +165,23 @@ class Stage:
             newest = self._versions[max(self._versions)]
             self._versions = {0: newest}
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within: the newest weights, no dropout, BatchNorm's running statistics."""
+        if self._versions is not None:
+            self._install(self._versions[max(self._versions)])
+        for layer in self.layers:
+            layer.eval()
+        yield
+        for layer in self.layers:
+            layer.train()
+
     @torch.no_grad()
     def evaluate(self, inputs: Tensors, target: torch.Tensor | None) -> tuple[Tensors, Result | None]:
-        """E: forward without dropout, on BatchNorm's running statistics."""
-        self._train(False)
+        """E, within ``evaluating``: outputs for the next stage, or the result on the last."""
         values = _pack(list(inputs))
         for index, layer in enumerate(self.layers, self.start):
             values = self._call(index, layer, values)
-        self._train(True)
         outputs = _unpack(values)
         if self._loss is None:
             return tuple(outputs), None
@@ -300,12 +310,6 @@ class Stage:
                 parameter.grad = leaf.grad if parameter.grad is None else parameter.grad.add_(leaf.grad)
                 leaf.grad = None
 
-    def _train(self, mode: bool) -> None:
-        if self._versions is not None and not mode:
-            self._install(self._versions[max(self._versions)])
-        for layer in self.layers:
-            layer.train(mode)
-
     def _call(self, index: int, layer: nn.Module, values: Any) -> Any:
         try:
             return layer(values)
@@ -359,35 +363,6 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         ctx.box.gradient = gradients[0]
         return None, None
-
-
-class Layers(NamedTuple):
-    """Layers ``start``, ``start`` + 1, ... of a chain, built."""
-
-    start: int
-    names: list[str]
-    modules: list[nn.Module]
-
-    @property
-    def has_conv2d(self) -> bool:
-        return any(isinstance(part, nn.Conv2d) for module in self.modules for part in module.modules())
-
-
-def build_layers(chain: Chain, start: int, stop: int, seed: int) -> Layers:
-    """Layers ``start <= i < stop`` with their initial weights. Raises UserError where one cannot be built."""
-    modules = []
-    for index in range(start, stop):
-        what = f'model: layer {index} "{chain.names[index]}"'
-        try:
-            module = chain.build(index, seed)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"{what} cannot be built: {type(error).__name__}: {error}") from error
-        if not isinstance(module, nn.Module):
-            raise UserError(f"{what} is a {type(module).__name__}, not an nn.Module")
-        modules.append(module)
-    return Layers(start, chain.names[start:stop], modules)
 
 
 def _pack(values: Sequence[Any]) -> Any:

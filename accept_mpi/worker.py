@@ -175,26 +175,32 @@ class Worker:
         """The test set, forward only, through all stages."""
         micro = list(in_order(test_samples, self.batches.micro))
         results = []
-        for _, _, k, _ in forward_only(len(micro)):
-            inputs: Tensors
-            if self.links.activations_in:
-                inputs, _ = self.links.activations_in.receive(step, k, self._deadline, self.recorder)
-            else:
-                assert self.test_set is not None
-                inputs = self.stage.from_data(self.test_set.inputs(micro[k]))
-            last = self.links.activations_out is None
-            target = self.test_set.targets(micro[k]) if last and self.test_set is not None else None
-            with self.recorder.span("E", step, k):
-                outputs, result = self.stage.evaluate(inputs, target)
-            if self.links.activations_out:
-                self.links.activations_out.send(step, k, len(micro[k]), outputs, deadline=self._deadline)
-            if result:
-                results.append(result)
+        with self.stage.evaluating():
+            for _, _, k, _ in forward_only(len(micro)):
+                result = self.forward_test(step, k, micro[k])
+                if result:
+                    results.append(result)
         if self.links.activations_out:
             self.links.activations_out.drain(self._deadline)
         if results:
             self.plane.post(0, "evaluated", self._summary(step, self.batches.epoch(step - 1), results))
         self._step_began = self.recorder.clock.now()
+
+    def forward_test(self, step: int, k: int, samples: Any) -> Result | None:
+        """E of micro-batch ``k`` of the test set, after ``step`` steps."""
+        inputs: Tensors
+        if self.links.activations_in:
+            inputs, _ = self.links.activations_in.receive(step - 1, k, self._deadline, self.recorder)
+        else:
+            assert self.test_set is not None
+            inputs = self.stage.from_data(self.test_set.inputs(samples))
+        last = self.links.activations_out is None
+        target = self.test_set.targets(samples) if last and self.test_set is not None else None
+        with self.recorder.span("E", step, k):
+            outputs, result = self.stage.evaluate(inputs, target)
+        if self.links.activations_out:
+            self.links.activations_out.send(step - 1, k, len(samples), outputs, deadline=self._deadline)
+        return result
 
     def checkpoint(self, step: int) -> None:
         """Copy the stage's state and have it sent to rank 0 in the background."""

@@ -64,9 +64,13 @@ class Lifeline:
         """A rank other than 0 tells rank 0 why it ends; whether that was possible."""
         return self._tell(0, error=error, exit_code=exit_code)
 
+    def mute(self) -> None:
+        """Do not call ``on_end`` any more: this rank has its own reason to end."""
+        self._ended.set()
+
     def end_all(self, exit_code: int) -> None:
         """Rank 0 tells all others to end."""
-        self._ended.set()
+        self.mute()
         for rank in list(self._peers):
             self._tell(rank, end=exit_code)
 

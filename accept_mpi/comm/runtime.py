@@ -110,7 +110,7 @@ class Runtime:
         else:
             text = f"{self._who(self.rank)} raised:\n{''.join(traceback.format_exception(error))}".rstrip()
         if self.rank == 0:
-            self.lifeline._ended.set()
+            self.lifeline.mute()
             self._end_job(text, exit_code)
         if not self.lifeline.report(text, exit_code):
             print(f"accept_mpi: {text}", file=sys.stderr, flush=True)

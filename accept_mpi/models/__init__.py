@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
@@ -33,9 +32,7 @@ def load(name: str, args: Mapping[str, Any], seed: int) -> Chain:
     functions that each make one; list entries may be ``(name, layer)``. It runs under ``seed``.
     """
     function = find_function(name, ZOO, "model.name")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        result = call(function, args, "model.args")
+    result = call(function, args, "model.args", seed)
     try:
         return as_chain(result)
     except (TypeError, ValueError) as error:

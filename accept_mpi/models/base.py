@@ -7,10 +7,9 @@ A layer is an ``nn.Module`` that takes and gives a tensor or a tuple of tensors,
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch import nn
 
-from accept_mpi.seeds import init_seed
+from accept_mpi.seeds import init_seed, seeded
 
 Factory = Callable[[], nn.Module]
 Named = tuple[str, Factory]
@@ -41,8 +40,7 @@ class Chain:
 
     def build(self, index: int, seed: int) -> nn.Module:
         """Layer ``index`` with its initial weights."""
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(init_seed(seed, index))
+        with seeded(init_seed(seed, index)):
             return self.layers[index][1]()
 
     def whole(self, seed: int = 0) -> nn.Sequential:

@@ -8,7 +8,8 @@ from accept_mpi import config
 from accept_mpi.codec import TensorSpec
 from accept_mpi.errors import UserError
 from accept_mpi.models import as_chain
-from accept_mpi.stage import Layers, Stage, build_layers, cross_entropy
+from accept_mpi.models.layers import Layers, build_layers
+from accept_mpi.stage import Stage, cross_entropy
 
 BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirectory="r"\n'
 
