@@ -29,6 +29,7 @@ class ProgressObserver:
                 MofNCompleteColumn(),
                 BarColumn(),
                 TextColumn("{task.description}"),
+                TextColumn("ETA"),
                 TimeRemainingColumn(),
             )
             console = Console(file=sys.stdout, force_terminal=True, width=_terminal_width())

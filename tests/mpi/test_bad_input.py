@@ -142,6 +142,13 @@ def test_different_versions(tmp_path: Path, job: Path) -> None:
     said_once(done.stdout + done.stderr, "versions of accept_mpi and torch differ between hosts")
 
 
+def test_doctor_warns_of_different_versions(tmp_path: Path) -> None:
+    code = "import accept_mpi.version as v; v.__version__ = '9.9'\nfrom accept_mpi.cli import main; main(['doctor'])"
+    done = mixed(tmp_path, ["-m", "accept_mpi", "doctor"], ["-c", code])
+    assert done.returncode == 0, done.stderr
+    assert "WARNING: hosts disagree on the version of accept_mpi" in done.stdout
+
+
 def test_ranks_that_read_different_job_files(tmp_path: Path, job: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
