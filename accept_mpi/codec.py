@@ -14,15 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from accept_mpi.coding import KINDS, NONE, Coding
 from accept_mpi.errors import ProtocolError
 from accept_mpi.kernels import checksum
+from accept_mpi.seeds import mix
 
 Bytes = npt.NDArray[np.uint8]
 
 MAGIC = 0x4D504941  # "AIPM"
 VERSION = 1
 ALIGN = 64
-CODECS = ("none",)
 
 _HEADER = struct.Struct("<IBBHIHHQIIQQdQ")
 HEADER_BYTES = _HEADER.size
@@ -106,10 +107,13 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return _sent_shape(self.shape, self.stride)
 
     @property
+    def numel(self) -> int:
+        """Number of values sent."""
+        return int(np.prod(self.sent_shape, dtype=np.int64))
+
+    @property
     def nbytes(self) -> int:
-        if self.dtype == "absent":
-            return 0
-        return int(np.prod(self.sent_shape, dtype=np.int64)) * self.torch_dtype.itemsize
+        return 0 if self.dtype == "absent" else self.numel * self.torch_dtype.itemsize
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -190,9 +194,14 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def wire_bytes(specs: Specs) -> int:
+def wire_bytes(specs: Specs, coding: Coding = NONE) -> int:
     """Size of a message, header included."""
-    return HEADER_BYTES + sum(_padded(spec.nbytes) for spec in specs)
+    return HEADER_BYTES + sum(_padded(_coded_bytes(spec, coding)) for spec in specs)
+
+
+def buffer_bytes(specs: Specs, coding: Coding) -> int:
+    """Room for a message, coded or (where values are not finite) not."""
+    return max(wire_bytes(specs), wire_bytes(specs, coding))
 
 
 def aligned(nbytes: int) -> Bytes:
@@ -202,38 +211,64 @@ def aligned(nbytes: int) -> Bytes:
     return block[offset : offset + nbytes]
 
 
-def encode(specs: Specs, flat: Tensors, buffer: Bytes, **fields: Any) -> int:
+def encode(specs: Specs, flat: Tensors, buffer: Bytes, coding: Coding = NONE, key: int = 0, **fields: Any) -> int:
     """Write a message of ``flat`` tensors (from ``TensorSpec.flatten``) into ``buffer``; returns its length in bytes.
 
-    ``fields`` are the header's direction, boundary, step, micro_batch, samples, flags, term and sent.
+    ``key`` decides stochastic rounding; ``fields`` are the header's direction, boundary, step, micro_batch, samples, flags,
+    term and sent. A message with values that cannot be coded (not finite) goes as it is, and its header says so.
     """
     at = HEADER_BYTES
-    for spec, tensor in zip(specs, flat, strict=True):
-        if tensor is not None and tensor.numel():
-            np.copyto(buffer[at : at + spec.nbytes], tensor.view(torch.uint8).numpy())
-        buffer[at + spec.nbytes : at + _padded(spec.nbytes)] = 0
-        at += _padded(spec.nbytes)
+    for number, (spec, tensor) in enumerate(zip(specs, flat, strict=True)):
+        nbytes = _coded_bytes(spec, coding)
+        part = buffer[at : at + nbytes]
+        if _is_coded(spec, coding):
+            assert tensor is not None
+            if not coding.encode(tensor.float().numpy(), part, mix(key, number)):
+                return encode(specs, flat, buffer, NONE, key, **fields)
+        elif tensor is not None and tensor.numel():
+            np.copyto(part, tensor.view(torch.uint8).numpy())
+        buffer[at + nbytes : at + _padded(nbytes)] = 0
+        at += _padded(nbytes)
     raw = sum(spec.nbytes for spec in specs)
-    header = Header(codec=0, length=at - HEADER_BYTES, raw=raw, **fields)
+    header = Header(codec=coding.number, length=at - HEADER_BYTES, raw=raw, **fields)
     header.pack_into(buffer, checksum(buffer[HEADER_BYTES:at]))
     return at
 
 
-def decode(by_samples: dict[int, Specs], message: Bytes) -> tuple[Header, Tensors]:
+def decode(by_samples: dict[int, Specs], message: Bytes, agreed: Coding = NONE) -> tuple[Header, Tensors]:
     """Header and tensors of a received message. Raises ProtocolError with a sentence where it cannot be right."""
     header = Header.unpack(message)
     specs = by_samples.get(header.samples)
     if specs is None:
         raise ProtocolError(f"a message holds {header.samples} samples; agreed were {sorted(by_samples)}")
-    if header.codec >= len(CODECS):
-        raise ProtocolError(f"a message has codec number {header.codec}, which is unknown here")
-    if message.size != wire_bytes(specs):
+    if header.codec not in (agreed.number, NONE.number):
+        name = KINDS[header.codec] if header.codec < len(KINDS) else f"number {header.codec}"
+        raise ProtocolError(f"a message has codec {name} where {agreed.kind} was agreed")
+    coding = agreed if header.codec else NONE
+    if message.size != wire_bytes(specs, coding):
         raise ProtocolError(
-            f"a message has {message.size} bytes where its {header.samples} samples make {wire_bytes(specs)}"
+            f"a message has {message.size} bytes where its {header.samples} samples make {wire_bytes(specs, coding)}"
         )
     tensors = []
     at = HEADER_BYTES
     for spec in specs:
-        tensors.append(spec.unflatten(message[at : at + spec.nbytes]))
-        at += _padded(spec.nbytes)
+        nbytes = _coded_bytes(spec, coding)
+        part = message[at : at + nbytes]
+        if _is_coded(spec, coding):
+            values = np.empty(spec.numel, np.float32)
+            coding.decode(part, values)
+            part = torch.from_numpy(values).to(spec.torch_dtype).view(torch.uint8).numpy()
+        tensors.append(spec.unflatten(part))
+        at += _padded(nbytes)
     return header, tuple(tensors)
+
+
+def _is_coded(spec: TensorSpec, coding: Coding) -> bool:
+    """Token ids, masks and what is half as long already go as they are."""
+    if coding.kind == "none" or spec.dtype == "absent" or not spec.torch_dtype.is_floating_point or spec.numel == 0:
+        return False
+    return coding.kind == "uniform" or spec.torch_dtype.itemsize > 2
+
+
+def _coded_bytes(spec: TensorSpec, coding: Coding) -> int:
+    return coding.nbytes(spec.numel) if _is_coded(spec, coding) else spec.nbytes

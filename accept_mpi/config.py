@@ -95,6 +95,10 @@ class Pipeline(Section, frozen=True):
     """Micro-batches that a stage may have in flight beyond the published 1F1B bound, for each boundary behind it, so that
     transfers hide behind computing: 0 is the published bound, 1 Asteroid's K_p = 2(P-p)-1, and 2 hides a transfer each way
     that takes as long as a stage computes."""
+    forward: str | list[str] = "none"
+    """Codec of activations, for all boundaries or one each: "none", "bf16", "fp16", "uniform:4", ... (``coding``)."""
+    backward: str | list[str] = "none"
+    """Codec of gradients."""
     vertical_sync: bool = False
     """1f1b-async: a micro-batch meets the same weight version at all stages (PipeDream, section 3.3)."""
     timeout: Positive = 300.0

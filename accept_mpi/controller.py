@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from accept_mpi import config
+from accept_mpi.coding import parse
 from accept_mpi.comm.messenger import Message
 from accept_mpi.errors import DeadlineError, UserError
 from accept_mpi.log import EVALS, STEPS, TRACE, LogWriter, Rows, open_log
 from accept_mpi.observers import Evaluated, Observer, StepDone
-from accept_mpi.plan import Plan, even_cuts, make_plan
+from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
 from accept_mpi.snapshot import CheckpointWriter
 
 
@@ -25,16 +26,33 @@ def decide_plan(job: config.Job, layers: int, ranks: int) -> Plan:
         raise UserError(
             f"{ranks} ranks for a model of {layers} layers: each stage needs a layer; start mpirun with -n {layers} at most"
         )
+    codecs = _codecs(job, ranks - 1)
     cuts = job.pipeline.cuts
     if cuts == "even":
-        return make_plan(layers, even_cuts(layers, ranks))
+        return make_plan(layers, even_cuts(layers, ranks), codecs)
     assert isinstance(cuts, list)
     if len(cuts) != ranks - 1:
         raise UserError(f"pipeline.cuts: {cuts} makes {len(cuts) + 1} stages, but there are {ranks} ranks")
     try:
-        return make_plan(layers, cuts)
+        return make_plan(layers, cuts, codecs)
     except ValueError as error:
         raise UserError(f"pipeline.cuts: {error}") from error
+
+
+def _codecs(job: config.Job, boundaries: int) -> list[Codec]:
+    """The codec of each boundary, both ways. Raises UserError with one sentence."""
+    names = []
+    for key, asked, gradients in (("forward", job.pipeline.forward, False), ("backward", job.pipeline.backward, True)):
+        each = [asked] * boundaries if isinstance(asked, str) else asked
+        if len(each) != boundaries:
+            raise UserError(f"pipeline.{key}: {len(each)} codecs for {boundaries} boundaries; give one for all, or one each")
+        for name in each if boundaries else [asked] if isinstance(asked, str) else []:
+            try:
+                parse(name, gradients)
+            except ValueError as error:
+                raise UserError(f"pipeline.{key}: {error}") from error
+        names.append(each)
+    return [Codec(forward=forward, backward=backward) for forward, backward in zip(*names, strict=True)]
 
 
 def prepare_directory(directory: Path) -> None:
@@ -90,7 +108,7 @@ class Controller:
 
         Returns whether it was the controller's.
         """
-        if message.kind not in ("chunk", "step", "evaluated", "trace", "leaving"):
+        if message.kind not in ("chunk", "step", "evaluated", "trace", "event", "leaving"):
             return False
         if message.kind != "chunk":
             self._mail.put(message)
@@ -135,6 +153,8 @@ class Controller:
             self.each("evaluated", self.last_evaluation)
         elif message.kind == "trace":
             self.each("trace", np.frombuffer(message.body, TRACE))
+        elif message.kind == "event":
+            self.each("event", *(message.body[key] for key in ("seconds", "step", "text")))
         else:
             self._left += 1
 

@@ -48,8 +48,8 @@ def even_cuts(layers: int, stages: int) -> list[int]:
     return [layers * s // stages for s in range(1, stages)]
 
 
-def make_plan(layers: int, cuts: list[int], codec: Codec | None = None) -> Plan:
-    """A plan with one rank a stage, in order, from the first layers of stages 1, 2, ...
+def make_plan(layers: int, cuts: list[int], codecs: list[Codec] | None = None) -> Plan:
+    """A plan with one rank a stage, in order, from the first layers of stages 1, 2, ... and each boundary's codec.
 
     Raises ValueError with a sentence where the cuts do not increase, leave a stage empty or leave the model.
     """
@@ -61,4 +61,4 @@ def make_plan(layers: int, cuts: list[int], codec: Codec | None = None) -> Plan:
                 f"(the model has {layers} layers)"
             )
     stages = tuple(Stage(start=a, stop=b, ranks=(rank,)) for rank, (a, b) in enumerate(itertools.pairwise(edges)))
-    return Plan(stages=stages, boundaries=(codec or Codec(),) * len(cuts))
+    return Plan(stages=stages, boundaries=tuple(codecs or [Codec()] * len(cuts)))

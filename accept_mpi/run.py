@@ -11,6 +11,7 @@ import torch
 from accept_mpi import config
 from accept_mpi.batches import Batches, cut
 from accept_mpi.codec import Signature
+from accept_mpi.coding import parse, prepare
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.comm.plane import DataPlane, Endpoint
 from accept_mpi.comm.runtime import Agreed, Runtime
@@ -62,6 +63,7 @@ def train(runtime: Runtime, options: Options) -> None:
     chain = runtime.agree("the model", lambda: load_model(job.model.name, job.model.args, job.train.seed))
     runtime.same("layers of the model", chain.names)
     plan = runtime.agree("the plan", lambda: decide_plan(job, len(chain), runtime.size))
+    prepare([parse(name, False) for codec in plan.boundaries for name in (codec.forward, codec.backward)])
     s = plan.stage_of(runtime.rank)
     runtime.holds = lambda rank: _holds(plan, rank)
     data = runtime.agree("the data", lambda: _load_data(job, first=s == 0, last=s == len(plan.stages) - 1))
@@ -297,7 +299,9 @@ def _connect(
         kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
         in_step = len(batches.sizes(0))
         limit = depth(kind, boundary, len(plan.stages), in_step if kind != "1f1b-async" else 1 << 30, slack)
-        return Endpoint(peer, boundary, direction, signature.direction(direction), limit)
+        names = plan.boundaries[boundary]
+        coding = parse(names.backward, True) if direction == BACKWARD else parse(names.forward, False)
+        return Endpoint(peer, boundary, direction, signature.direction(direction), limit, coding, job.train.seed)
 
     behind, ahead = signatures
     return Links(

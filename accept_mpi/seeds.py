@@ -10,7 +10,7 @@ import torch
 _MASK = (1 << 64) - 1
 
 # What a seed is for: the first word of every mix, so that no two uses can share a stream.
-INIT, FORWARD, ORDER, AUGMENT = 1, 2, 3, 4
+INIT, FORWARD, ORDER, AUGMENT, CODE = 1, 2, 3, 4, 5
 
 
 def mix(*words: int) -> int:

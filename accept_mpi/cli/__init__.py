@@ -60,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     single.add_argument("--steps", type=int, default=4, help="steps a measurement (default 4)")
     single.add_argument("--repeats", type=int, default=5, help="measurements of each, in turn (default 5)")
     single.set_defaults(command=_bench_single)
+    codec = bench.add_parser("codec", help="codecs: speed against memcpy, bits a value, error")
+    codec.add_argument("codecs", nargs="*", metavar="CODEC", help="e.g. uniform:4/256+sr (default: a selection)")
+    codec.add_argument("--sizes", type=int, nargs="+", metavar="BYTES", help="bytes of float32 (default 4 KiB to 64 MiB)")
+    codec.add_argument("--repeats", type=int, default=20)
+    codec.add_argument("--json", action="store_true", help="for machines")
+    codec.set_defaults(command=_bench_codec)
     return parser
 
 
@@ -99,5 +105,11 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _bench_single(options: argparse.Namespace) -> int:
     from accept_mpi.cli.bench_single import main
+
+    return main(options)
+
+
+def _bench_codec(options: argparse.Namespace) -> int:
+    from accept_mpi.cli.bench_codec import main
 
     return main(options)

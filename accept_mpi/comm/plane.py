@@ -15,15 +15,18 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from accept_mpi.codec import Bytes, Header, Specs, Tensors, aligned, decode, encode, wire_bytes
+from accept_mpi.codec import Bytes, Header, Specs, Tensors, aligned, buffer_bytes, decode, encode
+from accept_mpi.coding import Coding
 from accept_mpi.comm.messenger import Message, Messenger
 from accept_mpi.errors import DeadlineError, ProtocolError
 from accept_mpi.recorder import Recorder
+from accept_mpi.seeds import CODE, mix
 
 # Seconds between two looks at MPI: while the computing thread waits for a message; while something is being sent; while
 # only receives are posted; on a lone rank. Each look costs some 15 us of the core that computes.
 _POLL_AWAITED, _POLL_SENDING, _POLL_IDLE, _POLL_ALONE = 0.0001, 0.0005, 0.001, 0.02
 _SWITCH_SECONDS = 0.0005
+_UNCODED_REPORTED = 10
 _RECEIVES_POSTED = 3
 _SENDS_POSTED = 3
 
@@ -37,6 +40,9 @@ class Endpoint(NamedTuple):
     specs: dict[int, Specs]
     limit: int
     """Most messages that the schedule can leave waiting."""
+    coding: Coding
+    seed: int
+    """The job's, for stochastic rounding."""
 
     @property
     def tag(self) -> int:
@@ -44,7 +50,7 @@ class Endpoint(NamedTuple):
 
     @property
     def buffer_bytes(self) -> int:
-        return max(wire_bytes(specs) for specs in self.specs.values())
+        return max(buffer_bytes(specs, self.coding) for specs in self.specs.values())
 
     def __str__(self) -> str:
         return f"{('activations', 'gradients')[self.direction]} across boundary {self.boundary}"
@@ -116,7 +122,8 @@ class Outgoing:
             start = recorder.clock.now()
             specs = self.end.specs[item.samples]
             fields = item._asdict() | {"direction": self.end.direction, "boundary": self.end.boundary, "term": 0}
-            wire = encode(specs, fields.pop("flat"), buffer, sent=recorder.clock.now(), **fields)
+            key = mix(CODE, self.end.seed, item.step, item.micro_batch, self.end.tag)
+            wire = encode(specs, fields.pop("flat"), buffer, self.end.coding, key, sent=recorder.clock.now(), **fields)
             raw = sum(spec.nbytes for spec in specs)
             recorder.add("encode", start, item.step + 1, item.micro_batch, self.end.boundary, self.end.direction, raw, wire)
             # Synchronous mode: done when the peer has it, so that at most _SENDS_POSTED messages are ever under way.
@@ -179,9 +186,11 @@ class Incoming:
             request, buffer = self._posted.popleft()
             start = recorder.clock.now()
             message = buffer[: status.Get_count(MPI.BYTE)]
-            header, tensors = decode(self.end.specs, message)
+            header, tensors = decode(self.end.specs, message, self.end.coding)
             if (header.boundary, header.direction) != (self.end.boundary, self.end.direction):
                 raise ProtocolError(f"a message for boundary {header.boundary} came as {self.end}")
+            if header.codec != self.end.coding.number:
+                self._plane.report_uncoded(header, self.end)
             self._ready.put((header, tensors))
             place = (header.step + 1, header.micro_batch, self.end.boundary, self.end.direction, header.raw, message.size)
             recorder.add("send", header.sent, *place, end=start, of=(self.end.peer, self.end.boundary + self.end.direction))
@@ -226,6 +235,7 @@ class DataPlane(threading.Thread):
         self._not_taken: list[Message] = []
         # Python lets a thread that asks for its lock wait 5 ms while another computes, and a transfer asks several times.
         sys.setswitchinterval(_SWITCH_SECONDS)
+        self._uncoded = 0
         self._stopping = False
         self._error: BaseException | None = None
         self.awaited = False
@@ -246,6 +256,13 @@ class DataPlane(threading.Thread):
 
     def wake(self) -> None:
         self._posts.put(None)
+
+    def report_uncoded(self, header: Header, end: Endpoint) -> None:
+        """Tell rank 0 of a message whose values could not be coded; of the first few."""
+        if self._uncoded < _UNCODED_REPORTED:
+            text = f"micro-batch {header.micro_batch}: {end} were not finite and went uncoded"
+            self.post(0, "event", {"seconds": self._recorder.clock.now(), "step": header.step + 1, "text": text})
+        self._uncoded += 1
 
     def check(self) -> None:
         """Raise what ended the thread, if something did."""

@@ -1,5 +1,6 @@
 """Commands that run under mpirun, or start runs of their own."""
 
+import json
 from pathlib import Path
 
 import samples
@@ -57,6 +58,19 @@ def test_alone_without_mpirun_and_quiet(tmp_path: Path, monkeypatch, capfd) -> N
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["log         run/log.h5", "checkpoint  run/checkpoints/step-00000006"]
+
+
+def test_bench_codec(capsys) -> None:
+    arguments = ["bench", "codec", "bf16", "uniform:4/256+sr", "--sizes", "4096", "65536", "--repeats", "2"]
+    assert main(arguments) == 0
+    assert "post-ReLU" in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["codec"], row["nbytes"], row["bits"]) for row in rows] == [
+        ("bf16", 4096, 16.0), ("uniform:4/256+sr", 4096, 4.125), ("bf16", 65536, 16.0), ("uniform:4/256+sr", 65536, 4.125),
+    ]  # fmt: skip
+    assert all(0 < row["errors"]["normal"] < 0.05 for row in rows)
+    assert main(["bench", "codec", "unifrom:4"]) == 2
 
 
 def test_bench_single(capsys) -> None:

@@ -8,8 +8,8 @@ from conftest import ROOT
 LEVELS = [
     {"version", "errors", "seeds", "schedule", "kernels"},
     {"imports", "plan", "log", "simulate"},
-    {"config", "models", "data", "timeline", "recorder", "codec"},
-    {"batches", "device", "optimizer", "defer", "observers", "snapshot", "trace", "figures"},
+    {"config", "models", "data", "timeline", "recorder", "coding"},
+    {"batches", "codec", "device", "optimizer", "defer", "observers", "snapshot", "trace", "figures"},
     {"stage", "report", "logging_observer", "progress"},
     {"comm"},
     {"signature", "worker", "controller"},

@@ -1,0 +1,49 @@
+"""Training over coded boundaries."""
+
+from pathlib import Path
+
+import pytest
+import samples
+from conftest import ROOT
+
+from accept_mpi.log import KINDS, open_log
+from accept_mpi.snapshot import Checkpoint
+
+CASES = (
+    ("none", "none", "none"),
+    ("a", "uniform:4", "uniform:4"),
+    ("b", "uniform:4", "uniform:4"),
+    ("half", "bf16", "fp16"),
+)
+
+
+def test_coded_runs_repeat_bit_for_bit_learn_and_send_less(mpirun, tmp_path: Path) -> None:
+    jobs = []
+    for name, forward, backward in CASES:
+        keys = {"pipeline_forward": forward, "pipeline_backward": backward, "train_steps": 120, "train_batch_size": 48}
+        jobs.append(samples.write_job(tmp_path / f"{name}.toml", samples.CNN, name, **keys))
+    mpirun(3, ROOT / "tests" / "train_all.py", *jobs)
+    samples.assert_equal(Checkpoint(tmp_path / "a").whole(), Checkpoint(tmp_path / "b").whole())
+    sent, accuracy = {}, {}
+    for name in ("none", "a", "half"):
+        with open_log(tmp_path / name / "log.h5") as log:
+            sends = log["trace"][:]
+            sends = sends[sends["kind"] == KINDS.index("send")]
+            sent[name] = sends["bytes_wire"].sum() / sends["bytes_raw"].sum()
+            accuracy[name] = float(log["evals"]["accuracy"][-1])
+    assert sent["none"] == pytest.approx(1.0, abs=0.05)
+    assert sent["half"] == pytest.approx(0.5, abs=0.05)
+    assert sent["a"] == pytest.approx(0.14, abs=0.05)
+    assert accuracy["none"] > 0.85
+    assert accuracy["a"] > accuracy["none"] - 0.08
+
+
+def test_a_codec_for_each_boundary_and_wrong_ones(mpirun, tmp_path: Path) -> None:
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN)
+    mpirun(3, "-m", "accept_mpi", "train", job, "--set", 'pipeline.forward=["bf16", "uniform:2"]')
+    for keys, message in (
+        ("pipeline.forward=unifrom:4", 'pipeline.forward: unknown codec "unifrom:4"; did you mean "uniform"?'),
+        ('pipeline.backward=["bf16"]', "pipeline.backward: 1 codecs for 2 boundaries"),
+    ):
+        out = mpirun(3, "-m", "accept_mpi", "train", job, "--set", keys, code=2).out
+        assert out.count(message) == 1, out

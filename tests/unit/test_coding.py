@@ -1,0 +1,135 @@
+"""Codecs by name, and coded messages: right, an error, or uncoded with a note, never laundered."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accept_mpi.codec import TensorSpec, aligned, buffer_bytes, decode, encode, wire_bytes
+from accept_mpi.coding import NONE, Coding, parse
+from accept_mpi.errors import ProtocolError
+
+FIELDS = {"direction": 0, "boundary": 1, "term": 0, "step": 7, "micro_batch": 3, "samples": 4, "flags": 0, "sent": 1.5}
+NAMES = ("bf16", "fp16", "uniform:4", "uniform:3/256+sr", "uniform:1", "uniform:8/0+nr")
+
+
+def test_names() -> None:
+    assert parse("none", False) == NONE
+    assert parse("uniform:4", False) == Coding("uniform", 4, 64, False)
+    assert parse("uniform:4", True) == Coding("uniform", 4, 64, True)
+    assert parse("uniform:2/256+sr", False) == Coding("uniform", 2, 256, True)
+    assert parse("uniform:2/0+nr", True) == Coding("uniform", 2, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("unifrom:4", 'unknown codec "unifrom:4"; did you mean "uniform"'),
+        ("uniform:9", "1 to 8 bits, not 9"),
+        ("uniform:4/48", "power of two from 8 to 16384"),
+        ("uniform:4+xx", "unknown codec"),
+        ("uniform", "unknown codec"),
+    ],
+)
+def test_wrong_names(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(name, False)
+
+
+def message(coding: Coding, *tensors: torch.Tensor, key: int = 0) -> tuple[dict, np.ndarray]:
+    specs = tuple(TensorSpec.of(t) for t in tensors)
+    buffer = aligned(buffer_bytes(specs, coding))
+    flat = tuple(spec.flatten(t) for spec, t in zip(specs, tensors, strict=True))
+    return {4: specs}, buffer[: encode(specs, flat, buffer, coding, key, **FIELDS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_coded_tuples_of_any_dtype(name: str) -> None:
+    coding = parse(name, False)
+    image = torch.randn(4, 3, 6, 5).contiguous(memory_format=torch.channels_last)
+    tensors = (
+        image, torch.arange(7), torch.randn(9).double(), torch.randn(5).bfloat16(), torch.randn(5).half(),
+        torch.randn(0, 2), torch.randn(1), torch.tensor([True, False]), torch.randn(4, 1).expand(4, 8),
+        torch.randn(8, 8)[::2],
+    )  # fmt: skip
+    specs, data = message(coding, *tensors)
+    assert data.size == wire_bytes(specs[4], coding)
+    header, back = decode(specs, data, coding)
+    assert header.codec == coding.number
+    for tensor, result in zip(tensors, back, strict=True):
+        assert result is not None
+        assert (result.shape, result.dtype) == (tensor.shape, tensor.dtype)
+        if not tensor.is_floating_point():
+            assert torch.equal(result, tensor)
+        elif coding.bits not in (1, 3) and tensor.numel():
+            assert (result - tensor).abs().max() <= 0.2
+    assert back[0] is not None
+    assert back[0].stride() == image.stride()
+
+
+def test_half_precision_is_torchs() -> None:
+    x = torch.cat([torch.randn(1000) * 10.0 ** torch.randint(-30, 4, (1000,)), torch.tensor([0.0, -0.0, 1e-45])])
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        specs, data = message(parse(name, False), x)
+        assert torch.equal(decode(specs, data, parse(name, False))[1][0], x.to(dtype).float())
+
+
+@pytest.mark.parametrize("name", ["fp16", "uniform:4", "uniform:8/0", "uniform:2+sr"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_goes_uncoded(name: str, value: float) -> None:
+    coding, x = parse(name, False), torch.randn(100)
+    x[50] = value
+    specs, data = message(coding, torch.randn(10), x)
+    header, back = decode(specs, data, coding)
+    assert header.codec == 0
+    assert back[1] is not None
+    assert torch.equal(back[1].nan_to_num(nan=7.5), x.nan_to_num(nan=7.5))
+
+
+def test_fp16_does_not_make_infinities() -> None:
+    specs, data = message(parse("fp16", False), torch.tensor([1e5]))
+    assert decode(specs, data, parse("fp16", False))[1][0] == 1e5
+
+
+def test_bf16_carries_what_is_not_finite() -> None:
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.39e38])
+    specs, data = message(parse("bf16", False), x)
+    assert torch.equal(
+        decode(specs, data, parse("bf16", False))[1][0].nan_to_num(nan=1.5), x.bfloat16().float().nan_to_num(nan=1.5)
+    )
+
+
+def test_same_key_same_bytes() -> None:
+    coding, x = parse("uniform:3+sr", False), torch.randn(500)
+    assert message(coding, x, key=5)[1].tobytes() == message(coding, x, key=5)[1].tobytes()
+    assert message(coding, x, key=5)[1].tobytes() != message(coding, x, key=6)[1].tobytes()
+    specs, data = message(coding, x, x, key=5)
+    first, second = decode(specs, data, coding)[1]
+    assert not torch.equal(first, second), "two tensors of a message draw their own"
+
+
+def test_another_codec_than_agreed_is_refused() -> None:
+    specs, data = message(parse("bf16", False), torch.randn(10))
+    with pytest.raises(ProtocolError, match="codec bf16 where fp16 was agreed"):
+        decode(specs, data, parse("fp16", False))
+    with pytest.raises(ProtocolError, match="codec bf16 where none was agreed"):
+        decode(specs, data)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.data())
+def test_damaged_coded_messages_are_errors(draw: st.DataObject) -> None:
+    """Any changed, cut or lengthened message is refused; nothing is read or written out of bounds."""
+    coding = parse(draw.draw(st.sampled_from(NAMES)), False)
+    specs, data = message(coding, torch.arange(70.0), torch.arange(3))
+    damaged = data.copy()
+    how = draw.draw(st.sampled_from(["flip", "cut", "grow"]))
+    if how == "flip":
+        damaged[draw.draw(st.integers(0, data.size - 1))] ^= draw.draw(st.integers(1, 255))
+    elif how == "cut":
+        damaged = damaged[: draw.draw(st.integers(0, data.size - 1))].copy()
+    else:
+        damaged = np.concatenate([damaged, np.frombuffer(draw.draw(st.binary(min_size=1, max_size=80)), np.uint8)])
+    with pytest.raises(ProtocolError):
+        decode(specs, damaged, coding)
