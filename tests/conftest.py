@@ -21,6 +21,12 @@ torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Every test draws the same numbers in every run."""
+    torch.manual_seed(1)
+
+
 @dataclass
 class Finished:
     """A finished mpirun."""

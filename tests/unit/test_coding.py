@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from accept_mpi.codec import TensorSpec, aligned, buffer_bytes, decode, encode, wire_bytes
 from accept_mpi.coding import NONE, Coding, parse
@@ -62,8 +60,12 @@ def test_coded_tuples_of_any_dtype(name: str) -> None:
         assert (result.shape, result.dtype) == (tensor.shape, tensor.dtype)
         if not tensor.is_floating_point():
             assert torch.equal(result, tensor)
-        elif coding.bits not in (1, 3) and tensor.numel():
-            assert (result - tensor).abs().max() <= 0.2
+        elif tensor.numel():
+            spread = float(tensor.max() - tensor.min())
+            step = spread / ((1 << coding.bits) - 1) if coding.bits else float(tensor.abs().max()) / 256
+            # Half a step to nearest, a whole one stochastically; zero point and scale are bfloat16 (1/128 of what they hold).
+            bound = step * (1.0 if coding.stochastic else 0.5) + float(tensor.abs().max()) / 64
+            assert (result - tensor).abs().max() <= bound
     assert back[0] is not None
     assert back[0].stride() == image.stride()
 
@@ -117,19 +119,29 @@ def test_another_codec_than_agreed_is_refused() -> None:
         decode(specs, data)
 
 
-@settings(max_examples=2000, deadline=None)
-@given(st.data())
-def test_damaged_coded_messages_are_errors(draw: st.DataObject) -> None:
+def test_100_000_damaged_messages_are_errors() -> None:
     """Any changed, cut or lengthened message is refused; nothing is read or written out of bounds."""
-    coding = parse(draw.draw(st.sampled_from(NAMES)), False)
-    specs, data = message(coding, torch.arange(70.0), torch.arange(3))
-    damaged = data.copy()
-    how = draw.draw(st.sampled_from(["flip", "cut", "grow"]))
-    if how == "flip":
-        damaged[draw.draw(st.integers(0, data.size - 1))] ^= draw.draw(st.integers(1, 255))
-    elif how == "cut":
-        damaged = damaged[: draw.draw(st.integers(0, data.size - 1))].copy()
-    else:
-        damaged = np.concatenate([damaged, np.frombuffer(draw.draw(st.binary(min_size=1, max_size=80)), np.uint8)])
-    with pytest.raises(ProtocolError):
-        decode(specs, damaged, coding)
+    rng = np.random.default_rng(3)
+    originals = []
+    for name in ("none", *NAMES):
+        coding = parse(name, False)
+        originals.append((coding, *message(coding, torch.arange(70.0), torch.arange(3))))
+    for number in range(100_000):
+        coding, specs, data = originals[number % len(originals)]
+        how = number // len(originals) % 4
+        if how == 0:  # some bytes changed
+            damaged = data.copy()
+            damaged[rng.integers(0, data.size, rng.integers(1, 4))] ^= np.uint8(rng.integers(1, 256))
+        elif how == 1:  # cut off
+            damaged = data[: rng.integers(0, data.size)].copy()
+        elif how == 2:  # longer
+            damaged = np.concatenate([data, rng.integers(0, 256, rng.integers(1, 80), np.uint8)])
+        else:  # noise behind a right magic number
+            damaged = np.concatenate([data[:5], rng.integers(0, 256, rng.integers(0, 300), np.uint8)])
+        if damaged.tobytes() == data.tobytes():
+            continue
+        try:
+            decode(specs, damaged, coding)
+        except ProtocolError:
+            continue
+        pytest.fail(f"message {number} was damaged ({how}) and believed")
