@@ -63,7 +63,7 @@ def test_coded_tuples_of_any_dtype(name: str) -> None:
         elif tensor.numel():
             spread = float(tensor.max() - tensor.min())
             step = spread / ((1 << coding.bits) - 1) if coding.bits else float(tensor.abs().max()) / 256
-            # Half a step to nearest, a whole one stochastically; zero point and scale are bfloat16 (1/128 of what they hold).
+            # Half a step to nearest, a whole one stochastically; zero point and scale are bfloat16, right to 1/128.
             bound = step * (1.0 if coding.stochastic else 0.5) + float(tensor.abs().max()) / 64
             assert (result - tensor).abs().max() <= bound
     assert back[0] is not None
