@@ -1,6 +1,5 @@
 """A plan: which ranks hold which layers, and what is done at each boundary. Plain data, JSON both ways."""
 
-import bisect
 import itertools
 
 import msgspec
@@ -30,10 +29,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def stage_of(self, rank: int) -> int:
         """The stage that ``rank`` holds."""
         return next(i for i, stage in enumerate(self.stages) if rank in stage.ranks)
-
-    def stage_of_layer(self, layer: int) -> int:
-        """The stage that holds ``layer``."""
-        return bisect.bisect_right([stage.start for stage in self.stages], layer) - 1
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()

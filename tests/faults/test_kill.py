@@ -45,10 +45,12 @@ def is_alive(pid: int) -> bool:
 
 
 def start(tmp_path: Path, job: Path) -> "subprocess.Popen[str]":
+    # A killed rank leaves Open MPI's shared memory behind: let it lie in the test's own folder.
+    backing = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
     return subprocess.Popen(
         [*mpirun_command(RANKS), sys.executable, "-m", "accept_mpi", "train", str(job), "--quiet"],
-        cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True,
+        cwd=tmp_path, env=environment() | backing, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 

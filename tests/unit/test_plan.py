@@ -1,0 +1,27 @@
+"""Plans: even cuts, cuts that make no sense, JSON both ways."""
+
+import pytest
+
+from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
+
+
+def test_even_cuts_differ_by_one_layer_at_most() -> None:
+    for layers in range(1, 30):
+        for stages in range(1, layers + 1):
+            plan = make_plan(layers, even_cuts(layers, stages))
+            sizes = [stage.stop - stage.start for stage in plan.stages]
+            assert sum(sizes) == layers
+            assert max(sizes) - min(sizes) <= 1
+            assert [plan.stage_of(rank) for rank in range(stages)] == list(range(stages))
+
+
+@pytest.mark.parametrize("cuts", [[0, 3], [3, 3], [4, 2], [2, 6], [2, 9]])
+def test_cuts_that_leave_a_stage_empty(cuts: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"leave a stage empty: they must increase strictly and lie within 1\.\.5"):
+        make_plan(6, cuts)
+
+
+def test_json() -> None:
+    plan = make_plan(6, [2, 4], [Codec(forward="bf16"), Codec(backward="uniform:2")])
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.boundaries[1].backward == "uniform:2"
