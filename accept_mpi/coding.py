@@ -2,11 +2,13 @@
 
 ``none``: as they are. ``bf16``, ``fp16``: half the bytes. ``uniform:B``: B = 1..8 bits a value in groups of 64 that share a
 zero point and a scale (kernels/uniform.py); ``uniform:B/G`` sets the group, 0 for the whole tensor; ``+sr`` rounds
-stochastically (unbiased; the default for gradients, AccEPT), ``+nr`` to nearest (the default for activations).
+stochastically (unbiased; the default for gradients, AccEPT), ``+nr`` to nearest (the default for activations). ``mbq:B``,
+``mbq:B/G``: B = 1..4 bits a value, multi-bit quantization (kernels/mbq.py).
 """
 
+import importlib
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -16,9 +18,10 @@ from accept_mpi.imports import nearest
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
-Kind = Literal["none", "bf16", "fp16", "uniform"]
-KINDS: tuple[Kind, ...] = ("none", "bf16", "fp16", "uniform")
-_EXAMPLES = "none, bf16, fp16, uniform:4, uniform:2/256+sr"
+Kind = Literal["none", "bf16", "fp16", "uniform", "mbq"]
+KINDS: tuple[Kind, ...] = ("none", "bf16", "fp16", "uniform", "mbq")
+_EXAMPLES = "none, bf16, fp16, uniform:4, uniform:2/256+sr, mbq:2"
+_MOST_BITS = {"uniform": 8, "mbq": 4}
 
 
 class Coding(msgspec.Struct, frozen=True):
@@ -36,11 +39,9 @@ class Coding(msgspec.Struct, frozen=True):
 
     def nbytes(self, values: int) -> int:
         """Bytes that ``encode`` writes for ``values`` values."""
-        if self.kind != "uniform":
+        if self.kind in ("bf16", "fp16"):
             return 2 * values
-        from accept_mpi.kernels.uniform import encoded_bytes
-
-        return encoded_bytes(values, self.bits, self.group)
+        return _grouped(self.kind).encoded_bytes(values, self.bits, self.group)
 
     def encode(self, x: Floats, out: Bytes, key: int) -> bool:
         """Code ``x`` (1-D float32) into ``out``; False where it cannot be coded: not finite, or too large.
@@ -57,9 +58,10 @@ class Coding(msgspec.Struct, frozen=True):
             with np.errstate(over="ignore"):
                 np.copyto(half, x, casting="same_kind")
             return bool(np.isfinite(half).all())
-        from accept_mpi.kernels import uniform
-
-        return uniform.encode(x, self.bits, self.group, out, key if self.stochastic else None) == uniform.CODED
+        kernels = _grouped(self.kind)
+        if self.stochastic:
+            return kernels.encode(x, self.bits, self.group, out, key) == kernels.CODED
+        return kernels.encode(x, self.bits, self.group, out) == kernels.CODED
 
     def decode(self, data: Bytes, x: Floats) -> None:
         """The values that ``encode`` wrote, into ``x``."""
@@ -70,9 +72,7 @@ class Coding(msgspec.Struct, frozen=True):
         elif self.kind == "fp16":
             np.copyto(x, data.view(np.float16))
         else:
-            from accept_mpi.kernels import uniform
-
-            uniform.decode(data, self.bits, self.group, x)
+            _grouped(self.kind).decode(data, self.bits, self.group, x)
 
 
 NONE = Coding()
@@ -82,24 +82,30 @@ def parse(text: str, gradients: bool) -> Coding:
     """A codec from its name. Raises ValueError with a sentence."""
     if text in ("none", "bf16", "fp16"):
         return Coding(text)  # type: ignore[arg-type]
-    found = re.fullmatch(r"uniform:(\d+)(?:/(\d+))?(\+sr|\+nr)?", text)
+    found = re.fullmatch(r"(uniform|mbq):(\d+)(?:/(\d+))?(\+sr|\+nr)?", text)
     if not found:
         raise ValueError(f'unknown codec "{text}"{nearest(text.partition(":")[0], list(KINDS))} (examples: {_EXAMPLES})')
-    bits, group = int(found[1]), int(found[2]) if found[2] else 64
-    if not 1 <= bits <= 8:
-        raise ValueError(f'codec "{text}": 1 to 8 bits, not {bits}')
+    kind, bits, group = found[1], int(found[2]), int(found[3]) if found[3] else 64
+    if not 1 <= bits <= _MOST_BITS[kind]:
+        raise ValueError(f'codec "{text}": 1 to {_MOST_BITS[kind]} bits, not {bits}')
     if group and (group < 8 or group > 16384 or group & (group - 1)):
         raise ValueError(
             f'codec "{text}": a group is a power of two from 8 to 16384, or 0 for the whole tensor, not {group}'
         )
-    stochastic = gradients if found[3] is None else found[3] == "+sr"
-    return Coding("uniform", bits, group, stochastic)
+    if kind == "mbq" and found[4]:
+        raise ValueError(f'codec "{text}": mbq always takes the nearest level, without {found[4]}')
+    stochastic = kind == "uniform" and (gradients if found[4] is None else found[4] == "+sr")
+    return Coding(kind, bits, group, stochastic)  # type: ignore[arg-type]
+
+
+def _grouped(kind: Kind) -> Any:
+    """The kernels of a codec with groups; importing them compiles them."""
+    return importlib.import_module(f"accept_mpi.kernels.{kind}")
 
 
 def prepare(codings: list[Coding]) -> None:
     """Compile what these codecs need, before any clock starts."""
-    kinds = {coding.kind for coding in codings}
-    if "uniform" in kinds:
-        import accept_mpi.kernels.uniform  # compiles as it is imported
-    if "bf16" in kinds:
+    for kind in {coding.kind for coding in codings} & set(_MOST_BITS):
+        _grouped(kind)
+    if any(coding.kind == "bf16" for coding in codings):
         import accept_mpi.kernels.half  # noqa: F401  # the same

@@ -1,13 +1,10 @@
 """Uniform quantization to 1..8 bits: per group a zero point and a scale in bfloat16, codes packed without a wasted bit.
 
-A value x of a group becomes q = floor((x - zero) / scale + 1/2), or + u with u uniform in [0, 1) for stochastic rounding,
-which makes zero + scale * q unbiased. ``zero`` is the group's minimum rounded down, ``scale`` its range over 2^bits - 1
-rounded up, so the error is at most half a scale (nearest) or a scale (stochastic).
+A value x of a group becomes q = floor((x - zero) / scale + 1/2), or + u with u uniform in (0, 1) for stochastic rounding
+(the middles of 65,536 parts), which makes zero + scale * q unbiased. ``zero`` is the group's minimum rounded down, ``scale``
+its range over 2^bits - 1 rounded up, so the error is at most half a scale (nearest) or a scale (stochastic).
 
-Layout: a uint32 for each group (zero's bfloat16 above, scale's below), then for each block of 16,384 values its bit planes.
-A plane holds w = 8, 4, 2 or 1 bits of each code (3 bits are a plane of 2 and one of 1; low bits first, wide planes first).
-Byte i of a plane holds the bits of values i, i + h, i + 2h, ..., h = values * w / 8, so that packing is plain byte
-arithmetic on runs of memory, which LLVM vectorizes. A last block is padded to a multiple of 8 values.
+Layout: a uint32 for each group (zero's bfloat16 above, scale's below), then the codes (kernels/packing.py).
 
 Speed lies in plain loops over slices: an index into a slice is known not to be negative, while ``a[g * n + i]`` costs
 Numba's wrap-around test and the vectorization with it (statistics 5 GB/s instead of 60). The block is large enough that the
@@ -17,28 +14,11 @@ cost of each loop's start and end vanishes: with 4,096 values encoding ran at 0.
 import numba as nb
 import numpy as np
 import numpy.typing as npt
+from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, check, extremes, grouping
 from accept_mpi.kernels.options import NJIT
+from accept_mpi.kernels.packing import BLOCK, pack, packed_bytes, unpack
 
-BLOCK = 16384
-CODED, NOT_FINITE, TOO_LARGE = 0, 1, 2
-
-_LARGEST_KEY = np.int32(0x7F7FFFFF)  # of the largest finite float32
-_SMALLEST_KEY = np.int32(-0x7F800000)
-
-
-@nb.njit("void(int32[::1], int64, int32[::1], int32[::1])", **NJIT)
-def _extremes(bits, group, low, high):  # type: ignore[no-untyped-def]
-    """Smallest and largest value of each group as keys: float32 bits with the order of the numbers they stand for."""
-    for g in range(low.size):
-        part = bits[g * group : min(g * group + group, bits.size)]
-        least = np.int32(0x7FFFFFFF)
-        most = np.int32(-0x80000000)
-        for i in range(part.size):
-            key = np.int32(part[i] ^ np.int32(np.int32(part[i] >> np.int32(31)) & np.int32(0x7FFFFFFF)))
-            least = np.int32(min(least, key))
-            most = np.int32(max(most, key))
-        low[g] = least
-        high[g] = most
+PAIR = BLOCK // 2  # values i and i + PAIR of a block share one hash, 16 bits each
 
 
 @nb.njit("int64(int32[::1], int32[::1], float32, uint32[::1], float32[::1], float32[::1])", **NJIT)
@@ -51,7 +31,7 @@ def _parameters(low, high, inverse_levels, packed, zero, inverse):  # type: igno
     bad = np.int32(0)
     for g in range(low.size):
         least, most = low[g], high[g]
-        bad |= np.int32(most > _LARGEST_KEY) | np.int32(least < _SMALLEST_KEY)
+        bad |= np.int32(most > LARGEST_KEY) | np.int32(least < SMALLEST_KEY)
         below = np.int32(least >> np.int32(31))
         bits = np.int32(least ^ np.int32(below & np.int32(0x7FFFFFFF)))
         bits = np.int32(bits + np.int32(below & np.int32(0xFFFF)))  # towards minus infinity
@@ -73,197 +53,186 @@ def _parameters(low, high, inverse_levels, packed, zero, inverse):  # type: igno
     return TOO_LARGE if bad else CODED
 
 
-@nb.njit("void(float32[::1], int64, float32[::1], float32[::1], float32, uint8[::1])", **NJIT)
-def _round_nearest(x, group, zero, inverse, levels, codes):  # type: ignore[no-untyped-def]
-    for g in range(zero.size):
-        part = x[g * group : min(g * group + group, x.size)]
-        out = codes[g * group : min(g * group + group, x.size)]
-        z, s = zero[g], inverse[g]
-        for i in range(part.size):
-            out[i] = np.uint8(np.int32(min((part[i] - z) * s + np.float32(0.5), levels)))
+@nb.njit("uint32(uint32, uint32)", **NJIT)
+def _random(number, key):  # type: ignore[no-untyped-def]
+    """32 random bits from a value's number: three rounds of multiply and shift, ``key`` mixed in."""
+    h = np.uint32(number * np.uint32(0x9E3779B1))
+    h = np.uint32(np.uint32(h ^ np.uint32(h >> np.uint32(15))) ^ key)
+    h = np.uint32(h * np.uint32(0x85EBCA77))
+    h = np.uint32(h ^ np.uint32(h >> np.uint32(13)))
+    h = np.uint32(h * np.uint32(0xC2B2AE3D))
+    return np.uint32(h ^ np.uint32(h >> np.uint32(16)))
 
 
-@nb.njit("void(float32[::1], int64, float32[::1], float32[::1], float32, uint8[::1], uint32, uint32)", **NJIT)
-def _round_stochastically(x, group, zero, inverse, levels, codes, first, key):  # type: ignore[no-untyped-def]
-    """The random bits of value i come from hashing its number ``first`` + i with ``key`` (two rounds of multiply, shift)."""
-    for g in range(zero.size):
-        part = x[g * group : min(g * group + group, x.size)]
-        out = codes[g * group : min(g * group + group, x.size)]
-        z, s = zero[g], inverse[g]
-        begin = np.uint32(first + np.uint32(g * group))
-        for i in range(part.size):
-            h = np.uint32(np.uint32(begin + np.uint32(i)) * np.uint32(0x9E3779B1))
-            h = np.uint32(np.uint32(h ^ np.uint32(h >> np.uint32(15))) ^ key)
-            h = np.uint32(h * np.uint32(0x85EBCA77))
-            h = np.uint32(h ^ np.uint32(h >> np.uint32(13)))
-            h = np.uint32(h * np.uint32(0xC2B2AE3D))
-            u = np.float32(np.int32(h >> np.uint32(8))) * np.float32(1.0 / (1 << 24))
-            out[i] = np.uint8(np.int32(min((part[i] - z) * s + u, levels)))
+@nb.njit("float32(uint32)", **NJIT)
+def _unit(bits):  # type: ignore[no-untyped-def]
+    """The middle of one of 65,536 parts of [0, 1), by the low 16 bits."""
+    return (np.float32(np.int32(bits & np.uint32(0xFFFF))) + np.float32(0.5)) * np.float32(1.0 / 65536)
 
 
-@nb.njit("int64(uint8[::1], int64, uint8[::1])", **NJIT)
-def _pack(codes, bits, out):  # type: ignore[no-untyped-def]
-    """Pack a block (a multiple of 8 codes, shifted away meanwhile) into bit planes; returns the bytes used."""
-    n, at = codes.size, 0
-    if bits == 8:
-        plane = out[:n]
-        for i in range(plane.size):
-            plane[i] = codes[i]
-        return n
-    if bits & 4:
-        h = n // 2
-        plane, a, b = out[at : at + h], codes[:h], codes[h:n]
-        for i in range(plane.size):
-            plane[i] = np.uint8((a[i] & np.uint8(15)) | np.uint8(b[i] << np.uint8(4)))
-        at += h
-        if bits > 4:
-            for i in range(codes.size):
-                codes[i] = np.uint8(codes[i] >> np.uint8(4))
-    if bits & 2:
-        h = n // 4
-        plane, a, b, c, d = out[at : at + h], codes[:h], codes[h : 2 * h], codes[2 * h : 3 * h], codes[3 * h : n]
-        for i in range(plane.size):
-            low = np.uint8((a[i] & np.uint8(3)) | np.uint8(np.uint8(b[i] & np.uint8(3)) << np.uint8(2)))
-            high = np.uint8((c[i] & np.uint8(3)) | np.uint8(np.uint8(d[i] & np.uint8(3)) << np.uint8(2)))
-            plane[i] = np.uint8(low | np.uint8(high << np.uint8(4)))
-        at += h
-        if bits & 1:
-            for i in range(codes.size):
-                codes[i] = np.uint8(codes[i] >> np.uint8(2))
-    if bits & 1:
-        h = n // 8
-        plane = out[at : at + h]
-        a, b, c, d = codes[:h], codes[h : 2 * h], codes[2 * h : 3 * h], codes[3 * h : 4 * h]
-        e, f, g, k = codes[4 * h : 5 * h], codes[5 * h : 6 * h], codes[6 * h : 7 * h], codes[7 * h : n]
-        one = np.uint8(1)
-        for i in range(plane.size):
-            ab = np.uint8((a[i] & one) | np.uint8(np.uint8(b[i] & one) << np.uint8(1)))
-            cd = np.uint8((c[i] & one) | np.uint8(np.uint8(d[i] & one) << np.uint8(1)))
-            ef = np.uint8((e[i] & one) | np.uint8(np.uint8(f[i] & one) << np.uint8(1)))
-            gk = np.uint8((g[i] & one) | np.uint8(np.uint8(k[i] & one) << np.uint8(1)))
-            low, high = np.uint8(ab | np.uint8(cd << np.uint8(2))), np.uint8(ef | np.uint8(gk << np.uint8(2)))
-            plane[i] = np.uint8(low | np.uint8(high << np.uint8(4)))
-        at += h
-    return at
+@nb.njit("int32(float32, float32, float32, float32, float32)", **NJIT)
+def _code(x, zero, inverse, levels, add):  # type: ignore[no-untyped-def]
+    return np.int32(min((x - zero) * inverse + add, levels))
 
 
-@nb.njit("int64(uint8[::1], int64, uint8[::1])", **NJIT)
-def _unpack(packed, bits, codes):  # type: ignore[no-untyped-def]
-    """The inverse of ``_pack``: narrow planes first, since they hold the high bits. Returns the bytes read."""
-    n = codes.size
-    total = n * bits // 8
-    if bits == 8:
-        plane = packed[:n]
-        for i in range(plane.size):
-            codes[i] = plane[i]
-        return total
-    at = total
-    for i in range(codes.size):
-        codes[i] = np.uint8(0)
-    if bits & 1:
-        h = n // 8
-        at -= h
-        plane = packed[at : at + h]
-        for j in range(8):
-            part, down = codes[j * h : j * h + h], np.uint8(j)
-            for i in range(plane.size):
-                part[i] = np.uint8(np.uint8(plane[i] >> down) & np.uint8(1))
-    if bits & 2:
-        h = n // 4
-        at -= h
-        plane = packed[at : at + h]
-        for j in range(4):
-            part, down = codes[j * h : j * h + h], np.uint8(2 * j)
-            for i in range(plane.size):
-                bits_now = np.uint8(np.uint8(plane[i] >> down) & np.uint8(3))
-                part[i] = np.uint8(np.uint8(part[i] << np.uint8(2)) | bits_now)
-    if bits & 4:
-        h = n // 2
-        plane, a, b = packed[:h], codes[:h], codes[h:n]
-        for i in range(plane.size):
-            a[i] = np.uint8(np.uint8(a[i] << np.uint8(4)) | np.uint8(plane[i] & np.uint8(15)))
-            b[i] = np.uint8(np.uint8(b[i] << np.uint8(4)) | np.uint8(plane[i] >> np.uint8(4)))
-    return total
+# Codes of 4 and 2 bits in a whole block are packed as they are made: 2 or 4 streams of values, one stream of bytes. In two
+# loops, the bytes' cache misses are not hidden behind arithmetic (23 GB/s instead of 29). ``run`` divides a stream.
+
+
+@nb.njit(
+    "void(float32[::1], int64, int64, float32[::1], float32[::1], float32, boolean, uint32, uint32, uint8[::1])", **NJIT
+)
+def _round(x, run, group, zero, inverse, levels, stochastic, first, key, codes):  # type: ignore[no-untyped-def]
+    half = np.float32(0.5)
+    for begin in range(0, x.size, run):
+        part, out = x[begin : min(begin + run, x.size)], codes[begin : min(begin + run, x.size)]
+        z, s = zero[begin // group], inverse[begin // group]
+        if stochastic:
+            number = np.uint32(first + np.uint32(begin & (PAIR - 1)))
+            down = np.uint32(16 if begin & PAIR else 0)
+            for i in range(part.size):
+                u = _unit(np.uint32(_random(np.uint32(number + np.uint32(i)), key) >> down))
+                out[i] = np.uint8(_code(part[i], z, s, levels, u))
+        else:
+            for i in range(part.size):
+                out[i] = np.uint8(_code(part[i], z, s, levels, half))
+
+
+@nb.njit("void(float32[::1], int64, int64, float32[::1], float32[::1], boolean, uint32, uint32, uint8[::1])", **NJIT)
+def _round_4bit(x, run, group, zero, inverse, stochastic, first, key, out):  # type: ignore[no-untyped-def]
+    h, levels, half = BLOCK // 2, np.float32(15.0), np.float32(0.5)
+    for begin in range(0, h, run):
+        a, b, mine = x[begin : begin + run], x[h + begin : h + begin + run], out[begin : begin + run]
+        za, sa = zero[begin // group], inverse[begin // group]
+        zb, sb = zero[(h + begin) // group], inverse[(h + begin) // group]
+        if stochastic:
+            number = np.uint32(first + np.uint32(begin))
+            for i in range(mine.size):
+                bits = _random(np.uint32(number + np.uint32(i)), key)
+                low = _code(a[i], za, sa, levels, _unit(bits))
+                high = _code(b[i], zb, sb, levels, _unit(np.uint32(bits >> np.uint32(16))))
+                mine[i] = np.uint8(np.int32(low | np.int32(high << np.int32(4))))
+        else:
+            for i in range(mine.size):
+                low, high = _code(a[i], za, sa, levels, half), _code(b[i], zb, sb, levels, half)
+                mine[i] = np.uint8(np.int32(low | np.int32(high << np.int32(4))))
+
+
+@nb.njit("void(float32[::1], int64, int64, float32[::1], float32[::1], boolean, uint32, uint32, uint8[::1])", **NJIT)
+def _round_2bit(x, run, group, zero, inverse, stochastic, first, key, out):  # type: ignore[no-untyped-def]
+    h, levels, half = BLOCK // 4, np.float32(3.0), np.float32(0.5)
+    for begin in range(0, h, run):
+        a, b = x[begin : begin + run], x[h + begin : h + begin + run]
+        c, d = x[2 * h + begin : 2 * h + begin + run], x[3 * h + begin : 3 * h + begin + run]
+        mine = out[begin : begin + run]
+        ga, gb, gc, gd = begin // group, (h + begin) // group, (2 * h + begin) // group, (3 * h + begin) // group
+        za, zb, zc, zd = zero[ga], zero[gb], zero[gc], zero[gd]
+        sa, sb, sc, sd = inverse[ga], inverse[gb], inverse[gc], inverse[gd]
+        if stochastic:
+            number = np.uint32(first + np.uint32(begin))
+            for i in range(mine.size):
+                ac = _random(np.uint32(number + np.uint32(i)), key)
+                bd = _random(np.uint32(number + np.uint32(h) + np.uint32(i)), key)
+                qa = _code(a[i], za, sa, levels, _unit(ac))
+                qb = _code(b[i], zb, sb, levels, _unit(bd))
+                qc = _code(c[i], zc, sc, levels, _unit(np.uint32(ac >> np.uint32(16))))
+                qd = _code(d[i], zd, sd, levels, _unit(np.uint32(bd >> np.uint32(16))))
+                low, high = np.int32(qa | np.int32(qb << np.int32(2))), np.int32(qc | np.int32(qd << np.int32(2)))
+                mine[i] = np.uint8(np.int32(low | np.int32(high << np.int32(4))))
+        else:
+            for i in range(mine.size):
+                qa, qb = _code(a[i], za, sa, levels, half), _code(b[i], zb, sb, levels, half)
+                qc, qd = _code(c[i], zc, sc, levels, half), _code(d[i], zd, sd, levels, half)
+                low, high = np.int32(qa | np.int32(qb << np.int32(2))), np.int32(qc | np.int32(qd << np.int32(2)))
+                mine[i] = np.uint8(np.int32(low | np.int32(high << np.int32(4))))
 
 
 @nb.njit("int64(float32[::1], int64, int64, boolean, uint64, uint32[::1], uint8[::1])", **NJIT)
 def _encode(x, bits, group, stochastic, key, parameters, out):  # type: ignore[no-untyped-def]
     ints = x.view(np.int32)
-    levels = (1 << bits) - 1
-    top = np.float32(levels)
+    top = np.float32((1 << bits) - 1)
     inverse_levels = np.float32(1.0) / top
     whole = group >= x.size
     groups = parameters.size if whole else BLOCK // group
     low, high = np.empty(groups, np.int32), np.empty(groups, np.int32)
     zero, inverse = np.empty(groups, np.float32), np.empty(groups, np.float32)
-    codes = np.zeros(BLOCK, np.uint8)
+    codes = np.empty(BLOCK, np.uint8)
     low_key, high_key = np.uint32(key & np.uint64(0xFFFFFFFF)), np.uint32(key >> np.uint64(32))
     if whole and x.size > 0:
-        _extremes(ints, x.size, low, high)
+        extremes(ints, x.size, low, high)
         status = _parameters(low, high, inverse_levels, parameters, zero, inverse)
         if status != CODED:
             return status
     at = 0
     for begin in range(0, x.size, BLOCK):
-        end = min(begin + BLOCK, x.size)
-        part = x[begin:end]
-        size, count = part.size, 1
+        block = x[begin : min(begin + BLOCK, x.size)]
         if not whole:
-            size, count = group, (part.size + group - 1) // group
-            _extremes(ints[begin:end], group, low[:count], high[:count])
+            count = (block.size + group - 1) // group
+            extremes(ints[begin : begin + block.size], group, low[:count], high[:count])
             mine = parameters[begin // group : begin // group + count]
             status = _parameters(low[:count], high[:count], inverse_levels, mine, zero, inverse)
             if status != CODED:
                 return status
-        if stochastic:
-            first = np.uint32(np.uint32(begin) + low_key)
-            _round_stochastically(part, size, zero[:count], inverse[:count], top, codes, first, high_key)
+        number, span = np.uint32(np.uint32(begin) + low_key), BLOCK if whole else group
+        size = (block.size + 7) // 8 * bits
+        packed = out[at : at + size]
+        if block.size == BLOCK and bits == 4:
+            _round_4bit(block, min(span, BLOCK // 2), span, zero, inverse, stochastic, number, high_key, packed)
+        elif block.size == BLOCK and bits == 2:
+            _round_2bit(block, min(span, BLOCK // 4), span, zero, inverse, stochastic, number, high_key, packed)
         else:
-            _round_nearest(part, size, zero[:count], inverse[:count], top, codes)
-        padded = (part.size + 7) // 8 * 8
-        for i in range(part.size, padded):
-            codes[i] = np.uint8(0)
-        at += _pack(codes[:padded], bits, out[at:])
+            padded = codes[: (block.size + 7) // 8 * 8]
+            _round(block, min(span, PAIR), span, zero, inverse, top, stochastic, number, high_key, padded)
+            for i in range(block.size, padded.size):
+                padded[i] = np.uint8(0)
+            pack(padded, bits, packed)
+        at += size
     return CODED
+
+
+@nb.njit("void(uint8[::1], int32, int32, int64, float32[::1], float32[::1], float32[::1])", **NJIT)
+def _scale(codes, shift, mask, group, zero, scale, x):  # type: ignore[no-untyped-def]
+    for g in range(zero.size):
+        part = x[g * group : min(g * group + group, x.size)]
+        mine = codes[g * group : min(g * group + group, x.size)]
+        z, s = zero[g], scale[g]
+        for i in range(part.size):
+            part[i] = z + s * np.float32(np.int32(np.int32(np.int32(mine[i]) >> shift) & mask))
 
 
 @nb.njit("void(uint32[::1], uint8[::1], int64, int64, float32[::1])", **NJIT)
 def _decode(parameters, packed, bits, group, x):  # type: ignore[no-untyped-def]
     codes = np.empty(BLOCK, np.uint8)
-    words = np.empty(2, np.uint32)
-    numbers = words.view(np.float32)
     whole = group >= x.size
+    groups = parameters.size if whole else BLOCK // group
+    zero, scale = np.empty(groups, np.uint32), np.empty(groups, np.uint32)
+    zeros, scales = zero.view(np.float32), scale.view(np.float32)
     at = 0
     for begin in range(0, x.size, BLOCK):
-        part = x[begin : min(begin + BLOCK, x.size)]
-        at += _unpack(packed[at:], bits, codes[: (part.size + 7) // 8 * 8])
-        size = part.size if whole else group
-        for g in range((part.size + size - 1) // size):
-            word = parameters[0 if whole else begin // group + g]
-            words[0] = word & np.uint32(0xFFFF0000)
-            words[1] = np.uint32(word << np.uint32(16))
-            zero, scale = numbers[0], numbers[1]
-            out = part[g * size : min(g * size + size, part.size)]
-            mine = codes[g * size : min(g * size + size, part.size)]
-            for i in range(out.size):
-                out[i] = zero + scale * np.float32(np.int32(mine[i]))
-
-
-def _groups(values: int, group: int) -> tuple[int, int]:
-    """The group size that the kernels take, and the number of groups. Raises ValueError."""
-    if group == 0:
-        return max(values, 1), min(values, 1)
-    if group < 8 or BLOCK % group:
-        raise ValueError(f"group must be 0 (the whole tensor) or a power of two from 8 to {BLOCK}, got {group}")
-    # One group that holds all is the same on the wire; the kernels take that path for any tensor that fits in a group.
-    return group, -(-values // group)
+        block = x[begin : min(begin + BLOCK, x.size)]
+        mine = parameters if whole else parameters[begin // group : (begin + block.size + group - 1) // group]
+        for g in range(mine.size):
+            zero[g] = mine[g] & np.uint32(0xFFFF0000)
+            scale[g] = np.uint32(mine[g] << np.uint32(16))
+        padded = (block.size + 7) // 8 * 8
+        size = padded * bits // 8
+        direct = block.size == BLOCK and 8 % bits == 0
+        source, streams, mask = packed[at : at + size], 8 // bits, np.int32((1 << bits) - 1)
+        if not direct:
+            unpack(source, bits, codes[:padded])
+            source, streams, mask = codes[:padded], 1, np.int32(255)
+        for stream in range(streams):
+            first = stream * (block.size // streams)
+            part = block[first : first + block.size // streams]
+            run, mine_from = min(part.size, group), 0 if whole else first // group
+            mine_to = mine_from + (part.size + run - 1) // run
+            _scale(source, np.int32(stream * bits), mask, run, zeros[mine_from:mine_to], scales[mine_from:mine_to], part)
+        at += size
 
 
 def encoded_bytes(values: int, bits: int, group: int) -> int:
     """Bytes that ``encode`` writes for ``values`` values."""
-    _, groups = _groups(values, group)
-    blocks, rest = divmod(values, BLOCK)
-    return 4 * groups + blocks * BLOCK * bits // 8 + -(-rest // 8) * bits
+    return 4 * grouping(values, group)[1] + packed_bytes(values, bits)
 
 
 def encode(x: npt.NDArray[np.float32], bits: int, group: int, out: npt.NDArray[np.uint8], key: int | None = None) -> int:
@@ -272,23 +241,21 @@ def encode(x: npt.NDArray[np.float32], bits: int, group: int, out: npt.NDArray[n
     ``group``: values that share a zero point and scale; 0: all. ``key``: 64 bits that decide the random ones of stochastic
     rounding; None: round to nearest. Returns CODED, or NOT_FINITE or TOO_LARGE, and then ``out`` means nothing.
     """
-    _check(x, bits, out.size, group)
-    size, groups = _groups(x.size, group)
-    parameters, codes = out[: 4 * groups].view(np.uint32), out[4 * groups :]
+    parameters, codes, size = _parts(x, bits, group, out)
     return int(_encode(x, bits, size, key is not None, np.uint64(key or 0), parameters, codes))
 
 
 def decode(data: npt.NDArray[np.uint8], bits: int, group: int, x: npt.NDArray[np.float32]) -> None:
     """The values that ``encode`` wrote, into ``x`` (float32, 1-D, contiguous)."""
-    _check(x, bits, data.size, group)
-    size, groups = _groups(x.size, group)
-    _decode(data[: 4 * groups].view(np.uint32), data[4 * groups :], bits, size, x)
+    parameters, codes, size = _parts(x, bits, group, data)
+    _decode(parameters, codes, bits, size, x)
 
 
-def _check(x: npt.NDArray[np.float32], bits: int, nbytes: int, group: int) -> None:
-    if x.dtype != np.float32 or x.ndim != 1 or not x.flags.c_contiguous:
-        raise ValueError(f"expected a contiguous 1-D float32 array, got {x.dtype} with {x.ndim} dimensions")
+def _parts(
+    x: npt.NDArray[np.float32], bits: int, group: int, data: npt.NDArray[np.uint8]
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], int]:
     if not 1 <= bits <= 8:
         raise ValueError(f"bits must be 1..8, got {bits}")
-    if nbytes != encoded_bytes(x.size, bits, group):
-        raise ValueError(f"{x.size} values at {bits} bits take {encoded_bytes(x.size, bits, group)} bytes, got {nbytes}")
+    check(x, data.size, encoded_bytes(x.size, bits, group))
+    size, groups = grouping(x.size, group)
+    return data[: 4 * groups].view(np.uint32), data[4 * groups :], size

@@ -1,5 +1,7 @@
 """Naive references for the kernels: slow, plain, obviously right. Tests compare against them."""
 
+import itertools
+
 import numpy as np
 
 
@@ -33,13 +35,16 @@ def order(value: np.float32) -> tuple[float, bool]:
 
 
 def random_float(number: int, key: int) -> np.float32:
-    """The uniform number that stochastic rounding adds to value ``number``: see ``_round_stochastically``."""
+    """The uniform number that stochastic rounding adds to value ``number``: halves of a hash that two values share."""
     mask = 0xFFFFFFFF
-    h = ((number + key) & mask) * 0x9E3779B1 & mask
+    block, place = divmod(number, 16384)
+    half, place = divmod(place, 8192)
+    h = ((16384 * block + place + key) & mask) * 0x9E3779B1 & mask
     h = (h ^ h >> 15) ^ (key >> 32)
     h = h * 0x85EBCA77 & mask
     h = (h ^ h >> 13) * 0xC2B2AE3D & mask
-    return np.float32(h >> 8) * np.float32(1 / (1 << 24))
+    h ^= h >> 16
+    return (np.float32(h >> 16 * half & 0xFFFF) + np.float32(0.5)) * np.float32(1 / 65536)
 
 
 def uniform(x: np.ndarray, bits: int, group: int, key: int | None = None) -> tuple[bytes, np.ndarray]:
@@ -59,6 +64,19 @@ def uniform(x: np.ndarray, bits: int, group: int, key: int | None = None) -> tup
             add = np.float32(0.5) if key is None else random_float(begin + i, key)
             codes.append(int(min((value - zero) * inverse + add, np.float32(levels))))
             back.append(zero + scale * np.float32(codes[-1]))
+    packed = pack(codes, bits)
+    return np.array(words, np.uint32).tobytes() + packed, np.array(back, np.float32)
+
+
+def nearest_bfloat16(value: np.float32) -> np.float32:
+    """``value`` in bfloat16, ties to even."""
+    bits = int(np.float32(value).view(np.uint32))
+    bits += 0x7FFF + (bits >> 16 & 1)
+    return np.uint32(bits & 0xFFFF0000).view(np.float32)
+
+
+def pack(codes: list[int], bits: int) -> bytes:
+    """See ``kernels/packing.py``."""
     packed = b""
     for begin in range(0, len(codes), 16384):
         block = codes[begin : begin + 16384]
@@ -72,4 +90,56 @@ def uniform(x: np.ndarray, bits: int, group: int, key: int | None = None) -> tup
                     plane[i % h] |= (code >> shift & (1 << width) - 1) << width * (i // h)
                 packed += bytes(plane)
                 shift += width
-    return np.array(words, np.uint32).tobytes() + packed, np.array(back, np.float32)
+    return packed
+
+
+def mbq_levels(fit: list[np.float32]) -> list[tuple[np.float32, tuple[int, ...]]]:
+    """All values that center and scales reach, in rising order, each with its signs."""
+    levels = [(fit[0], (1,))]
+    for scale in fit[1:]:
+        levels = [(v - scale, (*s, -1)) for v, s in levels] + [(v + scale, (*s, 1)) for v, s in levels]
+    return sorted(levels, key=lambda level: (level[0], level[1][::-1]))  # of equal ones, that with the smaller code first
+
+
+def mbq(x: np.ndarray, bits: int, group: int) -> tuple[bytes, np.ndarray]:
+    """What ``kernels/mbq.py`` writes for finite ``x`` and what it reads back, group by group."""
+    words, ranks, back = [], [], []
+    size = group or max(len(x), 1)
+    f32 = np.float32
+    for begin in range(0, len(x), size):
+        part = x[begin : begin + size]
+        least, extent = min(part), max(part) - min(part)
+        scale, step = (f32(65535) / extent, extent / f32(65535)) if extent > f32(1e-30) else (f32(0), f32(0))
+        v = [int((value - least) * scale) for value in part]
+        # Greedily.
+        fit, middle, r = [], 0, v
+        for _ in range(bits + 1):
+            r = [abs(value - middle) for value in r]
+            fit.append(f32(sum(r) * (1 / len(v))))
+            middle = int(fit[-1] + f32(0.5))
+        # Alternating.
+        for _ in range(2):
+            levels = mbq_levels(fit)
+            thresholds = [int((a[0] + b[0]) * f32(0.5)) for a, b in itertools.pairwise(levels)]
+            nearest = [sum(value > t for t in thresholds) for value in v]
+            numbers = [nearest.count(q) for q in range(len(levels))]
+            sums = [sum(value for value, n in zip(v, nearest, strict=True) if n == q) for q in range(len(levels))]
+            distances = [s - n * float(level[0]) for s, n, level in zip(sums, numbers, levels, strict=True)]
+            for _ in range(2):
+                for k in range(bits + 1):
+                    error = 0.0
+                    for d, (_, signs) in zip(distances, levels, strict=True):
+                        error += signs[k] * d
+                    move = error * (1 / len(v))
+                    fit[k] = f32(fit[k] + move)
+                    distances = [
+                        d - signs[k] * (n * move) for d, n, (_, signs) in zip(distances, numbers, levels, strict=True)
+                    ]
+        fit[0] = least + (fit[0] + f32(0.5)) * step
+        fit = [nearest_bfloat16(value if k == 0 else abs(value) * step) for k, value in enumerate(fit)]
+        words += [int(value.view(np.uint32)) >> 16 for value in fit]
+        values = [level[0] for level in mbq_levels(fit)]
+        thresholds = [(a + b) * f32(0.5) for a, b in itertools.pairwise(values)]
+        ranks += [sum(bool(value > t) for t in thresholds) for value in part]
+        back += [values[rank] for rank in ranks[begin:]]
+    return np.array(words, np.uint16).tobytes() + pack(ranks, bits), np.array(back, np.float32)

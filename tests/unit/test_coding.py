@@ -9,7 +9,7 @@ from accept_mpi.coding import NONE, Coding, parse
 from accept_mpi.errors import ProtocolError
 
 FIELDS = {"direction": 0, "boundary": 1, "term": 0, "step": 7, "micro_batch": 3, "samples": 4, "flags": 0, "sent": 1.5}
-NAMES = ("bf16", "fp16", "uniform:4", "uniform:3/256+sr", "uniform:1", "uniform:8/0+nr")
+NAMES = ("bf16", "fp16", "uniform:4", "uniform:3/256+sr", "uniform:1", "uniform:8/0+nr", "mbq:2", "mbq:3/0")
 
 
 def test_names() -> None:
@@ -18,6 +18,8 @@ def test_names() -> None:
     assert parse("uniform:4", True) == Coding("uniform", 4, 64, True)
     assert parse("uniform:2/256+sr", False) == Coding("uniform", 2, 256, True)
     assert parse("uniform:2/0+nr", True) == Coding("uniform", 2, 0, False)
+    assert parse("mbq:2", True) == Coding("mbq", 2, 64, False)
+    assert parse("mbq:1/0", False) == Coding("mbq", 1, 0, False)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,8 @@ def test_names() -> None:
         ("uniform:9", "1 to 8 bits, not 9"),
         ("uniform:4/48", "power of two from 8 to 16384"),
         ("uniform:4+xx", "unknown codec"),
+        ("mbq:5", "1 to 4 bits, not 5"),
+        ("mbq:2+sr", "always takes the nearest level"),
         ("uniform", "unknown codec"),
     ],
 )
@@ -63,6 +67,7 @@ def test_coded_tuples_of_any_dtype(name: str) -> None:
         elif tensor.numel():
             spread = float(tensor.max() - tensor.min())
             step = spread / ((1 << coding.bits) - 1) if coding.bits else float(tensor.abs().max()) / 256
+            step = 2 * spread if coding.kind == "mbq" else step  # mbq bounds no single error
             # Half a step to nearest, a whole one stochastically; zero point and scale are bfloat16, right to 1/128.
             bound = step * (1.0 if coding.stochastic else 0.5) + float(tensor.abs().max()) / 64
             assert (result - tensor).abs().max() <= bound

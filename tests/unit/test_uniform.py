@@ -33,12 +33,12 @@ def test_equals_the_reference_bit_for_bit(x: np.ndarray, bits: int, group: int, 
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("size", [1, 63, 64, 65, 16383, 16384, 16385, 20_000])
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 16383, 16384, 16385, 40_000])
 def test_reference_at_the_edges_of_blocks(bits: int, size: int) -> None:
     x = np.random.default_rng(size).standard_normal(size).astype(np.float32)
-    for group in (64, 0):
-        out, back = there_and_back(x, bits, group)
-        data, values = naive.uniform(x, bits, group)
+    for group, key in ((64, None), (0, 3 << 40 | 5), (16384, 1 << 33 | 1 << 31)):
+        out, back = there_and_back(x, bits, group, key)
+        data, values = naive.uniform(x, bits, group, key)
         assert out.tobytes() == data
         assert back.tobytes() == values.tobytes()
 

@@ -1,0 +1,45 @@
+"""Groups of values that share parameters: their sizes, their extremes, and whether they can be coded."""
+
+import numba as nb
+import numpy as np
+import numpy.typing as npt
+from accept_mpi.kernels.options import NJIT
+from accept_mpi.kernels.packing import BLOCK
+
+CODED, NOT_FINITE, TOO_LARGE = 0, 1, 2
+
+LARGEST_KEY = np.int32(0x7F7FFFFF)  # of the largest finite float32
+SMALLEST_KEY = np.int32(-0x7F800000)
+
+
+def grouping(values: int, group: int) -> tuple[int, int]:
+    """The group size that the kernels take, and the number of groups. Raises ValueError."""
+    if group == 0:
+        return max(values, 1), min(values, 1)
+    if group < 8 or BLOCK % group:
+        raise ValueError(f"group must be 0 (the whole tensor) or a power of two from 8 to {BLOCK}, got {group}")
+    # One group that holds all is the same on the wire; the kernels take that path for any tensor that fits in a group.
+    return group, -(-values // group)
+
+
+def check(x: npt.NDArray[np.float32], nbytes: int, expected: int) -> None:
+    """Raise ValueError unless ``x`` is a contiguous 1-D float32 array and ``nbytes`` is ``expected``."""
+    if x.dtype != np.float32 or x.ndim != 1 or not x.flags.c_contiguous:
+        raise ValueError(f"expected a contiguous 1-D float32 array, got {x.dtype} with {x.ndim} dimensions")
+    if nbytes != expected:
+        raise ValueError(f"{x.size} values take {expected} bytes, got {nbytes}")
+
+
+@nb.njit("void(int32[::1], int64, int32[::1], int32[::1])", **NJIT)
+def extremes(bits, group, low, high):  # type: ignore[no-untyped-def]
+    """Smallest and largest value of each group as keys: float32 bits with the order of the numbers they stand for."""
+    for g in range(low.size):
+        part = bits[g * group : min(g * group + group, bits.size)]
+        least = np.int32(0x7FFFFFFF)
+        most = np.int32(-0x80000000)
+        for i in range(part.size):
+            key = np.int32(part[i] ^ np.int32(np.int32(part[i] >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+            least = np.int32(min(least, key))
+            most = np.int32(max(most, key))
+        low[g] = least
+        high[g] = most
