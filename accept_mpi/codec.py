@@ -267,7 +267,7 @@ def _is_coded(spec: TensorSpec, coding: Coding) -> bool:
     """Token ids, masks and what is half as long already go as they are."""
     if coding.kind == "none" or spec.dtype == "absent" or not spec.torch_dtype.is_floating_point or spec.numel == 0:
         return False
-    return coding.kind == "uniform" or spec.torch_dtype.itemsize > 2
+    return coding.kind in ("uniform", "mbq") or spec.torch_dtype.itemsize > 2
 
 
 def _coded_bytes(spec: TensorSpec, coding: Coding) -> int:

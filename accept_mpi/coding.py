@@ -6,8 +6,8 @@ stochastically (unbiased; the default for gradients, AccEPT), ``+nr`` to nearest
 ``mbq:B/G``: B = 1..4 bits a value, multi-bit quantization (kernels/mbq.py).
 """
 
-import importlib
 import re
+import time
 from typing import Any, Literal
 
 import msgspec
@@ -15,12 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from accept_mpi.imports import nearest
+from accept_mpi.kernels.options import compiled
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Kind = Literal["none", "bf16", "fp16", "uniform", "mbq"]
 KINDS: tuple[Kind, ...] = ("none", "bf16", "fp16", "uniform", "mbq")
 _EXAMPLES = "none, bf16, fp16, uniform:4, uniform:2/256+sr, mbq:2"
+_MODULES = {"bf16": "half", "uniform": "uniform", "mbq": "mbq"}
 _MOST_BITS = {"uniform": 8, "mbq": 4}
 
 
@@ -41,7 +43,7 @@ class Coding(msgspec.Struct, frozen=True):
         """Bytes that ``encode`` writes for ``values`` values."""
         if self.kind in ("bf16", "fp16"):
             return 2 * values
-        return _grouped(self.kind).encoded_bytes(values, self.bits, self.group)
+        return _kernels(self.kind).encoded_bytes(values, self.bits, self.group)
 
     def encode(self, x: Floats, out: Bytes, key: int) -> bool:
         """Code ``x`` (1-D float32) into ``out``; False where it cannot be coded: not finite, or too large.
@@ -49,16 +51,14 @@ class Coding(msgspec.Struct, frozen=True):
         ``key``: 64 bits that decide stochastic rounding.
         """
         if self.kind == "bf16":
-            from accept_mpi.kernels import half as kernels
-
-            kernels.to_bf16(x.view(np.uint32), out.view(np.uint16))
+            _kernels("bf16").to_bf16(x.view(np.uint32), out.view(np.uint16))
             return True
         if self.kind == "fp16":
             half = out.view(np.float16)
             with np.errstate(over="ignore"):
                 np.copyto(half, x, casting="same_kind")
             return bool(np.isfinite(half).all())
-        kernels = _grouped(self.kind)
+        kernels = _kernels(self.kind)
         if self.stochastic:
             return kernels.encode(x, self.bits, self.group, out, key) == kernels.CODED
         return kernels.encode(x, self.bits, self.group, out) == kernels.CODED
@@ -66,13 +66,11 @@ class Coding(msgspec.Struct, frozen=True):
     def decode(self, data: Bytes, x: Floats) -> None:
         """The values that ``encode`` wrote, into ``x``."""
         if self.kind == "bf16":
-            from accept_mpi.kernels import half as kernels
-
-            kernels.from_bf16(data.view(np.uint16), x.view(np.uint32))
+            _kernels("bf16").from_bf16(data.view(np.uint16), x.view(np.uint32))
         elif self.kind == "fp16":
             np.copyto(x, data.view(np.float16))
         else:
-            _grouped(self.kind).decode(data, self.bits, self.group, x)
+            _kernels(self.kind).decode(data, self.bits, self.group, x)
 
 
 NONE = Coding()
@@ -98,14 +96,13 @@ def parse(text: str, gradients: bool) -> Coding:
     return Coding(kind, bits, group, stochastic)  # type: ignore[arg-type]
 
 
-def _grouped(kind: Kind) -> Any:
-    """The kernels of a codec with groups; importing them compiles them."""
-    return importlib.import_module(f"accept_mpi.kernels.{kind}")
+def _kernels(kind: Kind) -> Any:
+    return compiled(f"accept_mpi.kernels.{_MODULES[kind]}")
 
 
-def prepare(codings: list[Coding]) -> None:
-    """Compile what these codecs need, before any clock starts."""
-    for kind in {coding.kind for coding in codings} & set(_MOST_BITS):
-        _grouped(kind)
-    if any(coding.kind == "bf16" for coding in codings):
-        import accept_mpi.kernels.half  # noqa: F401  # the same
+def prepare(codings: list[Coding]) -> float:
+    """Compile what these codecs need, before any clock starts, or take it from the cache. Returns the seconds it took."""
+    began = time.perf_counter()
+    for kind in sorted({coding.kind for coding in codings} - {"none", "fp16"}):
+        _kernels(kind)
+    return time.perf_counter() - began

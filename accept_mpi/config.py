@@ -96,9 +96,12 @@ class Pipeline(Section, frozen=True):
     transfers hide behind computing: 0 is the published bound, 1 Asteroid's K_p = 2(P-p)-1, and 2 hides a transfer each way
     that takes as long as a stage computes."""
     forward: str | list[str] = "none"
-    """Codec of activations, for all boundaries or one each: "none", "bf16", "fp16", "uniform:4", ... (``coding``)."""
+    """Codec of activations, for all boundaries or one each: "none", "bf16", "fp16", "uniform:4", "mbq:2", ...
+    (``coding``), or "auto": the mildest that hides the transfer behind computing (``bits``)."""
     backward: str | list[str] = "none"
     """Codec of gradients."""
+    min_bits: Annotated[int, Meta(ge=1, le=8)] = 2
+    """"auto" codecs have at least this many bits a value."""
     vertical_sync: bool = False
     """1f1b-async: a micro-batch meets the same weight version at all stages (PipeDream, section 3.3)."""
     timeout: Positive = 300.0

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from accept_mpi import config
+from accept_mpi.bits import AUTO
 from accept_mpi.coding import parse
 from accept_mpi.comm.messenger import Message
 from accept_mpi.errors import DeadlineError, UserError
@@ -48,7 +49,8 @@ def _codecs(job: config.Job, boundaries: int) -> list[Codec]:
             raise UserError(f"pipeline.{key}: {len(each)} codecs for {boundaries} boundaries; give one for all, or one each")
         for name in each if boundaries else [asked] if isinstance(asked, str) else []:
             try:
-                parse(name, gradients)
+                if name != AUTO:
+                    parse(name, gradients)
             except ValueError as error:
                 raise UserError(f"pipeline.{key}: {error}") from error
         names.append(each)

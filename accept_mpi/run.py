@@ -31,6 +31,7 @@ from accept_mpi.plan import Plan
 from accept_mpi.progress import ProgressObserver
 from accept_mpi.recorder import Recorder
 from accept_mpi.schedule import depth
+from accept_mpi.settle import codings, settle_codecs
 from accept_mpi.signature import agree_on_shapes
 from accept_mpi.snapshot import PARTS, Checkpoint, CheckpointWriter, Manifest, directory_of, new_manifest
 from accept_mpi.stage import Loss, Stage, cross_entropy
@@ -63,7 +64,7 @@ def train(runtime: Runtime, options: Options) -> None:
     chain = runtime.agree("the model", lambda: load_model(job.model.name, job.model.args, job.train.seed))
     runtime.same("layers of the model", chain.names)
     plan = runtime.agree("the plan", lambda: decide_plan(job, len(chain), runtime.size))
-    prepare([parse(name, False) for codec in plan.boundaries for name in (codec.forward, codec.backward)])
+    compile_seconds = prepare(list(codings(job, plan).values()))
     s = plan.stage_of(runtime.rank)
     runtime.holds = lambda rank: _holds(plan, rank)
     data = runtime.agree("the data", lambda: _load_data(job, first=s == 0, last=s == len(plan.stages) - 1))
@@ -80,9 +81,11 @@ def train(runtime: Runtime, options: Options) -> None:
     after = plan.stages[s + 1].ranks[0] if s + 1 < len(plan.stages) else None
     signatures = agree_on_shapes(runtime.messenger, stage, before, after, sizes, data[0], job.pipeline.startup_timeout)
 
+    plan, reasons = settle_codecs(runtime, job, plan, stage, max(sizes[0]), signatures, data[0] if s == 0 else data[1])
     facts = facts_of(
-        runtime.hosts, plan, chain.names, sum(counts), threads=threads, first_step=course.first, last_step=course.last
-    )
+        runtime.hosts, plan, chain.names, sum(counts), threads=threads, first_step=course.first, last_step=course.last,
+        compile_s=compile_seconds, codecs_why=reasons,
+    )  # fmt: skip
     controller = None
     if runtime.rank == 0:
         controller = runtime.agree(
@@ -258,6 +261,10 @@ def _start_records(
     writer = begin_log(directory, job, plan, facts, course.first)
     observers: dict[str, Observer] = {"log": LogObserver(writer)}
     if not options.quiet:
+        if facts["compile_s"] > 0.05:
+            print(f"kernels ready after {facts['compile_s']:.1f} s", flush=True)
+        if facts["codecs_why"]:
+            print(*facts["codecs_why"], sep="\n", flush=True)
         observers["progress"] = ProgressObserver(course.last, course.first)
 
     def manifest(step: int) -> Manifest:

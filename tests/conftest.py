@@ -21,6 +21,12 @@ torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Compiled kernels of tests do not lie in the user's cache."""
+    os.environ["ACCEPT_MPI_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     """Every test draws the same numbers in every run."""

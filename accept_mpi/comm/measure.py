@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -53,6 +54,58 @@ def links(world: MPI.Intracomm) -> dict[tuple[int, int], tuple[float, float]]:
             _wait(comm.Ibarrier(), a)
     comm.Free()
     return found
+
+
+def neighbour_rates(
+    world: MPI.Intracomm, before: int | None, after: int | None, weights: tuple[int, int, int, int]
+) -> tuple[float, float]:
+    """Bytes/s at which messages come from ranks ``before`` and ``after``, while all links carry traffic both ways.
+
+    ``weights``: bytes that training sends to ``after`` and to ``before`` and receives from ``before`` and from ``after``;
+    what is sent here is in proportion, so that traffic shares a host's link as it will. 0.0 where nothing comes.
+    """
+    comm = world.Dup()
+    most = np.zeros(1)
+    _wait(comm.Iallreduce(np.array([float(max(weights))]), most, MPI.MAX), comm.rank)
+    nbytes = float(_FIRST_BYTES)
+    while True:
+        sizes = [int(nbytes * weight / max(most[0], 1.0)) for weight in weights]
+        seconds = min(_exchange(comm, before, after, sizes) for _ in range(2))
+        slowest = np.zeros(1)
+        _wait(comm.Iallreduce(np.array([max(seconds)]), slowest, MPI.MAX), comm.rank)
+        if slowest[0] > 2 * _ENOUGH_SECONDS or nbytes >= _MOST_BYTES:
+            break
+        nbytes *= 4
+    comm.Free()
+    from_before, from_after = (n / max(t, 1e-9) if n else 0.0 for n, t in zip(sizes[2:], seconds, strict=True))
+    return from_before, from_after
+
+
+def _exchange(comm: MPI.Intracomm, before: int | None, after: int | None, sizes: list[int]) -> tuple[float, float]:
+    """Send to both neighbours at once; seconds until what they send is here."""
+    buffers = [np.zeros(size, np.uint8) for size in sizes]
+    ways: list[tuple[int | None, Any]] = [
+        (after, comm.Issend),
+        (before, comm.Issend),
+        (before, comm.Irecv),
+        (after, comm.Irecv),
+    ]
+    _wait(comm.Ibarrier(), comm.rank)
+    began = time.monotonic()
+    open_ = {
+        i: way(buffer, peer)
+        for i, ((peer, way), buffer) in enumerate(zip(ways, buffers, strict=True))
+        if peer is not None and buffer.size
+    }
+    took = [0.0] * 4
+    while open_:
+        for i in [i for i, request in open_.items() if request.Test()]:
+            del open_[i]
+            took[i] = time.monotonic() - began
+        if time.monotonic() - began > _SECONDS:
+            raise DeadlineError(f"waited {_SECONDS:.0f} s for ranks {before} and {after} while measuring links")
+        time.sleep(0.0001)
+    return took[2], took[3]
 
 
 def _pair(comm: MPI.Intracomm, peer: int, leads: bool) -> tuple[float, float]:

@@ -6,7 +6,7 @@ import pytest
 import samples
 from conftest import ROOT
 
-from accept_mpi.log import KINDS, open_log
+from accept_mpi.log import KINDS, open_log, read_facts
 from accept_mpi.snapshot import Checkpoint
 
 CASES = (
@@ -36,6 +36,22 @@ def test_coded_runs_repeat_bit_for_bit_learn_and_send_less(mpirun, tmp_path: Pat
     assert sent["a"] == pytest.approx(0.14, abs=0.05)
     assert accuracy["none"] > 0.85
     assert accuracy["a"] > accuracy["none"] - 0.08
+
+
+def test_auto_is_in_plan_and_log_and_leaves_no_trace_in_the_model(mpirun, tmp_path: Path) -> None:
+    """A run with the codecs that "auto" chose gives the same weights: measuring has changed nothing."""
+    auto = samples.write_job(tmp_path / "auto.toml", samples.CNN, "auto", pipeline_forward="auto", pipeline_backward="auto")
+    out = mpirun(3, "-m", "accept_mpi", "train", auto).out
+    with open_log(tmp_path / "auto" / "log.h5") as log:
+        facts = read_facts(log)
+    chosen = facts["plan"]["boundaries"]
+    assert len(facts["codecs_why"]) == 5
+    assert all(line in out for line in facts["codecs_why"])
+    assert "auto" not in str(chosen)
+    keys = {f"pipeline_{way}": [codec[way] for codec in chosen] for way in ("forward", "backward")}
+    fixed = samples.write_job(tmp_path / "fixed.toml", samples.CNN, "fixed", **keys)
+    mpirun(3, "-m", "accept_mpi", "train", fixed, "--quiet")
+    samples.assert_equal(Checkpoint(tmp_path / "auto").whole(), Checkpoint(tmp_path / "fixed").whole())
 
 
 def test_a_codec_for_each_boundary_and_wrong_ones(mpirun, tmp_path: Path) -> None:

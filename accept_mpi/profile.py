@@ -1,0 +1,74 @@
+"""What a rank measures of itself before the first step: its stage's compute time, and what codecs cost here."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from accept_mpi.bits import Profile
+from accept_mpi.codec import Signature, Tensors, TensorSpec
+from accept_mpi.coding import Coding
+from accept_mpi.data import Dataset
+from accept_mpi.stage import Stage
+
+_CODEC_VALUES = 1 << 18
+
+
+def profile(
+    stage: Stage,
+    size: int,
+    behind: Signature,
+    ahead: Signature,
+    train: Dataset | None,
+    codings: dict[str, Coding],
+    budget: float = 1.0,
+) -> Profile:
+    """Measure for about ``budget`` seconds, longer than a CPU quota's period; leaves no trace in the stage.
+
+    ``size``: samples a micro-batch. ``behind`` and ``ahead`` are empty at the ends of the pipeline; the first and the last
+    stage need ``train``. All ranks do this at the same time, since that is how they will share what they share.
+    """
+    sample = np.arange(size) % (len(train) if train is not None else 1)
+    target = train.targets(sample) if train is not None and not ahead.forward else None
+    times: list[tuple[float, float]] = []
+    until = time.perf_counter() + budget
+    while len(times) < 4 or (time.perf_counter() < until and len(times) < 1000):
+        if behind.forward:
+            inputs: Tensors = tuple(spec.zeros() for spec in behind.forward[size])
+        else:
+            assert train is not None
+            inputs = stage.from_data(train.inputs(sample))
+        halfway: list[float] = []
+
+        def gradients(_: Sequence[TensorSpec], halfway: list[float] = halfway) -> Tensors:
+            given = tuple(spec.zeros() for spec in ahead.backward[size]) if ahead.forward else ()
+            halfway.append(time.perf_counter())
+            return given
+
+        began = time.perf_counter()
+        stage.probe(inputs, target, gradients)
+        times.append((halfway[0] - began, time.perf_counter() - halfway[0]))
+    # A mean, not a median: where a quota stops the rank now and then, that is part of its speed. The first warmed up.
+    forward, backward = (statistics.fmean(column) for column in zip(*times[1:], strict=True))
+    costs = {name: _codec_costs(coding) for name, coding in codings.items()}
+    return Profile(forward, backward, {n: c[0] for n, c in costs.items()}, {n: c[1] for n, c in costs.items()})
+
+
+def _codec_costs(coding: Coding) -> tuple[float, float]:
+    """Seconds a value to encode and to decode."""
+    if coding.kind == "none":
+        return 0.0, 0.0
+    x = torch.randn(_CODEC_VALUES, generator=torch.Generator().manual_seed(0)).numpy()
+    y, out = np.empty_like(x), np.empty(coding.nbytes(x.size), np.uint8)
+
+    def seconds(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times) / x.size
+
+    return seconds(lambda: coding.encode(x, out, 1)), seconds(lambda: coding.decode(out, y))

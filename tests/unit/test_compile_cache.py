@@ -1,0 +1,75 @@
+"""The kernels' disk cache: safe for ranks that start together, for damage, for places that cannot be written."""
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from conftest import environment
+
+# What a rank does: take a kernel from the cache or compile it, and check what it computes.
+RANK = """
+    import sys, time
+    from pathlib import Path
+    import numpy as np
+    from accept_mpi.kernels.options import compiled
+    began = time.perf_counter()
+    kernels = compiled("accept_mpi.kernels." + sys.argv[2], Path(sys.argv[1]))
+    seconds = time.perf_counter() - began
+    if sys.argv[2] == "half":
+        out = np.zeros(5, np.uint16)
+        kernels.to_bf16(np.array([1, -2, 0.1, 3e38, 0], np.float32).view(np.uint32), out)
+        assert out.tolist() == [0x3F80, 0xC000, 0x3DCD, 0x7F62, 0], out
+    else:
+        x, out, y = np.arange(16, dtype=np.float32), np.zeros(12, np.uint8), np.zeros(16, np.float32)
+        assert kernels.encode(x, 4, 16, out) == 0
+        kernels.decode(out, 4, 16, y)
+        assert (x == y).all()
+    print(seconds)
+"""
+
+
+def ranks(directory: Path, module: str, count: int) -> list[float]:
+    """Start ``count`` processes at once; the seconds that each took to have its kernels."""
+    command = [sys.executable, "-c", textwrap.dedent(RANK), str(directory), module]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(command, env=environment(), **pipes) for _ in range(count)]  # type: ignore[call-overload]
+    seconds = []
+    for process in started:
+        out, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        seconds.append(float(out))
+    return seconds
+
+
+def test_twenty_starts_of_six_ranks_on_an_empty_cache(tmp_path: Path) -> None:
+    for start in range(20):
+        ranks(tmp_path / str(start), "half", 6)
+        assert list(tmp_path.glob(f"{start}/kernels-*/*/*.nbc"))
+
+
+def test_the_second_start_is_faster(tmp_path: Path) -> None:
+    (cold,) = ranks(tmp_path, "uniform", 1)
+    warm = ranks(tmp_path, "uniform", 2)
+    assert max(warm) < cold / 3
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage"])
+def test_a_damaged_cache_is_replaced(tmp_path: Path, damage: str) -> None:
+    ranks(tmp_path, "half", 1)
+    for path in tmp_path.rglob("*.nb?"):
+        path.write_bytes(path.read_bytes()[:20] if damage == "truncated" else b"not a cache" * 10)
+    ranks(tmp_path, "half", 2)
+    began = time.time()
+    ranks(tmp_path, "half", 1)
+    files = list(tmp_path.rglob("*.nbc"))
+    assert files
+    assert all(path.stat().st_mtime < began for path in files)
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ranks(tmp_path / "file", "half", 1)
+    ranks(Path("/proc/no/such"), "half", 1)
