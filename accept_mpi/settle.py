@@ -99,7 +99,7 @@ def _reasons(
     step: float,
 ) -> list[str]:
     """A table, a line each: what was measured and what was chosen. Times are of one micro-batch."""
-    rows = [("stage", "forward", "backward", "activations ahead", "", "", "gradients back", "", "")]
+    rows: list[list[str]] = [["stage", "forward", "backward", "activations ahead", "", "", "gradients back", "", ""]]
     for s, measured in enumerate(profiles):
         row = [str(s), f"{1e3 * measured.forward:.1f} ms", f"{1e3 * measured.backward:.1f} ms"]
         for way in _WAYS:
@@ -107,7 +107,7 @@ def _reasons(
                 choice, rate = choices[s, way], 8e-6 * crossings[s, way].rate
                 took = f"{1e3 * choice.seconds:.1f} ms (none {1e3 * choice.uncoded:.1f} ms)"
                 row += [choice.name, took, f"{rate:.0f} Mbit/s"]
-        rows.append((*row, *[""] * (9 - len(row))))
+        rows.append([*row, *[""] * (9 - len(row))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [*lines, f"a step should take {1e3 * step:.0f} ms"]
