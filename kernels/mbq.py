@@ -174,9 +174,12 @@ def _to_floats(low, high):  # type: ignore[no-untyped-def]
     return bad == np.int32(0)
 
 
-@nb.njit("void(float32[::1], int64, float32[::1], float32[::1], float32[::1], int32[::1])", **NJIT)
+@nb.njit("boolean(float32[::1], int64, float32[::1], float32[::1], float32[::1], int32[::1])", **NJIT)
 def _to_integers(x, group, least, most, step, v):  # type: ignore[no-untyped-def]
-    """The values of each group between its extremes as 16 bits, and what a step of them is worth."""
+    """The values of each group between its extremes as 16 bits, and what a step of them is worth; False where too large."""
+    for g in range(step.size):
+        if most[g] * np.float32(0.5) - least[g] * np.float32(0.5) > np.float32(1e38):
+            return False
     for g in range(step.size):
         extent = np.float32(most[g] - least[g])
         fine = extent > np.float32(1e-30)
@@ -185,6 +188,7 @@ def _to_integers(x, group, least, most, step, v):  # type: ignore[no-untyped-def
         a, b = x[g * group : min(g * group + group, x.size)], v[g * group : min(g * group + group, x.size)]
         for i in range(a.size):
             b[i] = np.int32((a[i] - low) * scale)
+    return True
 
 
 @nb.njit("boolean(float32[::1], float32[::1], float32[:, ::1], uint32[:, ::1], uint16[::1])", **NJIT)
@@ -248,7 +252,8 @@ def _encode(x, bits, group, parameters, out):  # type: ignore[no-untyped-def]
             return NOT_FINITE
         least, most = low.view(np.float32), high.view(np.float32)
         a = v[: piece.size]
-        _to_integers(piece, size, least, most, step, a)
+        if not _to_integers(piece, size, least, most, step, a):
+            return TOO_LARGE
         _fit(a, w, size, fit, level, code, sums, at)
         first = begin // size * (bits + 1)
         if not _send(least, step, fit, fit.view(np.uint32), parameters[first : first + groups * (bits + 1)]):

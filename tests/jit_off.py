@@ -1,0 +1,97 @@
+"""Run with NUMBA_DISABLE_JIT=1: kernels as plain Python against their references; prints lines of kernels never run."""
+
+import dis
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import naive
+import numpy as np
+
+RUN: set[tuple[str, int]] = set()
+KERNELS = str(Path(__file__).resolve().parent.parent / "kernels")
+
+
+def watch(frame, event, argument):
+    """Notes the lines that run in kernels/."""
+    if not frame.f_code.co_filename.startswith(KERNELS):
+        return None
+    RUN.add((frame.f_code.co_filename, frame.f_lineno))
+    return watch
+
+
+def lines(code: types.CodeType) -> Iterator[int]:
+    """Of a function's body and of those within it."""
+    yield from (line for _, line in dis.findlinestarts(code) if line and line != code.co_firstlineno)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from lines(constant)
+
+
+def check() -> None:
+    """Every kernel on sizes around a block, with all bits."""
+    from accept_mpi.kernels import checksum, half, mbq, uniform
+
+    np.seterr(all="raise", over="ignore", under="ignore")
+    rng = np.random.default_rng(1)
+    for size in (0, 1, 70, 16384 + 9):
+        x = rng.standard_normal(size).astype(np.float32)
+        data = x.view(np.uint8)[: max(0, 4 * size - 3)]
+        assert checksum(data) == naive.checksum(data)
+        short, back = np.zeros(size, np.uint16), np.zeros(size, np.uint32)
+        half.to_bf16(x.view(np.uint32), short)
+        half.from_bf16(short, back)
+        assert all(a == naive.nearest_bfloat16(b) for a, b in zip(back.view(np.float32), x, strict=True))
+        for bits in range(1, 9) if size < 100 else (2, 4, 7):
+            for group in (8, 64, 0) if size < 100 else (64,):
+                for key in (None, 12345678901234567):
+                    out = np.zeros(uniform.encoded_bytes(size, bits, group), np.uint8)
+                    assert uniform.encode(x, bits, group, out, key) == 0
+                    y = np.empty_like(x)
+                    uniform.decode(out, bits, group, y)
+                    expected, values = naive.uniform(x, bits, group, key)
+                    assert out.tobytes() == expected
+                    assert y.tobytes() == values.tobytes()
+                if bits <= mbq.MOST_BITS:
+                    out = np.zeros(mbq.encoded_bytes(size, bits, group), np.uint8)
+                    assert mbq.encode(x, bits, group, out) == 0
+                    mbq.decode(out, bits, group, y)
+                    expected, values = naive.mbq(x, bits, group)
+                    assert out.tobytes() == expected
+                    assert y.tobytes() == values.tobytes()
+    big = np.full(64, 3e38, np.float32)
+    big[::2] *= -1
+    near = np.full(64, 2e37, np.float32)  # its extent is fine, what it is made of is not
+    assert mbq.encode(near, 2, 64, np.zeros(mbq.encoded_bytes(64, 2, 64), np.uint8)) == 2
+    for value in (np.float32(np.nan), big[0]):
+        for kernels in (uniform, mbq):
+            bad, group = np.where(np.arange(64) == 7, value, big), 64
+            for g in (group, 0, 8):
+                out = np.zeros(kernels.encoded_bytes(64, 2, g), np.uint8)
+                assert kernels.encode(bad, 2, g, out) in (1, 2)
+    for kernels in (uniform, mbq):
+        for arguments in ((np.zeros(9), 2, 8), (big, 99, 8), (big, 2, 48), (big, 2, 64)):
+            try:
+                kernels.encode(*arguments, np.zeros(3, np.uint8))
+            except ValueError:
+                continue
+            raise AssertionError(f"{arguments} were taken")
+    try:
+        checksum(np.zeros(4))
+    except ValueError:
+        return
+    raise AssertionError("float64 was taken")
+
+
+sys.settrace(watch)
+check()
+sys.settrace(None)
+for path in sorted(Path(KERNELS).glob("*.py")):
+    if path.name in ("options.py", "__init__.py"):  # no kernels in these
+        continue
+    body = compile(path.read_text(), str(path), "exec")
+    functions = [code for code in body.co_consts if isinstance(code, types.CodeType)]
+    text = path.read_text().splitlines()
+    for line in sorted({line for function in functions for line in lines(function)} - {n for f, n in RUN if f == str(path)}):
+        print(f"{path.name}:{line}: {text[line - 1].strip()}")
