@@ -4,7 +4,7 @@ import numba as nb
 import numpy as np
 import numpy.typing as npt
 from accept_mpi.kernels.options import NJIT
-from accept_mpi.kernels.packing import BLOCK
+from accept_mpi.kernels.packing import BLOCK, packed_bytes
 
 CODED, NOT_FINITE, TOO_LARGE = 0, 1, 2
 
@@ -22,12 +22,24 @@ def grouping(values: int, group: int) -> tuple[int, int]:
     return group, -(-values // group)
 
 
-def check(x: npt.NDArray[np.float32], nbytes: int, expected: int) -> None:
-    """Raise ValueError unless ``x`` is a contiguous 1-D float32 array and ``nbytes`` is ``expected``."""
+def coded_bytes(values: int, bits: int, group: int, per_group: int) -> int:
+    """Bytes that ``values`` values take: ``per_group`` bytes of parameters a group, then the packed codes."""
+    return per_group * grouping(values, group)[1] + packed_bytes(values, bits)
+
+
+def parts(
+    x: npt.NDArray[np.float32], data: npt.NDArray[np.uint8], bits: int, group: int, per_group: int
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], int]:
+    """Parameters and codes in ``data``, the coded form of ``x``, and the group size that the kernels take.
+
+    Raises ValueError unless ``x`` is a contiguous 1-D float32 array and ``data`` has the length that it takes.
+    """
     if x.dtype != np.float32 or x.ndim != 1 or not x.flags.c_contiguous:
         raise ValueError(f"expected a contiguous 1-D float32 array, got {x.dtype} with {x.ndim} dimensions")
-    if nbytes != expected:
-        raise ValueError(f"{x.size} values take {expected} bytes, got {nbytes}")
+    size, groups = grouping(x.size, group)
+    if data.size != (expected := coded_bytes(x.size, bits, group, per_group)):
+        raise ValueError(f"{x.size} values at {bits} bits take {expected} bytes, got {data.size}")
+    return data[: per_group * groups], data[per_group * groups :], size
 
 
 @nb.njit("void(int32[::1], int64, int32[::1], int32[::1])", **NJIT)

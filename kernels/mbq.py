@@ -14,9 +14,9 @@ Layout: for each group c and a_1..a_B in bfloat16, then the level's rank, B bits
 import numba as nb
 import numpy as np
 import numpy.typing as npt
-from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, check, extremes, grouping
+from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, coded_bytes, extremes, parts
 from accept_mpi.kernels.options import NJIT
-from accept_mpi.kernels.packing import BLOCK, pack, packed_bytes, unpack
+from accept_mpi.kernels.packing import BLOCK, pack, unpack
 
 MOST_BITS = 4  # 2^B levels a group are searched; from 4 bits on uniform quantization loses less
 ROUNDS, SWEEPS = 2, 2
@@ -300,7 +300,7 @@ def _decode(parameters, packed, bits, group, x):  # type: ignore[no-untyped-def]
 
 def encoded_bytes(values: int, bits: int, group: int) -> int:
     """Bytes that ``encode`` writes for ``values`` values."""
-    return 2 * (bits + 1) * grouping(values, group)[1] + packed_bytes(values, bits)
+    return coded_bytes(values, bits, group, 2 * (bits + 1))
 
 
 def encode(x: npt.NDArray[np.float32], bits: int, group: int, out: npt.NDArray[np.uint8]) -> int:
@@ -324,7 +324,5 @@ def _parts(
 ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8], int]:
     if not 1 <= bits <= MOST_BITS:
         raise ValueError(f"bits must be 1..{MOST_BITS}, got {bits}")
-    check(x, data.size, encoded_bytes(x.size, bits, group))
-    size, groups = grouping(x.size, group)
-    split = 2 * (bits + 1) * groups
-    return data[:split].view(np.uint16), data[split:], size
+    parameters, codes, size = parts(x, data, bits, group, 2 * (bits + 1))
+    return parameters.view(np.uint16), codes, size

@@ -14,10 +14,11 @@ cost of each loop's start and end vanishes: with 4,096 values encoding ran at 0.
 import numba as nb
 import numpy as np
 import numpy.typing as npt
-from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, check, extremes, grouping
+from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, coded_bytes, extremes, parts
 from accept_mpi.kernels.options import NJIT
-from accept_mpi.kernels.packing import BLOCK, pack, packed_bytes, unpack
+from accept_mpi.kernels.packing import BLOCK, pack, unpack
 
+_PER_GROUP = 4  # bytes
 PAIR = BLOCK // 2  # values i and i + PAIR of a block share one hash, 16 bits each
 
 
@@ -232,7 +233,7 @@ def _decode(parameters, packed, bits, group, x):  # type: ignore[no-untyped-def]
 
 def encoded_bytes(values: int, bits: int, group: int) -> int:
     """Bytes that ``encode`` writes for ``values`` values."""
-    return 4 * grouping(values, group)[1] + packed_bytes(values, bits)
+    return coded_bytes(values, bits, group, _PER_GROUP)
 
 
 def encode(x: npt.NDArray[np.float32], bits: int, group: int, out: npt.NDArray[np.uint8], key: int | None = None) -> int:
@@ -256,6 +257,5 @@ def _parts(
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], int]:
     if not 1 <= bits <= 8:
         raise ValueError(f"bits must be 1..8, got {bits}")
-    check(x, data.size, encoded_bytes(x.size, bits, group))
-    size, groups = grouping(x.size, group)
-    return data[: 4 * groups].view(np.uint32), data[4 * groups :], size
+    parameters, codes, size = parts(x, data, bits, group, _PER_GROUP)
+    return parameters.view(np.uint32), codes, size

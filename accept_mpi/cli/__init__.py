@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,11 +63,21 @@ def _parser() -> argparse.ArgumentParser:
     single.set_defaults(command=_bench_single)
     codec = bench.add_parser("codec", help="codecs: speed against memcpy, bits a value, error")
     codec.add_argument("codecs", nargs="*", metavar="CODEC", help="e.g. uniform:4/256+sr (default: a selection)")
-    codec.add_argument("--sizes", type=int, nargs="+", metavar="BYTES", help="bytes of float32 (default 4 KiB to 64 MiB)")
+    codec.add_argument(
+        "--sizes", type=_bytes, nargs="+", metavar="SIZE", help="of float32 input, e.g. 64K or 16M (default 4K to 64M)"
+    )
     codec.add_argument("--repeats", type=int, default=20)
     codec.add_argument("--json", action="store_true", help="for machines")
     codec.set_defaults(command=_bench_codec)
     return parser
+
+
+def _bytes(text: str) -> int:
+    """ "64K", "16M" or a plain number."""
+    found = re.fullmatch(r"([1-9]\d*)([KMG]?)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f'expected a size such as 4096, 64K or 16M, got "{text}"')
+    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
 
 
 def _train(options: argparse.Namespace) -> int:

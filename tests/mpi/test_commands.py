@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import samples
 
 from accept_mpi.cli import main
@@ -61,7 +62,7 @@ def test_alone_without_mpirun_and_quiet(tmp_path: Path, monkeypatch, capfd) -> N
 
 
 def test_bench_codec(capsys) -> None:
-    arguments = ["bench", "codec", "bf16", "uniform:4/256+sr", "--sizes", "4096", "65536", "--repeats", "2"]
+    arguments = ["bench", "codec", "bf16", "uniform:4/256+sr", "--sizes", "4096", "64K", "--repeats", "2"]
     assert main(arguments) == 0
     assert "post-ReLU" in capsys.readouterr().out
     assert main([*arguments, "--json"]) == 0
@@ -71,6 +72,9 @@ def test_bench_codec(capsys) -> None:
     ]  # fmt: skip
     assert all(0 < row["errors"]["normal"] < 0.05 for row in rows)
     assert main(["bench", "codec", "unifrom:4"]) == 2
+    with pytest.raises(SystemExit):
+        main(["bench", "codec", "--sizes", "64X"])
+    assert 'got "64X"' in capsys.readouterr().err
 
 
 def test_bench_single(capsys) -> None:
