@@ -34,7 +34,7 @@ def profile(
     target = train.targets(sample) if train is not None and not ahead.forward else None
     times: list[tuple[float, float]] = []
     until = time.perf_counter() + budget
-    while len(times) < 4 or (time.perf_counter() < until and len(times) < 1000):
+    while len(times) < 2 or time.perf_counter() < until:
         if behind.forward:
             inputs: Tensors = tuple(spec.zeros() for spec in behind.forward[size])
         else:

@@ -81,7 +81,7 @@ def train(runtime: Runtime, options: Options) -> None:
     after = plan.stages[s + 1].ranks[0] if s + 1 < len(plan.stages) else None
     signatures = agree_on_shapes(runtime.messenger, stage, before, after, sizes, data[0], job.pipeline.startup_timeout)
 
-    plan, reasons = settle_codecs(runtime, job, plan, stage, max(sizes[0]), signatures, data[0] if s == 0 else data[1])
+    plan, reasons = settle_codecs(runtime, job, plan, stage, max(sizes[0]), signatures, data[0])
     facts = facts_of(
         runtime.hosts, plan, chain.names, sum(counts), threads=threads, first_step=course.first, last_step=course.last,
         compile_s=compile_seconds, codecs_why=reasons,
