@@ -4,6 +4,7 @@ import statistics
 import sys
 from pathlib import Path
 
+from accept_mpi import config
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.errors import UserError
 from accept_mpi.figures import pyplot
@@ -32,21 +33,30 @@ def directory(model: str, codecs: tuple[str, str], seed: int) -> Path:
     return OUT / model / f"{name}-seed{seed}"
 
 
-def result(run: Path) -> float | None:
-    """Final test accuracy in percent, or for text the validation loss; None where the run is not finished."""
+def keys(model: str, codecs: tuple[str, str], seed: int) -> tuple[str, ...]:
+    """What one run changes in its job file."""
+    where = directory(model, codecs, seed)
+    changed = {"pipeline.forward": codecs[0], "pipeline.backward": codecs[1], "train.seed": seed, "output.directory": where}
+    return tuple(f"{key}={value}" for key, value in changed.items())
+
+
+def result(model: str, codecs: tuple[str, str], seed: int) -> float | None:
+    """Final test accuracy in percent, or for text the validation loss; None where this very job is not finished."""
+    job = config.parse((HERE / f"{model}.toml").read_text(), model, keys(model, codecs, seed))
     try:
-        with open_log(run / "log.h5") as log:
-            if not any(text.startswith(b"done") for text in log["events"]["text"]):
+        with open_log(directory(model, codecs, seed) / "log.h5") as log:
+            finished = any(text.startswith(b"done") for text in log["events"]["text"])
+            if not finished or log.attrs["job"] != job.to_json():
                 return None
             last = log["evals"][-1]
     except UserError:
         return None
-    return float(last["loss"]) if run.parent.name == "gpt" else 100 * float(last["accuracy"])
+    return float(last["loss"]) if model == "gpt" else 100 * float(last["accuracy"])
 
 
 def results(model: str, codecs: tuple[str, str]) -> list[float]:
     """Of all seeds."""
-    found = [result(directory(model, codecs, seed)) for seed in range(SEEDS[model])]
+    found = [result(model, codecs, seed) for seed in range(SEEDS[model])]
     return [value for value in found if value is not None]
 
 
@@ -64,8 +74,9 @@ def table(models: list[str]) -> str:
             else:
                 cells.append(f"{mean:.2f} ± {spread:.2f} ({mean - plain:+.2f})")
         lines.append(f"| {codecs[0]} | {codecs[1]} | " + " | ".join(cells) + " |")
+    seeds = ", ".join(f"{SEEDS[model]} ({model})" for model in models)
     units = "Test accuracy in percent (difference in points); gpt: validation loss (difference in percent)."
-    return "\n".join([*lines, "", f"{units} Mean over {SEEDS} seeds, ± one standard deviation of single runs.", ""])
+    return "\n".join([*lines, "", f"{units} Mean over {seeds} seeds, ± one standard deviation of single runs.", ""])
 
 
 def draw(models: list[str]) -> None:
@@ -98,19 +109,14 @@ def main() -> None:
             for model in models
             for seed in range(SEEDS[model])
             for codecs in CODECS
-            if result(directory(model, codecs, seed)) is None
+            if result(model, codecs, seed) is None
         ]
         # Rank 0 alone knows what is finished once hosts have disks of their own.
         missing = runtime.messenger.broadcast(missing, runtime.startup_seconds, "what is to be run")
-        for number, (model, (forward, backward), seed) in enumerate(missing, 1):
-            where = directory(model, (forward, backward), seed)
+        for number, (model, codecs, seed) in enumerate(missing, 1):
             if runtime.rank == 0:
-                print(f"{number}/{len(missing)}: {where}", flush=True)
-            keys = (
-                f"pipeline.forward={forward}", f"pipeline.backward={backward}", f"train.seed={seed}",
-                f"output.directory={where}",
-            )  # fmt: skip
-            train(runtime, Options(HERE / f"{model}.toml", keys, quiet=True))
+                print(f"{number}/{len(missing)}: {directory(model, codecs, seed)}", flush=True)
+            train(runtime, Options(HERE / f"{model}.toml", keys(model, codecs, seed), quiet=True))
         if runtime.rank == 0:
             OUT.mkdir(parents=True, exist_ok=True)
             (OUT / "table.md").write_text(table(models))

@@ -150,3 +150,17 @@ def test_100_000_damaged_messages_are_errors() -> None:
         except ProtocolError:
             continue
         pytest.fail(f"message {number} was damaged ({how}) and believed")
+
+
+@pytest.mark.parametrize("name", [*(f"uniform:{bits}" for bits in range(1, 9)), *(f"mbq:{bits}" for bits in range(1, 5))])
+def test_garbage_behind_a_right_checksum_stays_within_its_bounds(name: str) -> None:
+    """Any bytes of the right length decode to some values, and to nothing outside of them."""
+    rng = np.random.default_rng(5)
+    for group in ("/8", "", "/0"):
+        coding = parse(name + group, False)
+        for size in (1, 65, 16384 + 65):
+            for _ in range(10):
+                room = np.full(size + 128, 7.0, np.float32)
+                coding.decode(rng.integers(0, 256, coding.nbytes(size), np.uint8), room[64 : 64 + size])
+                assert (room[:64] == 7).all()
+                assert (room[64 + size :] == 7).all()
