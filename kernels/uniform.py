@@ -83,11 +83,11 @@ def _code(x, zero, inverse, levels, add):  # type: ignore[no-untyped-def]
 @nb.njit(
     "void(float32[::1], int64, int64, float32[::1], float32[::1], float32, boolean, uint32, uint32, uint8[::1])", **NJIT
 )
-def _round(x, run, group, zero, inverse, levels, stochastic, first, key, codes):  # type: ignore[no-untyped-def]
+def _round(x, run, shift, zero, inverse, levels, stochastic, first, key, codes):  # type: ignore[no-untyped-def]
     half = np.float32(0.5)
     for begin in range(0, x.size, run):
         part, out = x[begin : min(begin + run, x.size)], codes[begin : min(begin + run, x.size)]
-        z, s = zero[begin // group], inverse[begin // group]
+        z, s = zero[begin >> shift], inverse[begin >> shift]
         if stochastic:
             number = np.uint32(first + np.uint32(begin & (PAIR - 1)))
             down = np.uint32(16 if begin & PAIR else 0)
@@ -100,12 +100,12 @@ def _round(x, run, group, zero, inverse, levels, stochastic, first, key, codes):
 
 
 @nb.njit("void(float32[::1], int64, int64, float32[::1], float32[::1], boolean, uint32, uint32, uint8[::1])", **NJIT)
-def _round_4bit(x, run, group, zero, inverse, stochastic, first, key, out):  # type: ignore[no-untyped-def]
+def _round_4bit(x, run, shift, zero, inverse, stochastic, first, key, out):  # type: ignore[no-untyped-def]
     h, levels, half = BLOCK // 2, np.float32(15.0), np.float32(0.5)
     for begin in range(0, h, run):
         a, b, mine = x[begin : begin + run], x[h + begin : h + begin + run], out[begin : begin + run]
-        za, sa = zero[begin // group], inverse[begin // group]
-        zb, sb = zero[(h + begin) // group], inverse[(h + begin) // group]
+        za, sa = zero[begin >> shift], inverse[begin >> shift]
+        zb, sb = zero[(h + begin) >> shift], inverse[(h + begin) >> shift]
         if stochastic:
             number = np.uint32(first + np.uint32(begin))
             for i in range(mine.size):
@@ -120,13 +120,13 @@ def _round_4bit(x, run, group, zero, inverse, stochastic, first, key, out):  # t
 
 
 @nb.njit("void(float32[::1], int64, int64, float32[::1], float32[::1], boolean, uint32, uint32, uint8[::1])", **NJIT)
-def _round_2bit(x, run, group, zero, inverse, stochastic, first, key, out):  # type: ignore[no-untyped-def]
+def _round_2bit(x, run, shift, zero, inverse, stochastic, first, key, out):  # type: ignore[no-untyped-def]
     h, levels, half = BLOCK // 4, np.float32(3.0), np.float32(0.5)
     for begin in range(0, h, run):
         a, b = x[begin : begin + run], x[h + begin : h + begin + run]
         c, d = x[2 * h + begin : 2 * h + begin + run], x[3 * h + begin : 3 * h + begin + run]
         mine = out[begin : begin + run]
-        ga, gb, gc, gd = begin // group, (h + begin) // group, (2 * h + begin) // group, (3 * h + begin) // group
+        ga, gb, gc, gd = begin >> shift, (h + begin) >> shift, (2 * h + begin) >> shift, (3 * h + begin) >> shift
         za, zb, zc, zd = zero[ga], zero[gb], zero[gc], zero[gd]
         sa, sb, sc, sd = inverse[ga], inverse[gb], inverse[gc], inverse[gd]
         if stochastic:
@@ -158,6 +158,9 @@ def _encode(x, bits, group, stochastic, key, parameters, out):  # type: ignore[n
     low, high = np.empty(groups, np.int32), np.empty(groups, np.int32)
     zero, inverse = np.empty(groups, np.float32), np.empty(groups, np.float32)
     codes = np.empty(BLOCK, np.uint8)
+    span, shift = BLOCK if whole else group, 0
+    while 1 << shift < span:
+        shift += 1  # a shift, since a division costs as much as rounding 50 values
     low_key, high_key = np.uint32(key & np.uint64(0xFFFFFFFF)), np.uint32(key >> np.uint64(32))
     if whole and x.size > 0:
         extremes(ints, x.size, low, high)
@@ -174,16 +177,16 @@ def _encode(x, bits, group, stochastic, key, parameters, out):  # type: ignore[n
             status = _parameters(low[:count], high[:count], inverse_levels, mine, zero, inverse)
             if status != CODED:
                 return status
-        number, span = np.uint32(np.uint32(begin) + low_key), BLOCK if whole else group
+        number = np.uint32(np.uint32(begin) + low_key)
         size = (block.size + 7) // 8 * bits
         packed = out[at : at + size]
         if block.size == BLOCK and bits == 4:
-            _round_4bit(block, min(span, BLOCK // 2), span, zero, inverse, stochastic, number, high_key, packed)
+            _round_4bit(block, min(span, BLOCK // 2), shift, zero, inverse, stochastic, number, high_key, packed)
         elif block.size == BLOCK and bits == 2:
-            _round_2bit(block, min(span, BLOCK // 4), span, zero, inverse, stochastic, number, high_key, packed)
+            _round_2bit(block, min(span, BLOCK // 4), shift, zero, inverse, stochastic, number, high_key, packed)
         else:
             padded = codes[: (block.size + 7) // 8 * 8]
-            _round(block, min(span, PAIR), span, zero, inverse, top, stochastic, number, high_key, padded)
+            _round(block, min(span, PAIR), shift, zero, inverse, top, stochastic, number, high_key, padded)
             for i in range(block.size, padded.size):
                 padded[i] = np.uint8(0)
             pack(padded, bits, packed)

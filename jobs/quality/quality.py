@@ -95,7 +95,7 @@ def draw(models: list[str]) -> None:
         axes.invert_yaxis()
         axes.set_title(model)
         axes.set_xlabel("validation loss" if model == "gpt" else "test accuracy, %")
-    figure.suptitle("What codecs of activations / gradients cost in learning (dots: seeds; bars: means)")
+    figure.suptitle("Codecs of activations / gradients (dots: seeds; bars: means)")
     figure.savefig(OUT / "quality.png", dpi=110)
 
 
