@@ -8,11 +8,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import burn
-from namespaces import Hosts, why_not
+from labs import Laboratory, lab_of, mpirun, reason
 
 from accept_mpi.log import open_log
 
-reason = why_not()
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 
 MICRO_BATCHES, STEPS = 8, 8
@@ -39,12 +38,12 @@ def link_seconds(mbit: float) -> float:
     return 4 * burn.FLOATS * 8 / (mbit * 1e6 * 1448 / 1514)
 
 
-def seconds_a_micro_batch(hosts: Hosts, name: str, *command: object) -> float:
+def seconds_a_micro_batch(lab: Laboratory, folder: Path, name: str, *command: object) -> float:
     """Steady time of one micro-batch: between the ends of the steps in the middle."""
-    job = hosts.folder / f"{name}.toml"
+    job = folder / f"{name}.toml"
     job.write_text(JOB.format(m=MICRO_BATCHES, steps=STEPS, directory=name))
-    hosts.mpirun(*command, job)
-    with open_log(hosts.folder / name / "log.h5") as log:
+    mpirun(lab, folder, *command, job)
+    with open_log(folder / name / "log.h5") as log:
         return float(np.diff(log["steps"]["end"])[1:-1].mean()) / MICRO_BATCHES
 
 
@@ -55,9 +54,9 @@ def test_transfers_hide_behind_computing(tmp_path: Path, monkeypatch: pytest.Mon
     link = link_seconds(mbit)
     found = []
     for attempt in range(3):  # the machine is shared: a disturbed attempt is repeated
-        with Hosts(tmp_path, 2, mbit) as hosts:
-            ours = seconds_a_micro_batch(hosts, f"ours{attempt}", "-m", "accept_mpi", "train", "--quiet")
-            blocking = seconds_a_micro_batch(hosts, f"blocking{attempt}", tmp_path / "burn.py")
+        with lab_of(2, mbit) as lab:
+            ours = seconds_a_micro_batch(lab, tmp_path, f"ours{attempt}", "-m", "accept_mpi", "train", "--quiet")
+            blocking = seconds_a_micro_batch(lab, tmp_path, f"blocking{attempt}", tmp_path / "burn.py")
         found.append((ours / max(COMPUTING, link), blocking / (COMPUTING + link)))
         print(f"{mbit} Mbit/s: computing {1e3 * COMPUTING:.0f} ms, link {1e3 * link:.0f} ms a micro-batch")
         print(f"  ours     {1e3 * ours:6.1f} ms, {found[-1][0]:.3f} of the longer")

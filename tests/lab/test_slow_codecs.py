@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from namespaces import Hosts, why_not
+from labs import lab_of, mpirun, reason
 
 from accept_mpi.log import open_log
 
-reason = why_not()
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 
 MBIT, HOSTS, STEPS = 20, 4, 8
@@ -41,8 +40,8 @@ def step_seconds(folder: Path, mbit: float | None, codec: str, attempt: int) -> 
     """Median time of a step, the first left out."""
     name = f"{codec.replace(':', '')}-{mbit}-{attempt}"
     (folder / f"{name}.toml").write_text(JOB.format(steps=STEPS, codec=codec, name=name))
-    with Hosts(folder, HOSTS, mbit) as hosts:
-        out = hosts.mpirun("-m", "accept_mpi", "train", f"{name}.toml", deadline=240)
+    with lab_of(HOSTS, mbit) as lab:
+        out = mpirun(lab, folder, "-m", "accept_mpi", "train", f"{name}.toml", deadline=240)
     with open_log(folder / name / "log.h5") as log:
         seconds = float(np.median(np.diff(log["steps"]["end"])))
     print(f"{codec} at {f'{mbit} Mbit/s' if mbit else 'any rate'}: {1e3 * seconds:.0f} ms a step")

@@ -1,0 +1,124 @@
+"""Shares of cores and memory, by control groups of version 1 or 2."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+from edgelab import LabError
+
+_ROOT = Path("/sys/fs/cgroup")
+_PREFIX = "accept-lab-"
+# A short period makes a slow host slow evenly; the kernel takes no quota under 1 ms.
+_PERIOD_US, _LEAST_QUOTA_US = 5_000, 1_000
+
+
+def quota(cpu: float) -> tuple[int, int]:
+    """Microseconds of computing a period, and the period, for a share of one core."""
+    period = max(_PERIOD_US, round(_LEAST_QUOTA_US / cpu))
+    return round(cpu * period), period
+
+
+class Groups:
+    """The control groups of one lab: one for each host, below one for the lab."""
+
+    def __init__(self, lab: str, root: Path = _ROOT) -> None:
+        self.name = _PREFIX + lab
+        self.root = root
+        v2 = (root / "cgroup.controllers").is_file()
+        self.version = 2 if v2 else 1
+        self.trees = [root] if v2 else [root / controller for controller in ("cpu", "cpuset", "memory")]
+        if not all(tree.is_dir() for tree in self.trees):
+            raise LabError(f"no control groups for cpu, cpuset and memory under {root}: the lab needs them to slow hosts")
+
+    def of(self, host: str) -> list[Path]:
+        """The directories that a host's processes belong to."""
+        return [tree / self.name / host for tree in self.trees]
+
+    def make(self, host: str, cpu: float | None, cores: list[int], memory: int | None) -> None:
+        """Make a host's groups; ``cpu`` None: no limit. Raises LabError."""
+        try:
+            for tree in self.trees:
+                (tree / self.name / host).mkdir(parents=True, exist_ok=True)
+            listed = ",".join(map(str, cores))
+            if self.version == 2:
+                group = self.of(host)[0]
+                for parent in (self.root, group.parent):
+                    (parent / "cgroup.subtree_control").write_text("+cpu +cpuset +memory")
+                (group / "cpuset.cpus").write_text(listed)
+                if memory:
+                    (group / "memory.max").write_text(str(memory))
+            else:
+                _, cpuset, limits = self.of(host)
+                for group in (cpuset.parent, cpuset):
+                    (group / "cpuset.cpus").write_text((self.root / "cpuset" / "cpuset.cpus").read_text())
+                    (group / "cpuset.mems").write_text((self.root / "cpuset" / "cpuset.mems").read_text())
+                (cpuset / "cpuset.cpus").write_text(listed)
+                if memory:
+                    (limits / "memory.limit_in_bytes").write_text(str(memory))
+            if cpu is not None:
+                self.set_cpu(host, cpu)
+        except OSError as error:
+            raise LabError(f'no control group for host "{host}": {error}') from error
+
+    def set_cpu(self, host: str, cpu: float) -> None:
+        """Give a host this share of a core from now on."""
+        mine, period = quota(cpu)
+        group = self.of(host)[0]
+        if self.version == 2:
+            (group / "cpu.max").write_text(f"{mine} {period}")
+            return
+        (group / "cpu.cfs_quota_us").write_text("-1")  # else a longer period with the old quota may be refused
+        (group / "cpu.cfs_period_us").write_text(str(period))
+        (group / "cpu.cfs_quota_us").write_text(str(mine))
+
+    def processes(self, host: str) -> list[int]:
+        """Process ids on a host."""
+        found: set[int] = set()
+        for group in self.of(host):
+            try:
+                found |= {int(line) for line in (group / "cgroup.procs").read_text().split()}
+            except OSError:
+                continue
+        return sorted(found - {os.getpid()})
+
+    def kill(self, host: str, seconds: float = 10.0) -> None:
+        """SIGKILL to everything on a host, until nothing is left. Raises LabError where something stays."""
+        until = time.monotonic() + seconds
+        while pids := self.processes(host):
+            for pid in pids:
+                kill(pid)
+            if time.monotonic() > until:
+                raise LabError(f'processes {pids} of host "{host}" did not end within {seconds:.0f} s of SIGKILL')
+            time.sleep(0.01)
+
+    def remove(self) -> None:
+        """End all processes of the lab and remove its groups."""
+        hosts = {path.name for tree in self.trees for path in (tree / self.name).glob("*") if path.is_dir()}
+        for host in hosts:
+            self.kill(host)
+        for tree in self.trees:
+            for path in [*(tree / self.name).glob("*/"), tree / self.name]:
+                if path.is_dir():
+                    _remove(path)
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, if it is still there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _remove(group: Path, seconds: float = 5.0) -> None:
+    """The kernel needs a moment after the last process has ended."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return group.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise LabError(f"{group}: cannot remove the control group: {error.strerror}") from error
+            time.sleep(0.02)

@@ -1,0 +1,158 @@
+"""Fleets: what the hosts of a lab are, from a TOML file.
+
+    [defaults]              # of all hosts below; each key is optional
+    link = 100              # Mbit/s both ways; left out: unlimited
+    [[hosts]]
+    name = "edge"           # count = 4: edge1 .. edge4
+    count = 4
+    cpu = 0.4               # share of one core (1.5: one and a half)
+    threads = 1             # computing threads, each on a core of its own
+    isa = "avx2"            # cap of the instruction set: default, avx2, avx512
+    memory = "2G"           # left out: unlimited
+    [[hosts]]
+    persona = "pi4"         # figures of personas.toml; keys given here win
+
+Only these keys are known; a mistake is a LabError of one sentence.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgelab import LabError
+
+PERSONAS = Path(__file__).with_name("personas.toml")
+MOST_HOSTS = 200
+_KEYS: dict[str, type] = {
+    "name": str, "count": int, "persona": str, "cpu": float, "threads": int, "isa": str, "memory": str, "link": float,
+}  # fmt: skip
+_SLOWEST = 0.01
+_ONEDNN = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a fleet."""
+
+    name: str
+    cpu: float
+    """Share of one core's time; more than one with several threads."""
+    threads: int = 1
+    isa: str | None = None
+    memory: int | None = None
+    """Bytes."""
+    link: float | None = None
+    """Mbit/s, each way."""
+
+    def environment(self) -> dict[str, str]:
+        """What a process on this host finds set."""
+        found = {"OMP_NUM_THREADS": str(self.threads)}
+        if self.isa:
+            found |= {"ATEN_CPU_CAPABILITY": self.isa, "ONEDNN_MAX_CPU_ISA": _ONEDNN[self.isa]}
+        return found
+
+
+def read(path: Path) -> list[Host]:
+    """Hosts of a fleet file. Raises LabError where it is wrong."""
+    try:
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise LabError(f"{path}: cannot read the fleet: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise LabError(f"{path}: not valid TOML: {error}") from error
+    return parse(content, str(path))
+
+
+def parse(content: dict[str, Any], where: str) -> list[Host]:
+    """Hosts of a fleet that was read. ``where`` begins every message."""
+    unknown = set(content) - {"defaults", "hosts"}
+    if unknown:
+        raise LabError(f'{where}: unknown key "{min(unknown)}"; a fleet has [defaults] and [[hosts]]')
+    entries = content.get("hosts", [])
+    if not isinstance(entries, list) or not entries:
+        raise LabError(f"{where}: no [[hosts]]")
+    personas = tomllib.loads(PERSONAS.read_text())
+    hosts: list[Host] = []
+    for number, entry in enumerate(entries, 1):
+        at = f"{where}: hosts entry {number}"
+        persona = entry.get("persona")
+        if persona is not None and persona not in personas:
+            raise LabError(f'{at}: no persona "{persona}"; there are {", ".join(personas)}')
+        given = content.get("defaults", {}) | personas.get(persona, {}) | entry
+        hosts += _expand(given, at)
+    names = [host.name for host in hosts]
+    for name in names:
+        if names.count(name) > 1:
+            raise LabError(f'{where}: two hosts are called "{name}"')
+    if len(hosts) > MOST_HOSTS:
+        raise LabError(f"{where}: {len(hosts)} hosts; a lab has at most {MOST_HOSTS}")
+    return hosts
+
+
+def changed(host: Host, settings: list[str]) -> Host:
+    """The host after ``cpu=0.2 link=5`` (``link=free``: unlimited). Raises LabError."""
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if key not in ("cpu", "link") or not equals:
+            raise LabError(f'"{setting}": expected cpu=SHARE or link=MBIT (link=free)')
+        try:
+            values[key] = None if (key, text) == ("link", "free") else float(text)
+        except ValueError:
+            raise LabError(f'"{setting}": expected a number') from None
+    given = {"name": host.name, "cpu": host.cpu, "link": host.link} | values
+    checked = next(_expand({k: v for k, v in given.items() if v is not None}, host.name))
+    return Host(host.name, checked.cpu, host.threads, host.isa, host.memory, checked.link)
+
+
+def _expand(given: dict[str, Any], at: str) -> Iterator[Host]:
+    """The hosts of one entry."""
+    for key, value in given.items():
+        if key not in _KEYS:
+            raise LabError(f'{at}: unknown key "{key}"; known are {", ".join(_KEYS)}')
+        kinds = (int, float) if _KEYS[key] is float else (_KEYS[key],)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise LabError(f"{at}: {key} = {value!r}: expected {'a number' if _KEYS[key] is float else _KEYS[key].__name__}")
+    name, count = given.get("name", given.get("persona")), given.get("count", 1)
+    if not name or not re.fullmatch(r"[a-z][a-z0-9-]{0,40}", name):
+        raise LabError(f"{at}: name = {name!r}: expected small letters, digits and hyphens")
+    cpu, threads, link = float(given.get("cpu", 1.0)), given.get("threads", 1), given.get("link")
+    if not _SLOWEST <= cpu <= threads:
+        raise LabError(f"{at}: cpu = {cpu}: expected {_SLOWEST} to {threads} (the number of threads)")
+    if link is not None and not 0.01 <= link <= 100_000:
+        raise LabError(f"{at}: link = {link}: expected 0.01 to 100000 Mbit/s, or none for an unlimited link")
+    if given.get("isa", "avx2") not in _ONEDNN:
+        raise LabError(f"{at}: isa = {given['isa']!r}: expected one of {', '.join(_ONEDNN)}")
+    if threads < 1 or count < 1:
+        raise LabError(f"{at}: threads and count must be positive")
+    for number in range(1, count + 1):
+        numbered = f"{name}{number}" if "count" in given else name
+        yield Host(numbered, cpu, threads, given.get("isa"), _bytes(given.get("memory"), at), link)
+
+
+def _bytes(text: str | None, at: str) -> int | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text)
+    if not found or float(found[1]) * _UNITS[found[2]] < 1 << 20:
+        raise LabError(f'{at}: memory = "{text}": expected e.g. "512M" or "2G"')
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def spread(hosts: list[Host], cores: list[int]) -> dict[str, list[int]]:
+    """Which cores each host computes on: the largest first, each on the least loaded cores.
+
+    One core a thread, never all: what a second thread of a host with one core's quota leaves unused would be lost.
+    """
+    load = dict.fromkeys(cores, 0.0)
+    placed = {}
+    for host in sorted(hosts, key=lambda host: -host.cpu):
+        mine = sorted(sorted(cores, key=lambda core: (load[core], core))[: host.threads])
+        for core in mine:
+            load[core] += host.cpu / len(mine)
+        placed[host.name] = mine
+    return placed

@@ -1,0 +1,364 @@
+"""A lab that is up: its state on disk, what runs in it, what is changed while it runs.
+
+State lies in /run/accept-lab/NAME (gone after a reboot, as namespaces are) and is written before anything is made, so that
+``down`` finds all of it whatever happened. Nothing is touched that this state does not name.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from edgelab import LabError
+from edgelab.cgroups import Groups, kill
+from edgelab.fleet import Host, changed, spread
+from edgelab.network import HEAD, NAMESPACES, Network, free_number
+
+STATE = Path("/run/accept-lab")
+_SCRIPT = Path(__file__).resolve().parent.parent / "lab"
+_FREE_SHARE = 0.2
+_HEAD_GROUP = "_head"
+_RUN = "ACCEPT_LAB_RUN"
+
+
+def why_not() -> str | None:
+    """Why there can be no lab on this machine, in one sentence; None where there can."""
+    if sys.platform != "linux":
+        return "the lab needs Linux"
+    if os.geteuid() != 0:
+        return "the lab needs root: network namespaces, traffic control and control groups are the kernel's"
+    for tool in ("ip", "tc", "nsenter", "unshare"):
+        if shutil.which(tool) is None:
+            return f'the lab needs the command "{tool}" (Debian: iproute2 and util-linux)'
+    try:
+        Groups("probe")
+    except LabError as error:
+        return str(error)
+    probe = f"accept-lab-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if made.returncode:
+        return f"network namespaces are not allowed here: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", probe], check=False)
+    return None
+
+
+def labs() -> list[str]:
+    """Names of the labs that are up on this machine, or were left half made."""
+    return sorted(path.parent.name for path in STATE.glob("*/state.json"))
+
+
+class Laboratory:
+    """A lab: ``Laboratory(name).up(hosts)`` until ``down()``, or ``with Laboratory(name).using(hosts) as lab: ...``."""
+
+    def __init__(self, name: str) -> None:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,30}", name):
+            raise LabError(f'"{name}": a lab is named with small letters, digits and hyphens')
+        self.name = name
+        self.folder = STATE / name
+        self._keeper: subprocess.Popen[bytes] | None = None
+
+    # -- up and down ---------------------------------------------------------------------------------------------------
+
+    def up(self, hosts: list[Host], keep: bool = True) -> "Laboratory":
+        """Make all hosts; on any error, Ctrl-C or death of this process what was made is removed again.
+
+        With ``keep`` the lab stays when this process ends. Raises LabError.
+        """
+        reason = why_not()
+        if reason:
+            raise LabError(reason)
+        cores = sorted(os.sched_getaffinity(0))
+        for host in hosts:
+            if host.threads > len(cores):
+                raise LabError(f'host "{host.name}" has {host.threads} threads, this machine only {len(cores)} cores')
+        network = self._claim(hosts, spread(hosts, cores))
+        self._keeper = subprocess.Popen(
+            [sys.executable, str(_SCRIPT), "_keep", self.name], stdin=subprocess.PIPE, start_new_session=True
+        )
+        try:
+            groups = Groups(self.name)
+            groups.make(_HEAD_GROUP, None, cores, None)
+            network.make_bridge()
+            for place, host in enumerate(hosts):
+                groups.make(host.name, host.cpu, self.state()["cores"][host.name], host.memory)
+                network.make_host(host.name, place, self._names(host.name))
+                if host.link:
+                    network.set_link(host.name, place, host.link)
+            self._write_scripts(hosts, network, groups)
+        except BaseException:
+            self._release(keep=False)
+            raise
+        if keep:
+            self._release(keep=True)
+        return self
+
+    @contextlib.contextmanager
+    def using(self, hosts: list[Host]) -> Iterator["Laboratory"]:
+        """A lab that lasts as long as the block, whatever ends it."""
+        self.up(hosts, keep=False)
+        try:
+            yield self
+        finally:
+            self._release(keep=False)
+
+    def _release(self, keep: bool) -> None:
+        """Tell the keeper to let the lab be, or to remove it now."""
+        assert self._keeper is not None
+        assert self._keeper.stdin is not None
+        with _uninterrupted():
+            with contextlib.suppress(BrokenPipeError):
+                self._keeper.stdin.write(b"keep" if keep else b"down")
+                self._keeper.stdin.close()
+            self._keeper.wait()
+
+    def _claim(self, hosts: list[Host], cores: dict[str, list[int]]) -> Network:
+        """Take the lab's name and a number for its network, one process at a time."""
+        STATE.mkdir(mode=0o755, exist_ok=True)
+        with open(STATE / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (self.folder / "state.json").exists():
+                raise LabError(f'the lab "{self.name}" is up already; "lab down --name {self.name}" ends it')
+            taken = {Laboratory(other).state()["number"] for other in labs()}
+            number = free_number(taken)
+            (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
+            self._write_state({"number": number, "hosts": [asdict(host) for host in hosts], "cores": cores})
+        return Network(self.name, number)
+
+    def down(self) -> None:
+        """End every process of the lab and remove it. Raises LabError where it is not up."""
+        state = self.state()
+        groups = Groups(self.name)
+        names = [host["name"] for host in state["hosts"]]
+        groups.remove()
+        for name in names:  # what entered the namespace by other ways
+            space = NAMESPACES / self.network.namespace(name)
+            if space.exists():
+                listed = subprocess.run(["ip", "netns", "pids", space.name], capture_output=True, text=True).stdout
+                for pid in listed.split():
+                    kill(int(pid))
+        self.network.remove(names, [self._names(name) for name in names])
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What is on disk. Raises LabError where the lab is not up."""
+        try:
+            found: dict[str, Any] = json.loads((self.folder / "state.json").read_text())
+        except FileNotFoundError:
+            others = f"; up are: {', '.join(labs())}" if labs() else ""
+            raise LabError(f'no lab "{self.name}" is up{others}') from None
+        return found
+
+    def _write_state(self, state: dict[str, Any]) -> None:
+        beside = self.folder / f"state.{os.getpid()}"
+        beside.write_text(json.dumps(state, indent=1))
+        beside.rename(self.folder / "state.json")
+
+    @property
+    def hosts(self) -> list[Host]:
+        return [Host(**entry) for entry in self.state()["hosts"]]
+
+    @property
+    def network(self) -> Network:
+        return Network(self.name, self.state()["number"])
+
+    @property
+    def hostfile(self) -> Path:
+        """One line a host, for ``mpirun -hostfile``."""
+        return self.folder / "edges"
+
+    def place(self, name: str) -> int:
+        """Of a host in the fleet. Raises LabError."""
+        names = [host.name for host in self.hosts]
+        if name not in names:
+            raise LabError(f'the lab "{self.name}" has no host "{name}"; it has {", ".join(names)}')
+        return names.index(name)
+
+    def _names(self, host: str) -> Path:
+        return self.folder / f"{host}.uts"
+
+    # -- changes while it runs -----------------------------------------------------------------------------------------
+
+    def set(self, name: str, *settings: str) -> Host:
+        """``set("edge2", "cpu=0.2", "link=5")``; returns the host as it is now. Raises LabError."""
+        place = self.place(name)
+        before = self.hosts[place]
+        after = changed(before, list(settings))
+        if after.cpu != before.cpu:
+            Groups(self.name).set_cpu(name, after.cpu)
+        if after.link != before.link:
+            self.network.set_link(name, place, after.link)
+        state = self.state()
+        state["hosts"][place] = asdict(after)
+        self._write_state(state)
+        return after
+
+    def kill(self, name: str) -> None:
+        """Power off: the cable falls silent, then every process is gone; no farewell reaches the others."""
+        self.cut(name)
+        Groups(self.name).kill(name)
+
+    def cut(self, name: str) -> None:
+        """Pull the cable; processes go on."""
+        self.network.set_cable(self.place(name), plugged=False)
+
+    def mend(self, name: str) -> None:
+        """Plug the cable in again; after a power-off, the host is on again with nothing running."""
+        self.network.set_cable(self.place(name), plugged=True)
+
+    def processes(self, name: str) -> list[int]:
+        """Process ids on a host."""
+        self.place(name)
+        return Groups(self.name).processes(name)
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    def environment(self) -> dict[str, str]:
+        """For commands that run beside the hosts, as on a head node: mpirun finds hosts, agent and network in it."""
+        cidr = self.network.cidr
+        return {
+            "PRTE_MCA_plm_ssh_agent": str(self.folder / "agent"),
+            "PRTE_MCA_prte_if_include": cidr,
+            "PRTE_MCA_prte_default_hostfile": str(self.hostfile),
+            "PRTE_MCA_rmaps_default_mapping_policy": "node:oversubscribe",
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+            "OMPI_MCA_btl_tcp_if_include": cidr,
+            "OMPI_MCA_pml": "ob1",
+            "OMPI_MCA_btl": "tcp,self",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "TMPDIR": str(self.folder / "tmp"),
+            "ACCEPT_LAB": self.name,
+            "LAB_HOSTFILE": str(self.hostfile),
+            "LAB_HEAD": f"{cidr.removesuffix('0/24')}{HEAD}",
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+
+    def start(self, command: Sequence[object], **options: Any) -> "Running":
+        """Start a command beside the hosts; ``options`` go to Popen. End it by ``with``: nothing of it is left then."""
+        return Running(self, [str(word) for word in command], options)
+
+    def run(self, command: Sequence[object], seconds: float, **options: Any) -> str:
+        """Run a command beside the hosts; its output. Raises LabError where it fails or takes longer than ``seconds``."""
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | options
+        with self.start(command, stdin=subprocess.DEVNULL, **options) as running:
+            try:
+                out, _ = running.process.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                running.end()
+                out, _ = running.process.communicate()
+                raise LabError(f"{' '.join(running.command)}: still running after {seconds:.0f} s\n{out}") from None
+        if running.process.returncode:
+            raise LabError(f"{' '.join(running.command)}: exit code {running.process.returncode}\n{out}")
+        return str(out or "")
+
+    def on(self, name: str, command: Sequence[object]) -> list[str]:
+        """The command line that runs ``command`` on a host."""
+        self.place(name)
+        return [str(self.folder / f"enter-{name}"), *map(str, command)]
+
+    def _write_scripts(self, hosts: list[Host], network: Network, groups: Groups) -> None:
+        """What enters a host, and the launch agent that mpirun starts instead of ssh."""
+        cases = []
+        for place, host in enumerate(hosts):
+            lines = [f"echo $$ > {group}/cgroup.procs" for group in groups.of(host.name)]
+            lines += [f"export {key}={value}" for key, value in host.environment().items()]
+            names = f"--net={NAMESPACES / network.namespace(host.name)} --uts={self._names(host.name)}"
+            enter = self.folder / f"enter-{host.name}"
+            _write_script(enter, [*lines, f'exec nsenter {names} -- "$@"'])
+            cases.append(f'{network.address(place)}|{host.name}) shift; exec {enter} sh -c "$*" ;;')
+        agent = ['case "$1" in', *cases, '*) echo "no host $1 in this lab" >&2; exit 1 ;;', "esac"]
+        _write_script(self.folder / "agent", agent)
+        lines = [f"{network.address(place)} slots=1" for place in range(len(hosts))]
+        self.hostfile.write_text("\n".join(lines) + "\n")
+
+
+class Running:
+    """A command beside the hosts and all it started on them; all of it ends with the ``with`` block."""
+
+    def __init__(self, lab: Laboratory, command: list[str], options: dict[str, Any]) -> None:
+        self.command, self._lab = command, lab
+        self._id = f"{lab.name}-{os.getpid()}-{time.monotonic_ns()}"
+        given = options.pop("env", None)
+        environment = (os.environ if given is None else given) | lab.environment() | {_RUN: self._id}
+        heads = " && ".join(f"echo $$ > {group}/cgroup.procs" for group in Groups(lab.name).of(_HEAD_GROUP))
+        script = ["sh", "-c", f'{heads} && exec "$@"', "sh", *command]
+        self.process: subprocess.Popen[Any] = subprocess.Popen(script, env=environment, **options)
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """SIGKILL to whatever of it still runs, here and on the hosts."""
+        with _uninterrupted():
+            groups = Groups(self._lab.name)
+            everywhere = [host.name for host in self._lab.hosts] + [_HEAD_GROUP]
+            mark = f"{_RUN}={self._id}".encode()
+            while left := [pid for host in everywhere for pid in groups.processes(host) if mark in _environment(pid)]:
+                for pid in left:
+                    kill(pid)
+                self.process.poll()
+                time.sleep(0.01)
+            if self.process.stdin is None:
+                self.process.wait()
+
+
+def keep(name: str, words: IO[bytes]) -> None:
+    """The keeper: waits for "keep" or "down"; the end of ``words`` (its maker has died) means "down" as well."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if words.read() != b"keep":
+        with contextlib.suppress(LabError):
+            Laboratory(name).down()
+
+
+def crowded(hosts: list[Host]) -> str | None:
+    """A warning where hosts are given more than the machine can spare."""
+    total, cores = sum(host.cpu for host in hosts), len(os.sched_getaffinity(0))
+    if total <= (1 - _FREE_SHARE) * cores + 1e-9:
+        return None
+    return (
+        f"the hosts are given {total:.2f} of {cores} cores: leave a fifth free, since the kernel's network work is charged "
+        "to nobody; speeds measured here will not be what the fleet says"
+    )
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def _write_script(path: Path, lines: list[str]) -> None:
+    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.chmod(0o755)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the block is done."""
+    try:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except ValueError:  # not the main thread: Ctrl-C does not come here
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

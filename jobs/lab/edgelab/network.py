@@ -1,0 +1,103 @@
+"""Hosts' networks: a namespace each, joined by a bridge; links slowed by tc, both ways."""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgelab import LabError
+
+NAMESPACES = Path("/run/netns")
+_FIRST = "10.213"
+HEAD = 254
+
+
+def run(*command: object, check: bool = True) -> str:
+    """Run a command; its standard output. Raises LabError where it fails and ``check``."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode and check:
+        raise LabError(f"{' '.join(words)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def free_number(taken: set[int]) -> int:
+    """A number from 1 that no lab, no bridge and no address here uses yet."""
+    links, addresses = run("ip", "-o", "link"), run("ip", "-o", "-4", "addr")
+    for number in range(1, 255):
+        if number not in taken and f" al{number}b:" not in links and f" {_FIRST}.{number}." not in addresses:
+            return number
+    raise LabError(f"all of {_FIRST}.1 to {_FIRST}.254 are in use: too many labs")
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network of one lab."""
+
+    lab: str
+    number: int
+
+    @property
+    def cidr(self) -> str:
+        """All addresses of the lab."""
+        return f"{_FIRST}.{self.number}.0/24"
+
+    @property
+    def bridge(self) -> str:
+        return f"al{self.number}b"
+
+    def address(self, place: int) -> str:
+        """Of the host at a place (0, 1, ...)."""
+        return f"{_FIRST}.{self.number}.{place + 1}"
+
+    def namespace(self, host: str) -> str:
+        return f"accept-lab-{self.lab}-{host}"
+
+    def port(self, place: int) -> str:
+        """The bridge's end of a host's cable."""
+        return f"al{self.number}h{place}"
+
+    def make_bridge(self) -> None:
+        run("ip", "link", "add", self.bridge, "type", "bridge")
+        run("ip", "addr", "add", f"{_FIRST}.{self.number}.{HEAD}/24", "dev", self.bridge)
+        run("ip", "link", "set", self.bridge, "up")
+
+    def make_host(self, host: str, place: int, names: Path) -> None:
+        """Network and host name; ``names``: a file that will hold the host name's namespace."""
+        space, port = self.namespace(host), self.port(place)
+        run("ip", "netns", "add", space)
+        run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+        run("ip", "link", "set", port, "master", self.bridge, "up")
+        run("ip", "-n", space, "addr", "add", f"{self.address(place)}/24", "dev", "eth0")
+        run("ip", "-n", space, "link", "set", "eth0", "up")
+        run("ip", "-n", space, "link", "set", "lo", "up")
+        names.touch()
+        run("unshare", f"--uts={names}", "hostname", host)
+
+    def set_link(self, host: str, place: int, mbit: float | None) -> None:
+        """Limit a host's link in both directions; None: no limit."""
+        space = self.namespace(host)
+        for where in (("-n", space, "qdisc"), ("qdisc",)):
+            device = "eth0" if len(where) > 1 else self.port(place)
+            if mbit is None:
+                run("tc", *where, "del", "dev", device, "root", check=False)
+            else:
+                # The bucket holds 2 ms, but no less than a few packets: segments are joined to up to 64 KB on the way.
+                burst = max(32_000, int(mbit * 1e6 / 8 * 0.002))
+                limit = ("rate", f"{mbit}mbit", "burst", burst, "latency", "400ms")
+                run("tc", *where, "replace", "dev", device, "root", "tbf", *limit)
+
+    def set_cable(self, place: int, plugged: bool) -> None:
+        run("ip", "link", "set", self.port(place), "up" if plugged else "down")
+
+    def plugged(self, place: int) -> bool:
+        return "NO-CARRIER" not in (shown := run("ip", "-o", "link", "show", self.port(place))) and ",UP" in shown
+
+    def remove(self, hosts: list[str], names: list[Path]) -> None:
+        """Remove what there is of it."""
+        for place, host in enumerate(hosts):
+            run("ip", "link", "del", self.port(place), check=False)
+            if (NAMESPACES / self.namespace(host)).exists():
+                run("ip", "netns", "del", self.namespace(host), check=False)
+        for path in names:
+            run("umount", path, check=False)
+        run("ip", "link", "del", self.bridge, check=False)

@@ -1,0 +1,106 @@
+"""Fleet files of the edge lab, and the control groups of version 2 (in a folder; the lab's tests use the real ones)."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "jobs" / "lab"))
+
+from edgelab import LabError
+from edgelab.cgroups import Groups, quota
+from edgelab.fleet import Host, changed, parse, read, spread
+
+
+def test_defaults_count_and_personas() -> None:
+    hosts = parse(
+        {"defaults": {"link": 50, "cpu": 0.2}, "hosts": [{"name": "edge", "count": 2}, {"persona": "pi4", "link": 5}]}, "f"
+    )
+    assert [host.name for host in hosts] == ["edge1", "edge2", "pi4"]
+    assert (hosts[0].cpu, hosts[0].link) == (0.2, 50)
+    assert (hosts[2].isa, hosts[2].link, hosts[2].memory) == ("default", 5, 3 << 30)
+    found = hosts[2].environment()
+    assert found == {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "f: no [[hosts]]"),
+        ({"hosts": [{"name": "a"}], "host": 1}, 'unknown key "host"'),
+        ({"hosts": [{"cpu": 0.5}]}, "hosts entry 1: name = None"),
+        ({"hosts": [{"name": "a", "cpus": 1}]}, 'unknown key "cpus"'),
+        ({"hosts": [{"name": "a", "cpu": "fast"}]}, "cpu = 'fast': expected a number"),
+        ({"hosts": [{"name": "a", "cpu": 2}]}, "cpu = 2.0: expected 0.01 to 1"),
+        ({"hosts": [{"name": "a", "cpu": 0}]}, "expected 0.01 to 1"),
+        ({"hosts": [{"name": "a", "link": 0}]}, "link = 0"),
+        ({"hosts": [{"name": "a", "isa": "sse"}]}, "isa = 'sse'"),
+        ({"hosts": [{"name": "a", "memory": "lots"}]}, 'memory = "lots"'),
+        ({"hosts": [{"name": "a", "count": 0}]}, "must be positive"),
+        ({"hosts": [{"name": "A b"}]}, "small letters"),
+        ({"hosts": [{"name": "a"}, {"name": "a"}]}, 'two hosts are called "a"'),
+        ({"hosts": [{"name": "a", "count": 201}]}, "at most 200"),
+        ({"hosts": [{"persona": "pi9"}]}, 'no persona "pi9"; there are pi4'),
+    ],
+)
+def test_mistakes_are_one_sentence(content: dict, message: str) -> None:
+    with pytest.raises(LabError) as caught:
+        parse(content, "f")
+    assert message in str(caught.value)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match="cannot read the fleet"):
+        read(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[[hosts]")
+    with pytest.raises(LabError, match="not valid TOML"):
+        read(tmp_path / "bad.toml")
+
+
+def test_all_fleets_of_the_project_are_valid() -> None:
+    fleets = [path for path in (ROOT / "jobs").rglob("*.toml") if "[[hosts]]" in path.read_text()]
+    assert len(fleets) >= 2
+    for path in fleets:
+        assert read(path), path
+
+
+def test_changes() -> None:
+    host = Host("a", 0.4, link=100)
+    assert changed(host, ["cpu=0.2", "link=5"]) == Host("a", 0.2, link=5)
+    assert changed(host, ["link=free"]) == Host("a", 0.4)
+    for wrong in ("cpu", "cpu=fast", "memory=1G", "cpu=0", "cpu=free"):
+        with pytest.raises(LabError):
+            changed(host, [wrong])
+
+
+def test_spread_balances_cores() -> None:
+    hosts = [Host("a", 0.8), Host("b", 0.4), Host("c", 0.4), Host("d", 1.0, threads=2)]
+    placed = spread(hosts, [0, 1])
+    assert placed["d"] == [0, 1]
+    assert placed["a"] != placed["b"] == placed["c"]
+
+
+@pytest.mark.parametrize("cpu", [0.01, 0.04, 0.2, 0.4, 1.0, 1.5])
+def test_quota_keeps_the_share_and_the_kernel_s_least(cpu: float) -> None:
+    mine, period = quota(cpu)
+    assert mine >= 1000
+    assert mine / period == pytest.approx(cpu, rel=0.01)
+    assert period == 5000 or mine <= 1001
+
+
+def test_version_2(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.controllers").write_text("cpuset cpu memory")
+    groups = Groups("x", tmp_path)
+    groups.make("edge", 0.4, [1], 1 << 30)
+    group = tmp_path / "accept-lab-x" / "edge"
+    assert groups.of("edge") == [group]
+    assert (group / "cpu.max").read_text() == "2000 5000"
+    assert (group / "cpuset.cpus").read_text() == "1"
+    assert (group / "memory.max").read_text() == str(1 << 30)
+    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu +cpuset +memory"
+
+
+def test_no_control_groups(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match="no control groups"):
+        Groups("x", tmp_path)
