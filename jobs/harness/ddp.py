@@ -1,0 +1,55 @@
+"""A session's program: DistributedDataParallel over gloo, the whole model on every host, plain or with PowerSGD of rank 1.
+
+A point has ``job``, ``tuned``, ``powersgd``, ``steps`` and ``warm``.
+"""
+
+import json
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.peer import Setting, join, keep_memory, loss_of, timed
+from harness.session import points
+
+_PLAIN_STEPS = 2  # PowerSGD sends gradients whole in its first steps
+
+
+def main() -> None:
+    rank, size = join()
+    built: dict[str, Any] = {}
+    for point, answer in points():
+        name = json.dumps({key: point.get(key) for key in ("job", "set", "tuned", "powersgd")})
+        warm = point["warm"]
+        if name not in built:
+            built[name] = build(point, rank, size)
+            warm = max(warm, _PLAIN_STEPS + 1) if point["powersgd"] else warm
+        step, batch = built[name]
+        answer({"samples_per_s": batch / timed(step, point["steps"], warm)})
+    dist.destroy_process_group()
+
+
+def build(point: dict[str, Any], rank: int, size: int) -> tuple[Any, int]:
+    """One step as a function, and the samples of a step over all ranks."""
+    if point["tuned"]:
+        keep_memory()
+    setting = Setting(point)
+    model = DistributedDataParallel(setting.layers(0, len(setting.chain)))
+    if point["powersgd"]:
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=_PLAIN_STEPS)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = setting.optimizer(model)
+    share = setting.batch // size
+    batches = setting.batches(slice(rank * share, (rank + 1) * share))
+
+    def step() -> None:
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+
+    return step, share * size
+
+
+main()

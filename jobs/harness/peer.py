@@ -1,0 +1,88 @@
+"""What the peers' programs share: the same model code, data, batches and optimizer as our job, in plain PyTorch."""
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accept_mpi import config, data, models
+from accept_mpi.device import keep_memory
+from accept_mpi.plan import even_cuts
+
+
+class Setting:
+    """A job as a peer runs it; ``tuned``: with our memory settings (glibc's allocator, channels_last)."""
+
+    def __init__(self, point: dict[str, Any]) -> None:
+        self.job = config.parse(Path(point["job"]).read_text(), point["job"], tuple(point.get("set", ())))
+        self.tuned = bool(point["tuned"])
+        self.chain = models.load(self.job.model.name, self.job.model.args, self.job.train.seed)
+        self.batch, self.micro_batches = self.job.train.batch_size, self.job.train.micro_batches
+        self.train, self.test = data.load(self.job.data.name, self.job.data.args)
+        torch.manual_seed(self.job.train.seed)
+
+    def edges(self, stages: int, cuts: list[int] | None = None) -> list[tuple[int, int]]:
+        """First and last + 1 layer of each stage."""
+        return list(itertools.pairwise([0, *(cuts or even_cuts(len(self.chain), stages)), len(self.chain)]))
+
+    def layers(self, start: int, stop: int) -> nn.Sequential:
+        """Layers of the model, in the memory format of this setting."""
+        built = nn.Sequential(*(self.chain.build(i, self.job.train.seed) for i in range(start, stop)))
+        return self.format(built)
+
+    def format(self, what: Any) -> Any:
+        """A module or an image in this setting's memory format."""
+        image = isinstance(what, nn.Module) or what.dim() == 4
+        return what.to(memory_format=torch.channels_last) if self.tuned and image else what
+
+    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        given = self.job.train.optimizer
+        parameters = list(module.parameters())
+        if given.name == "sgd":
+            return torch.optim.SGD(parameters, lr=self.job.lr, momentum=given.momentum, weight_decay=given.weight_decay)
+        return torch.optim.AdamW(parameters, lr=self.job.lr, weight_decay=given.weight_decay)
+
+    def batches(self, share: slice = slice(None)) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Shuffled batches for ever; ``share`` takes a part of each."""
+        while True:
+            order = torch.randperm(len(self.train)).numpy()
+            for first in range(0, len(order) - self.batch + 1, self.batch):
+                chosen = order[first : first + self.batch][share]
+                inputs = self.train.inputs(chosen)
+                assert isinstance(inputs, torch.Tensor)
+                yield self.format(inputs), self.train.targets(chosen)
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy, of images' classes or of every position of a text."""
+    return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), target.reshape(-1))
+
+
+def join() -> tuple[int, int]:
+    """Join gloo's process group over the lab's network; rank and size. The memory settings hold for the whole process."""
+    rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+    store = dist.FileStore(f"{os.environ['TMPDIR']}/gloo-{os.environ['ACCEPT_LAB_RUN']}", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return rank, size
+
+
+def timed(step: Callable[[], None], steps: int, warm: int) -> float:
+    """Seconds a step, all ranks together: from barrier to barrier."""
+    for _ in range(warm):
+        step()
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    dist.barrier()
+    return (time.perf_counter() - began) / steps
+
+
+__all__ = ["Setting", "join", "keep_memory", "loss_of", "timed"]

@@ -1,0 +1,68 @@
+"""A session's program: torch.distributed.pipelining with 1F1B over gloo, layers split evenly or at the point's ``cuts``.
+
+A point has ``job``, ``tuned``, ``steps`` and ``warm``.
+"""
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from harness.peer import Setting, join, keep_memory, loss_of, timed
+from harness.session import points
+
+
+class _Stage(nn.Module):
+    """Layers that take one argument each, as a stage that takes what crosses a boundary as several."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, *values: torch.Tensor) -> Any:
+        return self.layers(values[0] if len(values) == 1 else values)
+
+
+def main() -> None:
+    rank, size = join()
+    built: dict[str, Any] = {}
+    for point, answer in points():
+        name = json.dumps({key: point.get(key) for key in ("job", "set", "tuned", "cuts")})
+        if name not in built:
+            built[name] = build(point, rank, size)
+        step, batch = built[name]
+        seconds = timed(step, point["steps"], point["warm"])
+        answer({"samples_per_s": batch / seconds})
+    dist.destroy_process_group()
+
+
+def build(point: dict[str, Any], rank: int, size: int) -> tuple[Any, int]:
+    """The schedule's step as a function, and the samples of a step."""
+    if point["tuned"]:
+        keep_memory()
+    setting = Setting(point)
+    module = _Stage(setting.layers(*setting.edges(size, point.get("cuts"))[rank]))
+    optimizer = setting.optimizer(module)
+    schedule = Schedule1F1B(
+        PipelineStage(module, rank, size, torch.device("cpu")), setting.micro_batches, loss_fn=loss_of
+    )
+    batches = setting.batches()
+
+    def step() -> None:
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(inputs)
+        elif rank == size - 1:
+            schedule.step(target=targets, losses=[])
+        else:
+            schedule.step()
+        optimizer.step()
+
+    return step, setting.batch
+
+
+main()

@@ -1,0 +1,98 @@
+"""One program under mpirun in the lab measures many points, so that its start is paid once; links change in between.
+
+The driver (``Session``) writes ``point-N.json``, every rank waits for it (``points()``) and writes ``result-N-RANK.json``:
+all hosts of a lab see the same files.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from edgelab import LabError
+from edgelab.laboratory import Laboratory, Running
+
+Answer = Callable[[dict[str, Any]], None]
+_START_SECONDS = 180.0
+_POLL = 0.02
+
+
+class Session:
+    """``with Session(lab, "harness.ours", folder) as session: session.measure({...}, seconds)``."""
+
+    def __init__(self, lab: Laboratory, module: str, folder: Path, ranks: int | None = None) -> None:
+        self._ranks = ranks or len(lab.hosts)
+        self._folder, self._number = folder, 0
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("*.json"):
+            old.unlink()
+        self._out = open(folder / "output.txt", "w+")  # noqa: SIM115 (closed in __exit__)
+        mpirun = str(Path(sys.executable).with_name("mpirun"))
+        jobs = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join([str(Path(jobs).parent), jobs, f"{jobs}/lab"])
+        command = [mpirun if Path(mpirun).exists() else "mpirun", "-n", self._ranks, sys.executable, "-m", module, folder]
+        self._running: Running = lab.start(
+            command, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._out
+        )
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._ask(None)
+                self._running.process.wait(30)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self._running.end()
+            self._out.close()
+
+    def measure(self, point: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
+        """The results of all ranks. Raises LabError where the program ends, or takes longer than ``seconds``."""
+        number = self._ask(point)
+        until = time.monotonic() + seconds + (_START_SECONDS if number == 0 else 0)
+        files = [self._folder / f"result-{number}-{rank}.json" for rank in range(self._ranks)]
+        while not all(file.exists() for file in files):
+            ended = self._running.process.poll() is not None
+            if ended or time.monotonic() > until:
+                self._out.seek(0)
+                what = "ended" if ended else f"took longer than {seconds:.0f} s"
+                raise LabError(f"{' '.join(self._running.command)} {what} at {point}:\n{self._out.read()[-3000:]}")
+            time.sleep(_POLL)
+        return [json.loads(file.read_text()) for file in files]
+
+    def _ask(self, point: dict[str, Any] | None) -> int:
+        _write(self._folder / f"point-{self._number}.json", point)
+        self._number += 1
+        return self._number - 1
+
+
+def points() -> Iterator[tuple[dict[str, Any], Answer]]:
+    """On every rank: the points as they come, and where to put what was measured."""
+    folder, rank = Path(sys.argv[1]), int(os.environ["OMPI_COMM_WORLD_RANK"])
+    number = 0
+    while True:
+        file = folder / f"point-{number}.json"
+        while not file.exists():
+            time.sleep(_POLL)
+            if not folder.exists():
+                sys.exit("the session's folder is gone")
+        point = json.loads(file.read_text())
+        if point is None:
+            return
+        result = folder / f"result-{number}-{rank}.json"
+        yield point, lambda found, result=result: _write(result, found)  # type: ignore[misc]
+        number += 1
+
+
+def _write(path: Path, content: object) -> None:
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(content))
+    beside.rename(path)

@@ -1,0 +1,73 @@
+"""Results of points in one HDF5 file: what is there is not measured again.
+
+Layout: a group ``/points/00000``, ... for each point; attribute ``point`` is its JSON text, every other attribute or data
+set a result. The file is written beside and renamed, so it is whole or absent.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+Point = dict[str, Any]
+Result = dict[str, Any]
+
+
+def name_of(point: Point) -> str:
+    """The text by which a point is known again."""
+    return json.dumps(point, sort_keys=True)
+
+
+class Store:
+    """``store.add(point, result)``; ``store.get(point)`` is None until then."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where there is a file that is not one of results."""
+        self.path = path
+        self._found: dict[str, Result] = {}
+        if path.exists():
+            with h5py.File(path, "r") as file:
+                for group in file["points"].values():
+                    values = {key: value for key, value in group.attrs.items() if key != "point"}
+                    self._found[group.attrs["point"]] = values | {key: data[()] for key, data in group.items()}
+
+    def get(self, point: Point) -> Result | None:
+        return self._found.get(name_of(point))
+
+    def add(self, point: Point, result: Result) -> None:
+        """Keep a point's result, on the disk too when this returns."""
+        self._found[name_of(point)] = result
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_suffix(".part")
+        with h5py.File(beside, "w") as file:
+            for number, (name, values) in enumerate(self._found.items()):
+                group = file.create_group(f"points/{number:05}")
+                group.attrs["point"] = name
+                for key, value in values.items():
+                    if np.ndim(value):
+                        group[key] = value
+                    else:
+                        group.attrs[key] = value
+        os.replace(beside, self.path)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Point and result together, one a point."""
+        return [json.loads(name) | values for name, values in self._found.items()]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; floats with three significant digits."""
+
+    def text(value: object) -> str:
+        if value is None:
+            return ""
+        if isinstance(value, float):
+            return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) < 1 else f"{value:.1f}"
+        return str(value)
+
+    lines = [head, ["---"] * len(head), *([text(value) for value in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

