@@ -1,7 +1,8 @@
 """A session's program: every host computes alone at the same time as the others, nothing is sent: the hardware's limit.
 
-A point has ``job``, ``tuned``, ``seconds``, and ``cuts``: None (each host trains the whole model) or the first layers of stages 1,
-2, ... (each host runs forward and backward of its stage, on inputs that the stages before have made).
+A point has ``job``, ``tuned``, ``seconds``, and ``cuts``: None (each host trains the whole model) or the first layers of
+stages 1, 2, ... (each host runs forward and backward of its stage, on inputs that the stages before have made). Or
+``layers``: each host measures every layer of the model by itself, in seconds a micro-batch.
 """
 
 import os
@@ -20,6 +21,10 @@ def main() -> None:
     for point, answer in points():
         if point["tuned"]:
             keep_memory()
+        if point.get("layers"):
+            seconds = by_layer(Setting(point), point["seconds"])
+            answer({"samples_per_s": 0.0, "layer_seconds": seconds})
+            continue
         answer({"samples_per_s": measure(Setting(point), point, rank, size)})
 
 
@@ -64,6 +69,34 @@ def measure(setting: Setting, point: dict[str, Any], rank: int, size: int) -> fl
     rate = run(point["seconds"])
     run(2.0)  # the others are still measuring
     return rate
+
+
+def by_layer(setting: Setting, seconds: float) -> list[float]:
+    """Mean seconds of forward and backward of each layer: computing time, stretched as the host's quota stretches all."""
+    layers = list(setting.layers(0, len(setting.chain)))
+    inputs, target = next(setting.batches(slice(0, setting.batch // setting.micro_batches)))
+    total, rounds, until = [0.0] * len(layers), 0, time.perf_counter() + seconds
+    wall, used = 0.0, 0.0
+    while time.perf_counter() < until or rounds < 2:
+        if rounds == 1:
+            wall, used = time.perf_counter(), time.thread_time()
+        values: Any = inputs
+        for index, layer in enumerate(layers):
+            packed = isinstance(values, tuple)
+            given = [v.detach() for v in (values if packed else (values,))]
+            given = [v.requires_grad_(index > 0 and v.is_floating_point()) for v in given]
+            began = time.thread_time()
+            values = layer(tuple(given) if packed else given[0])
+            if index + 1 == len(layers):
+                loss_of(values, target).backward()
+            else:
+                outs = [v for v in (values if isinstance(values, tuple) else (values,)) if v.requires_grad]
+                torch.autograd.backward(outs, [torch.ones_like(v) for v in outs])
+            if rounds:
+                total[index] += time.thread_time() - began
+        rounds += 1
+    stretch = (time.perf_counter() - wall) / (time.thread_time() - used)
+    return [stretch * t / (rounds - 1) for t in total]
 
 
 main()

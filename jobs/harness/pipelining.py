@@ -46,9 +46,7 @@ def build(point: dict[str, Any], rank: int, size: int) -> tuple[Any, int]:
     setting = Setting(point)
     module = _Stage(setting.layers(*setting.edges(size, point.get("cuts"))[rank]))
     optimizer = setting.optimizer(module)
-    schedule = Schedule1F1B(
-        PipelineStage(module, rank, size, torch.device("cpu")), setting.micro_batches, loss_fn=loss_of
-    )
+    schedule = Schedule1F1B(PipelineStage(module, rank, size, torch.device("cpu")), setting.micro_batches, loss_fn=loss_of)
     batches = setting.batches()
 
     def step() -> None:

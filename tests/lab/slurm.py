@@ -1,6 +1,6 @@
 """A real Slurm of one node, on ports and in a directory of its own: started and stopped by tests, or by hand:
 
-    python tests/lab/slurm.py -- sbatch --wait jobs/slurm/train.sbatch jobs/quickstart.toml
+python tests/lab/slurm.py -- sbatch --wait jobs/slurm/train.sbatch jobs/quickstart.toml
 """
 
 import os

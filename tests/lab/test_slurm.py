@@ -8,9 +8,8 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(Path(__file__).parent))
-from slurm import Slurm, why_not
-
 from accept_mpi.log import open_log, read_facts
+from slurm import Slurm, why_not
 
 reason = why_not()
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))

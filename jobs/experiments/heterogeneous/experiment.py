@@ -1,0 +1,100 @@
+"""FTPipeHD's comparison: unequal devices, cut evenly and cut well, and what the sizes of the layers allow.
+
+The good cuts, and the good order of the devices, come from every layer measured alone on every host: the least slowest
+stage of all cuts and orders, transfers taken as hidden.
+"""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accept_mpi.figures import pyplot
+from accept_mpi.plan import even_cuts
+from harness.experiment import Experiment, run
+from harness.store import table
+
+FLEETS = {"ten-ten-one.toml": "3 hosts, 10:10:1", "personas.toml": "mini-pc, old-laptop, pi5, pi4"}
+MICRO = 8  # samples a micro-batch
+_PAPER = 6.8
+
+Seconds = npt.NDArray[np.float64]
+
+
+def main() -> None:
+    experiment = Experiment(__file__)
+    rows, bars = [], {}
+    for fleet, title in FLEETS.items():
+        with experiment.lab(fleet) as lab:
+            names = [host.name for host in lab.hosts]
+            asked = {"job": experiment.job(), "seconds": 12.0, "tuned": True, "cuts": None}
+            seconds = np.array(experiment.measure("alone", {"system": "layers"}, asked | {"layers": True})["layer_seconds"])
+            limit = float(experiment.measure("alone", {"system": "alone"}, asked)["samples_per_s"])
+            places = tuple(range(len(names)))
+            even = even_cuts(seconds.shape[1], len(names))
+            same_order, reordered = best_plan(seconds, [places]), best_plan(seconds, list(itertools.permutations(places)))
+            plans = {"even": (even, places), "best cuts": same_order, "best cuts and order": reordered}
+            found = {}
+            for name, (cuts, order) in plans.items():
+                experiment.order(order)
+                rate = float(
+                    experiment.ours(None, {"pipeline.cuts": cuts}, seconds=10.0, order=list(order))["samples_per_s"]
+                )
+                allowed = MICRO / slowest(seconds, cuts, order)
+                found[name] = (rate, allowed)
+                hosts = ", ".join(names[place] for place in order)
+                rows.append(
+                    [title, name, hosts, str(cuts), rate, rate / found["even"][0], allowed / found["even"][1], rate / limit]
+                )
+            bars[title] = {"every host alone, together": limit} | {name: rate for name, (rate, _) in found.items()}
+    head = [
+        "fleet", "plan", "hosts in order", "cuts", "samples/s", "x even cuts", "x even cuts, allowed by the layers",
+        "of the sum of the hosts alone",
+    ]  # fmt: skip
+    best = max(row[5] for row in rows if row[0] == FLEETS["ten-ten-one.toml"])
+    draw(experiment, bars)
+    experiment.finish(f"{table(head, rows)}\n10:10:1 against even cuts: {best:.1f} x (FTPipeHD's paper: {_PAPER} x)\n")
+
+
+def slowest(seconds: Seconds, cuts: list[int], order: tuple[int, ...]) -> float:
+    """Seconds a micro-batch of the slowest stage."""
+    edges = [0, *cuts, seconds.shape[1]]
+    return max(float(seconds[place, a:b].sum()) for place, (a, b) in zip(order, itertools.pairwise(edges), strict=True))
+
+
+def best_plan(seconds: Seconds, orders: list[tuple[int, ...]]) -> tuple[list[int], tuple[int, ...]]:
+    """Cuts and order with the least slowest stage, by trying all."""
+    layers, stages = seconds.shape[1], seconds.shape[0]
+    sums = np.concatenate([np.zeros((stages, 1)), seconds.cumsum(axis=1)], axis=1)
+    cuts = np.array(list(itertools.combinations(range(1, layers), stages - 1)))
+    edges = np.concatenate([np.zeros((len(cuts), 1), int), cuts, np.full((len(cuts), 1), layers)], axis=1)
+    found: list[tuple[float, list[int], tuple[int, ...]]] = []
+    for order in orders:
+        times = [sums[place, edges[:, s + 1]] - sums[place, edges[:, s]] for s, place in enumerate(order)]
+        longest = np.max(times, axis=0)
+        at = int(longest.argmin())
+        found.append((float(longest[at]), cuts[at].tolist(), order))
+    _, chosen, order = min(found)
+    return chosen, order
+
+
+def draw(experiment: Experiment, bars: dict[str, dict[str, float]]) -> None:
+    """A group of bars a fleet."""
+    plt = pyplot()
+    colours: dict[str, Any] = dict(zip(next(iter(bars.values())), ["#999999", "#D55E00", "#6db4e8", "#003f7d"], strict=True))
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for group, values in enumerate(bars.values()):
+        for number, (name, rate) in enumerate(values.items()):
+            drawn = axes.bar(group + 0.2 * (number - 1.5), rate, 0.19, color=colours[name], label=None if group else name)
+            axes.bar_label(drawn, fmt="%.1f", fontsize=8)
+    axes.set_xticks(range(len(bars)), bars)
+    axes.set_ylabel("samples/s")
+    axes.set_title("MobileNetV2, batch 64, unequal hosts", fontsize=11)
+    figure.legend(fontsize=8, frameon=False, ncols=4, loc="outside lower center")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(experiment.out / "plot.png", dpi=110)
+
+
+run(main)

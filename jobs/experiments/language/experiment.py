@@ -1,0 +1,25 @@
+"""A language model side by side with its peers: GPT of 8 blocks of 256 over four equal hosts, at 100 and 20 Mbit/s."""
+
+from harness.experiment import Experiment, run
+from harness.side_by_side import Case, SideBySide
+
+CASE = Case(
+    title="GPT 8 x 256, context 128, batch 16, four hosts of 0.4 core",
+    links=(0, 100, 20),
+    cuts=[5, 9, 13],
+    ours={"1f1b-async": ("none", "uniform:4", "auto"), "zero-bubble": ("auto",)},
+    samples=16,
+    synchronous={"train.batch_size": 32, "train.micro_batches": 16},
+    seconds=8.0,
+)
+
+
+def main() -> None:
+    experiment = Experiment(__file__)
+    with experiment.lab("fleet.toml"):
+        found = SideBySide(experiment, CASE)
+    found.draw()
+    experiment.finish(found.text())
+
+
+run(main)

