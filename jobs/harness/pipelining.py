@@ -15,15 +15,29 @@ from harness.peer import Setting, join, keep_memory, loss_of, timed
 from harness.session import points
 
 
+class _Enter(torch.autograd.Function):
+    """To channels_last, and its gradient back to contiguous: gloo sends contiguous tensors only."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone(memory_format=torch.channels_last)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].contiguous()
+
+
 class _Stage(nn.Module):
     """Layers that take one argument each, as a stage that takes what crosses a boundary as several."""
 
-    def __init__(self, layers: nn.Sequential) -> None:
+    def __init__(self, layers: nn.Sequential, channels_last: bool) -> None:
         super().__init__()
-        self.layers = layers
+        self.layers, self._channels_last = layers, channels_last
 
     def forward(self, *values: torch.Tensor) -> Any:
-        return self.layers(values[0] if len(values) == 1 else values)
+        given = tuple(_Enter.apply(v) if self._channels_last and v.dim() == 4 else v for v in values)
+        out = self.layers(given[0] if len(given) == 1 else given)
+        return tuple(o.contiguous() for o in out) if isinstance(out, tuple) else out.contiguous()
 
 
 def main() -> None:
@@ -44,7 +58,7 @@ def build(point: dict[str, Any], rank: int, size: int) -> tuple[Any, int]:
     if point["tuned"]:
         keep_memory()
     setting = Setting(point)
-    module = _Stage(setting.layers(*setting.edges(size, point.get("cuts"))[rank]))
+    module = _Stage(setting.layers(*setting.edges(size, point.get("cuts"))[rank]), setting.tuned)
     optimizer = setting.optimizer(module)
     schedule = Schedule1F1B(PipelineStage(module, rank, size, torch.device("cpu")), setting.micro_batches, loss_fn=loss_of)
     batches = setting.batches()

@@ -1,0 +1,69 @@
+"""The machinery of the experiments, with every peer, on two hosts and a small model."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, environment
+from labs import reason
+
+pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
+
+FLEET = '[[hosts]]\nname = "edge"\ncount = 2\ncpu = 0.8\n'
+JOB = """
+[model]
+name = "cnn"
+args = { classes = 10 }
+[data]
+name = "digits"
+args = { size = 16 }
+[train]
+batch_size = 16
+micro_batches = 4
+steps = 4
+evaluate_every = 0
+[pipeline]
+schedule = "1f1b-async"
+[output]
+directory = "set by the experiment"
+"""
+EXPERIMENT = """
+from harness.experiment import Experiment, run
+from harness.side_by_side import Case, SideBySide
+
+def main():
+    experiment = Experiment(__file__)
+    case = Case("test", (0, 50), [3], {"1f1b-async": ("none", "auto"), "1f1b": ("uniform:4",)}, 16, seconds=0.3)
+    with experiment.lab("fleet.toml"):
+        found = SideBySide(experiment, case)
+    found.draw()
+    experiment.finish(found.text())
+
+run(main)
+"""
+
+
+def test_side_by_side(tmp_path: Path) -> None:
+    folder = tmp_path / f"t{os.getpid()}"
+    folder.mkdir()
+    (folder / "fleet.toml").write_text(FLEET)
+    (folder / "job.toml").write_text(JOB)
+    (folder / "experiment.py").write_text(EXPERIMENT)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "jobs"), str(ROOT / "jobs" / "lab")])
+    command = [sys.executable, str(folder / "experiment.py")]
+    for attempt in range(2):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment() | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=280
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        # 6 of ours, 12 of peers, 6 alone; the second time nothing is measured again.
+        assert done.stdout.count("samples/s\n") == (0 if attempt else 24), done.stdout
+    out = tmp_path / "runs" / "experiments" / folder.name
+    shown = (out / "table.md").read_text()
+    assert shown.count("| accept_mpi ") == 3
+    assert shown.count("| torch ") == 6
+    assert "| async, best codec / sum of the hosts alone | " in shown
+    assert (out / "plot.png").stat().st_size > 10_000
+    assert f"experiment-{folder.name}" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout

@@ -1,0 +1,51 @@
+"""What experiments and sweeps keep and show."""
+
+import sys
+from pathlib import Path
+
+import h5py
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "jobs"))
+
+from harness.store import Store, table
+
+
+def test_results_survive(tmp_path: Path) -> None:
+    store = Store(tmp_path / "deep" / "results.h5")
+    point = {"codec": "none", "link": 0, "nested": {"a": [1, 2]}}
+    assert store.get(point) is None
+    store.add(point, {"samples_per_s": 12.5, "each": [1.0, 2.0], "log": "x.h5"})
+    store.add({"codec": "auto"}, {"samples_per_s": 3.0})
+    again = Store(tmp_path / "deep" / "results.h5")
+    found = again.get({"nested": {"a": [1, 2]}, "link": 0, "codec": "none"})  # the order of keys does not matter
+    assert found is not None
+    assert (found["samples_per_s"], list(found["each"]), found["log"]) == (12.5, [1.0, 2.0], "x.h5")
+    assert [row["codec"] for row in again.rows()] == ["none", "auto"]
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["results.h5"]
+
+
+def test_a_torn_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "results.h5"
+    store = Store(path)
+    store.add({"a": 1}, {"samples_per_s": 1.0})
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(h5py.Group, "create_group", full)
+    with pytest.raises(OSError, match="No space"):
+        store.add({"a": 2}, {"samples_per_s": 2.0})
+    assert Store(path).rows() == [{"a": 1, "samples_per_s": 1.0}]
+
+
+def test_something_else_under_the_name(tmp_path: Path) -> None:
+    (tmp_path / "results.h5").write_bytes(b"not HDF5")
+    with pytest.raises(OSError, match="results.h5"):
+        Store(tmp_path / "results.h5")
+
+
+def test_table() -> None:
+    shown = table(["a", "b"], [[1, 123.4], ["x", 0.1234], [None, 12.34]])
+    assert shown.splitlines() == ["| a | b |", "| --- | --- |", "| 1 | 123 |", "| x | 0.123 |", "|  | 12.3 |"]
