@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from accept_mpi.errors import UserError
 from edgelab import LabError
 from edgelab.fleet import read
 from edgelab.laboratory import Laboratory
@@ -131,6 +132,6 @@ def run(main: Any) -> None:
     """Run an experiment's main; mistakes of users are one sentence."""
     try:
         main()
-    except LabError as error:
+    except (LabError, UserError) as error:
         print(f"experiment: {error}", file=sys.stderr)
         sys.exit(2)

@@ -13,6 +13,8 @@ from typing import Any
 import h5py
 import numpy as np
 
+from accept_mpi.errors import UserError
+
 Point = dict[str, Any]
 Result = dict[str, Any]
 
@@ -26,14 +28,20 @@ class Store:
     """``store.add(point, result)``; ``store.get(point)`` is None until then."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError where there is a file that is not one of results."""
+        """Raises UserError where there is a file that is not one of results."""
         self.path = path
         self._found: dict[str, Result] = {}
         if path.exists():
-            with h5py.File(path, "r") as file:
-                for group in file["points"].values():
-                    values = {key: value for key, value in group.attrs.items() if key != "point"}
-                    self._found[group.attrs["point"]] = values | {key: data[()] for key, data in group.items()}
+            try:
+                self._read()
+            except (OSError, KeyError) as error:
+                raise UserError(f"{path}: not a file of results ({error}); move it away to begin anew") from error
+
+    def _read(self) -> None:
+        with h5py.File(self.path, "r") as file:
+            for group in file["points"].values():
+                values = {key: value for key, value in group.attrs.items() if key != "point"}
+                self._found[group.attrs["point"]] = values | {key: data[()] for key, data in group.items()}
 
     def get(self, point: Point) -> Result | None:
         return self._found.get(name_of(point))

@@ -9,6 +9,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "jobs"))
 
+from accept_mpi.errors import UserError
 from harness.store import Store, table
 
 
@@ -42,7 +43,7 @@ def test_a_torn_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_something_else_under_the_name(tmp_path: Path) -> None:
     (tmp_path / "results.h5").write_bytes(b"not HDF5")
-    with pytest.raises(OSError, match="results.h5"):
+    with pytest.raises(UserError, match="not a file of results"):
         Store(tmp_path / "results.h5")
 
 
