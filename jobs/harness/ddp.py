@@ -1,16 +1,19 @@
 """A session's program: DistributedDataParallel over gloo, the whole model on every host, plain or with PowerSGD of rank 1.
 
-A point has ``job``, ``tuned``, ``powersgd``, ``steps`` and ``warm``.
+A point has ``job``, ``tuned``, ``powersgd``, ``steps`` and ``warm``; or, instead of the last two, ``until`` (a test
+accuracy) and ``seconds`` to train that far from the beginning.
 """
 
+import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.peer import Setting, join, keep_memory, loss_of, timed
+from harness.peer import Setting, join, keep_memory, loss_of, timed, trained
 from harness.session import points
 
 _PLAIN_STEPS = 2  # PowerSGD sends gradients whole in its first steps
@@ -20,18 +23,23 @@ def main() -> None:
     rank, size = join()
     built: dict[str, Any] = {}
     for point, answer in points():
+        if "until" in point:
+            setting, model, step = build(point, rank, size)
+            whole = functools.partial(getattr, model, "module") if rank == 0 else lambda: None
+            answer(trained(setting, step, whole, point["until"], point["seconds"]))
+            continue
         name = json.dumps({key: point.get(key) for key in ("job", "set", "tuned", "powersgd")})
         warm = point["warm"]
         if name not in built:
             built[name] = build(point, rank, size)
             warm = max(warm, _PLAIN_STEPS + 1) if point["powersgd"] else warm
-        step, batch = built[name]
-        answer({"samples_per_s": batch / timed(step, point["steps"], warm)})
+        setting, _, step = built[name]
+        answer({"samples_per_s": setting.batch / timed(step, point["steps"], warm)})
     dist.destroy_process_group()
 
 
-def build(point: dict[str, Any], rank: int, size: int) -> tuple[Any, int]:
-    """One step as a function, and the samples of a step over all ranks."""
+def build(point: dict[str, Any], rank: int, size: int) -> tuple[Setting, DistributedDataParallel, Callable[[], None]]:
+    """Setting, model, and one step of all ranks as a function."""
     if point["tuned"]:
         keep_memory()
     setting = Setting(point)
@@ -49,7 +57,7 @@ def build(point: dict[str, Any], rank: int, size: int) -> tuple[Any, int]:
         loss_of(model(inputs), targets).backward()
         optimizer.step()
 
-    return step, share * size
+    return setting, model, step
 
 
 main()

@@ -85,4 +85,39 @@ def timed(step: Callable[[], None], steps: int, warm: int) -> float:
     return (time.perf_counter() - began) / steps
 
 
-__all__ = ["Setting", "join", "keep_memory", "loss_of", "timed"]
+def trained(
+    setting: Setting, step: Callable[[], None], whole: Callable[[], nn.Module | None], until: float, seconds: float
+) -> dict[str, Any]:
+    """Train until the test set is hit so often, or so many seconds have passed: (seconds, accuracy) after every epoch.
+
+    ``whole`` gives rank 0 the model as it is; evaluating is not counted.
+    """
+    epoch = len(setting.train) // setting.batch
+    found: list[list[float]] = []
+    passed = 0.0
+    while passed < seconds:
+        passed += epoch * timed(step, epoch, 0)
+        model, told = whole(), torch.zeros(1)
+        if model is not None:
+            told[0] = accuracy(setting, model)
+        dist.broadcast(told, 0)
+        found.append([passed, float(told)])
+        if float(told) >= until:
+            break
+    return {"samples_per_s": setting.batch * epoch * len(found) / passed, "evals": found}
+
+
+@torch.no_grad()
+def accuracy(setting: Setting, model: nn.Module) -> float:
+    """Share of the test set that is hit."""
+    model.eval()
+    hits = 0
+    for first in range(0, len(setting.test), setting.batch):
+        chosen = torch.arange(first, min(first + setting.batch, len(setting.test))).numpy()
+        inputs = setting.test.inputs(chosen)
+        hits += int((model(setting.format(inputs)).argmax(-1) == setting.test.targets(chosen)).sum())
+    model.train()
+    return hits / len(setting.test)
+
+
+__all__ = ["Setting", "join", "keep_memory", "loss_of", "timed", "trained"]

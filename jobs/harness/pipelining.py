@@ -1,9 +1,12 @@
 """A session's program: torch.distributed.pipelining with 1F1B over gloo, layers split evenly or at the point's ``cuts``.
 
-A point has ``job``, ``tuned``, ``steps`` and ``warm``.
+A point has ``job``, ``tuned``, ``steps`` and ``warm``; or, instead of the last two, ``until`` (a test
+accuracy) and ``seconds`` to train that far from the beginning.
 """
 
+import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from harness.peer import Setting, join, keep_memory, loss_of, timed
+from harness.peer import Setting, join, keep_memory, loss_of, timed, trained
 from harness.session import points
 
 
@@ -44,17 +47,33 @@ def main() -> None:
     rank, size = join()
     built: dict[str, Any] = {}
     for point, answer in points():
+        if "until" in point:
+            setting, module, step = build(point, rank, size)
+            whole = functools.partial(gathered, setting, module, rank, size)
+            answer(trained(setting, step, whole, point["until"], point["seconds"]))
+            continue
         name = json.dumps({key: point.get(key) for key in ("job", "set", "tuned", "cuts")})
         if name not in built:
             built[name] = build(point, rank, size)
-        step, batch = built[name]
-        seconds = timed(step, point["steps"], point["warm"])
-        answer({"samples_per_s": batch / seconds})
+        setting, _, step = built[name]
+        answer({"samples_per_s": setting.batch / timed(step, point["steps"], point["warm"])})
     dist.destroy_process_group()
 
 
-def build(point: dict[str, Any], rank: int, size: int) -> tuple[Any, int]:
-    """The schedule's step as a function, and the samples of a step."""
+def gathered(setting: Setting, module: _Stage, rank: int, size: int) -> nn.Module | None:
+    """The whole model, on rank 0."""
+    states: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object(module.layers.state_dict(), states)
+    if states is None:
+        return None
+    whole = setting.layers(0, len(setting.chain))
+    for (start, stop), state in zip(setting.edges(size), states, strict=True):
+        whole[start:stop].load_state_dict(state)
+    return whole
+
+
+def build(point: dict[str, Any], rank: int, size: int) -> tuple[Setting, _Stage, Callable[[], None]]:
+    """Setting, this rank's stage, and the schedule's step as a function."""
     if point["tuned"]:
         keep_memory()
     setting = Setting(point)
@@ -74,7 +93,7 @@ def build(point: dict[str, Any], rank: int, size: int) -> tuple[Any, int]:
             schedule.step()
         optimizer.step()
 
-    return step, setting.batch
+    return setting, module, step
 
 
 main()
