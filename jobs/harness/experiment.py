@@ -98,28 +98,30 @@ class Experiment:
             result["layer_seconds"] = [answer["layer_seconds"] for answer in answers]
         return result | {"samples_per_s": sum(rates), "each": rates}
 
-    def ours(
-        self, link: float, settings: dict[str, Any], job: str = "job.toml", seconds: float = 6.0, **known: Any
-    ) -> Result:
+    def ours(self, link: float | None, settings: dict[str, Any], seconds: float = 6.0, **known: Any) -> Result:
         """accept_mpi with these keys changed, for about so many seconds."""
-        name = "-".join([*(str(value) for value in (known | settings).values()), f"{link}"])
-        directory = self.out / "runs" / "".join(c if c.isalnum() else "-" for c in name)
-        guess = self._guess(settings)
-        steps = max(5, min(40, round(seconds * guess) + 2))
-        changed = settings | {"output.directory": str(directory.resolve()), "train.steps": steps}
-        asked = {"job": self.job(), "set": [f"{key}={value}" for key, value in changed.items()], "skip": 2}
-        found = self.measure("ours", settings | known, asked, link)
-        self._last = (settings, found["samples_per_s"])
+        batch = int(settings.get("train.batch_size", self.batch))
+        rate = self._last[1] if self._last is not None and self._last[0] == settings else batch
+        steps = max(5, min(40, round(seconds * rate / batch) + 2))
+        found = self.train(link, settings, 2, {"train.steps": steps}, **known)
+        self._last = (settings, float(found["samples_per_s"]))
         return found
 
-    _last: tuple[dict[str, Any], float] | None = None
-    batch = 64
+    def train(
+        self, link: float | None, settings: dict[str, Any], skip: int, more: dict[str, Any] | None = None, **known: Any
+    ) -> Result:
+        """accept_mpi with these keys changed, as long as the job says; its rate without the first ``skip`` steps. ``more``:
+        keys that do not name the point."""
+        name = "-".join([*(str(value) for value in (known | settings).values()), f"{link}"])
+        directory = self.out / "runs" / "".join(c if c.isalnum() else "-" for c in name)
+        changed = settings | (more or {}) | {"output.directory": str(directory.resolve())}
+        asked = {"job": self.job(), "set": [f"{key}={value}" for key, value in changed.items()], "skip": skip}
+        return self.measure("ours", settings | known, asked, link)
 
-    def _guess(self, settings: dict[str, Any]) -> float:
-        """Steps a second: as at the link before, for links come in the order of their rates."""
-        if self._last is None or self._last[0] != settings:
-            return 0.8
-        return self._last[1] / self.batch
+    batch = 64
+    """Samples a step, where the settings do not say."""
+    _last: tuple[dict[str, Any], float] | None = None
+    """Settings and rate of the point before: links come in the order of their rates."""
 
     def finish(self, text: str) -> None:
         """Keep the table and show it."""
