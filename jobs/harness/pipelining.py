@@ -17,6 +17,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from harness.peer import Setting, join, keep_memory, loss_of, timed, trained
 from harness.session import points
 
+_FIRST_STEPS = 5  # of a process: memory comes from the kernel, oneDNN chooses its routines
+
 
 class _Enter(torch.autograd.Function):
     """To channels_last, and its gradient back to contiguous: gloo sends contiguous tensors only."""
@@ -53,10 +55,11 @@ def main() -> None:
             answer(trained(setting, step, whole, point["until"], point["seconds"]))
             continue
         name = json.dumps({key: point.get(key) for key in ("job", "set", "tuned", "cuts")})
+        warm = point["warm"] if name in built else max(point["warm"], _FIRST_STEPS)
         if name not in built:
             built[name] = build(point, rank, size)
         setting, _, step = built[name]
-        answer({"samples_per_s": setting.batch / timed(step, point["steps"], point["warm"])})
+        answer({"samples_per_s": setting.batch / timed(step, point["steps"], warm)})
     dist.destroy_process_group()
 
 

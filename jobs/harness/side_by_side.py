@@ -32,6 +32,8 @@ class Case:
     """Of a step."""
     synchronous: dict[str, Any] = field(default_factory=dict)
     """Keys of the job that synchronous schedules run with."""
+    pipelining: list[str] = field(default_factory=list)
+    """Keys of the job that torch's pipelining runs with."""
     hopeless: float = 0
     """Mbit/s from which on plain DDP makes one step only, which takes longest."""
     seconds: float = 5.0
@@ -82,6 +84,8 @@ class SideBySide:
         slow = name == "torch DDP" and 0 < link <= self.case.hopeless
         steps = 1 if slow else max(2, round(self.case.seconds * guess))
         asked = {"job": self.experiment.job(), "tuned": tuned, "steps": steps, "warm": 0 if slow else 1} | more
+        if program == "pipelining":
+            asked["set"] = self.case.pipelining
         return float(self.experiment.measure(program, {"system": name, "tuned": tuned}, asked, link)["samples_per_s"])
 
     # -- what comes out ------------------------------------------------------------------------------------------------

@@ -6,16 +6,18 @@ from harness.side_by_side import Case, SideBySide
 CASE = Case(
     title="MobileNetV2 32 x 32, batch 64, four hosts of 0.4 core",
     links=(0, 100, 50, 20, 10, 5),
-    cuts=[9, 24, 39],
+    cuts=[9, 18, 36],
     ours={
         "1f1b-async": ("none", "uniform:8", "uniform:4", "uniform:2", "auto"),
         "1f1b": ("auto",),
-        "zero-bubble": ("none", "uniform:4", "auto"),
+        "zero-bubble": ("auto",),
     },
     samples=64,
-    # As many samples a micro-batch in twice as many micro-batches: a longer step has a smaller bubble.
-    synchronous={"train.batch_size": 128, "train.micro_batches": 16},
+    # As many samples a micro-batch, four times as many micro-batches: a longer step has a smaller bubble.
+    synchronous={"train.batch_size": 256, "train.micro_batches": 16},
+    pipelining=["train.micro_batches=8"],
     hopeless=10,
+    seconds=4.0,
 )
 
 

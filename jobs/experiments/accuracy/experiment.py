@@ -10,13 +10,14 @@ OURS = {
     "accept_mpi async, none": {"train.epochs": 4},
     "accept_mpi zero-bubble, auto": {
         "pipeline.schedule": "zero-bubble",
+        "train.micro_batches": 8,
         "pipeline.forward": "auto",
         "pipeline.backward": "auto",
     },
 }
 PEERS = {
     "torch DDP, PowerSGD": ("ddp", {"powersgd": True}),
-    "torch pipelining, 1F1B": ("pipelining", {}),
+    "torch pipelining, 1F1B": ("pipelining", {"set": ["train.micro_batches=8"]}),
     "torch DDP": ("ddp", {"powersgd": False}),
 }
 
