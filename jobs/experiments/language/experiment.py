@@ -9,7 +9,8 @@ CASE = Case(
     cuts=[5, 9, 13],
     ours={"1f1b-async": ("none", "uniform:4", "auto"), "zero-bubble": ("auto",)},
     samples=16,
-    synchronous={"train.batch_size": 32, "train.micro_batches": 16},
+    synchronous={"train.batch_size": 64, "train.micro_batches": 16},
+    pipelining=["train.micro_batches=8"],
     seconds=8.0,
 )
 
