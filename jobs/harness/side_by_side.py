@@ -26,10 +26,14 @@ class Case:
     links: tuple[float, ...]
     """Mbit/s of every host, falling; 0: unlimited."""
     cuts: list[int]
+    untuned: tuple[float, ...]
+    """Links at which peers run as users start them, too."""
     ours: dict[str, tuple[str, ...]]
     """Schedule -> codecs."""
     samples: int
     """Of a step."""
+    slow_cuts: dict[float, list[int]] = field(default_factory=dict)
+    """Links -> other cuts, where less crosses."""
     synchronous: dict[str, Any] = field(default_factory=dict)
     """Keys of the job that synchronous schedules run with."""
     pipelining: list[str] = field(default_factory=list)
@@ -56,7 +60,7 @@ class SideBySide:
         for name in PEERS:
             for tuned in _SETTINGS:
                 guess = 1.0
-                for link in case.links:
+                for link in case.links if tuned else case.untuned:
                     self.peers[name, tuned, link] = rate = self._peer(name, tuned, link, guess)
                     guess = rate / case.samples
         after = self._alone("after")
@@ -73,9 +77,11 @@ class SideBySide:
         return rates
 
     def _train(self, schedule: str, codec: str, link: float) -> float:
-        settings = {"pipeline.schedule": schedule, "pipeline.forward": codec, "pipeline.backward": codec}
+        settings: dict[str, Any] = {"pipeline.schedule": schedule, "pipeline.forward": codec, "pipeline.backward": codec}
         if schedule != _ASYNC:
             settings |= self.case.synchronous
+        if link in self.case.slow_cuts:
+            settings |= {"pipeline.cuts": self.case.slow_cuts[link]}
         return float(self.experiment.ours(link, settings, seconds=self.case.seconds)["samples_per_s"])
 
     def _peer(self, name: str, tuned: bool, link: float, guess: float) -> float:
@@ -108,7 +114,7 @@ class SideBySide:
             for schedule, codec in names
         ]
         rows += [
-            [f"{name} ({settings})", *(self.peers[name, tuned, link] for link in links)]
+            [f"{name} ({settings})", *(self.peers.get((name, tuned, link)) for link in links)]
             for name in PEERS
             for tuned, settings in _SETTINGS.items()
         ]
@@ -157,4 +163,4 @@ class SideBySide:
         plt.close(figure)
 
     def _plain_ddp(self, link: float) -> float:
-        return max(self.peers["torch DDP", tuned, link] for tuned in _SETTINGS)
+        return max(rate for (name, _, at), rate in self.peers.items() if (name, at) == ("torch DDP", link))

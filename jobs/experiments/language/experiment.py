@@ -6,6 +6,7 @@ from harness.side_by_side import Case, SideBySide
 CASE = Case(
     title="GPT 8 x 256, context 128, batch 16, four hosts of 0.4 core",
     links=(0, 100, 20),
+    untuned=(0, 100, 20),
     cuts=[5, 9, 13],
     ours={"1f1b-async": ("none", "uniform:4", "auto"), "zero-bubble": ("auto",)},
     samples=16,
