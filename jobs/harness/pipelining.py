@@ -51,7 +51,7 @@ def main() -> None:
     for point, answer in points():
         if "until" in point:
             setting, module, step = build(point, rank, size)
-            whole = functools.partial(gathered, setting, module, rank, size)
+            whole = functools.partial(gathered, setting, module, rank, size, point.get("cuts"))
             answer(trained(setting, step, whole, point["until"], point["seconds"]))
             continue
         name = json.dumps({key: point.get(key) for key in ("job", "set", "tuned", "cuts")})
@@ -63,14 +63,14 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def gathered(setting: Setting, module: _Stage, rank: int, size: int) -> nn.Module | None:
+def gathered(setting: Setting, module: _Stage, rank: int, size: int, cuts: list[int] | None) -> nn.Module | None:
     """The whole model, on rank 0."""
     states: list[Any] | None = [None] * size if rank == 0 else None
     dist.gather_object(module.layers.state_dict(), states)
     if states is None:
         return None
     whole = setting.layers(0, len(setting.chain))
-    for (start, stop), state in zip(setting.edges(size), states, strict=True):
+    for (start, stop), state in zip(setting.edges(size, cuts), states, strict=True):
         whole[start:stop].load_state_dict(state)
     return whole
 

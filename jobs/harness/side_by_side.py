@@ -36,8 +36,8 @@ class Case:
     """Links -> other cuts, where less crosses."""
     synchronous: dict[str, Any] = field(default_factory=dict)
     """Keys of the job that synchronous schedules run with."""
-    pipelining: list[str] = field(default_factory=list)
-    """Keys of the job that torch's pipelining runs with."""
+    pipelining: dict[str, Any] = field(default_factory=dict)
+    """What torch's pipelining is asked besides: ``set``, keys of the job; ``cuts``, where layers split evenly would send more."""
     hopeless: float = 0
     """Mbit/s from which on plain DDP makes one step only, which takes longest."""
     seconds: float = 5.0
@@ -90,9 +90,10 @@ class SideBySide:
         slow = name == "torch DDP" and 0 < link <= self.case.hopeless
         steps = 1 if slow else max(2, round(self.case.seconds * guess))
         asked = {"job": self.experiment.job(), "tuned": tuned, "steps": steps, "warm": 0 if slow else 1} | more
+        known = {"system": name, "tuned": tuned}
         if program == "pipelining":
-            asked["set"] = self.case.pipelining
-        return float(self.experiment.measure(program, {"system": name, "tuned": tuned}, asked, link)["samples_per_s"])
+            asked, known = asked | self.case.pipelining, known | self.case.pipelining
+        return float(self.experiment.measure(program, known, asked, link)["samples_per_s"])
 
     # -- what comes out ------------------------------------------------------------------------------------------------
 

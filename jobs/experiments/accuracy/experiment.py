@@ -17,7 +17,7 @@ OURS = {
 }
 PEERS = {
     "torch DDP, PowerSGD": ("ddp", {"powersgd": True}),
-    "torch pipelining, 1F1B": ("pipelining", {"set": ["train.micro_batches=8"]}),
+    "torch pipelining, 1F1B": ("pipelining", {"set": ["train.micro_batches=8"], "cuts": [12, 27, 39]}),
     "torch DDP": ("ddp", {"powersgd": False}),
 }
 

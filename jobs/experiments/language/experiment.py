@@ -11,7 +11,7 @@ CASE = Case(
     ours={"1f1b-async": ("none", "uniform:4", "auto"), "zero-bubble": ("auto",)},
     samples=16,
     synchronous={"train.batch_size": 64, "train.micro_batches": 16},
-    pipelining=["train.micro_batches=8"],
+    pipelining={"set": ["train.micro_batches=8"]},
     seconds=8.0,
 )
 
