@@ -37,7 +37,7 @@ class Case:
     synchronous: dict[str, Any] = field(default_factory=dict)
     """Keys of the job that synchronous schedules run with."""
     pipelining: dict[str, Any] = field(default_factory=dict)
-    """What torch's pipelining is asked besides: ``set``, keys of the job; ``cuts``, where layers split evenly would send more."""
+    """What torch's pipelining is asked besides: ``set``, keys of the job; ``cuts``, where an even split would send more."""
     hopeless: float = 0
     """Mbit/s from which on plain DDP makes one step only, which takes longest."""
     seconds: float = 5.0
