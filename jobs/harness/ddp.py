@@ -17,6 +17,7 @@ from harness.peer import Setting, join, keep_memory, loss_of, timed, trained
 from harness.session import points
 
 _PLAIN_STEPS = 2  # PowerSGD sends gradients whole in its first steps
+_ONE_BUCKET_MB = 1000
 _FIRST_STEPS = 5  # of a process: memory comes from the kernel, oneDNN chooses its routines
 
 
@@ -44,7 +45,10 @@ def build(point: dict[str, Any], rank: int, size: int) -> tuple[Setting, Distrib
     if point["tuned"]:
         keep_memory()
     setting = Setting(point)
-    model = DistributedDataParallel(setting.layers(0, len(setting.chain)))
+    # One bucket: the hook sends several times a bucket, and with more of them ranks on slow links disagree on whose turn it
+    # is ("distributed collective mismatch", gloo aborts).
+    bucket = {"bucket_cap_mb": _ONE_BUCKET_MB} if point["powersgd"] else {}
+    model = DistributedDataParallel(setting.layers(0, len(setting.chain)), **bucket)
     if point["powersgd"]:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=_PLAIN_STEPS)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
