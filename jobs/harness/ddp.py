@@ -47,7 +47,7 @@ def build(point: dict[str, Any], rank: int, size: int) -> tuple[Setting, Distrib
     setting = Setting(point)
     # One bucket: the hook sends several times a bucket, and with more of them ranks on slow links disagree on whose turn it
     # is ("distributed collective mismatch", gloo aborts).
-    bucket = {"bucket_cap_mb": _ONE_BUCKET_MB} if point["powersgd"] else {}
+    bucket: dict[str, Any] = {"bucket_cap_mb": _ONE_BUCKET_MB} if point["powersgd"] else {}
     model = DistributedDataParallel(setting.layers(0, len(setting.chain)), **bucket)
     if point["powersgd"]:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=_PLAIN_STEPS)
