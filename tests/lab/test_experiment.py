@@ -35,7 +35,10 @@ from harness.side_by_side import Case, SideBySide
 
 def main():
     experiment = Experiment(__file__)
-    case = Case("test", (0, 50), (0,), [3], {"1f1b-async": ("none", "auto"), "1f1b": ("uniform:4",)}, 16, seconds=0.3)
+    case = Case(
+        "test", links=(0, 50), untuned=(0,), cuts=[3], samples=16, seconds=0.3,
+        ours={"1f1b-async": ("none", "auto"), "1f1b": ("uniform:4",)},
+    )
     with experiment.lab("fleet.toml"):
         found = SideBySide(experiment, case)
     found.draw()
