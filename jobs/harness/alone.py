@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from harness.peer import Setting, keep_memory, loss_of
+from harness.peer import Setting, loss_of
 from harness.session import points
 
 
@@ -19,8 +19,6 @@ def main() -> None:
     rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     for point, answer in points():
-        if point["tuned"]:
-            keep_memory()
         if point.get("layers"):
             seconds = by_layer(Setting(point), point["seconds"])
             answer({"samples_per_s": 0.0, "layer_seconds": seconds})

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.peer import Setting, join, keep_memory, loss_of, timed, trained
+from harness.peer import Setting, join, loss_of, timed, trained
 from harness.session import points
 
 _PLAIN_STEPS = 2  # PowerSGD sends gradients whole in its first steps
@@ -42,8 +42,6 @@ def main() -> None:
 
 def build(point: dict[str, Any], rank: int, size: int) -> tuple[Setting, DistributedDataParallel, Callable[[], None]]:
     """Setting, model, and one step of all ranks as a function."""
-    if point["tuned"]:
-        keep_memory()
     setting = Setting(point)
     # One bucket: the hook sends several times a bucket, and with more of them ranks on slow links disagree on whose turn it
     # is ("distributed collective mismatch", gloo aborts).

@@ -17,6 +17,7 @@ from harness.session import Session
 from harness.store import Point, Result, Store
 
 _PROGRAMS = {"alone": "harness.alone", "ours": "harness.ours", "pipelining": "harness.pipelining", "ddp": "harness.ddp"}
+_GLOO = ("pipelining", "ddp")
 _MOST_SECONDS = 300.0
 
 
@@ -75,7 +76,7 @@ class Experiment:
             try:
                 found = self._measure(program, asked, link)
             except LabError as error:
-                if program == "ours":
+                if program not in _GLOO:
                     raise
                 # Gloo aborts now and then when links change under it: once more, in new processes.
                 print(f"{program} failed and is started again: {str(error).splitlines()[-1]}", file=sys.stderr, flush=True)
@@ -104,7 +105,7 @@ class Experiment:
                 self._lab.set(host.name, f"link={link or 'free'}")
         answers = self._sessions[program].measure(asked, _MOST_SECONDS)
         rates = [float(answer["samples_per_s"]) for answer in answers if answer]
-        if program in ("pipelining", "ddp"):  # each rank has timed the same steps of all
+        if program in _GLOO:  # each rank has timed the same steps of all
             return {"samples_per_s": statistics.fmean(rates)}
         result: Result = {key: value for key, value in answers[0].items() if value}
         if "layer_seconds" in result:

@@ -22,6 +22,8 @@ class Setting:
     def __init__(self, point: dict[str, Any]) -> None:
         self.job = config.parse(Path(point["job"]).read_text(), point["job"], tuple(point.get("set", ())))
         self.tuned = bool(point["tuned"])
+        if self.tuned:
+            keep_memory()  # holds for the whole process
         self.chain = models.load(self.job.model.name, self.job.model.args, self.job.train.seed)
         self.batch, self.micro_batches = self.job.train.batch_size, self.job.train.micro_batches
         self.train, self.test = data.load(self.job.data.name, self.job.data.args)
@@ -65,7 +67,7 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def join() -> tuple[int, int]:
-    """Join gloo's process group over the lab's network; rank and size. The memory settings hold for the whole process."""
+    """Join gloo's process group over the lab's network; rank and size."""
     rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
     store = dist.FileStore(f"{os.environ['TMPDIR']}/gloo-{os.environ['ACCEPT_LAB_RUN']}", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -118,6 +120,3 @@ def accuracy(setting: Setting, model: nn.Module) -> float:
         hits += int((model(setting.format(inputs)).argmax(-1) == setting.test.targets(chosen)).sum())
     model.train()
     return hits / len(setting.test)
-
-
-__all__ = ["Setting", "join", "keep_memory", "loss_of", "timed", "trained"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from harness.peer import Setting, join, keep_memory, loss_of, timed, trained
+from harness.peer import Setting, join, loss_of, timed, trained
 from harness.session import points
 
 _FIRST_STEPS = 5  # of a process: memory comes from the kernel, oneDNN chooses its routines
@@ -77,8 +77,6 @@ def gathered(setting: Setting, module: _Stage, rank: int, size: int, cuts: list[
 
 def build(point: dict[str, Any], rank: int, size: int) -> tuple[Setting, _Stage, Callable[[], None]]:
     """Setting, this rank's stage, and the schedule's step as a function."""
-    if point["tuned"]:
-        keep_memory()
     setting = Setting(point)
     module = _Stage(setting.layers(*setting.edges(size, point.get("cuts"))[rank]), setting.tuned)
     optimizer = setting.optimizer(module)

@@ -7,8 +7,9 @@ from accept_mpi.figures import pyplot
 from harness.experiment import Experiment
 from harness.store import table
 
+_PIPELINING = "torch pipelining, 1F1B"
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "torch pipelining, 1F1B": ("pipelining", {}),
+    _PIPELINING: ("pipelining", {}),
     "torch DDP": ("ddp", {"powersgd": False}),
     "torch DDP, PowerSGD": ("ddp", {"powersgd": True}),
 }
@@ -101,9 +102,9 @@ class SideBySide:
         """Highest rate of ours over codecs."""
         return max(rate for key, rate in self.ours.items() if key[2] == link and (key[0] != _ASYNC) == synchronous)
 
-    def best_peer(self, link: float, name: str = "") -> float:
-        """Highest rate of a peer, or of all, with whichever settings."""
-        return max(rate for key, rate in self.peers.items() if key[2] == link and name in key[0])
+    def best_peer(self, link: float, *names: str) -> float:
+        """Highest rate of these peers (of all, where none is named), with whichever settings."""
+        return max(rate for (name, _, at), rate in self.peers.items() if at == link and name in (names or PEERS))
 
     def text(self) -> str:
         """Rates, and what they mean."""
@@ -125,7 +126,7 @@ class SideBySide:
             "async, best codec / slowest stage alone": [self.best(link) / alone["stages"] for link in links],
             "async, auto / best codec": [self.ours[_ASYNC, "auto", link] / self.best(link) for link in links],
             "async, best codec / best peer": [self.best(link) / self.best_peer(link) for link in links],
-            "async, best codec / torch pipelining": [self.best(link) / self.best_peer(link, "pipelining") for link in links],
+            "async, best codec / torch pipelining": [self.best(link) / self.best_peer(link, _PIPELINING) for link in links],
             "synchronous, best / sum of the hosts alone": [self.best(link, True) / alone["tuned"] for link in links],
         }
         sentence = (
@@ -147,7 +148,7 @@ class SideBySide:
         synchronous = [self.best(link, True) for link in links]
         axes.plot(places, synchronous, "o-", label="accept_mpi synchronous, best", color="#CC79A7")
         for name, colour in zip(PEERS, _WARM, strict=True):
-            rates = [self.best_peer(link, name) if name != "torch DDP" else self._plain_ddp(link) for link in links]
+            rates = [self.best_peer(link, name) for link in links]
             axes.plot(places, rates, "s--", label=name, color=colour)
         limit = self.alone["tuned"]
         axes.axhline(limit, color="#555555", linewidth=1, linestyle=":")
@@ -163,5 +164,11 @@ class SideBySide:
         figure.savefig(self.experiment.out / "plot.png", dpi=110)
         plt.close(figure)
 
-    def _plain_ddp(self, link: float) -> float:
-        return max(rate for (name, _, at), rate in self.peers.items() if (name, at) == ("torch DDP", link))
+
+def compare(file: str, case: Case) -> None:
+    """The whole of an experiment that is one comparison; ``file`` is its script, beside fleet.toml and job.toml."""
+    experiment = Experiment(file)
+    with experiment.lab("fleet.toml"):
+        found = SideBySide(experiment, case)
+    found.draw()
+    experiment.finish(found.text())

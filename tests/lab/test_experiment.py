@@ -30,21 +30,14 @@ schedule = "1f1b-async"
 directory = "set by the experiment"
 """
 EXPERIMENT = """
-from harness.experiment import Experiment, run
-from harness.side_by_side import Case, SideBySide
+from harness.experiment import run
+from harness.side_by_side import Case, compare
 
-def main():
-    experiment = Experiment(__file__)
-    case = Case(
-        "test", links=(0, 50), untuned=(0,), cuts=[3], samples=16, seconds=0.3,
-        ours={"1f1b-async": ("none", "auto"), "1f1b": ("uniform:4",)},
-    )
-    with experiment.lab("fleet.toml"):
-        found = SideBySide(experiment, case)
-    found.draw()
-    experiment.finish(found.text())
-
-run(main)
+CASE = Case(
+    "test", links=(0, 50), untuned=(0,), cuts=[3], samples=16, seconds=0.3,
+    ours={"1f1b-async": ("none", "auto"), "1f1b": ("uniform:4",)},
+)
+run(lambda: compare(__file__, CASE))
 """
 
 

@@ -1,7 +1,7 @@
 """AccEPT's headline, side by side with its peers: MobileNetV2 over four equal hosts, links from free to 5 Mbit/s."""
 
-from harness.experiment import Experiment, run
-from harness.side_by_side import Case, SideBySide
+from harness.experiment import run
+from harness.side_by_side import Case, compare
 
 CASE = Case(
     title="MobileNetV2 32 x 32, batch 64, four hosts of 0.4 core",
@@ -22,13 +22,4 @@ CASE = Case(
     seconds=4.0,
 )
 
-
-def main() -> None:
-    experiment = Experiment(__file__)
-    with experiment.lab("fleet.toml"):
-        found = SideBySide(experiment, CASE)
-    found.draw()
-    experiment.finish(found.text())
-
-
-run(main)
+run(lambda: compare(__file__, CASE))

@@ -1,7 +1,7 @@
 """A language model side by side with its peers: GPT of 8 blocks of 256 over four equal hosts, at 100 and 20 Mbit/s."""
 
-from harness.experiment import Experiment, run
-from harness.side_by_side import Case, SideBySide
+from harness.experiment import run
+from harness.side_by_side import Case, compare
 
 CASE = Case(
     title="GPT 8 x 256, context 128, batch 16, four hosts of 0.4 core",
@@ -15,13 +15,4 @@ CASE = Case(
     seconds=8.0,
 )
 
-
-def main() -> None:
-    experiment = Experiment(__file__)
-    with experiment.lab("fleet.toml"):
-        found = SideBySide(experiment, CASE)
-    found.draw()
-    experiment.finish(found.text())
-
-
-run(main)
+run(lambda: compare(__file__, CASE))
