@@ -116,6 +116,8 @@ class Output(Section, frozen=True):
     directory: str
     checkpoint_every: CountOrZero = 0
     """Steps between two checkpoints; 0: one at the end only."""
+    checkpoint_at_end: bool = True
+    """False: no checkpoint after the last step (it crosses the network, too)."""
     keep: CountOrZero = 3
     """Newest checkpoints kept; 0: all."""
 

@@ -12,7 +12,8 @@ from typing import Any
 from accept_mpi.errors import UserError
 from accept_mpi.figures import draw_loss, draw_timeline, pyplot
 from accept_mpi.log import Rows, open_log, read_facts
-from accept_mpi.timeline import hidden_share, stage_use, steady_window
+from accept_mpi.replay import link_cost
+from accept_mpi.timeline import stage_use, steady_window
 
 
 def write_report(log: Path, out: Path | None = None) -> list[Path]:
@@ -59,10 +60,7 @@ def _page(
 ) -> str:
     job = facts["job"]
     title = f"{job['model']['name']} on {job['data']['name']}"
-    timeline_note = (
-        f"Three steps in the middle of the run. Thin bars below a rank: what it is sending. "
-        f"{_percent(hidden_share(tables['trace'], *shown))} of the sending time is hidden behind computing on both sides."
-    )
+    timeline_note = f"Three steps in the middle of the run. Thin bars below a rank: what it is sending. {_links(tables['trace'])}"
     body = [
         f"<h1>{html.escape(title)}</h1>",
         f"<p class=sub>{html.escape(job['pipeline']['schedule'])} on {len(facts.get('hosts', []))} ranks, "
@@ -83,6 +81,17 @@ def _page(
         "<details><summary>Versions</summary>" + _table(("package", "version"), facts["versions"].items()) + "</details>",
     ]
     return _FRAME.replace("TITLE", html.escape(title)).replace("BODY", "\n".join(body))
+
+
+def _links(trace: Rows) -> str:
+    """What the links cost, as a sentence; empty where nothing can be said."""
+    cost = link_cost(trace)
+    if not cost.busiest:
+        return ""
+    return (
+        f"The busiest link was sending {_percent(cost.busiest / cost.seconds)} of the time; computing hid "
+        f"{_percent(cost.hidden)} of that: links that take no time would have saved {_percent(cost.exposed / cost.seconds)}."
+    )
 
 
 def _cards(facts: dict[str, Any], tables: dict[str, Rows]) -> str:

@@ -183,7 +183,10 @@ def _course(job: config.Job, batches: Batches, manifest: Manifest | None, chain:
         first = manifest.step
         if first >= last:
             raise UserError(f"--resume: the checkpoint is at step {first}, and the job ends at step {last}")
-    return Course(first, last, job.train.evaluate_every * per_epoch, job.output.checkpoint_every)
+    output = job.output
+    return Course(
+        first, last, job.train.evaluate_every * per_epoch, output.checkpoint_every, checkpoint_at_end=output.checkpoint_at_end
+    )
 
 
 def _make_stage(runtime: Runtime, job: config.Job, chain: Chain, plan: Plan, s: int) -> Stage:
@@ -341,13 +344,15 @@ def _end(
     plane.post(0, "leaving", None)
     if controller:
         controller.wait_for_all(runtime.size, seconds, plane.check)
-        if not controller.writer.wait(course.last, seconds):
+        newest = course.newest_checkpoint
+        if newest is not None and not controller.writer.wait(newest, seconds):
             raise DeadlineError(f"waited {seconds:.0f} s for the last checkpoint to reach the disk")
         controller.deliver()
     plane.stop(seconds)
     if controller:
         directory = Path(job.output.directory)
-        newest = directory_of(directory, course.last)
         controller.each("event", runtime.clock.now(), course.last, f"done: {summary_line(controller.last_evaluation)}")
         controller.each("close")
-        print(f"log         {directory / 'log.h5'}\ncheckpoint  {newest}", flush=True)
+        print(f"log         {directory / 'log.h5'}", flush=True)
+        if newest is not None:
+            print(f"checkpoint  {directory_of(directory, newest)}", flush=True)

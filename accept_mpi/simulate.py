@@ -25,17 +25,18 @@ def simulate(
     walks: Sequence[Sequence[Action]],
     duration: Callable[[int, Action], float],
     transfer: Callable[[int, str], float] = lambda boundary, kind: 0.0,
+    begins: Sequence[float] | None = None,
 ) -> Simulated:
     """Run ``walks`` (one action list a stage): each stage does its actions in order, each as soon as its input is there.
 
     ``duration(stage, action)`` and ``transfer(boundary, "F" or "B")`` give times; a link carries one message a direction at
-    a time. Raises RuntimeError with the grid of actions where the lists wait for each other.
+    a time. ``begins``: when each stage is there; 0 if None. Raises RuntimeError with the grid of actions where the lists wait for each other.
     """
     last = len(walks) - 1
     arrived: dict[tuple[str, int, int, int], float] = {}  # (kind, stage, step, micro-batch) -> its input is there
     link_free: dict[tuple[int, str], float] = {}
     at = [0] * len(walks)
-    clock = [0.0] * len(walks)
+    clock = list(begins) if begins is not None else [0.0] * len(walks)
     spans: list[list[tuple[float, float]]] = [[] for _ in walks]
     moved = True
     while moved:

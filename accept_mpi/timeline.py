@@ -1,4 +1,4 @@
-"""What a trace says: who computed when, how much was bubble, how much of the links' time hid behind computing.
+"""What a trace says: who computed when, how much was bubble, what was sent.
 
 Pure functions on arrays of dtype ``log.TRACE``.
 """
@@ -66,7 +66,7 @@ def stage_use(trace: Rows, start: float, end: float) -> list[StageUse]:
     result = []
     for stage in np.unique(rows["stage"]):
         mine = rows[rows["stage"] == stage]
-        busy = _covered(_intervals(of_kind(mine, *COMPUTE), start, end))
+        busy = busy_seconds(of_kind(mine, *COMPUTE), start, end)
         sent = of_kind(mine, "send")
         raw, wire = (
             tuple(int(sent[column][sent["direction"] == direction].sum()) for direction in (FORWARD, BACKWARD))
@@ -76,20 +76,9 @@ def stage_use(trace: Rows, start: float, end: float) -> list[StageUse]:
     return result
 
 
-def hidden_share(trace: Rows, start: float, end: float) -> float:
-    """Share of the sending time during which both ends of the link compute; NaN where nothing is sent."""
-    rows = window(trace, start, end)
-    computing = {
-        int(s): _merge(_intervals(of_kind(rows[rows["stage"] == s], *COMPUTE), start, end)) for s in np.unique(rows["stage"])
-    }
-    total = hidden = 0.0
-    for row in of_kind(rows, "send"):
-        begin, stop = max(row["start"], start), min(row["end"], end)
-        ends = (int(row["boundary"]), int(row["boundary"]) + 1)
-        total += stop - begin
-        idle = [_gaps(computing.get(stage, np.empty((0, 2))), begin, stop) for stage in ends]
-        hidden += (stop - begin) - _covered(np.concatenate(idle))
-    return hidden / total if total else float("nan")
+def busy_seconds(rows: Rows, start: float, end: float) -> float:
+    """Seconds between ``start`` and ``end`` in which at least one of ``rows`` goes on."""
+    return _covered(_intervals(window(rows, start, end), start, end))
 
 
 def _intervals(rows: Rows, start: float, end: float) -> Rows:
@@ -111,10 +100,3 @@ def _covered(intervals: Rows) -> float:
     merged = _merge(intervals)
     return float((merged[:, 1] - merged[:, 0]).sum())
 
-
-def _gaps(merged: Rows, begin: float, end: float) -> Rows:
-    """What disjoint, ordered intervals leave free between ``begin`` and ``end``."""
-    first, last = np.searchsorted(merged[:, 1], begin, "right"), np.searchsorted(merged[:, 0], end, "left")
-    inside = merged[first:last]
-    edges = np.concatenate([[begin], inside.ravel(), [end]]).reshape(-1, 2)
-    return edges[edges[:, 1] > edges[:, 0]]

@@ -44,12 +44,20 @@ class Course:
     last: int
     evaluate_every: int
     checkpoint_every: int
+    checkpoint_at_end: bool
 
     def evaluates(self, step: int) -> bool:
         return self.evaluate_every > 0 and (step % self.evaluate_every == 0 or step == self.last)
 
     def checkpoints(self, step: int) -> bool:
-        return step == self.last or (self.checkpoint_every > 0 and step % self.checkpoint_every == 0)
+        if step == self.last and self.checkpoint_at_end:
+            return True
+        return self.checkpoint_every > 0 and step % self.checkpoint_every == 0
+
+    @property
+    def newest_checkpoint(self) -> int | None:
+        """The last step after which one is kept."""
+        return next((step for step in range(self.last, self.first, -1) if self.checkpoints(step)), None)
 
 
 class Worker:

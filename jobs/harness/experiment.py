@@ -120,8 +120,12 @@ class Experiment:
         skip = 2 if seconds * rate > batch else 1
         steps = skip + max(2, min(40, round(seconds * rate / batch)))
         found = self.train(link, settings, skip, {"train.steps": steps}, **known)
-        self._last = (settings, float(found["samples_per_s"]))
+        self.expect(settings, float(found["samples_per_s"]))
         return found
+
+    def expect(self, settings: dict[str, Any], rate: float) -> None:
+        """A guess for the next ``ours`` with these settings, in samples/s."""
+        self._last = (settings, rate)
 
     def train(
         self, link: float | None, settings: dict[str, Any], skip: int, more: dict[str, Any] | None = None, **known: Any
@@ -130,7 +134,10 @@ class Experiment:
         keys that do not name the point."""
         name = "-".join([*(str(value) for value in (known | settings).values()), f"{link}"])
         directory = self.out / "runs" / "".join(c if c.isalnum() else "-" for c in name)
-        changed = settings | (more or {}) | {"output.directory": str(directory.resolve())}
+        changed = settings | (more or {}) | {
+            "output.directory": str(directory.resolve()),
+            "output.checkpoint_at_end": "false",
+        }
         asked = {"job": self.job(), "set": [f"{key}={value}" for key, value in changed.items()], "skip": skip}
         return self.measure("ours", settings | known, asked, link)
 

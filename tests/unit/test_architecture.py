@@ -9,6 +9,7 @@ LEVELS = [
     {"version", "errors", "seeds", "schedule", "kernels"},
     {"imports", "plan", "log", "simulate"},
     {"config", "models", "data", "timeline", "recorder", "coding"},
+    {"replay"},
     {"batches", "codec", "device", "optimizer", "defer", "observers", "snapshot", "trace", "figures", "bits"},
     {"stage", "report", "logging_observer", "progress"},
     {"comm", "profile"},

@@ -13,7 +13,7 @@ from accept_mpi.log import EVALS, KINDS, STEPS, TRACE, LogWriter
 from accept_mpi.plan import make_plan
 from accept_mpi.schedule import actions
 from accept_mpi.simulate import simulate
-from accept_mpi.timeline import hidden_share, stage_use, steady_window
+from accept_mpi.timeline import busy_seconds, stage_use, steady_window
 
 STAGES, COUNT, PERIOD = 3, 4, 30.0
 
@@ -60,7 +60,7 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "log.h5"
 
 
-def test_bubble_bytes_and_hidden_share() -> None:
+def test_bubble_and_bytes() -> None:
     trace = rows(
         (0.0, 4.0, 0, "F"), (4.5, 6.0, 0, "B"), (5.0, 8.0, 1, "F"), (1.0, 4.5, 1, "B"),
         (4.0, 5.0, 0, "send", 0, 0, 1, 0, 1000),
@@ -68,10 +68,7 @@ def test_bubble_bytes_and_hidden_share() -> None:
     first, second = stage_use(trace, 0.0, 10.0)
     assert (first.busy, first.bubble) == (5.5, pytest.approx(0.45))
     assert (second.busy, second.bytes_raw, first.bytes_raw, first.bytes_wire) == (6.5, (0, 0), (1000, 0), (500, 0))
-    assert hidden_share(trace, 0.0, 10.0) == 0.0  # 4.0-4.5: stage 0 idle; 4.5-5.0: stage 1 idle
-    busy = np.concatenate([trace, rows((4.0, 5.0, 0, "F"), (4.0, 5.0, 1, "F"))])
-    assert hidden_share(busy, 0.0, 10.0) == 1.0
-    assert math.isnan(hidden_share(rows((0.0, 1.0, 0, "F")), 0.0, 1.0))
+    assert busy_seconds(trace, 0.0, 5.0) == 5.0 and busy_seconds(trace[:2], 3.0, 5.0) == 1.5
 
 
 def test_the_window_avoids_evaluations() -> None:

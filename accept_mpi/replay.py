@@ -1,0 +1,104 @@
+"""A trace run again by the simulator: what the same computing takes on other links.
+
+The trace gives each stage's actions in their order and how long each computed; the messages between them are the
+simulator's. With links that take no time, what a step is shorter is what its transfers cost: the part that no computing hid.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from accept_mpi.log import BACKWARD, FORWARD, KINDS, Rows
+from accept_mpi.schedule import Action
+from accept_mpi.simulate import Simulated, simulate
+from accept_mpi.timeline import COMPUTE, busy_seconds, of_kind
+
+_MOST_STEPS = 100  # of a long run, those in the middle
+_LEAD = 4  # a quarter of the steps comes first: the pipeline fills, and a run's first steps are not like the others
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """What transfers cost in some steps of a run."""
+
+    seconds: float
+    """Those steps took."""
+    exposed: float
+    """Seconds of them that links of no latency and endless bandwidth would have saved."""
+    busiest: float
+    """Seconds in which the busiest link was sending (one direction of one boundary)."""
+
+    @property
+    def hidden(self) -> float:
+        """Share of the busiest link's time that computing hid; NaN where nothing was sent."""
+        return min(1.0, max(0.0, 1 - self.exposed / self.busiest)) if self.busiest else float("nan")
+
+
+def link_cost(trace: Rows) -> LinkCost:
+    """What transfers cost in the middle steps of a run; zeros where fewer than three steps have been finished."""
+    steps = _finished(trace)
+    if len(steps) < 3:
+        return LinkCost(0.0, 0.0, 0.0)
+    spare = max(0, (len(steps) - _MOST_STEPS) // 2)
+    steps = steps[spare : len(steps) - spare]
+    mine = trace[(trace["step"] >= steps[0]) & (trace["step"] <= steps[-1])]
+    first, last = int(steps[len(steps) // _LEAD]), int(steps[-1])
+    walks, durations, begins = recorded(mine)
+    run = simulate(walks, lambda s, action: durations[s][action], begins=begins)
+    updates = of_kind(mine, "U")
+    ends = [np.sort(updates["end"][updates["step"] == step]) for step in (first, last)]
+    took = float(np.mean(ends[1] - ends[0]))
+    return LinkCost(
+        seconds=took,
+        exposed=max(0.0, took - _between(walks, run, first, last)),
+        busiest=_busiest(mine, float(ends[0].mean()), float(ends[1].mean())),
+    )
+
+
+def recorded(trace: Rows) -> tuple[list[list[Action]], list[dict[Action, float]], list[float]]:
+    """Each stage's actions as they were done, the seconds that each took once its input was there (whatever the stage did
+    before it and after the last one counts to it), and when each stage began."""
+    walks: list[list[Action]] = []
+    durations: list[dict[Action, float]] = []
+    begins = []
+    waits = of_kind(trace, "wait")
+    for stage in np.unique(of_kind(trace, *COMPUTE)["stage"]):
+        rows = of_kind(trace[trace["stage"] == stage], *COMPUTE)
+        rows = rows[np.argsort(rows["start"], kind="stable")]
+        mine = waits[waits["stage"] == stage]
+        places = zip(mine["direction"], mine["step"], mine["micro_batch"], strict=True)
+        came = dict(zip(((int(d), int(s), int(k)) for d, s, k in places), mine["end"].tolist(), strict=True))
+        walks.append([Action(KINDS[row["kind"]], int(row["step"]), int(row["micro_batch"])) for row in rows])
+        before, durations_here = float(rows["start"][0]), {}
+        begins.append(before)
+        for action, end in zip(walks[-1], rows["end"].tolist(), strict=True):
+            direction = BACKWARD if action.kind == "B" else FORWARD
+            came_at = came.get((direction, action.step, action.micro_batch), 0.0) if action.kind in "FEB" else 0.0
+            durations_here[action] = end - max(before, came_at)
+            before = end
+        durations.append(durations_here)
+    return walks, durations, begins
+
+
+def _finished(trace: Rows) -> list[int]:
+    """Steps whose update all stages have made."""
+    updates = of_kind(trace, "U")
+    steps, counts = np.unique(updates["step"], return_counts=True)
+    return [int(step) for step in steps[counts == len(np.unique(trace["stage"]))]]
+
+
+def _between(walks: list[list[Action]], run: Simulated, first: int, last: int) -> float:
+    """Seconds from the updates of step ``first`` to those of ``last``, mean over stages."""
+    spans = []
+    for walk, times in zip(walks, run.spans, strict=True):
+        ends = {action.step: end for action, (_, end) in zip(walk, times, strict=True) if action.kind == "U"}
+        spans.append(ends[last] - ends[first])
+    return float(np.mean(spans))
+
+
+def _busiest(trace: Rows, start: float, end: float) -> float:
+    """Seconds in which the busiest direction of a boundary has something under way."""
+    sends = of_kind(trace, "send")
+    ways = np.unique(np.stack([sends["boundary"], sends["direction"]], axis=1), axis=0)
+    chosen = [sends[(sends["boundary"] == boundary) & (sends["direction"] == way)] for boundary, way in ways]
+    return max((busy_seconds(rows, start, end) for rows in chosen), default=0.0)
