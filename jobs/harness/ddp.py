@@ -1,47 +1,21 @@
 """A session's program: DistributedDataParallel over gloo, the whole model on every host, plain or with PowerSGD of rank 1.
 
-A point has ``job``, ``tuned``, ``powersgd``, ``steps`` and ``warm``; or, instead of the last two, ``until`` (a test
-accuracy) and ``seconds`` to train that far from the beginning.
+A point has ``job``, ``tuned``, ``powersgd``, and what ``serve`` asks for.
 """
 
-import functools
-import json
-from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.peer import Setting, join, loss_of, timed, trained
-from harness.session import points
+from harness.peer import Setting, Trial, loss_of, serve
 
 _PLAIN_STEPS = 2  # PowerSGD sends gradients whole in its first steps
 _ONE_BUCKET_MB = 1000
-_FIRST_STEPS = 5  # of a process: memory comes from the kernel, oneDNN chooses its routines
 
 
-def main() -> None:
-    rank, size = join()
-    built: dict[str, Any] = {}
-    for point, answer in points():
-        if "until" in point:
-            setting, model, step = build(point, rank, size)
-            whole = functools.partial(getattr, model, "module") if rank == 0 else lambda: None
-            answer(trained(setting, step, whole, point["until"], point["seconds"]))
-            continue
-        name = json.dumps({key: point.get(key) for key in ("job", "set", "tuned", "powersgd")})
-        warm = point["warm"]
-        if name not in built:
-            built[name] = build(point, rank, size)
-            warm = max(warm, _FIRST_STEPS)
-        setting, _, step = built[name]
-        answer({"samples_per_s": setting.batch / timed(step, point["steps"], warm)})
-    dist.destroy_process_group()
-
-
-def build(point: dict[str, Any], rank: int, size: int) -> tuple[Setting, DistributedDataParallel, Callable[[], None]]:
-    """Setting, model, and one step of all ranks as a function."""
+def build(point: dict[str, Any], rank: int, size: int) -> Trial:
+    """The model on this rank, and its share of each batch."""
     setting = Setting(point)
     # One bucket: the hook sends several times a bucket, and with more of them ranks on slow links disagree on whose turn it
     # is ("distributed collective mismatch", gloo aborts).
@@ -51,6 +25,8 @@ def build(point: dict[str, Any], rank: int, size: int) -> tuple[Setting, Distrib
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=_PLAIN_STEPS)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = setting.optimizer(model)
+    if setting.batch % size:
+        raise ValueError(f"a batch of {setting.batch} cannot be shared evenly among {size} ranks, as DDP has to")
     share = setting.batch // size
     batches = setting.batches(slice(rank * share, (rank + 1) * share))
 
@@ -60,7 +36,7 @@ def build(point: dict[str, Any], rank: int, size: int) -> tuple[Setting, Distrib
         loss_of(model(inputs), targets).backward()
         optimizer.step()
 
-    return setting, model, step
+    return Trial(setting, step, lambda: model.module if rank == 0 else None)
 
 
-main()
+serve(build)

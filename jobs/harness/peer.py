@@ -1,11 +1,12 @@
 """What the peers' programs share: the same model code, data, batches and optimizer as our job, in plain PyTorch."""
 
 import itertools
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from torch import nn
 from accept_mpi import config, data, models
 from accept_mpi.device import keep_memory
 from accept_mpi.plan import even_cuts
+from harness.session import points
+
+_FIRST_STEPS = 5  # of a process: memory comes from the kernel, oneDNN chooses its routines
 
 
 class Setting:
@@ -87,19 +91,47 @@ def timed(step: Callable[[], None], steps: int, warm: int) -> float:
     return (time.perf_counter() - began) / steps
 
 
-def trained(
-    setting: Setting, step: Callable[[], None], whole: Callable[[], nn.Module | None], until: float, seconds: float
-) -> dict[str, Any]:
+class Trial(NamedTuple):
+    """A system that is ready to train."""
+
+    setting: Setting
+    step: Callable[[], None]
+    """One step of all ranks."""
+    whole: Callable[[], nn.Module | None]
+    """The model as it is, on rank 0."""
+
+
+def serve(build: Callable[[dict[str, Any], int, int], Trial]) -> None:
+    """Measure points: ``build`` makes a trial of a point's keys, rank and size.
+
+    A point has what ``build`` asks for, and ``steps`` and ``warm``; or, instead of these two, ``until`` (a test accuracy)
+    and ``seconds``, to train that far from the beginning.
+    """
+    rank, size = join()
+    built: dict[str, Trial] = {}
+    for point, answer in points():
+        if "until" in point:
+            answer(trained(build(point, rank, size), point["until"], point["seconds"]))
+            continue
+        name = json.dumps({key: value for key, value in point.items() if key not in ("steps", "warm")}, sort_keys=True)
+        warm = point["warm"] if name in built else max(point["warm"], _FIRST_STEPS)
+        trial = built[name] = built.get(name) or build(point, rank, size)
+        answer({"samples_per_s": trial.setting.batch / timed(trial.step, point["steps"], warm)})
+    dist.destroy_process_group()
+
+
+def trained(trial: Trial, until: float, seconds: float) -> dict[str, Any]:
     """Train until the test set is hit so often, or so many seconds have passed: (seconds, accuracy) after every epoch.
 
-    ``whole`` gives rank 0 the model as it is; evaluating is not counted.
+    Evaluating is not counted.
     """
+    setting = trial.setting
     epoch = len(setting.train) // setting.batch
     found: list[list[float]] = []
     passed = 0.0
     while passed < seconds:
-        passed += epoch * timed(step, epoch, 0)
-        model, told = whole(), torch.zeros(1)
+        passed += epoch * timed(trial.step, epoch, 0)
+        model, told = trial.whole(), torch.zeros(1)
         if model is not None:
             told[0] = accuracy(setting, model)
         dist.broadcast(told, 0)

@@ -1,12 +1,9 @@
 """A session's program: torch.distributed.pipelining with 1F1B over gloo, layers split evenly or at the point's ``cuts``.
 
-A point has ``job``, ``tuned``, ``steps`` and ``warm``; or, instead of the last two, ``until`` (a test
-accuracy) and ``seconds`` to train that far from the beginning.
+A point has ``job``, ``tuned``, and what ``serve`` asks for.
 """
 
 import functools
-import json
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from harness.peer import Setting, join, loss_of, timed, trained
-from harness.session import points
-
-_FIRST_STEPS = 5  # of a process: memory comes from the kernel, oneDNN chooses its routines
+from harness.peer import Setting, Trial, loss_of, serve
 
 
 class _Enter(torch.autograd.Function):
@@ -45,24 +39,6 @@ class _Stage(nn.Module):
         return tuple(o.contiguous() for o in out) if isinstance(out, tuple) else out.contiguous()
 
 
-def main() -> None:
-    rank, size = join()
-    built: dict[str, Any] = {}
-    for point, answer in points():
-        if "until" in point:
-            setting, module, step = build(point, rank, size)
-            whole = functools.partial(gathered, setting, module, rank, size, point.get("cuts"))
-            answer(trained(setting, step, whole, point["until"], point["seconds"]))
-            continue
-        name = json.dumps({key: point.get(key) for key in ("job", "set", "tuned", "cuts")})
-        warm = point["warm"] if name in built else max(point["warm"], _FIRST_STEPS)
-        if name not in built:
-            built[name] = build(point, rank, size)
-        setting, _, step = built[name]
-        answer({"samples_per_s": setting.batch / timed(step, point["steps"], warm)})
-    dist.destroy_process_group()
-
-
 def gathered(setting: Setting, module: _Stage, rank: int, size: int, cuts: list[int] | None) -> nn.Module | None:
     """The whole model, on rank 0."""
     states: list[Any] | None = [None] * size if rank == 0 else None
@@ -75,8 +51,8 @@ def gathered(setting: Setting, module: _Stage, rank: int, size: int, cuts: list[
     return whole
 
 
-def build(point: dict[str, Any], rank: int, size: int) -> tuple[Setting, _Stage, Callable[[], None]]:
-    """Setting, this rank's stage, and the schedule's step as a function."""
+def build(point: dict[str, Any], rank: int, size: int) -> Trial:
+    """This rank's stage and schedule."""
     setting = Setting(point)
     module = _Stage(setting.layers(*setting.edges(size, point.get("cuts"))[rank]), setting.tuned)
     optimizer = setting.optimizer(module)
@@ -94,7 +70,7 @@ def build(point: dict[str, Any], rank: int, size: int) -> tuple[Setting, _Stage,
             schedule.step()
         optimizer.step()
 
-    return setting, module, step
+    return Trial(setting, step, functools.partial(gathered, setting, module, rank, size, point.get("cuts")))
 
 
-main()
+serve(build)
