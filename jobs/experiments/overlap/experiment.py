@@ -13,7 +13,7 @@ from accept_mpi.timeline import stage_use, steady_window
 from harness.experiment import Experiment, run
 from harness.store import table
 
-CASES = ((100, "auto"), (100, "uniform:4"), (20, "auto"), (20, "uniform:4"), (20, "none"))
+CASES = ((100, "auto"), (100, "none"), (100, "uniform:4"), (20, "auto"), (20, "uniform:4"), (20, "none"))
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     with experiment.lab("fleet.toml"):
         for link, codec in CASES:
             settings = {"pipeline.forward": codec, "pipeline.backward": codec}
-            found = experiment.ours(link, settings, seconds=8.0)
+            found = experiment.ours(link, settings, seconds=20.0)
             with open_log(Path(found["log"])) as log:
                 trace, facts = log["trace"][:], read_facts(log)
             start, end = steady_window(trace, 5)
