@@ -12,6 +12,7 @@ CASE = Case(
     samples=16,
     synchronous={"train.batch_size": 64, "train.micro_batches": 16},
     pipelining={"set": ["train.micro_batches=8"]},
+    hopeless=20,
     seconds=8.0,
 )
 
