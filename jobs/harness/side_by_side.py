@@ -1,5 +1,6 @@
 """accept_mpi and its peers on one fleet at several links: measured in turn, as a table and a plot."""
 
+import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,13 +51,14 @@ class SideBySide:
     def __init__(self, experiment: Experiment, case: Case) -> None:
         self.experiment, self.case = experiment, case
         experiment.batch = case.samples
-        before = self._alone("before")
+        alone = [self._alone("before")]
         self.ours = {
             (schedule, codec, link): self._train(schedule, codec, link)
             for schedule, codecs in case.ours.items()
             for codec in codecs
             for link in case.links
         }
+        alone.append(self._alone("between"))
         self.peers: dict[tuple[str, bool, float], float] = {}
         for name in PEERS:
             for tuned in _SETTINGS:
@@ -64,8 +66,8 @@ class SideBySide:
                 for link in case.links if tuned else case.untuned:
                     self.peers[name, tuned, link] = rate = self._peer(name, tuned, link, guess)
                     guess = rate / case.samples
-        after = self._alone("after")
-        self.alone = {key: (before[key] + after[key]) / 2 for key in before}
+        alone.append(self._alone("after"))
+        self.alone = {key: statistics.fmean(found[key] for found in alone) for key in alone[0]}
 
     def _alone(self, when: str) -> dict[str, float]:
         """All hosts computing alone at the same time: the whole model as users start it and with our memory settings; and
@@ -151,8 +153,7 @@ class SideBySide:
             rates = [self.best_peer(link, name) for link in links]
             axes.plot(places, rates, "s--", label=name, color=colour)
         limit = self.alone["tuned"]
-        axes.axhline(limit, color="#555555", linewidth=1, linestyle=":")
-        axes.annotate("all hosts alone, together", (len(links) - 1, limit), ha="right", va="bottom", fontsize=9)
+        axes.axhline(limit, color="#555555", linewidth=1, linestyle=":", label="all hosts alone, together")
         axes.set_xticks(places, ["free" if link == 0 else f"{link:g}" for link in links])
         axes.set_xlabel("link of every host, Mbit/s")
         axes.set_ylabel("samples/s")

@@ -7,7 +7,7 @@ from conftest import ROOT
 # From the bottom up. A module may import from lower levels, and from its own level only within a package.
 LEVELS = [
     {"version", "errors", "seeds", "schedule", "kernels"},
-    {"imports", "plan", "log", "simulate"},
+    {"imports", "plan", "log", "simulate", "partition"},
     {"config", "models", "data", "timeline", "recorder", "coding"},
     {"replay"},
     {"batches", "codec", "device", "optimizer", "defer", "observers", "snapshot", "trace", "figures", "bits"},

@@ -7,7 +7,7 @@ CASE = Case(
     title="MobileNetV2 32 x 32, batch 64, four hosts of 0.4 core",
     links=(0, 100, 50, 20, 10, 5),
     untuned=(0, 100, 20),
-    cuts=[9, 18, 36],
+    cuts=[9, 21, 39],
     slow_cuts={10: [12, 27, 39], 5: [12, 27, 39]},
     ours={
         "1f1b-async": ("none", "uniform:8", "uniform:4", "uniform:2", "auto"),

@@ -1,0 +1,306 @@
+"""Where to cut a model, on which devices, in which order: dynamic programming over (layers placed, devices used).
+
+The cost of a plan (FTPipeHD's recursion, turned around and made wider; ours): in the steady state a micro-batch takes what
+the slowest stage computes (coding included), or the slowest boundary carries, or the busiest device's own link does: all
+of them overlap. A synchronous schedule also fills and drains, which adds a share of every other stage's time and of every
+transfer. A device's memory is a hard limit; a device may stay idle.
+
+The search decides for a cap whether any plan stays below it (``kernels.search``), and bisects the cap. Exact for all orders
+and subsets of up to ``MOST_EXACT`` devices and for a given order of up to ``MOST_ORDERED``; a beam for more.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accept_mpi.kernels.options import compiled
+
+MOST_EXACT, MOST_ORDERED = 10, 32
+BEAM = 24
+_ROOM = 160  # points kept of a set of devices
+_CLOSE = 1e-7  # where the bisection ends, as a ratio
+_SWEEPS = 60  # caps tried for a synchronous schedule
+
+Floats = npt.NDArray[np.float64]
+
+
+class NoPlan(Exception):
+    """Nothing fits; the message says what does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A model of L layers on N devices with C codecs to choose from. Seconds and bytes are those of one micro-batch."""
+
+    layer_seconds: Floats
+    """(N, L): forward and backward."""
+    extra_seconds: Floats | None = None
+    """(N, L+1, L+1): what layers i..j-1 together take beyond their sum. Must not let a longer run take less."""
+    values: Floats
+    """(L+1,): float values that cross in front of each layer, each way, and can be coded."""
+    other: Floats
+    """(L+1,): bytes that cross besides."""
+    rate: Floats
+    """(N, N): bytes/s from one device to another."""
+    nic: Floats
+    """(N,): bytes/s of a device's own link, each way; its two boundaries share it."""
+    codecs: tuple[str, ...] = ("none",)
+    bits: Floats = field(default_factory=lambda: np.array([4.0]))
+    """(C,): bytes a value."""
+    coding: Floats | None = None
+    """(N, C): seconds to encode one value and to decode another; none if None."""
+    state: Floats
+    """(L,): bytes of weights, gradients and optimizer."""
+    held: Floats
+    """(L,): bytes of activations."""
+    capacity: Floats
+    """(N,): bytes."""
+    kept: Floats
+    """(N,): micro-batches in flight at a stage, by the number of stages behind it."""
+    copies: Floats
+    """(N,): versions of ``state`` that a stage holds, by the number of stages behind it."""
+    micro_batches: float = 1e9
+    """Of a step; without an end for asynchronous schedules."""
+    fill: float = 0.0
+    """Share of a stage's time that filling and draining the pipeline adds: 0 asynchronous, 1 for 1F1B and GPipe."""
+
+    @property
+    def devices(self) -> int:
+        return len(self.layer_seconds)
+
+    @property
+    def layers(self) -> int:
+        return self.layer_seconds.shape[1]
+
+    def take(self, devices: Sequence[int]) -> "Problem":
+        """The same with these devices in this order."""
+        order = np.array(devices, int)
+        changed: dict[str, Any] = {
+            name: getattr(self, name)[order]
+            for name in ("layer_seconds", "extra_seconds", "nic", "coding", "capacity")
+            if getattr(self, name) is not None
+        }
+        return replace(self, **changed, rate=self.rate[np.ix_(order, order)])
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Stage s holds layers ``edges[s]`` to ``edges[s+1]`` - 1 on ``devices[s]``; ``codecs[b]`` is boundary b's."""
+
+    devices: tuple[int, ...]
+    edges: tuple[int, ...]
+    codecs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one plan, in seconds."""
+
+    stages: tuple[float, ...]
+    """Computing a micro-batch, coding included."""
+    links: tuple[float, ...]
+    """Carrying a micro-batch across each boundary, the slower direction."""
+    bottleneck: float
+    """The slowest of all that overlaps."""
+    step: float
+    """A step; for an asynchronous schedule, a micro-batch."""
+    fits: bool
+
+
+def cost(problem: Problem, plan: Solution) -> Cost:
+    """What a plan costs."""
+    stages, nics, fits = [], [], True
+    last = len(plan.devices) - 1
+    messages = [problem.values[i] * problem.bits[c] + problem.other[i] for i, c in zip(plan.edges[1:-1], plan.codecs, strict=True)]
+    for s, device in enumerate(plan.devices):
+        start, stop = plan.edges[s], plan.edges[s + 1]
+        seconds = float(problem.layer_seconds[device, start:stop].sum())
+        if problem.extra_seconds is not None:
+            seconds += float(problem.extra_seconds[device, start, stop])
+        beside = [b for b in (s - 1, s) if 0 <= b < last]
+        if problem.coding is not None:
+            seconds += sum(float(problem.values[plan.edges[b + 1]] * problem.coding[device, plan.codecs[b]]) for b in beside)
+        stages.append(seconds)
+        nics.append(sum(messages[b] for b in beside) / problem.nic[device])
+        behind = last - s
+        memory = problem.copies[behind] * problem.state[start:stop].sum() + problem.kept[behind] * problem.held[start:stop].sum()
+        fits &= bool(memory <= problem.capacity[device] * (1 + 1e-12))
+    pairs = list(itertools.pairwise(plan.devices))
+    ways = [(m / problem.rate[a, b], m / problem.rate[b, a]) for m, (a, b) in zip(messages, pairs, strict=True)]
+    links = [max(way) for way in ways]
+    bottleneck = float(max([*stages, *links, *nics]))
+    step = bottleneck
+    if problem.fill:
+        filling = problem.fill * sum(stages) + sum(map(sum, ways))
+        step = (problem.micro_batches - problem.fill) * bottleneck + filling
+    return Cost(tuple(stages), tuple(map(float, links)), bottleneck, float(step), fits)
+
+
+def lower_bound(problem: Problem) -> float:
+    """No plan's bottleneck is below this: all devices share every layer at will, for free (a weighted mean of their loads;
+    weak duality)."""
+    speed = 1 / np.maximum(problem.layer_seconds.sum(axis=1), 1e-300)
+    shared = float(((speed / speed.sum())[:, None] * problem.layer_seconds).min(axis=0).sum())
+    return max(shared, float(problem.layer_seconds.min(axis=0).max()))
+
+
+def solve(problem: Problem, ordered: bool = False) -> Solution:
+    """The plan with the shortest step. ``ordered``: devices keep their order (some may stay idle).
+
+    Raises NoPlan where memory does not suffice.
+    """
+    exact = problem.devices <= (MOST_ORDERED if ordered else MOST_EXACT)
+    find = _Exact(problem, ordered) if exact else _Beam(problem, ordered)
+    best = _least_bottleneck(problem, find.below, find.close)
+    if problem.fill:
+        order = best.devices if not ordered else tuple(range(problem.devices))
+        best = min((best, _synchronous(problem, order)), key=lambda plan: cost(problem, plan).step)
+    return best
+
+
+def _least_bottleneck(problem: Problem, below: Callable[[float], Solution | None], close: float) -> Solution:
+    best = below(np.inf)
+    if best is None:
+        raise NoPlan(_why(problem))
+    low, high = lower_bound(problem), cost(problem, best).bottleneck
+    if (first := below(low * (1 + close))) is not None:
+        return first
+    while high > low * (1 + close):
+        middle = float(np.sqrt(low * high)) if high > 4 * low else (low + high) / 2
+        found = below(middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, min(middle, cost(problem, found).bottleneck)
+    return best
+
+
+def _synchronous(problem: Problem, order: tuple[int, ...]) -> Solution:
+    """The least step over cuts and codecs with devices in this order: for lower and lower caps on the bottleneck, the plan
+    that fills and drains fastest."""
+    mine = problem.take(order)
+    find, cap, plans = _Exact(mine, True), np.inf, []
+    floor = lower_bound(mine)
+    for _ in range(_SWEEPS):
+        plan = find.below(cap, problem.fill)
+        if plan is None:
+            break
+        plans.append(plan)
+        reached = cost(mine, plan).bottleneck
+        best = min(cost(mine, p).step for p in plans)
+        step = cost(mine, plan).step
+        if step - (problem.micro_batches - problem.fill) * (reached - floor) >= best:
+            break  # the sum only grows from here, and the bottleneck cannot fall further
+        cap = reached * (1 - 1e-9) if len(plans) < _SWEEPS // 2 else reached * 0.98
+    best_plan = min(plans, key=lambda plan: cost(mine, plan).step)
+    return replace(best_plan, devices=tuple(order[n] for n in best_plan.devices))
+
+
+def _why(problem: Problem) -> str:
+    """What does not fit, and what would."""
+    whole, held = float(problem.state.sum()), float(problem.held.sum())
+    room = float(problem.capacity.sum())
+    layer = int(np.argmax(problem.copies[0] * problem.state + problem.kept[0] * problem.held))
+    needs = float(problem.copies[0] * problem.state[layer] + problem.kept[0] * problem.held[layer])
+    most = float(problem.capacity.max())
+    if needs > most:
+        return (
+            f"layer {layer} alone needs {needs / 2**20:.0f} MiB and the largest device has {most / 2**20:.0f} MiB; "
+            "smaller micro-batches or another device would help"
+        )
+    return (
+        f"no cuts fit: the model takes {whole / 2**20:.0f} MiB of weights, gradients and optimizer state and "
+        f"{held / 2**20:.0f} MiB of activations a micro-batch, times those in flight, and all devices have "
+        f"{room / 2**20:.0f} MiB together; smaller micro-batches or another device would help"
+    )
+
+
+def _sums(each: Floats) -> Floats:
+    """Prefix sums along the last axis, from 0."""
+    return np.concatenate([np.zeros((*each.shape[:-1], 1)), each.cumsum(axis=-1)], axis=-1)
+
+
+class _Kernel:
+    """A problem as the kernels take it."""
+
+    def __init__(self, problem: Problem, ordered: bool) -> None:
+        self.problem, self.ordered = problem, ordered
+        self.kernels = compiled("accept_mpi.kernels.search")
+        n = problem.devices
+        extra = problem.extra_seconds if problem.extra_seconds is not None else np.zeros((n, 1, 1))
+        coding = problem.coding if problem.coding is not None else np.zeros((n, len(problem.bits)))
+        shared = (
+            _sums(problem.layer_seconds), extra, problem.values, problem.other, problem.rate, problem.nic, problem.bits,
+            coding, _sums(problem.state), _sums(problem.held), problem.capacity, problem.kept, problem.copies,
+        )  # fmt: skip
+        self.shared = tuple(np.ascontiguousarray(array, np.float64) for array in shared)
+
+
+class _Exact(_Kernel):
+    """All points that are worth keeping."""
+
+    close = _CLOSE
+
+    def __init__(self, problem: Problem, ordered: bool) -> None:
+        super().__init__(problem, ordered)
+        n = problem.devices
+        self._keys = n * (n + 1) + n + 1 if ordered else (1 << n) * n
+        self._room = _ROOM
+
+    def below(self, cap: float, fill: float = 0.0) -> Solution | None:
+        """A plan whose bottleneck is at most ``cap``; with ``fill`` the one that fills and drains fastest."""
+        while True:
+            table = np.empty((self._keys, self._room, 4), np.int32)
+            sums, counts = np.empty((self._keys, self._room)), np.empty(self._keys, np.int32)
+            end = np.zeros(4, np.int32)
+            found = self.kernels.reach(*self.shared, cap, fill, self.ordered, table, sums, counts, end)
+            if found >= 0:
+                break
+            self._room *= 4
+        return self._follow(table, end) if found else None
+
+    def _follow(self, table: npt.NDArray[np.int32], end: npt.NDArray[np.int32]) -> Solution:
+        key, point, device = (int(x) for x in end[:3])
+        n = self.problem.devices
+        devices, edges, codecs = [device], [0], []
+        while key >= 0:
+            layer, codec, key_before, point_before = (int(x) for x in table[key, point])
+            devices.append(key // (n + 1) if self.ordered else key % n)
+            edges.append(layer)
+            codecs.append(codec)
+            key, point = key_before, point_before
+        return Solution(tuple(devices), (*edges, self.problem.layers), tuple(codecs))
+
+
+class _Beam(_Kernel):
+    """The most promising points only."""
+
+    close = 1e-3
+
+    def __init__(self, problem: Problem, ordered: bool) -> None:
+        super().__init__(problem, ordered)
+        seconds = problem.layer_seconds
+        self._work = np.ascontiguousarray(_sums(seconds.mean(axis=0)))
+        self._speed = self._work[-1] / seconds.sum(axis=1)
+
+    def below(self, cap: float) -> Solution | None:
+        """A plan whose bottleneck is at most ``cap``, if the beam meets one."""
+        n = self.problem.devices
+        used = np.zeros((n + 1, BEAM, -(-n // 64)), np.uint64)
+        table, scores = np.empty((n + 1, BEAM, 4), np.int32), np.empty((n + 1, BEAM))
+        end = np.zeros(3, np.int32)
+        if not self.kernels.beam(*self.shared, cap, self.ordered, self._work, self._speed, used, table, scores, end):
+            return None
+        level, point, device = (int(x) for x in end)
+        devices, edges, codecs = [device], [0], []
+        while level > 0:
+            layer, codec, first, before = (int(x) for x in table[level, point])
+            devices.append(first)
+            edges.append(layer)
+            codecs.append(codec)
+            level, point = level - 1, before
+        return Solution(tuple(devices), (*edges, self.problem.layers), tuple(codecs))

@@ -1,0 +1,256 @@
+"""Search for the cuts of a model: which devices hold which layers, so that nothing takes longer than a cap.
+
+Stages are put in front of one another, the last one first, so that the number of stages behind a stage, and with it what
+the stage must hold in flight, is known. A point is "layers ``i`` and all behind it are placed, and boundary ``i`` has codec
+``c``"; of points that differ in nothing else, one that has placed more and crosses with fewer values is as good or better.
+
+Arguments that all kernels share (N devices, L layers, C codecs; seconds and bytes are a micro-batch's):
+``prefix`` (N, L+1), seconds of the layers before each; ``extra`` (N, L+1, L+1), seconds of layers i..j-1 together that their
+sum lacks, or (N, 1, 1) where nothing is known; ``values`` and ``other`` (L+1), values that codecs code and bytes besides that
+cross in front of a layer, each way; ``rate`` (N, N), bytes/s from one device to another; ``nic`` (N), bytes/s of a device's
+own link, each way; ``bits`` (C), bytes a value; ``coding`` (N, C), seconds to encode one value and decode another; ``state``
+and ``held`` (L+1), bytes before each layer of weights and what goes with them, and of activations; ``capacity`` (N), bytes;
+``kept`` and ``copies`` (N), micro-batches in flight and versions of the weights, by number of stages behind.
+"""
+
+import numba as nb
+import numpy as np
+from accept_mpi.kernels.options import NJIT
+
+_SHARED = (
+    "float64[:,::1], float64[:,:,::1], float64[::1], float64[::1], float64[:,::1], float64[::1], float64[::1], "
+    "float64[:,::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1]"
+)
+
+
+@nb.njit(f"int64({_SHARED}, float64, boolean, int64, int64, int64, int64, int64, int32[::1], int32[::1])", **NJIT)
+def extend(  # type: ignore[no-untyped-def]
+    prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
+    cap, every, a, d, i, c, behind, out_i, out_c,
+):  # fmt: skip
+    """Points that device ``a`` reaches by holding layers in front of ``i``, where device ``d`` begins with codec ``c`` (-1:
+    nobody, the model ends). Into ``out_i`` and ``out_c``; their number. Without ``every`` only those that could be best."""
+    base, message = 0.0, 0.0
+    if d >= 0:
+        message = values[i] * bits[c] + other[i]
+        if message > cap * rate[a, d] or message > cap * rate[d, a] or message > cap * nic[a]:
+            return 0
+        base = values[i] * coding[a, c]
+    whole = extra.shape[1] > 1
+    first = i
+    while first > 0:
+        j = first - 1
+        seconds = prefix[a, i] - prefix[a, j] + base
+        if whole:
+            seconds += extra[a, j, i]
+        memory = copies[behind] * (state[i] - state[j]) + kept[behind] * (held[i] - held[j])
+        if seconds > cap or memory > capacity[a]:
+            break
+        first = j
+    count = 0
+    if first == 0:
+        out_i[0], out_c[0] = 0, 0
+        count = 1
+        if not every:
+            return count
+    for codec in range(bits.size):
+        coded, whole_bytes = 1e300, 1e300
+        for j in range(max(first, 1), i):
+            if not every and values[j] >= coded and other[j] >= whole_bytes:
+                continue
+            seconds = prefix[a, i] - prefix[a, j] + base + values[j] * coding[a, codec]
+            if whole:
+                seconds += extra[a, j, i]
+            there = values[j] * bits[codec] + other[j]
+            if seconds > cap or message + there > cap * nic[a]:
+                continue
+            if values[j] <= coded and other[j] <= whole_bytes:
+                coded, whole_bytes = values[j], other[j]
+            out_i[count], out_c[count] = j, codec
+            count += 1
+    return count
+
+
+@nb.njit(
+    "int64(float64[::1], float64[::1], boolean, int64, int64, float64, int64, int64, int32[:,:,::1], float64[:,::1], "
+    "int32[::1], int64)", **NJIT,
+)  # fmt: skip
+def insert(values, other, every, i, c, total, from_key, from_point, table, sums, counts, key):  # type: ignore[no-untyped-def]
+    """Put a point into the table unless one there is as good, and take out those that it beats; -1 where it is full."""
+    p = 0
+    while p < counts[key]:
+        there = table[key, p, 0]
+        if table[key, p, 1] == c:
+            if there <= i and values[there] <= values[i] and other[there] <= other[i] and (not every or sums[key, p] <= total):
+                return 0
+            if i <= there and values[i] <= values[there] and other[i] <= other[there] and (not every or total <= sums[key, p]):
+                counts[key] -= 1
+                last = counts[key]
+                for field in range(4):
+                    table[key, p, field] = table[key, last, field]
+                sums[key, p] = sums[key, last]
+                continue
+        p += 1
+    if p == table.shape[1]:
+        return -1
+    table[key, p, 0], table[key, p, 1], table[key, p, 2], table[key, p, 3] = i, c, from_key, from_point
+    sums[key, p] = total
+    counts[key] += 1
+    return 1
+
+
+@nb.njit(
+    f"int64({_SHARED}, float64, float64, boolean, int32[:,:,::1], float64[:,::1], int32[::1], int32[::1])", **NJIT
+)
+def reach(  # type: ignore[no-untyped-def]
+    prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
+    cap, fill, ordered, table, sums, counts, end,
+):  # fmt: skip
+    """Find a plan in which nothing takes longer than ``cap``; ``fill`` > 0: the one with the least sum of ``fill`` times
+    stages' seconds and all transfers. Its key, point and first device go to ``end``.
+
+    Returns 1; 0 where there is none; -1 where the table is full. ``ordered``: devices keep their order, some may stay idle; a
+    key is first device * (N + 1) + stages. Otherwise any devices in any order; a key is set of devices * N + first device.
+    ``table`` (keys, room, 4): layer, codec, key and point that a point was reached from (-1: the end of the model).
+    """
+    devices, layers = prefix.shape[0], values.size - 1
+    every = fill > 0
+    out_i, out_c = np.empty(bits.size * layers + 1, np.int32), np.empty(bits.size * layers + 1, np.int32)
+    counts[:] = 0
+    best = np.inf
+    found = 0
+    turns = devices * (devices + 1) + 1 if ordered else (1 << devices) * devices
+    for turn in range(turns):
+        # Whose stages are in front so far: nobody's in the first turn.
+        if ordered:
+            first = devices - 1 - (turn - 1) // (devices + 1) if turn else -1
+            behind = (turn - 1) % (devices + 1) if turn else 0
+            key = first * (devices + 1) + behind
+            chosen = 0
+        else:
+            chosen = turn // devices
+            first = turn % devices if chosen else -1
+            behind = 0
+            for n in range(devices):
+                behind += (chosen >> n) & 1
+            key = turn
+            if not chosen and turn:
+                continue
+        points = counts[key] if first >= 0 else 1
+        if not points or behind == devices:
+            continue
+        for a in range(devices):
+            if (first >= 0 and ordered and a >= first) or (chosen >> a) & 1:
+                continue
+            target = a * (devices + 1) + behind + 1 if ordered else (chosen | (1 << a)) * devices + a
+            for p in range(points):
+                i, c, total = layers, -1, 0.0
+                if first >= 0:
+                    i, c, total = table[key, p, 0], table[key, p, 1], sums[key, p]
+                reached = extend(
+                    prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
+                    cap, every, a, first, i, c, behind, out_i, out_c,
+                )  # fmt: skip
+                for r in range(reached):
+                    j, codec = out_i[r], out_c[r]
+                    there = total
+                    if every:
+                        seconds = prefix[a, i] - prefix[a, j]
+                        if extra.shape[1] > 1:
+                            seconds += extra[a, j, i]
+                        if first >= 0:
+                            message = values[i] * bits[c] + other[i]
+                            seconds += values[i] * coding[a, c]
+                            there += message / rate[a, first] + message / rate[first, a]
+                        if j > 0:
+                            seconds += values[j] * coding[a, codec]
+                        there += fill * seconds
+                    if j == 0:
+                        if there < best:
+                            best, found = there, 1
+                            end[0], end[1], end[2], end[3] = key if first >= 0 else -1, p, a, target
+                        if not every:
+                            return 1
+                    elif insert(values, other, every, j, codec, there, key if first >= 0 else -1, p, table, sums, counts, target) < 0:
+                        return -1
+    return found
+
+
+@nb.njit(
+    f"int64({_SHARED}, float64, boolean, float64[::1], float64[::1], uint64[:,:,::1], int32[:,:,::1], float64[:,::1], int32[::1])",
+    **NJIT,
+)
+def beam(  # type: ignore[no-untyped-def]
+    prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
+    cap, ordered, work, speed, used, table, scores, end,
+):  # fmt: skip
+    """As ``reach``, for many devices: of the points with equally many stages only the most promising are followed.
+
+    Promising: ``work`` (L+1,) before the point, over the ``speed`` (N,) of the devices that are left. ``used`` (levels,
+    width, words): sets of devices; ``table`` (levels, width, 4): layer, codec, first device, point of the level before.
+    Returns 1 and writes level, point and first device to ``end``, or 0.
+    """
+    devices, layers = prefix.shape[0], values.size - 1
+    width, words = table.shape[1], used.shape[2]
+    out_i, out_c = np.empty(bits.size * layers + 1, np.int32), np.empty(bits.size * layers + 1, np.int32)
+    one = np.uint64(1)
+    whole = speed.sum()
+    here = 1
+    used[0, 0, :] = np.uint64(0)
+    table[0, 0, 0], table[0, 0, 1], table[0, 0, 2], table[0, 0, 3] = layers, -1, -1, -1
+    left = np.empty(width)
+    left[0] = whole
+    for level in range(devices):
+        there = 0
+        left_there = np.empty(width)
+        for p in range(here):
+            i, c, first = table[level, p, 0], table[level, p, 1], table[level, p, 2]
+            for a in range(devices):
+                if (used[level, p, a >> 6] >> np.uint64(a & 63)) & one or (ordered and first >= 0 and a >= first):
+                    continue
+                reached = extend(
+                    prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
+                    cap, False, a, first, i, c, level, out_i, out_c,
+                )  # fmt: skip
+                rest = left[p] - speed[a]
+                if ordered:
+                    rest = 0.0
+                    for n in range(a):
+                        rest += speed[n]
+                for r in range(reached):
+                    j = out_i[r]
+                    if j == 0:
+                        end[0], end[1], end[2] = level, p, a
+                        return 1
+                    if rest <= 1e-9 * whole or level + 1 == devices:
+                        continue
+                    score = work[j] / rest
+                    q = there
+                    if there == width:
+                        q = 0
+                        for w in range(1, width):
+                            if scores[level + 1, w] > scores[level + 1, q]:
+                                q = w
+                        if scores[level + 1, q] <= score:
+                            continue
+                    same = False
+                    for w in range(there):
+                        if table[level + 1, w, 0] == j and table[level + 1, w, 1] == out_c[r] and scores[level + 1, w] == score:
+                            same = True
+                            break
+                    if same:
+                        continue
+                    if there < width:
+                        there += 1
+                    for word in range(words):
+                        used[level + 1, q, word] = used[level, p, word]
+                    used[level + 1, q, a >> 6] |= one << np.uint64(a & 63)
+                    table[level + 1, q, 0], table[level + 1, q, 1] = j, out_c[r]
+                    table[level + 1, q, 2], table[level + 1, q, 3] = a, p
+                    scores[level + 1, q] = score
+                    left_there[q] = rest
+        here = there
+        left[:] = left_there
+        if not here:
+            return 0
+    return 0

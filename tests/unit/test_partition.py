@@ -1,0 +1,120 @@
+"""The partitioner against trying everything, on random small problems; bounds and times on large ones are benchmarks."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from accept_mpi.partition import NoPlan, Problem, Solution, cost, lower_bound, solve
+
+INSTANCES = 2000
+
+
+def random_problem(rng: np.random.Generator, devices: int, layers: int, codecs: int) -> Problem:
+    """Unequal devices, slow links, codecs that cost time, memory that does not always suffice."""
+    seconds = rng.uniform(0.2, 2.0, layers) * rng.choice([0.5, 1, 1, 3], devices)[:, None]
+    seconds *= rng.uniform(0.8, 1.25, (devices, layers))
+    extra = None
+    if rng.random() < 0.3:  # what a run takes beyond its sum grows with its length
+        length = np.arange(layers + 1)
+        extra = rng.uniform(0, 0.2, devices)[:, None, None] * np.maximum(0, length[None, None, :] - length[None, :, None])
+    values = np.concatenate([[0], rng.integers(1, 8, layers - 1) * 100, [0]]).astype(float)
+    kept = np.arange(1.0, devices + 1) if rng.random() < 0.5 else np.ones(devices)
+    return Problem(
+        layer_seconds=seconds,
+        extra_seconds=extra,
+        values=values,
+        other=np.concatenate([[0], rng.choice([0.0, 64.0], layers - 1), [0]]),
+        rate=rng.choice([300.0, 1000.0, 4000.0], (devices, devices)),
+        nic=rng.choice([600.0, 2000.0, np.inf], devices),
+        codecs=("a", "b", "c")[:codecs],
+        bits=np.array([4.0, 1.0, 0.5])[:codecs],
+        coding=rng.uniform(0, 4e-4, (devices, codecs)) * (np.arange(codecs) > 0),
+        state=rng.uniform(0, 4, layers),
+        held=rng.uniform(0, 2, layers),
+        capacity=rng.choice([4.0, 8.0, 16.0, 1e9], devices),
+        kept=kept,
+        copies=kept if rng.random() < 0.3 else np.ones(devices),
+        micro_batches=float(rng.integers(1, 9)),
+        fill=float(rng.choice([0.0, 0.0, 1.0])),
+    )
+
+
+def everything(problem: Problem, ordered: bool = False) -> list[Solution]:
+    """All plans: which devices, in which order, cut where, with which codecs."""
+    found = []
+    for count in range(1, min(problem.devices, problem.layers) + 1):
+        orders = itertools.combinations if ordered else itertools.permutations
+        for devices in orders(range(problem.devices), count):
+            for cuts in itertools.combinations(range(1, problem.layers), count - 1):
+                for codecs in itertools.product(range(len(problem.codecs)), repeat=count - 1):
+                    found.append(Solution(devices, (0, *cuts, problem.layers), codecs))
+    return found
+
+
+def least(problem: Problem, ordered: bool = False) -> float | None:
+    costs = (cost(problem, plan) for plan in everything(problem, ordered))
+    return min((c.step if problem.fill else c.bottleneck for c in costs if c.fits), default=None)
+
+
+def test_equals_trying_everything() -> None:
+    """Any order and subset for asynchronous schedules; the given order, where filling counts, too."""
+    rng = np.random.default_rng(1)
+    none, idle, coded = 0, 0, 0
+    for number in range(INSTANCES):
+        devices = int(rng.integers(1, 5 if number % 10 == 0 else 4))
+        problem = random_problem(rng, devices, int(rng.integers(2, 6)), int(rng.integers(1, 3 if devices < 4 else 2)))
+        ordered = bool(problem.fill) or bool(rng.random() < 0.2)
+        expected = least(problem, ordered)
+        if expected is None:
+            none += 1
+            with pytest.raises(NoPlan, match="MiB"):
+                solve(problem, ordered)
+            continue
+        plan = solve(problem, ordered)
+        found = cost(problem, plan)
+        assert found.fits, (number, plan)
+        assert (found.step if problem.fill else found.bottleneck) == pytest.approx(expected, rel=1e-6), (number, plan)
+        assert found.bottleneck >= lower_bound(problem) * (1 - 1e-9)
+        idle += len(plan.devices) < problem.devices
+        coded += any(plan.codecs)
+    assert none > 50 and idle > 200 and coded > 200, "the instances exercise memory, idle devices and codecs"
+
+
+def test_the_beam_is_near_the_exact_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accept_mpi import partition
+
+    rng = np.random.default_rng(2)
+    ratios = []
+    for _ in range(30):
+        problem = replace(random_problem(rng, 5, 14, 2), capacity=np.full(5, 1e9), fill=0.0, extra_seconds=None)
+        exact = cost(problem, solve(problem)).bottleneck
+        monkeypatch.setattr(partition, "MOST_EXACT", 1)
+        ratios.append(cost(problem, solve(problem)).bottleneck / exact)
+        monkeypatch.undo()
+    assert min(ratios) >= 1 - 1e-3
+    assert np.mean(ratios) < 1.05, ratios
+
+
+def test_a_device_far_too_slow_stays_idle() -> None:
+    seconds = np.ones((3, 12)) * np.array([[1.0], [100.0], [1.0]])
+    free = np.full((3, 3), 1e12)
+    problem = Problem(
+        layer_seconds=seconds, values=np.full(13, 10.0), other=np.zeros(13), rate=free, nic=free[0], state=np.ones(12),
+        held=np.ones(12), capacity=np.full(3, 1e9), kept=np.ones(3), copies=np.ones(3),
+    )  # fmt: skip
+    plan = solve(problem)
+    assert sorted(plan.devices) == [0, 2] and plan.edges == (0, 6, 12)
+
+
+def test_says_what_does_not_fit() -> None:
+    problem = replace(
+        random_problem(np.random.default_rng(3), 2, 4, 1), state=np.array([1, 1, 900, 1]) * 2.0**20,
+        capacity=np.full(2, 2.0**28),
+    )  # fmt: skip
+    with pytest.raises(NoPlan, match="layer 2 alone needs 900 MiB and the largest device has 256 MiB"):
+        solve(problem)
+    many = replace(problem, state=np.full(4, 2.0**27), copies=np.ones(2), kept=np.ones(2), capacity=np.full(2, 1.5 * 2.0**27))
+    with pytest.raises(NoPlan, match="no cuts fit"):
+        solve(many)
