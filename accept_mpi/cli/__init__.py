@@ -69,6 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     codec.add_argument("--repeats", type=int, default=20)
     codec.add_argument("--json", action="store_true", help="for machines")
     codec.set_defaults(command=_bench_codec)
+    partition = bench.add_parser("partition", help="the partitioner: its time over layers and devices")
+    partition.add_argument("--repeats", type=int, default=1, help="of each; the fastest counts (default 1)")
+    partition.add_argument("--json", action="store_true", help="for machines")
+    partition.set_defaults(command=_bench_partition)
     return parser
 
 
@@ -116,6 +120,12 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _bench_single(options: argparse.Namespace) -> int:
     from accept_mpi.cli.bench_single import main
+
+    return main(options)
+
+
+def _bench_partition(options: argparse.Namespace) -> int:
+    from accept_mpi.cli.bench_partition import main
 
     return main(options)
 

@@ -97,8 +97,7 @@ class Experiment:
             session = self._sessions[program] = self._stack.enter_context(
                 Session(self._lab, _PROGRAMS[program], folder, self._places)
             )
-            if program == "ours":
-                # The first steps of a process take memory from the kernel and have oneDNN choose its routines.
+            if asked.get("warm"):
                 session.measure(asked, _MOST_SECONDS)
         if link is not None:
             for host in self._lab.hosts:
@@ -119,7 +118,7 @@ class Experiment:
         # Where a step takes long, it is the link that takes long: nothing has to warm up.
         skip = 2 if seconds * rate > batch else 1
         steps = skip + max(2, min(40, round(seconds * rate / batch)))
-        found = self.train(link, settings, skip, {"train.steps": steps}, **known)
+        found = self._train(link, settings, skip, {"train.steps": steps}, known, warm=True)
         self.expect(settings, float(found["samples_per_s"]))
         return found
 
@@ -127,18 +126,22 @@ class Experiment:
         """A guess for the next ``ours`` with these settings, in samples/s."""
         self._last = (settings, rate)
 
-    def train(
-        self, link: float | None, settings: dict[str, Any], skip: int, more: dict[str, Any] | None = None, **known: Any
+    def train(self, link: float | None, settings: dict[str, Any], skip: int, **known: Any) -> Result:
+        """accept_mpi with these keys changed, as long as the job says; its rate without the first ``skip`` steps."""
+        return self._train(link, settings, skip, {}, known, warm=False)
+
+    def _train(
+        self, link: float | None, settings: dict[str, Any], skip: int, more: dict[str, Any], known: Point, warm: bool
     ) -> Result:
-        """accept_mpi with these keys changed, as long as the job says; its rate without the first ``skip`` steps. ``more``:
-        keys that do not name the point."""
+        """``more``: keys that do not name the point. ``warm``: a process's first run is made twice, since its first steps take
+        memory from the kernel and have oneDNN choose its routines."""
         name = "-".join([*(str(value) for value in (known | settings).values()), f"{link}"])
         directory = self.out / "runs" / "".join(c if c.isalnum() else "-" for c in name)
-        changed = settings | (more or {}) | {
+        changed = settings | more | {
             "output.directory": str(directory.resolve()),
             "output.checkpoint_at_end": "false",
         }
-        asked = {"job": self.job(), "set": [f"{key}={value}" for key, value in changed.items()], "skip": skip}
+        asked = {"job": self.job(), "set": [f"{key}={value}" for key, value in changed.items()], "skip": skip, "warm": warm}
         return self.measure("ours", settings | known, asked, link)
 
     batch = 64

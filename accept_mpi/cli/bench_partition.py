@@ -1,0 +1,82 @@
+"""``accept_mpi bench partition``: how the partitioner's time grows with layers and devices, and how far its plans are from
+the lower bound.
+
+Problems are random: layers and devices of unequal speed, four codecs, links of 10 to 100 Mbit/s, memory for twice a fair
+share. "in order": devices keep their order; "any order": exact over subsets and orders; "beam": for more devices than that.
+"""
+
+import argparse
+import json
+import time
+from typing import Any
+
+import numpy as np
+
+from accept_mpi.partition import MOST_EXACT, Problem, cost, lower_bound, solve
+
+_SIZES = ((50, 4), (50, 8), (100, 16), (200, 16), (50, 10), (100, 10), (200, 10), (200, 32), (500, 128), (1000, 256))
+_IN_ORDER = {(50, 4), (50, 8), (100, 16), (200, 16)}
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measure and print a table, or JSON."""
+    solve(random_problem(8, 2), ordered=True)  # kernels are compiled or loaded before the clock starts
+    rows = []
+    for layers, devices in _SIZES:
+        kinds = ["in order"] if (layers, devices) in _IN_ORDER else []
+        kinds.append("any order" if devices <= MOST_EXACT else "beam")
+        rows += [_row(kind, layers, devices, options.repeats) for kind in kinds if kind != "beam" or devices > 16]
+    if options.json:
+        print(json.dumps(rows))
+        return 0
+    print(f"{'layers':>7}{'devices':>9}  {'search':<10}{'seconds':>9}{'used':>6}  bottleneck / lower bound")
+    for row in rows:
+        print(f"{row['layers']:>7}{row['devices']:>9}  {row['search']:<10}{row['seconds']:>9.3f}{row['used']:>6}{row['gap']:>10.3f}")
+    return 0
+
+
+def random_problem(layers: int, devices: int, seed: int = 0) -> Problem:
+    """A model of ``layers`` layers whose boundaries narrow, on ``devices`` unequal devices."""
+    rng = np.random.default_rng(seed)
+    speed = rng.choice([1, 2, 4, 8], devices)
+    seconds = rng.lognormal(0, 0.7, layers) * 0.02 / speed[:, None] * rng.uniform(0.9, 1.1, (devices, layers))
+    values = np.zeros(layers + 1)
+    values[1:-1] = rng.choice([1, 1, 4, 6], layers - 1) * 2e4 * np.linspace(1, 0.2, layers - 1)
+    state = rng.lognormal(0, 1, layers) * 2e5
+    held = rng.lognormal(0, 1, layers) * 4e5
+    kept = np.minimum(np.arange(1, devices + 1), 64).astype(float)
+    nic = rng.choice([10e6, 50e6, 100e6], devices) / 8
+    share = (state.sum() + kept.mean() * held.sum()) / devices
+    return Problem(
+        layer_seconds=seconds,
+        values=values,
+        other=np.zeros(layers + 1),
+        rate=np.minimum(nic[:, None], nic[None, :]),
+        nic=nic,
+        codecs=("none", "uniform:8", "uniform:4", "uniform:2"),
+        bits=np.array([4.0, 1.06, 0.56, 0.31]),
+        coding=np.array([0.0, 1.0, 0.8, 0.7]) * 1e-9 / speed[:, None],
+        state=state,
+        held=held,
+        capacity=np.full(devices, 4 * share),
+        kept=kept,
+        copies=np.ones(devices),
+    )
+
+
+def _row(search: str, layers: int, devices: int, repeats: int) -> dict[str, Any]:
+    problem = random_problem(layers, devices)
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        plan = solve(problem, ordered=search == "in order")
+        seconds.append(time.perf_counter() - began)
+    gap = cost(problem, plan).bottleneck / lower_bound(problem)
+    return {
+        "layers": layers,
+        "devices": devices,
+        "search": search,
+        "seconds": min(seconds),
+        "used": len(plan.devices),
+        "gap": gap,
+    }
