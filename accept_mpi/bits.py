@@ -3,7 +3,8 @@
 "Hides" is decided by the simulator, on measured compute times and link rates, over the schedule's own action lists: a
 choice is as good as hidden where a step takes at most ``TOLERANCE`` longer than with the strongest codecs allowed
 everywhere. (A transfer that is shorter than a stage computes is hidden in the steady state, but a synchronous schedule's
-steps also begin and end with transfers that nothing hides; the simulator counts both.)
+steps also begin and end with transfers that nothing hides; the simulator counts both. Where the data plane has no core of
+its own, a stage's time holds what its messages cost: a byte that need not be moved is worth coding even on a fast link.)
 """
 
 from collections.abc import Sequence
@@ -33,6 +34,10 @@ class Profile(msgspec.Struct, frozen=True):
     encode: dict[str, float]
     """A value, by codec."""
     decode: dict[str, float]
+    byte: float = 0.0
+    """To send or receive a byte."""
+    shared: bool = False
+    """Whether coding, sending and receiving take their time from the core that computes."""
 
 
 class Crossing(msgspec.Struct, frozen=True):
@@ -47,7 +52,11 @@ class Crossing(msgspec.Struct, frozen=True):
 
     def seconds(self, bits: dict[str, float], name: str) -> float:
         """On the link, with codec ``name``."""
-        return (self.values * bits[name] / 8 + self.other_bytes) / self.rate
+        return self.nbytes(bits, name) / self.rate
+
+    def nbytes(self, bits: dict[str, float], name: str) -> float:
+        """Of a message with codec ``name``."""
+        return self.values * bits[name] / 8 + self.other_bytes
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -83,11 +92,26 @@ def choose(
     names = list(ladder(floor))
     bits = {name: _bits(name) for name in {*names, *fixed.values()}}
 
+    bytes_of = {(c, name): crossings[c].nbytes(bits, name) for c in crossings for name in bits}
+
     def seconds(crossing: tuple[int, str], name: str) -> float:
         boundary, direction = crossing
         ends = (boundary, boundary + 1) if direction == "F" else (boundary + 1, boundary)
         coding = profiles[ends[0]].encode[name] + profiles[ends[1]].decode[name]
         return crossings[crossing].seconds(bits, name) + crossings[crossing].values * coding
+
+    def handling(stage: int, action: Action, chosen: dict[tuple[int, str], str]) -> float:
+        """What the data plane takes from the computing core for an action's messages."""
+        here = profiles[stage]
+        if not here.shared or action.kind not in "FB":
+            return 0.0
+        way, ahead = action.kind, int(action.kind == "F")
+        total = 0.0
+        for crossing, costs in (((stage - ahead, way), here.decode), ((stage - 1 + ahead, way), here.encode)):
+            if crossing in chosen:
+                name = chosen[crossing]
+                total += crossings[crossing].values * costs[name] + bytes_of[crossing, name] * here.byte
+        return total
 
     def duration(stage: int, action: Action) -> float:
         # Zero-bubble splits what was measured as one.
@@ -96,12 +120,28 @@ def choose(
 
     def step(chosen: dict[tuple[int, str], str]) -> float:
         took = {crossing: seconds(crossing, name) for crossing, name in chosen.items()}
-        return simulate(walks, duration, lambda boundary, way: took[boundary, way]).makespan / _STEPS
+        extra = {
+            (s, way): handling(s, Action(way, 0, 0), chosen) for s in range(stages) for way in ("F", "B", "W", "U")
+        }
+        return (
+            simulate(
+                walks,
+                lambda s, action: duration(s, action) + extra[s, action.kind],
+                lambda boundary, way: took[boundary, way],
+            ).makespan
+            / _STEPS
+        )
 
     free = [crossing for crossing in crossings if crossing not in fixed]
     fastest = {c: min(names, key=lambda name, c=c: seconds(c, name)) for c in free}  # type: ignore[misc]
     chosen = {**fixed, **fastest}
-    limit = step(chosen) * (1 + TOLERANCE)
+    best = step(chosen)
+    for crossing in free:
+        # Where links are fast, what counts is the time of the core: bytes to move, values to code.
+        for name in names:
+            if (found := step(chosen | {crossing: name})) < best:
+                best, chosen[crossing] = found, name
+    limit = best * (1 + TOLERANCE)
     # Milder and milder, everywhere in turn, so that all boundaries share what there is to give.
     moved = True
     while moved:

@@ -151,13 +151,16 @@ def lower_bound(problem: Problem) -> float:
 def solve(problem: Problem, ordered: bool = False) -> Solution:
     """The plan with the shortest step. ``ordered``: devices keep their order (some may stay idle).
 
+    For synchronous schedules order and subset are those of the least bottleneck, and cuts and codecs (of up to
+    ``MOST_ORDERED`` stages) those of the shortest step in that order.
+
     Raises NoPlan where memory does not suffice.
     """
     exact = problem.devices <= (MOST_ORDERED if ordered else MOST_EXACT)
     find = _Exact(problem, ordered) if exact else _Beam(problem, ordered)
     best = _least_bottleneck(problem, find.below, find.close)
-    if problem.fill:
-        order = best.devices if not ordered else tuple(range(problem.devices))
+    order = tuple(range(problem.devices)) if ordered else best.devices
+    if problem.fill and len(order) <= MOST_ORDERED:
         best = min((best, _synchronous(problem, order)), key=lambda plan: cost(problem, plan).step)
     return best
 

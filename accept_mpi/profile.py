@@ -23,16 +23,19 @@ def profile(
     ahead: Signature,
     train: Dataset | None,
     codings: dict[str, Coding],
+    byte_cpu: float,
+    cores: float,
     budget: float = 1.0,
 ) -> Profile:
     """Measure for about ``budget`` seconds, longer than a CPU quota's period; leaves no trace in the stage.
 
     ``size``: samples a micro-batch. ``behind`` and ``ahead`` are empty at the ends of the pipeline; the first and the last
-    stage need ``train``. All ranks do this at the same time, since that is how they will share what they share.
+    stage need ``train``. ``byte_cpu``: CPU seconds to send or receive a byte. ``cores`` that this rank has. All ranks do this at the same time, since that is how they will share what they share.
     """
     sample = np.arange(size) % (len(train) if train is not None else 1)
     target = train.targets(sample) if train is not None and not ahead.forward else None
     times: list[tuple[float, float]] = []
+    used = 0.0
     until = time.perf_counter() + budget
     while len(times) < 2 or time.perf_counter() < until:
         if behind.forward:
@@ -47,17 +50,27 @@ def profile(
             halfway.append(time.perf_counter())
             return given
 
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.thread_time()
         stage.probe(inputs, target, gradients)
         times.append((halfway[0] - began, time.perf_counter() - halfway[0]))
+        used += time.thread_time() - cpu if len(times) > 1 else 0.0
     # A mean, not a median: where a quota stops the rank now and then, that is part of its speed. The first warmed up.
     forward, backward = (statistics.fmean(column) for column in zip(*times[1:], strict=True))
+    # What a quota does to long computing it does to the sum of all short pieces.
+    stretch = max(1.0, sum(map(sum, times[1:])) / max(used, 1e-9))
     costs = {name: _codec_costs(coding) for name, coding in codings.items()}
-    return Profile(forward, backward, {n: c[0] for n, c in costs.items()}, {n: c[1] for n, c in costs.items()})
+    return Profile(
+        forward=forward,
+        backward=backward,
+        encode={name: stretch * encode for name, (encode, _) in costs.items()},
+        decode={name: stretch * decode for name, (_, decode) in costs.items()},
+        byte=stretch * byte_cpu,
+        shared=cores < torch.get_num_threads() + 1,
+    )
 
 
 def _codec_costs(coding: Coding) -> tuple[float, float]:
-    """Seconds a value to encode and to decode."""
+    """CPU seconds a value to encode and to decode."""
     if coding.kind == "none":
         return 0.0, 0.0
     x = torch.randn(_CODEC_VALUES, generator=torch.Generator().manual_seed(0)).numpy()
@@ -66,9 +79,9 @@ def _codec_costs(coding: Coding) -> tuple[float, float]:
     def seconds(call: Callable[[], object]) -> float:
         times = []
         for _ in range(5):
-            began = time.perf_counter()
+            began = time.thread_time()
             call()
-            times.append(time.perf_counter() - began)
+            times.append(time.thread_time() - began)
         return statistics.median(times) / x.size
 
     return seconds(lambda: coding.encode(x, out, 1)), seconds(lambda: coding.decode(out, y))

@@ -52,13 +52,14 @@ def settle_codecs(
 
     weights = (nbytes(ahead, 0), nbytes(behind, 1), nbytes(behind, 0), nbytes(ahead, 1))
     rates = neighbour_rates(runtime.world, before, after, weights)
-    mine = profile(stage, size, behind, ahead, train, codings(job, plan) | {"none": Coding()})
+    cores = runtime.hosts[runtime.rank]["cores"] / runtime.ranks_on_host
+    mine = profile(stage, size, behind, ahead, train, codings(job, plan) | {"none": Coding()}, rates.cpu, cores)
     # What comes in here: activations over the boundary behind, gradients over the one ahead.
     coming = {}
     if before is not None:
-        coming["F"] = msgspec.to_builtins(_crossing(behind.forward[size], rates[0]))
+        coming["F"] = msgspec.to_builtins(_crossing(behind.forward[size], rates.before))
     if after is not None:
-        coming["B"] = msgspec.to_builtins(_crossing(ahead.backward[size], rates[1]))
+        coming["B"] = msgspec.to_builtins(_crossing(ahead.backward[size], rates.after))
     told = messenger.allgather([msgspec.to_builtins(mine), coming], seconds, "each stage's compute time and link rates")
 
     names, lines = None, []

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -14,6 +14,8 @@ _PINGS = 20
 _SECONDS = 120.0  # deadline of one exchange
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 24
 _ENOUGH_SECONDS = 0.05  # a message that takes this long measures bandwidth well
+_BUSY_SECONDS = 0.25  # traffic on all links: long beside what a link passes at once before it slows down
+_BULK_POLL = 0.002  # as the data plane does while it sends
 
 
 def clock_offset(world: MPI.Intracomm) -> float:
@@ -56,13 +58,24 @@ def links(world: MPI.Intracomm) -> dict[tuple[int, int], tuple[float, float]]:
     return found
 
 
+class NeighbourRates(NamedTuple):
+    """What a rank's links carry while all links are busy both ways, and what that costs it."""
+
+    before: float
+    """Bytes/s that come from the stage before; 0.0 where nothing comes."""
+    after: float
+    """Bytes/s that come from the stage after."""
+    cpu: float
+    """Seconds of CPU to send or receive a byte."""
+
+
 def neighbour_rates(
     world: MPI.Intracomm, before: int | None, after: int | None, weights: tuple[int, int, int, int]
-) -> tuple[float, float]:
-    """Bytes/s at which messages come from ranks ``before`` and ``after``, while all links carry traffic both ways.
+) -> NeighbourRates:
+    """Rates from ranks ``before`` and ``after``.
 
     ``weights``: bytes that training sends to ``after`` and to ``before`` and receives from ``before`` and from ``after``;
-    what is sent here is in proportion, so that traffic shares a host's link as it will. 0.0 where nothing comes.
+    what is sent here is in proportion, so that traffic shares a host's link as it will.
     """
     comm = world.Dup()
     most = np.zeros(1)
@@ -70,19 +83,19 @@ def neighbour_rates(
     nbytes = float(_FIRST_BYTES)
     while True:
         sizes = [int(nbytes * weight / max(most[0], 1.0)) for weight in weights]
-        seconds = min(_exchange(comm, before, after, sizes) for _ in range(2))
+        *seconds, cpu = _exchange(comm, before, after, sizes)
         slowest = np.zeros(1)
         _wait(comm.Iallreduce(np.array([max(seconds)]), slowest, MPI.MAX), comm.rank)
-        if slowest[0] > 2 * _ENOUGH_SECONDS or nbytes >= _MOST_BYTES:
+        if slowest[0] > _BUSY_SECONDS or nbytes >= _MOST_BYTES:
             break
         nbytes *= 4
     comm.Free()
     from_before, from_after = (n / max(t, 1e-9) if n else 0.0 for n, t in zip(sizes[2:], seconds, strict=True))
-    return from_before, from_after
+    return NeighbourRates(from_before, from_after, cpu / max(1, sum(sizes)))
 
 
-def _exchange(comm: MPI.Intracomm, before: int | None, after: int | None, sizes: list[int]) -> tuple[float, float]:
-    """Send to both neighbours at once; seconds until what they send is here."""
+def _exchange(comm: MPI.Intracomm, before: int | None, after: int | None, sizes: list[int]) -> tuple[float, float, float]:
+    """Send to both neighbours at once; seconds until what they send is here, and of CPU for all of it."""
     buffers = [np.zeros(size, np.uint8) for size in sizes]
     ways: list[tuple[int | None, Any]] = [
         (after, comm.Issend),
@@ -91,7 +104,7 @@ def _exchange(comm: MPI.Intracomm, before: int | None, after: int | None, sizes:
         (after, comm.Irecv),
     ]
     _wait(comm.Ibarrier(), comm.rank)
-    began = time.monotonic()
+    began, cpu = time.monotonic(), time.thread_time()
     open_ = {
         i: way(buffer, peer)
         for i, ((peer, way), buffer) in enumerate(zip(ways, buffers, strict=True))
@@ -104,8 +117,8 @@ def _exchange(comm: MPI.Intracomm, before: int | None, after: int | None, sizes:
             took[i] = time.monotonic() - began
         if time.monotonic() - began > _SECONDS:
             raise DeadlineError(f"waited {_SECONDS:.0f} s for ranks {before} and {after} while measuring links")
-        time.sleep(0.0001)
-    return took[2], took[3]
+        time.sleep(_BULK_POLL)
+    return took[2], took[3], time.thread_time() - cpu
 
 
 def _pair(comm: MPI.Intracomm, peer: int, leads: bool) -> tuple[float, float]:

@@ -58,7 +58,7 @@ class SideBySide:
             for codec in codecs
             for link in case.links
         }
-        alone.append(self._alone("between"))
+        alone.append(self._alone("between", "tuned"))
         self.peers: dict[tuple[str, bool, float], float] = {}
         for name in PEERS:
             for tuned in _SETTINGS:
@@ -67,13 +67,15 @@ class SideBySide:
                     self.peers[name, tuned, link] = rate = self._peer(name, tuned, link, guess)
                     guess = rate / case.samples
         alone.append(self._alone("after"))
-        self.alone = {key: statistics.fmean(found[key] for found in alone) for key in alone[0]}
+        self.alone = {key: statistics.fmean(found[key] for found in alone if key in found) for key in alone[0]}
 
-    def _alone(self, when: str) -> dict[str, float]:
+    def _alone(self, when: str, *wanted: str) -> dict[str, float]:
         """All hosts computing alone at the same time: the whole model as users start it and with our memory settings; and
-        each host its stage of our cuts, of which the slowest counts."""
+        each host its stage of our cuts, of which the slowest counts. ``wanted``: only these."""
         rates = {}
         for name, tuned, cuts in (("plain", False, None), ("tuned", True, None), ("stages", True, self.case.cuts)):
+            if wanted and name not in wanted:
+                continue
             asked = {"job": self.experiment.job(), "seconds": self.case.seconds, "tuned": tuned, "cuts": cuts}
             found = self.experiment.measure("alone", {"system": f"alone, {name}", "when": when}, asked, 0)
             rates[name] = float(min(found["each"]) if cuts else found["samples_per_s"])

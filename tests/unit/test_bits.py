@@ -1,5 +1,6 @@
 """The choice of codecs: mild where links are fast, strong where they are slow, never below the floor."""
 
+import msgspec
 import pytest
 
 from accept_mpi.bits import Crossing, Profile, choose, ladder
@@ -79,3 +80,17 @@ def test_ids_are_counted_and_never_coded() -> None:
     ids = {(0, "F"): Crossing(0, 4096, 1e6), (0, "B"): Crossing(VALUES, 64, 1e9)}
     choices, _ = choose("1f1b", 8, 2, profiles(0.06, 0.06), ids, {}, 2)
     assert choices[0, "F"].seconds == pytest.approx(4096e-6)
+
+
+def test_where_the_core_is_shared_moving_bytes_costs_time() -> None:
+    """20 ns a byte on an endless link: 0.5 MB each way take as long as the stage computes; coding costs 1 ms."""
+    coding = {name: 0.0 if name == "none" else 4e-9 for name in NAMES}
+    shared = [msgspec.structs.replace(p, byte=2e-8, shared=True) for p in profiles(0.02, 0.02, coding=coding)]
+    link = crossings(1e12)
+    chosen = names("1f1b-async", shared, link)
+    assert "none" not in chosen.values(), chosen
+    alone = [msgspec.structs.replace(p, shared=False) for p in shared]
+    assert set(names("1f1b-async", alone, link).values()) == {"none"}
+    _, uncoded = choose("1f1b-async", 32, 2, shared, link, dict.fromkeys(link, "none"), 2)
+    _, chosen_step = choose("1f1b-async", 32, 2, shared, link, {}, 2)
+    assert uncoded > 1.3 * chosen_step

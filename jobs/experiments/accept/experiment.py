@@ -18,7 +18,7 @@ CASE = Case(
     synchronous={"train.batch_size": 512, "train.micro_batches": 32},
     # Even in blocks: even in layers would cut inside blocks, where six times as much crosses.
     pipelining={"set": ["train.micro_batches=8"], "cuts": [12, 27, 39]},
-    hopeless=10,
+    hopeless=20,
     seconds=4.0,
 )
 
