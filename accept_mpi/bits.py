@@ -120,9 +120,7 @@ def choose(
 
     def step(chosen: dict[tuple[int, str], str]) -> float:
         took = {crossing: seconds(crossing, name) for crossing, name in chosen.items()}
-        extra = {
-            (s, way): handling(s, Action(way, 0, 0), chosen) for s in range(stages) for way in ("F", "B", "W", "U")
-        }
+        extra = {(s, way): handling(s, Action(way, 0, 0), chosen) for s in range(stages) for way in ("F", "B", "W", "U")}
         return (
             simulate(
                 walks,

@@ -22,10 +22,12 @@ from accept_mpi.kernels.options import compiled
 MOST_EXACT, MOST_ORDERED = 10, 32
 BEAM = 24
 _ROOM = 160  # points kept of a set of devices
-_CLOSE = 1e-7  # where the bisection ends, as a ratio
+_CLOSE = 1e-3  # where the bisection ends, as a ratio
+_GUESSES = (1.05, 1.1, 1.2, 1.35, 1.6, 2, 3, 5)  # times the lower bound, for the beam to begin with
 _SWEEPS = 60  # caps tried for a synchronous schedule
 
 Floats = npt.NDArray[np.float64]
+_Below = Callable[[float], "Solution | None"]
 
 
 class NoPlan(Exception):
@@ -39,7 +41,7 @@ class Problem:
     layer_seconds: Floats
     """(N, L): forward and backward."""
     extra_seconds: Floats | None = None
-    """(N, L+1, L+1): what layers i..j-1 together take beyond their sum. Must not let a longer run take less."""
+    """(N, L+1, L+1): what layers i..j-1 together take beyond their sum, not below 0. Must not let a longer run take less."""
     values: Floats
     """(L+1,): float values that cross in front of each layer, each way, and can be coded."""
     other: Floats
@@ -115,7 +117,9 @@ def cost(problem: Problem, plan: Solution) -> Cost:
     """What a plan costs."""
     stages, nics, fits = [], [], True
     last = len(plan.devices) - 1
-    messages = [problem.values[i] * problem.bits[c] + problem.other[i] for i, c in zip(plan.edges[1:-1], plan.codecs, strict=True)]
+    messages = [
+        problem.values[i] * problem.bits[c] + problem.other[i] for i, c in zip(plan.edges[1:-1], plan.codecs, strict=True)
+    ]
     for s, device in enumerate(plan.devices):
         start, stop = plan.edges[s], plan.edges[s + 1]
         seconds = float(problem.layer_seconds[device, start:stop].sum())
@@ -127,7 +131,9 @@ def cost(problem: Problem, plan: Solution) -> Cost:
         stages.append(seconds)
         nics.append(sum(messages[b] for b in beside) / problem.nic[device])
         behind = last - s
-        memory = problem.copies[behind] * problem.state[start:stop].sum() + problem.kept[behind] * problem.held[start:stop].sum()
+        memory = (
+            problem.copies[behind] * problem.state[start:stop].sum() + problem.kept[behind] * problem.held[start:stop].sum()
+        )
         fits &= bool(memory <= problem.capacity[device] * (1 + 1e-12))
     pairs = list(itertools.pairwise(plan.devices))
     ways = [(m / problem.rate[a, b], m / problem.rate[b, a]) for m, (a, b) in zip(messages, pairs, strict=True)]
@@ -148,6 +154,21 @@ def lower_bound(problem: Problem) -> float:
     return max(shared, float(problem.layer_seconds.min(axis=0).max()))
 
 
+def _floors(problem: Problem, ordered: bool) -> Floats:
+    """``lower_bound`` of layers 0..i-1 on the devices that are left when those of a set are used (or, in order, all from one
+    on): (sets or devices, L+1)."""
+    n, seconds = problem.devices, problem.layer_seconds
+    speed = 1 / np.maximum(seconds.sum(axis=1), 1e-300)
+    weighted = speed[:, None] * seconds
+    floors = np.full((n if ordered else 1 << n, problem.layers + 1), np.inf)
+    floors[:, 0] = 0.0
+    for used in range(len(floors)):
+        left = np.arange(n) < used if ordered else (used >> np.arange(n)) & 1 == 0
+        if left.any():
+            floors[used] = _sums(weighted[left].min(axis=0)) / speed[left].sum()
+    return floors * (1 - 1e-12)
+
+
 def solve(problem: Problem, ordered: bool = False) -> Solution:
     """The plan with the shortest step. ``ordered``: devices keep their order (some may stay idle).
 
@@ -157,28 +178,33 @@ def solve(problem: Problem, ordered: bool = False) -> Solution:
     Raises NoPlan where memory does not suffice.
     """
     exact = problem.devices <= (MOST_ORDERED if ordered else MOST_EXACT)
-    find = _Exact(problem, ordered) if exact else _Beam(problem, ordered)
-    best = _least_bottleneck(problem, find.below, find.close)
+    beam = _Beam(problem, ordered)
+    find = _Exact(problem, ordered) if exact else beam
+    best = _least_bottleneck(problem, beam.below, find.below, exact)
     order = tuple(range(problem.devices)) if ordered else best.devices
     if problem.fill and len(order) <= MOST_ORDERED:
         best = min((best, _synchronous(problem, order)), key=lambda plan: cost(problem, plan).step)
     return best
 
 
-def _least_bottleneck(problem: Problem, below: Callable[[float], Solution | None], close: float) -> Solution:
-    best = below(np.inf)
+def _least_bottleneck(problem: Problem, guess: _Below, below: _Below, exact: bool) -> Solution:
+    """``guess`` may miss plans that there are, ``below`` not if ``exact``."""
+    low = lower_bound(problem)
+    guesses = (guess(low * ratio) for ratio in _GUESSES)
+    best = next((plan for plan in guesses if plan is not None), None) or below(np.inf)
     if best is None:
         raise NoPlan(_why(problem))
-    low, high = lower_bound(problem), cost(problem, best).bottleneck
-    if (first := below(low * (1 + close))) is not None:
-        return first
-    while high > low * (1 + close):
+    high = cost(problem, best).bottleneck
+    while high > low * (1 + _CLOSE):
         middle = float(np.sqrt(low * high)) if high > 4 * low else (low + high) / 2
         found = below(middle)
         if found is None:
             low = middle
         else:
             best, high = found, min(middle, cost(problem, found).bottleneck)
+    # Plans differ by steps: what is left below the best is soon tried.
+    while exact and (found := below(high * (1 - 1e-9))) is not None:
+        best, high = found, cost(problem, found).bottleneck
     return best
 
 
@@ -246,13 +272,12 @@ class _Kernel:
 class _Exact(_Kernel):
     """All points that are worth keeping."""
 
-    close = _CLOSE
-
     def __init__(self, problem: Problem, ordered: bool) -> None:
         super().__init__(problem, ordered)
         n = problem.devices
         self._keys = n * (n + 1) + n + 1 if ordered else (1 << n) * n
-        self._room = _ROOM
+        self._room = 4 * _ROOM if ordered else _ROOM
+        self._floor = _floors(problem, ordered)
 
     def below(self, cap: float, fill: float = 0.0) -> Solution | None:
         """A plan whose bottleneck is at most ``cap``; with ``fill`` the one that fills and drains fastest."""
@@ -260,7 +285,7 @@ class _Exact(_Kernel):
             table = np.empty((self._keys, self._room, 4), np.int32)
             sums, counts = np.empty((self._keys, self._room)), np.empty(self._keys, np.int32)
             end = np.zeros(4, np.int32)
-            found = self.kernels.reach(*self.shared, cap, fill, self.ordered, table, sums, counts, end)
+            found = self.kernels.reach(*self.shared, cap, fill, self.ordered, self._floor, table, sums, counts, end)
             if found >= 0:
                 break
             self._room *= 4
@@ -281,8 +306,6 @@ class _Exact(_Kernel):
 
 class _Beam(_Kernel):
     """The most promising points only."""
-
-    close = 1e-3
 
     def __init__(self, problem: Problem, ordered: bool) -> None:
         super().__init__(problem, ordered)

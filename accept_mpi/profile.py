@@ -30,7 +30,8 @@ def profile(
     """Measure for about ``budget`` seconds, longer than a CPU quota's period; leaves no trace in the stage.
 
     ``size``: samples a micro-batch. ``behind`` and ``ahead`` are empty at the ends of the pipeline; the first and the last
-    stage need ``train``. ``byte_cpu``: CPU seconds to send or receive a byte. ``cores`` that this rank has. All ranks do this at the same time, since that is how they will share what they share.
+    stage need ``train``. ``byte_cpu``: CPU seconds to send or receive a byte. ``cores`` that this rank has. All
+    ranks do this at the same time, since that is how they will share what they share.
     """
     sample = np.arange(size) % (len(train) if train is not None else 1)
     target = train.targets(sample) if train is not None and not ahead.forward else None

@@ -60,7 +60,9 @@ def _page(
 ) -> str:
     job = facts["job"]
     title = f"{job['model']['name']} on {job['data']['name']}"
-    timeline_note = f"Three steps in the middle of the run. Thin bars below a rank: what it is sending. {_links(tables['trace'])}"
+    timeline_note = (
+        f"Three steps in the middle of the run. Thin bars below a rank: what it is sending. {_links(tables['trace'])}"
+    )
     body = [
         f"<h1>{html.escape(title)}</h1>",
         f"<p class=sub>{html.escape(job['pipeline']['schedule'])} on {len(facts.get('hosts', []))} ranks, "

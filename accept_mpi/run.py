@@ -185,7 +185,11 @@ def _course(job: config.Job, batches: Batches, manifest: Manifest | None, chain:
             raise UserError(f"--resume: the checkpoint is at step {first}, and the job ends at step {last}")
     output = job.output
     return Course(
-        first, last, job.train.evaluate_every * per_epoch, output.checkpoint_every, checkpoint_at_end=output.checkpoint_at_end
+        first,
+        last,
+        job.train.evaluate_every * per_epoch,
+        output.checkpoint_every,
+        checkpoint_at_end=output.checkpoint_at_end,
     )
 
 

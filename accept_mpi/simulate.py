@@ -30,7 +30,8 @@ def simulate(
     """Run ``walks`` (one action list a stage): each stage does its actions in order, each as soon as its input is there.
 
     ``duration(stage, action)`` and ``transfer(boundary, "F" or "B")`` give times; a link carries one message a direction at
-    a time. ``begins``: when each stage is there; 0 if None. Raises RuntimeError with the grid of actions where the lists wait for each other.
+    a time. ``begins``: when each stage is there; 0 if None. Raises RuntimeError with the grid of actions where the
+    lists wait for each other.
     """
     last = len(walks) - 1
     arrived: dict[tuple[str, int, int, int], float] = {}  # (kind, stage, step, micro-batch) -> its input is there

@@ -99,4 +99,3 @@ def _merge(intervals: Rows) -> Rows:
 def _covered(intervals: Rows) -> float:
     merged = _merge(intervals)
     return float((merged[:, 1] - merged[:, 0]).sum())
-

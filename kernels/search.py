@@ -5,11 +5,12 @@ the stage must hold in flight, is known. A point is "layers ``i`` and all behind
 ``c``"; of points that differ in nothing else, one that has placed more and crosses with fewer values is as good or better.
 
 Arguments that all kernels share (N devices, L layers, C codecs; seconds and bytes are a micro-batch's):
-``prefix`` (N, L+1), seconds of the layers before each; ``extra`` (N, L+1, L+1), seconds of layers i..j-1 together that their
-sum lacks, or (N, 1, 1) where nothing is known; ``values`` and ``other`` (L+1), values that codecs code and bytes besides that
-cross in front of a layer, each way; ``rate`` (N, N), bytes/s from one device to another; ``nic`` (N), bytes/s of a device's
-own link, each way; ``bits`` (C), bytes a value; ``coding`` (N, C), seconds to encode one value and decode another; ``state``
-and ``held`` (L+1), bytes before each layer of weights and what goes with them, and of activations; ``capacity`` (N), bytes;
+``prefix`` (N, L+1), seconds of the layers before each; ``extra`` (N, L+1, L+1), seconds of layers i..j-1 together that
+their sum lacks, or (N, 1, 1) where nothing is known; ``values`` and ``other`` (L+1), values that codecs code and bytes
+besides that cross in front of a layer, each way; ``rate`` (N, N), bytes/s from one device to another; ``nic`` (N), bytes/s
+of a device's own link, each way; ``bits`` (C), bytes a value; ``coding`` (N, C), seconds to encode one value and decode
+another; ``state`` and ``held`` (L+1), bytes before each layer of weights and what goes with them, and of activations;
+``capacity`` (N), bytes;
 ``kept`` and ``copies`` (N), micro-batches in flight and versions of the weights, by number of stages behind.
 """
 
@@ -81,9 +82,19 @@ def insert(values, other, every, i, c, total, from_key, from_point, table, sums,
     while p < counts[key]:
         there = table[key, p, 0]
         if table[key, p, 1] == c:
-            if there <= i and values[there] <= values[i] and other[there] <= other[i] and (not every or sums[key, p] <= total):
+            if (
+                there <= i
+                and values[there] <= values[i]
+                and other[there] <= other[i]
+                and (not every or sums[key, p] <= total)
+            ):
                 return 0
-            if i <= there and values[i] <= values[there] and other[i] <= other[there] and (not every or total <= sums[key, p]):
+            if (
+                i <= there
+                and values[i] <= values[there]
+                and other[i] <= other[there]
+                and (not every or total <= sums[key, p])
+            ):
                 counts[key] -= 1
                 last = counts[key]
                 for field in range(4):
@@ -100,17 +111,19 @@ def insert(values, other, every, i, c, total, from_key, from_point, table, sums,
 
 
 @nb.njit(
-    f"int64({_SHARED}, float64, float64, boolean, int32[:,:,::1], float64[:,::1], int32[::1], int32[::1])", **NJIT
+    f"int64({_SHARED}, float64, float64, boolean, float64[:,::1], int32[:,:,::1], float64[:,::1], int32[::1], int32[::1])",
+    **NJIT,
 )
 def reach(  # type: ignore[no-untyped-def]
     prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
-    cap, fill, ordered, table, sums, counts, end,
+    cap, fill, ordered, floor, table, sums, counts, end,
 ):  # fmt: skip
     """Find a plan in which nothing takes longer than ``cap``; ``fill`` > 0: the one with the least sum of ``fill`` times
     stages' seconds and all transfers. Its key, point and first device go to ``end``.
 
-    Returns 1; 0 where there is none; -1 where the table is full. ``ordered``: devices keep their order, some may stay idle; a
-    key is first device * (N + 1) + stages. Otherwise any devices in any order; a key is set of devices * N + first device.
+    Returns 1; 0 where there is none; -1 where the table is full. ``ordered``: devices keep their order, some may stay idle;
+    a key is first device * (N + 1) + stages. Otherwise any devices in any order; a key is set of devices * N + first device.
+    ``floor`` (first devices or sets, L+1): no bottleneck of layers 0..i-1 on the devices that are then left is below it.
     ``table`` (keys, room, 4): layer, codec, key and point that a point was reached from (-1: the end of the model).
     """
     devices, layers = prefix.shape[0], values.size - 1
@@ -142,6 +155,7 @@ def reach(  # type: ignore[no-untyped-def]
         for a in range(devices):
             if (first >= 0 and ordered and a >= first) or (chosen >> a) & 1:
                 continue
+            left = a if ordered else chosen | (1 << a)
             target = a * (devices + 1) + behind + 1 if ordered else (chosen | (1 << a)) * devices + a
             for p in range(points):
                 i, c, total = layers, -1, 0.0
@@ -153,6 +167,8 @@ def reach(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
                 for r in range(reached):
                     j, codec = out_i[r], out_c[r]
+                    if floor[left, j] > cap:
+                        continue
                     there = total
                     if every:
                         seconds = prefix[a, i] - prefix[a, j]
@@ -171,13 +187,19 @@ def reach(  # type: ignore[no-untyped-def]
                             end[0], end[1], end[2], end[3] = key if first >= 0 else -1, p, a, target
                         if not every:
                             return 1
-                    elif insert(values, other, every, j, codec, there, key if first >= 0 else -1, p, table, sums, counts, target) < 0:
+                    elif (
+                        insert(
+                            values, other, every, j, codec, there, key if first >= 0 else -1, p, table, sums, counts, target
+                        )
+                        < 0
+                    ):
                         return -1
     return found
 
 
 @nb.njit(
-    f"int64({_SHARED}, float64, boolean, float64[::1], float64[::1], uint64[:,:,::1], int32[:,:,::1], float64[:,::1], int32[::1])",
+    f"int64({_SHARED}, float64, boolean, float64[::1], float64[::1], uint64[:,:,::1], int32[:,:,::1], float64[:,::1], "
+    "int32[::1])",
     **NJIT,
 )
 def beam(  # type: ignore[no-untyped-def]
@@ -235,7 +257,11 @@ def beam(  # type: ignore[no-untyped-def]
                             continue
                     same = False
                     for w in range(there):
-                        if table[level + 1, w, 0] == j and table[level + 1, w, 1] == out_c[r] and scores[level + 1, w] == score:
+                        if (
+                            table[level + 1, w, 0] == j
+                            and table[level + 1, w, 1] == out_c[r]
+                            and scores[level + 1, w] == score
+                        ):
                             same = True
                             break
                     if same:

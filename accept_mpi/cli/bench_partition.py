@@ -31,7 +31,8 @@ def main(options: argparse.Namespace) -> int:
         return 0
     print(f"{'layers':>7}{'devices':>9}  {'search':<10}{'seconds':>9}{'used':>6}  bottleneck / lower bound")
     for row in rows:
-        print(f"{row['layers']:>7}{row['devices']:>9}  {row['search']:<10}{row['seconds']:>9.3f}{row['used']:>6}{row['gap']:>10.3f}")
+        sizes = f"{row['layers']:>7}{row['devices']:>9}"
+        print(f"{sizes}  {row['search']:<10}{row['seconds']:>9.3f}{row['used']:>6}{row['gap']:>10.3f}")
     return 0
 
 

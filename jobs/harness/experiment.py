@@ -133,14 +133,18 @@ class Experiment:
     def _train(
         self, link: float | None, settings: dict[str, Any], skip: int, more: dict[str, Any], known: Point, warm: bool
     ) -> Result:
-        """``more``: keys that do not name the point. ``warm``: a process's first run is made twice, since its first steps take
-        memory from the kernel and have oneDNN choose its routines."""
+        """``more``: keys that do not name the point. ``warm``: a process's first run is made twice, since its first steps
+        take memory from the kernel and have oneDNN choose its routines."""
         name = "-".join([*(str(value) for value in (known | settings).values()), f"{link}"])
         directory = self.out / "runs" / "".join(c if c.isalnum() else "-" for c in name)
-        changed = settings | more | {
-            "output.directory": str(directory.resolve()),
-            "output.checkpoint_at_end": "false",
-        }
+        changed = (
+            settings
+            | more
+            | {
+                "output.directory": str(directory.resolve()),
+                "output.checkpoint_at_end": "false",
+            }
+        )
         asked = {"job": self.job(), "set": [f"{key}={value}" for key, value in changed.items()], "skip": skip, "warm": warm}
         return self.measure("ours", settings | known, asked, link)
 

@@ -47,7 +47,7 @@ def gathered(setting: Setting, module: _Stage, rank: int, size: int, cuts: list[
         return None
     whole = setting.layers(0, len(setting.chain))
     for (start, stop), state in zip(setting.edges(size, cuts), states, strict=True):
-        nn.Sequential(*whole[start:stop]).load_state_dict(state)  # a slice would keep its layers' numbers
+        nn.Sequential(*list(whole)[start:stop]).load_state_dict(state)  # a slice would keep its layers' numbers
     return whole
 
 

@@ -49,9 +49,11 @@ def test_asynchronous_adam_resumes_and_keeps_its_log(mpirun, tmp_path: Path) -> 
 def test_a_run_may_end_without_a_checkpoint(mpirun, tmp_path: Path) -> None:
     path = samples.write_job(tmp_path / "job.toml", samples.CNN, output_checkpoint_at_end=False)
     out = mpirun(2, "-m", "accept_mpi", "train", path).out
-    assert complete(tmp_path / "run") == [] and "checkpoint" not in out
+    assert complete(tmp_path / "run") == []
+    assert "checkpoint" not in out
     out = mpirun(2, "-m", "accept_mpi", "train", path, "--set", "output.checkpoint_every=4").out
-    assert [c.name for c in complete(tmp_path / "run")] == ["step-00000004"] and "step-00000004" in out
+    assert [c.name for c in complete(tmp_path / "run")] == ["step-00000004"]
+    assert "step-00000004" in out
 
 
 def test_export_loads_into_the_plain_model(mpirun, tmp_path: Path) -> None:

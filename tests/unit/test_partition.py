@@ -79,7 +79,7 @@ def test_equals_trying_everything() -> None:
         assert found.bottleneck >= lower_bound(problem) * (1 - 1e-9)
         idle += len(plan.devices) < problem.devices
         coded += any(plan.codecs)
-    assert none > 50 and idle > 200 and coded > 200, "the instances exercise memory, idle devices and codecs"
+    assert min(none / 50, idle / 200, coded / 200) > 1, "the instances exercise memory, idle devices and codecs"
 
 
 def test_the_beam_is_near_the_exact_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,8 @@ def test_a_device_far_too_slow_stays_idle() -> None:
         held=np.ones(12), capacity=np.full(3, 1e9), kept=np.ones(3), copies=np.ones(3),
     )  # fmt: skip
     plan = solve(problem)
-    assert sorted(plan.devices) == [0, 2] and plan.edges == (0, 6, 12)
+    assert sorted(plan.devices) == [0, 2]
+    assert plan.edges == (0, 6, 12)
 
 
 def test_says_what_does_not_fit() -> None:
@@ -115,6 +116,8 @@ def test_says_what_does_not_fit() -> None:
     )  # fmt: skip
     with pytest.raises(NoPlan, match="layer 2 alone needs 900 MiB and the largest device has 256 MiB"):
         solve(problem)
-    many = replace(problem, state=np.full(4, 2.0**27), copies=np.ones(2), kept=np.ones(2), capacity=np.full(2, 1.5 * 2.0**27))
+    many = replace(
+        problem, state=np.full(4, 2.0**27), copies=np.ones(2), kept=np.ones(2), capacity=np.full(2, 1.5 * 2.0**27)
+    )
     with pytest.raises(NoPlan, match="no cuts fit"):
         solve(many)

@@ -48,7 +48,8 @@ def test_links_of_no_time_cost_nothing(kind: Kind) -> None:
 
 def test_room_in_the_pipeline_hides_transfers() -> None:
     hidden = link_cost(traced("1f1b-async", 1.0, 2))
-    assert hidden.hidden == pytest.approx(1, abs=0.01) and hidden.busiest > 0.2 * hidden.seconds
+    assert hidden.hidden == pytest.approx(1, abs=0.01)
+    assert hidden.busiest > 0.2 * hidden.seconds
     without_room = link_cost(traced("1f1b-async", 1.0, 0))
     assert without_room.hidden < 0.7
 
@@ -63,7 +64,6 @@ def test_exposed_is_what_the_links_add() -> None:
 def test_too_little_to_say() -> None:
     trace = traced("1f1b", 0.5, 0)
     cost = link_cost(trace[trace["step"] <= 2])
-    assert cost.seconds == 0 and math.isnan(cost.hidden)
+    assert cost.seconds == 0
+    assert math.isnan(cost.hidden)
     assert math.isnan(link_cost(trace[:0]).hidden)
-
-

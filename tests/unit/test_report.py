@@ -1,7 +1,6 @@
 """Timeline figures, Chrome's trace, pictures and the page, from a log with a simulated pipeline in it."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +67,8 @@ def test_bubble_and_bytes() -> None:
     first, second = stage_use(trace, 0.0, 10.0)
     assert (first.busy, first.bubble) == (5.5, pytest.approx(0.45))
     assert (second.busy, second.bytes_raw, first.bytes_raw, first.bytes_wire) == (6.5, (0, 0), (1000, 0), (500, 0))
-    assert busy_seconds(trace, 0.0, 5.0) == 5.0 and busy_seconds(trace[:2], 3.0, 5.0) == 1.5
+    assert busy_seconds(trace, 0.0, 5.0) == 5.0
+    assert busy_seconds(trace[:2], 3.0, 5.0) == 1.5
 
 
 def test_the_window_avoids_evaluations() -> None:
