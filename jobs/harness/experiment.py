@@ -103,13 +103,7 @@ class Experiment:
             for host in self._lab.hosts:
                 self._lab.set(host.name, f"link={link or 'free'}")
         answers = self._sessions[program].measure(asked, _MOST_SECONDS)
-        rates = [float(answer["samples_per_s"]) for answer in answers if answer]
-        if program in _GLOO:  # each rank has timed the same steps of all
-            return {"samples_per_s": statistics.fmean(rates)}
-        result: Result = {key: value for key, value in answers[0].items() if value}
-        if "layer_seconds" in result:
-            result["layer_seconds"] = [answer["layer_seconds"] for answer in answers]
-        return result | {"samples_per_s": sum(rates), "each": rates}
+        return combined(program, answers)
 
     def ours(self, link: float | None, settings: dict[str, Any], seconds: float = 6.0, **known: Any) -> Result:
         """accept_mpi with these keys changed, for about so many seconds."""
@@ -158,6 +152,17 @@ class Experiment:
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "table.md").write_text(text)
         print(f"\n{text}\n{self.out / 'table.md'}, {self.out / 'results.h5'}, {self.out / 'plot.png'}")
+
+
+def combined(program: str, answers: list[dict[str, Any]]) -> Result:
+    """What all ranks answered as one result: rank 0's, with samples_per_s of all."""
+    rates = [float(answer["samples_per_s"]) for answer in answers if answer]
+    result: Result = {key: value for key, value in answers[0].items() if value}
+    if program in _GLOO:  # each rank has timed the same steps of all
+        return result | {"samples_per_s": statistics.fmean(rates)}
+    if "layer_seconds" in result:
+        result["layer_seconds"] = [answer["layer_seconds"] for answer in answers]
+    return result | {"samples_per_s": sum(rates), "each": rates}
 
 
 def run(main: Any) -> None:

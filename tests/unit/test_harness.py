@@ -7,9 +7,10 @@ import h5py
 import pytest
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "jobs"))
+sys.path[:0] = [str(ROOT / "jobs"), str(ROOT / "jobs" / "lab")]
 
 from accept_mpi.errors import UserError
+from harness.experiment import combined
 from harness.store import Store, table
 
 
@@ -50,3 +51,13 @@ def test_something_else_under_the_name(tmp_path: Path) -> None:
 def test_table() -> None:
     shown = table(["a", "b"], [[1, 123.4], ["x", 0.1234], [None, 12.34]])
     assert shown.splitlines() == ["| a | b |", "| --- | --- |", "| 1 | 123 |", "| x | 0.123 |", "|  | 12.3 |"]
+
+
+def test_what_ranks_answer_becomes_one_result() -> None:
+    """Peers' ranks have timed the same steps, ours and "alone" add up; evaluations are kept in either case."""
+    evals = [[10.0, 0.9]]
+    answers = [{"samples_per_s": 4.0, "evals": evals}, {"samples_per_s": 6.0, "evals": evals}]
+    assert combined("ddp", answers) == {"samples_per_s": 5.0, "evals": evals}
+    assert combined("ours", [answers[0], {}]) == {"samples_per_s": 4.0, "each": [4.0], "evals": evals}
+    layers = [{"samples_per_s": 0.0, "layer_seconds": [1.0, 2.0]}, {"samples_per_s": 0.0, "layer_seconds": [3.0, 4.0]}]
+    assert combined("alone", layers)["layer_seconds"] == [[1.0, 2.0], [3.0, 4.0]]
