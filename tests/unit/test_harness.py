@@ -7,7 +7,8 @@ import h5py
 import pytest
 from conftest import ROOT
 
-sys.path[:0] = [str(ROOT / "jobs"), str(ROOT / "jobs" / "lab")]
+sys.path.insert(0, str(ROOT / "jobs"))
+sys.path.insert(0, str(ROOT / "jobs" / "lab"))
 
 from accept_mpi.errors import UserError
 from harness.experiment import combined
