@@ -30,14 +30,23 @@ schedule = "1f1b-async"
 directory = "set by the experiment"
 """
 EXPERIMENT = """
-from harness.experiment import run
+from harness.experiment import Experiment, run
 from harness.side_by_side import Case, compare
 
 CASE = Case(
     "test", links=(0, 50), untuned=(0,), cuts=[3], samples=16, seconds=0.3,
     ours={"1f1b-async": ("none", "auto"), "1f1b": ("uniform:4",)},
 )
-run(lambda: compare(__file__, CASE))
+def main():
+    compare(__file__, CASE)
+    experiment = Experiment(__file__)
+    with experiment.lab("fleet.toml"):
+        for program, more in (("ddp", {"powersgd": True}), ("pipelining", {"cuts": [3]})):
+            asked = {"job": experiment.job(), "tuned": True, "until": 0.05, "seconds": 60} | more
+            found = experiment.measure(program, {"system": "until an accuracy"}, asked)
+            assert 0.05 <= found["evals"][-1][1] <= 1, found
+
+run(main)
 """
 
 
@@ -54,8 +63,8 @@ def test_side_by_side(tmp_path: Path) -> None:
             command, cwd=tmp_path, env=environment() | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=280
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        # 6 of ours, 9 of peers, 6 alone; the second time nothing is measured again.
-        assert done.stdout.count("samples/s\n") == (0 if attempt else 21), done.stdout
+        # 6 of ours, 9 and 2 of peers, 7 alone; the second time nothing is measured again.
+        assert done.stdout.count("samples/s\n") == (0 if attempt else 24), done.stdout
     out = tmp_path / "runs" / "experiments" / folder.name
     shown = (out / "table.md").read_text()
     assert shown.count("| accept_mpi ") == 3
