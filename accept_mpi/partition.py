@@ -278,6 +278,9 @@ class _Exact(_Kernel):
         self._keys = n * (n + 1) + n + 1 if ordered else (1 << n) * n
         self._room = 4 * _ROOM if ordered else _ROOM
         self._floor = _floors(problem, ordered)
+        # from a to b by way of c, for all a, c, b
+        around = np.minimum(problem.rate[:, :, None], problem.rate[None, :, :]).max(axis=1)
+        self._relays = bool((around > problem.rate * (1 + 1e-9)).any())
 
     def below(self, cap: float, fill: float = 0.0) -> Solution | None:
         """A plan whose bottleneck is at most ``cap``; with ``fill`` the one that fills and drains fastest."""
@@ -285,7 +288,9 @@ class _Exact(_Kernel):
             table = np.empty((self._keys, self._room, 4), np.int32)
             sums, counts = np.empty((self._keys, self._room)), np.empty(self._keys, np.int32)
             end = np.zeros(4, np.int32)
-            found = self.kernels.reach(*self.shared, cap, fill, self.ordered, self._floor, table, sums, counts, end)
+            found = self.kernels.reach(
+                *self.shared, cap, fill, self.ordered, self._relays, self._floor, table, sums, counts, end
+            )
             if found >= 0:
                 break
             self._room *= 4

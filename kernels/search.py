@@ -73,15 +73,15 @@ def extend(  # type: ignore[no-untyped-def]
 
 
 @nb.njit(
-    "int64(float64[::1], float64[::1], boolean, int64, int64, float64, int64, int64, int32[:,:,::1], float64[:,::1], "
+    "int64(float64[::1], float64[::1], boolean, boolean, int64, int64, float64, int64, int64, int32[:,:,::1], float64[:,::1], "
     "int32[::1], int64)", **NJIT,
 )  # fmt: skip
-def insert(values, other, every, i, c, total, from_key, from_point, table, sums, counts, key):  # type: ignore[no-untyped-def]
+def insert(values, other, every, relays, i, c, total, from_key, from_point, table, sums, counts, key):  # type: ignore[no-untyped-def]
     """Put a point into the table unless one there is as good, and take out those that it beats; -1 where it is full."""
     p = 0
     while p < counts[key]:
         there = table[key, p, 0]
-        if table[key, p, 1] == c:
+        if table[key, p, 1] == c and (there == i or not relays):
             if (
                 there <= i
                 and values[there] <= values[i]
@@ -111,18 +111,19 @@ def insert(values, other, every, i, c, total, from_key, from_point, table, sums,
 
 
 @nb.njit(
-    f"int64({_SHARED}, float64, float64, boolean, float64[:,::1], int32[:,:,::1], float64[:,::1], int32[::1], int32[::1])",
+    f"int64({_SHARED}, float64, float64, boolean, boolean, float64[:,::1], int32[:,:,::1], float64[:,::1], int32[::1], int32[::1])",
     **NJIT,
 )
 def reach(  # type: ignore[no-untyped-def]
     prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
-    cap, fill, ordered, floor, table, sums, counts, end,
+    cap, fill, ordered, relays, floor, table, sums, counts, end,
 ):  # fmt: skip
     """Find a plan in which nothing takes longer than ``cap``; ``fill`` > 0: the one with the least sum of ``fill`` times
     stages' seconds and all transfers. Its key, point and first device go to ``end``.
 
     Returns 1; 0 where there is none; -1 where the table is full. ``ordered``: devices keep their order, some may stay idle;
-    a key is first device * (N + 1) + stages. Otherwise any devices in any order; a key is set of devices * N + first device.
+    ``relays``: a link through a third device may be faster than the direct one, so a point is beaten by none that has placed
+    more. With ``ordered`` a key is first device * (N + 1) + stages. Otherwise any devices in any order; a key is set of devices * N + first device.
     ``floor`` (first devices or sets, L+1): no bottleneck of layers 0..i-1 on the devices that are then left is below it.
     ``table`` (keys, room, 4): layer, codec, key and point that a point was reached from (-1: the end of the model).
     """
@@ -163,7 +164,7 @@ def reach(  # type: ignore[no-untyped-def]
                     i, c, total = table[key, p, 0], table[key, p, 1], sums[key, p]
                 reached = extend(
                     prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
-                    cap, every, a, first, i, c, behind, out_i, out_c,
+                    cap, every or relays, a, first, i, c, behind, out_i, out_c,
                 )  # fmt: skip
                 for r in range(reached):
                     j, codec = out_i[r], out_c[r]
@@ -189,7 +190,19 @@ def reach(  # type: ignore[no-untyped-def]
                             return 1
                     elif (
                         insert(
-                            values, other, every, j, codec, there, key if first >= 0 else -1, p, table, sums, counts, target
+                            values,
+                            other,
+                            every,
+                            relays,
+                            j,
+                            codec,
+                            there,
+                            key if first >= 0 else -1,
+                            p,
+                            table,
+                            sums,
+                            counts,
+                            target,
                         )
                         < 0
                     ):
@@ -278,5 +291,5 @@ def beam(  # type: ignore[no-untyped-def]
         here = there
         left[:] = left_there
         if not here:
-            return 0
+            break
     return 0

@@ -84,8 +84,37 @@ def check() -> None:
     raise AssertionError("float64 was taken")
 
 
+def check_search() -> None:
+    """The partitioner's searches on random small problems, with tables that are full at once, too."""
+    sys.path.insert(0, str(Path(__file__).parent / "unit"))
+    from test_partition import least, random_problem
+
+    from accept_mpi import partition
+
+    np.seterr(all="ignore")
+    rng = np.random.default_rng(5)
+    for number in range(60):
+        problem = random_problem(rng, 1 + number % 4, 2 + number % 4, 1 + number % 2)
+        ordered = bool(problem.fill) or number % 3 == 0
+        partition._ROOM = 1 if number % 2 else 160
+        partition.MOST_EXACT = partition.MOST_ORDERED = 32 if number % 5 else 1
+        partition.BEAM = 24 if number % 10 else 2
+        expected = least(problem, ordered)
+        try:
+            plan = partition.solve(problem, ordered)
+        except partition.NoPlan:
+            assert expected is None or not number % 5
+            continue
+        found = partition.cost(problem, plan)
+        reached = found.step if problem.fill else found.bottleneck
+        assert expected is not None
+        assert reached >= expected * (1 - 1e-9)
+        assert reached <= expected * (1 + 1e-6) or not number % 5
+
+
 sys.settrace(watch)
 check()
+check_search()
 sys.settrace(None)
 for path in sorted(Path(KERNELS).glob("*.py")):
     if path.name in ("options.py", "__init__.py"):  # no kernels in these
