@@ -73,7 +73,8 @@ def extend(  # type: ignore[no-untyped-def]
 
 
 @nb.njit(
-    "int64(float64[::1], float64[::1], boolean, boolean, int64, int64, float64, int64, int64, int32[:,:,::1], float64[:,::1], "
+    "int64(float64[::1], float64[::1], boolean, boolean, int64, int64, float64, int64, int64, "
+    "int32[:,:,::1], float64[:,::1], "
     "int32[::1], int64)", **NJIT,
 )  # fmt: skip
 def insert(values, other, every, relays, i, c, total, from_key, from_point, table, sums, counts, key):  # type: ignore[no-untyped-def]
@@ -111,7 +112,8 @@ def insert(values, other, every, relays, i, c, total, from_key, from_point, tabl
 
 
 @nb.njit(
-    f"int64({_SHARED}, float64, float64, boolean, boolean, float64[:,::1], int32[:,:,::1], float64[:,::1], int32[::1], int32[::1])",
+    f"int64({_SHARED}, float64, float64, boolean, boolean, float64[:,::1], int32[:,:,::1], "
+    "float64[:,::1], int32[::1], int32[::1])",
     **NJIT,
 )
 def reach(  # type: ignore[no-untyped-def]
@@ -123,7 +125,8 @@ def reach(  # type: ignore[no-untyped-def]
 
     Returns 1; 0 where there is none; -1 where the table is full. ``ordered``: devices keep their order, some may stay idle;
     ``relays``: a link through a third device may be faster than the direct one, so a point is beaten by none that has placed
-    more. With ``ordered`` a key is first device * (N + 1) + stages. Otherwise any devices in any order; a key is set of devices * N + first device.
+    more. With ``ordered`` a key is first device * (N + 1) + stages. Otherwise any devices in any order; a key is set of
+    devices * N + first device.
     ``floor`` (first devices or sets, L+1): no bottleneck of layers 0..i-1 on the devices that are then left is below it.
     ``table`` (keys, room, 4): layer, codec, key and point that a point was reached from (-1: the end of the model).
     """
