@@ -287,7 +287,7 @@ class _Exact(_Kernel):
         while True:
             table = np.empty((self._keys, self._room, 4), np.int32)
             sums, counts = np.empty((self._keys, self._room)), np.empty(self._keys, np.int32)
-            end = np.zeros(4, np.int32)
+            end = np.zeros(3, np.int32)
             found = self.kernels.reach(
                 *self.shared, cap, fill, self.ordered, self._relays, self._floor, table, sums, counts, end
             )

@@ -188,7 +188,7 @@ def reach(  # type: ignore[no-untyped-def]
                     if j == 0:
                         if there < best:
                             best, found = there, 1
-                            end[0], end[1], end[2], end[3] = key if first >= 0 else -1, p, a, target
+                            end[0], end[1], end[2] = key if first >= 0 else -1, p, a
                         if not every:
                             return 1
                     elif (

@@ -97,7 +97,7 @@ class Experiment:
             session = self._sessions[program] = self._stack.enter_context(
                 Session(self._lab, _PROGRAMS[program], folder, self._places)
             )
-            if asked.get("warm"):
+            if asked.get("twice"):
                 session.measure(asked, _MOST_SECONDS)
         if link is not None:
             for host in self._lab.hosts:
@@ -112,7 +112,7 @@ class Experiment:
         # Where a step takes long, it is the link that takes long: nothing has to warm up.
         skip = 2 if seconds * rate > batch else 1
         steps = skip + max(2, min(40, round(seconds * rate / batch)))
-        found = self._train(link, settings, skip, {"train.steps": steps}, known, warm=True)
+        found = self._train(link, settings, skip, {"train.steps": steps}, known, twice=True)
         self.expect(settings, float(found["samples_per_s"]))
         return found
 
@@ -122,12 +122,12 @@ class Experiment:
 
     def train(self, link: float | None, settings: dict[str, Any], skip: int, **known: Any) -> Result:
         """accept_mpi with these keys changed, as long as the job says; its rate without the first ``skip`` steps."""
-        return self._train(link, settings, skip, {}, known, warm=False)
+        return self._train(link, settings, skip, {}, known, twice=False)
 
     def _train(
-        self, link: float | None, settings: dict[str, Any], skip: int, more: dict[str, Any], known: Point, warm: bool
+        self, link: float | None, settings: dict[str, Any], skip: int, more: dict[str, Any], known: Point, twice: bool
     ) -> Result:
-        """``more``: keys that do not name the point. ``warm``: a process's first run is made twice, since its first steps
+        """``more``: keys that do not name the point. ``twice``: a process's first run is made twice, since its first steps
         take memory from the kernel and have oneDNN choose its routines."""
         name = "-".join([*(str(value) for value in (known | settings).values()), f"{link}"])
         directory = self.out / "runs" / "".join(c if c.isalnum() else "-" for c in name)
@@ -139,7 +139,8 @@ class Experiment:
                 "output.checkpoint_at_end": "false",
             }
         )
-        asked = {"job": self.job(), "set": [f"{key}={value}" for key, value in changed.items()], "skip": skip, "warm": warm}
+        overrides = [f"{key}={value}" for key, value in changed.items()]
+        asked = {"job": self.job(), "set": overrides, "skip": skip, "twice": twice}
         return self.measure("ours", settings | known, asked, link)
 
     batch = 64
