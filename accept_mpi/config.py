@@ -89,8 +89,15 @@ class Pipeline(Section, frozen=True):
     """``[pipeline]``."""
 
     schedule: Literal["gpipe", "1f1b", "1f1b-async", "zero-bubble"] = "1f1b"
-    cuts: Literal["even"] | list[Count] = "even"
-    """ "even" (by number of layers), or the first layers of stages 1, 2, ..."""
+    cuts: Literal["auto", "even"] | list[Count] = "auto"
+    """ "auto": measure the devices and their links, and cut where training is fastest; "even" (by number of layers); or
+    the first layers of stages 1, 2, ..."""
+    ranks: list[CountOrZero] = []
+    """Ranks that hold stages 0, 1, ...; the others stay idle. Empty: all ranks, in order. "auto" cuts choose their own."""
+    probe_seconds: Positive = 5.0
+    """Seconds that each device times layers before "auto" cuts; a tenth of it, where the latency database knows it."""
+    latency_db: str = "auto"
+    """Latency database of "auto" cuts, on rank 0: a path, "auto" (latency.h5 in the user's cache) or "none"."""
     transfer_slack: CountOrZero = 2
     """Micro-batches that a stage may have in flight beyond the published 1F1B bound, for each boundary behind it, so that
     transfers hide behind computing: 0 is the published bound, 1 Asteroid's K_p = 2(P-p)-1, and 2 hides a transfer each way
@@ -166,6 +173,8 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
             f"{source}: train.micro_batches: {job.train.micro_batches} is more than "
             f"train.batch_size = {job.train.batch_size}; a micro-batch needs at least one sample"
         )
+    if job.pipeline.ranks and job.pipeline.cuts == "auto":
+        raise UserError(f'{source}: pipeline.ranks goes with given cuts; cuts = "auto" chooses the ranks')
     if job.pipeline.vertical_sync and job.pipeline.schedule != "1f1b-async":
         raise UserError(f'{source}: pipeline.vertical_sync goes with schedule = "1f1b-async" only')
     return job

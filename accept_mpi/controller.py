@@ -3,6 +3,7 @@
 import contextlib
 import math
 import queue
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,23 +20,29 @@ from accept_mpi.log import EVALS, STEPS, TRACE, LogWriter, Rows, open_log
 from accept_mpi.observers import Evaluated, Observer, StepDone
 from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
 from accept_mpi.snapshot import CheckpointWriter
+from accept_mpi.survey import Survey
 
 
-def decide_plan(job: config.Job, layers: int, ranks: int) -> Plan:
-    """The plan that a job's cuts ask for. Raises UserError with one sentence."""
-    if ranks > layers:
+def decide_plan(job: config.Job, layers: int, size: int) -> Plan:
+    """The plan that a job's cuts and ranks ask for, of ``size`` ranks. Raises UserError with one sentence."""
+    ranks = job.pipeline.ranks or list(range(size))
+    if wrong := [rank for rank in ranks if rank >= size or ranks.count(rank) > 1]:
         raise UserError(
-            f"{ranks} ranks for a model of {layers} layers: each stage needs a layer; start mpirun with -n {layers} at most"
+            f"pipeline.ranks: rank {wrong[0]} of {ranks} comes twice or is not among the {size} ranks of this run"
         )
-    codecs = _codecs(job, ranks - 1)
+    if len(ranks) > layers:
+        raise UserError(
+            f"{len(ranks)} ranks for a model of {layers} layers: each stage needs a layer; "
+            f"start mpirun with -n {layers} at most"
+        )
+    codecs = _codecs(job, len(ranks) - 1)
     cuts = job.pipeline.cuts
-    if cuts == "even":
-        return make_plan(layers, even_cuts(layers, ranks), codecs)
-    assert isinstance(cuts, list)
-    if len(cuts) != ranks - 1:
-        raise UserError(f"pipeline.cuts: {cuts} makes {len(cuts) + 1} stages, but there are {ranks} ranks")
+    if isinstance(cuts, str):  # one rank has nothing to choose
+        return make_plan(layers, even_cuts(layers, len(ranks)), codecs, ranks)
+    if len(cuts) != len(ranks) - 1:
+        raise UserError(f"pipeline.cuts: {cuts} makes {len(cuts) + 1} stages, but there are {len(ranks)} ranks")
     try:
-        return make_plan(layers, cuts, codecs)
+        return make_plan(layers, cuts, codecs, ranks)
     except ValueError as error:
         raise UserError(f"pipeline.cuts: {error}") from error
 
@@ -68,9 +75,14 @@ def prepare_directory(directory: Path) -> None:
         raise UserError(f"output.directory: cannot write to {directory}: {error.strerror}") from error
 
 
-def begin_log(directory: Path, job: config.Job, plan: Plan, facts: dict[str, Any], resumed_step: int) -> LogWriter:
-    """A new log in ``directory``. A log that is there already is kept under another name; a resumed run's begins with the
-    steps and evaluations that led to its checkpoint."""
+def begin_log(
+    directory: Path, job: config.Job, plan: Plan, facts: dict[str, Any], resumed_step: int, survey: Survey | None = None
+) -> LogWriter:
+    """A new log in ``directory``, with the ``survey`` that the plan rests on.
+
+    A log that is there already is kept under another name; a resumed run's begins with the steps and evaluations that led to
+    its checkpoint.
+    """
     path = directory / "log.h5"
     earlier: dict[str, Rows] = {}
     try:
@@ -89,7 +101,12 @@ def begin_log(directory: Path, job: config.Job, plan: Plan, facts: dict[str, Any
             while (kept := directory / f"log.{number}.h5").exists():
                 number += 1
             path.rename(kept)
-        return LogWriter(path, job.to_json(), plan.to_json(), facts, earlier)
+
+        def more(file: Any) -> None:
+            if survey is not None:
+                survey.write(file.create_group("survey"))
+
+        return LogWriter(path, job.to_json(), plan.to_json(), facts, earlier, more)
     except OSError as error:
         raise UserError(f"output.directory: cannot write {path}: {error}") from error
 
@@ -130,7 +147,10 @@ class Controller:
             self._deliver(self._mail.get())
 
     def wait_for_all(self, ranks: int, deadline: float, check: Callable[[], None]) -> None:
-        """Deliver until every rank has sent its last. Raises DeadlineError, and whatever ``check`` raises."""
+        """Deliver until every rank has sent its last. Raises DeadlineError, and whatever ``check`` raises.
+
+        While others train, ``deadline`` may be infinite: theirs are not, and the lifeline tells who is gone.
+        """
         until = time.monotonic() + deadline
         while self._left < ranks:
             check()
@@ -161,6 +181,25 @@ class Controller:
             self._left += 1
 
 
+class Bystander:
+    """Takes the control messages of a rank that is not rank 0. One that the plan leaves idle waits here for the end."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+
+    def handle(self, message: Message) -> bool:
+        """Data-plane thread. Returns whether it was for the bystander."""
+        if message.kind == "over":
+            self._over.set()
+        return message.kind == "over"
+
+    def wait(self, check: Callable[[], None]) -> None:
+        """Until rank 0 says that the run is over. Others' deadlines and the lifeline end this wait where nothing else does;
+        raises whatever ``check`` raises."""
+        while not self._over.wait(0.5):
+            check()
+
+
 assert set(StepDone.__dataclass_fields__) == set(STEPS.names or ())
 assert set(Evaluated.__dataclass_fields__) == set(EVALS.names or ())
 
@@ -179,7 +218,8 @@ def facts_of(hosts: list[dict[str, Any]], plan: Plan, layers: list[str], paramet
     return {
         "versions": hosts[0]["versions"],
         "hosts": [
-            {k: v for k, v in host.items() if k not in unlisted} | {"stage": plan.stage_of(host["rank"])} for host in hosts
+            {k: v for k, v in host.items() if k not in unlisted} | {"stage": plan.place(host["rank"]).stage}
+            for host in hosts
         ],
         "layers": layers,
         "parameters": parameters,

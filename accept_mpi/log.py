@@ -10,6 +10,7 @@ Layout, version 1 (attribute ``version`` of the root; ``format`` is "accept-mpi 
 ``/trace``            one row an action or transfer: TRACE. Times are seconds on rank 0's clock since the
                       run began
 ``/events``           what happened besides (checkpoints, warnings, the end): EVENTS
+``/survey``           what devices and links were measured to do before "auto" cuts (``survey``), if they were
 ====================  ====================================================================================
 
 The file appears under its name only when its layout is complete, and is in HDF5's single-writer multiple-readers mode from
@@ -20,6 +21,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -76,8 +78,17 @@ Rows = npt.NDArray[Any]
 class LogWriter:
     """Writes one log. Rows are buffered and appended at most once a second, so that a step costs no disk wait."""
 
-    def __init__(self, path: Path, job: str, plan: str, facts: dict[str, Any], earlier: dict[str, Rows] | None = None):
-        """Create the log at ``path``; ``earlier`` holds rows to begin with, by table (a resumed run's history).
+    def __init__(
+        self,
+        path: Path,
+        job: str,
+        plan: str,
+        facts: dict[str, Any],
+        earlier: dict[str, Rows] | None = None,
+        more: Callable[[h5py.File], None] = lambda file: None,
+    ):
+        """Create the log at ``path``; ``earlier`` holds rows to begin with, by table (a resumed run's history); ``more``
+        writes what else there is.
 
         Raises OSError where the directory cannot be written.
         """
@@ -99,6 +110,7 @@ class LogWriter:
                 rows = (earlier or {}).get(name, np.empty(0, dtype))
                 chunk = max(64, (32 << 10) // dtype.itemsize)
                 file.create_dataset(name, data=rows, dtype=dtype, maxshape=(None,), chunks=(chunk,))
+            more(file)
             file.swmr_mode = True
             os.replace(temporary, path)
         except BaseException:

@@ -1,6 +1,8 @@
 """A plan: which ranks hold which layers, and what is done at each boundary. Plain data, JSON both ways."""
 
 import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,15 +22,45 @@ class Codec(msgspec.Struct, frozen=True, kw_only=True):
     backward: str = "none"
 
 
+class Place(NamedTuple):
+    """Where a rank stands in a plan."""
+
+    stage: int
+    """-1: the plan leaves it idle."""
+    stages: int
+    before: int | None
+    """The rank that holds the stage before, None at the beginning."""
+    after: int | None
+
+    @property
+    def idle(self) -> bool:
+        return self.stage < 0
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.stages - 1
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Stages in the order of the layers, and the codec of each boundary between them."""
 
     stages: tuple[Stage, ...]
     boundaries: tuple[Codec, ...]
 
-    def stage_of(self, rank: int) -> int:
-        """The stage that ``rank`` holds."""
-        return next(i for i, stage in enumerate(self.stages) if rank in stage.ranks)
+    def place(self, rank: int) -> Place:
+        """Where ``rank`` stands."""
+        s = next((i for i, stage in enumerate(self.stages) if rank in stage.ranks), -1)
+        before = self.stages[s - 1].ranks[0] if s > 0 else None
+        after = self.stages[s + 1].ranks[0] if 0 <= s < len(self.stages) - 1 else None
+        return Place(s, len(self.stages), before, after)
+
+    def layers_of(self, rank: int) -> range:
+        """The layers that ``rank`` holds; none if it is idle."""
+        return next((range(stage.start, stage.stop) for stage in self.stages if rank in stage.ranks), range(0))
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -43,8 +75,11 @@ def even_cuts(layers: int, stages: int) -> list[int]:
     return [layers * s // stages for s in range(1, stages)]
 
 
-def make_plan(layers: int, cuts: list[int], codecs: list[Codec] | None = None) -> Plan:
-    """A plan with one rank a stage, in order, from the first layers of stages 1, 2, ... and each boundary's codec.
+def make_plan(
+    layers: int, cuts: Sequence[int], codecs: Sequence[Codec] | None = None, ranks: Sequence[int] | None = None
+) -> Plan:
+    """A plan with one rank a stage from the first layers of stages 1, 2, ..., each boundary's codec, and the ranks in the
+    order of their stages (0, 1, ... if None).
 
     Raises ValueError with a sentence where the cuts do not increase, leave a stage empty or leave the model.
     """
@@ -52,8 +87,10 @@ def make_plan(layers: int, cuts: list[int], codecs: list[Codec] | None = None) -
     for before, after in itertools.pairwise(edges):
         if after <= before:
             raise ValueError(
-                f"cuts {cuts} leave a stage empty: they must increase strictly and lie within 1..{layers - 1} "
+                f"cuts {list(cuts)} leave a stage empty: they must increase strictly and lie within 1..{layers - 1} "
                 f"(the model has {layers} layers)"
             )
-    stages = tuple(Stage(start=a, stop=b, ranks=(rank,)) for rank, (a, b) in enumerate(itertools.pairwise(edges)))
+    order = range(len(edges) - 1) if ranks is None else ranks
+    spans = itertools.pairwise(edges)
+    stages = tuple(Stage(start=a, stop=b, ranks=(rank,)) for rank, (a, b) in zip(order, spans, strict=True))
     return Plan(stages=stages, boundaries=tuple(codecs or [Codec()] * len(cuts)))

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from accept_mpi.bits import Profile
 from accept_mpi.codec import Signature, Tensors, TensorSpec
 from accept_mpi.coding import Coding
 from accept_mpi.data import Dataset
+from accept_mpi.forecast import Profile
 from accept_mpi.stage import Stage
 
 _CODEC_VALUES = 1 << 18
@@ -59,7 +59,7 @@ def profile(
     forward, backward = (statistics.fmean(column) for column in zip(*times[1:], strict=True))
     # What a quota does to long computing it does to the sum of all short pieces.
     stretch = max(1.0, sum(map(sum, times[1:])) / max(used, 1e-9))
-    costs = {name: _codec_costs(coding) for name, coding in codings.items()}
+    costs = {name: codec_costs(coding) for name, coding in codings.items()}
     return Profile(
         forward=forward,
         backward=backward,
@@ -70,7 +70,7 @@ def profile(
     )
 
 
-def _codec_costs(coding: Coding) -> tuple[float, float]:
+def codec_costs(coding: Coding) -> tuple[float, float]:
     """CPU seconds a value to encode and to decode."""
     if coding.kind == "none":
         return 0.0, 0.0

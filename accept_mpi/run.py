@@ -1,5 +1,6 @@
 """From a job file to a running pipeline: what all ranks agree on, in order, and then the training loop."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,29 +16,26 @@ from accept_mpi.coding import parse, prepare
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.comm.plane import DataPlane, Endpoint
 from accept_mpi.comm.runtime import Agreed, Runtime
-from accept_mpi.controller import Controller, begin_log, decide_plan, facts_of, prepare_directory, summary_line
-from accept_mpi.data import Dataset
+from accept_mpi.controller import Bystander, Controller, begin_log, decide_plan, facts_of, prepare_directory, summary_line
 from accept_mpi.data import load as load_data
 from accept_mpi.device import keep_memory, set_threads
 from accept_mpi.errors import DeadlineError, UserError
-from accept_mpi.imports import find_function
 from accept_mpi.log import BACKWARD, FORWARD
 from accept_mpi.logging_observer import LogObserver
 from accept_mpi.models import Chain
 from accept_mpi.models import load as load_model
 from accept_mpi.models.layers import build_layers
 from accept_mpi.observers import Observer
-from accept_mpi.plan import Plan
+from accept_mpi.plan import Place, Plan
 from accept_mpi.progress import ProgressObserver
 from accept_mpi.recorder import Recorder
 from accept_mpi.schedule import depth
 from accept_mpi.settle import codings, settle_codecs
 from accept_mpi.signature import agree_on_shapes
 from accept_mpi.snapshot import PARTS, Checkpoint, CheckpointWriter, Manifest, directory_of, new_manifest
-from accept_mpi.stage import Loss, Stage, cross_entropy
+from accept_mpi.stage import Loss, Stage, find_loss
+from accept_mpi.surveying import Data, Surveyed, plan_by_measuring
 from accept_mpi.worker import Course, Links, Worker
-
-_LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": torch.nn.functional.mse_loss}
 
 
 @dataclass(frozen=True)
@@ -63,47 +61,54 @@ def train(runtime: Runtime, options: Options) -> None:
     manifest = _share_manifest(runtime, checkpoint)
     chain = runtime.agree("the model", lambda: load_model(job.model.name, job.model.args, job.train.seed))
     runtime.same("layers of the model", chain.names)
-    plan = runtime.agree("the plan", lambda: decide_plan(job, len(chain), runtime.size))
+    loss = runtime.agree("the loss", lambda: find_loss(job.train.loss))
+    data: Data | None = None
+    planned: Surveyed | None = None
+    if job.pipeline.cuts == "auto" and runtime.size > 1:
+        planned = plan_by_measuring(runtime, job, chain, loss)
+        plan, data = planned.plan, planned.data
+    else:
+        plan = runtime.agree("the plan", lambda: decide_plan(job, len(chain), runtime.size))
     compiling = prepare(list(codings(job, plan).values()))
     compile_seconds = max(runtime.messenger.allgather(compiling, runtime.startup_seconds, "compiled kernels"))
-    s = plan.stage_of(runtime.rank)
+    place = plan.place(runtime.rank)
     runtime.holds = lambda rank: _holds(plan, rank)
-    data = runtime.agree("the data", lambda: _load_data(job, first=s == 0, last=s == len(plan.stages) - 1))
+    data = runtime.agree("the data", lambda: _data_for(job, place, data))
     train_samples, test_samples = _agree_on_data(runtime, data)
     batches = Batches(train_samples, job.train.batch_size, job.train.micro_batches, job.train.seed, job.train.drop_last)
     course = runtime.agree("the length of the run", lambda: _course(job, batches, manifest, chain, train_samples))
 
-    stage = _make_stage(runtime, job, chain, plan, s)
+    stage = _make_stage(runtime, job, chain, plan.layers_of(runtime.rank), loss if place.last else None)
     if manifest:
         _restore(runtime, checkpoint, plan, stage)
     counts = runtime.messenger.allgather(stage.size, runtime.startup_seconds, "the number of parameters")
     sizes = _sizes(batches, test_samples if course.evaluate_every else 0)
-    before = plan.stages[s - 1].ranks[0] if s > 0 else None
-    after = plan.stages[s + 1].ranks[0] if s + 1 < len(plan.stages) else None
-    signatures = agree_on_shapes(runtime.messenger, stage, before, after, sizes, data[0], job.pipeline.startup_timeout)
+    signatures = agree_on_shapes(runtime.messenger, stage, place, sizes, data[0], job.pipeline.startup_timeout)
 
     plan, reasons = settle_codecs(runtime, job, plan, stage, max(sizes[0]), signatures, data[0])
     facts = facts_of(
         runtime.hosts, plan, chain.names, sum(counts), threads=threads, first_step=course.first, last_step=course.last,
-        compile_s=compile_seconds, codecs_why=reasons,
+        compile_s=compile_seconds, plan_why=planned.lines if planned else [],
+        forecast_step_s=planned.step if planned else None, codecs_why=reasons,
     )  # fmt: skip
     controller = None
     if runtime.rank == 0:
         controller = runtime.agree(
-            "the output directory", lambda: _start_records(runtime, job, options, plan, chain, course, batches, facts)
+            "the output directory",
+            lambda: _start_records(runtime, job, options, plan, chain, course, batches, facts, planned),
         )
     else:
         runtime.agree("the output directory", lambda: None)
-    recorder = Recorder(runtime.clock, runtime.rank, s)
-    plane = DataPlane(runtime.world, runtime.messenger, recorder, controller.handle if controller else _not_mine)
-    links = _connect(plane, job, plan, s, signatures, before, after, batches)
+    recorder = Recorder(runtime.clock, runtime.rank, place.stage)
+    bystander = Bystander()
+    plane = DataPlane(runtime.world, runtime.messenger, recorder, controller.handle if controller else bystander.handle)
+    links = _connect(plane, job, plan, place, signatures, batches)
     plane.start()
-    worker = Worker(
-        job, (s, len(plan.stages)), stage, links, plane, recorder, batches, data, chain.names,
-        runtime.lifeline.begin_step,
-    )  # fmt: skip
-    worker.train(course, controller.deliver if controller else lambda: None, test_samples)
-    _end(runtime, job, worker, plane, controller, course)
+    if not place.idle:
+        worker = Worker(job, place, stage, links, plane, recorder, batches, data, chain.names, runtime.lifeline.begin_step)
+        worker.train(course, controller.deliver if controller else lambda: None, test_samples)
+        worker.ship_trace()
+    _end(runtime, job, plan, plane, controller or bystander, course)
 
 
 # -- start ---------------------------------------------------------------------------------------------------------------
@@ -140,16 +145,18 @@ def _share_manifest(runtime: Runtime, checkpoint: Checkpoint | None) -> Manifest
 
 
 def _holds(plan: Plan, rank: int) -> str:
-    s = plan.stage_of(rank)
-    return f"stage {s}, layers {plan.stages[s].start}..{plan.stages[s].stop - 1}"
+    layers = plan.layers_of(rank)
+    return f"stage {plan.place(rank).stage}, layers {layers[0]}..{layers[-1]}" if layers else "idle"
 
 
-def _load_data(job: config.Job, first: bool, last: bool) -> tuple[Dataset | None, Dataset | None]:
+def _data_for(job: config.Job, place: Place, loaded: Data | None) -> Data:
     """Training and test set where the stage needs inputs or targets."""
-    return load_data(job.data.name, job.data.args) if first or last else (None, None)
+    if not (place.first or place.last):
+        return None, None
+    return loaded or load_data(job.data.name, job.data.args)
 
 
-def _agree_on_data(runtime: Runtime, data: tuple[Dataset | None, Dataset | None]) -> tuple[int, int]:
+def _agree_on_data(runtime: Runtime, data: Data) -> tuple[int, int]:
     """Numbers of training and test samples; first and last stage must have found the same data."""
     mine = None
     if data[0] is not None and data[1] is not None:
@@ -193,18 +200,12 @@ def _course(job: config.Job, batches: Batches, manifest: Manifest | None, chain:
     )
 
 
-def _make_stage(runtime: Runtime, job: config.Job, chain: Chain, plan: Plan, s: int) -> Stage:
-    mine = plan.stages[s]
-
-    def build() -> Any:
-        loss = _LOSSES.get(job.train.loss) or find_function(job.train.loss, _LOSSES, "train.loss")
-        return build_layers(chain, mine.start, mine.stop, job.train.seed), loss
-
-    layers, loss = runtime.agree("the layers", build)
+def _make_stage(runtime: Runtime, job: config.Job, chain: Chain, mine: range, loss: Loss | None) -> Stage:
+    layers = runtime.agree("the layers", lambda: build_layers(chain, mine.start, mine.stop, job.train.seed))
     convolutional = runtime.messenger.allgather(layers.has_conv2d, runtime.startup_seconds, "the memory format")
     memory_format = job.train.memory_format
     channels_last = any(convolutional) if memory_format == "auto" else memory_format == "channels_last"
-    return Stage(layers, job, loss if s == len(plan.stages) - 1 else None, channels_last)
+    return Stage(layers, job, loss, channels_last)
 
 
 def _restore(runtime: Runtime, checkpoint: Checkpoint | None, plan: Plan, stage: Stage) -> None:
@@ -213,9 +214,7 @@ def _restore(runtime: Runtime, checkpoint: Checkpoint | None, plan: Plan, stage:
 
     def state_of(rank: int) -> dict[str, bytes]:
         assert checkpoint is not None
-        held = plan.stages[plan.stage_of(rank)]
-        layers = range(held.start, held.stop)
-        return {part: safetensors.torch.save(checkpoint.tensors(part, layers)) for part in PARTS}
+        return {part: safetensors.torch.save(checkpoint.tensors(part, plan.layers_of(rank))) for part in PARTS}
 
     if runtime.rank == 0:
         for rank in range(1, runtime.size):
@@ -262,17 +261,19 @@ def _start_records(
     course: Course,
     batches: Batches,
     facts: dict[str, Any],
+    planned: Surveyed | None,
 ) -> Controller:
     """Rank 0: output directory, log, checkpoint writer, progress."""
     directory = Path(job.output.directory)
     prepare_directory(directory)
-    writer = begin_log(directory, job, plan, facts, course.first)
+    writer = begin_log(directory, job, plan, facts, course.first, planned.survey if planned else None)
     observers: dict[str, Observer] = {"log": LogObserver(writer)}
     if not options.quiet:
         if facts["compile_s"] > 0.05:
             print(f"kernels ready after {facts['compile_s']:.1f} s", flush=True)
-        if facts["codecs_why"]:
-            print(*facts["codecs_why"], sep="\n", flush=True)
+        for lines in (facts["plan_why"], facts["codecs_why"]):
+            if lines:
+                print(*lines, sep="\n", flush=True)
         observers["progress"] = ProgressObserver(course.last, course.first)
 
     def manifest(step: int) -> Manifest:
@@ -302,10 +303,8 @@ def _connect(
     plane: DataPlane,
     job: config.Job,
     plan: Plan,
-    s: int,
+    place: Place,
     signatures: tuple[Signature, Signature],
-    before: int | None,
-    after: int | None,
     batches: Batches,
 ) -> Links:
     """Endpoints to both neighbours. A link holds at most what the stage before it may have in flight."""
@@ -319,6 +318,7 @@ def _connect(
         return Endpoint(peer, boundary, direction, signature.direction(direction), limit, coding, job.train.seed)
 
     behind, ahead = signatures
+    s, before, after = place.stage, place.before, place.after
     return Links(
         activations_in=None if before is None else plane.incoming(end(before, s - 1, FORWARD, behind)),
         activations_out=None if after is None else plane.outgoing(end(after, s, FORWARD, ahead)),
@@ -327,31 +327,32 @@ def _connect(
     )
 
 
-def _not_mine(message: Any) -> bool:
-    return False
-
-
 # -- end -----------------------------------------------------------------------------------------------------------------
 
 
 def _end(
     runtime: Runtime,
     job: config.Job,
-    worker: Worker,
+    plan: Plan,
     plane: DataPlane,
-    controller: Controller | None,
+    role: Controller | Bystander,
     course: Course,
 ) -> None:
-    """Everything is sent, the last checkpoint is on the disk, the log is closed."""
+    """Everything is sent, the last checkpoint is on the disk, the log is closed. An idle rank waits here for the others."""
     seconds = job.pipeline.startup_timeout
-    worker.ship_trace()
+    idle = [rank for rank in range(runtime.size) if plan.place(rank).idle]
     plane.post(0, "leaving", None)
+    controller = role if isinstance(role, Controller) else None
     if controller:
-        controller.wait_for_all(runtime.size, seconds, plane.check)
+        controller.wait_for_all(runtime.size, math.inf if 0 in idle else seconds, plane.check)
         newest = course.newest_checkpoint
         if newest is not None and not controller.writer.wait(newest, seconds):
             raise DeadlineError(f"waited {seconds:.0f} s for the last checkpoint to reach the disk")
         controller.deliver()
+        for rank in idle:
+            plane.post(rank, "over", None)
+    elif runtime.rank in idle and isinstance(role, Bystander):
+        role.wait(plane.check)
     plane.stop(seconds)
     if controller:
         directory = Path(job.output.directory)

@@ -3,13 +3,16 @@
 import msgspec
 
 from accept_mpi import config
-from accept_mpi.bits import AUTO, Choice, Crossing, Profile, choose, ladder
-from accept_mpi.codec import HEADER_BYTES, Signature, Specs, wire_bytes
+from accept_mpi.bits import AUTO, Choice, choose, ladder
+from accept_mpi.codec import Signature, Specs, wire_bytes
 from accept_mpi.coding import Coding, parse
 from accept_mpi.comm.measure import neighbour_rates
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import Dataset
+from accept_mpi.forecast import Crossing, Forecast, Profile
+from accept_mpi.outline import crossing_sizes
 from accept_mpi.plan import Codec, Plan
+from accept_mpi.planner import aligned
 from accept_mpi.profile import profile
 from accept_mpi.stage import Stage
 
@@ -41,24 +44,24 @@ def settle_codecs(
     if not is_open(plan):
         return plan, []
     messenger, seconds = runtime.messenger, runtime.startup_seconds
-    s = plan.stage_of(runtime.rank)
+    place = plan.place(runtime.rank)
     behind, ahead = signatures
-    before = plan.stages[s - 1].ranks[0] if s > 0 else None
-    after = plan.stages[s + 1].ranks[0] if s + 1 < len(plan.stages) else None
 
     def nbytes(signature: Signature, direction: int) -> int:
         specs = signature.direction(direction).get(size)
         return wire_bytes(specs) if specs else 0
 
     weights = (nbytes(ahead, 0), nbytes(behind, 1), nbytes(behind, 0), nbytes(ahead, 1))
-    rates = neighbour_rates(runtime.world, before, after, weights)
+    rates = neighbour_rates(runtime.world, place.before, place.after, weights)
     cores = runtime.hosts[runtime.rank]["cores"] / runtime.ranks_on_host
-    mine = profile(stage, size, behind, ahead, train, codings(job, plan) | {"none": Coding()}, rates.cpu, cores)
+    mine = None
+    if not place.idle:
+        mine = profile(stage, size, behind, ahead, train, codings(job, plan) | {"none": Coding()}, rates.cpu, cores)
     # What comes in here: activations over the boundary behind, gradients over the one ahead.
     coming = {}
-    if before is not None:
+    if place.before is not None:
         coming["F"] = msgspec.to_builtins(_crossing(behind.forward[size], rates.before))
-    if after is not None:
+    if place.after is not None:
         coming["B"] = msgspec.to_builtins(_crossing(ahead.backward[size], rates.after))
     told = messenger.allgather([msgspec.to_builtins(mine), coming], seconds, "each stage's compute time and link rates")
 
@@ -76,10 +79,9 @@ def settle_codecs(
             for way, name in zip(_WAYS, (codec.forward, codec.backward), strict=True)
         }
         profiles = [msgspec.convert(profiled, Profile) for profiled, _ in by_stage]
-        choices, step = choose(
-            job.pipeline.schedule, job.train.micro_batches, job.pipeline.transfer_slack, profiles, crossings,
-            {crossing: name for crossing, name in asked.items() if name != AUTO}, job.pipeline.min_bits,
-        )  # fmt: skip
+        forecast = Forecast(job.pipeline.schedule, job.train.micro_batches, job.pipeline.transfer_slack, profiles, crossings)
+        fixed = {crossing: name for crossing, name in asked.items() if name != AUTO}
+        choices, step = choose(forecast, fixed, job.pipeline.min_bits)
         names = [[choices[boundary, way].name for way in _WAYS] for boundary in range(len(plan.boundaries))]
         lines = _reasons(profiles, crossings, choices, step)
     names = messenger.broadcast(names, seconds, "the codecs")
@@ -88,9 +90,7 @@ def settle_codecs(
 
 
 def _crossing(specs: Specs, rate: float) -> Crossing:
-    values = sum(spec.numel for spec in specs if spec.dtype in ("float32", "float64"))
-    other = sum(spec.nbytes for spec in specs if spec.dtype not in ("float32", "float64"))
-    return Crossing(values, HEADER_BYTES + other, max(rate, 1.0))
+    return Crossing(*crossing_sizes(specs), max(rate, 1.0))
 
 
 def _reasons(
@@ -109,6 +109,4 @@ def _reasons(
                 took = f"{1e3 * choice.seconds:.1f} ms (none {1e3 * choice.uncoded:.1f} ms)"
                 row += [choice.name, took, f"{rate:.0f} Mbit/s"]
         rows.append([*row, *[""] * (9 - len(row))])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*lines, f"a step should take {1e3 * step:.0f} ms"]
+    return [*aligned(rows), f"a step should take {1e3 * step:.0f} ms"]

@@ -13,24 +13,27 @@ import torch
 from accept_mpi.codec import Signature, Specs, Tensors, TensorSpec
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.data import Dataset
+from accept_mpi.plan import Place
 from accept_mpi.stage import Stage
 
 
 def agree_on_shapes(
     messenger: Messenger,
     stage: Stage,
-    before: int | None,
-    after: int | None,
+    place: Place,
     sizes: tuple[Sequence[int], Sequence[int]],
     train: Dataset | None,
     deadline: float,
 ) -> tuple[Signature, Signature]:
-    """Signatures of the boundary before and of the one after ``stage``, whose peers are ranks ``before`` and ``after``.
+    """Signatures of the boundary before and of the one after ``stage``; empty ones at the ends, and for an idle rank.
 
     ``sizes``: numbers of samples a micro-batch can have, in training and in evaluation. ``train`` is needed on the first
     and the last stage.
     """
     behind, ahead = Signature({}, {}), Signature({}, {})
+    before, after = place.before, place.after
+    if place.idle:
+        return behind, ahead
     training, evaluation = sizes
     for size in dict.fromkeys([*training, *evaluation]):
         sample = torch.arange(size).numpy() % (len(train) if train is not None else 1)

@@ -15,6 +15,8 @@ class Simulated:
     """Compute time of each stage."""
     spans: list[list[tuple[float, float]]]
     """Start and end of each action, stage by stage."""
+    transfers: list[tuple[int, str, int, int, float, float]]
+    """(boundary, "F" or "B", step, micro-batch, start, end) of each message."""
 
     def bubble(self, stage: int) -> float:
         """Idle time of ``stage``."""
@@ -39,6 +41,7 @@ def simulate(
     at = [0] * len(walks)
     clock = list(begins) if begins is not None else [0.0] * len(walks)
     spans: list[list[tuple[float, float]]] = [[] for _ in walks]
+    transfers: list[tuple[int, str, int, int, float, float]] = []
     moved = True
     while moved:
         moved = False
@@ -59,8 +62,9 @@ def simulate(
                     link = (min(s, peer), "B" if action.kind == "B" else "F")
                     begin = max(clock[s], link_free.get(link, 0.0))
                     link_free[link] = begin + transfer(*link)
+                    transfers.append((*link, action.step, action.micro_batch, begin, link_free[link]))
                     arrived[(action.kind, peer, action.step, action.micro_batch)] = link_free[link]
     if stuck := [f"stage {s} waits at {walks[s][i]}" for s, i in enumerate(at) if i < len(walks[s])]:
         raise RuntimeError("the schedule deadlocks: " + ", ".join(stuck) + "\n" + grid(walks))
     busy = [sum(end - start for start, end in row) for row in spans]
-    return Simulated(makespan=max(clock, default=0.0), busy=busy, spans=spans)
+    return Simulated(makespan=max(clock, default=0.0), busy=busy, spans=spans, transfers=transfers)

@@ -19,7 +19,8 @@ from accept_mpi import config
 from accept_mpi.codec import Tensors, TensorSpec
 from accept_mpi.defer import DeferredWeights
 from accept_mpi.errors import UserError
-from accept_mpi.models.layers import Layers
+from accept_mpi.imports import find_function
+from accept_mpi.models.layers import Layers, call_layer
 from accept_mpi.optimizer import make_optimizer
 from accept_mpi.seeds import forward_seed
 
@@ -311,14 +312,7 @@ class Stage:
                 leaf.grad = None
 
     def _call(self, index: int, layer: nn.Module, values: Any) -> Any:
-        try:
-            return layer(values)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-            shapes = ", ".join(f"{tuple(v.shape)} {str(v.dtype)[6:]}" for v in _unpack(values))
-            raise UserError(
-                f'layer {index} "{self.names[index - self.start]}" cannot take what the layer before gives '
-                f"({shapes}): {type(error).__name__}: {' '.join(str(error).split())}"
-            ) from error
+        return call_layer(index, self.names[index - self.start], layer, values)
 
     def _search(self, step: int, micro_batch: int, inputs: Tensors) -> int:
         """Outputs are not finite: find the layer by running a copy of the stage once more, layer by layer."""
@@ -389,6 +383,14 @@ def _hits(output: torch.Tensor, target: torch.Tensor) -> tuple[int, int]:
     return int((output.detach().argmax(-1) == target).sum()), target.numel()
 
 
+def find_loss(name: str) -> Loss:
+    """The loss that a job names. Raises UserError with one sentence."""
+    return _LOSSES.get(name) or find_function(name, _LOSSES, "train.loss")
+
+
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy of scores (..., classes) against classes (...)."""
     return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), target.reshape(-1))
+
+
+_LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": nn.functional.mse_loss}

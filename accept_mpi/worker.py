@@ -17,6 +17,7 @@ from accept_mpi.comm.plane import DataPlane, Incoming, Outgoing
 from accept_mpi.data import Dataset
 from accept_mpi.errors import NonFiniteLoss
 from accept_mpi.optimizer import learning_rate
+from accept_mpi.plan import Place
 from accept_mpi.recorder import Recorder
 from accept_mpi.schedule import actions, depth, forward_only
 from accept_mpi.seeds import AUGMENT, mix
@@ -66,7 +67,7 @@ class Worker:
     def __init__(
         self,
         job: config.Job,
-        place: tuple[int, int],
+        place: Place,
         stage: Stage,
         links: Links,
         plane: DataPlane,
@@ -76,10 +77,10 @@ class Worker:
         layer_names: list[str],
         begin_step: Callable[[int], None],
     ) -> None:
-        """``place``: (stage, stages). ``data``: training and test set, where this stage needs them. ``begin_step`` is told
+        """``data``: training and test set, where this stage needs them. ``begin_step`` is told
         the number of each step (from 1) as it begins."""
         self.job, self.stage, self.links, self.plane, self.recorder = job, stage, links, plane, recorder
-        self.s, self.stages = place
+        self.s, self.stages = place.stage, place.stages
         self.batches = batches
         self.train_set, self.test_set = data
         self._layer_names = layer_names

@@ -29,7 +29,7 @@ def write_job(path: Path, job: dict[str, Any], directory: str = "run", **keys: A
         "model": [job["model"]],
         "data": [job["data"]],
         "train": [OPTIMIZER],
-        "pipeline": [],
+        "pipeline": [] if "pipeline_cuts" in keys else ['cuts = "even"'],
         "output": [f'directory = "{directory}"'],
     }
     train = job["train"] | {k.removeprefix("train_"): v for k, v in keys.items() if k.startswith("train_")}

@@ -52,6 +52,20 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: beside the log)")
     report.set_defaults(command=_report)
 
+    plan = commands.add_parser("plan", help="what cuts, devices and links would do, without a cluster")
+    plan.add_argument("job", type=Path, metavar="JOB.toml")
+    source = plan.add_mutually_exclusive_group()
+    source.add_argument("--log", type=Path, metavar="LOG.h5", help="devices and links as a run measured them")
+    source.add_argument("--fleet", type=Path, metavar="FLEET.toml", help="devices on paper, timed on this machine")
+    plan.add_argument("--add", action="append", default=[], metavar="PERSONA[:N]", help="more devices, e.g. pi5:2")
+    plan.add_argument(
+        "--link", type=_link, action="append", default=[], metavar="HOST=MBIT", help="another link, e.g. edge2=10"
+    )
+    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
+    plan.add_argument("--timeline", type=Path, metavar="OUT.png", help="draw some steps")
+    plan.add_argument("--json", action="store_true", help="for machines")
+    plan.set_defaults(command=_plan)
+
     doctor = commands.add_parser("doctor", help="under mpirun: what the hosts are, how fast their links")
     doctor.set_defaults(command=_doctor)
 
@@ -82,6 +96,20 @@ def _bytes(text: str) -> int:
     if not found:
         raise argparse.ArgumentTypeError(f'expected a size such as 4096, 64K or 16M, got "{text}"')
     return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
+
+
+def _link(text: str) -> tuple[str, float]:
+    """ "edge2=10"."""
+    host, _, rate = text.partition("=")
+    if not re.fullmatch(r"\d+(\.\d+)?", rate) or not float(rate):
+        raise argparse.ArgumentTypeError(f'expected a host and Mbit/s such as edge2=10, got "{text}"')
+    return host, float(rate)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from accept_mpi.cli.plan import main
+
+    return main(options)
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """Measurements between pairs of ranks: clocks, latency, bandwidth. All ranks call these together."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -94,8 +95,61 @@ def neighbour_rates(
     return NeighbourRates(from_before, from_after, cpu / max(1, sum(sizes)))
 
 
-def _exchange(comm: MPI.Intracomm, before: int | None, after: int | None, sizes: list[int]) -> tuple[float, float, float]:
-    """Send to both neighbours at once; seconds until what they send is here, and of CPU for all of it."""
+class PairRates(NamedTuple):
+    """What a rank's links to each other rank carry, both ways at once, one pair at a time."""
+
+    rate: list[float]
+    """Bytes/s that come from each rank; infinite from itself."""
+    latency: list[float]
+    """Seconds that a short message takes to come from each rank."""
+    cpu: float
+    """Seconds of CPU to send or receive a byte."""
+
+
+def pair_rates(world: MPI.Intracomm) -> PairRates:
+    """Rates of all pairs, in rounds of a tournament: in each round every rank meets another one, so that N - 1 rounds do."""
+    comm = world.Dup()
+    count = comm.size + comm.size % 2
+    rate, latency = [math.inf] * comm.size, [0.0] * comm.size
+    cpu, total = 0.0, 0
+    for turn in range(count - 1):
+        peer = _opponent(comm.rank, turn, count)
+        _wait(comm.Ibarrier(), comm.rank)
+        if peer >= comm.size:
+            continue
+        leads = comm.rank < peer
+        latency[peer] = float(np.median([_round_trip(comm, peer, leads, np.zeros(8, np.uint8)) for _ in range(_PINGS)])) / 2
+        nbytes = _FIRST_BYTES
+        while True:
+            seconds, _, used = _exchange(comm, peer, None, [0, nbytes, nbytes, 0], apart=True)
+            cpu, total = cpu + used, total + 2 * nbytes
+            enough = np.array([seconds > _BUSY_SECONDS / 2 or nbytes >= _MOST_BYTES])
+            _to_follower(comm, peer, leads, enough)
+            if enough[0]:
+                break
+            nbytes *= 4
+        rate[peer] = nbytes / max(seconds, 1e-9)
+    _wait(comm.Ibarrier(), comm.rank)
+    comm.Free()
+    return PairRates(rate, latency, cpu / max(1, total))
+
+
+def _opponent(rank: int, turn: int, count: int) -> int:
+    """Who meets ``rank`` in a round of the circle method: ``count`` (even) ranks, all pairs in ``count`` - 1 rounds."""
+    last = count - 1
+    if rank == last:
+        return turn * (count // 2) % last
+    other = (turn - rank) % last
+    return last if other == rank else other
+
+
+def _exchange(
+    comm: MPI.Intracomm, before: int | None, after: int | None, sizes: list[int], apart: bool = False
+) -> tuple[float, float, float]:
+    """Send to both neighbours at once; seconds until what they send is here, and of CPU for all of it.
+
+    ``apart``: other ranks are not waited for.
+    """
     buffers = [np.zeros(size, np.uint8) for size in sizes]
     ways: list[tuple[int | None, Any]] = [
         (after, comm.Issend),
@@ -103,7 +157,8 @@ def _exchange(comm: MPI.Intracomm, before: int | None, after: int | None, sizes:
         (before, comm.Irecv),
         (after, comm.Irecv),
     ]
-    _wait(comm.Ibarrier(), comm.rank)
+    if not apart:
+        _wait(comm.Ibarrier(), comm.rank)
     began, cpu = time.monotonic(), time.thread_time()
     open_ = {
         i: way(buffer, peer)

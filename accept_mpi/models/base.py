@@ -4,6 +4,7 @@ A layer is an ``nn.Module`` that takes and gives a tensor or a tuple of tensors,
 ``nn.Sequential`` of all of them under their names, so ``state_dict()`` names are the same whole or cut.
 """
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -43,6 +44,10 @@ class Chain:
         with seeded(init_seed(seed, index)):
             return self.layers[index][1]()
 
+    def fresh(self, index: int, seed: int) -> nn.Module:
+        """Layer ``index`` for trials: nothing done to it is seen by who else builds it."""
+        return self.build(index, seed)
+
     def whole(self, seed: int = 0) -> nn.Sequential:
         """The whole model, plain PyTorch: what an exported checkpoint loads into with ``strict=True``."""
         return nn.Sequential(OrderedDict((name, self.build(i, seed)) for i, name in enumerate(self.names)))
@@ -53,3 +58,6 @@ class BuiltChain(Chain):
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__((name, lambda layer=layer: layer) for name, layer in layers)  # type: ignore[misc]
+
+    def fresh(self, index: int, seed: int) -> nn.Module:
+        return copy.deepcopy(self.build(index, seed))

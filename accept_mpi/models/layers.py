@@ -1,6 +1,6 @@
 """The layers that a rank holds, built."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -22,16 +22,32 @@ class Layers(NamedTuple):
 
 def build_layers(chain: Chain, start: int, stop: int, seed: int) -> Layers:
     """Layers ``start <= i < stop`` with their initial weights. Raises UserError where one cannot be built."""
-    modules = []
-    for index in range(start, stop):
-        what = f'model: layer {index} "{chain.names[index]}"'
-        try:
-            module = chain.build(index, seed)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"{what} cannot be built: {type(error).__name__}: {error}") from error
-        if not isinstance(module, nn.Module):
-            raise UserError(f"{what} is a {type(module).__name__}, not an nn.Module")
-        modules.append(module)
-    return Layers(start, chain.names[start:stop], modules)
+    return Layers(start, chain.names[start:stop], [build_layer(chain, index, seed) for index in range(start, stop)])
+
+
+def build_layer(chain: Chain, index: int, seed: int, fresh: bool = False) -> nn.Module:
+    """One layer with its initial weights; ``fresh``: for trials (``Chain.fresh``). Raises UserError where it cannot be
+    built."""
+    what = f'model: layer {index} "{chain.names[index]}"'
+    try:
+        module = chain.fresh(index, seed) if fresh else chain.build(index, seed)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what} cannot be built: {type(error).__name__}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise UserError(f"{what} is a {type(module).__name__}, not an nn.Module")
+    return module
+
+
+def call_layer(index: int, name: str, layer: nn.Module, values: Any) -> Any:
+    """What a layer gives. Raises UserError where it cannot take ``values``, a tensor or a tuple."""
+    try:
+        return layer(values)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        tensors = values if isinstance(values, tuple | list) else (values,)
+        shapes = ", ".join(f"{tuple(v.shape)} {str(v.dtype)[6:]}" for v in tensors)
+        raise UserError(
+            f'layer {index} "{name}" cannot take what the layer before gives '
+            f"({shapes}): {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error

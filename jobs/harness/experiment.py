@@ -4,19 +4,20 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from accept_mpi.errors import UserError
+from accept_mpi.fleet import Host, read
 from edgelab import LabError
-from edgelab.fleet import read
 from edgelab.laboratory import Laboratory
 from harness.session import Session
 from harness.store import Point, Result, Store
 
-_PROGRAMS = {"alone": "harness.alone", "ours": "harness.ours", "pipelining": "harness.pipelining", "ddp": "harness.ddp"}
+_PROGRAMS = {"alone": "harness.alone", "ours": "harness.ours", "pipelining": "harness.pipelining", "ddp": "harness.ddp",
+             "submodels": "harness.submodels"}  # fmt: skip
 _GLOO = ("pipelining", "ddp")
 _MOST_SECONDS = 300.0
 
@@ -34,6 +35,7 @@ class Experiment:
             (self.out / "results.h5").unlink(missing_ok=True)
         self.store = Store(self.out / "results.h5")
         self._lab: Laboratory | None = None
+        self._make: Callable[[], object] = lambda: None
         self._fleet = ""
         self._places: tuple[int, ...] | None = None
         self._sessions: dict[str, Session] = {}
@@ -41,9 +43,18 @@ class Experiment:
         self._began = time.monotonic()
 
     @contextmanager
-    def lab(self, fleet: str) -> Iterator[Laboratory]:
-        """Hosts of a fleet file for as long as the block. Raises LabError."""
-        hosts = read(self.folder / fleet)
+    def fleet(self, name: str, hosts: Sequence[Host]) -> Iterator[None]:
+        """These hosts, made when the block first measures something that is not known yet."""
+        with ExitStack() as stack:
+            self._lab, self._fleet = None, name
+            self._make = lambda: stack.enter_context(self.lab(name, hosts))
+            yield
+        self._lab = None
+
+    @contextmanager
+    def lab(self, fleet: str, hosts: Sequence[Host] | None = None) -> Iterator[Laboratory]:
+        """Hosts of a fleet file (or these, as a fleet of this name) for as long as the block. Raises UserError."""
+        hosts = read(self.folder / fleet) if hosts is None else list(hosts)
         with Laboratory(f"experiment-{self.folder.name}").using(hosts) as lab, ExitStack() as stack:
             self._lab, self._fleet, self._stack, self._places = lab, fleet, stack, None
             yield lab
@@ -90,6 +101,8 @@ class Experiment:
         return found
 
     def _measure(self, program: str, asked: dict[str, Any], link: float | None) -> Result:
+        if self._lab is None:
+            self._make()
         assert self._lab is not None
         if program not in self._sessions:
             self.end_sessions()
@@ -161,6 +174,10 @@ def combined(program: str, answers: list[dict[str, Any]]) -> Result:
     result: Result = {key: value for key, value in answers[0].items() if value}
     if program in _GLOO:  # each rank has timed the same steps of all
         return result | {"samples_per_s": statistics.fmean(rates)}
+    if "probes" in result:
+        return {"samples_per_s": 0.0} | {
+            key: [answer[key] for answer in answers] for key in ("probes", "intervals", "layers")
+        }
     if "layer_seconds" in result:
         result["layer_seconds"] = [answer["layer_seconds"] for answer in answers]
     return result | {"samples_per_s": sum(rates), "each": rates}
@@ -170,6 +187,6 @@ def run(main: Any) -> None:
     """Run an experiment's main; mistakes of users are one sentence."""
     try:
         main()
-    except (LabError, UserError) as error:
+    except UserError as error:
         print(f"experiment: {error}", file=sys.stderr)
         sys.exit(2)

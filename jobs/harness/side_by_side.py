@@ -28,14 +28,17 @@ class Case:
     links: tuple[float, ...]
     """Mbit/s of every host, falling; 0: unlimited."""
     cuts: list[int]
+    """Set by hand, to compare those that rank 0 finds with."""
     untuned: tuple[float, ...]
     """Links at which peers run as users start them, too."""
     ours: dict[str, tuple[str, ...]]
-    """Schedule -> codecs."""
+    """Schedule -> codecs; cuts are rank 0's."""
+    by_hand: str
+    """Codec that the cuts set by hand run with, asynchronous."""
     samples: int
     """Of a step."""
     slow_cuts: dict[float, list[int]] = field(default_factory=dict)
-    """Links -> other cuts, where less crosses."""
+    """Links -> other cuts set by hand, where less crosses."""
     synchronous: dict[str, Any] = field(default_factory=dict)
     """Keys of the job that synchronous schedules run with."""
     pipelining: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +60,9 @@ class SideBySide:
             for schedule, codecs in case.ours.items()
             for codec in codecs
             for link in case.links
+        }
+        self.by_hand = {
+            link: self._train(_ASYNC, case.by_hand, link, case.slow_cuts.get(link, case.cuts)) for link in case.links
         }
         alone.append(self._alone("between", "tuned"))
         self.peers: dict[tuple[str, bool, float], float] = {}
@@ -81,12 +87,12 @@ class SideBySide:
             rates[name] = float(min(found["each"]) if cuts else found["samples_per_s"])
         return rates
 
-    def _train(self, schedule: str, codec: str, link: float) -> float:
+    def _train(self, schedule: str, codec: str, link: float, cuts: list[int] | None = None) -> float:
         settings: dict[str, Any] = {"pipeline.schedule": schedule, "pipeline.forward": codec, "pipeline.backward": codec}
         if schedule != _ASYNC:
             settings |= self.case.synchronous
-        if link in self.case.slow_cuts:
-            settings |= {"pipeline.cuts": self.case.slow_cuts[link]}
+        if cuts is not None:
+            settings |= {"pipeline.cuts": cuts}
         return float(self.experiment.ours(link, settings, seconds=self.case.seconds)["samples_per_s"])
 
     def _peer(self, name: str, tuned: bool, link: float, guess: float) -> float:
@@ -119,6 +125,7 @@ class SideBySide:
             [f"accept_mpi {schedule}, {codec}", *(self.ours[schedule, codec, link] for link in links)]
             for schedule, codec in names
         ]
+        rows.append([f"accept_mpi {_ASYNC}, {self.case.by_hand}, cuts by hand", *(self.by_hand[link] for link in links)])
         rows += [
             [f"{name} ({settings})", *(self.peers.get((name, tuned, link)) for link in links)]
             for name in PEERS
@@ -129,6 +136,9 @@ class SideBySide:
             "async, best codec / sum of the hosts alone": [self.best(link) / alone["tuned"] for link in links],
             "async, best codec / slowest stage alone": [self.best(link) / alone["stages"] for link in links],
             "async, auto / best codec": [self.ours[_ASYNC, "auto", link] / self.best(link) for link in links],
+            "async, cuts of rank 0 / by hand, same codec": [
+                self.ours[_ASYNC, self.case.by_hand, link] / self.by_hand[link] for link in links
+            ],
             "async, best codec / best peer": [self.best(link) / self.best_peer(link) for link in links],
             "async, best codec / torch pipelining": [self.best(link) / self.best_peer(link, _PIPELINING) for link in links],
             "synchronous, best / sum of the hosts alone": [self.best(link, True) / alone["tuned"] for link in links],

@@ -10,7 +10,7 @@ from conftest import ROOT, environment, mpirun_command
 
 sys.path.insert(0, str(ROOT / "jobs" / "lab"))
 
-from edgelab.fleet import Host
+from accept_mpi.fleet import Host
 from edgelab.laboratory import Laboratory, why_not
 
 reason = why_not()

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from accept_mpi.bits import Crossing, Profile, choose, ladder
+from accept_mpi.bits import choose, ladder
+from accept_mpi.forecast import Crossing, Forecast, Profile
 from accept_mpi.schedule import Kind
 
 NAMES = [*ladder(1), "fp16"]
@@ -30,7 +31,7 @@ def names(
     **fixed: str,
 ) -> dict[tuple[int, str], str]:
     by_place = {(int(place[1]), place[0]): name for place, name in fixed.items()}
-    choices, _ = choose(kind, micro_batches, 2, profiled, crossing, by_place, floor)
+    choices, _ = choose(Forecast(kind, micro_batches, 2, profiled, crossing), by_place, floor)
     return {place: choice.name for place, choice in choices.items()}
 
 
@@ -78,7 +79,7 @@ def test_a_codec_that_costs_more_than_it_saves_is_not_chosen() -> None:
 
 def test_ids_are_counted_and_never_coded() -> None:
     ids = {(0, "F"): Crossing(0, 4096, 1e6), (0, "B"): Crossing(VALUES, 64, 1e9)}
-    choices, _ = choose("1f1b", 8, 2, profiles(0.06, 0.06), ids, {}, 2)
+    choices, _ = choose(Forecast("1f1b", 8, 2, profiles(0.06, 0.06), ids), {}, 2)
     assert choices[0, "F"].seconds == pytest.approx(4096e-6)
 
 
@@ -91,6 +92,7 @@ def test_where_the_core_is_shared_moving_bytes_costs_time() -> None:
     assert "none" not in chosen.values(), chosen
     alone = [msgspec.structs.replace(p, shared=False) for p in shared]
     assert set(names("1f1b-async", alone, link).values()) == {"none"}
-    _, uncoded = choose("1f1b-async", 32, 2, shared, link, dict.fromkeys(link, "none"), 2)
-    _, chosen_step = choose("1f1b-async", 32, 2, shared, link, {}, 2)
+    forecast = Forecast("1f1b-async", 32, 2, shared, link)
+    _, uncoded = choose(forecast, dict.fromkeys(link, "none"), 2)
+    _, chosen_step = choose(forecast, {}, 2)
     assert uncoded > 1.3 * chosen_step

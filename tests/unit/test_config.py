@@ -54,7 +54,7 @@ def test_overrides() -> None:
         (["train.epochs=2"], "give either epochs or steps"),
         (["train.micro_batches=100"], "a micro-batch needs at least one sample"),
         (["pipeline.vertical_sync=true"], 'goes with schedule = "1f1b-async" only'),
-        (["pipeline.cuts=odd"], 'pipeline.cuts: expected "even" or a list of numbers, got "odd"'),
+        (["pipeline.cuts=odd"], 'pipeline.cuts: expected "auto" or "even" or a list of numbers, got "odd"'),
         (["pipeline.cuts=[0,2]"], "pipeline.cuts"),
         (["lr"], 'expected "section.key=value"'),
         (["model.name.x=1"], '"name" is not a table'),

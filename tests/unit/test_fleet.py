@@ -8,9 +8,11 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "jobs" / "lab"))
 
+from accept_mpi.errors import UserError
+from accept_mpi.fleet import Host, changed, parse, read
 from edgelab import LabError
 from edgelab.cgroups import Groups, quota
-from edgelab.fleet import Host, changed, parse, read, spread
+from edgelab.laboratory import spread
 
 
 def test_defaults_count_and_personas() -> None:
@@ -45,16 +47,16 @@ def test_defaults_count_and_personas() -> None:
     ],
 )
 def test_mistakes_are_one_sentence(content: dict, message: str) -> None:
-    with pytest.raises(LabError) as caught:
+    with pytest.raises(UserError) as caught:
         parse(content, "f")
     assert message in str(caught.value)
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(LabError, match="cannot read the fleet"):
+    with pytest.raises(UserError, match="cannot read the fleet"):
         read(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("[[hosts]")
-    with pytest.raises(LabError, match="not valid TOML"):
+    with pytest.raises(UserError, match="not valid TOML"):
         read(tmp_path / "bad.toml")
 
 
@@ -70,7 +72,7 @@ def test_changes() -> None:
     assert changed(host, ["cpu=0.2", "link=5"]) == Host("a", 0.2, link=5)
     assert changed(host, ["link=free"]) == Host("a", 0.4)
     for wrong in ("cpu", "cpu=fast", "memory=1G", "cpu=0", "cpu=free"):
-        with pytest.raises(LabError):
+        with pytest.raises(UserError):
             changed(host, [wrong])
 
 

@@ -12,13 +12,24 @@ def test_even_cuts_differ_by_one_layer_at_most() -> None:
             sizes = [stage.stop - stage.start for stage in plan.stages]
             assert sum(sizes) == layers
             assert max(sizes) - min(sizes) <= 1
-            assert [plan.stage_of(rank) for rank in range(stages)] == list(range(stages))
+            assert [plan.place(rank).stage for rank in range(stages)] == list(range(stages))
 
 
 @pytest.mark.parametrize("cuts", [[0, 3], [3, 3], [4, 2], [2, 6], [2, 9]])
 def test_cuts_that_leave_a_stage_empty(cuts: list[int]) -> None:
     with pytest.raises(ValueError, match=r"leave a stage empty: they must increase strictly and lie within 1\.\.5"):
         make_plan(6, cuts)
+
+
+def test_places_in_another_order_and_of_idle_ranks() -> None:
+    plan = make_plan(6, [2, 4], ranks=[3, 0, 1])
+    assert [plan.place(rank).stage for rank in range(5)] == [1, 2, -1, 0, -1]
+    assert (plan.place(0).before, plan.place(0).after) == (3, 1)
+    assert (plan.place(3).before, plan.place(3).after, plan.place(3).first) == (None, 0, True)
+    assert plan.place(1).last
+    assert plan.place(4).idle
+    assert list(plan.layers_of(0)) == [2, 3]
+    assert not plan.layers_of(2)
 
 
 def test_json() -> None:

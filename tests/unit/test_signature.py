@@ -6,6 +6,7 @@ from torch import nn
 from accept_mpi import config
 from accept_mpi.data import ArrayDataset
 from accept_mpi.models.layers import Layers
+from accept_mpi.plan import Place
 from accept_mpi.signature import agree_on_shapes
 from accept_mpi.stage import Stage, cross_entropy
 
@@ -21,6 +22,7 @@ def test_a_last_test_sample_alone_does_not_stop_a_run_with_batch_norm() -> None:
     layers = Layers(0, ["a", "b"], [nn.Linear(3, 2), nn.BatchNorm1d(2)])
     stage = Stage(layers, job, cross_entropy, False)
     data = ArrayDataset(torch.randn(5, 3), torch.zeros(5, dtype=torch.int64))
-    agree_on_shapes(NoMessenger(), stage, None, None, ([4], [4, 1]), data, 1.0)  # type: ignore[arg-type]
+    place = Place(0, 1, None, None)
+    agree_on_shapes(NoMessenger(), stage, place, ([4], [4, 1]), data, 1.0)  # type: ignore[arg-type]
     assert stage.layers[1].training
     assert int(stage.layers[1].num_batches_tracked) == 0

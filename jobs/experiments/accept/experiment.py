@@ -10,9 +10,10 @@ CASE = Case(
     cuts=[9, 21, 39],
     slow_cuts={10: [12, 27, 39], 5: [12, 27, 39]},
     ours={
-        "1f1b-async": ("none", "uniform:8", "uniform:4", "uniform:2", "auto"),
+        "1f1b-async": ("none", "uniform:4", "uniform:2", "auto"),
         "zero-bubble": ("uniform:2",),
     },
+    by_hand="uniform:2",
     samples=64,
     # As many samples a micro-batch, eight times as many micro-batches: a longer step has a smaller bubble.
     synchronous={"train.batch_size": 512, "train.micro_batches": 32},

@@ -1,8 +1,11 @@
 """The edge lab: several unequal hosts on slow links in one machine. Standard library only; Linux, root.
 
-fleet (what the hosts are) -> cgroups, network (what they are made of) -> laboratory (up, run, change, down) -> cli.
+accept_mpi.fleet (what the hosts are) -> cgroups, network (what they are made of) -> laboratory (up, run, change, down)
+-> cli.
 """
 
+from accept_mpi.errors import UserError
 
-class LabError(Exception):
+
+class LabError(UserError):
     """Something that the user can mend, in one sentence."""

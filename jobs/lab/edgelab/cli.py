@@ -6,8 +6,9 @@ import signal
 import sys
 from pathlib import Path
 
+from accept_mpi.errors import UserError
+from accept_mpi.fleet import Host, read
 from edgelab import LabError
-from edgelab.fleet import Host, read
 from edgelab.laboratory import Laboratory, crowded, keep, labs
 
 
@@ -19,7 +20,7 @@ def main() -> int:
     options = _parser().parse_args()
     try:
         return int(options.command(options) or 0)
-    except LabError as error:
+    except UserError as error:
         print(f"lab: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

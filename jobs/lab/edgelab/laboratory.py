@@ -20,9 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from accept_mpi.fleet import Host, changed
 from edgelab import LabError
 from edgelab.cgroups import Groups, kill
-from edgelab.fleet import Host, changed, spread
 from edgelab.network import HEAD, NAMESPACES, Network, free_number
 
 STATE = Path("/run/accept-lab")
@@ -325,6 +325,21 @@ def keep(name: str, words: IO[bytes]) -> None:
     if words.read() != b"keep":
         with contextlib.suppress(LabError):
             Laboratory(name).down()
+
+
+def spread(hosts: list[Host], cores: list[int]) -> dict[str, list[int]]:
+    """Which cores each host computes on: the largest first, each on the least loaded cores.
+
+    One core a thread, never all: what a second thread of a host with one core's quota leaves unused would be lost.
+    """
+    load = dict.fromkeys(cores, 0.0)
+    placed = {}
+    for host in sorted(hosts, key=lambda host: -host.cpu):
+        mine = sorted(sorted(cores, key=lambda core: (load[core], core))[: host.threads])
+        for core in mine:
+            load[core] += host.cpu / len(mine)
+        placed[host.name] = mine
+    return placed
 
 
 def crowded(hosts: list[Host]) -> str | None:

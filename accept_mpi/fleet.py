@@ -1,4 +1,4 @@
-"""Fleets: what the hosts of a lab are, from a TOML file.
+"""Fleets: what hosts there are, from a TOML file; the edge lab makes them, the ``plan`` command reckons with them.
 
     [defaults]              # of all hosts below; each key is optional
     link = 100              # Mbit/s both ways; left out: unlimited
@@ -12,7 +12,7 @@
     [[hosts]]
     persona = "pi4"         # figures of personas.toml; keys given here win
 
-Only these keys are known; a mistake is a LabError of one sentence.
+Only these keys are known; a mistake is a UserError of one sentence.
 """
 
 import re
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgelab import LabError
+from accept_mpi.errors import UserError
 
 PERSONAS = Path(__file__).with_name("personas.toml")
 MOST_HOSTS = 200
@@ -57,13 +57,13 @@ class Host:
 
 
 def read(path: Path) -> list[Host]:
-    """Hosts of a fleet file. Raises LabError where it is wrong."""
+    """Hosts of a fleet file. Raises UserError where it is wrong."""
     try:
         content = tomllib.loads(path.read_text())
     except OSError as error:
-        raise LabError(f"{path}: cannot read the fleet: {error.strerror}") from error
+        raise UserError(f"{path}: cannot read the fleet: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise LabError(f"{path}: not valid TOML: {error}") from error
+        raise UserError(f"{path}: not valid TOML: {error}") from error
     return parse(content, str(path))
 
 
@@ -71,39 +71,39 @@ def parse(content: dict[str, Any], where: str) -> list[Host]:
     """Hosts of a fleet that was read. ``where`` begins every message."""
     unknown = set(content) - {"defaults", "hosts"}
     if unknown:
-        raise LabError(f'{where}: unknown key "{min(unknown)}"; a fleet has [defaults] and [[hosts]]')
+        raise UserError(f'{where}: unknown key "{min(unknown)}"; a fleet has [defaults] and [[hosts]]')
     entries = content.get("hosts", [])
     if not isinstance(entries, list) or not entries:
-        raise LabError(f"{where}: no [[hosts]]")
+        raise UserError(f"{where}: no [[hosts]]")
     personas = tomllib.loads(PERSONAS.read_text())
     hosts: list[Host] = []
     for number, entry in enumerate(entries, 1):
         at = f"{where}: hosts entry {number}"
         persona = entry.get("persona")
         if persona is not None and persona not in personas:
-            raise LabError(f'{at}: no persona "{persona}"; there are {", ".join(personas)}')
+            raise UserError(f'{at}: no persona "{persona}"; there are {", ".join(personas)}')
         given = content.get("defaults", {}) | personas.get(persona, {}) | entry
         hosts += _expand(given, at)
     names = [host.name for host in hosts]
     for name in names:
         if names.count(name) > 1:
-            raise LabError(f'{where}: two hosts are called "{name}"')
+            raise UserError(f'{where}: two hosts are called "{name}"')
     if len(hosts) > MOST_HOSTS:
-        raise LabError(f"{where}: {len(hosts)} hosts; a lab has at most {MOST_HOSTS}")
+        raise UserError(f"{where}: {len(hosts)} hosts; a lab has at most {MOST_HOSTS}")
     return hosts
 
 
 def changed(host: Host, settings: list[str]) -> Host:
-    """The host after ``cpu=0.2 link=5`` (``link=free``: unlimited). Raises LabError."""
+    """The host after ``cpu=0.2 link=5`` (``link=free``: unlimited). Raises UserError."""
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         if key not in ("cpu", "link") or not equals:
-            raise LabError(f'"{setting}": expected cpu=SHARE or link=MBIT (link=free)')
+            raise UserError(f'"{setting}": expected cpu=SHARE or link=MBIT (link=free)')
         try:
             values[key] = None if (key, text) == ("link", "free") else float(text)
         except ValueError:
-            raise LabError(f'"{setting}": expected a number') from None
+            raise UserError(f'"{setting}": expected a number') from None
     given = {"name": host.name, "cpu": host.cpu, "link": host.link} | values
     checked = next(_expand({k: v for k, v in given.items() if v is not None}, host.name))
     return Host(host.name, checked.cpu, host.threads, host.isa, host.memory, checked.link)
@@ -113,22 +113,24 @@ def _expand(given: dict[str, Any], at: str) -> Iterator[Host]:
     """The hosts of one entry."""
     for key, value in given.items():
         if key not in _KEYS:
-            raise LabError(f'{at}: unknown key "{key}"; known are {", ".join(_KEYS)}')
+            raise UserError(f'{at}: unknown key "{key}"; known are {", ".join(_KEYS)}')
         kinds = (int, float) if _KEYS[key] is float else (_KEYS[key],)
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise LabError(f"{at}: {key} = {value!r}: expected {'a number' if _KEYS[key] is float else _KEYS[key].__name__}")
+            raise UserError(
+                f"{at}: {key} = {value!r}: expected {'a number' if _KEYS[key] is float else _KEYS[key].__name__}"
+            )
     name, count = given.get("name", given.get("persona")), given.get("count", 1)
     if not name or not re.fullmatch(r"[a-z][a-z0-9-]{0,40}", name):
-        raise LabError(f"{at}: name = {name!r}: expected small letters, digits and hyphens")
+        raise UserError(f"{at}: name = {name!r}: expected small letters, digits and hyphens")
     cpu, threads, link = float(given.get("cpu", 1.0)), given.get("threads", 1), given.get("link")
     if not _SLOWEST <= cpu <= threads:
-        raise LabError(f"{at}: cpu = {cpu}: expected {_SLOWEST} to {threads} (the number of threads)")
+        raise UserError(f"{at}: cpu = {cpu}: expected {_SLOWEST} to {threads} (the number of threads)")
     if link is not None and not 0.01 <= link <= 100_000:
-        raise LabError(f"{at}: link = {link}: expected 0.01 to 100000 Mbit/s, or none for an unlimited link")
+        raise UserError(f"{at}: link = {link}: expected 0.01 to 100000 Mbit/s, or none for an unlimited link")
     if given.get("isa", "avx2") not in _ONEDNN:
-        raise LabError(f"{at}: isa = {given['isa']!r}: expected one of {', '.join(_ONEDNN)}")
+        raise UserError(f"{at}: isa = {given['isa']!r}: expected one of {', '.join(_ONEDNN)}")
     if threads < 1 or count < 1:
-        raise LabError(f"{at}: threads and count must be positive")
+        raise UserError(f"{at}: threads and count must be positive")
     for number in range(1, count + 1):
         numbered = f"{name}{number}" if "count" in given else name
         yield Host(numbered, cpu, threads, given.get("isa"), _bytes(given.get("memory"), at), link)
@@ -139,20 +141,5 @@ def _bytes(text: str | None, at: str) -> int | None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text)
     if not found or float(found[1]) * _UNITS[found[2]] < 1 << 20:
-        raise LabError(f'{at}: memory = "{text}": expected e.g. "512M" or "2G"')
+        raise UserError(f'{at}: memory = "{text}": expected e.g. "512M" or "2G"')
     return int(float(found[1]) * _UNITS[found[2]])
-
-
-def spread(hosts: list[Host], cores: list[int]) -> dict[str, list[int]]:
-    """Which cores each host computes on: the largest first, each on the least loaded cores.
-
-    One core a thread, never all: what a second thread of a host with one core's quota leaves unused would be lost.
-    """
-    load = dict.fromkeys(cores, 0.0)
-    placed = {}
-    for host in sorted(hosts, key=lambda host: -host.cpu):
-        mine = sorted(sorted(cores, key=lambda core: (load[core], core))[: host.threads])
-        for core in mine:
-            load[core] += host.cpu / len(mine)
-        placed[host.name] = mine
-    return placed

@@ -1,0 +1,105 @@
+"""``accept_mpi plan``: what would be faster, asked without a cluster."""
+
+import argparse
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from accept_mpi import config
+from accept_mpi.errors import UserError
+from accept_mpi.figures import draw_timeline
+from accept_mpi.fleet import Host, parse, read
+from accept_mpi.log import open_log
+from accept_mpi.planner import Outcome, even_plan, forecast_of, outcome, plan_for, stage_table, verdict
+from accept_mpi.survey import Survey
+from accept_mpi.timeline import steady_window
+from accept_mpi.whatif import joined, survey_of_fleet, survey_of_log, with_link
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the plan that a job would get on a run's devices or a fleet's, with changes."""
+    job = _job(options.job, options.set)
+    hosts = _added(options.add)
+    if options.log is not None:
+        survey = survey_of_log(options.log)
+        if hosts:
+            survey = joined(survey, survey_of_fleet(hosts, options.job, options.set))
+    else:
+        hosts = [*(read(options.fleet) if options.fleet is not None else []), *hosts]
+        if not hosts:
+            raise UserError("plan needs devices: --log LOG.h5 of a run, --fleet FLEET.toml, or --add PERSONA")
+        survey = survey_of_fleet(hosts, options.job, options.set)
+    for host, mbit in options.link:
+        survey = with_link(survey, host, mbit)
+    best, even = plan_for(survey, job), outcome(survey, job, even_plan(survey, job))
+    if options.json:
+        found = {"plan": _plain(best), "even": _plain(even)}
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        print(*stage_table(survey, best), sep="\n")
+        print("\neven cuts:", *stage_table(survey, even), "", *verdict(survey, job, best, even), sep="\n")
+        if options.log is not None and not (hosts or options.link):
+            print(*_measured(options.log), sep="\n")
+    if options.timeline is not None:
+        _draw(options.timeline, survey, job, best)
+        print(f"{options.timeline}: some steps as they would run", file=sys.stderr)
+    return 0
+
+
+def _job(path: Path, overrides: list[str]) -> config.Job:
+    try:
+        return config.parse(path.read_text(), str(path), overrides)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the job file: {error.strerror}") from error
+
+
+def _added(personas: list[str]) -> list[Host]:
+    """Hosts of "pi5" or "pi5:2"."""
+    hosts: list[dict[str, Any]] = []
+    counts: Counter[str] = Counter()
+    for text in personas:
+        name, _, count = text.partition(":")
+        if count and not re.fullmatch("[1-9][0-9]?", count):
+            raise UserError(f'--add {text}: expected a persona and how many, such as "pi5:2"')
+        for _ in range(int(count or 1)):
+            counts[name] += 1
+            hosts.append({"persona": name, "name": f"{name}-new{counts[name]}"})
+    return parse({"hosts": hosts}, "--add") if hosts else []
+
+
+def _plain(found: Outcome) -> dict[str, Any]:
+    """For machines: seconds, bytes and shares by stage."""
+    codecs = [
+        {"forward": found.choices[b, "F"].name, "backward": found.choices[b, "B"].name}
+        for b in range(len(found.plan.boundaries))
+    ]
+    return {
+        "stages": msgspec.to_builtins(found.plan.stages), "codecs": codecs, "step_seconds": found.step,
+        "busy": found.busy, "compute_seconds": found.computes, "memory_bytes": found.memory,
+    }  # fmt: skip
+
+
+def _measured(path: Path) -> list[str]:
+    """What the run itself took, as a line."""
+    with open_log(path) as log:
+        ends, plan = log["steps"]["end"][:], log.attrs["plan"]
+    if len(ends) < 4:
+        return []
+    stages = len(msgspec.json.decode(plan)["stages"])
+    return [f"the run itself took {1e3 * np.median(np.diff(ends)):.0f} ms a step (median), over {stages} stages"]
+
+
+def _draw(path: Path, survey: Survey, job: config.Job, found: Outcome) -> None:
+    ranks = [stage.ranks[0] for stage in found.plan.stages]
+    codecs = {crossing: choice.name for crossing, choice in found.choices.items()}
+    trace = forecast_of(survey, job, found.plan).trace(codecs, ranks)
+    hosts = {rank: survey.devices[rank].host for rank in ranks}
+    try:
+        draw_timeline(path, trace, hosts, *steady_window(trace))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--timeline {path}: {error}") from error

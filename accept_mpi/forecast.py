@@ -1,0 +1,171 @@
+"""What a plan's step takes, before it is run: the simulator on times and rates that devices have measured.
+
+Where the data plane has no core of its own, a stage's time holds what its messages cost: coding, and CPU for each byte.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from accept_mpi.coding import parse
+from accept_mpi.log import BACKWARD, FORWARD, KINDS, TRACE, Rows
+from accept_mpi.schedule import Action, Kind, actions, depth
+from accept_mpi.simulate import Simulated, simulate
+
+Direction = tuple[int, str]
+"""A boundary, and "F" or "B"."""
+
+_STEPS = 3  # simulated
+_STEADY = 4  # steps of an asynchronous pipeline that count, between those that fill it and those that drain it
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """What one rank takes, in seconds."""
+
+    forward: float
+    """A micro-batch."""
+    backward: float
+    """A micro-batch, weight gradients included."""
+    encode: dict[str, float]
+    """A value, by codec."""
+    decode: dict[str, float]
+    byte: float = 0.0
+    """To send or receive a byte."""
+    shared: bool = False
+    """Whether coding, sending and receiving take their time from the core that computes."""
+    weights: float | None = None
+    """What of ``backward`` is the zero-bubble schedule's W; half of it if None."""
+    update: float = 0.0
+    """The optimizer's step."""
+
+
+class Crossing(msgspec.Struct, frozen=True):
+    """One boundary's traffic in one direction."""
+
+    values: int
+    """float32 values that a codec can code, a micro-batch."""
+    other_bytes: int
+    """Bytes of a message besides."""
+    rate: float
+    """Bytes a second, while all links carry traffic both ways."""
+    latency: float = 0.0
+    """Seconds that a short message takes."""
+
+    def nbytes(self, name: str) -> float:
+        """Of a message with codec ``name``."""
+        return self.values * bits_of(name) / 8 + self.other_bytes
+
+    def seconds(self, name: str) -> float:
+        """On the link, with codec ``name``."""
+        return self.nbytes(name) / self.rate + self.latency
+
+
+class Forecast:
+    """A pipeline of stages with these profiles and crossings."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        micro_batches: int,
+        slack: int,
+        profiles: Sequence[Profile],
+        crossings: Mapping[Direction, Crossing],
+    ) -> None:
+        self.kind, self.profiles, self.crossings = kind, profiles, crossings
+        self._micro_batches, self._slack = micro_batches, slack
+        self._walks = self._actions(_STEPS)
+
+    def message(self, crossing: Direction, name: str) -> float:
+        """Seconds from a tensor here to a tensor there, with codec ``name``."""
+        boundary, way = crossing
+        ends = (boundary, boundary + 1) if way == "F" else (boundary + 1, boundary)
+        coding = self.profiles[ends[0]].encode[name] + self.profiles[ends[1]].decode[name]
+        return self.crossings[crossing].seconds(name) + self.crossings[crossing].values * coding
+
+    def handling(self, stage: int, way: str, codecs: Mapping[Direction, str]) -> float:
+        """Seconds that the data plane takes from the computing core for the messages of one F or B."""
+        here = self.profiles[stage]
+        if not here.shared or way not in "FB":
+            return 0.0
+        ahead = int(way == "F")
+        total = 0.0
+        for crossing, costs in (((stage - ahead, way), here.decode), ((stage - 1 + ahead, way), here.encode)):
+            if crossing in codecs:
+                name = codecs[crossing]
+                total += self.crossings[crossing].values * costs[name] + self.crossings[crossing].nbytes(name) * here.byte
+        return total
+
+    def step(self, codecs: Mapping[Direction, str]) -> float:
+        """Seconds of a step, with filling and draining in every third one of an asynchronous schedule."""
+        return self._run(self._walks, codecs).makespan / _STEPS
+
+    def steady(self, codecs: Mapping[Direction, str]) -> tuple[float, list[float]]:
+        """Seconds of a step in the middle of a run, and the share of them that each stage computes."""
+        if self.kind != "1f1b-async":
+            run = self._run(self._walks, codecs)
+            return run.makespan / _STEPS, [busy / run.makespan for busy in run.busy]
+        around = self._around()
+        walks = self._actions(around + _STEADY + around)
+        run = self._run(walks, codecs)
+        begin, end = (
+            min(span[1] for spans, walk in zip(run.spans, walks, strict=True)
+                for span, action in zip(spans, walk, strict=True) if action.kind == "U" and action.step == step)
+            for step in (around - 1, around + _STEADY - 1)
+        )  # fmt: skip
+        busy = [
+            sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in spans) / (end - begin) for spans in run.spans
+        ]
+        return (end - begin) / _STEADY, busy
+
+    def trace(self, codecs: Mapping[Direction, str], ranks: Sequence[int]) -> Rows:
+        """Some steps as they would run, as rows of a log's trace. ``ranks``: of each stage."""
+        walks = self._actions(2 * self._around() + _STEADY)
+        run = self._run(walks, codecs)
+        rows = [
+            (start, end, ranks[s], s, KINDS.index(action.kind), -1, -1, action.step + 1, action.micro_batch, 0, 0)
+            for s, (walk, spans) in enumerate(zip(walks, run.spans, strict=True))
+            for action, (start, end) in zip(walk, spans, strict=True)
+        ]
+        for boundary, way, step, k, start, end in run.transfers:
+            direction = FORWARD if way == "F" else BACKWARD
+            size = int(self.crossings[boundary, way].nbytes(codecs[boundary, way]))
+            source = boundary + direction
+            rows.append(
+                (start, end, ranks[source], source, KINDS.index("send"), boundary, direction, step + 1, k, size, size)
+            )
+        return np.array(rows, TRACE)
+
+    def _around(self) -> int:
+        """Steps that fill an asynchronous pipeline, or drain it."""
+        stages = len(self.profiles)
+        return 1 + -(-depth(self.kind, 0, stages, 1 << 30, self._slack) // self._micro_batches)
+
+    def _actions(self, steps: int) -> list[list[Action]]:
+        stages = len(self.profiles)
+        return [actions(self.kind, s, stages, [self._micro_batches] * steps, self._slack) for s in range(stages)]
+
+    def _run(self, walks: list[list[Action]], codecs: Mapping[Direction, str]) -> Simulated:
+        took = {crossing: self.message(crossing, name) for crossing, name in codecs.items()}
+        stages = range(len(self.profiles))
+        compute = {(s, way): self._compute(s, way) + self.handling(s, way, codecs) for s in stages for way in "FBWU"}
+        return simulate(walks, lambda stage, action: compute[stage, action.kind], lambda boundary, way: took[boundary, way])
+
+    def _compute(self, stage: int, kind: str) -> float:
+        """Seconds of one action."""
+        here = self.profiles[stage]
+        weights = 0.0
+        if self.kind == "zero-bubble":
+            weights = here.backward / 2 if here.weights is None else here.weights
+        return {"F": here.forward, "B": here.backward - weights, "W": weights, "U": here.update}[kind]
+
+
+def bits_of(name: str) -> float:
+    """Bits a value of a codec, side information included."""
+    if name not in _BITS:
+        coding = parse(name, False)
+        _BITS[name] = 32.0 if coding.kind == "none" else 8 * coding.nbytes(1 << 16) / (1 << 16)
+    return _BITS[name]
+
+
+_BITS: dict[str, float] = {}

@@ -1,0 +1,170 @@
+"""What a model's layers are, without their weights: shapes at every possible cut, parameters, operations, memory.
+
+Found on torch's "meta" device, where tensors have shapes and no values, so a model too big for this machine can be outlined,
+in little time. Layers that need values (a user's own may) are run for real, one after another.
+"""
+
+import copy
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from accept_mpi import config
+from accept_mpi.codec import HEADER_BYTES, Specs, Tensors, TensorSpec
+from accept_mpi.errors import UserError
+from accept_mpi.models.base import Chain
+from accept_mpi.models.layers import build_layer, call_layer
+from accept_mpi.seeds import init_seed, seeded
+
+
+class LayerOutline(msgspec.Struct, frozen=True):
+    """One layer, at one size of micro-batch."""
+
+    inputs: tuple[TensorSpec, ...]
+    """What crosses if the model is cut in front of it."""
+    kind: str
+    """Its module's class."""
+    parameters: int
+    """Values that are trained or frozen."""
+    parameter_bytes: int
+    buffer_bytes: int
+    operations: float
+    """Floating-point operations of a forward, as torch counts them (matrix products and convolutions)."""
+    held: int
+    """Bytes kept from F to B that no layer before keeps already."""
+
+
+class Outline(msgspec.Struct, frozen=True):
+    """A model at one size of micro-batch."""
+
+    samples: int
+    names: tuple[str, ...]
+    layers: tuple[LayerOutline, ...]
+    channels_last: bool
+
+    @property
+    def key(self) -> str:
+        """Names the model and the size: equal for equal layers, shapes and memory format, different for any other."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+
+    def crossing(self, layer: int) -> tuple[int, int]:
+        """float values and other bytes (header included) that cross in front of a layer; (0, 0) at the ends."""
+        return crossing_sizes(self.layers[layer].inputs) if 0 < layer < len(self.layers) else (0, 0)
+
+
+def crossing_sizes(specs: Specs) -> tuple[int, int]:
+    """Values that a codec can code, and the bytes of a message besides."""
+    values = sum(spec.numel for spec in specs if spec.dtype in ("float32", "float64"))
+    other = sum(spec.nbytes for spec in specs if spec.dtype not in ("float32", "float64"))
+    return values, HEADER_BYTES + other
+
+
+def outline_of(chain: Chain, job: config.Job, inputs: Tensors) -> Outline:
+    """The outline of a job's model."""
+    memory_format = job.train.memory_format
+    return outline(chain, job.train.seed, inputs, None if memory_format == "auto" else memory_format == "channels_last")
+
+
+def outline(chain: Chain, seed: int, inputs: Tensors, channels_last: bool | None = None) -> Outline:
+    """The outline of a model that is fed ``inputs`` (a micro-batch's). ``channels_last``: None, if it has convolutions.
+
+    Raises UserError where a layer cannot be built or cannot take what the one before gives.
+    """
+    with seeded(init_seed(seed, len(chain))):
+        if channels_last is None:
+            channels_last = any(_has_conv2d(_abstract(chain, index, seed)) for index in range(len(chain)))
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        given = tuple(x.contiguous(memory_format=memory_format) if x is not None and x.dim() == 4 else x for x in inputs)
+        try:
+            return _outline(chain, seed, given, channels_last, abstract=True)
+        except (UserError, RuntimeError, TypeError, ValueError):
+            return _outline(chain, seed, given, channels_last, abstract=False)
+
+
+def _outline(chain: Chain, seed: int, inputs: Tensors, channels_last: bool, abstract: bool) -> Outline:
+    given = [x for x in inputs if x is not None]
+    values = [torch.empty_like(x, device="meta") for x in given] if abstract else given
+    device = torch.device("meta" if abstract else "cpu")
+    layers, held = [], _Held(abstract)
+    for index in range(len(chain)):
+        module = _abstract(chain, index, seed) if abstract else build_layer(chain, index, seed, fresh=True)
+        if channels_last:
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        specs = tuple(TensorSpec.of(value) for value in values)
+        parameters, buffers = list(module.parameters()), list(module.buffers())
+        held.begin([*parameters, *buffers])
+        counter = FlopCounterMode(display=False)
+        with device, counter, torch.autograd.graph.saved_tensors_hooks(held, lambda tensor: tensor):
+            result = call_layer(index, chain.names[index], module, values[0] if len(values) == 1 else tuple(values))
+        values = list(result) if isinstance(result, tuple | list) else [result]
+        if abstract and channels_last:  # convolutions on the meta device forget the layout
+            values = [held.same(v, v.contiguous(memory_format=torch.channels_last)) if v.dim() == 4 else v for v in values]
+        if not abstract:  # let go of what this layer holds; a layer may work in place, so not on leaves
+            values = [value.detach().requires_grad_(value.requires_grad) * 1 for value in values]
+        layers.append(
+            LayerOutline(
+                inputs=specs,
+                kind=type(module).__name__,
+                parameters=sum(p.numel() for p in parameters),
+                parameter_bytes=_bytes(parameters),
+                buffer_bytes=_bytes(buffers),
+                operations=float(counter.get_total_flops()),
+                held=held.bytes,
+            )
+        )
+    return Outline(len(given[0]) if given else 0, tuple(chain.names), tuple(layers), channels_last)
+
+
+class _Held:
+    """Counts what autograd keeps of a layer. On the meta device all layers are one graph, and a tensor that two of them keep
+    counts once; for real each layer is a graph of its own."""
+
+    def __init__(self, connected: bool) -> None:
+        self._connected = connected
+        self._seen: dict[int, torch.UntypedStorage] = {}  # held, so that no address is met twice
+        self._own: set[int] = set()
+        self.bytes = 0
+
+    def begin(self, own: list[torch.Tensor]) -> None:
+        """Another layer, with these parameters and buffers."""
+        if not self._connected:
+            self._seen.clear()
+        self._own, self.bytes = {_storage(tensor) for tensor in own}, 0
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        at = _storage(tensor)
+        if at not in self._own and at not in self._seen:
+            self._seen[at] = tensor.untyped_storage()
+            self.bytes += self._seen[at].nbytes()
+        return tensor
+
+    def same(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        """``after``, which stands for ``before``."""
+        if _storage(before) in self._seen:
+            self._seen[_storage(after)] = after.untyped_storage()
+        return after
+
+
+def _abstract(chain: Chain, index: int, seed: int) -> nn.Module:
+    """A layer on the meta device."""
+    with torch.device("meta"):
+        module = build_layer(chain, index, seed)
+    if any(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        module = copy.deepcopy(module).to("meta")
+    return module.train()
+
+
+def _has_conv2d(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Conv2d) for part in module.modules())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,287 @@
+"""From what devices have measured to a plan: which layers, on which devices, in which order, and what a step should take.
+
+Pure: what is measured comes in (``Survey``), a plan and its forecast go out; ``train`` and the ``plan`` command share it.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from accept_mpi import config
+from accept_mpi.bits import AUTO, Choice, choose, ladder
+from accept_mpi.coding import Coding, parse
+from accept_mpi.errors import UserError
+from accept_mpi.forecast import Crossing, Direction, Forecast, Profile, bits_of
+from accept_mpi.partition import NoPlan, Problem, Solution, cost, lower_bound, solve
+from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
+from accept_mpi.schedule import Kind, depth
+from accept_mpi.survey import Device, Survey
+
+_WORTH = 0.98  # of the step before; measurements are no finer
+_NEVER = 1e9  # seconds of a layer that a device must not get
+_FILL = {"1f1b-async": 0.0, "1f1b": 1.0, "gpipe": 1.0, "zero-bubble": 1 / 3}  # ZB-H1: Qi et al. 2023, section 2.2
+_OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """A plan, and what it should do."""
+
+    plan: Plan
+    step: float
+    """Seconds."""
+    busy: list[float]
+    """Share of a step that each stage computes."""
+    computes: list[float]
+    """Seconds a micro-batch of each stage."""
+    choices: dict[Direction, Choice]
+    memory: list[float]
+    """Bytes that each stage needs."""
+
+
+def problem_of(survey: Survey, job: config.Job) -> tuple[Problem, list[str]]:
+    """The partitioner's problem, and the names of its codecs."""
+    outline, devices = survey.outline, survey.devices
+    count, layers = len(devices), len(outline.layers)
+    seconds = np.array([np.add(d.forward, d.backward) + np.array(d.update) / job.train.micro_batches for d in devices])
+    for n, device in enumerate(devices):
+        if not device.data:
+            seconds[n, [0, -1]] = _NEVER
+    crossings = [outline.crossing(layer) for layer in range(layers)] + [(0, 0)]
+    names, pairs = _codecs(job.pipeline)
+    rate = np.array(survey.rate, float)
+    np.fill_diagonal(rate, 1e15)
+    needs = _Needs(job, count)
+    return Problem(
+        layer_seconds=seconds,
+        values=np.array([values for values, _ in crossings], float),
+        other=np.array([other for _, other in crossings], float),
+        rate=np.minimum(rate, 1e15),
+        nic=np.array([min(survey.nic(n), 1e15) for n in range(count)]),
+        codecs=tuple(names),
+        bits=np.array([max(map(bits_of, pair)) / 8 for pair in pairs]),
+        coding=np.array([[_handling(device, *pair) for pair in pairs] for device in devices]),
+        state=np.array([needs.state(layer.parameter_bytes, layer.buffer_bytes) for layer in outline.layers]),
+        held=np.array([float(layer.held) for layer in outline.layers]),
+        capacity=np.array([device.memory for device in devices], float),
+        kept=needs.kept,
+        copies=needs.copies,
+        micro_batches=float(job.train.micro_batches) if job.pipeline.schedule != "1f1b-async" else 1e9,
+        fill=_FILL[job.pipeline.schedule],
+    ), names
+
+
+def _codecs(pipeline: config.Pipeline) -> tuple[list[str], list[tuple[str, str]]]:
+    """What the partitioner chooses from for each boundary: names, and (forward, backward) of each."""
+    if not isinstance(pipeline.forward, str) or not isinstance(pipeline.backward, str):
+        raise UserError('pipeline.forward and backward: a list has one codec a boundary, which cuts = "auto" may change')
+    options = list(ladder(pipeline.min_bits))
+    forward, backward = (options if name == AUTO else [name] for name in (pipeline.forward, pipeline.backward))
+    length = max(len(forward), len(backward))
+    pairs = [(forward[min(k, len(forward) - 1)], backward[min(k, len(backward) - 1)]) for k in range(length)]
+    return ["/".join(dict.fromkeys(pair)) for pair in pairs], pairs
+
+
+def _handling(device: Device, forward: str, backward: str) -> float:
+    """Seconds that a boundary takes from a device's computing core for each value: one message out, another in."""
+    if not device.shared:
+        return 0.0
+    coding = sum(costs[name] for costs in (device.encode, device.decode) for name in (forward, backward)) / 2
+    return coding + (bits_of(forward) + bits_of(backward)) / 8 * device.byte
+
+
+class _Needs:
+    """Memory of a stage, by how many stages are behind it."""
+
+    def __init__(self, job: config.Job, stages: int) -> None:
+        kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
+        self._optimizer = _OPTIMIZER_COPIES[job.train.optimizer.name]
+        if job.train.optimizer.name == "sgd" and not job.train.optimizer.momentum:
+            self._optimizer = 0
+        many = 1 << 20 if kind == "1f1b-async" else job.train.micro_batches
+        # A stage with so many behind it is the first of a pipeline of one more; zero-bubble holds most in the longest.
+        self.kept = np.array(
+            [depth(kind, stages - 1 - behind, stages, many, slack) if kind == "zero-bubble"
+             else depth(kind, 0, behind + 1, many, slack) for behind in range(stages)], float
+        )  # fmt: skip
+        weights = np.ones(stages)
+        if kind == "1f1b-async":  # the optimizer's own, and a version for every update that happens while one is in flight
+            weights = 2 + np.ceil(self.kept / job.train.micro_batches)
+        whole = 2 + self._optimizer
+        self.copies = (weights + 1 + self._optimizer) / whole
+
+    def state(self, parameters: float, buffers: float) -> float:
+        """Bytes of a layer's weights, gradients and optimizer, one version."""
+        return (2 + self._optimizer) * parameters + buffers
+
+
+def plan_for(survey: Survey, job: config.Job) -> Outcome:
+    """The plan that trains fastest. Raises UserError where none fits."""
+    problem, _ = problem_of(survey, job)
+    try:
+        solution = solve(problem)
+    except NoPlan as error:
+        raise UserError(f"pipeline.cuts: {error}") from error
+    if cost(problem, solution).bottleneck >= _NEVER:
+        have = ", ".join(device.host for device in survey.devices if device.data)
+        raise UserError(
+            f"data.name: first and last stage need the data, only {have} has it, and the model does not fit there"
+        )
+    # The order that the user gave the hosts in may mean something; another one must be worth it.
+    candidates = [solution]
+    if problem.devices <= problem.layers:
+        candidates.append(_even_solution(problem))
+    with contextlib.suppress(NoPlan):
+        candidates.insert(0, solve(problem, ordered=True))
+    best: Outcome | None = None
+    for plan in candidates:
+        reached = cost(problem, plan)
+        if reached.fits and reached.bottleneck < _NEVER:
+            found = outcome(survey, job, _as_plan(plan, job))
+            if best is None or found.step < _WORTH * best.step:
+                best = found
+    assert best is not None
+    return best
+
+
+def _even_solution(problem: Problem) -> Solution:
+    """Even cuts with the codec that has fewest bits."""
+    edges = (0, *even_cuts(problem.layers, problem.devices), problem.layers)
+    strongest = int(np.argmin(problem.bits))
+    return Solution(tuple(range(problem.devices)), edges, (strongest,) * (problem.devices - 1))
+
+
+def _as_plan(solution: Solution, job: config.Job) -> Plan:
+    """Codecs stay what the job says: which of an "auto" it is, is settled when stages have measured themselves."""
+    codec = Codec(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
+    cuts = solution.edges[1:-1]
+    return make_plan(solution.edges[-1], list(cuts), [codec] * len(cuts), list(solution.devices))
+
+
+def even_plan(survey: Survey, job: config.Job) -> Plan:
+    """All devices in their order, the same number of layers each."""
+    layers, count = len(survey.outline.layers), min(len(survey.devices), len(survey.outline.layers))
+    codec = Codec(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
+    return make_plan(layers, even_cuts(layers, count), [codec] * (count - 1))
+
+
+def outcome(survey: Survey, job: config.Job, plan: Plan) -> Outcome:
+    """What a plan should do."""
+    forecast = forecast_of(survey, job, plan)
+    asked: dict[Direction, str] = {}
+    for boundary, codec in enumerate(plan.boundaries):
+        asked |= {(boundary, "F"): codec.forward, (boundary, "B"): codec.backward}
+    fixed = {crossing: name for crossing, name in asked.items() if name != AUTO}
+    choices, _ = choose(forecast, fixed, job.pipeline.min_bits)
+    codecs = {crossing: choice.name for crossing, choice in choices.items()}
+    step, busy = forecast.steady(codecs)
+    computes = [
+        profile.forward + profile.backward + sum(forecast.handling(s, way, codecs) for way in "FB")
+        for s, profile in enumerate(forecast.profiles)
+    ]
+    return Outcome(plan, step, busy, computes, choices, _memory(survey, job, plan))
+
+
+def forecast_of(survey: Survey, job: config.Job, plan: Plan) -> Forecast:
+    """The simulator on a plan's stages and boundaries."""
+    kind: Kind = job.pipeline.schedule
+    profiles = []
+    for stage in plan.stages:
+        device, mine = survey.devices[stage.ranks[0]], slice(stage.start, stage.stop)
+        profiles.append(
+            Profile(
+                forward=sum(device.forward[mine]),
+                backward=sum(device.backward[mine]),
+                encode=device.encode,
+                decode=device.decode,
+                byte=device.byte,
+                shared=device.shared,
+                weights=sum(device.weights[mine]),
+                update=sum(device.update[mine]),
+            )
+        )
+    return Forecast(kind, job.train.micro_batches, job.pipeline.transfer_slack, profiles, _crossings(survey, plan))
+
+
+def _crossings(survey: Survey, plan: Plan) -> dict[Direction, Crossing]:
+    """Traffic of all boundaries. A device's own link is shared by what it sends ahead and back, in proportion."""
+    ranks = [stage.ranks[0] for stage in plan.stages]
+    sizes = [survey.outline.crossing(stage.start) for stage in plan.stages[1:]]
+    weight = [4 * values + other for values, other in sizes]
+    found = {}
+    for boundary, (a, b) in enumerate(itertools.pairwise(ranks)):
+        for way, (source, target, beside) in {"F": (a, b, boundary - 1), "B": (b, a, boundary + 1)}.items():
+            # The sender's other boundary carries traffic the other way round, and so does the receiver's.
+            other_side = boundary + 1 if way == "F" else boundary - 1
+            rate = survey.rate[source][target]
+            for host, neighbour in ((source, beside), (target, other_side)):
+                if 0 <= neighbour < len(weight):
+                    share = weight[boundary] / max(1.0, weight[boundary] + weight[neighbour])
+                    rate = min(rate, survey.nic(host) * share)
+            found[boundary, way] = Crossing(*sizes[boundary], max(rate, 1.0), survey.latency[source][target])
+    return found
+
+
+def _memory(survey: Survey, job: config.Job, plan: Plan) -> list[float]:
+    needs = _Needs(job, len(plan.stages))
+    rows = []
+    for s, stage in enumerate(plan.stages):
+        layers = survey.outline.layers[stage.start : stage.stop]
+        behind = len(plan.stages) - 1 - s
+        state = sum(needs.state(layer.parameter_bytes, layer.buffer_bytes) for layer in layers)
+        held = sum(layer.held for layer in layers)
+        rows.append(float(needs.copies[behind] * state + needs.kept[behind] * held))
+    return rows
+
+
+def codings_of(job: config.Job) -> dict[str, Coding]:
+    """All codecs that a plan for this job may use, by name."""
+    _, pairs = _codecs(job.pipeline)
+    return {name: parse(name, False) for pair in pairs for name in pair} | {"none": Coding()}
+
+
+def table(survey: Survey, job: config.Job, found: Outcome) -> list[str]:
+    """A plan as text, a line a stage, and the step that it and even cuts should take."""
+    even = outcome(survey, job, even_plan(survey, job))
+    return [*stage_table(survey, found), *verdict(survey, job, found, even)]
+
+
+def stage_table(survey: Survey, found: Outcome) -> list[str]:
+    """A plan as text, a line a stage. Times are of one micro-batch."""
+    names = survey.outline.names
+    rows = [["stage", "host", "layers", "", "compute", "busy", "memory", "activations ahead", "", "gradients back", ""]]
+    for s, stage in enumerate(found.plan.stages):
+        rank = stage.ranks[0]
+        row = [
+            str(s), f"{survey.devices[rank].host} (rank {rank})", f"{stage.start}..{stage.stop - 1}",
+            f"{names[stage.start]} .. {names[stage.stop - 1]}", f"{1e3 * found.computes[s]:.1f} ms",
+            f"{100 * found.busy[s]:.0f} %", f"{found.memory[s] / 2**20:.0f} MiB",
+        ]  # fmt: skip
+        for way in ("F", "B"):
+            if (s, way) in found.choices:
+                choice = found.choices[s, way]
+                row += [choice.name, f"{1e3 * choice.seconds:.1f} ms"]
+        rows.append([*row, *[""] * (len(rows[0]) - len(row))])
+    return aligned(rows)
+
+
+def verdict(survey: Survey, job: config.Job, found: Outcome, even: Outcome) -> list[str]:
+    """Who stays idle, what a step should take, what it would with even cuts, and what no plan can be faster than."""
+    idle = [f"{device.host} (rank {n})" for n, device in enumerate(survey.devices) if found.plan.place(n).idle]
+    problem, _ = problem_of(survey, job)
+    bound = lower_bound(problem) * job.train.micro_batches
+    lines = [f"idle, since using them would cost more: {', '.join(idle)}"] if idle else []
+    lines.append(
+        f"a step should take {1e3 * found.step:.0f} ms ({job.train.batch_size / found.step:.1f} samples/s); "
+        f"with even cuts {1e3 * even.step:.0f} ms ({even.step / found.step:.1f} x); "
+        f"if all devices shared every layer at no cost {1e3 * bound:.0f} ms"
+    )
+    return lines
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines, columns under each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

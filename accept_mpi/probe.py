@@ -1,0 +1,271 @@
+"""How long each layer takes on this device, found by training pieces of the model for a few seconds before the run.
+
+A piece is a real ``Stage`` over some tenth of the model's work, in the threads and memory format that training will use, on
+random activations; clocks between its layers split its time. Measured where they run, not alone: a layer's time depends on
+what its neighbours leave in the caches. Pieces are built and thrown away one after another, so a device needs room for one.
+"""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from accept_mpi import config
+from accept_mpi.codec import Tensors
+from accept_mpi.data import Dataset
+from accept_mpi.models import Chain
+from accept_mpi.models.layers import Layers, build_layer
+from accept_mpi.outline import Outline
+from accept_mpi.stage import Loss, Stage
+
+PIECES = 10
+_MOST_ROUNDS, _LEAST_ROUNDS = 40, 3
+_WINDOW = 0.1  # seconds that a piece is measured at least: quotas of CPU are given out every 5 to 100 ms
+_PRECISE = 0.005  # standard error of the mean at which a piece is known well enough
+_UPDATES = 3
+_QUICK = 0.1  # share of the budget for a device that is known
+_SAME = 0.12  # the logarithm of now / then up to which it is what it was
+
+
+_Run = tuple[int, int, float, float]
+
+
+class LayerTimes(msgspec.Struct, frozen=True):
+    """Seconds by layer, of one micro-batch (``update``: of one step). NaN where the budget ended before the layer's turn."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    """Of inputs and weights."""
+    weights: tuple[float, ...]
+    """What of ``backward`` the zero-bubble schedule can put off; 0 with other schedules."""
+    update: tuple[float, ...]
+    seconds: float
+    """All of this took so long."""
+    pieces: tuple[_Run, ...]
+    """(first layer, last + 1, forward, backward): whole sub-models, as AccEPT's predictor wants them."""
+    stretch: float
+    """Seconds of the clock for a second of CPU."""
+
+    @property
+    def measured(self) -> list[bool]:
+        return [math.isfinite(value) for value in self.forward]
+
+
+def pieces(outline: Outline, count: int = PIECES) -> list[tuple[int, int]]:
+    """The model in ``count`` runs of layers (or one a layer) of about equal work, guessed from operations and memory."""
+    work = np.array([guess(layer.operations, layer.held, layer.parameter_bytes) for layer in outline.layers])
+    done = work.cumsum() / work.sum()
+    edges = sorted({0, len(work), *(int(np.searchsorted(done, k / count)) + 1 for k in range(1, count))})
+    return [(a, b) for a, b in itertools.pairwise(edges) if b > a]
+
+
+def guess(operations: float, held: float, parameter_bytes: float) -> float:
+    """Seconds of a layer's forward on a middling core, for want of anything better: 20 GFLOP/s, 4 GB/s."""
+    return operations / 20e9 + (held + parameter_bytes) / 4e9 + 2e-5
+
+
+def probe(
+    chain: Chain,
+    outline: Outline,
+    job: config.Job,
+    loss: Loss,
+    inputs: Tensors,
+    target: torch.Tensor | None,
+    budget: float,
+    known: LayerTimes | None = None,
+) -> LayerTimes:
+    """Measure every layer, for about ``budget`` seconds in all. ``inputs`` and ``target`` are a micro-batch's of real data
+    (None: the device has none, and the piece that needs them waits for a guess).
+
+    ``known``: what this device took earlier. A tenth of the budget tells whether it is as fast as it was; then that counts.
+    """
+    began = time.monotonic()
+
+    def measure(chosen: list[tuple[int, int]], seconds: float) -> tuple[np.ndarray, list[_Run], list[float]]:
+        return _measure(chain, outline, job, loss, inputs, target, chosen, seconds)
+
+    if known is not None:
+        some, _, _ = measure(pieces(outline)[1::4], _QUICK * budget)
+        if abs(math.log(_ratio(some, known))) < _SAME:
+            return msgspec.structs.replace(known, seconds=time.monotonic() - began)
+    found, runs, stretches = measure(pieces(outline), budget)
+    forward, backward, weights, update = (tuple(map(float, row)) for row in found)
+    stretch = statistics.fmean(stretches) if stretches else 1.0
+    return LayerTimes(forward, backward, weights, update, time.monotonic() - began, tuple(runs), stretch)
+
+
+def _measure(
+    chain: Chain, outline: Outline, job: config.Job, loss: Loss, inputs: Tensors, target: torch.Tensor | None,
+    chosen: list[tuple[int, int]], budget: float,
+) -> tuple[np.ndarray, list[_Run], list[float]]:  # fmt: skip
+    """(4, layers) seconds, NaN outside the pieces that the budget allows; whole pieces; and the stretch of each."""
+    began = time.monotonic()
+    count = len(outline.layers)
+    found = np.full((4, count), np.nan)
+    runs: list[_Run] = []
+    stretches = []
+    work = [sum(guess(x.operations, x.held, x.parameter_bytes) for x in outline.layers[a:b]) for a, b in chosen]
+    for number, (start, stop) in enumerate(chosen):
+        remaining = budget - (time.monotonic() - began)
+        if number and remaining <= 0:
+            break
+        given = inputs if start == 0 else random_inputs(outline, start)
+        if not given or (stop == count and target is None):
+            continue
+        piece = Piece(chain, outline, job, start, stop, loss if stop == count else None)
+        seconds = remaining * work[number] / sum(work[number:])
+        found[:, start:stop], stretch, whole = piece.measure(given, target, seconds)
+        stretches.append(stretch)
+        runs.append((start, stop, *whole))
+        del piece
+    return found, runs, stretches
+
+
+def micro_batch(train: Dataset | None, job: config.Job) -> tuple[Tensors, torch.Tensor | None]:
+    """Inputs and targets of some micro-batch; nothing without data."""
+    if train is None:
+        return (), None
+    sample = np.arange(-(-job.train.batch_size // job.train.micro_batches)) % len(train)
+    inputs: Any = train.inputs(sample)
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), train.targets(sample)
+
+
+def _ratio(found: np.ndarray, known: LayerTimes) -> float:
+    """How much longer layers take now than they were known to; infinite where that cannot be told."""
+    measured = np.isfinite(found[0])
+    now, then = (
+        float(np.sum(rows)) for rows in (found[:2, measured], np.array([known.forward, known.backward])[:, measured])
+    )
+    return now / then if now > 0 and then > 0 else math.inf
+
+
+def random_inputs(outline: Outline, layer: int) -> Tensors:
+    """Activations in front of a layer."""
+    values = []
+    for spec in outline.layers[layer].inputs:
+        value = spec.zeros()
+        if value is not None and value.is_floating_point():
+            with torch.no_grad():
+                torch.as_strided(value, spec.sent_shape, spec.stride).normal_()
+        values.append(value)
+    return tuple(values)
+
+
+class Piece:
+    """Layers ``start`` to ``stop`` - 1 as a stage, with clocks in between."""
+
+    def __init__(self, chain: Chain, outline: Outline, job: config.Job, start: int, stop: int, loss: Loss | None) -> None:
+        self.start, self.stop = start, stop
+        modules = [build_layer(chain, index, job.train.seed, fresh=True) for index in range(start, stop)]
+        layers = Layers(start, list(outline.names[start:stop]), modules)
+        self._asynchronous = job.pipeline.schedule == "1f1b-async"
+        self._deferred = job.pipeline.schedule == "zero-bubble"
+        self.stage = Stage(layers, job, loss, outline.channels_last)
+        self._operations = np.array([layer.operations for layer in outline.layers[start:stop]])
+        self._forward: list[float] = []
+        self._backward: dict[int, float] = {}
+        for position, layer in enumerate(self.stage.layers):
+            layer.register_forward_hook(self._stamp(position))
+
+    def _stamp(self, position: int) -> Callable[..., None]:
+        def ready(_: torch.Tensor) -> None:
+            self._backward.setdefault(position, time.thread_time())
+
+        def after(module: Any, inputs: Any, output: Any) -> None:
+            for value in output if isinstance(output, tuple | list) else (output,):
+                if value.requires_grad:
+                    value.register_hook(ready)
+            self._forward.append(time.thread_time())
+
+        return after
+
+    def measure(
+        self, inputs: Tensors, target: torch.Tensor | None, seconds: float
+    ) -> tuple[np.ndarray, float, tuple[float, float]]:
+        """(4, layers): forward, backward, weights, update; the stretch; and forward and backward of the whole piece."""
+        until = time.monotonic() + seconds
+        rounds: list[np.ndarray] = []
+        cpu, wall = 0.0, []
+        version = 0
+        updates: list[float] = []
+        while len(rounds) < _MOST_ROUNDS:
+            began = time.monotonic(), time.thread_time()
+            rounds.append(self._round(len(rounds), version, inputs, target))
+            ended = time.monotonic(), time.thread_time()
+            if len(rounds) > 1:  # the first warms up
+                cpu += ended[1] - began[1]
+                wall.append(ended[0] - began[0])
+            if len(updates) < _UPDATES + 1:
+                at = time.thread_time()
+                self.stage.update(0.0, version)
+                updates.append(time.thread_time() - at)
+                version += self._asynchronous
+            if len(wall) < _LEAST_ROUNDS - 1:
+                continue
+            spread = statistics.stdev(wall) / math.sqrt(len(wall)) / statistics.fmean(wall)
+            if ended[0] > until or (spread < _PRECISE and sum(wall) > _WINDOW):
+                break
+        stretch = max(1.0, sum(wall) / max(cpu, 1e-9))
+        forward, backward, weights = np.median(np.array(rounds[1:]), axis=0) * stretch
+        parameters = np.array([sum(p.numel() for p in layer.parameters()) for layer in self.stage.layers], float)
+        share = parameters / max(1.0, parameters.sum())
+        update = statistics.median(updates[1:]) * stretch * share
+        return np.stack([forward, backward, weights, update]), stretch, (float(forward.sum()), float(backward.sum()))
+
+    def _round(self, k: int, version: int, inputs: Tensors, target: torch.Tensor | None) -> np.ndarray:
+        """One micro-batch forward and back: (3, layers) CPU seconds."""
+        self._forward, self._backward = [], {}
+        given = tuple(x.detach().requires_grad_(x.requires_grad) if x is not None else None for x in inputs)
+        last = self.stop - self.start - 1
+        began = time.thread_time()
+        out = self.stage.forward(0, k, given, version, target)
+        outputs = out.outputs
+        gradients = tuple(torch.full_like(value, 1e-3) for value in outputs if value is not None and value.requires_grad)
+        turned = time.thread_time()
+        self.stage.backward(0, k, gradients)
+        ended = time.thread_time()
+        weights = np.zeros(last + 1)
+        if self._deferred:
+            self.stage.weight_gradient(0, k)
+            took = time.thread_time() - ended
+            weights = took * self._operations / max(1.0, self._operations.sum())
+        if out.result:  # the loss belongs to the last layer
+            self._forward[-1] = turned
+        forward = np.diff([began, *self._forward])
+        # A layer's backward begins when its output's gradient is there, and ends where the one before begins.
+        begins = np.array([turned, *(self._backward.get(position, np.nan) for position in range(last - 1, -1, -1)), ended])
+        begins = np.maximum.accumulate(np.where(np.isnan(begins), -np.inf, begins))
+        backward = np.diff(begins)[::-1]
+        return np.stack([forward, backward + weights, weights])
+
+
+def fill(times: Sequence[LayerTimes], outline: Outline) -> np.ndarray:
+    """(4, devices, layers): forward, backward, weights, update, with a guess where a device has not measured: what others
+    take, in proportion to what both have measured (FTPipeHD's capacity); where nobody has, operations and memory."""
+    rows = np.array([[t.forward, t.backward, t.weights, t.update] for t in times]).transpose(1, 0, 2)
+    known = np.isfinite(rows[0])
+    total = np.where(known, rows[0] + rows[1], 0.0)
+    filled = rows.copy()
+    for n in range(len(times)):
+        gaps = ~known[n]
+        others = [m for m in range(len(times)) if m != n and (known[m] & known[n]).any() and (known[m] & gaps).any()]
+        if not gaps.any() or not others:
+            continue
+        ratios = [total[n][known[m]].sum() / total[m][known[n]].sum() for m in others]
+        scaled = np.array([ratio * rows[:, m] for ratio, m in zip(ratios, others, strict=True)])
+        have = gaps & known[others].any(axis=0)
+        filled[:, n, have] = np.nanmedian(scaled[:, :, have], axis=0)
+    guessed = np.array([guess(x.operations, x.held, x.parameter_bytes) for x in outline.layers])
+    forward = np.nansum(rows[0], axis=1)
+    scales = [forward[n] / guessed[known[n]].sum() for n in range(len(times)) if known[n].any()]
+    for n in range(len(times)):
+        gaps = ~np.isfinite(filled[0, n])
+        scale = forward[n] / guessed[known[n]].sum() if known[n].any() else np.median(scales or [1.0])
+        filled[:, n, gaps] = np.outer((1.0, 2.0, 0.0, 0.0), scale * guessed[gaps])
+    return filled

@@ -1,0 +1,81 @@
+"""All that a plan rests on: what the devices measured of themselves and of their links. Kept in a run's log.
+
+Layout in HDF5 (group ``survey`` of a log, version 1): attributes ``outline`` and ``devices`` (JSON), datasets ``times``
+(4 x devices x layers: seconds forward, backward, of it weights, update), ``rate`` (bytes/s from row to column) and
+``latency`` (seconds).
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from accept_mpi.errors import UserError
+from accept_mpi.outline import Outline
+
+_TIMES = ("forward", "backward", "weights", "update")
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank as measured. Seconds by layer of one micro-batch (``update``: of a step)."""
+
+    host: str
+    forward: list[float] = []
+    backward: list[float] = []
+    """Of inputs and weights."""
+    weights: list[float] = []
+    """What of ``backward`` the zero-bubble schedule can put off."""
+    update: list[float] = []
+    encode: dict[str, float]
+    """Seconds a value, by codec."""
+    decode: dict[str, float]
+    byte: float
+    """Seconds of CPU to send or receive a byte."""
+    shared: bool
+    """Whether coding and sending take their time from the core that computes."""
+    memory: float
+    """Bytes that a stage may take."""
+    data: bool = True
+    """Whether it has the data set, so that it may be first or last."""
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """A model and the devices to train it."""
+
+    outline: Outline
+    devices: list[Device]
+    rate: list[list[float]]
+    """Bytes/s from one device to another, both ways at once."""
+    latency: list[list[float]]
+    """Seconds."""
+
+    def nic(self, device: int) -> float:
+        """Bytes/s of a device's own link: what it shares among its neighbours."""
+        return max([r for other, r in enumerate(self.rate[device]) if other != device] or [1e12])
+
+    def write(self, group: Any) -> None:
+        """Into an HDF5 group."""
+        bare = [msgspec.structs.replace(device, **{name: [] for name in _TIMES}) for device in self.devices]
+        group.attrs["version"] = 1
+        # Attributes hold 64 KiB at most.
+        group["outline"] = np.frombuffer(msgspec.json.encode(self.outline), np.uint8)
+        group["devices"] = np.frombuffer(msgspec.json.encode(bare), np.uint8)
+        group["times"] = np.array([[getattr(device, name) for device in self.devices] for name in _TIMES])
+        group["rate"], group["latency"] = np.array(self.rate), np.array(self.latency)
+
+    @staticmethod
+    def read(group: Any) -> "Survey":
+        """From an HDF5 group. Raises UserError where it holds no survey."""
+        try:
+            if group.attrs["version"] != 1:
+                raise UserError(f"{group.file.filename}: survey layout version {group.attrs['version']} is not known here")
+            outline = msgspec.json.decode(group["outline"][:].tobytes(), type=Outline)
+            bare = msgspec.json.decode(group["devices"][:].tobytes(), type=list[Device])
+            times = group["times"][:]
+            devices = [
+                msgspec.structs.replace(device, **{name: times[k, n].tolist() for k, name in enumerate(_TIMES)})
+                for n, device in enumerate(bare)
+            ]
+            return Survey(outline, devices, group["rate"][:].tolist(), group["latency"][:].tolist())
+        except (KeyError, IndexError, ValueError, msgspec.MsgspecError) as error:
+            raise UserError(f"{group.file.filename}: the survey in it cannot be read: {error}") from error

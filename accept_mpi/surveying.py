@@ -1,0 +1,173 @@
+"""How rank 0 learns what the devices can do, and all ranks learn the plan that follows (``cuts = "auto"``)."""
+
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from accept_mpi import config
+from accept_mpi.coding import prepare
+from accept_mpi.comm.measure import PairRates, pair_rates
+from accept_mpi.comm.runtime import Agreed, Runtime
+from accept_mpi.data import Dataset
+from accept_mpi.data import load as load_data
+from accept_mpi.device import available_memory, cpu_name
+from accept_mpi.errors import UserError
+from accept_mpi.latency import database_path, device_key, recall, remember
+from accept_mpi.models import Chain
+from accept_mpi.outline import Outline, outline_of
+from accept_mpi.plan import Plan
+from accept_mpi.planner import codings_of, plan_for, table
+from accept_mpi.probe import LayerTimes, fill, micro_batch, probe
+from accept_mpi.profile import codec_costs
+from accept_mpi.stage import Loss
+from accept_mpi.survey import Device, Survey
+
+Data = tuple[Dataset | None, Dataset | None]
+
+_ROOM = 0.8  # share of the free memory that a stage may plan with
+
+
+class Surveyed(NamedTuple):
+    """What all ranks know afterwards."""
+
+    plan: Plan
+    data: Data
+    """Training and test set, where this rank has them."""
+    lines: list[str]
+    """Rank 0: the plan as a table, and how long this took."""
+    survey: Survey | None
+    """Rank 0: what was measured."""
+    step: float | None
+    """Rank 0: seconds that a step should take."""
+
+
+def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Loss) -> Surveyed:
+    """Measure devices and links, and cut the model where training is fastest. All ranks call this together.
+
+    Every rank that can load the data may be first or last. Raises Agreed where no plan fits or nobody has the data.
+    """
+    began = time.monotonic()
+    messenger, seconds = runtime.messenger, runtime.startup_seconds
+    data, source = _load(runtime, job)
+    inputs, target = micro_batch(data[0], job)
+    drawn = runtime.agree("the model's layers", lambda: outline_of(chain, job, inputs) if runtime.rank == source else None)
+    told = messenger.allgather(msgspec.to_builtins(drawn), seconds, "the model's layers")
+    model = msgspec.convert(told[source], Outline)
+
+    codings = codings_of(job)
+    prepare(list(codings.values()))
+    rates = pair_rates(runtime.world)
+    linked = time.monotonic()
+    path = database_path(job.pipeline.latency_db) if runtime.rank == 0 else None
+    facts = _facts(runtime, job)
+    everyone = messenger.allgather(facts, seconds, "the kind of each device")
+    keys = [device_key(one) for one in everyone]
+    known = recall(path, model, keys) if path else [None] * runtime.size
+    known = messenger.broadcast([msgspec.to_builtins(one) for one in known], seconds, "what is known of each device")
+    before = msgspec.convert(known[runtime.rank], LayerTimes | None)
+    times = runtime.agree(
+        "the time of each layer",
+        lambda: probe(chain, model, job, loss, inputs, target, job.pipeline.probe_seconds, before),
+    )
+    costs = {name: codec_costs(coding) for name, coding in codings.items()}
+    mine = _Report(times, rates, costs, data[0] is not None, _ROOM * available_memory() / runtime.ranks_on_host,
+                   runtime.hosts[runtime.rank]["cores"] / runtime.ranks_on_host < torch.get_num_threads() + 1)  # fmt: skip
+    gathered = messenger.allgather(msgspec.to_builtins(mine), seconds, "what each device has measured")
+    measured = time.monotonic()
+
+    def decide() -> Surveyed | None:
+        if runtime.rank:
+            return None
+        reports = [msgspec.convert(one, _Report) for one in gathered]
+        if path:
+            whole = {key: n for n, key in enumerate(keys) if all(reports[n].times.measured)}
+            remember(path, model, {key: (everyone[n], reports[n].times) for key, n in whole.items()})
+        survey = survey_of(model, reports, [host["host"] for host in runtime.hosts])
+        found = plan_for(survey, job)
+        lines = table(survey, job, found)
+        lines.append(
+            f"measuring took {measured - began:.1f} s (layers {measured - linked:.1f} s; {sum(map(bool, known))} of "
+            f"{runtime.size} devices were known), "
+            f"planning {time.monotonic() - measured:.1f} s"
+        )
+        return Surveyed(found.plan, data, lines, survey, found.step)
+
+    decided = runtime.agree("the plan", decide)
+    plan = Plan.from_json(messenger.broadcast(decided.plan.to_json() if decided else None, seconds, "the plan"))
+    return decided or Surveyed(plan, data, [], None, None)
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """What a rank tells rank 0."""
+
+    times: LayerTimes
+    rates: PairRates
+    costs: dict[str, tuple[float, float]]
+    """Seconds of CPU to encode and to decode a value, by codec."""
+    data: bool
+    memory: float
+    shared: bool
+
+
+def survey_of(model: Outline, reports: list[_Report], hosts: list[str]) -> Survey:
+    """All reports as one."""
+    forward, backward, weights, update = fill([report.times for report in reports], model).tolist()
+    devices = []
+    for n, report in enumerate(reports):
+        # What a quota does to long computing it does to the sum of all short pieces.
+        stretch = report.times.stretch
+        devices.append(
+            Device(
+                host=hosts[n],
+                forward=forward[n],
+                backward=backward[n],
+                weights=weights[n],
+                update=update[n],
+                encode={name: stretch * encode for name, (encode, _) in report.costs.items()},
+                decode={name: stretch * decode for name, (_, decode) in report.costs.items()},
+                byte=stretch * report.rates.cpu,
+                shared=report.shared,
+                memory=report.memory,
+                data=report.data,
+            )
+        )
+    # Each rank has measured what comes in.
+    rate = np.array([report.rates.rate for report in reports]).T.tolist()
+    latency = np.array([report.rates.latency for report in reports]).T.tolist()
+    return Survey(model, devices, rate, latency)
+
+
+def _facts(runtime: Runtime, job: config.Job) -> dict[str, Any]:
+    """What a device's times depend on, the model apart."""
+    host = runtime.hosts[runtime.rank]
+    optimizer = job.train.optimizer
+    return {
+        "host": host["host"],
+        "machine": host["machine"],
+        "cpu": cpu_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": host["cores"],
+        "ranks": runtime.ranks_on_host,
+        "threads": torch.get_num_threads(),
+        "torch": host["versions"]["torch"],
+        "schedule": {"1f1b-async": "versions", "zero-bubble": "deferred"}.get(job.pipeline.schedule, "plain"),
+        "optimizer": f"{optimizer.name} {'with' if optimizer.momentum else 'without'} momentum",
+        "loss": job.train.loss,
+    }
+
+
+def _load(runtime: Runtime, job: config.Job) -> tuple[Data, int]:
+    """The data, where it can be loaded, and the first rank that has it."""
+    data: Data = (None, None)
+    error = None
+    try:
+        data = load_data(job.data.name, job.data.args)
+    except UserError as mistake:
+        error = str(mistake)
+    errors = runtime.messenger.allgather(error, runtime.startup_seconds, "the data")
+    if None not in errors:
+        raise Agreed(str(errors[0]))
+    return data, errors.index(None)

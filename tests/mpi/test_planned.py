@@ -1,0 +1,86 @@
+"""Plans that measuring makes, ranks in other orders, and ranks that stay idle: the same weights, whatever the plan."""
+
+from pathlib import Path
+
+import samples
+from conftest import ROOT
+
+from accept_mpi.log import open_log
+from accept_mpi.plan import Plan
+from accept_mpi.snapshot import Checkpoint
+
+SPARSE = {"reversed": [3, 2, 1, 0], "idle-0": [2, 1], "idle-others": [0, 3], "one": [2]}
+
+
+def expected() -> dict[str, object]:
+    train = samples.CNN["train"]
+    return samples.plain(samples.CNN).train(train["steps"], train["batch_size"], train["micro_batches"])
+
+
+def test_other_orders_and_idle_ranks(mpirun, tmp_path: Path) -> None:
+    """Synchronous and "auto" codecs that end as "none": equal to one process, rank 0 among the idle."""
+    jobs = [
+        samples.write_job(
+            tmp_path / f"{name}.toml", samples.CNN, name, pipeline_cuts="even", pipeline_ranks=ranks, train_evaluate_every=1
+        )
+        for name, ranks in SPARSE.items()
+    ]
+    mpirun(4, ROOT / "tests" / "train_all.py", *jobs)
+    weights = expected()
+    for name, ranks in SPARSE.items():
+        samples.assert_equal(Checkpoint(tmp_path / name).whole(), weights)
+        with open_log(tmp_path / name / "log.h5") as log:
+            assert set(log["trace"]["rank"]) == set(ranks)
+            assert len(log["evals"]) == 1
+
+
+def test_auto_codecs_with_an_idle_rank(mpirun, tmp_path: Path) -> None:
+    keys = {"pipeline_forward": "auto", "pipeline_backward": "auto", "pipeline_cuts": "even", "pipeline_ranks": [2, 0]}
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN, "run", **keys)
+    mpirun(3, "-m", "accept_mpi", "train", job)
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        plan = Plan.from_json(log.attrs["plan"])
+    assert [stage.ranks for stage in plan.stages] == [(2,), (0,)]
+    assert "auto" not in plan.boundaries[0].forward
+
+
+def test_resuming_with_other_ranks_idle(mpirun, tmp_path: Path) -> None:
+    half = samples.write_job(tmp_path / "half.toml", samples.CNN, "half", train_steps=3, pipeline_cuts="even")
+    whole = samples.write_job(tmp_path / "whole.toml", samples.CNN, "whole", pipeline_cuts="even", pipeline_ranks=[2, 0])
+    mpirun(2, "-m", "accept_mpi", "train", half)
+    mpirun(3, "-m", "accept_mpi", "train", whole, "--resume", tmp_path / "half")
+    samples.assert_equal(Checkpoint(tmp_path / "whole").whole(), expected())
+
+
+def test_cuts_by_measuring(mpirun, tmp_path: Path) -> None:
+    """The default: a plan is found, printed and kept, and weights are what they always are."""
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN, "run", pipeline_cuts="auto", pipeline_probe_seconds=0.5)
+    out = mpirun(3, "-m", "accept_mpi", "train", job).out
+    assert "a step should take" in out
+    assert "measuring took" in out
+    samples.assert_equal(Checkpoint(tmp_path / "run").whole(), expected())
+
+
+def test_more_ranks_than_layers_leave_some_idle(mpirun, tmp_path: Path) -> None:
+    model = {**samples.CNN, "model": 'name = "toys:two"', "train": samples.CNN["train"] | {"steps": 1}}
+    (tmp_path / "toys.py").write_text("from torch import nn\ndef two():\n    return [nn.Flatten(), nn.Linear(192, 10)]\n")
+    job = samples.write_job(tmp_path / "job.toml", model, "run", pipeline_cuts="auto", pipeline_probe_seconds=0.2)
+    out = mpirun(4, "-m", "accept_mpi", "train", job).out
+    assert "idle" in out
+
+
+def test_data_that_only_some_ranks_have(mpirun, tmp_path: Path) -> None:
+    """Rank 1 cannot load it: it is neither first nor last."""
+    (tmp_path / "some.py").write_text(
+        "import os\nfrom accept_mpi import data\nfrom accept_mpi.errors import UserError\n"
+        "def digits():\n"
+        "    if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n        raise UserError('no such file')\n"
+        "    return data.load('digits', {'size': 8})\n"
+    )
+    sample = {**samples.CNN, "data": 'name = "some:digits"'}
+    job = samples.write_job(tmp_path / "job.toml", sample, "run", pipeline_cuts="auto", pipeline_probe_seconds=0.3)
+    mpirun(3, "-m", "accept_mpi", "train", job)
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        plan = Plan.from_json(log.attrs["plan"])
+    assert plan.place(1).stage not in (0, len(plan.stages) - 1) or plan.place(1).idle
+    samples.assert_equal(Checkpoint(tmp_path / "run").whole(), expected())

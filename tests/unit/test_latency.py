@@ -1,0 +1,109 @@
+"""The latency database: what is kept comes back, what is damaged or foreign is set aside and kept."""
+
+import multiprocessing
+from pathlib import Path
+
+import h5py
+import pytest
+import torch
+from torch import nn
+
+from accept_mpi.latency import database_path, device_key, recall, remember
+from accept_mpi.models import as_chain
+from accept_mpi.outline import Outline, outline
+from accept_mpi.probe import LayerTimes
+
+FACTS = {"host": "edge1", "cores": 4}
+KEY = device_key(FACTS)
+
+
+def model(layers: int = 3, samples: int = 5) -> Outline:
+    return outline(as_chain([nn.Linear(4, 4) for _ in range(layers)]), 0, (torch.zeros(samples, 4),))
+
+
+def times(value: float, layers: int = 3) -> LayerTimes:
+    row = (value,) * layers
+    return LayerTimes(row, row, row, row, 1.0, ((0, 2, value, value),), 1.25)
+
+
+def test_what_was_measured_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "latency.h5"
+    assert recall(path, model(), [KEY]) == [None]
+    remember(path, model(), {KEY: (FACTS, times(0.5))})
+    remember(path, model(), {"other": ({"host": "edge2"}, times(0.25))})
+    first, second, unknown = recall(path, model(), [KEY, "other", "nobody"])
+    assert first is not None
+    assert second is not None
+    assert unknown is None
+    assert (first.forward, first.stretch, first.pieces) == ((0.5,) * 3, 1.25, ((0, 2, 0.5, 0.5),))
+    assert second.backward == (0.25,) * 3
+    remember(path, model(), {KEY: (FACTS, times(0.75))})
+    assert recall(path, model(), [KEY])[0].forward == (0.75,) * 3
+    assert [p.name for p in path.parent.iterdir() if p.suffix == ".h5"] == ["latency.h5"]
+
+
+def test_another_model_or_size_is_another_entry(tmp_path: Path) -> None:
+    path = tmp_path / "latency.h5"
+    remember(path, model(), {KEY: (FACTS, times(0.5))})
+    assert recall(path, model(layers=4), [KEY]) == [None]
+    assert recall(path, model(samples=6), [KEY]) == [None]
+
+
+@pytest.mark.parametrize("damage", ["text", "truncated", "foreign", "future"])
+def test_what_cannot_be_read_is_set_aside(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "latency.h5"
+    remember(path, model(), {KEY: (FACTS, times(0.5))})
+    content = path.read_bytes()
+    if damage == "text":
+        path.write_text("not HDF5")
+    elif damage == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        with h5py.File(path, "a") as file:
+            file.attrs["format" if damage == "foreign" else "version"] = "another program's" if damage == "foreign" else 99
+    before = path.read_bytes()
+    assert recall(path, model(), [KEY]) == [None]
+    kept = [p for p in tmp_path.iterdir() if "set-aside" in p.name]
+    assert [p.read_bytes() for p in kept] == [before]
+    assert "kept as" in caplog.text
+    remember(path, model(), {KEY: (FACTS, times(0.5))})
+    assert recall(path, model(), [KEY])[0] is not None
+
+
+def test_a_damaged_entry_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "latency.h5"
+    remember(path, model(), {KEY: (FACTS, times(0.5))})
+    with h5py.File(path, "a") as file:
+        file[model().key][KEY]["times"][0, 0] = float("nan")
+    assert recall(path, model(), [KEY]) == [None]
+    with h5py.File(path, "a") as file:
+        del file[model().key][KEY]["times"]
+    assert recall(path, model(), [KEY]) == [None]
+
+
+def _writer(path: Path, number: int) -> None:
+    remember(path, model(), {f"device{number}": (FACTS, times(number + 1.0))})
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "latency.h5"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_writer, args=(path, number)) for number in range(6)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    found = recall(path, model(), [f"device{number}" for number in range(6)])
+    assert [one.forward[0] if one else None for one in found] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    remember(tmp_path / "file" / "latency.h5", model(), {KEY: (FACTS, times(0.5))})
+    assert "cannot be written" in caplog.text
+
+
+def test_paths() -> None:
+    assert database_path("none") is None
+    assert database_path("auto").name == "latency.h5"
+    assert database_path("~/x.h5") == Path.home() / "x.h5"

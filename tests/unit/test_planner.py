@@ -1,0 +1,135 @@
+"""From measurements to a plan: fast devices get more, memory and data decide who may, forecasts agree with hand counts."""
+
+import pytest
+import torch
+from torch import nn
+
+from accept_mpi import config
+from accept_mpi.errors import UserError
+from accept_mpi.models import as_chain
+from accept_mpi.outline import outline
+from accept_mpi.plan import make_plan
+from accept_mpi.planner import codings_of, even_plan, outcome, plan_for, table
+from accept_mpi.survey import Device, Survey
+
+JOB = """
+[model]
+name = "m"
+[data]
+name = "d"
+[train]
+steps = 1
+batch_size = 32
+micro_batches = 8
+[pipeline]
+schedule = "1f1b-async"
+[output]
+directory = "r"
+"""
+LAYERS = 12
+WIDTH = 64
+
+
+def job(*changes: str) -> config.Job:
+    return config.parse(JOB, "job", changes)
+
+
+def survey(*speeds: float, rate: float = 1e9, of: config.Job | None = None, **changed: list[object]) -> Survey:
+    """Devices that take so many times 1 ms forward and 2 ms back for each of 12 equal layers of 64 x 64."""
+    chain = as_chain([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    codecs = codings_of(of or job())
+    devices = [
+        Device(**{
+            "host": f"edge{n}", "forward": [1e-3 * speed] * LAYERS, "backward": [2e-3 * speed] * LAYERS,
+            "weights": [1e-3 * speed] * LAYERS, "update": [0.0] * LAYERS, "encode": dict.fromkeys(codecs, 0.0),
+            "decode": dict.fromkeys(codecs, 0.0), "byte": 0.0, "shared": False, "memory": 1e9,
+        } | {key: values[n] for key, values in changed.items()})
+        for n, speed in enumerate(speeds)
+    ]  # fmt: skip
+    count = len(speeds)
+    latency = [[0.0] * count for _ in range(count)]
+    return Survey(outline(chain, 0, (torch.zeros(4, WIDTH),)), devices, [[rate] * count for _ in range(count)], latency)
+
+
+def layers_by_rank(found: object, ranks: int) -> list[int]:
+    return [len(found.plan.layers_of(rank)) for rank in range(ranks)]  # type: ignore[attr-defined]
+
+
+def test_fast_devices_get_more_layers() -> None:
+    assert layers_by_rank(plan_for(survey(1, 1, 2), job()), 3) == [5, 5, 2]
+    assert layers_by_rank(plan_for(survey(1, 1), job()), 2) == [6, 6]
+
+
+def test_a_device_that_would_cost_more_stays_idle() -> None:
+    found = plan_for(survey(1, 100, 1), job())
+    assert layers_by_rank(found, 3) == [6, 0, 6]
+    assert any("idle" in line and "edge1" in line for line in table(survey(1, 100, 1), job(), found))
+
+
+def test_slow_links_leave_the_model_on_one_device() -> None:
+    assert sorted(layers_by_rank(plan_for(survey(1, 1, rate=1e3), job()), 2)) == [0, 12]
+
+
+def test_a_step_of_an_asynchronous_pipeline_is_its_slowest_stage() -> None:
+    """6 layers of 3 ms, 8 micro-batches; and half of the time with one device twice as slow idle a third of the time."""
+    found = plan_for(survey(1, 1), job())
+    assert found.step == pytest.approx(8 * 6 * 3e-3, rel=1e-3)
+    assert found.busy == pytest.approx([1, 1], rel=1e-3)
+    uneven = outcome(survey(1, 1), job(), make_plan(LAYERS, [8]))
+    assert uneven.step == pytest.approx(8 * 8 * 3e-3, rel=1e-3)
+    assert uneven.busy == pytest.approx([1, 0.5], rel=1e-2)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_synchronous_step_fills_and_drains(schedule: str) -> None:
+    found = plan_for(survey(1, 1), job(f"pipeline.schedule={schedule}"))
+    assert found.step == pytest.approx((8 + 1) * 6 * 3e-3, rel=1e-2)
+
+
+def test_zero_bubble_fills_the_drain_with_weight_gradients() -> None:
+    one, other = (plan_for(survey(1, 1), job(f"pipeline.schedule={kind}")).step for kind in ("1f1b", "zero-bubble"))
+    assert other < 0.97 * one
+
+
+def test_only_devices_with_the_data_are_first_and_last() -> None:
+    found = plan_for(survey(1, 1, 1, data=[True, False, True]), job())
+    assert found.plan.place(1).stage == 1
+    alone = plan_for(survey(1, 1, 1, data=[False, True, False]), job())
+    assert layers_by_rank(alone, 3) == [0, 12, 0]
+
+
+def test_data_on_one_device_that_cannot_hold_the_model() -> None:
+    with pytest.raises(UserError, match="only edge0 has it"):
+        plan_for(survey(1, 1, data=[True, False], memory=[9e4, 1e9]), job())
+
+
+def test_memory_decides() -> None:
+    """A layer is 64 x 65 values of 4 bytes, in 4 (weights, gradient, two versions); edge0 has room for some."""
+    found = plan_for(survey(1, 2, memory=[250e3, 1e9]), job())
+    assert 0 < layers_by_rank(found, 2)[0] < 6
+    with pytest.raises(UserError, match="no cuts fit"):
+        plan_for(survey(1, 1, memory=[100e3, 100e3]), job())
+    with pytest.raises(UserError, match="layer 0 alone needs"):
+        plan_for(survey(1, 1, memory=[1e3, 1e3]), job())
+
+
+def test_a_slow_boundary_is_cut_where_codecs_make_it_fast_enough() -> None:
+    """4 x 64 floats each way, a micro-batch in 18 ms: 60 kB/s cannot carry them uncoded, with 4 bits they can."""
+    uncoded = plan_for(survey(1, 1, rate=3e4), job())
+    assert sorted(layers_by_rank(uncoded, 2)) == [0, 12]
+    coded = job("pipeline.forward=auto", "pipeline.backward=auto")
+    assert layers_by_rank(plan_for(survey(1, 1, rate=3e4, of=coded), coded), 2) == [6, 6]
+
+
+def test_the_table_names_hosts_layers_and_the_gain() -> None:
+    found = survey(1, 3)
+    lines = table(found, job(), plan_for(found, job()))
+    assert "edge0 (rank 0)" in lines[1]
+    assert "0..8" in lines[1]
+    assert "with even cuts 432 ms (2.0 x)" in lines[-1]
+    assert even_plan(found, job()).layers_of(0) == range(6)
+
+
+def test_lists_of_codecs_go_with_given_cuts_only() -> None:
+    with pytest.raises(UserError, match="which cuts = "):
+        codings_of(job('pipeline.forward=["none"]'))

@@ -1,0 +1,123 @@
+"""Times of layers: all of them, in every schedule, leaving nothing behind; guesses where the budget ends."""
+
+import itertools
+import math
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from accept_mpi import config, models
+from accept_mpi.models import as_chain
+from accept_mpi.outline import Outline, outline
+from accept_mpi.probe import LayerTimes, fill, pieces, probe
+from accept_mpi.stage import cross_entropy
+
+JOB = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\noptimizer.momentum=0.9\n[output]\ndirectory="r"\n'
+
+
+def job(schedule: str = "1f1b") -> config.Job:
+    return config.parse(JOB, "job", [f"pipeline.schedule={schedule}"])
+
+
+def mobile() -> tuple[models.Chain, Outline, torch.Tensor]:
+    chain = models.load("mobilenetv2", {"width": 0.25}, 0)
+    inputs = torch.randn(4, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    return chain, outline(chain, 0, (inputs,)), inputs
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async", "zero-bubble"])
+def test_every_layer_is_timed(schedule: str) -> None:
+    chain, model, inputs = mobile()
+    times = probe(chain, model, job(schedule), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64), 30.0)
+    assert all(times.measured)
+    assert min(times.forward) > 0
+    assert min(times.backward) >= 0
+    assert sum(value > 0 for value in times.backward) > 0.9 * len(chain)
+    assert sum(times.update) > 0
+    assert (sum(times.weights) > 0) == (schedule == "zero-bubble")
+    assert [piece[:2] for piece in times.pieces] == pieces(model)
+    for start, stop, forward, backward in times.pieces:
+        assert sum(times.forward[start:stop]) == pytest.approx(forward)
+        assert sum(times.backward[start:stop]) == pytest.approx(backward)
+
+
+def test_pieces_cover_the_model_in_about_equal_parts() -> None:
+    chain, model, _ = mobile()
+    found = pieces(model)
+    assert found[0][0] == 0
+    assert found[-1][1] == len(chain)
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(found))
+    assert 6 <= len(found) <= 10
+    small = as_chain(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3)))
+    assert pieces(outline(small, 0, (torch.zeros(5, 2),))) == [(0, 1), (1, 2)]
+
+
+def test_nothing_is_left_in_a_users_modules() -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 3))
+    chain = as_chain(whole)
+    before = {name: value.clone() for name, value in whole.state_dict().items()}
+    inputs = torch.randn(5, 6)
+    times = probe(
+        chain, outline(chain, 0, (inputs,)), job(), cross_entropy, (inputs,), torch.zeros(5, dtype=torch.int64), 1.0
+    )
+    assert all(times.measured)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(p.grad is None for p in whole.parameters())
+    assert not whole[0]._forward_hooks
+
+
+def test_a_budget_that_ends_early_leaves_the_rest_to_a_guess() -> None:
+    chain, model, inputs = mobile()
+    few = probe(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64), 1e-6)
+    assert few.measured[0]
+    assert not few.measured[-1]
+    forward, backward, _, _ = fill([few], model)
+    assert np.isfinite(forward).all()
+    assert (backward > 0).mean() > 0.9
+
+
+def test_a_device_without_data_guesses_the_first_layers_from_the_others() -> None:
+    chain, model, inputs = mobile()
+    target = torch.zeros(4, dtype=torch.int64)
+    whole = probe(chain, model, job(), cross_entropy, (inputs,), target, 2.0)
+    without = probe(chain, model, job(), cross_entropy, (), None, 2.0)
+    assert not without.measured[0]
+    forward, *_ = fill([whole, without], model)
+    assert forward[1][0] > 0
+
+
+def test_a_known_device_is_only_checked() -> None:
+    """As fast as it was: what was known counts. Four times as fast: all is measured again."""
+    chain, model, inputs = mobile()
+    arguments = (chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64))
+    whole = probe(*arguments, 20.0)
+    slower = msgspec.structs.replace(whole, forward=tuple(4 * v for v in whole.forward))
+    again = probe(*arguments, 20.0, slower)
+    assert sum(again.forward) < 0.6 * sum(slower.forward)
+    # The machine's speed is not this test's: take the known times from the check's own pieces until they agree.
+    for _ in range(5):
+        known = probe(*arguments, 20.0)
+        checked = probe(*arguments, 20.0, known)
+        if checked.forward == known.forward:
+            break
+    assert checked.forward == known.forward
+    assert checked.seconds < 0.7 * known.seconds
+
+
+def times_of(values: list[float]) -> LayerTimes:
+    row = tuple(values)
+    return LayerTimes(row, tuple(2 * v for v in row), tuple(0 * v for v in row), tuple(0 * v for v in row), 1.0, (), 1.0)
+
+
+def test_gaps_are_filled_in_proportion() -> None:
+    """A device four times as slow on what both have measured is taken to be so on the rest."""
+    chain = as_chain(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]))
+    model = outline(chain, 0, (torch.zeros(5, 4),))
+    forward, backward, _, _ = fill([times_of([1.0, 2.0, 3.0]), times_of([4.0, math.nan, math.nan])], model)
+    assert forward[1].tolist() == pytest.approx([4, 8, 12])
+    assert backward[1] == pytest.approx(2 * forward[1])
