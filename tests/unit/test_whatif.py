@@ -79,7 +79,7 @@ def test_plan_for_a_fleet_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "a step should take" in out
     assert picture.stat().st_size > 5000
     found = json.loads(plan(capsys, tmp_path, *words[:2], "--json"))
-    assert sum(stage["stop"] - stage["start"] for stage in found["plan"]["stages"]) == 9
+    assert sum(stage["stop"] - stage["start"] for stage in found["plan"]["stages"]) == 8
     assert found["plan"]["step_seconds"] <= found["even"]["step_seconds"]
 
 
