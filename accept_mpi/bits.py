@@ -14,6 +14,7 @@ from accept_mpi.forecast import Direction, Forecast
 
 AUTO = "auto"
 TOLERANCE = 0.02
+_MANY = 64  # crossings from which on all get the same codec
 
 # From the mildest to the strongest, and the bits of each.
 _LADDER = (("none", 32), ("bf16", 16), ("uniform:8", 8), ("uniform:6", 6), ("uniform:4", 4), ("uniform:3", 3),
@@ -41,6 +42,8 @@ def choose(forecast: Forecast, fixed: dict[Direction, str], floor: int) -> tuple
     ``fixed``: those that the job names. Profiles must know them and the ladder's.
     """
     names = list(ladder(floor))
+    if len(forecast.crossings) > _MANY:
+        return _choose_alike(forecast, fixed, names)
     free = [crossing for crossing in forecast.crossings if crossing not in fixed]
     fastest = {c: min(names, key=lambda name, c=c: forecast.message(c, name)) for c in free}  # type: ignore[misc]
     chosen = {**fixed, **fastest}
@@ -64,3 +67,15 @@ def choose(forecast: Forecast, fixed: dict[Direction, str], floor: int) -> tuple
                     break
     choices = {c: Choice(name, forecast.message(c, name), forecast.message(c, "none")) for c, name in chosen.items()}
     return choices, forecast.step(chosen)
+
+
+def _choose_alike(
+    forecast: Forecast, fixed: dict[Direction, str], names: list[str]
+) -> tuple[dict[Direction, Choice], float]:
+    """One codec for all that is free: the mildest that is as good as the best."""
+    steps = {name: forecast.step({c: fixed.get(c, name) for c in forecast.crossings}) for name in names}
+    best = min(steps.values())
+    name = next(name for name in names if steps[name] <= best * (1 + TOLERANCE))
+    chosen = {c: fixed.get(c, name) for c in forecast.crossings}
+    choices = {c: Choice(n, forecast.message(c, n), forecast.message(c, "none")) for c, n in chosen.items()}
+    return choices, steps[name]

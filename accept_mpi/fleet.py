@@ -25,7 +25,7 @@ from typing import Any
 from accept_mpi.errors import UserError
 
 PERSONAS = Path(__file__).with_name("personas.toml")
-MOST_HOSTS = 200
+MOST_HOSTS = 4096
 _KEYS: dict[str, type] = {
     "name": str, "count": int, "persona": str, "cpu": float, "threads": int, "isa": str, "memory": str, "link": float,
 }  # fmt: skip
@@ -89,7 +89,7 @@ def parse(content: dict[str, Any], where: str) -> list[Host]:
         if names.count(name) > 1:
             raise UserError(f'{where}: two hosts are called "{name}"')
     if len(hosts) > MOST_HOSTS:
-        raise UserError(f"{where}: {len(hosts)} hosts; a lab has at most {MOST_HOSTS}")
+        raise UserError(f"{where}: {len(hosts)} hosts; at most {MOST_HOSTS}")
     return hosts
 
 

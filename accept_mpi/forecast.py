@@ -3,20 +3,23 @@
 Where the data plane has no core of its own, a stage's time holds what its messages cost: coding, and CPU for each byte.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from accept_mpi.coding import parse
 from accept_mpi.log import BACKWARD, FORWARD, KINDS, TRACE, Rows
 from accept_mpi.schedule import Action, Kind, actions, depth
-from accept_mpi.simulate import Simulated, simulate
+from accept_mpi.simulate import Packed, Simulated, simulate, simulate_packed
 
+Floats = npt.NDArray[np.float64]
 Direction = tuple[int, str]
 """A boundary, and "F" or "B"."""
 
 _STEPS = 3  # simulated
+_MANY = 100_000  # actions of a step from which on one step must do
 _STEADY = 4  # steps of an asynchronous pipeline that count, between those that fill it and those that drain it
 
 
@@ -74,7 +77,8 @@ class Forecast:
     ) -> None:
         self.kind, self.profiles, self.crossings = kind, profiles, crossings
         self._micro_batches, self._slack = micro_batches, slack
-        self._walks = self._actions(_STEPS)
+        self._packed: dict[int, Packed] = {}
+        self._steps = _STEPS if micro_batches * len(profiles) < _MANY else 1
 
     def message(self, crossing: Direction, name: str) -> float:
         """Seconds from a tensor here to a tensor there, with codec ``name``."""
@@ -98,29 +102,28 @@ class Forecast:
 
     def step(self, codecs: Mapping[Direction, str]) -> float:
         """Seconds of a step, with filling and draining in every third one of an asynchronous schedule."""
-        return self._run(self._walks, codecs).makespan / _STEPS
+        return float(self._timed(self._steps, codecs)[1].max()) / self._steps
 
     def steady(self, codecs: Mapping[Direction, str]) -> tuple[float, list[float]]:
         """Seconds of a step in the middle of a run, and the share of them that each stage computes."""
-        if self.kind != "1f1b-async":
-            run = self._run(self._walks, codecs)
-            return run.makespan / _STEPS, [busy / run.makespan for busy in run.busy]
-        around = self._around()
-        walks = self._actions(around + _STEADY + around)
-        run = self._run(walks, codecs)
-        begin, end = (
-            min(span[1] for spans, walk in zip(run.spans, walks, strict=True)
-                for span, action in zip(spans, walk, strict=True) if action.kind == "U" and action.step == step)
-            for step in (around - 1, around + _STEADY - 1)
-        )  # fmt: skip
-        busy = [
-            sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in spans) / (end - begin) for spans in run.spans
-        ]
-        return (end - begin) / _STEADY, busy
+        steps, around = self._steps, 0
+        if self.kind == "1f1b-async":
+            around = self._around()
+            steps = around + _STEADY + around
+        starts, ends = self._timed(steps, codecs)
+        packed = self._packed[steps]
+        begin, end, counted = 0.0, float(ends.max()), steps
+        if around:
+            updates = packed.kinds == Packed.KINDS.index("U")
+            begin, end = (float(ends[updates & (packed.steps == step)].min()) for step in (around - 1, around + _STEADY - 1))
+            counted = _STEADY
+        inside = np.maximum(0.0, np.minimum(ends, end) - np.maximum(starts, begin))
+        busy = np.add.reduceat(inside, packed.begins[:-1]) / (end - begin)
+        return (end - begin) / counted, busy.tolist()
 
     def trace(self, codecs: Mapping[Direction, str], ranks: Sequence[int]) -> Rows:
         """Some steps as they would run, as rows of a log's trace. ``ranks``: of each stage."""
-        walks = self._actions(2 * self._around() + _STEADY)
+        walks = list(self._actions(2 * self._around() + _STEADY))
         run = self._run(walks, codecs)
         rows = [
             (start, end, ranks[s], s, KINDS.index(action.kind), -1, -1, action.step + 1, action.micro_batch, 0, 0)
@@ -141,15 +144,30 @@ class Forecast:
         stages = len(self.profiles)
         return 1 + -(-depth(self.kind, 0, stages, 1 << 30, self._slack) // self._micro_batches)
 
-    def _actions(self, steps: int) -> list[list[Action]]:
+    def _actions(self, steps: int) -> Iterator[list[Action]]:
         stages = len(self.profiles)
-        return [actions(self.kind, s, stages, [self._micro_batches] * steps, self._slack) for s in range(stages)]
+        return (actions(self.kind, s, stages, [self._micro_batches] * steps, self._slack) for s in range(stages))
+
+    def _seconds(self, codecs: Mapping[Direction, str]) -> tuple[Floats, Floats]:
+        """(stages, 4) of F, B, W and U; (boundaries, 2) of transfers."""
+        stages = range(len(self.profiles))
+        compute = [[self._compute(s, kind) + self.handling(s, kind, codecs) for kind in Packed.KINDS] for s in stages]
+        took = [[self.message((b, way), codecs[b, way]) for way in "FB"] for b in stages[:-1]]
+        return np.array(compute), np.array(took).reshape(-1, 2)
+
+    def _timed(self, steps: int, codecs: Mapping[Direction, str]) -> tuple[Floats, Floats]:
+        """Starts and ends of all actions of so many steps, packed."""
+        if steps not in self._packed:
+            self._packed[steps] = Packed(self._actions(steps), [self._micro_batches] * steps)
+        return simulate_packed(self._packed[steps], *self._seconds(codecs))
 
     def _run(self, walks: list[list[Action]], codecs: Mapping[Direction, str]) -> Simulated:
-        took = {crossing: self.message(crossing, name) for crossing, name in codecs.items()}
-        stages = range(len(self.profiles))
-        compute = {(s, way): self._compute(s, way) + self.handling(s, way, codecs) for s in stages for way in "FBWU"}
-        return simulate(walks, lambda stage, action: compute[stage, action.kind], lambda boundary, way: took[boundary, way])
+        compute, took = self._seconds(codecs)
+        return simulate(
+            walks,
+            lambda stage, action: float(compute[stage, Packed.KINDS.index(action.kind)]),
+            lambda boundary, way: float(took[boundary, "FB".index(way)]),
+        )
 
     def _compute(self, stage: int, kind: str) -> float:
         """Seconds of one action."""

@@ -112,8 +112,24 @@ def check_search() -> None:
         assert reached <= expected * (1 + 1e-6) or not number % 5
 
 
+def check_events() -> None:
+    """The simulator's loop on a pipeline, and on lists that wait for each other."""
+    from accept_mpi.schedule import actions, parse
+    from accept_mpi.simulate import Packed, simulate, simulate_packed
+
+    lists = [actions("zero-bubble", s, 3, [4, 4], 1) for s in range(3)]
+    _, ends = simulate_packed(Packed(lists, [4, 4]), np.ones((3, 4)), np.ones((2, 2)))
+    assert ends.max() == simulate(lists, lambda s, action: 1.0, lambda boundary, way: 1.0).makespan
+    try:
+        simulate_packed(Packed([parse("F0.0 B0.1"), parse("F0.0 B0.0")], [2]), np.ones((2, 4)), np.ones((1, 2)))
+    except RuntimeError:
+        return
+    raise AssertionError("a deadlock went unseen")
+
+
 sys.settrace(watch)
 check()
+check_events()
 check_search()
 sys.settrace(None)
 for path in sorted(Path(KERNELS).glob("*.py")):

@@ -21,7 +21,7 @@ from accept_mpi.probe import Piece, micro_batch, pieces, random_inputs
 from accept_mpi.stage import find_loss
 from harness.session import points
 
-_SECONDS = 0.25  # of each sub-model; a slow host takes longer: a few rounds at least
+_SECONDS = 0.2  # of each sub-model; a slow host takes longer: a few rounds at least
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def test_defaults_count_and_personas() -> None:
         ({"hosts": [{"name": "a", "count": 0}]}, "must be positive"),
         ({"hosts": [{"name": "A b"}]}, "small letters"),
         ({"hosts": [{"name": "a"}, {"name": "a"}]}, 'two hosts are called "a"'),
-        ({"hosts": [{"name": "a", "count": 201}]}, "at most 200"),
+        ({"hosts": [{"name": "a", "count": 5000}]}, "at most 4096"),
         ({"hosts": [{"persona": "pi9"}]}, 'no persona "pi9"; there are pi4'),
     ],
 )

@@ -2,10 +2,11 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 from accept_mpi.schedule import KINDS, Action, actions, depth, forward_only, grid, parse
-from accept_mpi.simulate import simulate
+from accept_mpi.simulate import Packed, simulate, simulate_packed
 
 SIZES = [(stages, count) for stages in range(1, 9) for count in range(1, 17)]
 UNIT = {"F": 1.0, "B": 1.0, "W": 1.0, "U": 0.0, "E": 1.0}
@@ -136,3 +137,27 @@ def test_simulator_names_a_deadlock() -> None:
 
 def test_evaluation_is_forward_only() -> None:
     assert simulate([forward_only(5)] * 3, lambda s, a: 1.0).makespan == 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_lists_take_what_lists_take(kind: str) -> None:
+    """The simulator's kernel against its plain loop, on random times."""
+    rng = np.random.default_rng(3)
+    for stages in (1, 2, 3, 5):
+        counts = [3, 4, 2]
+        lists = walks(kind, stages, counts, 1)
+        seconds, transfers = rng.uniform(0.5, 2, (stages, 4)), rng.uniform(0, 3, (max(0, stages - 1), 2))
+        plain = simulate(
+            lists,
+            lambda s, action, seconds=seconds: float(seconds[s, "FBWU".index(action.kind)]),
+            lambda boundary, way, transfers=transfers: float(transfers[boundary, "FB".index(way)]),
+        )
+        starts, ends = simulate_packed(Packed(lists, counts), seconds, transfers)
+        assert starts.tolist() == pytest.approx([start for spans in plain.spans for start, _ in spans])
+        assert ends.tolist() == pytest.approx([end for spans in plain.spans for _, end in spans])
+
+
+def test_packed_lists_that_wait_for_each_other() -> None:
+    lists = [parse("F0.0 B0.1 B0.0 F0.1"), parse("F0.0 B0.0 F0.1 B0.1")]
+    with pytest.raises(RuntimeError, match="deadlocks"):
+        simulate_packed(Packed(lists, [2]), np.ones((2, 4)), np.ones((1, 2)))

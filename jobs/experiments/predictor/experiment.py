@@ -36,8 +36,8 @@ from harness.store import table
 
 MODELS: dict[str, list[str]] = {
     "mobilenetv2": [],
-    "resnet18": ["model.name=resnet18", "model.args={ classes = 10, width = 16 }"],
-    "vgg11": ["model.name=vgg11", "model.args={ classes = 10, width = 16 }"],
+    "resnet18": ["model.name=resnet18", "data.args={ size = 8 }"],
+    "vgg11": ["model.name=vgg11", "train.batch_size=2"],
     "gpt": [
         "model.name=gpt", "model.args={ layers = 4, width = 128, context = 64, heads = 4 }",
         "data.name=text", "data.args={ context = 64, limit = 20000 }",
@@ -46,7 +46,7 @@ MODELS: dict[str, list[str]] = {
 FORMATS = ("channels_last", "contiguous")
 ISAS = ("default", "avx2", "avx512")
 SHARES = (0.2, 0.45, 0.8)  # of a core, one thread; two of 1.6 cores
-COUNT = 40  # sub-models besides the probes
+COUNT = 30  # sub-models besides the probes
 ADAPT = 10  # of them, that adaptation sees
 
 Floats = npt.NDArray[np.float64]

@@ -28,6 +28,7 @@ from edgelab.network import HEAD, NAMESPACES, Network, free_number
 STATE = Path("/run/accept-lab")
 _SCRIPT = Path(__file__).resolve().parent.parent / "lab"
 _FREE_SHARE = 0.2
+_MOST_HOSTS = 200  # on one network of 254 addresses
 _HEAD_GROUP = "_head"
 _RUN = "ACCEPT_LAB_RUN"
 
@@ -78,6 +79,8 @@ class Laboratory:
         reason = why_not()
         if reason:
             raise LabError(reason)
+        if len(hosts) > _MOST_HOSTS:
+            raise LabError(f"{len(hosts)} hosts: a lab has at most {_MOST_HOSTS}")
         cores = sorted(os.sched_getaffinity(0))
         for host in hosts:
             if host.threads > len(cores):
