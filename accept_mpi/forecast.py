@@ -19,7 +19,7 @@ Direction = tuple[int, str]
 """A boundary, and "F" or "B"."""
 
 _STEPS = 3  # simulated
-_MANY = 100_000  # actions of a step from which on one step must do
+_MANY = 20_000  # stages times micro-batches from which on the steady state is taken to go on as it began
 _STEADY = 4  # steps of an asynchronous pipeline that count, between those that fill it and those that drain it
 
 
@@ -35,6 +35,8 @@ class Profile(msgspec.Struct, frozen=True):
     decode: dict[str, float]
     byte: float = 0.0
     """To send or receive a byte."""
+    message: float = 0.0
+    """To send or receive a message, its bytes and coding apart."""
     shared: bool = False
     """Whether coding, sending and receiving take their time from the core that computes."""
     weights: float | None = None
@@ -76,9 +78,13 @@ class Forecast:
         crossings: Mapping[Direction, Crossing],
     ) -> None:
         self.kind, self.profiles, self.crossings = kind, profiles, crossings
-        self._micro_batches, self._slack = micro_batches, slack
+        self._all, self._slack = micro_batches, slack
+        stages = len(profiles)
+        # A long step has a beginning, an end, and in between every micro-batch takes what the one before it took.
+        enough = 2 * depth(kind, 0, stages, 1 << 30, slack) if kind != "gpipe" else 2 * stages
+        self._micro_batches = min(micro_batches, enough) if stages * micro_batches > _MANY else micro_batches
         self._packed: dict[int, Packed] = {}
-        self._steps = _STEPS if micro_batches * len(profiles) < _MANY else 1
+        self._steps = _STEPS if self._micro_batches == micro_batches else 1
 
     def message(self, crossing: Direction, name: str) -> float:
         """Seconds from a tensor here to a tensor there, with codec ``name``."""
@@ -98,45 +104,63 @@ class Forecast:
             if crossing in codecs:
                 name = codecs[crossing]
                 total += self.crossings[crossing].values * costs[name] + self.crossings[crossing].nbytes(name) * here.byte
+                total += here.message
         return total
 
     def step(self, codecs: Mapping[Direction, str]) -> float:
         """Seconds of a step, with filling and draining in every third one of an asynchronous schedule."""
-        return float(self._timed(self._steps, codecs)[1].max()) / self._steps
+        return self.steady(codecs)[0] if self._steps == 1 else float(self._timed(_STEPS, codecs)[1].max()) / _STEPS
 
     def steady(self, codecs: Mapping[Direction, str]) -> tuple[float, list[float]]:
         """Seconds of a step in the middle of a run, and the share of them that each stage computes."""
-        steps, around = self._steps, 0
+        steps = counted = self._steps
+        around = 0
         if self.kind == "1f1b-async":
             around = self._around()
-            steps = around + _STEADY + around
+            counted = _STEADY if self._steps > 1 else 1
+            steps = around + counted + around
         starts, ends = self._timed(steps, codecs)
         packed = self._packed[steps]
-        begin, end, counted = 0.0, float(ends.max()), steps
+        begin, end = 0.0, float(ends.max())
         if around:
             updates = packed.kinds == Packed.KINDS.index("U")
-            begin, end = (float(ends[updates & (packed.steps == step)].min()) for step in (around - 1, around + _STEADY - 1))
-            counted = _STEADY
+            begin, end = (float(ends[updates & (packed.steps == step)].min()) for step in (around - 1, around + counted - 1))
         inside = np.maximum(0.0, np.minimum(ends, end) - np.maximum(starts, begin))
-        busy = np.add.reduceat(inside, packed.begins[:-1]) / (end - begin)
-        return (end - begin) / counted, busy.tolist()
+        busy = np.add.reduceat(inside, packed.begins[:-1])
+        seconds, left = (end - begin) / counted, self._all - self._micro_batches
+        if left:
+            each, load = self._each(codecs)
+            return seconds + left * each, ((busy / counted + left * load) / (seconds + left * each)).tolist()
+        return seconds, (busy / (end - begin)).tolist()
+
+    def _each(self, codecs: Mapping[Direction, str]) -> tuple[float, Floats]:
+        """Seconds from one micro-batch to the next in the steady state, where all overlaps, and each stage's computing."""
+        compute, took = self._seconds(codecs)
+        load = compute[:, : Packed.KINDS.index("U")].sum(axis=1)
+        slowest = float(load.max())
+        if self.kind == "gpipe":  # all forwards, then all backwards
+            slowest = float(compute[:, :2].max(axis=0).sum())
+        return max(slowest, float(took.max(initial=0.0))), load
 
     def trace(self, codecs: Mapping[Direction, str], ranks: Sequence[int]) -> Rows:
         """Some steps as they would run, as rows of a log's trace. ``ranks``: of each stage."""
         walks = list(self._actions(2 * self._around() + _STEADY))
         run = self._run(walks, codecs)
-        rows = [
-            (start, end, ranks[s], s, KINDS.index(action.kind), -1, -1, action.step + 1, action.micro_batch, 0, 0)
-            for s, (walk, spans) in enumerate(zip(walks, run.spans, strict=True))
-            for action, (start, end) in zip(walk, spans, strict=True)
-        ]
-        for boundary, way, step, k, start, end in run.transfers:
-            direction = FORWARD if way == "F" else BACKWARD
-            size = int(self.crossings[boundary, way].nbytes(codecs[boundary, way]))
-            source = boundary + direction
-            rows.append(
-                (start, end, ranks[source], source, KINDS.index("send"), boundary, direction, step + 1, k, size, size)
-            )
+        rows: list[tuple[object, ...]] = []
+        for s, (walk, spans) in enumerate(zip(walks, run.spans, strict=True)):
+            before = 0.0
+            for action, (start, end) in zip(walk, spans, strict=True):
+                place = (action.step + 1, action.micro_batch, 0, 0)
+                if start > before and action.kind in "FB":
+                    way = FORWARD if action.kind == "F" else BACKWARD
+                    rows.append((before, start, ranks[s], s, KINDS.index("wait"), s - 1 + way, way, *place))
+                rows.append((start, end, ranks[s], s, KINDS.index(action.kind), -1, -1, *place))
+                before = end
+        for boundary, letter, step, k, start, end in run.transfers:
+            direction = FORWARD if letter == "F" else BACKWARD
+            size = int(self.crossings[boundary, letter].nbytes(codecs[boundary, letter]))
+            at = boundary + direction
+            rows.append((start, end, ranks[at], at, KINDS.index("send"), boundary, direction, step + 1, k, size, size))
         return np.array(rows, TRACE)
 
     def _around(self) -> int:

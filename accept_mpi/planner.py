@@ -15,8 +15,10 @@ from accept_mpi.bits import AUTO, Choice, choose, ladder
 from accept_mpi.coding import Coding, parse
 from accept_mpi.errors import UserError
 from accept_mpi.forecast import Crossing, Direction, Forecast, Profile, bits_of
+from accept_mpi.log import Rows
 from accept_mpi.partition import NoPlan, Problem, Solution, cost, lower_bound, solve
 from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
+from accept_mpi.replay import mean_times
 from accept_mpi.schedule import Kind, depth
 from accept_mpi.survey import Device, Survey
 
@@ -47,6 +49,8 @@ def problem_of(survey: Survey, job: config.Job) -> tuple[Problem, list[str]]:
     count, layers = len(devices), len(outline.layers)
     seconds = np.array([np.add(d.forward, d.backward) + np.array(d.update) / job.train.micro_batches for d in devices])
     for n, device in enumerate(devices):
+        if device.shared:  # a stage between two others sends and receives twice as many messages as one at an end
+            seconds[n, [0, -1]] = np.maximum(0.0, seconds[n, [0, -1]] - 2 * device.message)
         if not device.data:
             seconds[n, [0, -1]] = _NEVER
     crossings = [outline.crossing(layer) for layer in range(layers)] + [(0, 0)]
@@ -197,12 +201,37 @@ def forecast_of(survey: Survey, job: config.Job, plan: Plan) -> Forecast:
                 encode=device.encode,
                 decode=device.decode,
                 byte=device.byte,
+                message=device.message,
                 shared=device.shared,
                 weights=sum(device.weights[mine]),
                 update=sum(device.update[mine]),
             )
         )
     return Forecast(kind, job.train.micro_batches, job.pipeline.transfer_slack, profiles, _crossings(survey, plan))
+
+
+def replayed(survey: Survey, job: config.Job, plan: Plan, trace: Rows) -> float:
+    """Seconds of a step with the computing that a run's trace holds, on the links of the survey: what the simulator makes of
+    a run, whatever the devices' speeds were foreseen to be."""
+    foreseen = forecast_of(survey, job, plan)
+    profiles = [
+        Profile(
+            forward=took["F"],
+            backward=took["B"] + took.get("W", 0.0),
+            encode=profile.encode,
+            decode=profile.decode,
+            weights=took.get("W", 0.0),
+            update=took["U"],
+        )
+        for took, profile in zip(mean_times(trace), foreseen.profiles, strict=True)
+    ]
+    forecast = Forecast(
+        job.pipeline.schedule, job.train.micro_batches, job.pipeline.transfer_slack, profiles, foreseen.crossings
+    )
+    codecs: dict[Direction, str] = {}
+    for boundary, codec in enumerate(plan.boundaries):
+        codecs |= {(boundary, "F"): codec.forward, (boundary, "B"): codec.backward}
+    return forecast.steady(codecs)[0]
 
 
 def _crossings(survey: Survey, plan: Plan) -> dict[Direction, Crossing]:

@@ -1,19 +1,22 @@
 """What a rank measures of itself before the first step: its stage's compute time, and what codecs cost here."""
 
+import queue
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from accept_mpi.codec import Signature, Tensors, TensorSpec
-from accept_mpi.coding import Coding
+from accept_mpi.codec import Signature, Tensors, TensorSpec, aligned, buffer_bytes, decode, encode
+from accept_mpi.coding import NONE, Coding
 from accept_mpi.data import Dataset
 from accept_mpi.forecast import Profile
 from accept_mpi.stage import Stage
 
 _CODEC_VALUES = 1 << 18
+_MESSAGES = 50
 
 
 def profile(
@@ -86,3 +89,31 @@ def codec_costs(coding: Coding) -> tuple[float, float]:
         return statistics.median(times) / x.size
 
     return seconds(lambda: coding.encode(x, out, 1)), seconds(lambda: coding.decode(out, y))
+
+
+def message_cost() -> float:
+    """CPU seconds that a message takes whatever its size, this side of MPI: header, checks, and two threads that hand it
+    over."""
+    specs = (TensorSpec((8,), (1,), "float32"),)
+    values, buffer = (torch.zeros(8),), aligned(buffer_bytes(specs, NONE))
+    there: queue.SimpleQueue[object] = queue.SimpleQueue()
+    back: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def answer() -> None:
+        while there.get() is not None:
+            back.put(1)
+
+    other = threading.Thread(target=answer, daemon=True)
+    other.start()
+    times = []
+    for _ in range(_MESSAGES):
+        began = time.process_time()
+        wire = encode(specs, values, buffer, NONE, 0, step=0, micro_batch=0, samples=8, flags=0, direction=0, boundary=0,
+                      term=0, sent=0.0)  # fmt: skip
+        decode({8: specs}, buffer[:wire], NONE)
+        there.put(1)
+        back.get()
+        times.append(time.process_time() - began)
+    there.put(None)
+    other.join()
+    return statistics.median(times) / 2

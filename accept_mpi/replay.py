@@ -55,6 +55,19 @@ def link_cost(trace: Rows) -> LinkCost:
     )
 
 
+def mean_times(trace: Rows) -> list[dict[str, float]]:
+    """Mean seconds of each kind of action of each stage, as ``recorded`` counts them, without the first quarter of the
+    steps."""
+    steps = _finished(trace)
+    walks, durations, _ = recorded(trace)
+    found = []
+    for walk, took in zip(walks, durations, strict=True):
+        mine = [action for action in walk if steps and steps[len(steps) // _LEAD] < action.step <= steps[-1]]
+        kinds = {action.kind for action in mine}
+        found.append({k: float(np.mean([took[action] for action in mine if action.kind == k])) for k in kinds})
+    return found
+
+
 def recorded(trace: Rows) -> tuple[list[list[Action]], list[dict[Action, float]], list[float]]:
     """Each stage's actions as they were done, the seconds that each took once its input was there (whatever the stage did
     before it and after the last one counts to it), and when each stage began."""

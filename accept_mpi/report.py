@@ -72,6 +72,7 @@ def _page(
         _picture("Loss", pictures.get("loss"), "", "No step was finished, so there is no loss."),
         "<h2>Stages</h2>",
         _stages(facts, tables["trace"], shown),
+        _reasons(facts),
         "<h2>Hosts</h2>",
         _hosts(facts),
         "<h2>Events</h2>",
@@ -134,6 +135,14 @@ def _stages(facts: dict[str, Any], trace: Rows, shown: tuple[float, float]) -> s
             row += [_percent(u.bubble), *(_bytes(u.bytes_raw[way], u.bytes_wire[way]) for way in (0, 1))]
         rows.append(row)
     return _table(("stage", "ranks", "layers", "bubble", "sent forward", "sent backward"), rows)
+
+
+def _reasons(facts: dict[str, Any]) -> str:
+    """What the plan and its codecs rest on, as it was printed; empty where they were given."""
+    lines = [*facts.get("plan_why", []), *facts.get("codecs_why", [])]
+    if not lines:
+        return ""
+    return "<details><summary>Why these cuts and codecs</summary><pre>" + html.escape("\n".join(lines)) + "</pre></details>"
 
 
 def _hosts(facts: dict[str, Any]) -> str:

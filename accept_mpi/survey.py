@@ -30,7 +30,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds a value, by codec."""
     decode: dict[str, float]
     byte: float
-    """Seconds of CPU to send or receive a byte."""
+    """Seconds to send or receive a byte."""
+    message: float = 0.0
+    """Seconds to send or receive a message, its bytes and coding apart."""
     shared: bool
     """Whether coding and sending take their time from the core that computes."""
     memory: float

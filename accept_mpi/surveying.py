@@ -21,7 +21,7 @@ from accept_mpi.outline import Outline, outline_of
 from accept_mpi.plan import Plan
 from accept_mpi.planner import codings_of, plan_for, table
 from accept_mpi.probe import LayerTimes, fill, micro_batch, probe
-from accept_mpi.profile import codec_costs
+from accept_mpi.profile import codec_costs, message_cost
 from accept_mpi.stage import Loss
 from accept_mpi.survey import Device, Survey
 
@@ -73,8 +73,9 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
         lambda: probe(chain, model, job, loss, inputs, target, job.pipeline.probe_seconds, before),
     )
     costs = {name: codec_costs(coding) for name, coding in codings.items()}
-    mine = _Report(times, rates, costs, data[0] is not None, _ROOM * available_memory() / runtime.ranks_on_host,
-                   runtime.hosts[runtime.rank]["cores"] / runtime.ranks_on_host < torch.get_num_threads() + 1)  # fmt: skip
+    room = _ROOM * available_memory() / runtime.ranks_on_host
+    shared = runtime.hosts[runtime.rank]["cores"] / runtime.ranks_on_host < torch.get_num_threads() + 1
+    mine = _Report(times, rates, costs, message_cost(), data[0] is not None, room, shared)
     gathered = messenger.allgather(msgspec.to_builtins(mine), seconds, "what each device has measured")
     measured = time.monotonic()
 
@@ -107,6 +108,8 @@ class _Report(msgspec.Struct, frozen=True):
     rates: PairRates
     costs: dict[str, tuple[float, float]]
     """Seconds of CPU to encode and to decode a value, by codec."""
+    message: float
+    """Seconds of CPU that a message takes besides, this side of MPI."""
     data: bool
     memory: float
     shared: bool
@@ -129,6 +132,7 @@ def survey_of(model: Outline, reports: list[_Report], hosts: list[str]) -> Surve
                 encode={name: stretch * encode for name, (encode, _) in report.costs.items()},
                 decode={name: stretch * decode for name, (_, decode) in report.costs.items()},
                 byte=stretch * report.rates.cpu,
+                message=stretch * (report.rates.message + report.message),
                 shared=report.shared,
                 memory=report.memory,
                 data=report.data,

@@ -104,6 +104,8 @@ class PairRates(NamedTuple):
     """Seconds that a short message takes to come from each rank."""
     cpu: float
     """Seconds of CPU to send or receive a byte."""
+    message: float
+    """Seconds of CPU to send or receive a message, its bytes apart."""
 
 
 def pair_rates(world: MPI.Intracomm) -> PairRates:
@@ -111,7 +113,7 @@ def pair_rates(world: MPI.Intracomm) -> PairRates:
     comm = world.Dup()
     count = comm.size + comm.size % 2
     rate, latency = [math.inf] * comm.size, [0.0] * comm.size
-    cpu, total = 0.0, 0
+    used: list[tuple[int, float]] = []  # bytes each way, seconds of CPU
     for turn in range(count - 1):
         peer = _opponent(comm.rank, turn, count)
         _wait(comm.Ibarrier(), comm.rank)
@@ -121,8 +123,8 @@ def pair_rates(world: MPI.Intracomm) -> PairRates:
         latency[peer] = float(np.median([_round_trip(comm, peer, leads, np.zeros(8, np.uint8)) for _ in range(_PINGS)])) / 2
         nbytes = _FIRST_BYTES
         while True:
-            seconds, _, used = _exchange(comm, peer, None, [0, nbytes, nbytes, 0], apart=True)
-            cpu, total = cpu + used, total + 2 * nbytes
+            seconds, _, cpu = _exchange(comm, peer, None, [0, nbytes, nbytes, 0], apart=True)
+            used.append((nbytes, cpu))
             enough = np.array([seconds > _BUSY_SECONDS / 2 or nbytes >= _MOST_BYTES])
             _to_follower(comm, peer, leads, enough)
             if enough[0]:
@@ -131,7 +133,22 @@ def pair_rates(world: MPI.Intracomm) -> PairRates:
         rate[peer] = nbytes / max(seconds, 1e-9)
     _wait(comm.Ibarrier(), comm.rank)
     comm.Free()
-    return PairRates(rate, latency, cpu / max(1, total))
+    byte, message = _line(used)
+    return PairRates(rate, latency, byte / 2, message / 2)
+
+
+def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds a byte and seconds besides, of exchanges of so many bytes each way: the large ones tell the first, the small
+    ones the second."""
+    if not points:
+        return 0.0, 0.0
+    smallest, largest = min(points)[0], max(points)[0]
+    small = float(np.median([cpu for size, cpu in points if size == smallest]))
+    large = float(np.median([cpu for size, cpu in points if size == largest]))
+    if largest == smallest:
+        return small / smallest, 0.0
+    byte = max(0.0, (large - small) / (largest - smallest))
+    return byte, max(0.0, small - byte * smallest)
 
 
 def _opponent(rank: int, turn: int, count: int) -> int:

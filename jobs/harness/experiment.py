@@ -142,7 +142,7 @@ class Experiment:
     ) -> Result:
         """``more``: keys that do not name the point. ``twice``: a process's first run is made twice, since its first steps
         take memory from the kernel and have oneDNN choose its routines."""
-        name = "-".join([*(str(value) for value in (known | settings).values()), f"{link}"])
+        name = "-".join([Path(self._fleet).stem, *(str(value) for value in (known | settings).values()), f"{link}"])
         directory = self.out / "runs" / "".join(c if c.isalnum() else "-" for c in name)
         changed = (
             settings

@@ -7,8 +7,11 @@ import numpy as np
 
 from accept_mpi import config
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.log import open_log
+from accept_mpi.log import open_log, read_facts
+from accept_mpi.plan import Plan
+from accept_mpi.planner import replayed
 from accept_mpi.run import Options, train
+from accept_mpi.survey import Survey
 from harness.session import points
 
 
@@ -26,14 +29,20 @@ def main() -> None:
 
 
 def measured(job: config.Job, skip: int) -> dict[str, object]:
-    """samples/s over all steps but the first ``skip``, evaluations as (seconds, accuracy), and the codecs of the plan."""
+    """samples/s over all steps but the first ``skip``, evaluations as (seconds, accuracy), the plan, and, for "auto" cuts,
+    the step that rank 0 foresaw and the one that the simulator makes of the trace."""
     with open_log(Path(job.output.directory) / "log.h5") as log:
         ends, samples, evals = log["steps"]["end"], log["steps"]["samples"], log["evals"][:]
         began = float(log["trace"]["start"].min())
-        plan = log.attrs["plan"]
+        plan, facts = log.attrs["plan"], read_facts(log)
+        survey = Survey.read(log["survey"]) if "survey" in log else None
+        trace = log["trace"][:]
     rate = float(np.sum(samples[skip:]) / (ends[-1] - ends[skip - 1]))
     times = [[float(row["end"]) - began, float(row["accuracy"])] for row in evals]
-    return {"samples_per_s": rate, "evals": times, "plan": plan, "log": str(Path(job.output.directory) / "log.h5")}
+    found = {"samples_per_s": rate, "evals": times, "plan": plan, "log": str(Path(job.output.directory) / "log.h5")}
+    if survey is not None:
+        found |= {"forecast_s": facts["forecast_step_s"], "replayed_s": replayed(survey, job, Plan.from_json(plan), trace)}
+    return found
 
 
 main()

@@ -32,9 +32,7 @@ class Case:
     untuned: tuple[float, ...]
     """Links at which peers run as users start them, too."""
     ours: dict[str, tuple[str, ...]]
-    """Schedule -> codecs; cuts are rank 0's."""
-    by_hand: str
-    """Codec that the cuts set by hand run with, asynchronous."""
+    """Schedule -> codecs. With "auto", and in synchronous schedules, rank 0 finds the cuts; else they are set by hand."""
     samples: int
     """Of a step."""
     slow_cuts: dict[float, list[int]] = field(default_factory=dict)
@@ -61,9 +59,6 @@ class SideBySide:
             for codec in codecs
             for link in case.links
         }
-        self.by_hand = {
-            link: self._train(_ASYNC, case.by_hand, link, case.slow_cuts.get(link, case.cuts)) for link in case.links
-        }
         alone.append(self._alone("between", "tuned"))
         self.peers: dict[tuple[str, bool, float], float] = {}
         for name in PEERS:
@@ -87,12 +82,12 @@ class SideBySide:
             rates[name] = float(min(found["each"]) if cuts else found["samples_per_s"])
         return rates
 
-    def _train(self, schedule: str, codec: str, link: float, cuts: list[int] | None = None) -> float:
+    def _train(self, schedule: str, codec: str, link: float) -> float:
         settings: dict[str, Any] = {"pipeline.schedule": schedule, "pipeline.forward": codec, "pipeline.backward": codec}
         if schedule != _ASYNC:
             settings |= self.case.synchronous
-        if cuts is not None:
-            settings |= {"pipeline.cuts": cuts}
+        elif codec != "auto":
+            settings |= {"pipeline.cuts": self.case.slow_cuts.get(link, self.case.cuts)}
         return float(self.experiment.ours(link, settings, seconds=self.case.seconds)["samples_per_s"])
 
     def _peer(self, name: str, tuned: bool, link: float, guess: float) -> float:
@@ -112,6 +107,19 @@ class SideBySide:
         """Highest rate of ours over codecs."""
         return max(rate for key, rate in self.ours.items() if key[2] == link and (key[0] != _ASYNC) == synchronous)
 
+    def _auto(self, link: float) -> float:
+        """The rate where cuts and codecs are rank 0's."""
+        return self.ours[_ASYNC, "auto", link]
+
+    def _by_hand(self, link: float) -> float:
+        """The highest rate with cuts set by hand."""
+        return max(rate for (kind, codec, at), rate in self.ours.items() if (kind, at) == (_ASYNC, link) and codec != "auto")
+
+    def _label(self, schedule: str, codec: str) -> str:
+        if codec == "auto":
+            return "codecs and cuts auto"
+        return codec if schedule == _ASYNC else f"{codec}, cuts auto"
+
     def best_peer(self, link: float, *names: str) -> float:
         """Highest rate of these peers (of all, where none is named), with whichever settings."""
         return max(rate for (name, _, at), rate in self.peers.items() if at == link and name in (names or PEERS))
@@ -122,10 +130,9 @@ class SideBySide:
         head = ["free" if link == 0 else f"{link:g} Mbit/s" for link in links]
         names = list(dict.fromkeys(key[:2] for key in self.ours))
         rows: list[list[object]] = [
-            [f"accept_mpi {schedule}, {codec}", *(self.ours[schedule, codec, link] for link in links)]
+            [f"accept_mpi {schedule}, {self._label(schedule, codec)}", *(self.ours[schedule, codec, link] for link in links)]
             for schedule, codec in names
         ]
-        rows.append([f"accept_mpi {_ASYNC}, {self.case.by_hand}, cuts by hand", *(self.by_hand[link] for link in links)])
         rows += [
             [f"{name} ({settings})", *(self.peers.get((name, tuned, link)) for link in links)]
             for name in PEERS
@@ -135,10 +142,8 @@ class SideBySide:
         ratios: dict[str, list[float]] = {
             "async, best codec / sum of the hosts alone": [self.best(link) / alone["tuned"] for link in links],
             "async, best codec / slowest stage alone": [self.best(link) / alone["stages"] for link in links],
-            "async, auto / best codec": [self.ours[_ASYNC, "auto", link] / self.best(link) for link in links],
-            "async, cuts of rank 0 / by hand, same codec": [
-                self.ours[_ASYNC, self.case.by_hand, link] / self.by_hand[link] for link in links
-            ],
+            "async, all found by rank 0 / sum of the hosts alone": [self._auto(link) / alone["tuned"] for link in links],
+            "async, all found by rank 0 / best by hand": [self._auto(link) / self._by_hand(link) for link in links],
             "async, best codec / best peer": [self.best(link) / self.best_peer(link) for link in links],
             "async, best codec / torch pipelining": [self.best(link) / self.best_peer(link, _PIPELINING) for link in links],
             "synchronous, best / sum of the hosts alone": [self.best(link, True) / alone["tuned"] for link in links],

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import samples
 from conftest import ROOT
 
@@ -84,3 +85,42 @@ def test_data_that_only_some_ranks_have(mpirun, tmp_path: Path) -> None:
         plan = Plan.from_json(log.attrs["plan"])
     assert plan.place(1).stage not in (0, len(plan.stages) - 1) or plan.place(1).idle
     samples.assert_equal(Checkpoint(tmp_path / "run").whole(), expected())
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "return [nn.Flatten(), nn.Linear(64, 10)]",
+            'layer 1 "1" cannot take what the layer before gives ((5, 192) float32)',
+        ),
+        ("return [nn.Flatten(), lambda: 1 / 0]", 'layer 1 "1" cannot be built: ZeroDivisionError'),
+        ("return [nn.Flatten(), nn.Linear(192, 1 << 40, device='meta')]", "alone needs"),
+    ],
+)
+def test_models_that_cannot_be_planned(mpirun, tmp_path: Path, code: str, message: str) -> None:
+    (tmp_path / "toys.py").write_text(f"from torch import nn\ndef toy():\n    {code}\n")
+    job = samples.write_job(
+        tmp_path / "job.toml",
+        {**samples.CNN, "model": 'name = "toys:toy"'},
+        pipeline_cuts="auto",
+        pipeline_probe_seconds=0.2,
+    )
+    out = mpirun(2, "-m", "accept_mpi", "train", job, code=2).out
+    assert out.count(message) == 1, out
+    assert "Traceback" not in out
+
+
+def test_no_latency_database_where_none_is_wanted(mpirun, tmp_path: Path) -> None:
+    """And one at a path of the job's, with an entry for this model; damaged, it is set aside with a warning."""
+    keys = {"pipeline_cuts": "auto", "pipeline_probe_seconds": 0.3, "train_steps": 1, "train_evaluate_every": 0}
+    database = tmp_path / "kept" / "times.h5"
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN, "run", pipeline_latency_db=str(database), **keys)
+    assert "0 of 2 devices were known" in mpirun(2, "-m", "accept_mpi", "train", job).out
+    assert "2 of 2 devices were known" in mpirun(2, "-m", "accept_mpi", "train", job).out
+    database.write_text("damaged")
+    out = mpirun(2, "-m", "accept_mpi", "train", job).out
+    assert "0 of 2 devices were known" in out
+    assert "it is kept as" in out
+    other = samples.write_job(tmp_path / "other.toml", samples.CNN, "other", pipeline_latency_db="none", **keys)
+    assert "0 of 2 devices were known" in mpirun(2, "-m", "accept_mpi", "train", other).out

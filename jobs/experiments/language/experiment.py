@@ -9,7 +9,6 @@ CASE = Case(
     untuned=(0, 100, 20),
     cuts=[5, 9, 13],
     ours={"1f1b-async": ("none", "uniform:4", "auto"), "zero-bubble": ("auto",)},
-    by_hand="uniform:4",
     samples=16,
     synchronous={"train.batch_size": 64, "train.micro_batches": 16},
     pipelining={"set": ["train.micro_batches=8"]},

@@ -36,8 +36,8 @@ from harness.store import table
 
 MODELS: dict[str, list[str]] = {
     "mobilenetv2": [],
-    "resnet18": ["model.name=resnet18", "data.args={ size = 8 }"],
-    "vgg11": ["model.name=vgg11", "train.batch_size=2"],
+    "resnet18": ["model.name=resnet18", "model.args={ classes = 10 }", "data.args={ size = 8 }"],
+    "vgg11": ["model.name=vgg11", "model.args={ classes = 10 }", "train.batch_size=2"],
     "gpt": [
         "model.name=gpt", "model.args={ layers = 4, width = 128, context = 64, heads = 4 }",
         "data.name=text", "data.args={ context = 64, limit = 20000 }",

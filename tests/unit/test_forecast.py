@@ -1,0 +1,66 @@
+"""Forecasts: long steps without simulating each micro-batch, messages that cost a shared core, runs simulated again."""
+
+import msgspec
+import pytest
+from test_planner import job as planner_job
+from test_planner import survey
+
+from accept_mpi import forecast as module
+from accept_mpi.forecast import Crossing, Forecast, Profile
+from accept_mpi.plan import make_plan
+from accept_mpi.planner import forecast_of, plan_for, replayed
+from accept_mpi.schedule import KINDS, Kind
+
+FREE = {"none": 0.0}
+
+
+def pipeline(kind: Kind, stages: int, micro_batches: int, **more: float) -> Forecast:
+    """Uneven stages on links that take a third of the slowest."""
+    profiles = [Profile(1e-3 * (1 + s % 3), 2e-3 * (1 + s % 3), FREE, FREE, update=1e-4) for s in range(stages)]
+    crossings = {(b, way): Crossing(1000, 64, 4064 / 3e-3) for b in range(stages - 1) for way in "FB"}
+    return Forecast(kind, micro_batches, 2, [msgspec.structs.replace(p, **more) for p in profiles], crossings)
+
+
+def codecs(forecast: Forecast) -> dict[tuple[int, str], str]:
+    return dict.fromkeys(forecast.crossings, "none")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_step_goes_on_as_it_began(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = pipeline(kind, 6, 200)
+    seconds, busy = short.steady(codecs(short))
+    monkeypatch.setattr(module, "_MANY", 100)
+    long = pipeline(kind, 6, 200)
+    found, load = long.steady(codecs(long))
+    assert found == pytest.approx(seconds, rel=0.01)
+    assert load == pytest.approx(busy, abs=0.01)
+    assert long.step(codecs(long)) == pytest.approx(found)
+
+
+def test_messages_cost_a_shared_core() -> None:
+    """2 ms a message: a stage between two others has four a micro-batch."""
+    free, shared = (pipeline("1f1b-async", 4, 8, message=2e-3, shared=flag) for flag in (False, True))
+    assert shared.handling(1, "F", codecs(shared)) == pytest.approx(4e-3)
+    assert shared.handling(0, "F", codecs(shared)) == pytest.approx(2e-3)
+    assert free.handling(1, "F", codecs(free)) == 0
+    assert shared.steady(codecs(shared))[0] > 1.3 * free.steady(codecs(free))[0]
+
+
+def test_a_message_waits_for_its_latency() -> None:
+    quick, late = pipeline("1f1b", 2, 4), pipeline("1f1b", 2, 4)
+    late.crossings = {at: msgspec.structs.replace(crossing, latency=0.05) for at, crossing in late.crossings.items()}
+    assert late.step(codecs(late)) > quick.step(codecs(quick)) + 0.09
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "1f1b-async", "zero-bubble"])
+def test_a_run_simulated_again_takes_what_it_took(kind: str) -> None:
+    """The trace of a forecast, as if it were a run's."""
+    found, job = survey(1, 2, 1, rate=1e5), planner_job(f"pipeline.schedule={kind}")
+    plan = plan_for(found, job).plan
+    forecast = forecast_of(found, job, plan)
+    names = codecs(forecast)
+    trace = forecast.trace(names, [stage.ranks[0] for stage in plan.stages])
+    assert replayed(found, job, plan, trace) == pytest.approx(forecast.steady(names)[0], rel=0.01)
+    alone = make_plan(len(found.outline.layers), [], [])
+    trace = forecast_of(found, job, alone).trace({}, [0])
+    assert replayed(found, job, alone, trace) == pytest.approx(forecast_of(found, job, alone).steady({})[0], rel=0.01)
