@@ -18,7 +18,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,13 @@ import numpy as np
 
 from accept_mpi.kernels.options import cache_directory
 from accept_mpi.outline import Outline
-from accept_mpi.probe import LayerTimes
+from accept_mpi.probe import LayerTimes, Run
 
 log = logging.getLogger(__name__)
 
 FORMAT, VERSION = "accept-mpi latency", 1
 _LOCK_SECONDS = 10.0
+_MOST_OBSERVED = 100  # sub-models kept of a device, besides those probed
 
 
 def database_path(asked: str) -> Path | None:
@@ -61,6 +62,18 @@ def recall(path: Path, outline: Outline, devices: list[str]) -> list[LayerTimes 
 
 def remember(path: Path, outline: Outline, entries: dict[str, tuple[dict[str, Any], LayerTimes]]) -> None:
     """Put in what was measured, by device key. Warns, and goes on, where the file cannot be written."""
+
+    def put(model: Any) -> None:
+        for key, (facts, times) in entries.items():
+            if key in model:
+                del model[key]
+            _write(model.create_group(key), facts, times)
+
+    _change(path, outline, put)
+
+
+def _change(path: Path, outline: Outline, change: Callable[[Any], None]) -> None:
+    """Change a model's group in a copy of the file, which then takes its place."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path):
@@ -75,15 +88,28 @@ def remember(path: Path, outline: Outline, entries: dict[str, tuple[dict[str, An
                     model = changed.require_group(outline.key)
                     if "outline" not in model:
                         model["outline"] = np.frombuffer(msgspec.json.encode(outline), np.uint8)
-                    for key, (facts, times) in entries.items():
-                        if key in model:
-                            del model[key]
-                        _write(model.create_group(key), facts, times)
+                    change(model)
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
     except OSError as error:
         log.warning("%s: the latency database cannot be written: %s", path, error)
+
+
+def observe(path: Path, outline: Outline, runs: dict[str, list[Run]]) -> None:
+    """Add what sub-models took in training, by device key, to devices that are known. Warns where that cannot be written."""
+
+    def add(model: Any) -> None:
+        for key, rows in runs.items():
+            if key in model:
+                before = model[key]["pieces"][:]
+                cover = 1 + int(np.argmax(before[:, 1])) if len(before) else 0  # what was probed comes first
+                later = np.concatenate([before[cover:], np.array(rows, float).reshape(-1, 4)])[-_MOST_OBSERVED:]
+                del model[key]["pieces"]
+                model[key]["pieces"] = np.concatenate([before[:cover], later])
+
+    if path.exists():
+        _change(path, outline, add)
 
 
 def _read(group: Any, layers: int) -> LayerTimes | None:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from accept_mpi.kernels.options import compiled
 
 MOST_EXACT, MOST_ORDERED = 10, 32
+MOST_FEW = 6  # devices for which a beam saves nothing
 BEAM = 24
 _ROOM = 160  # points kept of a set of devices
 _CLOSE = 1e-3  # where the bisection ends, as a ratio
@@ -178,9 +179,11 @@ def solve(problem: Problem, ordered: bool = False) -> Solution:
     Raises NoPlan where memory does not suffice.
     """
     exact = problem.devices <= (MOST_ORDERED if ordered else MOST_EXACT)
-    beam = _Beam(problem, ordered)
-    find = _Exact(problem, ordered) if exact else beam
-    best = _least_bottleneck(problem, beam.below, find.below, exact)
+    few = exact and problem.devices <= MOST_FEW
+    find = _Exact(problem, ordered) if exact else None
+    beam = None if few else _Beam(problem, ordered)
+    searches = [search.below for search in (beam, find) if search is not None]
+    best = _least_bottleneck(problem, searches[0], searches[-1], exact)
     order = tuple(range(problem.devices)) if ordered else best.devices
     if problem.fill and len(order) <= MOST_ORDERED:
         best = min((best, _synchronous(problem, order)), key=lambda plan: cost(problem, plan).step)
@@ -258,7 +261,6 @@ class _Kernel:
 
     def __init__(self, problem: Problem, ordered: bool) -> None:
         self.problem, self.ordered = problem, ordered
-        self.kernels = compiled("accept_mpi.kernels.search")
         n = problem.devices
         extra = problem.extra_seconds if problem.extra_seconds is not None else np.zeros((n, 1, 1))
         coding = problem.coding if problem.coding is not None else np.zeros((n, len(problem.bits)))
@@ -288,7 +290,7 @@ class _Exact(_Kernel):
             table = np.empty((self._keys, self._room, 4), np.int32)
             sums, counts = np.empty((self._keys, self._room)), np.empty(self._keys, np.int32)
             end = np.zeros(3, np.int32)
-            found = self.kernels.reach(
+            found = compiled("accept_mpi.kernels.search").reach(
                 *self.shared, cap, fill, self.ordered, self._relays, self._floor, table, sums, counts, end
             )
             if found >= 0:
@@ -324,7 +326,8 @@ class _Beam(_Kernel):
         used = np.zeros((n + 1, BEAM, -(-n // 64)), np.uint64)
         table, scores = np.empty((n + 1, BEAM, 4), np.int32), np.empty((n + 1, BEAM))
         end = np.zeros(3, np.int32)
-        if not self.kernels.beam(*self.shared, cap, self.ordered, self._work, self._speed, used, table, scores, end):
+        find = compiled("accept_mpi.kernels.beam").beam
+        if not find(*self.shared, cap, self.ordered, self._work, self._speed, used, table, scores, end):
             return None
         level, point, device = (int(x) for x in end)
         devices, edges, codecs = [device], [0], []

@@ -29,11 +29,13 @@ _MOST_ROUNDS, _LEAST_ROUNDS = 40, 3
 _WINDOW = 0.1  # seconds that a piece is measured at least: quotas of CPU are given out every 5 to 100 ms
 _PRECISE = 0.005  # standard error of the mean at which a piece is known well enough
 _UPDATES = 3
+_COPIES = 6  # of weights, at most: a version and the optimizer's own, gradients, two of its moments, one on the way
 _QUICK = 0.1  # share of the budget for a device that is known
 _SAME = 0.12  # the logarithm of now / then up to which it is what it was
 
 
-_Run = tuple[int, int, float, float]
+Run = tuple[int, int, float, float]
+"""A sub-model: first layer, last + 1, seconds forward and backward."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True):
@@ -47,7 +49,7 @@ class LayerTimes(msgspec.Struct, frozen=True):
     update: tuple[float, ...]
     seconds: float
     """All of this took so long."""
-    pieces: tuple[_Run, ...]
+    pieces: tuple[Run, ...]
     """(first layer, last + 1, forward, backward): whole sub-models, as AccEPT's predictor wants them."""
     stretch: float
     """Seconds of the clock for a second of CPU."""
@@ -79,16 +81,18 @@ def probe(
     target: torch.Tensor | None,
     budget: float,
     known: LayerTimes | None = None,
+    room: float = math.inf,
 ) -> LayerTimes:
     """Measure every layer, for about ``budget`` seconds in all. ``inputs`` and ``target`` are a micro-batch's of real data
     (None: the device has none, and the piece that needs them waits for a guess).
 
     ``known``: what this device took earlier. A tenth of the budget tells whether it is as fast as it was; then that counts.
+    ``room``: bytes that a piece may take; larger ones are left to a guess.
     """
     began = time.monotonic()
 
-    def measure(chosen: list[tuple[int, int]], seconds: float) -> tuple[np.ndarray, list[_Run], list[float]]:
-        return _measure(chain, outline, job, loss, inputs, target, chosen, seconds)
+    def measure(chosen: list[tuple[int, int]], seconds: float) -> tuple[np.ndarray, list[Run], list[float]]:
+        return _measure(chain, outline, job, loss, inputs, target, chosen, seconds, room)
 
     if known is not None:
         some, _, _ = measure(pieces(outline)[1::4], _QUICK * budget)
@@ -102,19 +106,22 @@ def probe(
 
 def _measure(
     chain: Chain, outline: Outline, job: config.Job, loss: Loss, inputs: Tensors, target: torch.Tensor | None,
-    chosen: list[tuple[int, int]], budget: float,
-) -> tuple[np.ndarray, list[_Run], list[float]]:  # fmt: skip
+    chosen: list[tuple[int, int]], budget: float, room: float,
+) -> tuple[np.ndarray, list[Run], list[float]]:  # fmt: skip
     """(4, layers) seconds, NaN outside the pieces that the budget allows; whole pieces; and the stretch of each."""
     began = time.monotonic()
     count = len(outline.layers)
     found = np.full((4, count), np.nan)
-    runs: list[_Run] = []
+    runs: list[Run] = []
     stretches = []
     work = [sum(guess(x.operations, x.held, x.parameter_bytes) for x in outline.layers[a:b]) for a, b in chosen]
     for number, (start, stop) in enumerate(chosen):
         remaining = budget - (time.monotonic() - began)
         if number and remaining <= 0:
             break
+        layers = outline.layers[start:stop]
+        if sum(_COPIES * layer.parameter_bytes + 2 * layer.held for layer in layers) > room:
+            continue
         given = inputs if start == 0 else random_inputs(outline, start)
         if not given or (stop == count and target is None):
             continue

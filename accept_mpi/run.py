@@ -34,7 +34,7 @@ from accept_mpi.settle import codings, settle_codecs
 from accept_mpi.signature import agree_on_shapes
 from accept_mpi.snapshot import PARTS, Checkpoint, CheckpointWriter, Manifest, directory_of, new_manifest
 from accept_mpi.stage import Loss, Stage, find_loss
-from accept_mpi.surveying import Data, Surveyed, plan_by_measuring
+from accept_mpi.surveying import Data, Surveyed, learn, plan_by_measuring
 from accept_mpi.worker import Course, Links, Worker
 
 
@@ -109,6 +109,10 @@ def train(runtime: Runtime, options: Options) -> None:
         worker.train(course, controller.deliver if controller else lambda: None, test_samples)
         worker.ship_trace()
     _end(runtime, job, plan, plane, controller or bystander, course)
+    if planned and planned.survey:
+        learn(job, planned, plan, Path(job.output.directory) / "log.h5")
+        share = planned.seconds / runtime.clock.now()
+        print(f"planning    {planned.seconds:.1f} s, {100 * share:.0f} % of the run", flush=True)
 
 
 # -- start ---------------------------------------------------------------------------------------------------------------

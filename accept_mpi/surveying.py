@@ -1,6 +1,7 @@
 """How rank 0 learns what the devices can do, and all ranks learn the plan that follows (``cuts = "auto"``)."""
 
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,18 +16,21 @@ from accept_mpi.data import Dataset
 from accept_mpi.data import load as load_data
 from accept_mpi.device import available_memory, cpu_name
 from accept_mpi.errors import UserError
-from accept_mpi.latency import database_path, device_key, recall, remember
+from accept_mpi.latency import database_path, device_key, observe, recall, remember
+from accept_mpi.log import open_log
 from accept_mpi.models import Chain
 from accept_mpi.outline import Outline, outline_of
 from accept_mpi.plan import Plan
 from accept_mpi.planner import codings_of, plan_for, table
-from accept_mpi.probe import LayerTimes, fill, micro_batch, probe
+from accept_mpi.probe import LayerTimes, Run, fill, micro_batch, probe
 from accept_mpi.profile import codec_costs, message_cost
+from accept_mpi.replay import mean_times
 from accept_mpi.stage import Loss
 from accept_mpi.survey import Device, Survey
 
 Data = tuple[Dataset | None, Dataset | None]
 
+_MOST_ROWS = 50_000  # of a trace, that are looked at after a run
 _ROOM = 0.8  # share of the free memory that a stage may plan with
 
 
@@ -42,6 +46,10 @@ class Surveyed(NamedTuple):
     """Rank 0: what was measured."""
     step: float | None
     """Rank 0: seconds that a step should take."""
+    seconds: float = 0.0
+    """That measuring and planning took."""
+    keys: tuple[str, ...] = ()
+    """Rank 0: each rank's key in the latency database."""
 
 
 def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Loss) -> Surveyed:
@@ -68,12 +76,12 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     known = recall(path, model, keys) if path else [None] * runtime.size
     known = messenger.broadcast([msgspec.to_builtins(one) for one in known], seconds, "what is known of each device")
     before = msgspec.convert(known[runtime.rank], LayerTimes | None)
+    room = _ROOM * available_memory() / runtime.ranks_on_host
     times = runtime.agree(
         "the time of each layer",
-        lambda: probe(chain, model, job, loss, inputs, target, job.pipeline.probe_seconds, before),
+        lambda: probe(chain, model, job, loss, inputs, target, job.pipeline.probe_seconds, before, room),
     )
     costs = {name: codec_costs(coding) for name, coding in codings.items()}
-    room = _ROOM * available_memory() / runtime.ranks_on_host
     shared = runtime.hosts[runtime.rank]["cores"] / runtime.ranks_on_host < torch.get_num_threads() + 1
     mine = _Report(times, rates, costs, message_cost(), data[0] is not None, room, shared)
     gathered = messenger.allgather(msgspec.to_builtins(mine), seconds, "what each device has measured")
@@ -94,11 +102,27 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
             f"{runtime.size} devices were known), "
             f"planning {time.monotonic() - measured:.1f} s"
         )
-        return Surveyed(found.plan, data, lines, survey, found.step)
+        return Surveyed(found.plan, data, lines, survey, found.step, time.monotonic() - began, tuple(keys))
 
     decided = runtime.agree("the plan", decide)
     plan = Plan.from_json(messenger.broadcast(decided.plan.to_json() if decided else None, seconds, "the plan"))
     return decided or Surveyed(plan, data, [], None, None)
+
+
+def learn(job: config.Job, planned: Surveyed, plan: Plan, log: Path) -> None:
+    """Rank 0, after a run: what its stages took goes into the latency database, for the predictor to learn from (AccEPT's
+    continual learning; reconstruction)."""
+    path = database_path(job.pipeline.latency_db)
+    if path is None or planned.survey is None:
+        return
+    with open_log(log) as file:
+        trace = file["trace"][-_MOST_ROWS:]
+    runs: dict[str, list[Run]] = {}
+    for stage, took in zip(plan.stages, mean_times(trace), strict=False):
+        if {"F", "B"} <= took.keys():
+            key = planned.keys[stage.ranks[0]]
+            runs.setdefault(key, []).append((stage.start, stage.stop, took["F"], took["B"] + took.get("W", 0.0)))
+    observe(path, planned.survey.outline, runs)
 
 
 class _Report(msgspec.Struct, frozen=True):

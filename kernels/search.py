@@ -18,13 +18,13 @@ import numba as nb
 import numpy as np
 from accept_mpi.kernels.options import NJIT
 
-_SHARED = (
+SHARED = (
     "float64[:,::1], float64[:,:,::1], float64[::1], float64[::1], float64[:,::1], float64[::1], float64[::1], "
     "float64[:,::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1]"
 )
 
 
-@nb.njit(f"int64({_SHARED}, float64, boolean, int64, int64, int64, int64, int64, int32[::1], int32[::1])", **NJIT)
+@nb.njit(f"int64({SHARED}, float64, boolean, int64, int64, int64, int64, int64, int32[::1], int32[::1])", **NJIT)
 def extend(  # type: ignore[no-untyped-def]
     prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
     cap, every, a, d, i, c, behind, out_i, out_c,
@@ -112,7 +112,7 @@ def insert(values, other, every, relays, i, c, total, from_key, from_point, tabl
 
 
 @nb.njit(
-    f"int64({_SHARED}, float64, float64, boolean, boolean, float64[:,::1], int32[:,:,::1], "
+    f"int64({SHARED}, float64, float64, boolean, boolean, float64[:,::1], int32[:,:,::1], "
     "float64[:,::1], int32[::1], int32[::1])",
     **NJIT,
 )
@@ -211,88 +211,3 @@ def reach(  # type: ignore[no-untyped-def]
                     ):
                         return -1
     return found
-
-
-@nb.njit(
-    f"int64({_SHARED}, float64, boolean, float64[::1], float64[::1], uint64[:,:,::1], int32[:,:,::1], float64[:,::1], "
-    "int32[::1])",
-    **NJIT,
-)
-def beam(  # type: ignore[no-untyped-def]
-    prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
-    cap, ordered, work, speed, used, table, scores, end,
-):  # fmt: skip
-    """As ``reach``, for many devices: of the points with equally many stages only the most promising are followed.
-
-    Promising: ``work`` (L+1,) before the point, over the ``speed`` (N,) of the devices that are left. ``used`` (levels,
-    width, words): sets of devices; ``table`` (levels, width, 4): layer, codec, first device, point of the level before.
-    Returns 1 and writes level, point and first device to ``end``, or 0.
-    """
-    devices, layers = prefix.shape[0], values.size - 1
-    width, words = table.shape[1], used.shape[2]
-    out_i, out_c = np.empty(bits.size * layers + 1, np.int32), np.empty(bits.size * layers + 1, np.int32)
-    one = np.uint64(1)
-    whole = speed.sum()
-    here = 1
-    used[0, 0, :] = np.uint64(0)
-    table[0, 0, 0], table[0, 0, 1], table[0, 0, 2], table[0, 0, 3] = layers, -1, -1, -1
-    left = np.empty(width)
-    left[0] = whole
-    for level in range(devices):
-        there = 0
-        left_there = np.empty(width)
-        for p in range(here):
-            i, c, first = table[level, p, 0], table[level, p, 1], table[level, p, 2]
-            for a in range(devices):
-                if (used[level, p, a >> 6] >> np.uint64(a & 63)) & one or (ordered and first >= 0 and a >= first):
-                    continue
-                reached = extend(
-                    prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
-                    cap, False, a, first, i, c, level, out_i, out_c,
-                )  # fmt: skip
-                rest = left[p] - speed[a]
-                if ordered:
-                    rest = 0.0
-                    for n in range(a):
-                        rest += speed[n]
-                for r in range(reached):
-                    j = out_i[r]
-                    if j == 0:
-                        end[0], end[1], end[2] = level, p, a
-                        return 1
-                    if rest <= 1e-9 * whole or level + 1 == devices:
-                        continue
-                    score = work[j] / rest
-                    q = there
-                    if there == width:
-                        q = 0
-                        for w in range(1, width):
-                            if scores[level + 1, w] > scores[level + 1, q]:
-                                q = w
-                        if scores[level + 1, q] <= score:
-                            continue
-                    same = False
-                    for w in range(there):
-                        if (
-                            table[level + 1, w, 0] == j
-                            and table[level + 1, w, 1] == out_c[r]
-                            and scores[level + 1, w] == score
-                        ):
-                            same = True
-                            break
-                    if same:
-                        continue
-                    if there < width:
-                        there += 1
-                    for word in range(words):
-                        used[level + 1, q, word] = used[level, p, word]
-                    used[level + 1, q, a >> 6] |= one << np.uint64(a & 63)
-                    table[level + 1, q, 0], table[level + 1, q, 1] = j, out_c[r]
-                    table[level + 1, q, 2], table[level + 1, q, 3] = a, p
-                    scores[level + 1, q] = score
-                    left_there[q] = rest
-        here = there
-        left[:] = left_there
-        if not here:
-            break
-    return 0

@@ -43,6 +43,11 @@ class Store:
                 values = {key: value for key, value in group.attrs.items() if key != "point"}
                 self._found[group.attrs["point"]] = values | {key: data[()] for key, data in group.items()}
 
+    def take(self, path: Path) -> None:
+        """Begin with another file's results. Raises UserError where it is not one of results."""
+        other = Store(path)
+        self._found = other._found | self._found
+
     def get(self, point: Point) -> Result | None:
         return self._found.get(name_of(point))
 

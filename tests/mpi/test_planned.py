@@ -1,11 +1,14 @@
 """Plans that measuring makes, ranks in other orders, and ranks that stay idle: the same weights, whatever the plan."""
 
+import re
 from pathlib import Path
 
+import h5py
 import pytest
 import samples
 from conftest import ROOT
 
+from accept_mpi.cli import main
 from accept_mpi.log import open_log
 from accept_mpi.plan import Plan
 from accept_mpi.snapshot import Checkpoint
@@ -53,13 +56,19 @@ def test_resuming_with_other_ranks_idle(mpirun, tmp_path: Path) -> None:
     samples.assert_equal(Checkpoint(tmp_path / "whole").whole(), expected())
 
 
-def test_cuts_by_measuring(mpirun, tmp_path: Path) -> None:
-    """The default: a plan is found, printed and kept, and weights are what they always are."""
+def test_cuts_by_measuring(mpirun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The default: a plan is found, printed and kept, and weights are what they always are. Afterwards the plan command
+    finds it again in the log."""
     job = samples.write_job(tmp_path / "job.toml", samples.CNN, "run", pipeline_cuts="auto", pipeline_probe_seconds=0.5)
     out = mpirun(3, "-m", "accept_mpi", "train", job).out
     assert "a step should take" in out
     assert "measuring took" in out
     samples.assert_equal(Checkpoint(tmp_path / "run").whole(), expected())
+    assert main(["plan", str(job), "--log", str(tmp_path / "run" / "log.h5")]) == 0
+    shown = capsys.readouterr().out
+    first = next(line for line in out.splitlines() if line.startswith("0 "))
+    assert first.split()[:6] == next(line for line in shown.splitlines() if line.startswith("0 ")).split()[:6]
+    assert "the run itself took" in shown
 
 
 def test_more_ranks_than_layers_leave_some_idle(mpirun, tmp_path: Path) -> None:
@@ -117,7 +126,15 @@ def test_no_latency_database_where_none_is_wanted(mpirun, tmp_path: Path) -> Non
     database = tmp_path / "kept" / "times.h5"
     job = samples.write_job(tmp_path / "job.toml", samples.CNN, "run", pipeline_latency_db=str(database), **keys)
     assert "0 of 2 devices were known" in mpirun(2, "-m", "accept_mpi", "train", job).out
-    assert "2 of 2 devices were known" in mpirun(2, "-m", "accept_mpi", "train", job).out
+    out = mpirun(2, "-m", "accept_mpi", "train", job, "--set", "train.steps=8").out
+    assert "2 of 2 devices were known" in out
+    assert re.search(r"planning    \d+\.\d s, \d+ % of the run", out)
+    with h5py.File(database) as file:
+        (model,) = file.values()
+        pieces = next(group["pieces"][:] for name, group in model.items() if name != "outline")
+    probed = 1 + int(pieces[:, 1].argmax())
+    assert len(pieces) > probed  # what the stages took in training
+    assert (pieces[:, 2:] > 0).all()
     database.write_text("damaged")
     out = mpirun(2, "-m", "accept_mpi", "train", job).out
     assert "0 of 2 devices were known" in out

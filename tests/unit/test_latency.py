@@ -4,11 +4,12 @@ import multiprocessing
 from pathlib import Path
 
 import h5py
+import msgspec
 import pytest
 import torch
 from torch import nn
 
-from accept_mpi.latency import database_path, device_key, recall, remember
+from accept_mpi.latency import database_path, device_key, observe, recall, remember
 from accept_mpi.models import as_chain
 from accept_mpi.outline import Outline, outline
 from accept_mpi.probe import LayerTimes
@@ -101,6 +102,21 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: py
     (tmp_path / "file").write_text("")
     remember(tmp_path / "file" / "latency.h5", model(), {KEY: (FACTS, times(0.5))})
     assert "cannot be written" in caplog.text
+
+
+def test_what_stages_took_is_added(tmp_path: Path) -> None:
+    """Beside what was probed, the newest hundred; nothing for a device that is not known."""
+    path = tmp_path / "latency.h5"
+    observe(path, model(), {KEY: [(0, 1, 1.0, 2.0)]})
+    assert not path.exists()
+    full = msgspec.structs.replace(times(0.5), pieces=((0, 2, 0.5, 0.5), (2, 3, 0.5, 0.5)))
+    remember(path, model(), {KEY: (FACTS, full)})
+    observe(path, model(), {"nobody": [(0, 1, 1.0, 2.0)]})
+    for number in range(150):
+        observe(path, model(), {KEY: [(0, 1, 1.0, float(number))]})
+    pieces = recall(path, model(), [KEY])[0].pieces
+    assert pieces[:2] == full.pieces
+    assert [row[3] for row in pieces[2:]] == list(range(50, 150))
 
 
 def test_paths() -> None:

@@ -4,22 +4,13 @@ Devices: share of a core x threads x instruction set x memory format, each a hos
 (--fresh), or taken from data.h5 beside this file, which a run left. Errors are of forward + backward of a sub-model.
 """
 
-import shutil
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from accept_mpi import config
-from accept_mpi.data import load as load_data
 from accept_mpi.figures import pyplot
-from accept_mpi.fleet import Host
-from accept_mpi.models import load as load_model
-from accept_mpi.outline import Outline, outline_of
 from accept_mpi.predictor import (
     DualStream,
     Known,
@@ -30,23 +21,10 @@ from accept_mpi.predictor import (
     by_operations,
     train_dual_stream,
 )
-from accept_mpi.probe import micro_batch
+from harness.devices import MODELS, gathered
 from harness.experiment import Experiment, run
 from harness.store import table
 
-MODELS: dict[str, list[str]] = {
-    "mobilenetv2": [],
-    "resnet18": ["model.name=resnet18", "model.args={ classes = 10 }", "data.args={ size = 8 }"],
-    "vgg11": ["model.name=vgg11", "model.args={ classes = 10 }", "train.batch_size=2"],
-    "gpt": [
-        "model.name=gpt", "model.args={ layers = 4, width = 128, context = 64, heads = 4 }",
-        "data.name=text", "data.args={ context = 64, limit = 20000 }",
-    ],
-}  # fmt: skip
-FORMATS = ("channels_last", "contiguous")
-ISAS = ("default", "avx2", "avx512")
-SHARES = (0.2, 0.45, 0.8)  # of a core, one thread; two of 1.6 cores
-COUNT = 30  # sub-models besides the probes
 ADAPT = 10  # of them, that adaptation sees
 
 Floats = npt.NDArray[np.float64]
@@ -56,55 +34,8 @@ Method = Callable[[Known, Sequence[tuple[Known, Floats]]], Floats]
 def main() -> None:
     torch.set_num_threads(1)
     experiment = Experiment(__file__)
-    kept = experiment.folder / "data.h5"
-    if kept.exists() and not experiment.store.path.exists() and "--fresh" not in sys.argv:
-        experiment.out.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(kept, experiment.store.path)
     data = gathered(experiment)
     report(experiment, data)
-
-
-def fleets() -> dict[str, list[Host]]:
-    """Hosts, a few at a time: one a core."""
-    found = {}
-    for isa in ISAS:
-        first, second, third = (Host(f"cpu{round(100 * share)}", share, 1, isa) for share in SHARES)
-        found[f"{isa}-a"] = [first, third]
-        found[f"{isa}-b"] = [second]
-        found[f"{isa}-c"] = [Host("two", 1.6, 2, isa)]
-    return found
-
-
-def gathered(experiment: Experiment) -> list[tuple[str, Known, Floats]]:
-    """(model, what is known of it on a device, its layers one by one)."""
-    outlines = {
-        (name, kind): _outline(experiment.job(), settings, kind) for name, settings in MODELS.items() for kind in FORMATS
-    }
-    data = []
-    for fleet, hosts in fleets().items():
-        with experiment.fleet(fleet, hosts):
-            for (name, kind), model in outlines.items():
-                asked = {"job": experiment.job(), "set": [*MODELS[name], f"train.memory_format={kind}"], "count": COUNT}
-                found = experiment.measure("submodels", {"model": name, "format": kind}, asked)
-                for n, host in enumerate(hosts):
-                    probes, intervals = np.array(found["probes"][n]), np.array(found["intervals"][n])
-                    known = Known(
-                        model, f"{fleet[:-2]} {host.name} {kind}", probes[:, :2].astype(int), probes[:, 2:],
-                        intervals[:, :2].astype(int), intervals[:, 2:],
-                    )  # fmt: skip
-                    data.append((name, known, np.array(found["layers"][n])))
-    return data
-
-
-def _outline(path: str, settings: list[str], kind: str) -> Outline:
-    """The model's layers; its key does not depend on the memory format, which is the device's."""
-    job = config.parse(Path(path).read_text(), path, [*settings, f"train.memory_format={kind}"])
-    chain = load_model(job.model.name, job.model.args, job.train.seed)
-    inputs, _ = micro_batch(load_data(job.data.name, job.data.args)[0], job)
-    found = outline_of(chain, job, inputs)
-    layers = tuple(msgspec.structs.replace(layer, inputs=tuple(
-        msgspec.structs.replace(spec, stride=()) for spec in layer.inputs)) for layer in found.layers)  # fmt: skip
-    return msgspec.structs.replace(found, layers=layers, channels_last=False)
 
 
 # -- methods: what they say of known.intervals, from its probes and from other devices or models ---------------------------

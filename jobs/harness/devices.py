@@ -1,0 +1,95 @@
+"""Two dozen devices and four models, each sub-model timed: the data of the predictor's and the partitioner's experiments.
+
+A device is a host of the lab (share of a core x threads x instruction set) with a memory format. Data are measured in the
+lab, or come from data.h5 in the predictor's folder, which a run has left there.
+"""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from accept_mpi import config
+from accept_mpi.codec import TensorSpec
+from accept_mpi.data import load as load_data
+from accept_mpi.fleet import Host
+from accept_mpi.models import load as load_model
+from accept_mpi.outline import Outline, outline_of
+from accept_mpi.predictor import Known
+from accept_mpi.probe import micro_batch
+from harness.experiment import Experiment
+
+Floats = npt.NDArray[np.float64]
+
+JOB = Path(__file__).resolve().parent.parent / "experiments" / "predictor" / "job.toml"
+MODELS: dict[str, list[str]] = {
+    "mobilenetv2": [],
+    "resnet18": ["model.name=resnet18", "model.args={ classes = 10 }", "data.args={ size = 8 }"],
+    "vgg11": ["model.name=vgg11", "model.args={ classes = 10 }", "train.batch_size=2"],
+    "gpt": [
+        "model.name=gpt", "model.args={ layers = 4, width = 128, context = 64, heads = 4 }",
+        "data.name=text", "data.args={ context = 64, limit = 20000 }",
+    ],
+}  # fmt: skip
+FORMATS = ("channels_last", "contiguous")
+ISAS = ("default", "avx2", "avx512")
+SHARES = (0.2, 0.45, 0.8)  # of a core, one thread; two of 1.6 cores
+COUNT = 30  # sub-models besides the probes
+
+
+def fleets() -> dict[str, list[Host]]:
+    """Hosts, a few at a time: one a core."""
+    found = {}
+    for isa in ISAS:
+        first, second, third = (Host(f"cpu{round(100 * share)}", share, 1, isa) for share in SHARES)
+        found[f"{isa}-a"] = [first, third]
+        found[f"{isa}-b"] = [second]
+        found[f"{isa}-c"] = [Host("two", 1.6, 2, isa)]
+    return found
+
+
+def gathered(experiment: Experiment) -> list[tuple[str, Known, Floats]]:
+    """(model, what is known of it on a device, its layers one by one: (layers, 2) seconds forward and backward)."""
+    _take_kept(experiment)
+    outlines = {(name, kind): _outline(settings, kind) for name, settings in MODELS.items() for kind in FORMATS}
+    data = []
+    for fleet, hosts in fleets().items():
+        with experiment.fleet(fleet, hosts):
+            for (name, kind), model in outlines.items():
+                asked = {"job": str(JOB), "set": [*MODELS[name], f"train.memory_format={kind}"], "count": COUNT}
+                found = experiment.measure("submodels", {"model": name, "format": kind}, asked)
+                for n, host in enumerate(hosts):
+                    probes, intervals = np.array(found["probes"][n]), np.array(found["intervals"][n])
+                    known = Known(
+                        model, f"{fleet[:-2]} {host.name} {kind}", probes[:, :2].astype(int), probes[:, 2:],
+                        intervals[:, :2].astype(int), intervals[:, 2:],
+                    )  # fmt: skip
+                    data.append((name, known, np.array(found["layers"][n])))
+    return data
+
+
+def _take_kept(experiment: Experiment) -> None:
+    """Begin with what lies beside the predictor's experiment."""
+    kept = JOB.with_name("data.h5")
+    if kept.exists() and not experiment.store.path.exists() and "--fresh" not in sys.argv:
+        experiment.store.take(kept)
+
+
+def _outline(settings: list[str], kind: str) -> Outline:
+    """The model's layers; its key does not depend on the memory format, which is the device's."""
+    job = config.parse(JOB.read_text(), str(JOB), [*settings, f"train.memory_format={kind}"])
+    chain = load_model(job.model.name, job.model.args, job.train.seed)
+    inputs, _ = micro_batch(load_data(job.data.name, job.data.args)[0], job)
+    found = outline_of(chain, job, inputs)
+    layers = tuple(
+        msgspec.structs.replace(layer, inputs=tuple(_laid_out(spec) for spec in layer.inputs)) for layer in found.layers
+    )
+    return msgspec.structs.replace(found, layers=layers, channels_last=False)
+
+
+def _laid_out(spec: TensorSpec) -> TensorSpec:
+    """The same in one layout for all devices."""
+    return msgspec.structs.replace(spec, stride=torch.empty(spec.shape, device="meta").stride())
