@@ -28,7 +28,8 @@ PIECES = 10
 _MOST_ROUNDS, _LEAST_ROUNDS = 40, 3
 _WINDOW = 0.1  # seconds that a piece is measured at least: quotas of CPU are given out every 5 to 100 ms
 _PRECISE = 0.005  # standard error of the mean at which a piece is known well enough
-_UPDATES = 3
+_MOST_FLIGHT, _CACHE_BYTES = 4, 64 << 20  # micro-batches in flight: as many as caches do not hold
+_UPDATES = 2
 _COPIES = 6  # of weights, at most: a version and the optimizer's own, gradients, two of its moments, one on the way
 _QUICK = 0.1  # share of the budget for a device that is known
 _SAME = 0.12  # the logarithm of now / then up to which it is what it was
@@ -120,7 +121,7 @@ def _measure(
         if number and remaining <= 0:
             break
         layers = outline.layers[start:stop]
-        if sum(_COPIES * layer.parameter_bytes + 2 * layer.held for layer in layers) > room:
+        if sum(_COPIES * layer.parameter_bytes + (1 + _MOST_FLIGHT) * layer.held for layer in layers) > room:
             continue
         given = inputs if start == 0 else random_inputs(outline, start)
         if not given or (stop == count and target is None):
@@ -175,8 +176,10 @@ class Piece:
         self._deferred = job.pipeline.schedule == "zero-bubble"
         self.stage = Stage(layers, job, loss, outline.channels_last)
         self._operations = np.array([layer.operations for layer in outline.layers[start:stop]])
+        self._held = float(sum(layer.held for layer in outline.layers[start:stop]))
         self._forward: list[float] = []
         self._backward: dict[int, float] = {}
+        self._gradients: dict[int, Tensors] = {}
         for position, layer in enumerate(self.stage.layers):
             layer.register_forward_hook(self._stamp(position))
 
@@ -195,61 +198,79 @@ class Piece:
     def measure(
         self, inputs: Tensors, target: torch.Tensor | None, seconds: float
     ) -> tuple[np.ndarray, float, tuple[float, float]]:
-        """(4, layers): forward, backward, weights, update; the stretch; and forward and backward of the whole piece."""
+        """(4, layers): forward, backward, weights, update; the stretch; and forward and backward of the whole piece.
+
+        Some micro-batches are in flight, as in training: a backward does not find its activations in the cache.
+        """
         until = time.monotonic() + seconds
+        in_flight = min(_MOST_FLIGHT, 1 + int(_CACHE_BYTES / max(1.0, self._held)))
+        for k in range(in_flight):
+            self._forth(k, 0, inputs, target)
         rounds: list[np.ndarray] = []
-        cpu, wall = 0.0, []
-        version = 0
-        updates: list[float] = []
+        wall: list[float] = []
+        cpu = 0.0
         while len(rounds) < _MOST_ROUNDS:
             began = time.monotonic(), time.thread_time()
-            rounds.append(self._round(len(rounds), version, inputs, target))
+            k = len(rounds)
+            forward = self._forth(k + in_flight, 0, inputs, target)
+            rounds.append(np.stack([forward, *self._back(k)]))
             ended = time.monotonic(), time.thread_time()
-            if len(rounds) > 1:  # the first warms up
+            if k:  # the first warms up
                 cpu += ended[1] - began[1]
                 wall.append(ended[0] - began[0])
-            if len(updates) < _UPDATES + 1:
-                at = time.thread_time()
-                self.stage.update(0.0, version)
-                updates.append(time.thread_time() - at)
-                version += self._asynchronous
             if len(wall) < _LEAST_ROUNDS - 1:
                 continue
             spread = statistics.stdev(wall) / math.sqrt(len(wall)) / statistics.fmean(wall)
             if ended[0] > until or (spread < _PRECISE and sum(wall) > _WINDOW):
                 break
+        for k in range(len(rounds), len(rounds) + in_flight):
+            self._back(k)
         stretch = max(1.0, sum(wall) / max(cpu, 1e-9))
         forward, backward, weights = np.median(np.array(rounds[1:]), axis=0) * stretch
-        parameters = np.array([sum(p.numel() for p in layer.parameters()) for layer in self.stage.layers], float)
-        share = parameters / max(1.0, parameters.sum())
-        update = statistics.median(updates[1:]) * stretch * share
+        update = self._updates(len(rounds) + in_flight, inputs, target) * stretch
         return np.stack([forward, backward, weights, update]), stretch, (float(forward.sum()), float(backward.sum()))
 
-    def _round(self, k: int, version: int, inputs: Tensors, target: torch.Tensor | None) -> np.ndarray:
-        """One micro-batch forward and back: (3, layers) CPU seconds."""
-        self._forward, self._backward = [], {}
-        given = tuple(x.detach().requires_grad_(x.requires_grad) if x is not None else None for x in inputs)
-        last = self.stop - self.start - 1
+    def _forth(self, k: int, version: int, inputs: Tensors, target: torch.Tensor | None) -> np.ndarray:
+        """A micro-batch forward: (layers,) CPU seconds."""
+        self._forward = []
+        # Its own copy, since a layer may work in place.
+        given = tuple(x.detach().clone().requires_grad_(x.requires_grad) if x is not None else None for x in inputs)
         began = time.thread_time()
         out = self.stage.forward(0, k, given, version, target)
-        outputs = out.outputs
-        gradients = tuple(torch.full_like(value, 1e-3) for value in outputs if value is not None and value.requires_grad)
-        turned = time.thread_time()
-        self.stage.backward(0, k, gradients)
+        if out.result:  # the loss belongs to the last layer
+            self._forward[-1] = time.thread_time()
+        wanting = [value for value in out.outputs if value is not None and value.requires_grad]
+        self._gradients[k] = tuple(torch.full_like(value, 1e-3) for value in wanting)
+        return np.diff([began, *self._forward])
+
+    def _back(self, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """A micro-batch back: (layers,) CPU seconds, and what of them the zero-bubble schedule can put off."""
+        self._backward = {}
+        count = self.stop - self.start
+        began = time.thread_time()
+        self.stage.backward(0, k, self._gradients.pop(k))
         ended = time.thread_time()
-        weights = np.zeros(last + 1)
+        weights = np.zeros(count)
         if self._deferred:
             self.stage.weight_gradient(0, k)
-            took = time.thread_time() - ended
-            weights = took * self._operations / max(1.0, self._operations.sum())
-        if out.result:  # the loss belongs to the last layer
-            self._forward[-1] = turned
-        forward = np.diff([began, *self._forward])
+            weights = (time.thread_time() - ended) * self._operations / max(1.0, self._operations.sum())
         # A layer's backward begins when its output's gradient is there, and ends where the one before begins.
-        begins = np.array([turned, *(self._backward.get(position, np.nan) for position in range(last - 1, -1, -1)), ended])
+        begins = np.array([began, *(self._backward.get(position, np.nan) for position in range(count - 2, -1, -1)), ended])
         begins = np.maximum.accumulate(np.where(np.isnan(begins), -np.inf, begins))
-        backward = np.diff(begins)[::-1]
-        return np.stack([forward, backward + weights, weights])
+        return np.diff(begins)[::-1] + weights, weights
+
+    def _updates(self, k: int, inputs: Tensors, target: torch.Tensor | None) -> np.ndarray:
+        """CPU seconds of the optimizer's step, shared among layers by their parameters."""
+        took = []
+        for number in range(_UPDATES + 1):
+            version = number if self._asynchronous else 0
+            self._forth(k + number, version, inputs, target)
+            self._back(k + number)
+            began = time.thread_time()
+            self.stage.update(0.0, version)
+            took.append(time.thread_time() - began)
+        parameters = np.array([sum(p.numel() for p in layer.parameters()) for layer in self.stage.layers], float)
+        return statistics.median(took[1:]) * parameters / max(1.0, parameters.sum())
 
 
 def fill(times: Sequence[LayerTimes], outline: Outline) -> np.ndarray:
