@@ -9,8 +9,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from accept_mpi import config
 from accept_mpi.errors import UserError
 from accept_mpi.fleet import Host, read
+from accept_mpi.plan import Plan
 from edgelab import LabError
 from edgelab.laboratory import Laboratory
 from harness.session import Session
@@ -104,32 +108,58 @@ class Experiment:
         if self._lab is None:
             self._make()
         assert self._lab is not None
+        fresh = False
         if program not in self._sessions:
             self.end_sessions()
             folder = self._lab.folder / "sessions" / program
-            session = self._sessions[program] = self._stack.enter_context(
-                Session(self._lab, _PROGRAMS[program], folder, self._places)
-            )
-            if asked.get("twice"):
-                session.measure(asked, _MOST_SECONDS)
+            self._sessions[program] = self._stack.enter_context(Session(self._lab, _PROGRAMS[program], folder, self._places))
+            fresh = bool(asked.get("twice"))
+        if fresh or (asked.get("twice") and asked.get("survey")):
+            self._set_links(None if link is None else 0)
+            self._sessions[program].measure(asked, _MOST_SECONDS)
+        self._set_links(link)
+        answers = self._sessions[program].measure(asked, _MOST_SECONDS)
+        return combined(program, answers)
+
+    def _set_links(self, link: float | None) -> None:
+        """Mbit/s of every host; 0: unlimited; None: as they are."""
+        assert self._lab is not None
         if link is not None:
             for host in self._lab.hosts:
                 self._lab.set(host.name, f"link={link or 'free'}")
-        answers = self._sessions[program].measure(asked, _MOST_SECONDS)
-        return combined(program, answers)
 
     def ours(self, link: float | None, settings: dict[str, Any], seconds: float = 6.0, **known: Any) -> Result:
         """accept_mpi with these keys changed, for about so many seconds."""
         batch = int(settings.get("train.batch_size", self.batch))
         rate = self._last[1] if self._last is not None and self._last[0] == settings else batch
-        # Where a step takes long, it is the link that takes long: nothing has to warm up. A plan of its own has tensors of
-        # its own shapes, which memory and oneDNN's routines must be found for.
-        own = settings.get("pipeline.cuts", "auto") == "auto"
-        skip = (6 if own else 2) if seconds * rate > batch else 1
+        # Where a step takes long, it is the link that takes long: nothing has to warm up.
+        skip = 2 if seconds * rate > batch else 1
         steps = skip + max(2, min(40, round(seconds * rate / batch)))
-        found = self._train(link, settings, skip, {"train.steps": steps}, known, twice=True)
+        more: dict[str, Any] = {"train.steps": steps}
+        planned = self._planned(link, settings, known)
+        if planned:
+            plan = msgspec.json.decode(planned["plan"], type=Plan)
+            more |= {
+                "pipeline.cuts": [stage.start for stage in plan.stages[1:]],
+                "pipeline.ranks": [stage.ranks[0] for stage in plan.stages],
+                "pipeline.forward": [codec.forward for codec in plan.boundaries],
+                "pipeline.backward": [codec.backward for codec in plan.boundaries],
+            }
+        found = self._train(link, settings, skip, more, known, twice=True, survey=planned.get("log", ""))
         self.expect(settings, float(found["samples_per_s"]))
         return found
+
+    def _planned(self, link: float | None, settings: dict[str, Any], known: Point) -> Result:
+        """Where a job leaves cuts to rank 0: a short run that finds them; else nothing.
+
+        A process that has trained with other cuts takes some twenty steps to get used to new ones (memory, oneDNN's
+        routines), so what was found is then measured like cuts that are given, after a run that warms up.
+        """
+        job = Path(self.job())
+        overrides = [f"{key}={value}" for key, value in settings.items()]
+        if config.parse(job.read_text(), str(job), overrides).pipeline.cuts != "auto":
+            return {}
+        return self._train(link, settings, 1, {"train.steps": 3}, known | {"for": "its plan"}, twice=False)
 
     def expect(self, settings: dict[str, Any], rate: float) -> None:
         """A guess for the next ``ours`` with these settings, in samples/s."""
@@ -140,10 +170,18 @@ class Experiment:
         return self._train(link, settings, skip, {}, known, twice=False)
 
     def _train(
-        self, link: float | None, settings: dict[str, Any], skip: int, more: dict[str, Any], known: Point, twice: bool
+        self,
+        link: float | None,
+        settings: dict[str, Any],
+        skip: int,
+        more: dict[str, Any],
+        known: Point,
+        twice: bool,
+        survey: str = "",
     ) -> Result:
         """``more``: keys that do not name the point. ``twice``: a process's first run is made twice, since its first steps
-        take memory from the kernel and have oneDNN choose its routines."""
+        take memory from the kernel and have oneDNN choose its routines; so is a run on cuts that were found just now.
+        ``survey``: log of the run that found them."""
         name = "-".join([Path(self._fleet).stem, *(str(value) for value in (known | settings).values()), f"{link}"])
         directory = self.out / "runs" / "".join(c if c.isalnum() else "-" for c in name)
         changed = (
@@ -155,7 +193,7 @@ class Experiment:
             }
         )
         overrides = [f"{key}={value}" for key, value in changed.items()]
-        asked = {"job": self.job(), "set": overrides, "skip": skip, "twice": twice}
+        asked = {"job": self.job(), "set": overrides, "skip": skip, "twice": twice, "survey": survey}
         return self.measure("ours", settings | known, asked, link)
 
     batch = 64

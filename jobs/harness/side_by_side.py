@@ -1,8 +1,11 @@
 """accept_mpi and its peers on one fleet at several links: measured in turn, as a table and a plot."""
 
+import math
 import statistics
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from accept_mpi.figures import pyplot
 from harness.experiment import Experiment
@@ -39,6 +42,8 @@ class Case:
     """Links -> other cuts set by hand, where less crosses."""
     synchronous: dict[str, Any] = field(default_factory=dict)
     """Keys of the job that synchronous schedules run with."""
+    synchronous_links: tuple[float, ...] = ()
+    """Links that they run at; all, if empty."""
     pipelining: dict[str, Any] = field(default_factory=dict)
     """What torch's pipelining is asked besides: ``set``, keys of the job; ``cuts``, where an even split would send more."""
     hopeless: float = 0
@@ -57,7 +62,7 @@ class SideBySide:
             (schedule, codec, link): self._train(schedule, codec, link)
             for schedule, codecs in case.ours.items()
             for codec in codecs
-            for link in case.links
+            for link in (case.links if schedule == _ASYNC else case.synchronous_links or case.links)
         }
         alone.append(self._alone("between", "tuned"))
         self.peers: dict[tuple[str, bool, float], float] = {}
@@ -104,8 +109,9 @@ class SideBySide:
     # -- what comes out ------------------------------------------------------------------------------------------------
 
     def best(self, link: float, synchronous: bool = False) -> float:
-        """Highest rate of ours over codecs."""
-        return max(rate for key, rate in self.ours.items() if key[2] == link and (key[0] != _ASYNC) == synchronous)
+        """Highest rate of ours over codecs; NaN where nothing was measured."""
+        rates = [rate for key, rate in self.ours.items() if key[2] == link and (key[0] != _ASYNC) == synchronous]
+        return max(rates, default=math.nan)
 
     def _auto(self, link: float) -> float:
         """The rate where cuts and codecs are rank 0's."""
@@ -130,7 +136,10 @@ class SideBySide:
         head = ["free" if link == 0 else f"{link:g} Mbit/s" for link in links]
         names = list(dict.fromkeys(key[:2] for key in self.ours))
         rows: list[list[object]] = [
-            [f"accept_mpi {schedule}, {self._label(schedule, codec)}", *(self.ours[schedule, codec, link] for link in links)]
+            [
+                f"accept_mpi {schedule}, {self._label(schedule, codec)}",
+                *(self.ours.get((schedule, codec, link)) for link in links),
+            ]
             for schedule, codec in names
         ]
         rows += [
@@ -152,7 +161,7 @@ class SideBySide:
             f"All hosts computing alone at the same time: {alone['tuned']:.1f} samples/s together with our memory settings, "
             f"{alone['plain']:.1f} without. The slowest stage of our cuts alone: {alone['stages']:.1f}.\n"
         )
-        lines = [[name, *(f"{value:.2f}" for value in values)] for name, values in ratios.items()]
+        lines = [[name, *("" if math.isnan(v) else f"{v:.2f}" for v in values)] for name, values in ratios.items()]
         title = f"# {self.case.title}\n"
         return "\n".join([title, table(["samples/s", *head], rows), sentence, table(["ratio", *head], lines)])
 
@@ -164,8 +173,9 @@ class SideBySide:
         for codec, colour in zip(self.case.ours[_ASYNC], _BLUES[-len(self.case.ours[_ASYNC]) :], strict=True):
             rates = [self.ours[_ASYNC, codec, link] for link in links]
             axes.plot(places, rates, "o-", label=f"accept_mpi async, {codec}", color=colour)
-        synchronous = [self.best(link, True) for link in links]
-        axes.plot(places, synchronous, "o-", label="accept_mpi synchronous, best", color="#CC79A7")
+        synchronous = np.array([self.best(link, True) for link in links])
+        measured = np.flatnonzero(np.isfinite(synchronous))
+        axes.plot(measured, synchronous[measured], "o-", label="accept_mpi synchronous, best", color="#CC79A7")
         for name, colour in zip(PEERS, _WARM, strict=True):
             rates = [self.best_peer(link, name) for link in links]
             axes.plot(places, rates, "s--", label=name, color=colour)

@@ -15,6 +15,7 @@ CASE = Case(
     },
     samples=64,
     # As many samples a micro-batch, eight times as many micro-batches: a longer step has a smaller bubble.
+    synchronous_links=(0, 100, 20),
     synchronous={"train.batch_size": 512, "train.micro_batches": 32},
     # Even in blocks: even in layers would cut inside blocks, where six times as much crosses.
     pipelining={"set": ["train.micro_batches=8"], "cuts": [12, 27, 39]},
