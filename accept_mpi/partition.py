@@ -23,6 +23,7 @@ MOST_EXACT, MOST_ORDERED = 10, 32
 MOST_FEW = 6  # devices for which a beam saves nothing
 BEAM = 24
 _ROOM = 160  # points kept of a set of devices
+_NOTHING = 1e-12  # seconds that no bisection goes below
 _CLOSE = 1e-3  # where the bisection ends, as a ratio
 _GUESSES = (1.05, 1.1, 1.2, 1.35, 1.6, 2, 3, 5)  # times the lower bound, for the beam to begin with
 _SWEEPS = 60  # caps tried for a synchronous schedule
@@ -192,13 +193,13 @@ def solve(problem: Problem, ordered: bool = False) -> Solution:
 
 def _least_bottleneck(problem: Problem, guess: _Below, below: _Below, exact: bool) -> Solution:
     """``guess`` may miss plans that there are, ``below`` not if ``exact``."""
-    low = lower_bound(problem)
+    low = max(lower_bound(problem), _NOTHING)
     guesses = (guess(low * ratio) for ratio in _GUESSES)
     best = next((plan for plan in guesses if plan is not None), None) or below(np.inf)
     if best is None:
         raise NoPlan(_why(problem))
     high = cost(problem, best).bottleneck
-    while high > low * (1 + _CLOSE):
+    while high > max(low * (1 + _CLOSE), 2 * _NOTHING):
         middle = float(np.sqrt(low * high)) if high > 4 * low else (low + high) / 2
         found = below(middle)
         if found is None:
@@ -207,7 +208,10 @@ def _least_bottleneck(problem: Problem, guess: _Below, below: _Below, exact: boo
             best, high = found, min(middle, cost(problem, found).bottleneck)
     # Plans differ by steps: what is left below the best is soon tried.
     while exact and (found := below(high * (1 - 1e-9))) is not None:
-        best, high = found, cost(problem, found).bottleneck
+        reached = cost(problem, found).bottleneck
+        if reached >= high:  # the kernel's sums of prefixes and these sums differ in the last digits
+            break
+        best, high = found, reached
     return best
 
 

@@ -50,7 +50,8 @@ def problem_of(survey: Survey, job: config.Job) -> tuple[Problem, list[str]]:
     seconds = np.array([np.add(d.forward, d.backward) + np.array(d.update) / job.train.micro_batches for d in devices])
     for n, device in enumerate(devices):
         if device.shared:  # a stage between two others sends and receives twice as many messages as one at an end
-            seconds[n, [0, -1]] = np.maximum(0.0, seconds[n, [0, -1]] - 2 * device.message)
+            ends = seconds[n, [0, -1]]
+            seconds[n, [0, -1]] = np.maximum(ends / 10, ends - 2 * device.message)
         if not device.data:
             seconds[n, [0, -1]] = _NEVER
     crossings = [outline.crossing(layer) for layer in range(layers)] + [(0, 0)]

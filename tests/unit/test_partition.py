@@ -121,3 +121,17 @@ def test_says_what_does_not_fit() -> None:
     )
     with pytest.raises(NoPlan, match="no cuts fit"):
         solve(many)
+
+
+@pytest.mark.timeout(60)
+def test_layers_that_take_no_time_end_the_search() -> None:
+    """A lower bound of nothing: the bisection never came to an end (a model of two layers, on four ranks, in CI)."""
+    rng = np.random.default_rng(2)
+    problem = replace(random_problem(rng, 3, 4, 1), fill=0.0)
+    free = replace(
+        problem, layer_seconds=np.zeros_like(problem.layer_seconds), extra_seconds=None, coding=None,
+        capacity=np.full(3, 1e18),
+    )  # fmt: skip
+    assert cost(free, solve(free)).fits
+    silent = replace(free, values=np.zeros(5), other=np.zeros(5))
+    assert cost(silent, solve(silent)).bottleneck == 0
