@@ -65,8 +65,7 @@ def choose(forecast: Forecast, fixed: dict[Direction, str], floor: int) -> tuple
                     chosen[crossing] = milder
                     moved = True
                     break
-    choices = {c: Choice(name, forecast.message(c, name), forecast.message(c, "none")) for c, name in chosen.items()}
-    return choices, forecast.step(chosen)
+    return _choices(forecast, chosen), forecast.step(chosen)
 
 
 def _choose_alike(
@@ -77,5 +76,8 @@ def _choose_alike(
     best = min(steps.values())
     name = next(name for name in names if steps[name] <= best * (1 + TOLERANCE))
     chosen = {c: fixed.get(c, name) for c in forecast.crossings}
-    choices = {c: Choice(n, forecast.message(c, n), forecast.message(c, "none")) for c, n in chosen.items()}
-    return choices, steps[name]
+    return _choices(forecast, chosen), steps[name]
+
+
+def _choices(forecast: Forecast, chosen: dict[Direction, str]) -> dict[Direction, Choice]:
+    return {c: Choice(name, forecast.message(c, name), forecast.message(c, "none")) for c, name in chosen.items()}

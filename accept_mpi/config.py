@@ -3,6 +3,7 @@
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -148,6 +149,14 @@ class Job(Section, frozen=True):
     @staticmethod
     def from_json(text: str) -> "Job":
         return msgspec.json.decode(text, type=Job)
+
+
+def read_text(path: Path) -> str:
+    """A job file's text. Raises UserError with one sentence."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot read the job file: {getattr(error, 'strerror', None) or error}") from error
 
 
 def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:

@@ -4,6 +4,7 @@ Where the data plane has no core of its own, a stage's time holds what its messa
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 
 import msgspec
 import numpy as np
@@ -202,12 +203,8 @@ class Forecast:
         return {"F": here.forward, "B": here.backward - weights, "W": weights, "U": here.update}[kind]
 
 
+@cache
 def bits_of(name: str) -> float:
     """Bits a value of a codec, side information included."""
-    if name not in _BITS:
-        coding = parse(name, False)
-        _BITS[name] = 32.0 if coding.kind == "none" else 8 * coding.nbytes(1 << 16) / (1 << 16)
-    return _BITS[name]
-
-
-_BITS: dict[str, float] = {}
+    coding = parse(name, False)
+    return 32.0 if coding.kind == "none" else 8 * coding.nbytes(1 << 16) / (1 << 16)

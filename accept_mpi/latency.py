@@ -12,7 +12,6 @@ under a lock, so that two runs at a time lose nothing.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -27,7 +26,7 @@ import h5py
 import msgspec
 import numpy as np
 
-from accept_mpi.kernels.options import cache_directory
+from accept_mpi.kernels.options import cache_directory, hold
 from accept_mpi.outline import Outline
 from accept_mpi.probe import LayerTimes, Run
 
@@ -163,14 +162,6 @@ def _set_aside(path: Path, why: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    until = time.monotonic() + _LOCK_SECONDS
     with open(path.with_name(f"{path.name}.lock"), "w") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.05)
+        hold(lock.fileno(), _LOCK_SECONDS)
         yield

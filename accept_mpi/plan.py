@@ -62,6 +62,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The layers that ``rank`` holds; none if it is idle."""
         return next((range(stage.start, stage.stop) for stage in self.stages if rank in stage.ranks), range(0))
 
+    @property
+    def codecs(self) -> dict[tuple[int, str], str]:
+        """Codec names by boundary and direction ("F": activations ahead, "B": gradients back)."""
+        ways = [((b, "F"), codec.forward) for b, codec in enumerate(self.boundaries)]
+        return dict(ways + [((b, "B"), codec.backward) for b, codec in enumerate(self.boundaries)])
+
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
 

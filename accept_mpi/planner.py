@@ -175,10 +175,7 @@ def even_plan(survey: Survey, job: config.Job) -> Plan:
 def outcome(survey: Survey, job: config.Job, plan: Plan) -> Outcome:
     """What a plan should do."""
     forecast = forecast_of(survey, job, plan)
-    asked: dict[Direction, str] = {}
-    for boundary, codec in enumerate(plan.boundaries):
-        asked |= {(boundary, "F"): codec.forward, (boundary, "B"): codec.backward}
-    fixed = {crossing: name for crossing, name in asked.items() if name != AUTO}
+    fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
     choices, _ = choose(forecast, fixed, job.pipeline.min_bits)
     codecs = {crossing: choice.name for crossing, choice in choices.items()}
     step, busy = forecast.steady(codecs)
@@ -229,10 +226,7 @@ def replayed(survey: Survey, job: config.Job, plan: Plan, trace: Rows) -> float:
     forecast = Forecast(
         job.pipeline.schedule, job.train.micro_batches, job.pipeline.transfer_slack, profiles, foreseen.crossings
     )
-    codecs: dict[Direction, str] = {}
-    for boundary, codec in enumerate(plan.boundaries):
-        codecs |= {(boundary, "F"): codec.forward, (boundary, "B"): codec.backward}
-    return forecast.steady(codecs)[0]
+    return forecast.steady(plan.codecs)[0]
 
 
 def _crossings(survey: Survey, plan: Plan) -> dict[Direction, Crossing]:

@@ -121,17 +121,11 @@ def train(runtime: Runtime, options: Options) -> None:
 def read_job(runtime: Runtime, options: Options) -> config.Job:
     """Rank 0's job file, on every rank; a rank that has a file under the same path must have the same text there."""
 
-    def text_of(path: Path) -> str:
-        try:
-            return path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: cannot read the job file: {getattr(error, 'strerror', None) or error}") from error
-
-    mine = runtime.agree("the job file", lambda: text_of(options.job) if runtime.rank == 0 else None)
+    mine = runtime.agree("the job file", lambda: config.read_text(options.job) if runtime.rank == 0 else None)
     text = runtime.messenger.broadcast(mine, runtime.startup_seconds, "the job file")
 
     def check() -> config.Job:
-        if runtime.rank and options.job.is_file() and text_of(options.job) != text:
+        if runtime.rank and options.job.is_file() and config.read_text(options.job) != text:
             raise UserError(f"{options.job}: differs from rank 0's file of the same name on {runtime.hosts[0]['host']}")
         return config.parse(text, str(options.job), options.overrides)
 

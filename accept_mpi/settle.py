@@ -73,14 +73,9 @@ def settle_codecs(
             for boundary in range(len(plan.boundaries))
             for way in _WAYS
         }
-        asked = {
-            (boundary, way): name
-            for boundary, codec in enumerate(plan.boundaries)
-            for way, name in zip(_WAYS, (codec.forward, codec.backward), strict=True)
-        }
         profiles = [msgspec.convert(profiled, Profile) for profiled, _ in by_stage]
         forecast = Forecast(job.pipeline.schedule, job.train.micro_batches, job.pipeline.transfer_slack, profiles, crossings)
-        fixed = {crossing: name for crossing, name in asked.items() if name != AUTO}
+        fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
         choices, step = choose(forecast, fixed, job.pipeline.min_bits)
         names = [[choices[boundary, way].name for way in _WAYS] for boundary in range(len(plan.boundaries))]
         lines = _reasons(profiles, crossings, choices, step)

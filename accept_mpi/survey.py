@@ -1,6 +1,6 @@
 """All that a plan rests on: what the devices measured of themselves and of their links. Kept in a run's log.
 
-Layout in HDF5 (group ``survey`` of a log, version 1): attributes ``outline`` and ``devices`` (JSON), datasets ``times``
+Layout in HDF5 (group ``survey`` of a log, version 1): datasets ``outline`` and ``devices`` (JSON as bytes), ``times``
 (4 x devices x layers: seconds forward, backward, of it weights, update), ``rate`` (bytes/s from row to column) and
 ``latency`` (seconds).
 """

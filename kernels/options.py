@@ -59,7 +59,7 @@ def _cache(directory: Path) -> Iterator[None]:
     config: Any = nb.config
     earlier = config.CACHE_DIR
     with open(own / "lock", "w") as lock:
-        _hold(lock.fileno())
+        hold(lock.fileno(), _LOCK_SECONDS)
         config.CACHE_DIR, NJIT["cache"] = str(own), True
         try:
             yield
@@ -70,8 +70,9 @@ def _cache(directory: Path) -> Iterator[None]:
             config.CACHE_DIR, NJIT["cache"] = earlier, False
 
 
-def _hold(lock: int) -> None:
-    until = time.monotonic() + _LOCK_SECONDS
+def hold(lock: int, seconds: float) -> None:
+    """Take an exclusive lock on an open file. Raises BlockingIOError where others keep it for so long."""
+    until = time.monotonic() + seconds
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

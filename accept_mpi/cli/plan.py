@@ -23,7 +23,7 @@ from accept_mpi.whatif import joined, survey_of_fleet, survey_of_log, with_link
 
 def main(options: argparse.Namespace) -> int:
     """Print the plan that a job would get on a run's devices or a fleet's, with changes."""
-    job = _job(options.job, options.set)
+    job = config.parse(config.read_text(options.job), str(options.job), options.set)
     hosts = _added(options.add)
     if options.log is not None:
         survey = survey_of_log(options.log)
@@ -49,13 +49,6 @@ def main(options: argparse.Namespace) -> int:
         _draw(options.timeline, survey, job, best)
         print(f"{options.timeline}: some steps as they would run", file=sys.stderr)
     return 0
-
-
-def _job(path: Path, overrides: list[str]) -> config.Job:
-    try:
-        return config.parse(path.read_text(), str(path), overrides)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the job file: {error.strerror}") from error
 
 
 def _added(personas: list[str]) -> list[Host]:
