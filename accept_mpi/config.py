@@ -95,6 +95,8 @@ class Pipeline(Section, frozen=True):
     the first layers of stages 1, 2, ..."""
     ranks: list[CountOrZero] = []
     """Ranks that hold stages 0, 1, ...; the others stay idle. Empty: all ranks, in order. "auto" cuts choose their own."""
+    adapt: bool = False
+    """While training, cut anew where devices have become so much faster or slower that it pays ("auto" cuts only)."""
     probe_seconds: Positive = 5.0
     """Seconds that each device times layers before "auto" cuts; a tenth of it, where the latency database knows it."""
     latency_db: str = "auto"
@@ -118,6 +120,17 @@ class Pipeline(Section, frozen=True):
     """The same for start-up and the first step."""
 
 
+class Recovery(Section, frozen=True):
+    """``[recovery]``: of a run under an MPI that survives the loss of a process (``mpirun --with-ft ulfm``)."""
+
+    replicate_every: CountOrZero | Literal["auto"] = "auto"
+    """Steps between two snapshots that each stage sends to the next one's rank: a loss costs no more steps than that.
+    "auto": from what a snapshot takes and ``mean_time_between_failures`` (Young 1974); 0: none, a loss goes back to the
+    last checkpoint."""
+    mean_time_between_failures: Positive = 3600.0
+    """Seconds until one of the devices fails, on average."""
+
+
 class Output(Section, frozen=True):
     """``[output]``."""
 
@@ -138,6 +151,7 @@ class Job(Section, frozen=True):
     output: Output
     train: Train = Train()
     pipeline: Pipeline = Pipeline()
+    recovery: Recovery = Recovery()
 
     @property
     def lr(self) -> float:

@@ -15,7 +15,7 @@ from accept_mpi import config
 from accept_mpi.bits import AUTO
 from accept_mpi.coding import parse
 from accept_mpi.comm.messenger import Message
-from accept_mpi.errors import DeadlineError, UserError
+from accept_mpi.errors import DeadlineError, Stopped, UserError
 from accept_mpi.log import EVALS, STEPS, TRACE, LogWriter, Rows, open_log
 from accept_mpi.observers import Evaluated, Observer, StepDone
 from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
@@ -76,27 +76,27 @@ def prepare_directory(directory: Path) -> None:
 
 
 def begin_log(
-    directory: Path, job: config.Job, plan: Plan, facts: dict[str, Any], resumed_step: int, survey: Survey | None = None
+    directory: Path,
+    job: config.Job,
+    plan: Plan,
+    facts: dict[str, Any],
+    resumed_step: int,
+    survey: Survey | None = None,
+    since: str | None = None,
 ) -> LogWriter:
     """A new log in ``directory``, with the ``survey`` that the plan rests on.
 
     A log that is there already is kept under another name; a resumed run's begins with the steps and evaluations that led to
-    its checkpoint.
+    its checkpoint. ``since``: after a loss, when this run began: a log made since then is its own, whose writer was lost,
+    and all of it goes on here.
     """
     path = directory / "log.h5"
     earlier: dict[str, Rows] = {}
     try:
         if path.exists():
-            if resumed_step:
-                try:
-                    with open_log(path) as old:
-                        earlier = {name: old[name][old[name]["step"] <= resumed_step] for name in ("steps", "evals")}
-                except UserError:
-                    pass  # kept under its other name, whatever it is
-                # Times count from the beginning of this run: what came before it happened at negative times.
-                ends = [rows["end"].max() for rows in earlier.values() if len(rows)]
-                for rows in earlier.values():
-                    rows["end"] -= max(ends, default=0.0)
+            if resumed_step or since:
+                with contextlib.suppress(UserError):  # kept under its other name, whatever it is
+                    earlier = _earlier(path, resumed_step, since)
             number = 1
             while (kept := directory / f"log.{number}.h5").exists():
                 number += 1
@@ -111,6 +111,19 @@ def begin_log(
         raise UserError(f"output.directory: cannot write {path}: {error}") from error
 
 
+def _earlier(path: Path, step: int, since: str | None) -> dict[str, Rows]:
+    """What led to a checkpoint, or to the loss of the writer. Raises UserError where it cannot be read."""
+    with open_log(path) as old:
+        earlier = {name: old[name][old[name]["step"] <= step] for name in ("steps", "evals")}
+        if since and str(old.attrs["created"]) >= since:
+            return earlier | {name: old[name][:] for name in ("trace", "events")}
+    # Times count from the beginning of this run: what came before it happened at negative times.
+    ends = [rows["end"].max() for rows in earlier.values() if len(rows)]
+    for rows in earlier.values():
+        rows["end"] -= max(ends, default=0.0)
+    return earlier
+
+
 class Controller:
     """Takes control messages on the data-plane thread and hands them to observers on the main one."""
 
@@ -121,13 +134,27 @@ class Controller:
         self._mail: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._mistake: UserError | None = None
         self._left = 0
+        self.steps_made = 0
+        """In this term, once all ranks have left it."""
+        self._stop_at: int | None = None
+        """After which step a signal wants a checkpoint and the end."""
+        self._newest = {"step": 0, "evaluated": 0}
+
+    def wait_for_disk(self, deadline: float) -> None:
+        """After a term: checkpoints that have come in whole get to the disk, what has come in besides to the observers."""
+        self.deliver()
+        self.writer.wait_for_begun(deadline)
+
+    def renew(self, writer: CheckpointWriter) -> None:
+        """Another term begins."""
+        self.writer, self._left, self.steps_made = writer, 0, 0
 
     def handle(self, message: Message) -> bool:
-        """Data-plane thread: snapshots go to disk at once, what else is the controller's waits for ``deliver``.
+        """Data-plane thread: checkpoints go to disk at once, what else is the controller's waits for ``deliver``.
 
         Returns whether it was the controller's.
         """
-        if message.kind not in ("chunk", "step", "evaluated", "trace", "event", "leaving"):
+        if message.kind not in ("chunk", "step", "evaluated", "trace", "event", "stopping", "leaving"):
             return False
         if message.kind != "chunk":
             self._mail.put(message)
@@ -145,6 +172,8 @@ class Controller:
             raise mistake
         while not self._mail.empty():
             self._deliver(self._mail.get())
+        if self._stop_at is not None and self.writer.has(self._stop_at):
+            raise Stopped(f"stopped by a signal after step {self._stop_at}; go on with --resume {self.writer.run}")
 
     def wait_for_all(self, ranks: int, deadline: float, check: Callable[[], None]) -> None:
         """Deliver until every rank has sent its last. Raises DeadlineError, and whatever ``check`` raises.
@@ -162,12 +191,21 @@ class Controller:
                     f"waited {deadline:.0f} s for the last results; {self._left} of {ranks} ranks sent theirs"
                 )
 
+    def watch(self, name: str, observer: Observer) -> None:
+        """Add an observer, or put another in its place."""
+        self._observers[name] = observer
+
     def each(self, what: str, *arguments: Any) -> None:
         """Call the method ``what`` of every observer."""
         for observer in self._observers.values():
             getattr(observer, what)(*arguments)
 
     def _deliver(self, message: Message) -> None:
+        if message.kind in self._newest:
+            # After a loss steps are made once more: in synchronous schedules with the same results.
+            if message.body["step"] <= self._newest[message.kind]:
+                return
+            self._newest[message.kind] = message.body["step"]
         if message.kind == "step":
             self.each("step", StepDone(**message.body))
         elif message.kind == "evaluated":
@@ -175,10 +213,13 @@ class Controller:
             self.each("evaluated", self.last_evaluation)
         elif message.kind == "trace":
             self.each("trace", np.frombuffer(message.body, TRACE))
+        elif message.kind == "stopping":
+            self._stop_at = message.body
         elif message.kind == "event":
             self.each("event", *(message.body[key] for key in ("seconds", "step", "text")))
         else:
             self._left += 1
+            self.steps_made = max(self.steps_made, message.body or 0)
 
 
 class Bystander:
@@ -186,18 +227,21 @@ class Bystander:
 
     def __init__(self) -> None:
         self._over = threading.Event()
+        self._steps_made = 0
 
     def handle(self, message: Message) -> bool:
         """Data-plane thread. Returns whether it was for the bystander."""
         if message.kind == "over":
+            self._steps_made = message.body
             self._over.set()
         return message.kind == "over"
 
-    def wait(self, check: Callable[[], None]) -> None:
-        """Until rank 0 says that the run is over. Others' deadlines and the lifeline end this wait where nothing else does;
-        raises whatever ``check`` raises."""
+    def wait(self, check: Callable[[], None]) -> int:
+        """Until rank 0 says that the term is over; how many steps are made then. Others' deadlines and the lifeline end this
+        wait where nothing else does; raises whatever ``check`` raises."""
         while not self._over.wait(0.5):
             check()
+        return self._steps_made
 
 
 assert set(StepDone.__dataclass_fields__) == set(STEPS.names or ())

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import logging
-import math
 import os
 import platform
 from pathlib import Path
@@ -44,44 +43,6 @@ def cpu_name() -> str:
             if key.strip().lower() in ("model name", "model", "hardware") and not value.strip().isdigit():
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-def available_memory() -> float:
-    """Bytes that this process may still take: of the machine's memory and of what its control groups allow."""
-    found = [_physical_memory()]
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(1024.0 * int(line.split()[1]))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            found += _room_in_groups(controllers, path)
-    return max(0.0, min(found))
-
-
-def _physical_memory() -> float:
-    try:
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (ValueError, OSError):
-        return math.inf
-
-
-def _room_in_groups(controllers: str, path: str, root: Path = Path("/sys/fs/cgroup")) -> list[float]:
-    """Limit less use of a control group (version 2: no ``controllers``; 1: "memory" among them) and of those above it."""
-    if controllers and "memory" not in controllers.split(","):
-        return []
-    top = root / "memory" if controllers else root
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-    found = []
-    group = top / path.lstrip("/")
-    for folder in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            limit, used = (float((folder / name).read_text()) for name in names)
-            found.append(limit - used)
-        if folder == top:
-            break
-    return found
 
 
 def set_threads(asked: int | str, cores: int, ranks_on_host: int) -> int:

@@ -7,6 +7,12 @@ class UserError(Exception):
     exit_code = 2
 
 
+class Stopped(Exception):
+    """A signal ended the run, after a checkpoint. Exit code 3."""
+
+    exit_code = 3
+
+
 class NonFiniteLoss(Exception):
     """The loss became NaN or infinite. Exit code 1."""
 

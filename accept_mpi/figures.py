@@ -1,5 +1,6 @@
 """A log's pictures: the timeline of ranks over time, and the loss curve."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,50 @@ def draw_timeline(path: Path, trace: Rows, hosts: dict[int, str], start: float, 
     axes.tick_params(axis="y", length=0)
     _legend(plt, figure, rows)
     figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def draw_course(path: Path, trace: Rows, steps: Rows, losses: Rows, hosts: dict[int, str]) -> None:
+    """The whole run: samples/s, and below it which rank held which stage when. ``losses``: events that ended a plan."""
+    plt = pyplot()
+    actions = of_kind(trace, "F", "B", "W", "U")
+    ranks = np.unique(actions["rank"]).tolist()
+    figure, (above, below) = plt.subplots(
+        2, 1, sharex=True, figsize=(13, 3.6 + 0.45 * len(ranks)), height_ratios=(2.2, 0.6 * max(2, len(ranks))),
+        layout="constrained",
+    )  # fmt: skip
+    for begin, end in itertools.pairwise([-np.inf, *losses["time"].tolist(), np.inf]):
+        term = steps[(steps["end"] >= begin) & (steps["end"] < end)]
+        above.plot(term["end"], term["samples_per_s"], color="#0072B2", linewidth=1.2)
+    above.set_ylabel("samples/s")
+    above.set_ylim(0, 1.15 * np.percentile(steps["samples_per_s"], 99))
+    edges = [-np.inf, *losses["time"].tolist(), np.inf]
+    palette = plt.get_cmap("tab10")
+    for y, rank in enumerate(ranks):
+        mine = actions[actions["rank"] == rank]
+        for begin, end in itertools.pairwise(edges):
+            term = mine[(mine["start"] >= begin) & (mine["start"] < end)]
+            if not len(term):
+                continue
+            start, stage = term["start"].min(), int(term["stage"][0])
+            length = term["end"].max() - start
+            below.broken_barh([(start, length)], (y - 0.32, 0.64), color=palette(stage % 10), alpha=0.75)
+            below.text(start + length / 2, y, f"stage {stage}", ha="center", va="center", fontsize=8, clip_on=True)
+    for number, loss in enumerate(losses):
+        for axes in (above, below):
+            axes.axvline(loss["time"], color="#D55E00", linestyle="--", linewidth=1)
+        text = loss["text"].decode(errors="replace").partition(";")[0].partition(" (")[0]
+        above.annotate(text, (loss["time"], 1.0 - 0.12 * (number % 3)), xycoords=("data", "axes fraction"), fontsize=8,
+                       xytext=(6, -10), textcoords="offset points", color="#A8480F",
+                       bbox={"color": "white", "pad": 1})  # fmt: skip
+    below.set_ylim(len(ranks) - 0.4, -0.6)
+    below.set_yticks(range(len(ranks)), [f"rank {rank}  {hosts.get(rank, '')}" for rank in ranks])
+    below.set_xlabel("seconds since the run began")
+    for axes in (above, below):
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    below.tick_params(axis="y", length=0)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

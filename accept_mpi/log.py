@@ -37,8 +37,9 @@ VERSION = 1
 
 #: Kinds of trace row, in the order of their number in the column ``kind``. F, B, W, U: forward, backward (of inputs, where
 #: W is apart), weight gradient, update. E: forward of evaluation. On the data plane: encode, send (given to MPI here to
-#: arrived there; both on rank 0's clock), decode (arrived to tensor). Pauses: wait (for a message), checkpoint.
-KINDS = ("F", "B", "W", "U", "E", "encode", "send", "decode", "wait", "checkpoint")
+#: arrived there; both on rank 0's clock), decode (arrived to tensor). Pauses: wait (for a message), checkpoint, snapshot
+#: (both: a copy is made, to be sent in the background).
+KINDS = ("F", "B", "W", "U", "E", "encode", "send", "decode", "wait", "checkpoint", "snapshot")
 FORWARD, BACKWARD = 0, 1
 
 TRACE = np.dtype(

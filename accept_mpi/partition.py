@@ -177,8 +177,10 @@ def solve(problem: Problem, ordered: bool = False) -> Solution:
     For synchronous schedules order and subset are those of the least bottleneck, and cuts and codecs (of up to
     ``MOST_ORDERED`` stages) those of the shortest step in that order.
 
-    Raises NoPlan where memory does not suffice.
+    Raises NoPlan where memory does not suffice, ValueError where a time is not a number (no search would end).
     """
+    if not np.isfinite(problem.layer_seconds).all():
+        raise ValueError("layer_seconds: a time is missing or infinite")
     exact = problem.devices <= (MOST_ORDERED if ordered else MOST_EXACT)
     few = exact and problem.devices <= MOST_FEW
     find = _Exact(problem, ordered) if exact else None

@@ -1,7 +1,7 @@
 """A plan: which ranks hold which layers, and what is done at each boundary. Plain data, JSON both ways."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -67,6 +67,26 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Codec names by boundary and direction ("F": activations ahead, "B": gradients back)."""
         ways = [((b, "F"), codec.forward) for b, codec in enumerate(self.boundaries)]
         return dict(ways + [((b, "B"), codec.backward) for b, codec in enumerate(self.boundaries)])
+
+    def renamed(self, names: Mapping[int, int]) -> "Plan":
+        """The same stages, each rank under another number."""
+        stages = [msgspec.structs.replace(stage, ranks=tuple(names[rank] for rank in stage.ranks)) for stage in self.stages]
+        return msgspec.structs.replace(self, stages=tuple(stages))
+
+    def without(self, lost: Container[int]) -> "Plan | None":
+        """What is left when ranks are lost: a stage's layers go to the neighbour that has fewer. None: nobody is left."""
+        stages, boundaries = list(self.stages), list(self.boundaries)
+        while gone := [s for s, stage in enumerate(stages) if stage.ranks[0] in lost]:
+            if len(stages) == 1:
+                return None
+            s = gone[0]
+            beside = [n for n in (s - 1, s + 1) if 0 <= n < len(stages)]
+            heir = min(beside, key=lambda n: (stages[n].ranks[0] in lost, stages[n].stop - stages[n].start))
+            both = stages[min(s, heir)], stages[max(s, heir)]
+            merged = Stage(start=both[0].start, stop=both[1].stop, ranks=stages[heir].ranks)
+            stages[min(s, heir) : max(s, heir) + 1] = [merged]
+            del boundaries[min(s, heir)]
+        return Plan(stages=tuple(stages), boundaries=tuple(boundaries))
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()

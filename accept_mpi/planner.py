@@ -6,6 +6,7 @@ Pure: what is measured comes in (``Survey``), a plan and its forecast go out; ``
 import contextlib
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from accept_mpi.forecast import Crossing, Direction, Forecast, Profile, bits_of
 from accept_mpi.log import Rows
 from accept_mpi.partition import NoPlan, Problem, Solution, cost, lower_bound, solve
 from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
-from accept_mpi.replay import mean_times
+from accept_mpi.replay import mean_times, rerun
 from accept_mpi.schedule import Kind, depth
 from accept_mpi.survey import Device, Survey
 
@@ -124,6 +125,11 @@ class _Needs:
 
 def plan_for(survey: Survey, job: config.Job) -> Outcome:
     """The plan that trains fastest. Raises UserError where none fits."""
+    return plans_for(survey, job)[0]
+
+
+def plans_for(survey: Survey, job: config.Job) -> tuple[Outcome, Outcome]:
+    """The plan that trains fastest, and even cuts, whether they fit or not. Raises UserError where no plan fits."""
     problem, _ = problem_of(survey, job)
     try:
         solution = solve(problem)
@@ -135,20 +141,32 @@ def plan_for(survey: Survey, job: config.Job) -> Outcome:
             f"data.name: first and last stage need the data, only {have} has it, and the model does not fit there"
         )
     # The order that the user gave the hosts in may mean something; another one must be worth it.
+    even = outcome(survey, job, even_plan(survey, job))
     candidates = [solution]
     if problem.devices <= problem.layers:
         candidates.append(_even_solution(problem))
     with contextlib.suppress(NoPlan):
         candidates.insert(0, solve(problem, ordered=True))
     best: Outcome | None = None
-    for plan in candidates:
-        reached = cost(problem, plan)
+    for candidate in candidates:
+        reached = cost(problem, candidate)
         if reached.fits and reached.bottleneck < _NEVER:
-            found = outcome(survey, job, _as_plan(plan, job))
+            plan = _as_plan(candidate, job)
+            found = even if plan == even.plan else outcome(survey, job, plan)
             if best is None or found.step < _WORTH * best.step:
                 best = found
     assert best is not None
-    return best
+    return best, even
+
+
+def settled(found: Outcome) -> Plan:
+    """Its plan with the codecs that it has chosen wherever the job leaves them open."""
+    codecs = []
+    for boundary, codec in enumerate(found.plan.boundaries):
+        chosen = {way: found.choices[boundary, way].name for way in "FB"}
+        forward = chosen["F"] if codec.forward == AUTO else codec.forward
+        codecs.append(Codec(forward=forward, backward=chosen["B"] if codec.backward == AUTO else codec.backward))
+    return Plan(stages=found.plan.stages, boundaries=tuple(codecs))
 
 
 def _even_solution(problem: Problem) -> Solution:
@@ -208,10 +226,23 @@ def forecast_of(survey: Survey, job: config.Job, plan: Plan) -> Forecast:
     return Forecast(kind, job.train.micro_batches, job.pipeline.transfer_slack, profiles, _crossings(survey, plan))
 
 
-def replayed(survey: Survey, job: config.Job, plan: Plan, trace: Rows) -> float:
-    """Seconds of a step with the computing that a run's trace holds, on the links of the survey: what the simulator makes of
-    a run, whatever the devices' speeds were foreseen to be."""
+class Replayed(NamedTuple):
+    """Seconds of a step in the middle of a run."""
+
+    measured: float
+    simulated: float
+    """With every action as long as it was."""
+    with_means: float
+    """With each stage's mean times."""
+
+
+def replayed(survey: Survey, job: config.Job, plan: Plan, trace: Rows) -> Replayed:
+    """What the simulator makes of a run, with the computing that its trace holds, on the links of the survey: whatever the
+    devices' speeds were foreseen to be. Raises UserError where the trace holds fewer than three finished steps."""
     foreseen = forecast_of(survey, job, plan)
+    run = rerun(trace, lambda boundary, way: foreseen.message((boundary, way), plan.codecs[boundary, way]))
+    if run is None:
+        raise UserError("the trace holds fewer than three finished steps")
     profiles = [
         Profile(
             forward=took["F"],
@@ -226,7 +257,7 @@ def replayed(survey: Survey, job: config.Job, plan: Plan, trace: Rows) -> float:
     forecast = Forecast(
         job.pipeline.schedule, job.train.micro_batches, job.pipeline.transfer_slack, profiles, foreseen.crossings
     )
-    return forecast.steady(plan.codecs)[0]
+    return Replayed(run.took / run.steps, run.seconds / run.steps, forecast.steady(plan.codecs)[0])
 
 
 def _crossings(survey: Survey, plan: Plan) -> dict[Direction, Crossing]:
@@ -266,9 +297,8 @@ def codings_of(job: config.Job) -> dict[str, Coding]:
     return {name: parse(name, False) for pair in pairs for name in pair} | {"none": Coding()}
 
 
-def table(survey: Survey, job: config.Job, found: Outcome) -> list[str]:
+def table(survey: Survey, job: config.Job, found: Outcome, even: Outcome) -> list[str]:
     """A plan as text, a line a stage, and the step that it and even cuts should take."""
-    even = outcome(survey, job, even_plan(survey, job))
     return [*stage_table(survey, found), *verdict(survey, job, found, even)]
 
 

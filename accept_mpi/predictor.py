@@ -1,282 +1,243 @@
-"""How long any run of layers takes on any device: a dual-stream network on top of a physical prior, and what it must beat.
+"""How long any run of layers takes on any device: a dual-stream network that corrects a physical prior.
 
-AccEPT's predictor (reconstruction; its sizes and losses are not known) maps a sub-model, as a binary vector over layers,
-and a device, as the measured times of ``PROBES`` representative sub-models, to a time. ``DualStream`` is that. ``Predictor``
-goes on from there (ours): one stream sees each layer's features beside the binary vector, so models never seen work; what it
-says of single layers is scaled to the probes, which cover the model, so a sum over layers is right by construction and the
-network only decides how a probe's time is shared within; several networks, trained apart, tell by their spread how sure they
-are. All errors are relative, so everything is learned in logarithms.
+AccEPT's network (``dual_stream``) learns times from nothing. This one (ours) begins with what is known of every layer: this
+device's own clocks between the layers of its probes; else what other devices took, mixed so that the mixture takes what this
+device's probes took; else operations and memory at a middling core's rates. One stream sees each layer's features and where
+its time is from, the other the device; joined, they correct the layer's time. A sum over layers is close but not right: a
+whole stage finds less in the caches than a probe of a tenth of the model does, which a second, smaller network learns from
+the run's size and the device. Probes come out as measured by construction. Several networks, trained apart, tell by their
+spread how sure they are. All errors are relative, so everything is learned in logarithms.
 """
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
+from accept_mpi.dual_stream import BETA, descend, mlp, some_of
 from accept_mpi.outline import Outline
-from accept_mpi.probe import guess
+from accept_mpi.submodels import (
+    PROBES,
+    Floats,
+    Intervals,
+    Known,
+    device_vector,
+    features,
+    guesses,
+    interval_features,
+    membership,
+)
 
-PROBES = 10
-_WIDTH = 64
-_LAYERS = 128  # layers that the binary vector has room for
+_WIDTH = 48
 _MEMBERS = 4
-_STEPS, _RATE = 400, 3e-3
-_ADAPT_STEPS, _ADAPT_RATE = 60, 3e-4
+_STEPS, _RATE = 300, 3e-3
+_ADAPT_STEPS, _ADAPT_RATE = 60, 5e-4
+_FEWER = (2, 4, 7)  # probes of devices that could not take all
+_ORDERED_BY = 4  # known devices, the newest, that say in which order another is probed
+_MIXING = 200  # multiplicative updates
+_SAVED = ("probes", "probe_times", "intervals", "times", "own")
 
-Floats = npt.NDArray[np.float64]
-Intervals = npt.NDArray[np.int64]
-"""(k, 2): first layer, last + 1."""
+Tensor = torch.Tensor
+
+
+class _Correction(nn.Module):
+    """One network of ``Predictor``. It begins as no correction at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = mlp(8 + 3, _WIDTH, _WIDTH)
+        self.device = mlp(2 * PROBES, _WIDTH, _WIDTH)
+        self.joined = mlp(3 * _WIDTH, _WIDTH, 2)
+        self.whole = mlp(8 + _WIDTH, _WIDTH, 2)
+        for last in (self.joined[-1], self.whole[-1]):
+            nn.init.zeros_(last.weight)  # type: ignore[arg-type]
+            nn.init.zeros_(last.bias)  # type: ignore[arg-type]
+
+    def layers(self, view: "_View") -> tuple[Tensor, Tensor]:
+        """(layers, 2) seconds of each as a part of a run of no size, and the device's vector."""
+        u, v = self.layer(view.layers), self.device(view.device)
+        raw = (view.prior + self.joined(torch.cat([u, v.expand_as(u), u * v], dim=1))).exp()
+        scale = view.measured / (view.cover @ raw).clamp_min(1e-12) / self.of_runs(view.probes, v)
+        # What no probe covers goes at the pace of all that some probe does.
+        reached = view.cover.sum(dim=0)[:, None]
+        return raw * (view.cover.T @ scale + (1 - reached) * scale.log().mean(dim=0).exp()), v
+
+    def of_runs(self, runs: Tensor, v: Tensor) -> Tensor:
+        """(k, 2): how much longer than the sum of their layers runs with these features take."""
+        return self.whole(torch.cat([runs, v.expand(len(runs), -1)], dim=1)).exp()
+
+    def forward(self, view: "_View") -> Tensor:
+        """(k, 2) seconds of the view's intervals."""
+        layers, v = self.layers(view)
+        return (view.inside @ layers) * self.of_runs(view.runs, v)
 
 
 @dataclass(frozen=True)
-class Known:
-    """One model on one device: what was measured. Times are (k, 2): seconds forward and backward."""
+class _View:
+    """One model on one device as the networks see it."""
 
-    outline: Outline
-    device: str
-    probes: Intervals
-    """Runs of layers that cover the model."""
-    probe_times: Floats
-    intervals: Intervals = field(default_factory=lambda: np.zeros((0, 2), np.int64))
-    """Other sub-models."""
-    times: Floats = field(default_factory=lambda: np.zeros((0, 2)))
-
-    @property
-    def layers(self) -> int:
-        return len(self.outline.layers)
-
-
-def features(outline: Outline) -> Floats:
-    """(layers, 8): what a layer is, without its device."""
-    rows = []
-    for index, layer in enumerate(outline.layers):
-        ahead = outline.crossing(index + 1)[0] if index + 1 < len(outline.layers) else 0
-        values = outline.crossing(index)[0]
-        work = guess(layer.operations, layer.held, layer.parameter_bytes)
-        rows.append([
-            math.log(work), math.log1p(layer.operations), math.log1p(layer.held), math.log1p(layer.parameter_bytes),
-            math.log1p(values), math.log1p(ahead), math.log1p(layer.operations / (1 + layer.held + layer.parameter_bytes)),
-            float(layer.operations > 0),
-        ])  # fmt: skip
-    return np.array(rows)
+    layers: Tensor
+    prior: Tensor
+    """(layers, 2) logarithms of seconds."""
+    device: Tensor
+    cover: Tensor
+    """(probes, layers) binary."""
+    probes: Tensor
+    measured: Tensor
+    inside: Tensor
+    """(k, layers) binary: the intervals asked for."""
+    runs: Tensor
+    wanted: Tensor | None = None
+    """(k, 2) logarithms."""
 
 
-def guesses(outline: Outline) -> Floats:
-    """(layers, 2): seconds forward and backward on a middling core, from operations and memory."""
-    forward = np.array([guess(x.operations, x.held, x.parameter_bytes) for x in outline.layers])
-    return np.stack([forward, 2 * forward], axis=1)
+def _view(known: Known, others: Sequence[Known], intervals: Intervals, times: Floats | None = None) -> _View:
+    """``others``: what is known of devices that this one's layers may be mixed from."""
+    prior, source = _prior(known, others)
+
+    def tensor(array: Floats) -> Tensor:
+        return torch.tensor(array, dtype=torch.float32)
+
+    return _View(
+        layers=tensor(np.concatenate([features(known.outline), np.eye(3)[source]], axis=1)),
+        prior=tensor(np.log(prior)),
+        device=tensor(device_vector(known)),
+        cover=tensor(membership(known.probes, known.layers)),
+        probes=tensor(interval_features(known.outline, known.probes)),
+        measured=tensor(known.probe_times),
+        inside=tensor(membership(intervals, known.layers)),
+        runs=tensor(interval_features(known.outline, intervals)),
+        wanted=None if times is None else tensor(np.log(times)),
+    )
 
 
-def device_vector(known: Known) -> Floats:
-    """(2 x PROBES,): logarithms of probe times over the guess for the same layers, resampled to PROBES along the work."""
-    work = guesses(known.outline)
-    ratios = np.log([times / work[a:b].sum(axis=0) for (a, b), times in zip(known.probes, known.probe_times, strict=True)])
-    middle = (np.arange(len(ratios)) + 0.5) / len(ratios)
-    at = (np.arange(PROBES) + 0.5) / PROBES
-    return np.concatenate([np.interp(at, middle, ratios[:, way]) for way in (0, 1)])
+def _prior(known: Known, others: Sequence[Known]) -> tuple[Floats, Intervals]:
+    """(layers, 2) seconds; (layers,) where each is from: 0 its own clocks, 1 other devices, 2 operations and memory."""
+    prior, source = guesses(known.outline), np.full(known.layers, 2)
+    cover = membership(known.probes, known.layers)
+    prior *= known.probe_times.sum() / (cover @ prior).sum()
+    tables = [o.own for o in others if o.model == known.model and o.device != known.device and np.isfinite(o.own).all()]
+    if tables:
+        prior, source = _mixed(known.probe_times, cover, np.array(tables)), np.ones(known.layers, int)
+    mine = np.isfinite(known.own).all(axis=1)
+    prior[mine], source[mine] = known.own[mine], 0
+    return np.maximum(prior, 1e-7), source
 
 
-def membership(intervals: Intervals, layers: int) -> Floats:
-    """(k, layers): binary vectors."""
-    place = np.arange(layers)
-    return ((place >= intervals[:, :1]) & (place < intervals[:, 1:])).astype(float)
-
-
-# -- baselines -----------------------------------------------------------------------------------------------------------
-
-
-def by_operations(known: Known, intervals: Intervals) -> Floats:
-    """FLOPs-linear: one rate a device, from all its probes."""
-    operations = np.array([layer.operations for layer in known.outline.layers])
-    seconds = known.probe_times.sum(axis=0) / operations.sum()
-    return membership(intervals, known.layers) @ operations[:, None] * seconds
-
-
-def by_capacity(known: Known, reference: Known, layer_times: Floats, intervals: Intervals) -> Floats:
-    """FTPipeHD: a reference device's layers, (layers, 2) seconds, times one capacity ratio."""
-    ratio = known.probe_times.sum() / reference.probe_times.sum()
-    return ratio * (membership(intervals, known.layers) @ layer_times)
-
-
-def by_layers(layer_times: Floats, intervals: Intervals) -> Floats:
-    """PipeDream: the sum of the device's own layers, each measured."""
-    return membership(intervals, len(layer_times)) @ layer_times
-
-
-def by_nearest(known: Known, others: Sequence[tuple[Known, Floats]], intervals: Intervals) -> Floats:
-    """The layers, (layers, 2) seconds, of the known device whose probes are most alike in proportion, scaled."""
-    mine = np.log(known.probe_times)
-
-    def distance(other: Known) -> float:
-        difference = mine - np.log(other.probe_times)
-        return float((difference - difference.mean()).std())
-
-    nearest, layer_times = min(others, key=lambda pair: distance(pair[0]))
-    return by_capacity(known, nearest, layer_times, intervals)
-
-
-# -- AccEPT's network ----------------------------------------------------------------------------------------------------
-
-
-class DualStream(nn.Module):
-    """AccEPT (reconstruction): binary vector and probe times, a stream each, joined with their product; two times out."""
-
-    def __init__(self, models: Sequence[str]) -> None:
-        super().__init__()
-        self.models = {key: n for n, key in enumerate(models)}
-        self.sub_model = _mlp(_LAYERS + len(self.models), _WIDTH, _WIDTH)
-        self.device = _mlp(2 * PROBES, _WIDTH, _WIDTH)
-        self.joined = _mlp(3 * _WIDTH, _WIDTH, 2)
-
-    def forward(self, known: Known, intervals: Intervals) -> torch.Tensor:
-        """(k, 2): logarithms of seconds."""
-        chosen = np.zeros((len(intervals), _LAYERS + len(self.models)))
-        chosen[:, : known.layers] = membership(intervals, known.layers)
-        if known.outline.key in self.models:
-            chosen[:, _LAYERS + self.models[known.outline.key]] = 1
-        u = self.sub_model(torch.tensor(chosen, dtype=torch.float32))
-        v = self.device(torch.tensor(device_vector(known), dtype=torch.float32)).expand_as(u)
-        return self.joined(torch.cat([u, v, u * v], dim=1)) - 5
-
-
-def train_dual_stream(data: Sequence[Known], seed: int = 0, steps: int = _STEPS) -> DualStream:
-    """AccEPT's network, pre-trained on what is known."""
-    torch.manual_seed(seed)
-    network = DualStream(sorted({known.outline.key for known in data}))
-    generator = torch.Generator().manual_seed(seed)
-
-    def loss(known: Known) -> torch.Tensor:
-        wanted = torch.tensor(np.log(known.times), dtype=torch.float32)
-        return nn.functional.smooth_l1_loss(network(known, known.intervals), wanted, beta=0.02)
-
-    _descend(network, lambda _: [loss(data[int(i)]) for i in _some(len(data), generator)], 3 * steps, _RATE)
-    return network
-
-
-def _some(count: int, generator: torch.Generator) -> list[int]:
-    return torch.randint(count, (min(8, count),), generator=generator).tolist()
-
-
-def _descend(network: nn.Module, losses: Callable[[int], list[torch.Tensor]], steps: int, rate: float) -> None:
-    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=1e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for step in range(steps):
-        optimizer.zero_grad()
-        torch.stack(losses(step)).mean().backward()
-        optimizer.step()
-        schedule.step()
-
-
-# -- ours ----------------------------------------------------------------------------------------------------------------
-
-
-class _Shares(nn.Module):
-    """One network of ``Predictor``: seconds of every layer, before they are scaled to the probes."""
-
-    def __init__(self, layers: dict[str, int]) -> None:
-        """``layers``: number of layers of each known model, by key."""
-        super().__init__()
-        self.layers = layers
-        self.offset = {}
-        total = 0
-        for key, count in layers.items():
-            self.offset[key] = total
-            total += count
-        self.own = nn.Embedding(total + 1, _WIDTH)  # what the binary vector selects; the last: a model never seen
-        nn.init.zeros_(self.own.weight)
-        self.layer = _mlp(8, _WIDTH, _WIDTH)
-        self.device = _mlp(2 * PROBES, _WIDTH, _WIDTH)
-        self.joined = _mlp(3 * _WIDTH, _WIDTH, 2)
-        last: Any = self.joined[-1]
-        nn.init.zeros_(last.weight)
-        self.start = nn.Linear(_WIDTH, 2)  # a sub-model's own beginning and end, as a share of its time
-        nn.init.zeros_(self.start.weight)
-        nn.init.zeros_(self.start.bias)
-
-    def forward(self, known: Known, forget: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """(layers, 2) logarithms of seconds; (2,) seconds that a sub-model takes besides. ``forget``: as if the model had
-        never been seen."""
-        inputs = torch.tensor(_scaled(features(known.outline)), dtype=torch.float32)
-        first = self.offset.get(known.outline.key, -1)
-        unknown = first < 0 or forget
-        chosen = torch.full((known.layers,), self.own.num_embeddings - 1) if unknown else torch.arange(known.layers) + first
-        u = self.layer(inputs) + self.own(chosen) * (0.0 if unknown else 1.0)
-        v = self.device(torch.tensor(device_vector(known), dtype=torch.float32))
-        both = v.expand_as(u)
-        raw = torch.tensor(np.log(guesses(known.outline)), dtype=torch.float32)
-        return raw + self.joined(torch.cat([u, both, u * both], dim=1)), self.start(v)
-
-
-def _mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, width), nn.SiLU(), nn.Linear(width, outputs))
-
-
-def _scaled(rows: Floats) -> Floats:
-    """Features to about -1 to 1."""
-    return (rows - np.array([-9, 13, 12, 8, 10, 10, 3, 0.5])) / np.array([2, 8, 4, 6, 4, 4, 2, 0.5])
-
-
-def _predict(network: _Shares, known: Known, intervals: Intervals, forget: bool = False) -> torch.Tensor:
-    """(k, 2) seconds."""
-    logs, besides = network(known, forget)
-    raw = logs.exp()
-    cover = torch.tensor(membership(known.probes, known.layers), dtype=torch.float32)
-    measured = torch.tensor(known.probe_times, dtype=torch.float32)
-    # A probe has its own beginning and end; what is left is its layers'.
-    share = torch.tanh(besides) * 0.2
-    scale = measured * (1 - share) / (cover @ raw).clamp_min(1e-12)
-    layers = raw * (cover.T @ scale)
-    mine = torch.tensor(membership(intervals, known.layers), dtype=torch.float32)
-    constant = share * measured.mean(dim=0)
-    return mine @ layers + constant
+def _mixed(measured: Floats, cover: Floats, tables: Floats) -> Floats:
+    """(layers, 2): devices' layer times, each with a weight of its own and none below 0, such that probes take what was
+    measured, as nearly as relative errors go (non-negative least squares by Lee and Seung's updates)."""
+    parts = np.array([(cover @ table / measured).ravel() for table in tables]).T
+    weights = np.full(parts.shape[1], 1 / np.maximum(parts.sum(axis=1).mean(), 1e-12))
+    for _ in range(_MIXING):
+        weights *= parts.sum(axis=0) / np.maximum(parts.T @ (parts @ weights), 1e-12)
+    return np.tensordot(weights, tables, 1)
 
 
 class Predictor:
     """Several networks that agree where they know."""
 
-    def __init__(self, members: list[_Shares], memory: list[Known]) -> None:
+    def __init__(self, members: list[_Correction], memory: Sequence[Known]) -> None:
         self._members = members
-        self._memory = memory
+        self.memory = tuple(memory)
+        """What it learned from."""
+
+    @property
+    def models(self) -> set[str]:
+        """Keys of the models that it has learned."""
+        return {known.model for known in self.memory}
 
     @staticmethod
-    def train(data: Sequence[Known], seed: int = 0, steps: int = _STEPS) -> "Predictor":
-        """Pre-train on what is known."""
-        layers = {known.outline.key: known.layers for known in data}
+    def train(data: Sequence[Known], seed: int = 0, steps: int = _STEPS, seconds: float = math.inf) -> "Predictor":
+        """Pre-train on what is known, for ``seconds`` at most."""
+        until = time.monotonic() + seconds
         members = []
+        views = _lessons(data, data, seed)
         for member in range(_MEMBERS):
             torch.manual_seed(1000 * seed + member)
-            network = _Shares(layers)
-            _fit(network, data, steps, _RATE, torch.Generator().manual_seed(1000 * seed + member))
+            network = _Correction()
+            generator = torch.Generator().manual_seed(1000 * seed + member)
+            _fit(network, views, steps, _RATE, generator, (), _share(until, _MEMBERS - member))
             members.append(network)
-        return Predictor(members, list(data))
+        return Predictor(members, data)
 
     @torch.no_grad()
     def predict(self, known: Known, intervals: Intervals) -> tuple[Floats, Floats]:
         """(k, 2) seconds forward and backward, and (k, 2) how far the networks are apart, as a share of them."""
-        each = np.array([_predict(network, known, intervals).double().numpy() for network in self._members])
-        logs = np.log(np.maximum(each, 1e-9))
-        return np.exp(logs.mean(axis=0)), logs.std(axis=0)
+        view = _view(known, self.memory, intervals)
+        return _together([network(view) for network in self._members])
+
+    @torch.no_grad()
+    def layers(self, known: Known, stages: int = PROBES) -> tuple[Floats, Floats]:
+        """(layers, 2) seconds forward and backward of every layer, in a pipeline of about so many stages; and how far the
+        networks are apart."""
+        work = guesses(known.outline)[:, 0]
+        ends = work.cumsum() / work.sum()
+        around = np.array([np.searchsorted(ends, (e - 0.5 / stages, e + 0.5 / stages)) for e in ends])
+        around[:, 1] = np.minimum(around[:, 1] + 1, known.layers)
+        view = _view(known, self.memory, around)
+        each = []
+        for network in self._members:
+            layers, v = network.layers(view)
+            each.append(layers * network.of_runs(view.runs, v))
+        return _together(each)
+
+    def order(self, outline: Outline, candidates: Intervals) -> list[int]:
+        """In which order to measure the candidates on a device never seen: each time where the networks would be least sure
+        of devices that are known. Empty where none of these has measured the candidates of this model."""
+        known = [k for k in self.memory if k.model == outline.key and np.array_equal(k.probes, candidates)][-_ORDERED_BY:]
+        if not known:
+            return []
+        chosen = [int(np.sum([k.probe_times for k in known], axis=(0, 2)).argmax())]
+        while len(chosen) < len(candidates):
+            left = np.array([k for k in range(len(candidates)) if k not in chosen])
+            doubt = sum(self._doubt(k.only(chosen), k.probes[left]) / k.probe_times.sum() for k in known)
+            chosen.append(int(left[np.argmax(doubt)]))
+        return chosen
+
+    def next_probe(self, known: Known, candidates: Intervals) -> int:
+        """Which of the candidates to measure next: where the networks disagree by most seconds."""
+        return int(self._doubt(known, candidates).argmax())
+
+    def _doubt(self, known: Known, candidates: Intervals) -> Floats:
+        seconds, spread = self.predict(known, candidates)
+        return (seconds * spread).sum(axis=1)
+
+    def adapt(self, *fresh: Known, seed: int = 0, steps: int = _ADAPT_STEPS, seconds: float = math.inf) -> "Predictor":
+        """Learn what was observed on devices (their ``intervals``): half of each batch is that, half is replayed from what
+        was known before, so that nothing is lost. ``seconds``: at most."""
+        until = time.monotonic() + seconds
+        new = {(known.model, known.device) for known in fresh}
+        others = [known for known in self.memory if (known.model, known.device) not in new]
+        memory = [*others, *fresh]
+        views = _lessons(fresh, memory, seed)
+        draw = np.random.default_rng(seed)
+        picked = [others[k] for k in draw.permutation(len(others))[:steps]]
+        replay = _lessons(picked, memory, seed) if picked else []
+        members = [copy.deepcopy(network) for network in self._members]
+        for member, network in enumerate(members):
+            generator = torch.Generator().manual_seed(77 + 1000 * seed + member)
+            _fit(network, views, steps, _ADAPT_RATE, generator, replay, _share(until, _MEMBERS - member))
+        return Predictor(members, memory)
 
     def write(self, group: Any) -> None:
         """Weights, what it learned from, and its errors on that, into an HDF5 group."""
-        group["layers"] = np.frombuffer(msgspec.json.encode(self._members[0].layers), np.uint8)
         for number, network in enumerate(self._members):
             for name, value in network.state_dict().items():
                 group[f"weights/{number}/{name}"] = value.numpy()
-        models = {known.outline.key: known.outline for known in self._memory}
-        for key, outline in models.items():
+        for key, outline in {known.model: known.outline for known in self.memory}.items():
             group[f"models/{key}"] = np.frombuffer(msgspec.json.encode(outline), np.uint8)
-        for number, known in enumerate(self._memory):
+        for number, known in enumerate(self.memory):
             entry = group.create_group(f"data/{number:05}")
-            entry.attrs.update(model=known.outline.key, device=known.device)
-            for name in ("probes", "probe_times", "intervals", "times"):
+            entry.attrs.update(model=known.model, device=known.device)
+            for name in _SAVED:
                 entry[name] = getattr(known, name)
             if len(known.intervals):
                 predicted, _ = self.predict(known, known.intervals)
@@ -284,61 +245,64 @@ class Predictor:
 
     @staticmethod
     def read(group: Any) -> "Predictor":
-        """From an HDF5 group that ``write`` has filled."""
-        layers = msgspec.json.decode(group["layers"][:].tobytes(), type=dict[str, int])
+        """From an HDF5 group that ``write`` has filled. Raises KeyError or RuntimeError where it was not."""
         members = []
-        for number in range(len(group["weights"])):
-            network = _Shares(layers)
+        for number in range(_MEMBERS):
+            network = _Correction()
             saved = group[f"weights/{number}"]
             network.load_state_dict({name: torch.tensor(saved[name][()]) for name in network.state_dict()})
             members.append(network)
         models = {key: msgspec.json.decode(raw[:].tobytes(), type=Outline) for key, raw in group["models"].items()}
-        memory = [
-            Known(
-                models[entry.attrs["model"]], entry.attrs["device"],
-                *(entry[name][:] for name in ("probes", "probe_times", "intervals", "times")),
-            )
-            for entry in group["data"].values()
-        ]  # fmt: skip
-        return Predictor(members, memory)
+        return Predictor(
+            members,
+            [
+                Known(models[entry.attrs["model"]], entry.attrs["device"], *(entry[name][:] for name in _SAVED))
+                for entry in group["data"].values()
+            ],
+        )
 
-    def next_probe(self, known: Known, candidates: Intervals) -> int:
-        """Which of the candidates to measure next: where the networks disagree by most seconds."""
-        seconds, spread = self.predict(known, candidates)
-        return int((seconds * spread).sum(axis=1).argmax())
 
-    def adapt(self, fresh: Known, seed: int = 0, steps: int = _ADAPT_STEPS) -> "Predictor":
-        """Learn what was observed on a device (``fresh.intervals``): half of each batch is that, half is replayed from what
-        was known before, so that nothing is lost."""
-        members = [copy.deepcopy(network) for network in self._members]
-        for member, network in enumerate(members):
-            generator = torch.Generator().manual_seed(77 + 1000 * seed + member)
-            replay = [self._memory[int(i)] for i in torch.randperm(len(self._memory), generator=generator)[:steps]]
-            _fit(network, [fresh], steps, _ADAPT_RATE, generator, replay)
-        return Predictor(members, [*self._memory, fresh])
+def _lessons(data: Sequence[Known], others: Sequence[Known], seed: int) -> list[_View]:
+    """Each of ``data`` in all the ways in which something like it may be asked for: with its own clocks; with its probes
+    alone; with few of them; and as a model that nobody has seen."""
+    generator = np.random.default_rng(seed)
+    found = []
+    for known in data:
+        if not len(known.intervals):
+            continue
+        bare = replace(known, layer_times=None)
+        found += [(known, others), (bare, others), (bare, ())]
+        for count in _FEWER:
+            if count < len(known.probes):
+                found.append((known.only(generator.choice(len(known.probes), count, replace=False)), others))
+    return [_view(known, others, known.intervals, known.times) for known, others in found]
 
 
 def _fit(
-    network: _Shares,
-    data: Sequence[Known],
-    steps: int,
-    rate: float,
-    generator: torch.Generator,
-    replay: Sequence[Known] = (),
-) -> None:
+    network: _Correction, views: Sequence[_View], steps: int, rate: float, generator: torch.Generator,
+    replay: Sequence[_View], until: float,
+) -> None:  # fmt: skip
     """Least mean relative error (as a smooth absolute difference of logarithms)."""
 
-    def loss(known: Known) -> torch.Tensor:
-        # Half of the time without what was learned of this very model, so that features alone suffice.
-        forget = bool(torch.rand((), generator=generator) < 0.5)
-        predicted = _predict(network, known, known.intervals, forget).clamp_min(1e-9).log()
-        wanted = torch.tensor(np.log(known.times), dtype=torch.float32)
-        return nn.functional.smooth_l1_loss(predicted, wanted, beta=0.02)
+    def loss(view: _View) -> Tensor:
+        assert view.wanted is not None
+        return nn.functional.smooth_l1_loss(network(view).clamp_min(1e-9).log(), view.wanted, beta=BETA)
 
-    def losses(step: int) -> list[torch.Tensor]:
-        picked = [data[i] for i in _some(len(data), generator)]
-        if replay:
-            picked += [replay[(step * len(picked) + k) % len(replay)] for k in range(len(picked))]
-        return [loss(known) for known in picked]
+    def losses(step: int) -> list[Tensor]:
+        picked = [loss(views[n]) for n in some_of(len(views), generator)]
+        return picked + ([loss(replay[n]) for n in some_of(len(replay), generator)] if replay else [])
 
-    _descend(network, losses, steps, rate)
+    if views:
+        descend(network, losses, steps, rate, until)
+
+
+def _share(until: float, members: int) -> float:
+    """When a network must be done so that so many have the same time each."""
+    now = time.monotonic()
+    return now + (until - now) / members
+
+
+def _together(each: Sequence[Tensor]) -> tuple[Floats, Floats]:
+    """The networks' mean (of logarithms), and their spread."""
+    logs = np.log(np.maximum([one.double().numpy() for one in each], 1e-9))
+    return np.exp(logs.mean(axis=0)), logs.std(axis=0)

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,8 +28,7 @@ PIECES = 10
 _MOST_ROUNDS, _LEAST_ROUNDS = 40, 3
 _WINDOW = 0.1  # seconds that a piece is measured at least: quotas of CPU are given out every 5 to 100 ms
 _PRECISE = 0.005  # standard error of the mean at which a piece is known well enough
-_MOST_FLIGHT, _CACHE_BYTES = 4, 64 << 20  # micro-batches in flight: as many as caches do not hold
-_UPDATES = 2
+_MOST_FLIGHT, _CACHE_BYTES = 3, 32 << 20  # micro-batches in flight: as many as caches do not hold
 _COPIES = 6  # of weights, at most: a version and the optimizer's own, gradients, two of its moments, one on the way
 _QUICK = 0.1  # share of the budget for a device that is known
 _SAME = 0.12  # the logarithm of now / then up to which it is what it was
@@ -54,6 +53,8 @@ class LayerTimes(msgspec.Struct, frozen=True):
     """(first layer, last + 1, forward, backward): whole sub-models, as AccEPT's predictor wants them."""
     stretch: float
     """Seconds of the clock for a second of CPU."""
+    observed: tuple[Run, ...] = ()
+    """Stages that earlier runs had on this device, as they took in training."""
 
     @property
     def measured(self) -> list[bool]:
@@ -83,38 +84,75 @@ def probe(
     budget: float,
     known: LayerTimes | None = None,
     room: float = math.inf,
+    order: Sequence[int] = (),
+    crowded: bool = False,
 ) -> LayerTimes:
     """Measure every layer, for about ``budget`` seconds in all. ``inputs`` and ``target`` are a micro-batch's of real data
     (None: the device has none, and the piece that needs them waits for a guess).
 
-    ``known``: what this device took earlier. A tenth of the budget tells whether it is as fast as it was; then that counts.
+    ``known``: what this device took earlier. A tenth of the budget tells whether that still counts; the rest goes to what it
+    has not measured yet.
     ``room``: bytes that a piece may take; larger ones are left to a guess.
+    ``order``: in which ``pieces`` get their turn, should the budget not reach all; by default such that few tell most.
+    ``crowded``: more threads than cores are measuring here, so that a short look tells nothing: what is known counts.
     """
     began = time.monotonic()
 
-    def measure(chosen: list[tuple[int, int]], seconds: float) -> tuple[np.ndarray, list[Run], list[float]]:
-        return _measure(chain, outline, job, loss, inputs, target, chosen, seconds, room)
+    def measure(chosen: list[tuple[int, int]], seconds: float, brief: bool = False) -> tuple[np.ndarray, list[Run], float]:
+        return _measure(chain, outline, job, loss, inputs, target, chosen, seconds, room, brief)
 
+    every = pieces(outline)
+    wanted = [every[k] for k in order or scattered(len(every))]
+    old: LayerTimes | None = None
     if known is not None:
-        some, _, _ = measure(pieces(outline)[1::4], _QUICK * budget)
-        if abs(math.log(_ratio(some, known))) < _SAME:
-            return msgspec.structs.replace(known, seconds=time.monotonic() - began)
-    found, runs, stretches = measure(pieces(outline), budget)
+        there = [(a, b) for a, b in every if known.measured[a]]
+        if crowded or _unchanged(measure(there[1::4] or there, _QUICK * budget, brief=True)[1], known):
+            old, wanted = known, [run for run in wanted if run not in there]
+    found, runs, stretch = measure(wanted, budget - (time.monotonic() - began)) if wanted else (None, [], 1.0)
+    seconds = time.monotonic() - began
+    if old is None:
+        assert found is not None
+        return _times(found, seconds, tuple(sorted(runs)), stretch)
+    if found is None or not runs:
+        return msgspec.structs.replace(old, seconds=seconds)
+    both = np.where(np.isfinite(found), found, [old.forward, old.backward, old.weights, old.update])
+    whole = _times(both, seconds, tuple(sorted({*old.pieces, *runs})), stretch)
+    return msgspec.structs.replace(whole, observed=old.observed)
+
+
+def _times(found: np.ndarray, seconds: float, runs: tuple[Run, ...], stretch: float) -> LayerTimes:
     forward, backward, weights, update = (tuple(map(float, row)) for row in found)
-    stretch = statistics.fmean(stretches) if stretches else 1.0
-    return LayerTimes(forward, backward, weights, update, time.monotonic() - began, tuple(runs), stretch)
+    return LayerTimes(forward, backward, weights, update, seconds, runs, stretch)
+
+
+def together(same: Sequence[LayerTimes]) -> LayerTimes:
+    """What ranks that share a host and all settings have measured, as one: means of what either has."""
+    rows = np.array([[one.forward, one.backward, one.weights, one.update] for one in same])
+    there = np.isfinite(rows)
+    means = np.where(there, rows, 0).sum(axis=0) / np.where(there.any(axis=0), there.sum(axis=0), np.nan)
+    by_place: dict[tuple[int, int], list[Run]] = {}
+    for one in same:
+        for run in one.pieces:
+            by_place.setdefault(run[:2], []).append(run)
+    probes: list[Run] = []
+    for (start, stop), runs in sorted(by_place.items()):
+        forward, backward = (statistics.fmean(run[way] for run in runs) for way in (2, 3))
+        probes.append((start, stop, forward, backward))
+    seconds, stretch = max(one.seconds for one in same), statistics.fmean(one.stretch for one in same)
+    return msgspec.structs.replace(_times(means, seconds, tuple(probes), stretch), observed=same[0].observed)
 
 
 def _measure(
     chain: Chain, outline: Outline, job: config.Job, loss: Loss, inputs: Tensors, target: torch.Tensor | None,
-    chosen: list[tuple[int, int]], budget: float, room: float,
-) -> tuple[np.ndarray, list[Run], list[float]]:  # fmt: skip
-    """(4, layers) seconds, NaN outside the pieces that the budget allows; whole pieces; and the stretch of each."""
+    chosen: list[tuple[int, int]], budget: float, room: float, brief: bool = False,
+) -> tuple[np.ndarray, list[Run], float]:  # fmt: skip
+    """(4, layers) seconds, NaN outside the pieces that the budget allows; whole pieces; and the stretch."""
     began = time.monotonic()
     count = len(outline.layers)
     found = np.full((4, count), np.nan)
-    runs: list[Run] = []
-    stretches = []
+    warm = brief
+    measured: list[tuple[int, int]] = []
+    wall = cpu = 0.0
     work = [sum(guess(x.operations, x.held, x.parameter_bytes) for x in outline.layers[a:b]) for a, b in chosen]
     for number, (start, stop) in enumerate(chosen):
         remaining = budget - (time.monotonic() - began)
@@ -127,12 +165,27 @@ def _measure(
         if not given or (stop == count and target is None):
             continue
         piece = Piece(chain, outline, job, start, stop, loss if stop == count else None)
+        if not warm:  # a process's first rounds take memory from the kernel
+            piece.begin(given, target)
+            piece.round()
+            warm = True
+            remaining = budget - (time.monotonic() - began)
         seconds = remaining * work[number] / sum(work[number:])
-        found[:, start:stop], stretch, whole = piece.measure(given, target, seconds)
-        stretches.append(stretch)
-        runs.append((start, stop, *whole))
+        timed = piece.measure(given, target, seconds, brief)
+        found[:, start:stop] = timed.layers
+        wall, cpu = wall + timed.wall, cpu + timed.cpu
+        measured.append((start, stop))
         del piece
-    return found, runs, stretches
+    # One stretch for all: what a quota does to a piece depends on when its period began.
+    stretch = stretch_of(wall, cpu)
+    found *= stretch
+    runs = [(a, b, float(found[0, a:b].sum()), float(found[1, a:b].sum())) for a, b in measured]
+    return found, runs, stretch
+
+
+def stretch_of(wall: float, cpu: float) -> float:
+    """Seconds of the clock for a second of CPU."""
+    return max(1.0, wall / max(cpu, 1e-9))
 
 
 def micro_batch(train: Dataset | None, job: config.Job) -> tuple[Tensors, torch.Tensor | None]:
@@ -144,13 +197,17 @@ def micro_batch(train: Dataset | None, job: config.Job) -> tuple[Tensors, torch.
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), train.targets(sample)
 
 
-def _ratio(found: np.ndarray, known: LayerTimes) -> float:
-    """How much longer layers take now than they were known to; infinite where that cannot be told."""
-    measured = np.isfinite(found[0])
-    now, then = (
-        float(np.sum(rows)) for rows in (found[:2, measured], np.array([known.forward, known.backward])[:, measured])
-    )
-    return now / then if now > 0 and then > 0 else math.inf
+def scattered(count: int) -> list[int]:
+    """0 to ``count`` - 1, such that the first few of them are spread over all (bits in reverse)."""
+    bits = max(1, (count - 1).bit_length())
+    return sorted(range(count), key=lambda k: f"{k:0{bits}b}"[::-1])
+
+
+def _unchanged(runs: list[Run], known: LayerTimes) -> bool:
+    """Whether pieces take now what they were known to."""
+    now = sum(forward + backward for _, _, forward, backward in runs)
+    then = sum(sum(known.forward[a:b]) + sum(known.backward[a:b]) for a, b, _, _ in runs)
+    return now > 0 and then > 0 and abs(math.log(now / then)) < _SAME
 
 
 def random_inputs(outline: Outline, layer: int) -> Tensors:
@@ -163,6 +220,17 @@ def random_inputs(outline: Outline, layer: int) -> Tensors:
                 torch.as_strided(value, spec.sent_shape, spec.stride).normal_()
         values.append(value)
     return tuple(values)
+
+
+class Timed(NamedTuple):
+    """What a piece took."""
+
+    layers: np.ndarray
+    """(4, layers) seconds of CPU: forward, backward, weights, update."""
+    wall: float
+    """Seconds of the clock in all rounds that count."""
+    cpu: float
+    """Seconds of CPU in them."""
 
 
 class Piece:
@@ -195,43 +263,47 @@ class Piece:
 
         return after
 
-    def measure(
-        self, inputs: Tensors, target: torch.Tensor | None, seconds: float
-    ) -> tuple[np.ndarray, float, tuple[float, float]]:
-        """(4, layers): forward, backward, weights, update; the stretch; and forward and backward of the whole piece.
-
-        Some micro-batches are in flight, as in training: a backward does not find its activations in the cache.
-        """
+    def measure(self, inputs: Tensors, target: torch.Tensor | None, seconds: float, brief: bool = False) -> Timed:
+        """Train it for so many seconds, some rounds in any case. ``brief``: without the optimizer's steps."""
         until = time.monotonic() + seconds
-        in_flight = min(_MOST_FLIGHT, 1 + int(_CACHE_BYTES / max(1.0, self._held)))
-        for k in range(in_flight):
-            self._forth(k, 0, inputs, target)
+        self.begin(inputs, target)
         rounds: list[np.ndarray] = []
         wall: list[float] = []
         cpu = 0.0
         while len(rounds) < _MOST_ROUNDS:
-            began = time.monotonic(), time.thread_time()
-            k = len(rounds)
-            forward = self._forth(k + in_flight, 0, inputs, target)
-            rounds.append(np.stack([forward, *self._back(k)]))
-            ended = time.monotonic(), time.thread_time()
-            if k:  # the first warms up
-                cpu += ended[1] - began[1]
-                wall.append(ended[0] - began[0])
+            rows, took, used = self.round()
+            rounds.append(rows)
+            if len(rounds) > 1:  # the first warms up
+                cpu += used
+                wall.append(took)
             if len(wall) < _LEAST_ROUNDS - 1:
                 continue
             spread = statistics.stdev(wall) / math.sqrt(len(wall)) / statistics.fmean(wall)
-            if ended[0] > until or (spread < _PRECISE and sum(wall) > _WINDOW):
+            if time.monotonic() > until or (spread < _PRECISE and sum(wall) > _WINDOW):
                 break
-        for k in range(len(rounds), len(rounds) + in_flight):
-            self._back(k)
-        stretch = max(1.0, sum(wall) / max(cpu, 1e-9))
-        forward, backward, weights = np.median(np.array(rounds[1:]), axis=0) * stretch
-        update = self._updates(len(rounds) + in_flight, inputs, target) * stretch
-        return np.stack([forward, backward, weights, update]), stretch, (float(forward.sum()), float(backward.sum()))
+        forward, backward, weights = np.median(np.array(rounds[1:]), axis=0)
+        update = np.zeros(len(forward)) if brief else self._updates()
+        return Timed(np.stack([forward, backward, weights, update]), sum(wall), cpu)
 
-    def _forth(self, k: int, version: int, inputs: Tensors, target: torch.Tensor | None) -> np.ndarray:
+    def begin(self, inputs: Tensors, target: torch.Tensor | None) -> None:
+        """Take micro-batches in flight: a backward does not find its activations in the cache, as in training."""
+        self._given = inputs, target
+        self._first = self._next = 0
+        for _ in range(min(_MOST_FLIGHT, 1 + int(_CACHE_BYTES / max(1.0, self._held)))):
+            self._forth(0)
+
+    def round(self) -> tuple[np.ndarray, float, float]:
+        """One micro-batch forward and the oldest back: (3, layers) seconds of CPU forward, backward and weights; and seconds
+        of the clock and of CPU for all of it."""
+        began = time.monotonic(), time.thread_time()
+        forward = self._forth(0)
+        rows = np.stack([forward, *self._back()])
+        return rows, time.monotonic() - began[0], time.thread_time() - began[1]
+
+    def _forth(self, version: int) -> np.ndarray:
         """A micro-batch forward: (layers,) CPU seconds."""
+        k, self._next = self._next, self._next + 1
+        inputs, target = self._given
         self._forward = []
         # Its own copy, since a layer may work in place.
         given = tuple(x.detach().clone().requires_grad_(x.requires_grad) if x is not None else None for x in inputs)
@@ -243,8 +315,9 @@ class Piece:
         self._gradients[k] = tuple(torch.full_like(value, 1e-3) for value in wanting)
         return np.diff([began, *self._forward])
 
-    def _back(self, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """A micro-batch back: (layers,) CPU seconds, and what of them the zero-bubble schedule can put off."""
+    def _back(self) -> tuple[np.ndarray, np.ndarray]:
+        """The oldest micro-batch back: (layers,) CPU seconds, and what of them the zero-bubble schedule can put off."""
+        k, self._first = self._first, self._first + 1
         self._backward = {}
         count = self.stop - self.start
         began = time.thread_time()
@@ -259,41 +332,16 @@ class Piece:
         begins = np.maximum.accumulate(np.where(np.isnan(begins), -np.inf, begins))
         return np.diff(begins)[::-1] + weights, weights
 
-    def _updates(self, k: int, inputs: Tensors, target: torch.Tensor | None) -> np.ndarray:
-        """CPU seconds of the optimizer's step, shared among layers by their parameters."""
-        took = []
-        for number in range(_UPDATES + 1):
-            version = number if self._asynchronous else 0
-            self._forth(k + number, version, inputs, target)
-            self._back(k + number)
-            began = time.thread_time()
-            self.stage.update(0.0, version)
-            took.append(time.thread_time() - began)
+    def _updates(self) -> np.ndarray:
+        """CPU seconds of the optimizer's step, shared among layers by their parameters. Brings back what is in flight."""
+        while self._first < self._next:
+            self._back()
+        self.stage.update(0.0, 0)  # makes the optimizer's state
+        version = 1 if self._asynchronous else 0
+        self._forth(version)
+        self._back()
+        began = time.thread_time()
+        self.stage.update(0.0, version)
+        took = time.thread_time() - began
         parameters = np.array([sum(p.numel() for p in layer.parameters()) for layer in self.stage.layers], float)
-        return statistics.median(took[1:]) * parameters / max(1.0, parameters.sum())
-
-
-def fill(times: Sequence[LayerTimes], outline: Outline) -> np.ndarray:
-    """(4, devices, layers): forward, backward, weights, update, with a guess where a device has not measured: what others
-    take, in proportion to what both have measured (FTPipeHD's capacity); where nobody has, operations and memory."""
-    rows = np.array([[t.forward, t.backward, t.weights, t.update] for t in times]).transpose(1, 0, 2)
-    known = np.isfinite(rows[0])
-    total = np.where(known, rows[0] + rows[1], 0.0)
-    filled = rows.copy()
-    for n in range(len(times)):
-        gaps = ~known[n]
-        others = [m for m in range(len(times)) if m != n and (known[m] & known[n]).any() and (known[m] & gaps).any()]
-        if not gaps.any() or not others:
-            continue
-        ratios = [total[n][known[m]].sum() / total[m][known[n]].sum() for m in others]
-        scaled = np.array([ratio * rows[:, m] for ratio, m in zip(ratios, others, strict=True)])
-        have = gaps & known[others].any(axis=0)
-        filled[:, n, have] = np.nanmedian(scaled[:, :, have], axis=0)
-    guessed = np.array([guess(x.operations, x.held, x.parameter_bytes) for x in outline.layers])
-    forward = np.nansum(rows[0], axis=1)
-    scales = [forward[n] / guessed[known[n]].sum() for n in range(len(times)) if known[n].any()]
-    for n in range(len(times)):
-        gaps = ~np.isfinite(filled[0, n])
-        scale = forward[n] / guessed[known[n]].sum() if known[n].any() else np.median(scales or [1.0])
-        filled[:, n, gaps] = np.outer((1.0, 2.0, 0.0, 0.0), scale * guessed[gaps])
-    return filled
+        return took * parameters / max(1.0, parameters.sum())

@@ -59,6 +59,7 @@ class ProgressObserver:
         pass
 
     def event(self, seconds: float, step: int, text: str) -> None:
+        self._last_line = -math.inf  # one sees when it goes on
         self._say(f"step {step}  {text}")
 
     def close(self) -> None:

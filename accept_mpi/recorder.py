@@ -1,7 +1,7 @@
 """Trace rows of one rank, gathered by its threads and shipped to rank 0 in batches."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -25,8 +25,10 @@ class Clock:
 class Recorder:
     """Collects rows. Appending to a list is atomic, so the computing and the data-plane thread share one."""
 
-    def __init__(self, clock: Clock, rank: int, stage: int) -> None:
+    def __init__(self, clock: Clock, rank: int, stage: int, names: Sequence[int] | None = None) -> None:
+        """``names``: what rank 0, 1, ... are called in the trace, where not so."""
         self.clock = clock
+        self._names = names
         self._rank, self._stage = rank, stage
         self._rows: list[tuple[object, ...]] = []
 
@@ -47,6 +49,7 @@ class Recorder:
         end = self.clock.now() if end is None else end
         number = _NUMBER[kind]
         rank, stage = of or (self._rank, self._stage)
+        rank = self._names[rank] if self._names else rank
         self._rows.append((start, end, rank, stage, number, boundary, direction, step, micro_batch, raw, wire))
 
     @contextmanager

@@ -4,6 +4,7 @@ The trace gives each stage's actions in their order and how long each computed; 
 simulator's. With links that take no time, what a step is shorter is what its transfers cost: the part that no computing hid.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,25 +35,46 @@ class LinkCost:
         return min(1.0, max(0.0, 1 - self.exposed / self.busiest)) if self.busiest else float("nan")
 
 
-def link_cost(trace: Rows) -> LinkCost:
-    """What transfers cost in the middle steps of a run; zeros where fewer than three steps have been finished."""
+@dataclass(frozen=True)
+class Rerun:
+    """Steps of a run, as they were and as the simulator does them."""
+
+    steps: int
+    start: float
+    end: float
+    seconds: float
+    """Of all of them, simulated."""
+    trace: Rows
+
+    @property
+    def took(self) -> float:
+        """Seconds of all of them, measured."""
+        return self.end - self.start
+
+
+def rerun(trace: Rows, transfer: Callable[[int, str], float] = lambda boundary, way: 0.0) -> Rerun | None:
+    """The middle steps of a run, every action as long as it was, on links of these times (boundary, "F" or "B" -> seconds).
+    None where fewer than three steps have been finished."""
     steps = _finished(trace)
     if len(steps) < 3:
-        return LinkCost(0.0, 0.0, 0.0)
+        return None
     spare = max(0, (len(steps) - _MOST_STEPS) // 2)
     steps = steps[spare : len(steps) - spare]
     mine = trace[(trace["step"] >= steps[0]) & (trace["step"] <= steps[-1])]
     first, last = int(steps[len(steps) // _LEAD]), int(steps[-1])
     walks, durations, begins = recorded(mine)
-    run = simulate(walks, lambda s, action: durations[s][action], begins=begins)
+    run = simulate(walks, lambda s, action: durations[s][action], transfer, begins)
     updates = of_kind(mine, "U")
-    ends = [np.sort(updates["end"][updates["step"] == step]) for step in (first, last)]
-    took = float(np.mean(ends[1] - ends[0]))
-    return LinkCost(
-        seconds=took,
-        exposed=max(0.0, took - _between(walks, run, first, last)),
-        busiest=_busiest(mine, float(ends[0].mean()), float(ends[1].mean())),
-    )
+    start, end = (float(updates["end"][updates["step"] == step].mean()) for step in (first, last))
+    return Rerun(last - first, start, end, _between(walks, run, first, last), mine)
+
+
+def link_cost(trace: Rows) -> LinkCost:
+    """What transfers cost in the middle steps of a run; zeros where fewer than three steps have been finished."""
+    run = rerun(trace)
+    if run is None:
+        return LinkCost(0.0, 0.0, 0.0)
+    return LinkCost(run.took, max(0.0, run.took - run.seconds), _busiest(run.trace, run.start, run.end))
 
 
 def mean_times(trace: Rows) -> list[dict[str, float]]:

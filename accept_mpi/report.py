@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accept_mpi.errors import UserError
-from accept_mpi.figures import draw_loss, draw_timeline, pyplot
+from accept_mpi.figures import draw_course, draw_loss, draw_timeline, pyplot
 from accept_mpi.log import Rows, open_log, read_facts
 from accept_mpi.replay import link_cost
 from accept_mpi.timeline import stage_use, steady_window
@@ -35,6 +35,10 @@ def write_report(log: Path, out: Path | None = None) -> list[Path]:
         hosts = {host["rank"]: host.get("host", "") for host in facts.get("hosts", [])}
         if end > start:
             written.append(_beside(folder / "timeline.png", lambda p: draw_timeline(p, tables["trace"], hosts, start, end)))
+        losses = tables["events"][[event["text"].startswith((b"lost ", b"moved ")) for event in tables["events"]]]
+        if len(losses) and len(tables["steps"]):
+            draw = lambda p: draw_course(p, tables["trace"], tables["steps"], losses, hosts)  # noqa: E731
+            written.append(_beside(folder / "course.png", draw))
         if len(tables["steps"]):
             written.append(_beside(folder / "loss.png", lambda p: draw_loss(p, tables["steps"], tables["evals"])))
         page = _page(facts, tables, created, (start, end), {path.stem: path for path in written})
@@ -69,6 +73,7 @@ def _page(
         f"begun {html.escape(created)}</p>",
         _cards(facts, tables),
         _picture("Timeline", pictures.get("timeline"), timeline_note, "No step was finished, so there is no timeline."),
+        *([_picture("The whole run", pictures["course"], _LOSSES, "")] if "course" in pictures else []),
         _picture("Loss", pictures.get("loss"), "", "No step was finished, so there is no loss."),
         "<h2>Stages</h2>",
         _stages(facts, tables["trace"], shown),
@@ -176,6 +181,8 @@ def _bytes(raw: int, wire: int) -> str:
         return "-"
     return f"{wire / 2**20:.1f} MiB" + (f" (from {raw / 2**20:.1f})" if wire < 0.95 * raw else "")
 
+
+_LOSSES = "Dashed: a rank was lost and the others went on from the newest snapshot, or layers moved between ranks."
 
 _FRAME = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

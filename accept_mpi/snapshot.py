@@ -10,10 +10,12 @@ holds another stage's weights, and renames the directory when all is on the disk
 ranks nor the same cuts: rank 0 sends each rank the tensors of the layers that it now holds.
 """
 
+import contextlib
 import os
 import re
 import shutil
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -97,10 +99,11 @@ class CheckpointWriter:
 
     def __init__(self, run: Path, edges: list[tuple[int, int]], manifest: Callable[[int], Manifest], keep: int) -> None:
         """``edges`` are each stage's first layer and end; ``manifest(step)`` gives all of a manifest but its stages."""
-        self._run, self._edges, self._manifest, self._keep = run, edges, manifest, keep
+        self.run, self._edges, self._manifest, self._keep = run, edges, manifest, keep
         self._open: dict[int, dict[tuple[int, Part], _Growing]] = {}
         self._finished: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
+        self._committing: set[int] = set()
         self.error: UserError | None = None
         for left in (run / "checkpoints").glob(".*step-*"):  # of a run that was killed
             shutil.rmtree(left, ignore_errors=True)
@@ -122,9 +125,10 @@ class CheckpointWriter:
                 files[stage, part] = _Growing(folder / f"stage-{stage}.{part}.safetensors", body["total"])
             files[stage, part].add(body["data"])
         except OSError as error:
-            raise UserError(f"cannot write the checkpoint of step {step} to {self._run}: {error}") from error
+            raise UserError(f"cannot write the checkpoint of step {step} to {self.run}: {error}") from error
         if len(files) == len(PARTS) * len(self._edges) and all(file.complete for file in files.values()):
             del self._open[step]
+            self._committing.add(step)
             threading.Thread(target=self._commit, args=(step, files), name="checkpoint").start()
 
     def wait(self, step: int, deadline: float) -> bool:
@@ -134,8 +138,18 @@ class CheckpointWriter:
             raise self.error
         return done
 
+    def wait_for_begun(self, deadline: float) -> None:
+        """Until all checkpoints that have come in whole are on the disk, or ``deadline`` seconds have passed."""
+        until = time.monotonic() + deadline
+        for step in sorted(self._committing):
+            self._finished[step].wait(max(0.0, until - time.monotonic()))
+
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` is on the disk."""
+        return step in self._finished and self._finished[step].is_set()
+
     def _temporary(self, step: int) -> Path:
-        final = directory_of(self._run, step)
+        final = directory_of(self.run, step)
         return final.with_name(f".{final.name}")
 
     def _commit(self, step: int, files: "dict[tuple[int, Part], _Growing]") -> None:
@@ -145,7 +159,7 @@ class CheckpointWriter:
                 StageFiles(start, stop, *(files[stage, part].close() for part in PARTS))
                 for stage, (start, stop) in enumerate(self._edges)
             ]
-            folder, final = self._temporary(step), directory_of(self._run, step)
+            folder, final = self._temporary(step), directory_of(self.run, step)
             manifest = msgspec.structs.replace(self._manifest(step), stages=stages)
             with open(folder / "manifest.json", "wb") as file:
                 file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
@@ -159,13 +173,13 @@ class CheckpointWriter:
             shutil.rmtree(old, ignore_errors=True)
             self._forget_old()
         except OSError as error:
-            self.error = UserError(f"cannot write the checkpoint of step {step} to {self._run}: {error}")
+            self.error = UserError(f"cannot write the checkpoint of step {step} to {self.run}: {error}")
         finally:
             self._finished[step].set()
 
     def _forget_old(self) -> None:
         if self._keep:
-            for old in complete(self._run)[: -self._keep]:
+            for old in complete(self.run)[: -self._keep]:
                 shutil.rmtree(old, ignore_errors=True)
 
 
@@ -197,6 +211,16 @@ def complete(run: Path) -> list[Path]:
     """A run's checkpoints, oldest first."""
     found = (run / "checkpoints").glob("step-*")
     return sorted(path for path in found if re.fullmatch(r"step-\d{8,}", path.name) and (path / "manifest.json").is_file())
+
+
+def newest_since(run: Path, began: str) -> Path | None:
+    """A run's newest checkpoint that was made at ``began`` (UTC, as a manifest has it) or later; not checked."""
+    for path in reversed(complete(run)):
+        with contextlib.suppress(msgspec.DecodeError, OSError):
+            manifest = msgspec.json.decode((path / "manifest.json").read_bytes(), type=Manifest)
+            if manifest.created >= began:
+                return path
+    return None
 
 
 class Checkpoint:

@@ -55,6 +55,11 @@ class Survey(msgspec.Struct, frozen=True):
         """Bytes/s of a device's own link: what it shares among its neighbours."""
         return max([r for other, r in enumerate(self.rate[device]) if other != device] or [1e12])
 
+    def only(self, devices: list[int]) -> "Survey":
+        """Of these devices, in this order."""
+        rate, latency = ([[table[a][b] for b in devices] for a in devices] for table in (self.rate, self.latency))
+        return Survey(self.outline, [self.devices[n] for n in devices], rate, latency)
+
     def write(self, group: Any) -> None:
         """Into an HDF5 group."""
         bare = [msgspec.structs.replace(device, **{name: [] for name in _TIMES}) for device in self.devices]

@@ -14,19 +14,32 @@ from accept_mpi.comm.measure import PairRates, pair_rates
 from accept_mpi.comm.runtime import Agreed, Runtime
 from accept_mpi.data import Dataset
 from accept_mpi.data import load as load_data
-from accept_mpi.device import available_memory, cpu_name
+from accept_mpi.device import cpu_name
 from accept_mpi.errors import UserError
-from accept_mpi.latency import database_path, device_key, observe, recall, remember
+from accept_mpi.latency import (
+    database_path,
+    device_key,
+    keep_predictor,
+    known_of,
+    library,
+    observe,
+    recall,
+    recall_predictor,
+    remember,
+)
 from accept_mpi.log import open_log
+from accept_mpi.memory import available_memory
 from accept_mpi.models import Chain
 from accept_mpi.outline import Outline, outline_of
 from accept_mpi.plan import Plan
-from accept_mpi.planner import codings_of, plan_for, table
-from accept_mpi.probe import LayerTimes, Run, fill, micro_batch, probe
+from accept_mpi.planner import codings_of, plans_for, table
+from accept_mpi.predictor import Predictor
+from accept_mpi.probe import LayerTimes, Run, micro_batch, pieces, probe, together
 from accept_mpi.profile import codec_costs, message_cost
 from accept_mpi.replay import mean_times
 from accept_mpi.stage import Loss
 from accept_mpi.survey import Device, Survey
+from accept_mpi.unmeasured import fill, learned
 
 Data = tuple[Dataset | None, Dataset | None]
 
@@ -57,9 +70,9 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
 
     Every rank that can load the data may be first or last. Raises Agreed where no plan fits or nobody has the data.
     """
-    began = time.monotonic()
     messenger, seconds = runtime.messenger, runtime.startup_seconds
     data, source = _load(runtime, job)
+    began = time.monotonic()
     inputs, target = micro_batch(data[0], job)
     drawn = runtime.agree("the model's layers", lambda: outline_of(chain, job, inputs) if runtime.rank == source else None)
     told = messenger.allgather(msgspec.to_builtins(drawn), seconds, "the model's layers")
@@ -73,16 +86,21 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     facts = _facts(runtime, job)
     everyone = messenger.allgather(facts, seconds, "the kind of each device")
     keys = [device_key(one) for one in everyone]
-    known = recall(path, model, keys) if path else [None] * runtime.size
-    known = messenger.broadcast([msgspec.to_builtins(one) for one in known], seconds, "what is known of each device")
+    known, order = recall(path, model, keys) if path else [None] * runtime.size, []
+    if path and not all(one and all(one.measured) for one in known):
+        order = _order(path, model)
+    told = messenger.broadcast([msgspec.to_builtins(known), order], seconds, "what is known of each device")
+    known, order = told
     before = msgspec.convert(known[runtime.rank], LayerTimes | None)
     room = _ROOM * available_memory() / runtime.ranks_on_host
+    cores = runtime.hosts[runtime.rank]["cores"] / runtime.ranks_on_host
+    crowded = cores < torch.get_num_threads()
     times = runtime.agree(
         "the time of each layer",
-        lambda: probe(chain, model, job, loss, inputs, target, job.pipeline.probe_seconds, before, room),
+        lambda: probe(chain, model, job, loss, inputs, target, job.pipeline.probe_seconds, before, room, order, crowded),
     )
     costs = {name: codec_costs(coding) for name, coding in codings.items()}
-    shared = runtime.hosts[runtime.rank]["cores"] / runtime.ranks_on_host < torch.get_num_threads() + 1
+    shared = cores < torch.get_num_threads() + 1
     mine = _Report(times, rates, costs, message_cost(), data[0] is not None, room, shared)
     gathered = messenger.allgather(msgspec.to_builtins(mine), seconds, "what each device has measured")
     measured = time.monotonic()
@@ -91,12 +109,18 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
         if runtime.rank:
             return None
         reports = [msgspec.convert(one, _Report) for one in gathered]
+        alike = {key: [n for n in range(runtime.size) if keys[n] == key] for key in keys}
+        times = {key: together([reports[n].times for n in same]) for key, same in alike.items()}
+        reports = [msgspec.structs.replace(report, times=times[key]) for report, key in zip(reports, keys, strict=True)]
         if path:
-            whole = {key: n for n, key in enumerate(keys) if all(reports[n].times.measured)}
-            remember(path, model, {key: (everyone[n], reports[n].times) for key, n in whole.items()})
-        survey = survey_of(model, reports, [host["host"] for host in runtime.hosts])
-        found = plan_for(survey, job)
-        lines = table(survey, job, found)
+            there = {key: (everyone[alike[key][0]], one) for key, one in times.items() if any(one.measured)}
+            remember(path, model, there)
+        predictor = None
+        if not all(all(one.measured) for one in times.values()):
+            predictor = _learned(path, model, times)
+        survey = survey_of(model, reports, [host["host"] for host in runtime.hosts], predictor)
+        found, even = plans_for(survey, job)
+        lines = table(survey, job, found, even)
         lines.append(
             f"measuring took {measured - began:.1f} s (layers {measured - linked:.1f} s; {sum(map(bool, known))} of "
             f"{runtime.size} devices were known), "
@@ -107,6 +131,22 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     decided = runtime.agree("the plan", decide)
     plan = Plan.from_json(messenger.broadcast(decided.plan.to_json() if decided else None, seconds, "the plan"))
     return decided or Surveyed(plan, data, [], None, None)
+
+
+def _learned(path: Path | None, model: Outline, times: dict[str, LayerTimes]) -> Predictor | None:
+    """A predictor of what devices have not measured, kept in the database; without one, from this run's devices alone."""
+    known = library(path) if path else [known_of(model, key, one) for key, one in times.items() if one.pieces]
+    stored = recall_predictor(path) if path else None
+    predictor = learned(known, stored)
+    if path and predictor and predictor is not stored:
+        keep_predictor(path, predictor)
+    return predictor
+
+
+def _order(path: Path, model: Outline) -> list[int]:
+    """In which order devices never seen probe the model's pieces, as what is known of others suggests."""
+    predictor = recall_predictor(path)
+    return predictor.order(model, np.array(pieces(model))) if predictor else []
 
 
 def learn(job: config.Job, planned: Surveyed, plan: Plan, log: Path) -> None:
@@ -139,9 +179,9 @@ class _Report(msgspec.Struct, frozen=True):
     shared: bool
 
 
-def survey_of(model: Outline, reports: list[_Report], hosts: list[str]) -> Survey:
-    """All reports as one."""
-    forward, backward, weights, update = fill([report.times for report in reports], model).tolist()
+def survey_of(model: Outline, reports: list[_Report], hosts: list[str], predictor: Predictor | None = None) -> Survey:
+    """All reports as one; what devices have not measured is predicted."""
+    forward, backward, weights, update = fill([report.times for report in reports], model, predictor).tolist()
     devices = []
     for n, report in enumerate(reports):
         # What a quota does to long computing it does to the sum of all short pieces.

@@ -39,6 +39,9 @@ def steady_window(trace: Rows, steps: int = 3) -> tuple[float, float]:
     middle = (len(numbers) - count) // 2
     candidates = sorted(range(len(numbers) - count + 1), key=lambda first: abs(first - middle))
     evaluations = of_kind(trace, "E")["start"]
+    spans = ends - begins
+    usual = 3 * np.median(spans)  # steps that a loss had made once more span both
+    candidates = [first for first in candidates if spans[first : first + count].max() <= usual] or candidates
     for first in candidates:
         start, end = float(begins[first]), float(ends[first + count - 1])
         if not ((evaluations >= start) & (evaluations <= end)).any():

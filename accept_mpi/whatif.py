@@ -27,6 +27,7 @@ from accept_mpi.probe import LayerTimes, micro_batch, probe
 from accept_mpi.profile import codec_costs
 from accept_mpi.stage import find_loss
 from accept_mpi.survey import Device, Survey
+from accept_mpi.unmeasured import fill
 
 _CARRIED = 0.93  # of a link's rate, through TCP and MPI
 _UNLIMITED = 1e9  # bytes/s of a link without a limit
@@ -52,14 +53,14 @@ def survey_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str]) 
         if kind not in measured:
             measured[kind] = _measure_here(host, job, list(overrides))
         model, times, costs = measured[kind]
-        slow = host.threads / host.cpu
+        forward, backward, weights, update = (host.threads / host.cpu * fill([times], model)[:, 0]).tolist()
         devices.append(
             Device(
                 host=host.name,
-                forward=[slow * value for value in times.forward],
-                backward=[slow * value for value in times.backward],
-                weights=[slow * value for value in times.weights],
-                update=[slow * value for value in times.update],
+                forward=forward,
+                backward=backward,
+                weights=weights,
+                update=update,
                 encode={name: encode / min(1.0, host.cpu) for name, (encode, _) in costs.items()},
                 decode={name: decode / min(1.0, host.cpu) for name, (_, decode) in costs.items()},
                 byte=_BYTE_CPU / min(1.0, host.cpu),

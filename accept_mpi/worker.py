@@ -16,9 +16,11 @@ from accept_mpi.codec import Tensors
 from accept_mpi.comm.plane import DataPlane, Incoming, Outgoing
 from accept_mpi.data import Dataset
 from accept_mpi.errors import NonFiniteLoss
+from accept_mpi.faults import pass_by
 from accept_mpi.optimizer import learning_rate
 from accept_mpi.plan import Place
 from accept_mpi.recorder import Recorder
+from accept_mpi.replication import CHECKPOINT, REPLAN, SNAPSHOT, Replication
 from accept_mpi.schedule import actions, depth, forward_only
 from accept_mpi.seeds import AUGMENT, mix
 from accept_mpi.snapshot import chunks
@@ -76,6 +78,7 @@ class Worker:
         data: tuple[Dataset | None, Dataset | None],
         layer_names: list[str],
         begin_step: Callable[[int], None],
+        replication: Replication,
     ) -> None:
         """``data``: training and test set, where this stage needs them. ``begin_step`` is told
         the number of each step (from 1) as it begins."""
@@ -84,23 +87,35 @@ class Worker:
         self.batches = batches
         self.train_set, self.test_set = data
         self._layer_names = layer_names
-        self._begin_step = begin_step
+        self._begin_step, self._replication = begin_step, replication
+        self._flags: dict[int, int] = {}
+        """Steps that end with a snapshot or a checkpoint."""
         self._deadline = job.pipeline.startup_timeout
+        self._final: int | None = None
+        """The step that the plan ends with, once that is known."""
         self._results: list[Result] = []
         self._step_began = recorder.clock.now()
         self._traced = time.monotonic()
 
-    def train(self, course: Course, deliver: Callable[[], None], test_samples: int) -> None:
-        """Make the course's steps. ``deliver`` is called after each (observers on rank 0 hear what has come in)."""
+    def train(self, course: Course, deliver: Callable[[], None], test_samples: int) -> int:
+        """Make the course's steps. ``deliver`` is called after each (observers on rank 0 hear what has come in).
+
+        Returns how many are made: fewer than wanted where another plan is to make the others.
+        """
+        self._course = course
         asynchronous = self.job.pipeline.schedule == "1f1b-async"
         pauses = [course.evaluate_every, course.checkpoint_every] if asynchronous else [1]
         for segment in segments(course.first, course.last, pauses):
             self.walk(segment, course.last, deliver)
-            if course.evaluates(segment.stop):
-                self.evaluate(segment.stop, test_samples)
-            if course.checkpoints(segment.stop):
-                self.checkpoint(segment.stop)
+            stop = segment.stop if self._final is None else self._final + 1
+            if course.evaluates(stop):
+                self.evaluate(stop, test_samples)
+            if course.checkpoints(stop):
+                self.checkpoint(stop)
             deliver()
+            if self._final is not None:
+                return stop
+        return course.last
 
     def walk(self, segment: range, steps: int, deliver: Callable[[], None]) -> None:
         """The actions of one segment: from an empty pipeline to an empty pipeline."""
@@ -113,8 +128,12 @@ class Worker:
         for kind, position, k, version in plan:
             step = segment.start + position
             if kind == "F":
+                if self._final is not None and step > self._final:
+                    continue
                 if k == 0:
                     self._begin_step(step + 1)
+                    if self.s == 0 and step + 1 < steps:
+                        self._flag(step, self._replication.flags(step))
                     indices[step] = self.batches.indices(step)
                 self.forward(step, k, indices[step][k], version, sizes[step])
                 assert len(self.stage.in_flight) <= bound, f"more than {bound} micro-batches in flight"
@@ -125,16 +144,33 @@ class Worker:
                     self.stage.weight_gradient(step, k)
             else:
                 self.update(step, version, steps)
+                flags = self._flags.pop(step, 0)
+                if flags & SNAPSHOT:
+                    with self.recorder.span("snapshot", step + 1):
+                        self._replication.begin(step + 1, self.stage)
+                if flags & CHECKPOINT and not self._course.checkpoints(step + 1):
+                    self.checkpoint(step + 1)
                 self._deadline = pipeline.timeout
                 del indices[step]
                 deliver()
+                if step == self._final:
+                    break
         self.stage.drained()
+
+    def _flag(self, step: int, flags: int) -> None:
+        self._flags[step] = flags
+        if flags & REPLAN:
+            self._final = step
 
     def forward(self, step: int, k: int, samples: Any, version: int, sizes: list[int]) -> None:
         """F of micro-batch ``k``: its inputs, the stage, its outputs."""
+        pass_by("forward")
         suspect = 0
         if self.links.activations_in:
-            inputs, suspect = self.links.activations_in.receive(step, k, self._deadline, self.recorder)
+            inputs, flags = self.links.activations_in.receive(step, k, self._deadline, self.recorder)
+            suspect = flags & ~(SNAPSHOT | CHECKPOINT | REPLAN)
+            if k == 0:
+                self._flag(step, flags - suspect)
         else:
             assert self.train_set is not None
             seed = mix(AUGMENT, self.job.train.seed, self.batches.epoch(step))
@@ -144,7 +180,7 @@ class Worker:
         with self.recorder.span("F", step + 1, k):
             out = self.stage.forward(step, k, inputs, version, target, sizes[k] / sum(sizes), suspect)
         if self.links.activations_out:
-            self.links.activations_out.send(step, k, sizes[k], out.outputs, out.suspect)
+            self.links.activations_out.send(step, k, sizes[k], out.outputs, out.suspect | self._flags.get(step, 0))
         if out.result:
             self._results.append(out.result)
             if not math.isfinite(out.result.loss):
@@ -157,6 +193,7 @@ class Worker:
 
     def backward(self, step: int, k: int, samples: int) -> None:
         """B of micro-batch ``k``: its outputs' gradients, the stage, its inputs' gradients."""
+        pass_by("backward")
         gradients: Tensors = ()
         if self.links.gradients_in:
             gradients, _ = self.links.gradients_in.receive(step, k, self._deadline, self.recorder)
@@ -167,6 +204,7 @@ class Worker:
 
     def update(self, step: int, version: int, steps: int) -> None:
         """U: the optimizer's step; the last stage reports what the step gave."""
+        pass_by("update")
         lr = learning_rate(self.job.train.optimizer, self.job.lr, step, steps)
         with self.recorder.span("U", step + 1):
             self.stage.update(lr, version)
@@ -213,6 +251,7 @@ class Worker:
 
     def checkpoint(self, step: int) -> None:
         """Copy the stage's state and have it sent to rank 0 in the background."""
+        pass_by("checkpoint")
         with self.recorder.span("checkpoint", step):
             for chunk in chunks(step, self.s, self.stage.weights(), self.stage.optimizer_state()):
                 self.plane.post(0, "chunk", chunk)

@@ -62,30 +62,36 @@ def mpirun_command(ranks: int) -> list[str]:
     return [found, "-n", str(ranks)]
 
 
+def finish(command: list[str], folder: Path, more: dict[str, str], deadline: float) -> Finished:
+    """Run a command in ``folder``, ``more`` in its environment; the test fails where that takes longer than ``deadline``."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment() | more,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, _ = process.communicate(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, _ = process.communicate()
+        pytest.fail(f"{more or ''} {' '.join(command)}: still running after {deadline} s\n{out}")
+    return Finished(process.returncode, out)
+
+
 @pytest.fixture
 def mpirun(tmp_path: Path) -> Callable[..., Finished]:
     """``mpirun(ranks, *arguments)`` runs ``python *arguments`` on ``ranks`` ranks in ``tmp_path``, with a deadline."""
 
     def run(ranks: int, *arguments: object, deadline: float = 120.0, code: int | None = 0) -> Finished:
         command = [*mpirun_command(ranks), sys.executable, *map(str, arguments)]
-        process = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            out, _ = process.communicate(timeout=deadline)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            out, _ = process.communicate()
-            pytest.fail(f"{' '.join(command)}: still running after {deadline} s\n{out}")
-        if code is not None and process.returncode != code:
-            pytest.fail(f"{' '.join(command)}: exit code {process.returncode} instead of {code}\n{out}")
-        return Finished(process.returncode, out)
+        found = finish(command, tmp_path, {}, deadline)
+        if code is not None and found.code != code:
+            pytest.fail(f"{' '.join(command)}: exit code {found.code} instead of {code}\n{found.out}")
+        return found
 
     return run

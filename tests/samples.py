@@ -30,6 +30,7 @@ def write_job(path: Path, job: dict[str, Any], directory: str = "run", **keys: A
         "data": [job["data"]],
         "train": [OPTIMIZER],
         "pipeline": [] if "pipeline_cuts" in keys else ['cuts = "even"'],
+        "recovery": [],
         "output": [f'directory = "{directory}"'],
     }
     train = job["train"] | {k.removeprefix("train_"): v for k, v in keys.items() if k.startswith("train_")}

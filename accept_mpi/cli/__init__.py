@@ -37,6 +37,17 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--quiet", action="store_true", help="no progress")
     train.set_defaults(command=_train)
 
+    launch = commands.add_parser("launch", help="train under a supervisor: lost hosts are dropped, the run goes on")
+    launch.add_argument("job", type=Path, metavar="JOB.toml")
+    where = launch.add_mutually_exclusive_group(required=True)
+    where.add_argument("-hostfile", "--hostfile", type=Path, metavar="FILE", help="hosts, one a line, as for mpirun")
+    where.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks on this machine")
+    launch.add_argument("--restarts", type=int, default=20, help="how often to begin again (default 20)")
+    launch.add_argument("--stall", type=float, default=900.0, metavar="S", help="seconds without a step that end a start")
+    launch.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
+    launch.add_argument("--resume", type=Path, metavar="DIR", help="begin from a checkpoint, or a run's newest one")
+    launch.set_defaults(command=_launch)
+
     export = commands.add_parser("export", help="a checkpoint's weights as one safetensors (or .pt) file")
     export.add_argument("checkpoint", type=Path)
     export.add_argument("out", type=Path, metavar="OUT.safetensors")
@@ -116,6 +127,16 @@ def _train(options: argparse.Namespace) -> int:
     from accept_mpi.cli.train import main
 
     return main(options)
+
+
+def _launch(options: argparse.Namespace) -> int:
+    from accept_mpi.launch import Request, Supervisor
+
+    return Supervisor(
+        Request(
+            options.job, tuple(options.set), options.hostfile, options.ranks, options.restarts, options.stall, options.resume
+        )
+    ).run()
 
 
 def _export(options: argparse.Namespace) -> int:

@@ -20,9 +20,21 @@ def main(options: argparse.Namespace) -> int:
         if runtime.rank == 0:
             merged = {pair: values for part in found for pair, values in part.items()}
             _print(runtime.hosts, merged)
+            print(_losses(runtime))
     except BaseException as error:
         runtime.fail(error)
     runtime.finish(0)
+
+
+def _losses(runtime: Runtime) -> str:
+    """What the loss of a rank would do here."""
+    if runtime.survives:
+        return "A lost rank: the others go on (ULFM)."
+    if "Open MPI v5" in runtime.hosts[0]["versions"]["mpi"]:
+        return "A lost rank: ends the run; with mpirun --with-ft ulfm the others would go on."
+    return (
+        "A lost rank: ends the run; this MPI does not survive it. accept_mpi launch begins again from the last checkpoint."
+    )
 
 
 def _print(hosts: list[dict[str, Any]], found: dict[str, tuple[float, float]]) -> None:

@@ -15,7 +15,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.figures import draw_timeline
 from accept_mpi.fleet import Host, parse, read
 from accept_mpi.log import open_log
-from accept_mpi.planner import Outcome, even_plan, forecast_of, outcome, plan_for, stage_table, verdict
+from accept_mpi.planner import Outcome, forecast_of, plans_for, stage_table, verdict
 from accept_mpi.survey import Survey
 from accept_mpi.timeline import steady_window
 from accept_mpi.whatif import joined, survey_of_fleet, survey_of_log, with_link
@@ -36,7 +36,7 @@ def main(options: argparse.Namespace) -> int:
         survey = survey_of_fleet(hosts, options.job, options.set)
     for host, mbit in options.link:
         survey = with_link(survey, host, mbit)
-    best, even = plan_for(survey, job), outcome(survey, job, even_plan(survey, job))
+    best, even = plans_for(survey, job)
     if options.json:
         found = {"plan": _plain(best), "even": _plain(even)}
         print(msgspec.json.format(msgspec.json.encode(found)).decode())

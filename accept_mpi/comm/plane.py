@@ -27,6 +27,8 @@ from accept_mpi.seeds import CODE, mix
 # are cold.
 _POLL_AWAITED, _POLL_SENDING, _POLL_IDLE, _POLL_ALONE = 0.0002, 0.002, 0.008, 0.02
 _SOCKET_BYTES = 1 << 17
+_ABANDON_SECONDS = 5.0
+_BULK_SECONDS = 0.2  # after which bulk goes although training sends: a link that is always busy must not hold it off
 _SWITCH_SECONDS = 0.0005
 _UNCODED_REPORTED = 10
 _RECEIVES_POSTED = 3
@@ -223,28 +225,31 @@ class DataPlane(threading.Thread):
 
     def __init__(
         self,
-        world: MPI.Intracomm,
+        comm: MPI.Intracomm,
         messenger: Messenger,
         recorder: Recorder,
         handle: Callable[[Message], bool],
     ) -> None:
-        """``handle`` is called on this thread with each control message and says whether it took it; it must not take long.
+        """``comm`` is this plane's alone, as long as it runs. ``handle`` is called on this thread with each control message
+        and says whether it took it; it must not take long.
 
         What it does not take goes back to the messenger when the thread ends.
         """
         super().__init__(name="data plane", daemon=True)
-        self._comm = world.Dup()
+        self._comm = comm
         self._messenger = messenger
         self._recorder = recorder
         self._handle = handle
         self._outgoing: list[Outgoing] = []
         self._incoming: list[Incoming] = []
         self._posts: queue.SimpleQueue[tuple[int, str, Any] | None] = queue.SimpleQueue()
+        self._bulk: deque[tuple[int, str, Any]] = deque()
+        self._bulk_sent = 0.0
         self._not_taken: list[Message] = []
         # Python lets a thread that asks for its lock wait 5 ms while another computes, and a transfer asks several times.
         sys.setswitchinterval(_SWITCH_SECONDS)
         self._uncoded = 0
-        self._stopping = False
+        self._stopping = self._abandoned = False
         self._error: BaseException | None = None
         self.awaited = False
 
@@ -258,9 +263,12 @@ class DataPlane(threading.Thread):
         self._incoming.append(Incoming(self, end, self._comm))
         return self._incoming[-1]
 
-    def post(self, dest: int, kind: str, body: Any) -> None:
-        """Send a control message, from any thread."""
-        self._posts.put((dest, kind, body))
+    def post(self, dest: int, kind: str, body: Any, bulk: bool = False) -> None:
+        """Send a control message, from any thread. ``bulk``: when training sends nothing, and not at all after ``stop``."""
+        if bulk:
+            self._bulk.append((dest, kind, body))
+        else:
+            self._posts.put((dest, kind, body))
 
     def wake(self) -> None:
         self._posts.put(None)
@@ -288,9 +296,16 @@ class DataPlane(threading.Thread):
         for incoming in self._incoming:
             incoming.close()
 
+    def abandon(self) -> None:
+        """End the thread, whatever is under way; its communicators are revoked."""
+        self._abandoned = True
+        self.wake()
+        if self.is_alive():
+            self.join(_ABANDON_SECONDS)
+
     def run(self) -> None:
         try:
-            while not self._done():
+            while not self._abandoned and not self._done():
                 if not self._move():
                     self._pause()
             self._messenger.keep(self._not_taken)
@@ -314,6 +329,12 @@ class DataPlane(threading.Thread):
             if not self._handle(message):
                 self._not_taken.append(message)
             moved = True
+        if self._bulk and self._messenger.idle and not self._stopping:
+            quiet = not any(out.waiting or out.active for out in self._outgoing)
+            if quiet or time.monotonic() - self._bulk_sent > _BULK_SECONDS:
+                self._messenger.send(*self._bulk.popleft())
+                self._bulk_sent = time.monotonic()
+                moved = True
         return moved
 
     def _pause(self) -> None:

@@ -21,8 +21,10 @@ from mpi4py import MPI
 
 from accept_mpi.comm.lifeline import Lifeline
 from accept_mpi.comm.measure import clock_offset
+from accept_mpi.comm.membership import Circle, leave_together, survivable
 from accept_mpi.comm.messenger import Messenger
-from accept_mpi.errors import DeadlineError, NonFiniteLoss, ProtocolError, UserError
+from accept_mpi.errors import DeadlineError, NonFiniteLoss, ProtocolError, Stopped, UserError
+from accept_mpi.memory import total_memory
 from accept_mpi.recorder import Clock
 from accept_mpi.version import __version__
 
@@ -30,6 +32,7 @@ T = TypeVar("T")
 
 _AGREE_SECONDS = 600.0
 _END_SECONDS = 5.0
+_REGROUP_SECONDS = 30.0
 
 
 class Agreed(UserError):
@@ -40,8 +43,12 @@ class Runtime:
     """This process as a rank of the job."""
 
     def __init__(self) -> None:
-        self.world = MPI.COMM_WORLD
+        self.circle = Circle.of(MPI.COMM_WORLD)
         self.rank, self.size = self.world.rank, self.world.size
+        self.members = list(range(self.size))
+        """Who is rank 0, 1, ... now, by their ranks when the job began."""
+        self.survives = survivable()
+        """Whether the job goes on when a rank is lost."""
         self.host = socket.gethostname()
         self.startup_seconds = _AGREE_SECONDS
         self.before_end: Callable[[str], None] = lambda text: None
@@ -49,7 +56,7 @@ class Runtime:
         self.holds: Callable[[int], str] = lambda rank: ""
         """What a rank holds, for messages: "stage 2, layers 10..14"."""
         self._ended = threading.Lock()
-        self.messenger = Messenger(self.world)
+        self.messenger = Messenger(self.circle.control)
         _log_format(self.rank, self.size, self.host)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise UserError("this MPI library was built without MPI_THREAD_MULTIPLE, which accept_mpi needs")
@@ -63,6 +70,11 @@ class Runtime:
         for facts, offset in zip(self.hosts, offsets, strict=True):
             facts["clock_offset_s"] = offset
         self.clock = Clock(origin, self.clock_offset)
+
+    @property
+    def world(self) -> MPI.Intracomm:
+        """All ranks."""
+        return self.circle.world
 
     def agree(self, what: str, do: Callable[[], T]) -> T:
         """Do something that any rank may find wrong: all get their result, or all raise the same mistake (Agreed)."""
@@ -89,12 +101,64 @@ class Runtime:
                     f"{other} on {self.hosts[rank]['host']} (rank {rank})"
                 )
 
+    # -- losses --------------------------------------------------------------------------------------------------------
+
+    def lost_one(self, error: BaseException) -> bool:
+        """Whether an error may be the loss of a rank, and the others can go on. (What fails because of a loss has more error
+        classes than ULFM's three: a broken collective is MPI_ERR_OTHER.)"""
+        return self.survives and isinstance(error, MPI.Exception)
+
+    def regroup(self) -> list[int]:
+        """After a loss: those who are left become ranks 0, 1, ... in their old order. All of them call this together.
+
+        Returns who is gone, by their ranks when the job began. Ends the process where that takes half a minute: it would
+        take for ever where a host has lost its cable.
+        """
+        guard = threading.Timer(_REGROUP_SECONDS, self._give_up)
+        guard.daemon = True
+        guard.start()
+        here = self.members[self.rank]
+        facts = dict(zip(self.members, self.hosts, strict=True))
+        while True:
+            self.lifeline.leave()
+            self.circle.revoke()
+            self.circle = self.circle.survivors()
+            rank, size = self.world.rank, self.world.size
+            self.messenger = Messenger(self.circle.control)
+            try:
+                members = self.messenger.allgather(here, self.startup_seconds, "who is left")
+                self.rank, self.size = rank, size
+                self.lifeline = Lifeline(self.messenger, self.startup_seconds, self._on_end)
+                break
+            except MPI.Exception:
+                continue  # another one, meanwhile
+        guard.cancel()
+        gone = [member for member in self.members if member not in members]
+        self.members, self.hosts = members, [facts[member] for member in members]
+        return gone
+
+    def all_done(self) -> bool:
+        """Whether all ranks have come to the end: the same answer on all; if not, one was lost."""
+        return not self.survives or leave_together(self.world)
+
+    def _give_up(self) -> None:
+        print(
+            f"accept_mpi: {self.who(self.rank)}: the ranks that are left did not find together", file=sys.stderr, flush=True
+        )
+        os._exit(1)
+
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def finish(self, exit_code: int) -> NoReturn:
         """The end that all ranks reach together."""
-        self.messenger.allgather(None, self.startup_seconds, "the end of the run")
+        if not self.survives:
+            self.messenger.allgather(None, self.startup_seconds, "the end of the run")
         self.lifeline.close()
+        if self.world != MPI.COMM_WORLD:
+            # Ranks are lost, and MPI_Finalize now and then waits for them; all who are left have agreed that all is done.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(exit_code)
         MPI.Finalize()
         sys.exit(exit_code)
 
@@ -105,10 +169,10 @@ class Runtime:
                 print(f"accept_mpi: {error}", file=sys.stderr, flush=True)
             self.finish(error.exit_code)
         exit_code = getattr(error, "exit_code", 1)
-        if isinstance(error, UserError | NonFiniteLoss | DeadlineError | ProtocolError):
-            text = f"{self._who(self.rank)}: {error}" if self.size > 1 else str(error)
+        if isinstance(error, UserError | NonFiniteLoss | DeadlineError | ProtocolError | Stopped):
+            text = f"{self.who(self.rank)}: {error}" if self.size > 1 else str(error)
         else:
-            text = f"{self._who(self.rank)} raised:\n{''.join(traceback.format_exception(error))}".rstrip()
+            text = f"{self.who(self.rank)} raised:\n{''.join(traceback.format_exception(error))}".rstrip()
         if self.rank == 0:
             self.lifeline.mute()
             self._end_job(text, exit_code)
@@ -119,13 +183,15 @@ class Runtime:
 
     def _on_end(self, rank: int, error: str | None, exit_code: int) -> None:
         """Lifeline thread: another rank ended."""
-        if self.rank == 0:
+        if error is None and self.survives:
+            self.circle.revoke()  # whoever waits for it now learns that
+        elif self.rank == 0:
             if error is None:
-                error = f"{self._who(rank)} ended unexpectedly (killed, out of memory, or its machine is gone)"
+                error = f"{self.who(rank)} ended unexpectedly (killed, out of memory, or its machine is gone)"
             self._end_job(error, exit_code)
         elif error is None:  # rank 0 died, and with it the one who tells
             if self.rank == 1:
-                text = f"{self._who(0)} ended unexpectedly; the run is over"
+                text = f"{self.who(0)} ended unexpectedly; the run is over"
                 print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
             time.sleep(_END_SECONDS / 5)  # mpirun usually ends us first
             threading.Timer(_END_SECONDS, os._exit, [exit_code]).start()
@@ -147,12 +213,14 @@ class Runtime:
                 MPI.COMM_WORLD.Abort(exit_code)
         os._exit(exit_code)
 
-    def _who(self, rank: int) -> str:
+    def who(self, rank: int) -> str:
         """ "rank 2 on host edge2 (stage 2, layers 10..14) in step 17"."""
         holds = self.holds(rank)
+        host = self.hosts[rank]["host"]
         step = self.lifeline.steps.get(rank)
         place = f" ({holds})" if holds else ""
-        return f"rank {rank} on host {self.hosts[rank]['host']}{place}" + (f" in step {step}" if step else "")
+        rank = self.members[rank]
+        return f"rank {rank} on host {host}{place}" + (f" in step {step}" if step else "")
 
 
 def _wait_for_the_end(exit_code: int) -> NoReturn:
@@ -182,10 +250,6 @@ def host_facts(rank: int) -> dict[str, Any]:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:
         cores = os.cpu_count() or 1
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        memory = 0
     host = socket.gethostname()
     return {
         "rank": rank,
@@ -193,7 +257,7 @@ def host_facts(rank: int) -> dict[str, Any]:
         "machine_id": f"{host}/{_boot_id()}",
         "pid": os.getpid(),
         "cores": cores,
-        "memory_bytes": memory,
+        "memory_bytes": total_memory(),
         "machine": platform.machine(),
         "versions": {
             "accept_mpi": __version__,

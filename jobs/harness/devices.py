@@ -6,6 +6,7 @@ lab, or come from data.h5 in the predictor's folder, which a run has left there.
 
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,8 +19,8 @@ from accept_mpi.data import load as load_data
 from accept_mpi.fleet import Host
 from accept_mpi.models import load as load_model
 from accept_mpi.outline import Outline, outline_of
-from accept_mpi.predictor import Known
 from accept_mpi.probe import micro_batch
+from accept_mpi.submodels import Known
 from harness.experiment import Experiment
 
 Floats = npt.NDArray[np.float64]
@@ -28,7 +29,7 @@ JOB = Path(__file__).resolve().parent.parent / "experiments" / "predictor" / "jo
 MODELS: dict[str, list[str]] = {
     "mobilenetv2": [],
     "resnet18": ["model.name=resnet18", "model.args={ classes = 10 }", "data.args={ size = 8 }"],
-    "vgg11": ["model.name=vgg11", "model.args={ classes = 10 }", "train.batch_size=2"],
+    "vgg11": ["model.name=vgg11", "model.args={ classes = 10 }", "train.batch_size=1"],
     "gpt": [
         "model.name=gpt", "model.args={ layers = 4, width = 128, context = 64, heads = 4 }",
         "data.name=text", "data.args={ context = 64, limit = 20000 }",
@@ -36,23 +37,42 @@ MODELS: dict[str, list[str]] = {
 }  # fmt: skip
 FORMATS = ("channels_last", "contiguous")
 ISAS = ("default", "avx2", "avx512")
-SHARES = (0.2, 0.45, 0.8)  # of a core, one thread; two of 1.6 cores
-COUNT = 30  # sub-models besides the probes
+SHARES = (0.5, 0.7, 1.0)  # of a core, one thread; two of 1.8 cores
+COUNT = 16  # sub-models besides the probes
+
+
+def host_of(share: float, isa: str) -> Host:
+    """A host of one thread."""
+    return Host(f"cpu{round(100 * share)}", share, 1, isa)
+
+
+def device_of(isa: str, host: Host, kind: str) -> str:
+    """A device's name in the data."""
+    return f"{isa} {host.name} {kind}"
 
 
 def fleets() -> dict[str, list[Host]]:
     """Hosts, a few at a time: one a core."""
     found = {}
     for isa in ISAS:
-        first, second, third = (Host(f"cpu{round(100 * share)}", share, 1, isa) for share in SHARES)
+        first, second, third = (host_of(share, isa) for share in SHARES)
         found[f"{isa}-a"] = [first, third]
         found[f"{isa}-b"] = [second]
-        found[f"{isa}-c"] = [Host("two", 1.6, 2, isa)]
+        found[f"{isa}-c"] = [Host("two", 1.8, 2, isa)]
     return found
 
 
-def gathered(experiment: Experiment) -> list[tuple[str, Known, Floats]]:
-    """(model, what is known of it on a device, its layers one by one: (layers, 2) seconds forward and backward)."""
+class Gathered(NamedTuple):
+    """One model on one device."""
+
+    model: str
+    known: Known
+    passes: Floats
+    """(sub-models, 2) seconds: each of ``known.intervals``, in every other visit and in the rest."""
+
+
+def gathered(experiment: Experiment) -> list[Gathered]:
+    """All models on all devices."""
     _take_kept(experiment)
     outlines = {(name, kind): _outline(settings, kind) for name, settings in MODELS.items() for kind in FORMATS}
     data = []
@@ -64,10 +84,10 @@ def gathered(experiment: Experiment) -> list[tuple[str, Known, Floats]]:
                 for n, host in enumerate(hosts):
                     probes, intervals = np.array(found["probes"][n]), np.array(found["intervals"][n])
                     known = Known(
-                        model, f"{fleet[:-2]} {host.name} {kind}", probes[:, :2].astype(int), probes[:, 2:],
-                        intervals[:, :2].astype(int), intervals[:, 2:],
+                        model, device_of(fleet[:-2], host, kind), probes[:, :2].astype(int), probes[:, 2:],
+                        intervals[:, :2].astype(int), intervals[:, 2:], np.array(found["layers"][n]),
                     )  # fmt: skip
-                    data.append((name, known, np.array(found["layers"][n])))
+                    data.append(Gathered(name, known, np.array(found["passes"][n])))
     return data
 
 

@@ -15,6 +15,7 @@ from accept_mpi import config
 from accept_mpi.errors import UserError
 from accept_mpi.fleet import Host, read
 from accept_mpi.plan import Plan
+from accept_mpi.schedule import depth
 from edgelab import LabError
 from edgelab.laboratory import Laboratory
 from harness.session import Session
@@ -24,6 +25,9 @@ _PROGRAMS = {"alone": "harness.alone", "ours": "harness.ours", "pipelining": "ha
              "submodels": "harness.submodels"}  # fmt: skip
 _GLOO = ("pipelining", "ddp")
 _MOST_SECONDS = 300.0
+# Steps (of the experiment's batch) that a process which has trained with other cuts takes to get used to new ones: memory,
+# oneDNN's routines; the first of them take up to five times as long.
+_NEW_CUTS = 15
 
 
 class Experiment:
@@ -40,7 +44,7 @@ class Experiment:
         self.store = Store(self.out / "results.h5")
         self._lab: Laboratory | None = None
         self._make: Callable[[], object] = lambda: None
-        self._fleet = ""
+        self._fleet, self._hosts = "", 0
         self._places: tuple[int, ...] | None = None
         self._sessions: dict[str, Session] = {}
         self._stack = ExitStack()
@@ -50,7 +54,7 @@ class Experiment:
     def fleet(self, name: str, hosts: Sequence[Host]) -> Iterator[None]:
         """These hosts, made when the block first measures something that is not known yet."""
         with ExitStack() as stack:
-            self._lab, self._fleet = None, name
+            self._lab, self._fleet, self._hosts = None, name, len(hosts)
             self._make = lambda: stack.enter_context(self.lab(name, hosts))
             yield
         self._lab = None
@@ -61,6 +65,7 @@ class Experiment:
         hosts = read(self.folder / fleet) if hosts is None else list(hosts)
         with Laboratory(f"experiment-{self.folder.name}").using(hosts) as lab, ExitStack() as stack:
             self._lab, self._fleet, self._stack, self._places = lab, fleet, stack, None
+            self._hosts = len(hosts)
             yield lab
             self.end_sessions()
 
@@ -114,7 +119,7 @@ class Experiment:
             folder = self._lab.folder / "sessions" / program
             self._sessions[program] = self._stack.enter_context(Session(self._lab, _PROGRAMS[program], folder, self._places))
             fresh = bool(asked.get("twice"))
-        if fresh or (asked.get("twice") and asked.get("survey")):
+        if fresh:
             self._set_links(None if link is None else 0)
             self._sessions[program].measure(asked, _MOST_SECONDS)
         self._set_links(link)
@@ -134,9 +139,12 @@ class Experiment:
         rate = self._last[1] if self._last is not None and self._last[0] == settings else batch
         # Where a step takes long, it is the link that takes long: nothing has to warm up.
         skip = 2 if seconds * rate > batch else 1
-        steps = skip + max(2, min(40, round(seconds * rate / batch)))
-        more: dict[str, Any] = {"train.steps": steps}
         planned = self._planned(link, settings, known)
+        if planned:
+            skip += -(-_NEW_CUTS * self.batch // batch)
+        drain = self._drain(settings)
+        steps = skip + max(2, min(40, round(seconds * rate / batch))) + drain
+        more: dict[str, Any] = {"train.steps": steps}
         if planned:
             plan = msgspec.json.decode(planned["plan"], type=Plan)
             more |= {
@@ -145,21 +153,29 @@ class Experiment:
                 "pipeline.forward": [codec.forward for codec in plan.boundaries],
                 "pipeline.backward": [codec.backward for codec in plan.boundaries],
             }
-        found = self._train(link, settings, skip, more, known, twice=True, survey=planned.get("log", ""))
+        found = self._train(link, settings, (skip, drain), more, known, not planned, planned.get("log", ""))
         self.expect(settings, float(found["samples_per_s"]))
         return found
 
     def _planned(self, link: float | None, settings: dict[str, Any], known: Point) -> Result:
         """Where a job leaves cuts to rank 0: a short run that finds them; else nothing.
 
-        A process that has trained with other cuts takes some twenty steps to get used to new ones (memory, oneDNN's
-        routines), so what was found is then measured like cuts that are given, after a run that warms up.
+        What was found is then measured in a run of its own, like cuts that are given; more first steps are left out.
         """
-        job = Path(self.job())
-        overrides = [f"{key}={value}" for key, value in settings.items()]
-        if config.parse(job.read_text(), str(job), overrides).pipeline.cuts != "auto":
+        if self._job(settings).pipeline.cuts != "auto":
             return {}
-        return self._train(link, settings, 1, {"train.steps": 3}, known | {"for": "its plan"}, twice=False)
+        return self._train(link, settings, (1, 0), {"train.steps": 2}, known | {"for": "its plan"}, twice=False)
+
+    def _job(self, settings: dict[str, Any]) -> config.Job:
+        job = Path(self.job())
+        return config.parse(job.read_text(), str(job), [f"{key}={value}" for key, value in settings.items()])
+
+    def _drain(self, settings: dict[str, Any]) -> int:
+        """Last steps in which an asynchronous pipeline only empties, faster than it can be filled."""
+        train, pipeline = (job := self._job(settings)).train, job.pipeline
+        if pipeline.schedule != "1f1b-async":
+            return 0
+        return -(-depth(pipeline.schedule, 0, self._hosts, 1 << 30, pipeline.transfer_slack) // train.micro_batches)
 
     def expect(self, settings: dict[str, Any], rate: float) -> None:
         """A guess for the next ``ours`` with these settings, in samples/s."""
@@ -167,21 +183,21 @@ class Experiment:
 
     def train(self, link: float | None, settings: dict[str, Any], skip: int, **known: Any) -> Result:
         """accept_mpi with these keys changed, as long as the job says; its rate without the first ``skip`` steps."""
-        return self._train(link, settings, skip, {}, known, twice=False)
+        return self._train(link, settings, (skip, 0), {}, known, twice=False)
 
     def _train(
         self,
         link: float | None,
         settings: dict[str, Any],
-        skip: int,
+        skip: tuple[int, int],
         more: dict[str, Any],
         known: Point,
         twice: bool,
         survey: str = "",
     ) -> Result:
-        """``more``: keys that do not name the point. ``twice``: a process's first run is made twice, since its first steps
-        take memory from the kernel and have oneDNN choose its routines; so is a run on cuts that were found just now.
-        ``survey``: log of the run that found them."""
+        """``skip``: first and last steps that do not count. ``more``: keys that do not name the point. ``twice``: a
+        process's first run is made twice, since its first steps take memory from the kernel and have oneDNN choose its
+        routines. ``survey``: log of the run that found them."""
         name = "-".join([Path(self._fleet).stem, *(str(value) for value in (known | settings).values()), f"{link}"])
         directory = self.out / "runs" / "".join(c if c.isalnum() else "-" for c in name)
         changed = (
@@ -216,7 +232,7 @@ def combined(program: str, answers: list[dict[str, Any]]) -> Result:
         return result | {"samples_per_s": statistics.fmean(rates)}
     if "probes" in result:
         return {"samples_per_s": 0.0} | {
-            key: [answer[key] for answer in answers] for key in ("probes", "intervals", "layers")
+            key: [answer[key] for answer in answers] for key in ("probes", "intervals", "passes", "layers")
         }
     if "layer_seconds" in result:
         result["layer_seconds"] = [answer["layer_seconds"] for answer in answers]

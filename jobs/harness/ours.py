@@ -1,5 +1,5 @@
-"""A session's program: accept_mpi itself. A point has ``job`` (path), ``set`` (overrides) and ``skip`` (first steps that do
-not count)."""
+"""A session's program: accept_mpi itself. A point has ``job`` (path), ``set`` (overrides) and ``skip`` (how
+many first and last steps do not count)."""
 
 from pathlib import Path
 
@@ -28,21 +28,24 @@ def main() -> None:
     runtime.finish(0)
 
 
-def measured(job: config.Job, skip: int, planned: str | None) -> dict[str, object]:
-    """samples/s over all steps but the first ``skip``, evaluations as (seconds, accuracy), the plan, and, for cuts found by
-    the run whose log is ``planned``, the step that it foresaw and the one that the simulator makes of this trace."""
+def measured(job: config.Job, skip: list[int], planned: str | None) -> dict[str, object]:
+    """samples/s over all steps but so many first and last ones, evaluations as (seconds, accuracy), the plan, and, for
+    cuts found by the run whose log is ``planned``, the step that it foresaw and the one that the simulator makes of this
+    trace."""
     with open_log(Path(job.output.directory) / "log.h5") as log:
         ends, samples, evals = log["steps"]["end"], log["steps"]["samples"], log["evals"][:]
         began = float(log["trace"]["start"].min())
         plan = log.attrs["plan"]
         trace = log["trace"][:]
-    rate = float(np.sum(samples[skip:]) / (ends[-1] - ends[skip - 1]))
+    first, last = skip[0], len(ends) - skip[1]
+    rate = float(np.sum(samples[first:last]) / (ends[last - 1] - ends[first - 1]))
     times = [[float(row["end"]) - began, float(row["accuracy"])] for row in evals]
     found = {"samples_per_s": rate, "evals": times, "plan": plan, "log": str(Path(job.output.directory) / "log.h5")}
     if planned:
         with open_log(Path(planned)) as log:
             survey, facts = Survey.read(log["survey"]), read_facts(log)
-        found |= {"forecast_s": facts["forecast_step_s"], "replayed_s": replayed(survey, job, Plan.from_json(plan), trace)}
+        again = replayed(survey, job, Plan.from_json(plan), trace)
+        found |= {"forecast_s": facts["forecast_step_s"], "replayed": list(again)}
     return found
 
 

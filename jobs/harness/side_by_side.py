@@ -38,6 +38,8 @@ class Case:
     """Schedule -> codecs. With "auto", and in synchronous schedules, rank 0 finds the cuts; else they are set by hand."""
     samples: int
     """Of a step."""
+    codec_links: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Codec -> links that it runs at in the asynchronous schedule, where not at all."""
     slow_cuts: dict[float, list[int]] = field(default_factory=dict)
     """Links -> other cuts set by hand, where less crosses."""
     synchronous: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +64,7 @@ class SideBySide:
             (schedule, codec, link): self._train(schedule, codec, link)
             for schedule, codecs in case.ours.items()
             for codec in codecs
-            for link in (case.links if schedule == _ASYNC else case.synchronous_links or case.links)
+            for link in self._links(schedule, codec)
         }
         alone.append(self._alone("between", "tuned"))
         self.peers: dict[tuple[str, bool, float], float] = {}
@@ -74,6 +76,10 @@ class SideBySide:
                     guess = rate / case.samples
         alone.append(self._alone("after"))
         self.alone = {key: statistics.fmean(found[key] for found in alone if key in found) for key in alone[0]}
+
+    def _links(self, schedule: str, codec: str) -> tuple[float, ...]:
+        case = self.case
+        return case.codec_links.get(codec, case.links) if schedule == _ASYNC else case.synchronous_links or case.links
 
     def _alone(self, when: str, *wanted: str) -> dict[str, float]:
         """All hosts computing alone at the same time: the whole model as users start it and with our memory settings; and
@@ -115,7 +121,7 @@ class SideBySide:
 
     def _auto(self, link: float) -> float:
         """The rate where cuts and codecs are rank 0's."""
-        return self.ours[_ASYNC, "auto", link]
+        return self.ours.get((_ASYNC, "auto", link), math.nan)
 
     def _by_hand(self, link: float) -> float:
         """The highest rate with cuts set by hand."""
@@ -171,14 +177,15 @@ class SideBySide:
         figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
         places = range(len(links))
         for codec, colour in zip(self.case.ours[_ASYNC], _BLUES[-len(self.case.ours[_ASYNC]) :], strict=True):
-            rates = [self.ours[_ASYNC, codec, link] for link in links]
-            axes.plot(places, rates, "o-", label=f"accept_mpi async, {codec}", color=colour)
+            rates = np.array([self.ours.get((_ASYNC, codec, link), math.nan) for link in links])
+            measured = np.flatnonzero(np.isfinite(rates))
+            axes.plot(measured, rates[measured], "o-", label=f"accept_mpi async, {codec}", color=colour)
         synchronous = np.array([self.best(link, True) for link in links])
         measured = np.flatnonzero(np.isfinite(synchronous))
         axes.plot(measured, synchronous[measured], "o-", label="accept_mpi synchronous, best", color="#CC79A7")
         for name, colour in zip(PEERS, _WARM, strict=True):
-            rates = [self.best_peer(link, name) for link in links]
-            axes.plot(places, rates, "s--", label=name, color=colour)
+            peer = [self.best_peer(link, name) for link in links]
+            axes.plot(places, peer, "s--", label=name, color=colour)
         limit = self.alone["tuned"]
         axes.axhline(limit, color="#555555", linewidth=1, linestyle=":", label="all hosts alone, together")
         axes.set_xticks(places, ["free" if link == 0 else f"{link:g}" for link in links])

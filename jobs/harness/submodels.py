@@ -2,7 +2,8 @@
 
 A point has ``job``, ``set`` (overrides) and ``count``: how many sub-models besides the ten that cover the model. They are
 the same on every host. The answer holds runs of layers as (first, last + 1, seconds forward, backward): ``probes`` and
-``intervals``; and ``layers``, (forward, backward) of each, from the probes.
+``intervals``; ``passes``, what each of the latter took in every other visit and in the rest; and ``layers``, (forward,
+backward) of each, from the probes.
 """
 
 import os
@@ -17,11 +18,11 @@ from accept_mpi.data import load as load_data
 from accept_mpi.device import keep_memory
 from accept_mpi.models import load as load_model
 from accept_mpi.outline import outline_of
-from accept_mpi.probe import Piece, micro_batch, pieces, random_inputs
+from accept_mpi.probe import Piece, micro_batch, pieces, random_inputs, stretch_of
 from accept_mpi.stage import find_loss
 from harness.session import points
 
-_SECONDS = 0.2  # of each sub-model; a slow host takes longer: a few rounds at least
+_VISITS = 10
 
 
 def main() -> None:
@@ -33,24 +34,34 @@ def main() -> None:
 
 
 def measured(job: config.Job, count: int) -> dict[str, Any]:
-    """All sub-models, in a random order, so that what disturbs for a while disturbs all alike."""
+    """All sub-models in turn, many times: what disturbs for a while disturbs all alike."""
     chain, loss = load_model(job.model.name, job.model.args, job.train.seed), find_loss(job.train.loss)
     inputs, target = micro_batch(load_data(job.data.name, job.data.args)[0], job)
     model = outline_of(chain, job, inputs)
     last = len(model.layers)
-    cover = pieces(model)
-    asked = [("probes", run) for run in cover] + [("intervals", run) for run in sub_models(last, count)]
-    found: dict[str, Any] = {"probes": [], "intervals": [], "layers": [[0.0, 0.0]] * last}
-    for at in np.random.default_rng(7).permutation(len(asked)):
-        kind, (start, stop) = asked[at]
-        piece = Piece(chain, model, job, start, stop, loss if stop == last else None)
-        given = inputs if start == 0 else random_inputs(model, start)
-        rows, _, (forward, backward) = piece.measure(given, target, _SECONDS)
-        found[kind].append([start, stop, forward, backward])
-        if kind == "probes":
-            found["layers"][start:stop] = rows[:2].T.tolist()
-    for kind in ("probes", "intervals"):
-        found[kind].sort()
+    asked = [("probes", run) for run in pieces(model)] + [("intervals", run) for run in sub_models(last, count)]
+    built = [Piece(chain, model, job, start, stop, loss if stop == last else None) for _, (start, stop) in asked]
+    for piece in built:
+        piece.begin(inputs if piece.start == 0 else random_inputs(model, piece.start), target)
+    rows: list[list[np.ndarray]] = [[] for _ in built]
+    wall = cpu = 0.0
+    generator = np.random.default_rng(7)
+    for visit in range(-1, _VISITS):
+        for at in generator.permutation(len(built)):
+            built[at].round()  # the others have filled the caches
+            layers, took, used = built[at].round()
+            if visit >= 0:
+                rows[at].append(layers[:2])
+                wall, cpu = wall + took, cpu + used
+    found: dict[str, Any] = {"probes": [], "intervals": [], "passes": [], "layers": [[0.0, 0.0]] * last}
+    stretch = stretch_of(wall, cpu)
+    for (kind, (start, stop)), visits in zip(asked, rows, strict=True):
+        times = stretch * np.median(visits, axis=0)
+        found[kind].append([start, stop, *times.sum(axis=1).tolist()])
+        if kind == "intervals":
+            found["passes"].append([stretch * float(np.median(half, axis=0).sum()) for half in (visits[::2], visits[1::2])])
+        else:
+            found["layers"][start:stop] = times.T.tolist()
     return found
 
 

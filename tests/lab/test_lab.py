@@ -63,6 +63,11 @@ def fleet(tmp_path: Path):
     assert left_behind() == []
 
 
+def heed_interrupts() -> None:
+    """Also where the tests run in the background of a shell, which has its jobs ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def until(what, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not what():
@@ -184,7 +189,9 @@ def test_a_lab_ends_with_the_command_it_was_made_for(fleet: Path, number: int) -
     """Also when ``lab`` itself is killed, whatever runs on the hosts."""
     inside = [LAB, "--name", NAME, "exec", "odd", "--", "sleep", f"98.{os.getpid()}"]
     command = [LAB, "--name", NAME, "run", "--fleet", str(fleet), "--", *inside]
-    running = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    running = subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=heed_interrupts
+    )
     until(lambda: (Path("/run/accept-lab") / NAME / "state.json").exists())
     until(lambda: any(Laboratory(NAME).processes("odd")))
     if number == signal.SIGINT:

@@ -52,12 +52,13 @@ def step_seconds(folder: Path, mbit: float | None, codec: str, attempt: int) -> 
 
 
 def test_four_bits_and_auto_at_20_mbit(tmp_path: Path) -> None:
-    found = []
-    for attempt in range(3):  # the machine is shared: a disturbed attempt is repeated
-        cases = ((None, "none"), (MBIT, "uniform:4"), (MBIT, "uniform:2"), (MBIT, "auto"))
-        free, four, two, auto = (step_seconds(tmp_path, mbit, codec, attempt) for mbit, codec in cases)
-        found.append((four / free, auto / min(four, two)))
-        print(f"4 bits / unlimited link: {found[-1][0]:.3f}, auto / best fixed: {found[-1][1]:.3f}")
-        if found[-1][0] <= 1.15 and found[-1][1] <= 1.05:
+    cases = {"free": (None, "none"), "four": (MBIT, "uniform:4"), "two": (MBIT, "uniform:2"), "auto": (MBIT, "auto")}
+    least = dict.fromkeys(cases, float("inf"))
+    for attempt in range(4):  # the machine is shared: what a case takes is the least that it took, measured in turn
+        for case, (mbit, codec) in cases.items():
+            least[case] = min(least[case], step_seconds(tmp_path, mbit, codec, attempt))
+        four, auto = least["four"] / least["free"], least["auto"] / min(least["four"], least["two"])
+        print(f"4 bits / unlimited link: {four:.3f}, auto / best fixed: {auto:.3f}")
+        if four <= 1.15 and auto <= 1.05:
             return
-    pytest.fail(f"(4 bits / unlimited, auto / best fixed) was {found}; expected at most 1.15 and 1.05")
+    pytest.fail(f"4 bits / unlimited link is {four:.3f}, auto / best fixed {auto:.3f}; expected at most 1.15 and 1.05")

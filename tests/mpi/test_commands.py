@@ -12,7 +12,16 @@ from accept_mpi.log import KINDS, open_log, read_facts
 
 def test_doctor(mpirun) -> None:
     out = mpirun(3, "-m", "accept_mpi", "doctor").out
-    for word in ("Hosts", "Versions", "Links", "torch", "bit/s", "clock offset", "All hosts agree on all versions."):
+    for word in (
+        "Hosts",
+        "Versions",
+        "Links",
+        "torch",
+        "bit/s",
+        "clock offset",
+        "All hosts agree on all versions.",
+        "A lost rank",
+    ):
         assert word in out, out
     assert out.count("bit/s") == 6
 

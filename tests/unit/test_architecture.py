@@ -6,16 +6,21 @@ from conftest import ROOT
 
 # From the bottom up. A module may import from lower levels, and from its own level only within a package.
 LEVELS = [
-    {"version", "errors", "seeds", "schedule", "kernels"},
+    {"version", "errors", "seeds", "schedule", "memory", "faults", "kernels"},
     {"imports", "fleet", "plan", "log", "simulate", "partition"},
     {"config", "models", "data", "timeline", "recorder", "coding"},
     {"replay"},
     {"batches", "codec", "device", "optimizer", "defer", "observers", "snapshot", "trace", "figures", "forecast"},
     {"stage", "report", "logging_observer", "progress", "bits", "outline"},
-    {"comm", "profile", "survey", "probe"},
-    {"planner", "latency", "predictor"},
+    {"comm", "profile", "survey", "probe", "replicas"},
+    {"planner", "submodels", "restore", "replication"},
+    {"dual_stream"},
+    {"predictor"},
+    {"latency"},
+    {"unmeasured", "recovery", "adapting"},
     {"whatif", "signature", "settle", "surveying", "worker", "controller"},
-    {"run"},
+    {"term"},
+    {"run", "launch"},
     {"cli"},
     {"__main__"},
 ]

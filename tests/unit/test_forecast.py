@@ -6,6 +6,7 @@ from test_planner import job as planner_job
 from test_planner import survey
 
 from accept_mpi import forecast as module
+from accept_mpi.errors import UserError
 from accept_mpi.forecast import Crossing, Forecast, Profile
 from accept_mpi.plan import make_plan
 from accept_mpi.planner import forecast_of, plan_for, replayed
@@ -60,7 +61,9 @@ def test_a_run_simulated_again_takes_what_it_took(kind: str) -> None:
     forecast = forecast_of(found, job, plan)
     names = codecs(forecast)
     trace = forecast.trace(names, [stage.ranks[0] for stage in plan.stages])
-    assert replayed(found, job, plan, trace) == pytest.approx(forecast.steady(names)[0], rel=0.01)
+    assert replayed(found, job, plan, trace) == pytest.approx((forecast.steady(names)[0],) * 3, rel=0.01)
     alone = make_plan(len(found.outline.layers), [], [])
     trace = forecast_of(found, job, alone).trace({}, [0])
-    assert replayed(found, job, alone, trace) == pytest.approx(forecast_of(found, job, alone).steady({})[0], rel=0.01)
+    assert replayed(found, job, alone, trace) == pytest.approx((forecast_of(found, job, alone).steady({})[0],) * 3, rel=0.01)
+    with pytest.raises(UserError, match="fewer than three"):
+        replayed(found, job, alone, trace[:0])

@@ -5,13 +5,25 @@ from pathlib import Path
 
 import h5py
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from accept_mpi.latency import database_path, device_key, observe, recall, remember
+from accept_mpi.latency import (
+    database_path,
+    device_key,
+    keep_predictor,
+    known_of,
+    library,
+    observe,
+    recall,
+    recall_predictor,
+    remember,
+)
 from accept_mpi.models import as_chain
 from accept_mpi.outline import Outline, outline
+from accept_mpi.predictor import Predictor
 from accept_mpi.probe import LayerTimes
 
 FACTS = {"host": "edge1", "cores": 4}
@@ -114,12 +126,61 @@ def test_what_stages_took_is_added(tmp_path: Path) -> None:
     observe(path, model(), {"nobody": [(0, 1, 1.0, 2.0)]})
     for number in range(150):
         observe(path, model(), {KEY: [(0, 1, 1.0, float(number))]})
-    pieces = recall(path, model(), [KEY])[0].pieces
-    assert pieces[:2] == full.pieces
-    assert [row[3] for row in pieces[2:]] == list(range(50, 150))
+    found = recall(path, model(), [KEY])[0]
+    assert found.pieces == full.pieces
+    assert [row[3] for row in found.observed] == list(range(50, 150))
+
+
+def test_a_device_that_has_measured_a_part_comes_back(tmp_path: Path) -> None:
+    """What it observed in training, to the model's end, is not taken for a probe."""
+    path, nan = tmp_path / "latency.h5", float("nan")
+    rows = ((0.5, nan, nan),) * 4
+    part = LayerTimes(*rows, 1.0, ((0, 1, 0.5, 0.5),), 1.0)
+    remember(path, model(), {KEY: (FACTS, part)})
+    observe(path, model(), {KEY: [(0, 3, 1.0, 2.0)]})
+    found = recall(path, model(), [KEY])[0]
+    assert (found.measured, found.pieces, found.observed) == ([True, False, False], part.pieces, ((0, 3, 1.0, 2.0),))
+    (known,) = library(path)
+    assert known.probes.tolist() == [[0, 1]]
+    assert (known.intervals.tolist(), known.times.tolist()) == ([[0, 3]], [[1, 2]])
 
 
 def test_paths() -> None:
     assert database_path("none") is None
     assert database_path("auto").name == "latency.h5"
     assert database_path("~/x.h5") == Path.home() / "x.h5"
+
+
+def test_what_is_known_is_there_to_learn_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Probes, runs of layers between clocks, and stages observed in training; of every model; the predictor beside them."""
+    path = tmp_path / "latency.h5"
+    assert library(path) == []
+    whole = msgspec.structs.replace(times(0.5), pieces=((0, 2, 1.0, 1.0), (2, 3, 0.5, 0.5)))
+    remember(path, model(), {KEY: (FACTS, whole)})
+    remember(path, model(layers=4), {KEY: (FACTS, msgspec.structs.replace(times(0.25, 4), pieces=((0, 4, 1.0, 1.0),)))})
+    observe(path, model(), {KEY: [(1, 3, 0.75, 1.5)]})
+    three, four = sorted(library(path), key=lambda known: known.layers)
+    assert (three.device, three.layers, four.layers) == (KEY, 3, 4)
+    assert three.probes.tolist() == [[0, 2], [2, 3]]
+    assert three.probe_times.tolist() == [[1, 1], [0.5, 0.5]]
+    assert three.intervals.tolist() == [[0, 2], [1, 3]]
+    assert three.times.tolist() == [[1, 1], [0.75, 1.5]]
+    assert recall_predictor(path) is None
+    predictor = Predictor.train([three, four], steps=2)
+    keep_predictor(path, predictor)
+    keep_predictor(path, predictor)
+    again = recall_predictor(path)
+    assert again is not None
+    assert np.array_equal(again.layers(three)[0], predictor.layers(three)[0])
+    assert len(library(path)) == 2
+    assert recall(path, model(), [KEY])[0] is not None
+    with h5py.File(path, "a") as file:
+        del file["predictor/weights/0"]
+    assert recall_predictor(path) is None
+    assert not caplog.text
+
+
+def test_layers_that_take_no_time_have_a_logarithm() -> None:
+    known = known_of(model(), "x", msgspec.structs.replace(times(0.0), pieces=((0, 3, 0.0, 0.0),)))
+    assert known.probe_times.min() > 0
+    assert known.times.min() > 0

@@ -135,3 +135,10 @@ def test_layers_that_take_no_time_end_the_search() -> None:
     assert cost(free, solve(free)).fits
     silent = replace(free, values=np.zeros(5), other=np.zeros(5))
     assert cost(silent, solve(silent)).bottleneck == 0
+
+
+def test_a_missing_time_is_refused() -> None:
+    problem = random_problem(np.random.default_rng(0), 3, 5, 1)
+    problem.layer_seconds[0, 1] = np.nan
+    with pytest.raises(ValueError, match="layer_seconds"):
+        solve(problem)

@@ -9,7 +9,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.models import as_chain
 from accept_mpi.outline import outline
 from accept_mpi.plan import make_plan
-from accept_mpi.planner import codings_of, even_plan, outcome, plan_for, table
+from accept_mpi.planner import codings_of, even_plan, outcome, plan_for, plans_for, table
 from accept_mpi.survey import Device, Survey
 
 JOB = """
@@ -61,9 +61,10 @@ def test_fast_devices_get_more_layers() -> None:
 
 
 def test_a_device_that_would_cost_more_stays_idle() -> None:
-    found = plan_for(survey(1, 100, 1), job())
+    devices = survey(1, 100, 1)
+    found, even = plans_for(devices, job())
     assert layers_by_rank(found, 3) == [6, 0, 6]
-    assert any("idle" in line and "edge1" in line for line in table(survey(1, 100, 1), job(), found))
+    assert any("idle" in line and "edge1" in line for line in table(devices, job(), found, even))
 
 
 def test_slow_links_leave_the_model_on_one_device() -> None:
@@ -123,7 +124,7 @@ def test_a_slow_boundary_is_cut_where_codecs_make_it_fast_enough() -> None:
 
 def test_the_table_names_hosts_layers_and_the_gain() -> None:
     found = survey(1, 3)
-    lines = table(found, job(), plan_for(found, job()))
+    lines = table(found, job(), *plans_for(found, job()))
     assert "edge0 (rank 0)" in lines[1]
     assert "0..8" in lines[1]
     assert "with even cuts 432 ms (2.0 x)" in lines[-1]

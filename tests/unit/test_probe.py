@@ -4,7 +4,6 @@ import itertools
 import math
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from torch import nn
 from accept_mpi import config, models
 from accept_mpi.models import as_chain
 from accept_mpi.outline import Outline, outline
-from accept_mpi.probe import LayerTimes, fill, pieces, probe
+from accept_mpi.probe import LayerTimes, pieces, probe, scattered, together
 from accept_mpi.stage import cross_entropy
 
 JOB = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\noptimizer.momentum=0.9\n[output]\ndirectory="r"\n'
@@ -71,26 +70,6 @@ def test_nothing_is_left_in_a_users_modules() -> None:
     assert not whole[0]._forward_hooks
 
 
-def test_a_budget_that_ends_early_leaves_the_rest_to_a_guess() -> None:
-    chain, model, inputs = mobile()
-    few = probe(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64), 1e-6)
-    assert few.measured[0]
-    assert not few.measured[-1]
-    forward, backward, _, _ = fill([few], model)
-    assert np.isfinite(forward).all()
-    assert (backward > 0).mean() > 0.9
-
-
-def test_a_device_without_data_guesses_the_first_layers_from_the_others() -> None:
-    chain, model, inputs = mobile()
-    target = torch.zeros(4, dtype=torch.int64)
-    whole = probe(chain, model, job(), cross_entropy, (inputs,), target, 2.0)
-    without = probe(chain, model, job(), cross_entropy, (), None, 2.0)
-    assert not without.measured[0]
-    forward, *_ = fill([whole, without], model)
-    assert forward[1][0] > 0
-
-
 def test_a_known_device_is_only_checked() -> None:
     """As fast as it was: what was known counts. Four times as fast: all is measured again."""
     chain, model, inputs = mobile()
@@ -109,24 +88,57 @@ def test_a_known_device_is_only_checked() -> None:
     assert checked.seconds < 0.7 * known.seconds
 
 
-def times_of(values: list[float]) -> LayerTimes:
-    row = tuple(values)
-    return LayerTimes(row, tuple(2 * v for v in row), tuple(0 * v for v in row), tuple(0 * v for v in row), 1.0, (), 1.0)
-
-
-def test_gaps_are_filled_in_proportion() -> None:
-    """A device four times as slow on what both have measured is taken to be so on the rest."""
-    chain = as_chain(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]))
-    model = outline(chain, 0, (torch.zeros(5, 4),))
-    forward, backward, _, _ = fill([times_of([1.0, 2.0, 3.0]), times_of([4.0, math.nan, math.nan])], model)
-    assert forward[1].tolist() == pytest.approx([4, 8, 12])
-    assert backward[1] == pytest.approx(2 * forward[1])
-
-
 def test_pieces_that_do_not_fit_are_not_tried() -> None:
     chain, model, inputs = mobile()
     arguments = (chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64), 5.0)
-    needs = [sum(6 * x.parameter_bytes + 5 * x.held for x in model.layers[a:b]) for a, b in pieces(model)]
+    needs = [sum(6 * x.parameter_bytes + 4 * x.held for x in model.layers[a:b]) for a, b in pieces(model)]
     room = sorted(needs)[len(needs) // 2]
     measured = probe(*arguments, room=float(room)).measured
     assert [measured[a] for a, _ in pieces(model)] == [need <= room for need in needs]
+
+
+def test_few_pieces_are_spread_over_the_model() -> None:
+    assert scattered(10)[:4] == [0, 8, 4, 2]
+    assert all(sorted(scattered(n)) == list(range(n)) for n in range(1, 12))
+
+
+def test_the_budget_goes_to_pieces_in_the_order_asked() -> None:
+    chain, model, inputs = mobile()
+    arguments = (chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64))
+    few = probe(*arguments, 1e-6, order=[3, *range(3), *range(4, 10)])
+    assert [piece[:2] for piece in few.pieces] == [pieces(model)[3]]
+
+
+def test_what_is_missing_is_measured_the_next_time() -> None:
+    """A device too slow for its budget gets to know itself run by run."""
+    chain, model, inputs = mobile()
+    arguments = (chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64))
+    known = probe(*arguments, 1e-6)
+    counts = [sum(known.measured)]
+    for _ in range(40):
+        known = probe(*arguments, 1e-6, known, crowded=True)
+        counts.append(sum(known.measured))
+        assert [piece[:2] for piece in known.pieces] == [run for run in pieces(model) if known.measured[run[0]]]
+        if all(known.measured):
+            break
+    assert counts[-1] == len(model.layers)
+    assert len(set(counts)) > 3
+
+
+def test_in_a_crowd_what_is_known_counts() -> None:
+    chain, model, inputs = mobile()
+    arguments = (chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64))
+    whole = probe(*arguments, 2.0)
+    far = msgspec.structs.replace(whole, forward=tuple(9 * v for v in whole.forward))
+    assert probe(*arguments, 2.0, far, crowded=True).forward == far.forward
+
+
+def test_ranks_of_one_kind_are_one_device() -> None:
+    nan = math.nan
+    one = LayerTimes((1.0, nan), (2.0, nan), (0.0, nan), (0.5, nan), 1.0, ((0, 1, 1.0, 2.0),), 1.0)
+    two = LayerTimes((3.0, 5.0), (4.0, 6.0), (0.0, 0.0), (0.5, 0.5), 2.0, ((0, 1, 3.0, 4.0), (1, 2, 5.0, 6.0)), 2.0)
+    both = together([one, two])
+    assert (both.forward, both.backward, both.update) == ((2.0, 5.0), (3.0, 6.0), (0.5, 0.5))
+    assert both.pieces == ((0, 1, 2.0, 3.0), (1, 2, 5.0, 6.0))
+    assert (both.seconds, both.stretch) == (2.0, 1.5)
+    assert not any(together([msgspec.structs.replace(one, forward=(nan, nan), pieces=())]).measured)

@@ -46,6 +46,11 @@ def pipeline(steps: int) -> np.ndarray:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
+    return write_log(tmp_path)
+
+
+def write_log(tmp_path: Path, *events: str) -> Path:
+    """A run of nine steps; ``events`` happen in the middle."""
     job = {"model": {"name": "<b>cnn</b>"}, "data": {"name": "digits"}, "pipeline": {"schedule": "1f1b"}}
     hosts = [{"rank": r, "stage": r, "host": f"edge{r}", "cores": 4, "memory_bytes": 2**32} for r in range(STAGES)]
     facts = {"versions": {"torch": "2"}, "hosts": hosts, "layers": list("abcdef"), "parameters": 12345, "last_step": 9}
@@ -54,6 +59,8 @@ def log(tmp_path: Path) -> Path:
         writer.append("steps", np.array([(n, 0, 8, 3 / n, 0.5, 0.1, PERIOD * n, 8 / PERIOD)], STEPS))
     writer.append("evals", np.array([(9, 0, 30, 0.4, 0.913, 200.0)], EVALS))
     writer.append("trace", pipeline(9))
+    for text in events:
+        writer.event(4.5 * PERIOD, 4, text)
     writer.event(200.0, 9, "done & dusted")
     writer.close()
     return tmp_path / "log.h5"
@@ -103,6 +110,28 @@ def test_report(log: Path, tmp_path: Path) -> None:
     assert "<b>cnn" not in page
     for fact in ("12,345", "91.3 %", "edge2", "done &amp; dusted", "2..3 (c .. d)", "data:image/png;base64"):
         assert fact in page, fact
+
+
+def test_report_of_a_run_that_lost_a_rank(tmp_path: Path) -> None:
+    log = write_log(tmp_path, "lost rank 2 on host edge2 (stage 2, layers 4..5) in step 4; 2 found together in 17 ms")
+    assert main(["report", str(log), "--out", str(tmp_path / "page")]) == 0
+    assert {path.name for path in (tmp_path / "page").iterdir()} == {
+        "timeline.png", "loss.png", "course.png", "report.html"
+    }  # fmt: skip
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert "The whole run" in page
+    assert page.count("data:image/png;base64") == 3
+
+
+def test_the_window_avoids_steps_that_were_made_twice() -> None:
+    """After a loss: the first attempt and the second are one step of that number, a long one."""
+    trace = pipeline(9)
+    twice = trace.copy()
+    again = (twice["step"] >= 4) & (twice["step"] <= 5)
+    twice["start"][again] += 100 * PERIOD
+    twice["end"][again] += 100 * PERIOD
+    start, end = steady_window(np.concatenate([trace, twice[again]]))
+    assert end - start < 4 * PERIOD
 
 
 def test_report_of_a_run_that_ended_at_once(tmp_path: Path) -> None:

@@ -88,6 +88,11 @@ def test_plan_for_personas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "pi5-new" in out
 
 
+def test_plan_where_no_time_was_left_to_measure_all_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(plan(capsys, tmp_path, "--add", "pi5:2", "--json", "--set", "pipeline.probe_seconds=0.001"))
+    assert 0 < found["plan"]["step_seconds"] < 100
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

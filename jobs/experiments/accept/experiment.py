@@ -13,9 +13,10 @@ CASE = Case(
         "1f1b-async": ("none", "uniform:8", "uniform:4", "uniform:2", "auto"),
         "zero-bubble": ("uniform:2",),
     },
+    codec_links={"none": (0, 100, 50, 20), "uniform:8": (0, 100, 20), "uniform:2": (100, 20, 10, 5)},
     samples=64,
     # As many samples a micro-batch, eight times as many micro-batches: a longer step has a smaller bubble.
-    synchronous_links=(0, 100, 20),
+    synchronous_links=(100, 20),
     synchronous={"train.batch_size": 512, "train.micro_batches": 32},
     # Even in blocks: even in layers would cut inside blocks, where six times as much crosses.
     pipelining={"set": ["train.micro_batches=8"], "cuts": [12, 27, 39]},

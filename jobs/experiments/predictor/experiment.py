@@ -5,159 +5,174 @@ Devices: share of a core x threads x instruction set x memory format, each a hos
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from accept_mpi.dual_stream import DualStream, train_dual_stream
 from accept_mpi.figures import pyplot
-from accept_mpi.predictor import (
-    DualStream,
-    Known,
-    Predictor,
-    by_capacity,
-    by_layers,
-    by_nearest,
-    by_operations,
-    train_dual_stream,
-)
-from harness.devices import MODELS, gathered
+from accept_mpi.predictor import Predictor
+from accept_mpi.probe import scattered
+from accept_mpi.submodels import Floats, Known
+from harness.baselines import by_capacity, by_layers, by_nearest, by_operations
+from harness.devices import MODELS, Gathered, gathered
 from harness.experiment import Experiment, run
 from harness.store import table
 
-ADAPT = 10  # of them, that adaptation sees
+ADAPT = 10  # sub-models of a device that adaptation sees
+FEW = (3, 5)  # probes
 
-Floats = npt.NDArray[np.float64]
-Method = Callable[[Known, Sequence[tuple[Known, Floats]]], Floats]
+Method = Callable[[Known], Floats]
+Errors = dict[str, dict[str, float]]
+"""Method -> device or model -> mean absolute percentage error."""
+
+OURS, BARE = "ours", "ours, from the ten probes' totals alone"
 
 
 def main() -> None:
     torch.set_num_threads(1)
     experiment = Experiment(__file__)
     data = gathered(experiment)
-    report(experiment, data)
-
-
-# -- methods: what they say of known.intervals, from its probes and from other devices or models ---------------------------
-
-
-def _capacity(known: Known, others: Sequence[tuple[Known, Floats]]) -> Floats:
-    reference = max(others, key=lambda pair: pair[0].device)  # one fixed device
-    return by_capacity(known, *reference, known.intervals)
-
-
-BASELINES: dict[str, Method] = {
-    "FLOPs, one rate a device": lambda known, others: by_operations(known, known.intervals),
-    "one reference, capacity ratio (FTPipeHD)": _capacity,
-    "nearest known device": lambda known, others: by_nearest(known, others, known.intervals),
-}
-
-
-def error(predicted: Floats, known: Known) -> Floats:
-    """Relative errors of forward + backward."""
-    return np.abs(predicted.sum(axis=1) / known.times.sum(axis=1) - 1)
-
-
-def report(experiment: Experiment, data: list[tuple[str, Known, Floats]]) -> None:
-    devices = sorted({known.device for _, known, _ in data})
-    by_device: dict[str, dict[str, float]] = {}
-    by_model: dict[str, dict[str, float]] = {}
-
-    def note(into: dict[str, dict[str, float]], method: str, what: str, errors: list[Floats]) -> None:
-        into.setdefault(method, {})[what] = 100 * float(np.concatenate(errors).mean())
-
-    adapted: list[list[float]] = []
+    devices = sorted({one.known.device for one in data})
+    by_device: Errors = {}
+    adapted, few = [], []
     for device in devices:
-        mine = [(name, known, layers) for name, known, layers in data if known.device == device]
-        others = [(name, known, layers) for name, known, layers in data if known.device != device]
-        for method, predict in BASELINES.items():
-            errors = [error(predict(k, [(o, x) for n, o, x in others if n == name]), k) for name, k, _ in mine]
-            note(by_device, method, device, errors)
-        note(
-            by_device, "sum of its own layers (PipeDream)", device, [error(by_layers(x, k.intervals), k) for _, k, x in mine]
-        )
-        dual = train_dual_stream([known for _, known, _ in others])
-        note(by_device, "two streams (AccEPT; reconstruction)", device, [error(_dual(dual, k), k) for _, k, _ in mine])
-        ours = Predictor.train([known for _, known, _ in others])
-        note(by_device, "ours", device, [error(ours.predict(k, k.intervals)[0], k) for _, k, _ in mine])
-        adapted.append(adaptation(ours, [k for _, k, _ in mine], [k for _, k, _ in others]))
-        print(f"{device}: {by_device['ours'][device]:.1f} %", flush=True)
+        mine = [one.known for one in data if one.known.device == device]
+        others = [one.known for one in data if one.known.device != device]
+        ours = Predictor.train(others)
+        methods = simpler(others) | {"two streams (AccEPT; reconstruction)": two_streams(others)} | both(ours)
+        for method, predict in methods.items():
+            by_device.setdefault(method, {})[device] = error(predict, mine)
+        adapted.append(adaptation(ours, mine, others))
+        few.append(fewer(ours, mine))
+        print(f"{device}: {by_device[OURS][device]:.1f} %", flush=True)
+    by_model: Errors = {}
     for name in MODELS:
-        mine = [(n, known, layers) for n, known, layers in data if n == name]
-        others = [(n, known, layers) for n, known, layers in data if n != name]
-        note(by_model, "FLOPs, one rate a device", name, [error(by_operations(k, k.intervals), k) for _, k, _ in mine])
-        note(by_model, "sum of its own layers (PipeDream)", name, [error(by_layers(x, k.intervals), k) for _, k, x in mine])
-        ours = Predictor.train([known for _, known, _ in others])
-        note(by_model, "ours", name, [error(ours.predict(k, k.intervals)[0], k) for _, k, _ in mine])
-        print(f"{name}: {by_model['ours'][name]:.1f} %", flush=True)
-    write(experiment, data, by_device, by_model, np.array(adapted))
+        mine = [one.known for one in data if one.model == name]
+        others = [one.known for one in data if one.model != name]
+        kept = ("FLOPs, one rate a device", "sum of its own layers (PipeDream)")
+        methods = {key: way for key, way in simpler(others).items() if key in kept} | both(Predictor.train(others))
+        for method, predict in methods.items():
+            by_model.setdefault(method, {})[name] = error(predict, mine)
+        print(f"{name}: {by_model[OURS][name]:.1f} %", flush=True)
+    text = tables(data, by_device, by_model, np.array(adapted), np.array(few))
+    draw(experiment, by_device)
+    experiment.finish(text)
 
 
-@torch.no_grad()
-def _dual(network: DualStream, known: Known) -> Floats:
-    return network(known, known.intervals).exp().double().numpy()  # type: ignore[no-any-return]
+def simpler(others: Sequence[Known]) -> dict[str, Method]:
+    """What predicts a device's ``intervals`` from its probes, and from the same model on other devices."""
+
+    def alike(known: Known) -> list[Known]:
+        return [other for other in others if other.model == known.model]
+
+    return {
+        "FLOPs, one rate a device": lambda known: by_operations(known, known.intervals),
+        "one reference, capacity ratio (FTPipeHD)": lambda known: by_capacity(
+            known, max(alike(known), key=lambda other: other.device), known.intervals
+        ),
+        "nearest known device": lambda known: by_nearest(known, alike(known), known.intervals),
+        "sum of its own layers (PipeDream)": lambda known: by_layers(known, known.intervals),
+    }
+
+
+def both(predictor: Predictor) -> dict[str, Method]:
+    """Ours, with this device's own clocks between the layers of its probes and without them."""
+    return {
+        BARE: lambda known: predictor.predict(replace(known, layer_times=None), known.intervals)[0],
+        OURS: lambda known: predictor.predict(known, known.intervals)[0],
+    }
+
+
+def two_streams(others: Sequence[Known]) -> Method:
+    """AccEPT's network, trained on these."""
+    network: DualStream = train_dual_stream(others)
+
+    @torch.no_grad()
+    def predict(known: Known) -> Floats:
+        return network(known, known.intervals).exp().double().numpy()  # type: ignore[no-any-return]
+
+    return predict
+
+
+def error(predict: Method, some: Sequence[Known]) -> float:
+    """Mean absolute percentage error of forward + backward."""
+    off = [np.abs(predict(known).sum(axis=1) / known.times.sum(axis=1) - 1) for known in some]
+    return 100 * float(np.concatenate(off).mean())
 
 
 def adaptation(ours: Predictor, mine: list[Known], old: list[Known]) -> list[float]:
-    """Errors in % on what adaptation has not seen of a device, before and after; and on old devices, before and after."""
+    """Errors on what adaptation has not seen of a device, before and after; and on old devices, before and after."""
     fresh, rest = [], []
     for known in mine:
         seen = np.random.default_rng(1).permutation(len(known.intervals)) < ADAPT
         for into, chosen in ((fresh, seen), (rest, ~seen)):
-            into.append(
-                Known(
-                    known.outline,
-                    known.device,
-                    known.probes,
-                    known.probe_times,
-                    known.intervals[chosen],
-                    known.times[chosen],
-                )
-            )
+            into.append(replace(known, intervals=known.intervals[chosen], times=known.times[chosen]))
     after = ours
     for known in fresh:
         after = after.adapt(known)
-    return [
-        100 * float(np.concatenate([error(predictor.predict(k, k.intervals)[0], k) for k in some]).mean())
-        for some in (rest, old[::7]) for predictor in (ours, after)
-    ]  # fmt: skip
+    return [error(both(one)[OURS], some) for some in (rest, old[::7]) for one in (ours, after)]
 
 
-def write(
-    experiment: Experiment, data: list[tuple[str, Known, Floats]], by_device: dict[str, dict[str, float]],
-    by_model: dict[str, dict[str, float]], adapted: Floats,
-) -> None:  # fmt: skip
-    """Table and plot."""
+def fewer(ours: Predictor, mine: list[Known]) -> list[list[float]]:
+    """(FEW, 3): errors with so many probes: those that the networks ask for, spread over the model, the first ones."""
+    rows = []
+    for count in FEW:
+        some: list[list[Known]] = [[], [], []]
+        for known in mine:
+            total = len(known.probes)
+            for into, order in zip(
+                some, (ours.order(known.outline, known.probes), scattered(total), range(total)), strict=True
+            ):
+                into.append(known.only(list(order)[:count]))
+        rows.append([error(both(ours)[OURS], one) for one in some])
+    return rows
+
+
+def tables(data: list[Gathered], by_device: Errors, by_model: Errors, adapted: Floats, few: Floats) -> str:
+    """All that the experiment says, as Markdown."""
     rows = []
     for method, errors in by_device.items():
-        each = np.array(list(errors.values()))
-        models = list(by_model.get(method, {}).values())
+        each, models = np.array(list(errors.values())), list(by_model.get(method, {}).values())
         rows.append([method, float(np.median(each)), float(each.max()), *([max(models)] if models else [""])])
     head = ["mean absolute percentage error", "device never seen, median", "worst device", "model never seen, worst model"]
-    count = sum(len(known.intervals) for _, known, _ in data)
-    text = f"{len({k.device for _, k, _ in data})} devices, {len(MODELS)} models, {count} sub-models measured.\n\n"
-    text += table(head, rows)
+    passes = np.concatenate([one.passes for one in data])
+    again = 100 * np.abs(passes[:, 1] / passes[:, 0] - 1).mean()
+    devices, count = {one.known.device for one in data}, sum(len(one.known.intervals) for one in data)
     model_rows = [[name, *(errors[name] for errors in by_model.values())] for name in MODELS]
-    text += "\n\n" + table(["model never seen", *by_model], model_rows)
     before, after, old_before, old_after = adapted.mean(axis=0)
-    text += (
-        f"\n\nAfter {ADAPT} sub-models a model observed on the new device: {before:.1f} % to {after:.1f} % on the others; "
-        f"on the devices known before: {old_before:.1f} % to {old_after:.1f} %.\n"
-    )
+    few_rows = [[f"{n}", *row] for n, row in zip(FEW, few.mean(axis=0).tolist(), strict=True)]
+    asked = ["probes", "asked for by the networks' doubt", "spread over the model", "the first ones"]
+    return "\n\n".join([
+        f"{len(devices)} devices, {len(MODELS)} models, {count} sub-models, each measured twice: the second time "
+        f"differs from the first by {again:.1f} % in the mean.",
+        table(head, rows),
+        table(["model never seen", *by_model], model_rows),
+        f"After {ADAPT} sub-models a model observed on the new device: {before:.1f} % to {after:.1f} % on the others; "
+        f"on the devices known before: {old_before:.1f} % to {old_after:.1f} %.",
+        "Ours with fewer probes, which then do not cover the model:",
+        table(asked, few_rows),
+    ]) + "\n"  # fmt: skip
+
+
+def draw(experiment: Experiment, by_device: Errors) -> None:
+    """Share of devices over error."""
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
     for method, errors in by_device.items():
         each = np.sort(list(errors.values()))
-        axes.plot(each, (np.arange(len(each)) + 1) / len(each), label=method, linewidth=2.5 if method == "ours" else 1.3)
+        axes.plot(each, (np.arange(len(each)) + 1) / len(each), label=method, linewidth=2.5 if method == OURS else 1.3)
     axes.axvline(5, color="#999999", linewidth=0.8, linestyle=":")
     axes.set_xscale("log")
+    axes.set_xticks(ticks := [3, 5, 10, 20, 50], [str(tick) for tick in ticks])
+    axes.minorticks_off()
     axes.set_xlabel("mean absolute error of a device never seen, %")
     axes.set_ylabel("share of devices")
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(experiment.out / "plot.png", dpi=110)
-    experiment.finish(text)
 
 
 run(main)

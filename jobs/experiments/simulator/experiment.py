@@ -1,8 +1,9 @@
 """The simulator against runs: a step simulated with the computing times that the run's trace holds, and the step that
 rank 0 foresaw before the run, each beside the step that was measured.
 
-The first asks whether schedules, links and codecs are simulated as they are; the second also whether a device's speed,
-measured for some seconds, is its speed a minute later (on a machine that others use, it is not).
+With every action as long as it was, the question is whether schedules, links and codecs are simulated as they are; with each
+stage's mean times, what unsteady computing adds; the foreseen step asks also whether a device's speed, measured for some
+seconds, is its speed a minute later (on a machine that others use, it is not).
 """
 
 import numpy as np
@@ -33,23 +34,22 @@ def main() -> None:
                 settings = {"pipeline.schedule": schedule, "pipeline.forward": codec, "pipeline.backward": codec}
                 experiment.expect(settings, 64.0)
                 found = experiment.ours(link, settings, seconds=15.0)
-                measured = experiment.batch / float(found["samples_per_s"])
-                replayed, foreseen = float(found["replayed_s"]), float(found["forecast_s"])
-                points.append((replayed, foreseen, measured))
+                measured, *simulated = found["replayed"]
+                simulated.append(float(found["forecast_s"]))
+                points.append((*simulated, measured))
                 where = "its own links" if link is None else f"{link:g} Mbit/s"
                 name = fleet.removesuffix(".toml")
-                times = [f"{1e3 * seconds:.0f}" for seconds in (measured, replayed, foreseen)]
-                errors = [f"{100 * (seconds / measured - 1):+.1f}" for seconds in (replayed, foreseen)]
-                rows.append([name, schedule, where, codec, times[0], times[1], errors[0], times[2], errors[1]])
+                both = [f"{1e3 * seconds:.0f} ({100 * (seconds / measured - 1):+.1f} %)" for seconds in simulated]
+                rows.append([name, schedule, where, codec, f"{1e3 * measured:.0f}", *both])
     found_points = np.array(points)
     head = [
-        "fleet", "schedule", "link", "codec", "measured, ms a step", "simulated", "error, %", "foreseen", "error, %"
+        "fleet", "schedule", "link", "codec", "measured, ms a step", "simulated", "with mean times", "foreseen"
     ]  # fmt: skip
     draw(experiment, found_points)
-    off = 100 * np.abs(found_points[:, :2] / found_points[:, 2:] - 1)
+    off = 100 * np.abs(found_points[:, :-1] / found_points[:, -1:] - 1)
     sentences = [
         f"{what}: mean error {off[:, k].mean():.1f} %, worst {off[:, k].max():.1f} %."
-        for k, what in enumerate(("Simulated with the run's own computing times", "Foreseen before the run"))
+        for k, what in enumerate(("Simulated with the run's own computing times", "with each stage's means", "Foreseen"))
     ]
     experiment.finish("\n".join([table(head, rows), "", *sentences, f"{len(rows)} combinations.", ""]))
 
@@ -61,8 +61,8 @@ def draw(experiment: Experiment, points: np.ndarray) -> None:
     ends = [0.8 * points.min(), 1.25 * points.max()]
     axes.fill_between(ends, [0.9 * e for e in ends], [1.1 * e for e in ends], color="#EEEEEE", label="within 10 %")
     axes.plot(ends, ends, color="#999999", linewidth=0.8)
-    axes.plot(points[:, 2], points[:, 1], "o", color="#BBBBBB", label="foreseen before the run")
-    axes.plot(points[:, 2], points[:, 0], "o", color="#1a6fb0", label="simulated with the run's computing times")
+    axes.plot(points[:, 3], points[:, 2], "o", color="#BBBBBB", label="foreseen before the run")
+    axes.plot(points[:, 3], points[:, 0], "o", color="#1a6fb0", label="simulated with the run's computing times")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("measured, seconds a step")

@@ -9,6 +9,12 @@ from edgelab import LabError
 NAMESPACES = Path("/run/netns")
 _FIRST = "10.213"
 HEAD = 254
+# TCP hands down up to 64 KB at once, as to a network card that cuts it. A bucket that holds less has the kernel cut it into
+# 1,500 bytes each, which costs more than sending does; one that holds more lets too much pass at once. On a fast link
+# segments pass whole; on a slow one, where packets are few, whole messages must not pass at once.
+_SEGMENT = 30_000
+_FAST_MBIT = 50
+_BURST_SECONDS, _LEAST_BURST = 0.002, 3_200
 
 
 def run(*command: object, check: bool = True) -> str:
@@ -70,6 +76,8 @@ class Network:
         run("ip", "-n", space, "addr", "add", f"{self.address(place)}/24", "dev", "eth0")
         run("ip", "-n", space, "link", "set", "eth0", "up")
         run("ip", "-n", space, "link", "set", "lo", "up")
+        for end in (("-n", space, "link", "set", "eth0"), ("link", "set", port)):
+            run("ip", *end, "gso_max_size", _SEGMENT, check=False)
         names.touch()
         run("unshare", f"--uts={names}", "hostname", host)
 
@@ -81,8 +89,8 @@ class Network:
             if mbit is None:
                 run("tc", *where, "del", "dev", device, "root", check=False)
             else:
-                # The bucket holds 2 ms, but no less than a few packets: segments are joined to up to 64 KB on the way.
-                burst = max(32_000, int(mbit * 1e6 / 8 * 0.002))
+                least = _SEGMENT + 2_000 if mbit >= _FAST_MBIT else _LEAST_BURST
+                burst = max(least, int(mbit * 1e6 / 8 * _BURST_SECONDS))
                 limit = ("rate", f"{mbit}mbit", "burst", burst, "latency", "400ms")
                 run("tc", *where, "replace", "dev", device, "root", "tbf", *limit)
 

@@ -1,0 +1,149 @@
+"""When devices turn out faster or slower than they were: whether a new plan pays back what moving to it costs.
+
+Rank 0 compares what each stage computes, as the trace has it, with what the survey says of its device, and scales the device
+by the quotient (FTPipeHD, section III-D: a device's capacity). The partitioner says what the best plan would be then. It is
+asked for where it saves at least ``_WORTH`` of a step, in two windows of steps in a row (so noise does not move layers to
+and fro), and where all steps that are left save more than ``_MARGIN`` times what moving takes.
+"""
+
+import math
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from accept_mpi import config
+from accept_mpi.errors import UserError
+from accept_mpi.log import KINDS, Rows
+from accept_mpi.observers import Evaluated, StepDone
+from accept_mpi.plan import Plan
+from accept_mpi.planner import outcome, plan_for, settled
+from accept_mpi.survey import Survey
+
+WINDOW = 5
+"""Steps that are looked at together."""
+_WORTH, _MARGIN = 0.1, 2.0
+_BUILD_STEPS = 5.0
+"""Steps that a new plan costs besides moving: the pipeline drains, stages are built, caches are cold."""
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """A plan that pays back its cost."""
+
+    plan: Plan
+    survey: Survey
+    """With the devices' speeds of now."""
+    text: str
+    """For people."""
+
+
+class Adapter:
+    """An observer of a run on rank 0. ``proposal`` is set, and ``ask`` is called, when another plan pays."""
+
+    def __init__(self, job: config.Job, last_step: int) -> None:
+        self._job, self._last_step = job, last_step
+        self.proposal: Proposal | None = None
+
+    def begin(self, plan: Plan, survey: Survey, ask: Callable[[], None]) -> None:
+        """A term begins with this plan; ``survey`` has its devices in the order of their ranks."""
+        self._plan, self._survey, self._ask = plan, survey, ask
+        self.proposal = None
+        self._rows: list[Rows] = []
+        self._after = -1
+        self._before: list[float] | None = None
+
+    def trace(self, rows: Rows) -> None:
+        """A rank's trace."""
+        wanted = np.isin(rows["kind"], [KINDS.index(kind) for kind in "FBW"])
+        self._rows.append(rows[wanted])
+
+    def step(self, done: StepDone) -> None:
+        """A step is done: is there a whole window?"""
+        if self.proposal or not self._rows:
+            return
+        rows = np.concatenate(self._rows)
+        stages = range(len(self._plan.stages))
+        newest = min((int(rows["step"][rows["stage"] == s].max(initial=-1)) for s in stages), default=-1)
+        if self._after < 0:
+            self._after = int(rows["step"].min()) + 1  # the first steps of a plan are slow
+        if newest - 1 < self._after + WINDOW:
+            return
+        window = rows[(rows["step"] > self._after) & (rows["step"] <= self._after + WINDOW)]
+        self._after += WINDOW
+        self._rows = [rows[rows["step"] > self._after]]
+        factors = self.factors(window)
+        # What two windows in a row agree on is the slower change, device by device.
+        pairs = zip(factors, self._before or factors, strict=True)
+        both = [a if abs(math.log(a)) < abs(math.log(b)) else b for a, b in pairs]
+        if self._before is not None:
+            self.proposal = self.propose(both, self._last_step - done.step)
+        self._before = factors
+        if self.proposal:
+            self._ask()
+
+    def factors(self, window: Rows) -> list[float]:
+        """How many times as long as the survey says each stage computes, in the median step."""
+        found = []
+        for s, stage in enumerate(self._plan.stages):
+            device, mine = self._survey.devices[stage.ranks[0]], slice(stage.start, stage.stop)
+            expected = float(sum(device.forward[mine]) + sum(device.backward[mine]))
+            rows = window[window["stage"] == s]
+            if not len(rows) or expected <= 0:
+                found.append(1.0)
+                continue
+            steps, where = np.unique(rows["step"], return_inverse=True)
+            took = np.bincount(where, rows["end"] - rows["start"], len(steps))
+            batches = np.bincount(where, rows["kind"] == KINDS.index("F"), len(steps))
+            found.append(float(np.median(took / np.maximum(batches, 1))) / expected or 1.0)
+        return found
+
+    def propose(self, factors: list[float], steps: int) -> Proposal | None:
+        """The plan for devices that take ``factors`` as long, by stage, where it pays within so many steps."""
+        devices = list(self._survey.devices)
+        for stage, factor in zip(self._plan.stages, factors, strict=True):
+            rank = stage.ranks[0]
+            scaled = {
+                name: [factor * seconds for seconds in getattr(devices[rank], name)]
+                for name in ("forward", "backward", "weights", "update")
+            }
+            devices[rank] = msgspec.structs.replace(devices[rank], **scaled)
+        survey = msgspec.structs.replace(self._survey, devices=devices)
+        now = outcome(survey, self._job, self._plan)
+        try:
+            best = plan_for(survey, self._job)
+        except UserError:
+            return None
+        if best.step > (1 - _WORTH) * now.step:
+            return None
+        cost = self._moving(best.plan) + _BUILD_STEPS * now.step
+        if (now.step - best.step) * steps < _MARGIN * cost:
+            return None
+        slow = max(range(len(factors)), key=lambda s: abs(math.log(factors[s])))
+        text = (
+            f"rank {self._plan.stages[slow].ranks[0]} takes {factors[slow]:.2g} x what it took: "
+            f"a step of {1e3 * now.step:.0f} ms should become {1e3 * best.step:.0f} ms, moving takes about {cost:.1f} s"
+        )
+        return Proposal(settled(best), survey, text)
+
+    def _moving(self, plan: Plan) -> float:
+        """Seconds in which layers get to those who do not hold them yet, each link by itself."""
+        most = 0.0
+        for stage in plan.stages:
+            rank = stage.ranks[0]
+            have = self._plan.layers_of(rank)
+            nbytes = sum(
+                3.0 * self._survey.outline.layers[layer].parameter_bytes
+                for layer in range(stage.start, stage.stop)
+                if layer not in have
+            )
+            most = max(most, nbytes / self._survey.nic(rank))
+        return most
+
+    def evaluated(self, result: Evaluated) -> None:
+        pass
+
+    def event(self, seconds: float, step: int, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

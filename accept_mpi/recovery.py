@@ -1,0 +1,64 @@
+"""After a loss: who is left, and which layers each of them takes."""
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from accept_mpi import config
+from accept_mpi.comm.runtime import Runtime
+from accept_mpi.errors import UserError
+from accept_mpi.faults import pass_by
+from accept_mpi.plan import Plan
+from accept_mpi.planner import plan_for, settled
+from accept_mpi.survey import Survey
+
+
+def find_together(runtime: Runtime) -> str:
+    """All who are left come together. Returns who is not among them, for people."""
+    began = time.monotonic()
+    who = {member: runtime.who(rank) for rank, member in enumerate(runtime.members)}
+    gone = runtime.regroup()
+    pass_by("regroup")
+    lost = " and ".join(who[member] for member in gone) or "nobody but a connection"
+    return f"lost {lost}; {runtime.size} found together in {1e3 * (time.monotonic() - began):.0f} ms"
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A plan that ranks have begun a term with."""
+
+    number: int
+    """Of the term."""
+    plan: Plan
+    """In the ranks when mpirun began."""
+
+
+def last_held(runtime: Runtime, number: int, held: Held | None) -> tuple[int, Held | None]:
+    """The number of the next term, and the last one that anybody has begun: a loss while a term is built finds some ranks
+    with its plan, others still with the one before. All ranks together."""
+    mine = [number, msgspec.to_builtins(held)]
+    told = runtime.messenger.allgather(mine, runtime.startup_seconds, "the last plan")
+    plans = [msgspec.convert(one, Held) for _, one in told if one is not None]
+    return 1 + max(number for number, _ in told), max(plans, key=lambda one: one.number, default=None)
+
+
+def next_plan(runtime: Runtime, job: config.Job, plan: Plan, survey: Survey | None) -> Plan:
+    """The plan of those who are left, in their ranks of now. All ranks together. ``plan`` is in the ranks when mpirun
+    began, ``survey`` of those who are left. Raises Agreed where no plan fits."""
+    members = runtime.members
+    decided = runtime.agree("the plan", lambda: successor(job, plan, survey, members) if runtime.rank == 0 else None)
+    text = runtime.messenger.broadcast(decided.to_json() if decided else None, runtime.startup_seconds, "the plan")
+    return Plan.from_json(text)
+
+
+def successor(job: config.Job, plan: Plan, survey: Survey | None, members: Sequence[int]) -> Plan:
+    """The plan for those who are left, in their new ranks: from what all devices have measured of themselves, where they
+    have; else a lost stage's layers go to its neighbour. Raises UserError where no plan fits."""
+    ranks = {member: rank for rank, member in enumerate(members)}
+    if survey is None:
+        held = {rank for stage in plan.stages for rank in stage.ranks}
+        left = plan.without(held - set(members))
+        if left is None:
+            raise UserError("all ranks that hold a stage are lost")
+        return left.renamed(ranks)
+    return settled(plan_for(survey, job))

@@ -1,0 +1,109 @@
+"""Snapshots in memory: each rank keeps its own layers' state and that of the stage before it, so that a lost rank's layers
+are still somewhere (FTPipeHD's chain replication, section III-E).
+
+A layer's state is one safetensors blob: ``weights/<name>`` and ``optimizer/<what>/<name>``, names as in the whole model.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import safetensors.torch
+import torch
+
+from accept_mpi.stage import Stage
+
+Blobs = dict[int, bytes]
+"""States by layer."""
+Holdings = dict[int, list[int]]
+"""Step -> layers whose state after it a rank holds."""
+
+_WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
+
+
+class Replicas:
+    """What one rank holds of the model's state after which steps. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: dict[int, Blobs] = {}
+
+    def keep(self, step: int, layers: Mapping[int, bytes]) -> None:
+        """States of layers after ``step`` steps."""
+        with self._lock:
+            self._steps.setdefault(step, {}).update(layers)
+
+    def only(self, first: int, last: int | None = None) -> None:
+        """Forget all steps but ``first`` ... ``last``."""
+        with self._lock:
+            kept = {s: blobs for s, blobs in self._steps.items() if s >= first and (last is None or s <= last)}
+            self._steps = kept
+
+    def holdings(self) -> Holdings:
+        with self._lock:
+            return {step: sorted(blobs) for step, blobs in self._steps.items()}
+
+    def get(self, step: int, layer: int) -> bytes:
+        with self._lock:
+            return self._steps[step][layer]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that all of it takes."""
+        with self._lock:
+            return sum(len(blob) for blobs in self._steps.values() for blob in blobs.values())
+
+
+def states(stage: Stage) -> Blobs:
+    """All layers of a stage as they are now."""
+    tensors: dict[int, dict[str, torch.Tensor]] = {stage.start + i: {} for i in range(len(stage.names))}
+    index = {name: stage.start + i for i, name in enumerate(stage.names)}
+    for key, value in stage.weights().items():
+        tensors[index[_layer(key)]][_WEIGHTS + key] = value
+    for key, value in stage.optimizer_state().items():
+        tensors[index[_layer(key.partition("/")[2])]][_OPTIMIZER + key] = value
+    return {layer: safetensors.torch.save(own) for layer, own in tensors.items()}
+
+
+def pack(weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> bytes:
+    """One layer's state."""
+    named = {_WEIGHTS + key: value for key, value in weights.items()}
+    return safetensors.torch.save(named | {_OPTIMIZER + key: value for key, value in optimizer.items()})
+
+
+def load(stage: Stage, blobs: Mapping[int, bytes]) -> None:
+    """Give a stage the state of its layers. Raises UserError where they are another model's."""
+    weights, optimizer = {}, {}
+    for blob in blobs.values():
+        for key, value in safetensors.torch.load(blob).items():
+            if key.startswith(_WEIGHTS):
+                weights[key.removeprefix(_WEIGHTS)] = value
+            else:
+                optimizer[key.removeprefix(_OPTIMIZER)] = value
+    stage.load(weights, optimizer)
+
+
+def newest(held: Sequence[Holdings], layers: int) -> int | None:
+    """The last step after which every layer's state is held by someone; ``held``: by rank."""
+    for step in sorted({step for holdings in held for step in holdings}, reverse=True):
+        if len({layer for holdings in held for layer in holdings.get(step, ())}) == layers:
+            return step
+    return None
+
+
+def sources(held: Sequence[Holdings], step: int, wanted: Sequence[range]) -> dict[tuple[int, int], list[int]]:
+    """Who sends which layers to whom: (from, to) -> layers. ``wanted``: layers by rank. Those who hold a layer share the
+    sending."""
+    moves: dict[tuple[int, int], list[int]] = {}
+    for dest, layers in enumerate(wanted):
+        for layer in layers:
+            if layer in held[dest].get(step, ()):
+                continue
+            holders = [rank for rank, holdings in enumerate(held) if layer in holdings.get(step, ())]
+            source = min(holders, key=lambda rank, to=dest: sum(len(m) for (a, _), m in moves.items() if a == rank))  # type: ignore[misc]
+            moves.setdefault((source, dest), []).append(layer)
+    return moves
+
+
+def _layer(name: str) -> str:
+    """ "features-3" of "features-3.conv.weight"."""
+    return name.partition(".")[0]

@@ -1,0 +1,170 @@
+"""Chain replication in the background: after some steps each stage's state goes to the rank of the stage after it.
+
+The first stage decides after which step, and a flag on the step's first micro-batch tells the others, so that every stage
+takes its copy after the same update. What is whole at the next rank is reported to rank 0; when that holds of all stages,
+the snapshot is committed and older ones are forgotten. A snapshot begins when the one before is committed, never earlier.
+
+How often (``recovery.replicate_every``): so many steps, less those that the last one took to be committed, so that a loss
+costs no more than that; or "auto": sqrt(2 C M) seconds, with C what a snapshot takes and M the mean time between failures
+(Young 1974; Daly 2006, first order), and never more than ``_MOST_SHARE`` of the time.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from accept_mpi import config
+from accept_mpi.comm.messenger import Message
+from accept_mpi.faults import pass_by
+from accept_mpi.plan import Place
+from accept_mpi.replicas import Replicas, states
+from accept_mpi.stage import Stage
+
+SNAPSHOT, CHECKPOINT, REPLAN = 0x8000, 0x4000, 0x2000
+"""Of a message's flags: its step ends with a snapshot, with a checkpoint that nobody planned, or with its plan."""
+
+_CHUNK = 1 << 17  # 10 ms at 100 Mbit/s, before a message of training can go
+_MOST_SHARE = 0.03
+_FIRST_SECONDS = 2.0  # before anything is known of what a snapshot takes
+
+Post = Callable[[int, str, Any, bool], None]
+"""Send a control message: to whom, its kind and body, and whether it may wait until nothing else is to be sent."""
+
+
+class Replication:
+    """One rank's part, as long as a plan holds."""
+
+    def __init__(
+        self,
+        recovery: config.Recovery,
+        replicas: Replicas,
+        place: Place,
+        ranks: list[int],
+        size: int,
+        survives: bool,
+        post: Post,
+    ) -> None:
+        """``ranks``: that hold stages 0, 1, ...; ``size``: of all, idle ones too; ``survives``: whether copies help."""
+        self._recovery, self._replicas, self._survives, self._post = recovery, replicas, survives, post
+        self._place, self._ranks, self._size = place, ranks, size
+        self._growing: dict[tuple[int, int], bytearray] = {}
+        self._whole: dict[int, set[int]] = {}
+        self._pending: tuple[int, float] | None = None
+        self._lag = 1
+        self._seconds: float | None = None
+        self._last_step, self._last_time = 0, time.monotonic()
+        self._now = 0
+        self._stop = self._stopping = self._replan = False
+
+    @property
+    def on(self) -> bool:
+        return self._survives and len(self._ranks) > 1 and self._recovery.replicate_every != 0
+
+    # -- main thread ---------------------------------------------------------------------------------------------------
+
+    def flags(self, step: int) -> int:
+        """First stage: how the step that begins (counted from 0) ends."""
+        if self._replan:
+            self._replan = False
+            return REPLAN
+        flags = SNAPSHOT if self._due(step) else 0
+        if self._stop and not self._stopping:
+            self._stopping = True
+            self._post(0, "stopping", step + 1, False)
+            flags |= CHECKPOINT
+        return flags
+
+    def _due(self, step: int) -> bool:
+        self._now = step + 1
+        if not self.on or self._pending is not None:
+            return False
+        every = self._recovery.replicate_every
+        if isinstance(every, int):
+            wanted = step + 1 - self._last_step >= max(1, every - self._lag)
+        else:
+            wanted = time.monotonic() - self._last_time >= self.period
+        if wanted:
+            self._pending = step + 1, time.monotonic()
+        return wanted
+
+    @property
+    def period(self) -> float:
+        """Seconds between two snapshots where the job says "auto"."""
+        if self._seconds is None:
+            return _FIRST_SECONDS
+        return max(math.sqrt(2 * self._seconds * self._recovery.mean_time_between_failures), self._seconds / _MOST_SHARE)
+
+    def ask_to_stop(self) -> None:
+        """Any rank: let the run end with a checkpoint."""
+        self._post(self._ranks[0], "stop", None, False)
+
+    def ask_to_replan(self) -> None:
+        """Rank 0: let the plan end with the next step that begins."""
+        self._post(self._ranks[0], "replan", None, False)
+
+    def restart(self, step: int, stage: Stage) -> None:
+        """A plan begins after ``step`` steps: what the stage has now is a snapshot."""
+        self._last_step = step
+        if self.on:
+            self._pending = step, time.monotonic()
+            self.begin(step, stage)
+
+    def begin(self, step: int, stage: Stage) -> None:
+        """Keep the stage's state after ``step`` steps, and send it on in the background."""
+        pass_by("snapshot")
+        blobs = states(stage)
+        self._replicas.keep(step, blobs)
+        if self.on:
+            data = msgspec.msgpack.encode(blobs)
+            after = self._ranks[(self._place.stage + 1) % len(self._ranks)]
+            for offset in range(0, len(data), _CHUNK):
+                body = {
+                    "step": step, "stage": self._place.stage, "total": len(data), "data": data[offset : offset + _CHUNK]
+                }  # fmt: skip
+                self._post(after, "replica", body, True)
+
+    # -- data-plane thread ---------------------------------------------------------------------------------------------
+
+    def handle(self, message: Message) -> bool:
+        """Returns whether the message was about replicas."""
+        if message.kind == "replica":
+            self._take(message.body)
+        elif message.kind == "replicated":
+            self._count(message.body["step"], message.body["stage"])
+        elif message.kind == "committed":
+            self._commit(message.body)
+        elif message.kind == "stop":
+            self._stop = True
+        elif message.kind == "replan":
+            self._replan = True
+        else:
+            return False
+        return True
+
+    def _take(self, body: dict[str, Any]) -> None:
+        key = body["step"], body["stage"]
+        data = self._growing.setdefault(key, bytearray())
+        data += body["data"]
+        if len(data) == body["total"]:
+            del self._growing[key]
+            self._replicas.keep(body["step"], msgspec.msgpack.decode(data, type=dict[int, bytes]))
+            self._post(0, "replicated", {"step": body["step"], "stage": body["stage"]}, False)
+
+    def _count(self, step: int, stage: int) -> None:
+        """Rank 0."""
+        whole = self._whole.setdefault(step, set())
+        whole.add(stage)
+        if len(whole) == len(self._ranks):
+            self._whole = {later: stages for later, stages in self._whole.items() if later > step}
+            for rank in range(self._size):
+                self._post(rank, "committed", step, False)
+
+    def _commit(self, step: int) -> None:
+        self._replicas.only(step)
+        if self._pending is not None and self._pending[0] == step:
+            self._seconds = time.monotonic() - self._pending[1]
+            self._lag = max(1, self._now - step)
+            self._last_step, self._last_time, self._pending = step, time.monotonic(), None

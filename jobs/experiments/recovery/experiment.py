@@ -1,0 +1,126 @@
+"""A process is killed in mid-run: how long until the next new step is done, by recovery inside the job and by the baseline
+that stops the job and starts it again from the last checkpoint. Same job, same lab, the same moment; several times each.
+
+All times are seconds on one clock: of the kill, and of the lines that the run prints.
+"""
+
+import os
+import re
+import signal
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accept_mpi.errors import UserError
+from accept_mpi.fleet import read
+from accept_mpi.log import open_log
+from edgelab.laboratory import Laboratory
+from harness.experiment import run
+from harness.live import SECONDS, Lines, start, step_of, wait_for_step
+from harness.store import table
+
+_FOLDER = Path(__file__).resolve().parent
+_OUT = Path("runs/experiments/recovery")
+_TRIALS = 3
+_KILL_AFTER, _VICTIM = 17, 2  # step; host
+
+
+def kill(lab: Laboratory, directory: Path) -> tuple[float, int]:
+    """Kill the victim's rank as soon as so many steps are in the log; when that was, and after which step."""
+    step = wait_for_step(directory, _KILL_AFTER)
+    for pid in lab.processes(lab.hosts[_VICTIM].name):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"accept_mpi" in words and b"python" in words[0]:
+            os.kill(pid, signal.SIGKILL)
+            return time.monotonic(), step
+    raise UserError("the victim's process was not found")
+
+
+def inside(lab: Laboratory, directory: Path) -> dict[str, Any]:
+    """Recovery in the job: seconds until it was noticed and said, until the next new step; the rate afterwards."""
+    with start(lab, _FOLDER / "job.toml", directory, ulfm=True) as running:
+        lines = Lines(running.process)
+        killed, step = kill(lab, directory)
+        noticed = lines.wait(lambda line: "lost rank" in line)
+        told = lines.text.splitlines()[-1]
+        done = lines.wait(lambda line: step_of(line) > step)
+        lines.wait(lambda line: step_of(line) > step + 20)
+    with open_log(directory / "log.h5") as log:
+        steps = log["steps"][:]
+    begins = int(re.search(r"go on from step (\d+)", told)[1])  # type: ignore[index]
+    after = steps[steps["step"] > step + 5]
+    rate = float(after["samples"][1:].sum() / (after["end"][-1] - after["end"][0]))
+    return {"ready": noticed - killed, "step": done - killed, "replayed": step + 1 - begins, "rate": rate, "told": told}
+
+
+def restarted(lab: Laboratory, directory: Path) -> dict[str, Any]:
+    """The baseline: the job ends, and is started again from its checkpoint on all hosts, its plan known."""
+    with start(lab, _FOLDER / "job.toml", directory, ulfm=False) as running:
+        Lines(running.process)
+        killed, _ = kill(lab, directory)
+        running.process.wait(SECONDS)
+        ended = time.monotonic()
+    with start(lab, _FOLDER / "job.toml", directory, "--resume", str(directory), ulfm=False) as running:
+        done = Lines(running.process).wait(lambda line: step_of(line) > 0)
+    return {"ready": ended - killed, "step": done - killed}
+
+
+def alone(lab: Laboratory, directory: Path) -> float:
+    """samples/s of a job that the survivors begin by themselves."""
+    with start(lab, _FOLDER / "job.toml", directory, "--set", "train.steps=30", ulfm=False) as running:
+        running.process.communicate(timeout=SECONDS)
+    with open_log(directory / "log.h5") as log:
+        steps = log["steps"][:]
+    after = steps[steps["step"] > 8]
+    return float(after["samples"][1:].sum() / (after["end"][-1] - after["end"][0]))
+
+
+def main() -> None:
+    _OUT.mkdir(parents=True, exist_ok=True)
+    hosts = read(_FOLDER / "fleet.toml")
+    ours, theirs = [], []
+    with Laboratory("experiment-recovery").using(hosts) as lab:
+        for trial in range(_TRIALS):
+            ours.append(inside(lab, _OUT / f"inside-{trial}"))
+            print(f"recovered: {ours[-1]}", flush=True)
+            theirs.append(restarted(lab, _OUT / f"restarted-{trial}"))
+            print(f"restarted: {theirs[-1]}", flush=True)
+    with Laboratory("experiment-recovery").using([host for n, host in enumerate(hosts) if n != _VICTIM]) as lab:
+        survivors = alone(lab, _OUT / "survivors")
+    rows: list[list[object]] = []
+    for name, found in (("recovery in the job (ULFM, replicas)", ours), ("stop, start again from the checkpoint", theirs)):
+        each = [statistics.median(one[key] for one in found) for key in ("ready", "step")]
+        rows.append([name, *(f"{seconds:.2f}" for seconds in each), f"{max(one['step'] for one in found):.2f}"])
+    ratio = statistics.median(one["step"] for one in theirs) / statistics.median(one["step"] for one in ours)
+    rate = statistics.median(one["rate"] for one in ours)
+    head = ["seconds from the kill, median of three", "new plan ready; or job ended", "next new step done", "slowest"]
+    text = [
+        "# A process of one of four hosts is killed (0.4 core each, 100 Mbit/s, MobileNetV2, 1f1b, 4 bits)\n",
+        table(head, rows),
+        f"\nRecovery is {ratio:.1f} x as fast as the restart. Steps made once more: "
+        f"{', '.join(str(one['replayed']) for one in ours)} (a snapshot every 5).",
+        f"After the loss {rate:.1f} samples/s; a job that the three begin by themselves {survivors:.1f} "
+        f"({rate / survivors:.2f}).\n",
+        "What the runs said:\n",
+        *(f"    {one['told']}" for one in ours),
+        "",
+    ]
+    (_OUT / "table.md").write_text("\n".join(text))
+    print("\n".join(text))
+    draw(_OUT / "inside-0" / "log.h5")
+
+
+def draw(log: Path) -> None:
+    """The first of our runs as its report draws it."""
+    from accept_mpi.figures import draw_course
+
+    with open_log(log) as file:
+        trace, steps, events = file["trace"][:], file["steps"][:], file["events"][:]
+    losses = events[np.array([event["text"].startswith(b"lost ") for event in events])]
+    draw_course(_OUT / "plot.png", trace, steps, losses, {})
+
+
+run(main)

@@ -1,0 +1,36 @@
+"""Simpler ways to predict times of sub-models, for the predictor's table. All return (k, 2) seconds forward and backward."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from accept_mpi.submodels import Floats, Intervals, Known, membership
+
+
+def by_operations(known: Known, intervals: Intervals) -> Floats:
+    """FLOPs-linear: one rate a device, from all its probes."""
+    operations = np.array([layer.operations for layer in known.outline.layers])
+    seconds = known.probe_times.sum(axis=0) / operations.sum()
+    return membership(intervals, known.layers) @ operations[:, None] * seconds
+
+
+def by_capacity(known: Known, reference: Known, intervals: Intervals) -> Floats:
+    """FTPipeHD: a reference device's layers times one capacity ratio."""
+    ratio = known.probe_times.sum() / reference.probe_times.sum()
+    return ratio * (membership(intervals, known.layers) @ reference.own)
+
+
+def by_layers(known: Known, intervals: Intervals) -> Floats:
+    """PipeDream: the sum of the device's own layers, each measured."""
+    return membership(intervals, known.layers) @ known.own
+
+
+def by_nearest(known: Known, others: Sequence[Known], intervals: Intervals) -> Floats:
+    """The layers of the known device whose probes are most alike in proportion, scaled."""
+    mine = np.log(known.probe_times)
+
+    def distance(other: Known) -> float:
+        difference = mine - np.log(other.probe_times)
+        return float((difference - difference.mean()).std())
+
+    return by_capacity(known, min(others, key=distance), intervals)

@@ -1,0 +1,81 @@
+"""Runs that are watched from outside while they go on: what they print, with the time at which they did, and their log."""
+
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accept_mpi.errors import UserError
+from accept_mpi.log import open_log
+from edgelab.laboratory import Laboratory, Running
+
+SECONDS = 300.0
+"""Deadline of any wait."""
+
+
+class Lines:
+    """What a command prints, each line with the time at which it came."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.text = ""
+        self._lines: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
+        self._process = process
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put((time.monotonic(), line))
+
+    def wait(self, wanted: Callable[[str], Any]) -> float:
+        """When a line came for which ``wanted`` is true. Raises UserError where none comes."""
+        until = time.monotonic() + SECONDS
+        while (left := until - time.monotonic()) > 0:
+            try:
+                at, line = self._lines.get(timeout=min(left, 1.0))
+            except queue.Empty:
+                if self._process.poll() is not None:
+                    break
+                continue
+            self.text += line
+            if wanted(line):
+                return at
+        raise UserError(f"the run ended, or said nothing of what was awaited:\n{self.text[-2000:]}")
+
+
+def step_of(line: str) -> int:
+    """The step that a line of progress tells of; 0: none."""
+    found = re.match(r"step (\d+)/", line)
+    return int(found[1]) if found else 0
+
+
+def start(lab: Laboratory, job: Path, directory: Path, *more: str, ulfm: bool = False) -> Running:
+    """A run of this job in the lab, one rank on each host, its output piped."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    command = [str(mpirun) if mpirun.exists() else "mpirun", *(["--with-ft", "ulfm"] if ulfm else []), "-n", len(lab.hosts)]
+    command += ["-hostfile", lab.hostfile, sys.executable, "-m", "accept_mpi", "train", job]
+    command += ["--set", f"output.directory={directory.resolve()}", *more]
+    return lab.start(
+        command, env=dict(os.environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for_step(directory: Path, step: int) -> int:
+    """The last step in a growing log, once it is at least this one. Raises UserError where it does not come."""
+    until, made = time.monotonic() + SECONDS, 0
+    while made < step:
+        if time.monotonic() > until:
+            raise UserError(f"{directory}: no step {step}")
+        time.sleep(0.1)
+        try:
+            with open_log(directory / "log.h5") as log:
+                made = int(log["steps"]["step"][-1]) if len(log["steps"]) else 0
+        except (UserError, OSError):
+            continue
+    return made

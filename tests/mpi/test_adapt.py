@@ -1,0 +1,49 @@
+"""A device slows down in mid-run: layers move away from it, and the weights are those of a run that nothing happened to
+(DESIGN, invariant 3)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import samples
+from conftest import environment, mpirun_command
+from test_stop import wait_for_steps
+
+from accept_mpi.log import open_log
+from accept_mpi.snapshot import Checkpoint
+
+STEPS = 80
+
+
+@pytest.mark.parametrize(("schedule", "ulfm"), [("1f1b", False), ("1f1b-async", True)])
+def test_layers_move_away_from_a_slow_device(tmp_path: Path, schedule: str, ulfm: bool) -> None:
+    sleepy = samples.CNN | {"model": 'name = "sleepy:cnn"\nargs = { width = 8, dropout = 0.2 }'}
+    job = samples.write_job(
+        tmp_path / "job.toml", sleepy, train_steps=STEPS, train_evaluate_every=0, pipeline_cuts="auto", pipeline_adapt=True,
+        pipeline_latency_db="none", pipeline_probe_seconds=1.0, pipeline_schedule=schedule,
+    )  # fmt: skip
+    command = [*mpirun_command(3), sys.executable, "-m", "accept_mpi", "train", str(job)]
+    if ulfm:
+        command[1:1] = ["--with-ft", "ulfm"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    wait_for_steps(tmp_path / "run" / "log.h5", 10, process)
+    (tmp_path / "slow-1").touch()
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, out
+    assert "moved layers: rank 1" in out, out
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        trace, steps = log["trace"][:], log["steps"][:]
+    assert steps["step"].tolist() == list(range(1, STEPS + 1))
+    layers = [trace[(trace["rank"] == 1) & (trace["step"] == step)] for step in (5, STEPS - 2)]
+    seconds = [float((rows["end"] - rows["start"])[np.isin(rows["kind"], [0, 1])].sum()) for rows in layers]
+    assert seconds[1] < 5 * seconds[0]  # it has fewer layers now
+    if schedule == "1f1b-async":  # whose pipeline drains where the plan ends: other weights are as good
+        return
+    plain = samples.plain(samples.CNN).train(STEPS, 24, 5)
+    ours = {name.replace(".inner", ""): value for name, value in Checkpoint(tmp_path / "run").whole().items()}
+    samples.assert_equal(ours, plain)

@@ -1,0 +1,99 @@
+"""A device slows down: a new plan is proposed where it pays, and not for noise, for a moment, or too late."""
+
+import numpy as np
+import pytest
+from test_planner import job, survey
+
+from accept_mpi.adapting import WINDOW, Adapter
+from accept_mpi.log import KINDS, TRACE, Rows
+from accept_mpi.observers import StepDone
+from accept_mpi.plan import Plan
+from accept_mpi.planner import plan_for
+
+STEPS = 1000
+
+
+class Run:
+    """Stages that compute as the survey says, times a factor each, step by step."""
+
+    def __init__(self, *speeds: float) -> None:
+        self.job = job("train.steps=1000")
+        self.survey = survey(*speeds)
+        self.plan = plan_for(self.survey, self.job).plan
+        self.adapter = Adapter(self.job, STEPS)
+        self.asked = 0
+        self.made = 0
+        self.adapter.begin(self.plan, self.survey, self._ask)
+
+    def _ask(self) -> None:
+        self.asked += 1
+
+    def steps(self, count: int, *factors: float, noise: float = 0.0) -> Plan | None:
+        """So many steps; the plan that is proposed, if one is."""
+        rng = np.random.default_rng(self.made)
+        for _ in range(count):
+            self.made += 1
+            for s, stage in enumerate(self.plan.stages):
+                rank = stage.ranks[0]
+                times = factors[rank] * (1 + noise * rng.uniform(-1, 1))
+                self.adapter.trace(self.rows(s, stage.stop - stage.start, times))
+            self.adapter.step(StepDone(self.made, 0, 32, 1.0, 0.5, 0.1, float(self.made), 1.0))
+        return self.adapter.proposal.plan if self.adapter.proposal else None
+
+    def rows(self, stage: int, layers: int, factor: float) -> Rows:
+        rank = self.plan.stages[stage].ranks[0]
+        found = []
+        for k in range(8):
+            for kind, each in (("F", 1e-3), ("B", 2e-3)):
+                place = (rank, stage, KINDS.index(kind), -1, -1, self.made, k, 0, 0)
+                found.append((0.0, layers * each * factor, *place))
+        return np.array(found, TRACE)
+
+
+def layers(plan: Plan | None) -> list[int]:
+    assert plan is not None
+    return [len(plan.layers_of(rank)) for rank in range(3)]
+
+
+def test_a_slower_device_gives_layers_away_and_gets_them_back() -> None:
+    run = Run(1, 1, 1)
+    assert layers(run.plan) == [4, 4, 4]
+    assert run.steps(4 * WINDOW, 1, 1, 1) is None
+    found = run.steps(3 * WINDOW, 1, 10, 1)
+    assert layers(found) in ([6, 0, 6], [6, 1, 5], [5, 1, 6])
+    assert run.asked == 1
+    assert run.adapter.proposal is not None
+    assert "rank 1 takes 10 x" in run.adapter.proposal.text
+    # Its survey knows the device as it is now; when it recovers, that is found against it.
+    run.plan, run.survey = run.adapter.proposal.plan, run.adapter.proposal.survey
+    if layers(run.plan)[1]:
+        run.adapter.begin(run.plan, run.survey, run._ask)
+        assert run.adapter.proposal is None
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.3])
+def test_noise_moves_nothing(noise: float) -> None:
+    run = Run(1, 1, 1)
+    assert run.steps(40 * WINDOW, 1, 1, 1, noise=noise) is None
+
+
+def test_a_moment_moves_nothing() -> None:
+    """One window in which a device had something else to do."""
+    run = Run(1, 1, 1)
+    for _ in range(5):
+        assert run.steps(3 * WINDOW, 1, 1, 1) is None
+        assert run.steps(WINDOW - 1, 1, 8, 1) is None
+
+
+def test_what_does_not_pay_any_more_is_left() -> None:
+    run = Run(1, 1, 1)
+    run.made = STEPS - 4 * WINDOW
+    assert run.steps(4 * WINDOW - 1, 1, 2, 1) is None
+
+
+def test_unequal_from_the_beginning() -> None:
+    """A plan for equal devices of which one was always slower: found after two windows."""
+    run = Run(1, 1, 1)
+    found = run.steps(3 * WINDOW + 3, 1, 3, 1)
+    assert layers(found)[1] < 4
+    assert run.made <= 3 * WINDOW + 3

@@ -1,0 +1,98 @@
+"""The supervisor, with a make-believe mpirun and launch agent."""
+
+import time
+from pathlib import Path
+
+import pytest
+import samples
+
+from accept_mpi import launch
+from accept_mpi.errors import UserError
+from accept_mpi.launch import Request, Supervisor, answering
+
+
+def script(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(["#!/bin/bash", *lines]) + "\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An mpirun that notes how it was called and ends with the next of the exit codes in ``codes``."""
+    found = script(
+        tmp_path / "mpirun",
+        'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi',
+        f'echo "$*" >> {tmp_path}/calls',
+        f"code=$(head -1 {tmp_path}/codes); sed -i 1d {tmp_path}/codes; exit ${{code:-1}}",
+    )
+    monkeypatch.setattr(launch, "_mpirun", lambda: str(found))
+    monkeypatch.setattr(launch, "_POLL", 0.01)
+    monkeypatch.setattr(Supervisor, "_is_done", lambda self, start: (tmp_path / "done").exists())
+    (tmp_path / "done").touch()
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+def supervised(tmp_path: Path, codes: list[int], **request: object) -> tuple[int, list[str]]:
+    """Exit code of the supervisor, and how it called mpirun."""
+    (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN)
+    code = Supervisor(Request(job, **({"ranks": 3} | request))).run()  # type: ignore[arg-type]
+    return code, (tmp_path / "calls").read_text().splitlines()
+
+
+def test_it_begins_again_until_the_job_is_done(tmp_path: Path, mpirun: Path) -> None:
+    code, calls = supervised(tmp_path, [1, 137, 0], overrides=("train.steps=3",))
+    assert code == 0
+    assert len(calls) == 3
+    assert all("--with-ft ulfm" in call and "-n 3 " in call and "--set train.steps=3" in call for call in calls)
+
+
+def test_it_gives_up_where_no_start_makes_a_step(tmp_path: Path, mpirun: Path) -> None:
+    code, calls = supervised(tmp_path, [])
+    assert (code, len(calls)) == (1, 3)
+
+
+def test_a_mistake_is_not_tried_again(tmp_path: Path, mpirun: Path) -> None:
+    code, calls = supervised(tmp_path, [2, 0])
+    assert (code, len(calls)) == (2, 1)
+
+
+def test_an_exit_code_of_0_is_not_enough(tmp_path: Path, mpirun: Path) -> None:
+    """mpirun gives it where it lost a host's daemon, too."""
+    (tmp_path / "done").unlink()
+    code, calls = supervised(tmp_path, [0, 0], restarts=1)
+    assert (code, len(calls)) == (1, 2)
+
+
+def test_restarts_have_a_limit(tmp_path: Path, mpirun: Path) -> None:
+    code, calls = supervised(tmp_path, [1, 1, 0], restarts=1)
+    assert (code, len(calls)) == (1, 2)
+
+
+def test_hosts_that_do_not_answer_are_left_out(tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = script(tmp_path / "agent", 'case "$1" in dead) exit 255 ;; silent) exec sleep 60 ;; *) shift; exec "$@" ;; esac')
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(agent))
+    monkeypatch.setattr(launch, "_ASK_SECONDS", 2.0)
+    hosts = tmp_path / "edges"
+    hosts.write_text("one slots=2  # the fast one\ndead\nsilent slots=1\ntwo\n\n")
+    found = launch._hosts(hosts)
+    assert [(host.name, host.slots) for host in found] == [("one", 2), ("dead", 1), ("silent", 1), ("two", 1)]
+    began = time.monotonic()
+    assert [host.name for host in answering(found)] == ["one", "two"]
+    assert time.monotonic() - began < 10
+    code, calls = supervised(tmp_path, [0], hostfile=hosts, ranks=None)
+    assert code == 0
+    assert "-n 3 " in calls[0]
+
+
+def test_mistakes_are_one_sentence(tmp_path: Path, mpirun: Path) -> None:
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN)
+    with pytest.raises(UserError, match="cannot read the host file"):
+        Supervisor(Request(job, hostfile=tmp_path / "none"))
+    (tmp_path / "empty").write_text("# nobody\n")
+    with pytest.raises(UserError, match="no hosts"):
+        Supervisor(Request(job, hostfile=tmp_path / "empty"))
+    with pytest.raises(UserError, match="cannot read the job file"):
+        Supervisor(Request(tmp_path / "none.toml", ranks=1))

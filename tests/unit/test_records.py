@@ -1,0 +1,52 @@
+"""How a run's log begins: anew, after a resume, and after the rank that wrote it was lost."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from accept_mpi import config
+from accept_mpi.controller import begin_log
+from accept_mpi.log import STEPS, TRACE, LogWriter, open_log
+from accept_mpi.plan import make_plan
+
+JOB = config.parse('[model]\nname = "m"\n[data]\nname = "d"\n[train]\nsteps = 9\n[output]\ndirectory = "r"\n', "job")
+PLAN = make_plan(4, [2])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With the log of a run of five steps, lost after its writer was."""
+    log = LogWriter(tmp_path / "log.h5", JOB.to_json(), PLAN.to_json(), {})
+    for step in range(1, 6):
+        log.append("steps", np.array([(step, 0, 8, 1.0, 0.5, 0.1, 10.0 + step, 8.0)], STEPS))
+    log.append("trace", np.ones(7, TRACE))
+    log.event(12.0, 2, "lost rank 3")
+    log.close()
+    return tmp_path
+
+
+def begun(folder: Path, step: int, since: str | None) -> tuple[list[int], list[float], int, int]:
+    """Steps and their ends, and numbers of rows of the trace and the events, of the log that goes on."""
+    begin_log(folder, JOB, PLAN, {}, step, None, since).close()
+    assert (folder / "log.1.h5").is_file()
+    with open_log(folder / "log.h5") as log:
+        steps = log["steps"][:]
+        return steps["step"].tolist(), steps["end"].tolist(), len(log["trace"]), len(log["events"])
+
+
+def test_anew(folder: Path) -> None:
+    assert begun(folder, 0, None) == ([], [], 0, 0)
+
+
+def test_after_a_resume_earlier_steps_have_negative_times(folder: Path) -> None:
+    assert begun(folder, 3, None) == ([1, 2, 3], [-2.0, -1.0, 0.0], 0, 0)
+
+
+def test_after_its_writer_was_lost_all_goes_on(folder: Path) -> None:
+    assert begun(folder, 3, "2020-01-01T00:00:00+00:00") == ([1, 2, 3], [11.0, 12.0, 13.0], 7, 1)
+
+
+def test_another_run_s_log_is_not_gone_on_with(folder: Path) -> None:
+    """A run whose rank 0 was lost before it had a log."""
+    assert begun(folder, 0, "2999-01-01T00:00:00+00:00") == ([], [], 0, 0)

@@ -1,0 +1,183 @@
+"""Snapshots in memory: which step all layers are left of, who sends what to whom, when the next one is taken."""
+
+from typing import Any
+
+import pytest
+import samples
+import torch
+
+from accept_mpi import config, models
+from accept_mpi.comm.messenger import Message
+from accept_mpi.models.layers import build_layers
+from accept_mpi.plan import Codec, Place, make_plan
+from accept_mpi.replicas import Replicas, load, newest, sources, states
+from accept_mpi.replication import CHECKPOINT, SNAPSHOT, Replication
+from accept_mpi.stage import Stage
+
+JOB = config.parse(
+    '[model]\nname = "cnn"\n[data]\nname = "digits"\n[train]\nsteps = 1\noptimizer = { name = "adamw" }\n'
+    '[output]\ndirectory = "run"\n',
+    "job",
+)
+
+
+def stage(start: int, stop: int, seed: int) -> Stage:
+    chain = models.load("cnn", {"width": 4}, seed)
+    return Stage(build_layers(chain, start, stop, seed), JOB, None, True)
+
+
+def test_the_newest_step_that_every_layer_is_left_of() -> None:
+    assert newest([{}, {}], 2) is None
+    assert newest([{5: [0, 1]}, {5: [2]}], 3) == 5
+    assert newest([{5: [0, 1], 10: [0, 1]}, {5: [2]}], 3) == 5
+    assert newest([{5: [0], 10: [0, 1]}, {10: [2]}], 3) == 10
+
+
+def test_layers_come_from_those_who_hold_them() -> None:
+    """Own ones are not sent; several holders share the sending."""
+    held = [{7: [0, 1, 2]}, {7: [0, 1, 2]}, {7: [3]}, {}]
+    moves = sources(held, 7, [range(0, 1), range(1, 2), range(2, 3), range(3, 4)])
+    assert moves == {(0, 2): [2], (2, 3): [3]}
+    moves = sources(held, 7, [range(0), range(0), range(0, 1), range(1, 3)])
+    assert moves == {(0, 2): [0], (1, 3): [1], (0, 3): [2]}
+
+
+def test_a_state_comes_back_to_the_bit_on_other_cuts() -> None:
+    """Weights, BatchNorm's statistics and the optimizer's tensors, from one stage of all layers to two."""
+    whole = stage(0, 5, 1)
+    for number, parameter in enumerate(whole.parameters):
+        parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
+    whole.update(0.01, 0)
+    blobs = states(whole)
+    assert sorted(blobs) == [0, 1, 2, 3, 4]
+    for start, stop in ((0, 2), (2, 5)):
+        part = stage(start, stop, 2)
+        load(part, {layer: blobs[layer] for layer in range(start, stop)})
+        samples.assert_equal(part.weights(), {k: v for k, v in whole.weights().items() if k in part.weights()})
+        assert part.optimizer_state()
+        samples.assert_equal(
+            part.optimizer_state(), {k: v for k, v in whole.optimizer_state().items() if k in part.optimizer_state()}
+        )
+
+
+def test_older_and_newer_steps_are_forgotten() -> None:
+    replicas = Replicas()
+    for step in (1, 2, 3):
+        replicas.keep(step, {0: b"abc", 1: b"de"})
+    assert replicas.nbytes == 15
+    replicas.only(2)
+    assert list(replicas.holdings()) == [2, 3]
+    replicas.only(0, 2)
+    assert replicas.holdings() == {2: [0, 1]}
+    assert replicas.get(2, 1) == b"de"
+
+
+class Ranks:
+    """Replications of some stages, their messages delivered at once or held back."""
+
+    def __init__(self, count: int, **recovery: Any) -> None:
+        self.held: list[tuple[int, Message]] = []
+        self.hold = False
+        self.stores = [Replicas() for _ in range(count)]
+        self.stages = [stage(s, s + 1, 1) for s in range(count)]
+        ranks = list(range(count))
+        self.all = [
+            Replication(
+                config.Recovery(**recovery), self.stores[s], Place(s, count, None, None), ranks, count, True, self.post(s)
+            )
+            for s in ranks
+        ]
+
+    def post(self, source: int) -> Any:
+        def put(dest: int, kind: str, body: Any, bulk: bool) -> None:
+            self.held.append((dest, Message(source, kind, body)))
+
+        return put
+
+    def deliver(self) -> None:
+        while self.held:
+            dest, message = self.held.pop(0)
+            assert self.all[dest].handle(message)
+
+    def step(self, step: int) -> int:
+        flags = self.all[0].flags(step)
+        if flags & SNAPSHOT:
+            for replication, one in zip(self.all, self.stages, strict=True):
+                replication.begin(step + 1, one)
+        return flags
+
+
+def test_each_state_is_at_the_next_rank_when_it_is_committed() -> None:
+    ranks = Ranks(3, replicate_every=4)
+    flagged = []
+    for step in range(9):
+        if ranks.step(step):
+            flagged.append(step)
+        ranks.deliver()
+    assert flagged == [2, 5, 8]  # one more step passes until it is whole: no loss goes back by more than four
+    assert [store.holdings() for store in ranks.stores] == [{9: [0, 2]}, {9: [0, 1]}, {9: [1, 2]}]
+
+
+def test_the_next_one_waits_for_the_one_before() -> None:
+    """What is not whole everywhere is not the newest, and the one before is kept."""
+    ranks = Ranks(2, replicate_every=1)
+    assert ranks.step(0) & SNAPSHOT
+    ranks.deliver()
+    assert ranks.step(1) & SNAPSHOT
+    assert not ranks.step(2)
+    held = [store.holdings() for store in ranks.stores]
+    assert newest([held[0]], 2) == 1 == newest([held[1]], 2)
+    ranks.deliver()
+    assert ranks.step(3) & SNAPSHOT
+    assert [store.holdings() for store in ranks.stores] == [{2: [0, 1], 4: [0]}, {2: [0, 1], 4: [1]}]
+
+
+def test_young_s_period_follows_what_a_snapshot_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("accept_mpi.replication.time.monotonic", lambda: now[0])
+    ranks = Ranks(2, mean_time_between_failures=3600.0)
+    now[0] += 2.5
+    assert ranks.step(0) & SNAPSHOT
+    now[0] += 0.5
+    ranks.deliver()
+    assert ranks.all[0].period == pytest.approx((2 * 0.5 * 3600) ** 0.5)
+    now[0] += 59.0
+    assert not ranks.step(1)
+    now[0] += 2.0
+    assert ranks.step(2) & SNAPSHOT
+
+
+def test_a_signal_flags_one_checkpoint() -> None:
+    ranks = Ranks(2, replicate_every=0)
+    assert ranks.step(0) == 0
+    ranks.all[1].ask_to_stop()
+    dest, message = ranks.held.pop()
+    assert (dest, message.kind) == (0, "stop")
+    ranks.all[0].handle(message)
+    assert ranks.step(1) == CHECKPOINT
+    assert (ranks.held[0][0], ranks.held[0][1].kind, ranks.held[0][1].body) == (0, "stopping", 2)
+    assert ranks.step(2) == 0
+
+
+@pytest.mark.parametrize(
+    ("lost", "left", "codecs"),
+    [
+        ([1], [(0, 4, 0), (4, 6, 2), (6, 9, 3)], [4, 2]),
+        ([0], [(0, 4, 1), (4, 6, 2), (6, 9, 3)], [4, 2]),
+        ([3], [(0, 2, 0), (2, 4, 1), (4, 9, 2)], [8, 4]),
+        ([1, 2], [(0, 4, 0), (4, 9, 3)], [4]),
+        ([0, 1, 2], [(0, 9, 3)], []),
+        ([0, 1, 2, 3], None, []),
+    ],
+)
+def test_lost_stages_leave_their_layers_to_their_neighbours(
+    lost: list[int], left: list[tuple[int, int, int]] | None, codecs: list[int]
+) -> None:
+    plan = make_plan(9, [2, 4, 6], [Codec(forward=f"uniform:{bits}") for bits in (8, 4, 2)])
+    found = plan.without(lost)
+    if left is None:
+        assert found is None
+        return
+    assert found is not None
+    assert [(stage.start, stage.stop, stage.ranks[0]) for stage in found.stages] == left
+    assert [codec.forward for codec in found.boundaries] == [f"uniform:{bits}" for bits in codecs]
