@@ -1,9 +1,11 @@
 """When devices turn out faster or slower than they were: whether a new plan pays back what moving to it costs.
 
 Rank 0 compares what each stage computes, as the trace has it, with what the survey says of its device, and scales the device
-by the quotient (FTPipeHD, section III-D: a device's capacity). The partitioner says what the best plan would be then. It is
-asked for where it saves at least ``_WORTH`` of a step, in two windows of steps in a row (so noise does not move layers to
-and fro), and where all steps that are left save more than ``_MARGIN`` times what moving takes.
+by the quotient (FTPipeHD, section III-D: a device's capacity). Devices that the plan leaves idle time a fixed piece of
+arithmetic instead (``pulse``). The partitioner says what the best plan would be then. It is asked for where it saves at
+least ``_WORTH`` of a step, in two windows of steps in a row (so noise does not move layers to and fro), and where all steps
+that are left save more than ``_MARGIN`` times what moving takes. With a fixed period (``pipeline.adapt = N``, as FTPipeHD
+has it) it is asked for every N steps, from one window.
 """
 
 import math
@@ -49,8 +51,13 @@ class Adapter:
         self._plan, self._survey, self._ask = plan, survey, ask
         self.proposal = None
         self._rows: list[Rows] = []
-        self._after = -1
-        self._before: list[float] | None = None
+        self._after, self._from = -1, 0
+        self._before: dict[int, float] | None = None
+        self._idle = {rank: [1.0] for rank in range(len(survey.devices)) if plan.place(rank).idle}
+
+    def pulse(self, rank: int, factor: float) -> None:
+        """An idle device takes this many times as long for the same as when the term began."""
+        self._idle[rank].append(factor)
 
     def trace(self, rows: Rows) -> None:
         """A rank's trace."""
@@ -73,35 +80,39 @@ class Adapter:
         self._rows = [rows[rows["step"] > self._after]]
         factors = self.factors(window)
         # What two windows in a row agree on is the slower change, device by device.
-        pairs = zip(factors, self._before or factors, strict=True)
-        both = [a if abs(math.log(a)) < abs(math.log(b)) else b for a, b in pairs]
-        if self._before is not None:
+        before = self._before or factors
+        both = {rank: min(factors[rank], before[rank], key=lambda f: abs(math.log(f))) for rank in factors}
+        every = self._job.pipeline.adapt
+        if not isinstance(every, bool):  # a fixed period
+            if done.step - self._from >= every:
+                self._from = done.step
+                self.proposal = self.propose(factors, self._last_step - done.step)
+        elif self._before is not None:
             self.proposal = self.propose(both, self._last_step - done.step)
         self._before = factors
         if self.proposal:
             self._ask()
 
-    def factors(self, window: Rows) -> list[float]:
-        """How many times as long as the survey says each stage computes, in the median step."""
-        found = []
+    def factors(self, window: Rows) -> dict[int, float]:
+        """How many times as long as the survey says each rank computes, in the median step; an idle one says it itself."""
+        found = {rank: float(np.median(beats[-2:])) for rank, beats in self._idle.items()}
         for s, stage in enumerate(self._plan.stages):
             device, mine = self._survey.devices[stage.ranks[0]], slice(stage.start, stage.stop)
             expected = float(sum(device.forward[mine]) + sum(device.backward[mine]))
             rows = window[window["stage"] == s]
+            found[stage.ranks[0]] = 1.0
             if not len(rows) or expected <= 0:
-                found.append(1.0)
                 continue
             steps, where = np.unique(rows["step"], return_inverse=True)
             took = np.bincount(where, rows["end"] - rows["start"], len(steps))
             batches = np.bincount(where, rows["kind"] == KINDS.index("F"), len(steps))
-            found.append(float(np.median(took / np.maximum(batches, 1))) / expected or 1.0)
+            found[stage.ranks[0]] = float(np.median(took / np.maximum(batches, 1))) / expected or 1.0
         return found
 
-    def propose(self, factors: list[float], steps: int) -> Proposal | None:
-        """The plan for devices that take ``factors`` as long, by stage, where it pays within so many steps."""
+    def propose(self, factors: dict[int, float], steps: int) -> Proposal | None:
+        """The plan for devices that take ``factors`` as long, where it pays within so many steps."""
         devices = list(self._survey.devices)
-        for stage, factor in zip(self._plan.stages, factors, strict=True):
-            rank = stage.ranks[0]
+        for rank, factor in factors.items():
             scaled = {
                 name: [factor * seconds for seconds in getattr(devices[rank], name)]
                 for name in ("forward", "backward", "weights", "update")
@@ -118,9 +129,9 @@ class Adapter:
         cost = self._moving(best.plan) + _BUILD_STEPS * now.step
         if (now.step - best.step) * steps < _MARGIN * cost:
             return None
-        slow = max(range(len(factors)), key=lambda s: abs(math.log(factors[s])))
+        slow = max(factors, key=lambda rank: abs(math.log(factors[rank])))
         text = (
-            f"rank {self._plan.stages[slow].ranks[0]} takes {factors[slow]:.2g} x what it took: "
+            f"rank {slow} takes {factors[slow]:.2g} x what it took: "
             f"a step of {1e3 * now.step:.0f} ms should become {1e3 * best.step:.0f} ms, moving takes about {cost:.1f} s"
         )
         return Proposal(settled(best), survey, text)

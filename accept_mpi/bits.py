@@ -2,9 +2,11 @@
 
 "Hides" is decided by the simulator, on measured compute times and link rates, over the schedule's own action lists: a
 choice is as good as hidden where a step takes at most ``TOLERANCE`` longer than with the strongest codecs allowed
-everywhere. (A transfer that is shorter than a stage computes is hidden in the steady state, but a synchronous schedule's
-steps also begin and end with transfers that nothing hides; the simulator counts both. Where the data plane has no core of
-its own, a stage's time holds what its messages cost: a byte that need not be moved is worth coding even on a fast link.)
+everywhere, on links that carry ``LINK_SHARE`` of what they were measured to: a link that is nearly full delays what
+computing waits for as soon as anything wavers. (A transfer that is shorter than a stage computes is hidden in the steady
+state, but a synchronous schedule's steps also begin and end with transfers that nothing hides; the simulator counts both.
+Where the data plane has no core of its own, a stage's time holds what its messages cost: a byte that need not be moved is
+worth coding even on a fast link.)
 """
 
 import msgspec
@@ -14,6 +16,7 @@ from accept_mpi.forecast import Direction, Forecast
 
 AUTO = "auto"
 TOLERANCE = 0.02
+LINK_SHARE = 0.6
 _MANY = 64  # crossings from which on all get the same codec
 
 # From the mildest to the strongest, and the bits of each.
@@ -44,6 +47,7 @@ def choose(forecast: Forecast, fixed: dict[Direction, str], floor: int) -> tuple
     names = list(ladder(floor))
     if len(forecast.crossings) > _MANY:
         return _choose_alike(forecast, fixed, names)
+    real, forecast = forecast, forecast.with_links(LINK_SHARE)
     free = [crossing for crossing in forecast.crossings if crossing not in fixed]
     fastest = {c: min(names, key=lambda name, c=c: forecast.message(c, name)) for c in free}  # type: ignore[misc]
     chosen = {**fixed, **fastest}
@@ -65,18 +69,19 @@ def choose(forecast: Forecast, fixed: dict[Direction, str], floor: int) -> tuple
                     chosen[crossing] = milder
                     moved = True
                     break
-    return _choices(forecast, chosen), forecast.step(chosen)
+    return _choices(real, chosen), real.step(chosen)
 
 
 def _choose_alike(
     forecast: Forecast, fixed: dict[Direction, str], names: list[str]
 ) -> tuple[dict[Direction, Choice], float]:
     """One codec for all that is free: the mildest that is as good as the best."""
-    steps = {name: forecast.step({c: fixed.get(c, name) for c in forecast.crossings}) for name in names}
+    loaded = forecast.with_links(LINK_SHARE)
+    steps = {name: loaded.step({c: fixed.get(c, name) for c in forecast.crossings}) for name in names}
     best = min(steps.values())
     name = next(name for name in names if steps[name] <= best * (1 + TOLERANCE))
     chosen = {c: fixed.get(c, name) for c in forecast.crossings}
-    return _choices(forecast, chosen), steps[name]
+    return _choices(forecast, chosen), forecast.step(chosen)
 
 
 def _choices(forecast: Forecast, chosen: dict[Direction, str]) -> dict[Direction, Choice]:

@@ -95,8 +95,9 @@ class Pipeline(Section, frozen=True):
     the first layers of stages 1, 2, ..."""
     ranks: list[CountOrZero] = []
     """Ranks that hold stages 0, 1, ...; the others stay idle. Empty: all ranks, in order. "auto" cuts choose their own."""
-    adapt: bool = False
-    """While training, cut anew where devices have become so much faster or slower that it pays ("auto" cuts only)."""
+    adapt: bool | Count = False
+    """While training, cut anew where devices turn out so much faster or slower that it pays. A number: look every so many
+    steps (FTPipeHD). Given cuts then are a guess, by rank 0's measurements of itself as if all were alike."""
     probe_seconds: Positive = 5.0
     """Seconds that each device times layers before "auto" cuts; a tenth of it, where the latency database knows it."""
     latency_db: str = "auto"

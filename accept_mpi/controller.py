@@ -139,6 +139,8 @@ class Controller:
         self._stop_at: int | None = None
         """After which step a signal wants a checkpoint and the end."""
         self._newest = {"step": 0, "evaluated": 0}
+        self.on_pulse: Callable[[int, float], None] = lambda rank, factor: None
+        """Called with what an idle rank says of its speed (``pulse``)."""
 
     def wait_for_disk(self, deadline: float) -> None:
         """After a term: checkpoints that have come in whole get to the disk, what has come in besides to the observers."""
@@ -154,7 +156,7 @@ class Controller:
 
         Returns whether it was the controller's.
         """
-        if message.kind not in ("chunk", "step", "evaluated", "trace", "event", "stopping", "leaving"):
+        if message.kind not in ("chunk", "step", "evaluated", "trace", "event", "stopping", "leaving", "pulse"):
             return False
         if message.kind != "chunk":
             self._mail.put(message)
@@ -213,6 +215,8 @@ class Controller:
             self.each("evaluated", self.last_evaluation)
         elif message.kind == "trace":
             self.each("trace", np.frombuffer(message.body, TRACE))
+        elif message.kind == "pulse":
+            self.on_pulse(message.source, message.body)
         elif message.kind == "stopping":
             self._stop_at = message.body
         elif message.kind == "event":

@@ -87,6 +87,14 @@ class Forecast:
         self._packed: dict[int, Packed] = {}
         self._steps = _STEPS if self._micro_batches == micro_batches else 1
 
+    def with_links(self, share: float) -> "Forecast":
+        """The same on links that carry only this share of what they were measured to."""
+        crossings = {
+            place: msgspec.structs.replace(crossing, rate=share * crossing.rate)
+            for place, crossing in self.crossings.items()
+        }
+        return Forecast(self.kind, self._all, self._slack, self.profiles, crossings)
+
     def message(self, crossing: Direction, name: str) -> float:
         """Seconds from a tensor here to a tensor there, with codec ``name``."""
         boundary, way = crossing

@@ -5,11 +5,13 @@ before its time: a host lost its power or its cable, mpirun gave up. Needs no MP
 import contextlib
 import os
 import re
+import secrets
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,10 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
+import msgspec
+
 from accept_mpi import config
 from accept_mpi.errors import UserError
-from accept_mpi.log import open_log
-from accept_mpi.snapshot import newest_since
+from accept_mpi.supervised import Supervised
 
 _POLL = 0.5
 _ASK_SECONDS = 5.0
@@ -31,6 +34,7 @@ _AGENT = "PRTE_MCA_plm_ssh_agent"
 _MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
 _NO_USE_AGAIN = 2  # exit code of a mistake that a person must mend
 _WITHOUT_PROGRESS = 3  # starts in a row
+_STEP = re.compile(rb"step \d+(/\d+|  (done: ))")  # as ``progress`` prints it
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,29 @@ class _Start:
 
     process: "subprocess.Popen[bytes]"
     hosts: list[_Host]
-    began: str = field(default_factory=lambda: _now())
-    rows: int | None = None
-    """Steps in its log when it was first seen: those that it resumed from."""
     asked: float = field(default_factory=time.monotonic)
     steps: int = 0
+    """That it has told of."""
+    done: bool = False
     moved: float = field(default_factory=time.monotonic)
+    there: list[_Host] = field(default_factory=list)
+    """Who answered when last asked."""
+
+    def __post_init__(self) -> None:
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        """Hand on what rank 0 prints, wherever it runs, and note from it how far it is."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if found := _STEP.match(line):
+                self.steps += not found[2]
+                self.moved = time.monotonic()
+                self.done = self.done or found[2] is not None
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.buffer.write(line)
+                sys.stdout.buffer.flush()
 
 
 class Supervisor:
@@ -76,10 +97,12 @@ class Supervisor:
     def __init__(self, request: Request) -> None:
         """Raises UserError where job or host file are wrong."""
         self.request = request
-        self.job = config.parse(config.read_text(request.job), str(request.job), request.overrides)
-        self.directory = Path(self.job.output.directory)
+        config.parse(config.read_text(request.job), str(request.job), request.overrides)
         self._all = _hosts(request.hostfile) if request.hostfile else []
-        self._began = _now()
+        began = datetime.now(UTC)
+        self._supervised = Supervised(
+            began.isoformat(timespec="seconds"), f"{began:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", 1
+        )
         self._signal = 0
         self._scratch = tempfile.TemporaryDirectory(prefix="accept_mpi-launch-")
 
@@ -96,16 +119,21 @@ class Supervisor:
 
     def _run(self) -> int:
         restarts = idle = 0
+        hosts = answering(self._all)
         while True:
-            hosts = answering(self._all)
             if self._all and not hosts:
                 raise UserError(f"{self.request.hostfile}: none of the hosts answers")
             start = self._start(hosts)
             why = self._watch(start)
             code = start.process.wait()
+            start.reader.join(_END_SECONDS)
             if why == "done" or self._signal or code == _NO_USE_AGAIN:
                 return code
             idle = 0 if start.steps else idle + 1
+            self._supervised = msgspec.structs.replace(self._supervised, number=self._supervised.number + (start.steps > 0))
+            if why != "lost":
+                start.there = answering(self._all)
+            hosts = start.there
             if why != "back":
                 restarts += 1
             if restarts > self.request.restarts or idle >= _WITHOUT_PROGRESS:
@@ -123,34 +151,32 @@ class Supervisor:
             ranks = min(ranks or slots, slots)
         command += ["-n", str(ranks or 1), sys.executable, "-m", "accept_mpi", "train", str(self.request.job)]
         command += [word for override in self.request.overrides for word in ("--set", override)]
-        resume = newest_since(self.directory, self._began) or self.request.resume
-        if resume:
-            command += ["--resume", str(resume)]
+        command += ["--run", str(self._supervised), *(["--resume", str(self.request.resume)] if self.request.resume else [])]
         missing = [host.name for host in self._all if host not in hosts]
         without = f" without {', '.join(missing)}" if missing else ""
-        _say(f"starting {ranks or 1} ranks{without}{f' from {resume}' if resume else ''}")
+        _say(f"starting {ranks or 1} ranks{without}")
         # A group of its own: Ctrl-C reaches mpirun only through this process.
-        return _Start(subprocess.Popen(command, start_new_session=True), hosts)
+        return _Start(subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE), hosts)
 
     def _watch(self, start: _Start) -> str:
         """Until the job is over or must be ended: "done", "ended", "lost", "stalled", "back" or "stopped"."""
         while True:
             code = start.process.poll()
             if code is not None:
-                if code == 0 and self._is_done(start):
+                start.reader.join(_END_SECONDS)
+                if code == 0 and start.done:  # mpirun's exit code is 0, too, where it lost a host's daemon
                     return "done"
                 _say(f"mpirun ended with exit code {code} before the job was done")
                 return "ended"
             if self._signal:
                 self._end(start, checkpoint=True)
                 return "stopped"
-            self._look(start)
             if time.monotonic() - start.moved > self.request.stall:
                 _say(f"no step for {self.request.stall:.0f} s")
                 self._end(start)
                 return "stalled"
             if self._all and time.monotonic() - start.asked > _ASK_SECONDS:
-                there = answering(self._all)
+                start.there = there = answering(self._all)
                 start.asked = time.monotonic()
                 gone = [host.name for host in start.hosts if host not in there]
                 if gone:
@@ -163,28 +189,6 @@ class Supervisor:
                     self._end(start, checkpoint=True)
                     return "back"
             time.sleep(_POLL)
-
-    def _look(self, start: _Start) -> None:
-        """Note progress, as the log shows it."""
-        try:
-            with open_log(self.directory / "log.h5") as log:
-                if log.attrs["created"] < start.began:
-                    return
-                rows = int(log["steps"].shape[0])
-        except (UserError, OSError, KeyError):
-            return
-        start.rows = rows if start.rows is None else start.rows
-        if rows - start.rows != start.steps:
-            start.steps, start.moved = rows - start.rows, time.monotonic()
-
-    def _is_done(self, start: _Start) -> bool:
-        """Whether the log says so: mpirun's exit code is 0, too, where it lost a host's daemon."""
-        try:
-            with open_log(self.directory / "log.h5") as log:
-                texts = log["events"]["text"][-2:].tolist()
-                return log.attrs["created"] >= start.began and any(text.startswith(b"done") for text in texts)
-        except (UserError, OSError, KeyError):
-            return False
 
     def _end(self, start: _Start, checkpoint: bool = False) -> None:
         """SIGUSR1, which mpirun hands on and ranks answer with a checkpoint; SIGTERM; SIGKILL to what heeds neither."""
@@ -251,11 +255,6 @@ def _flags() -> list[str]:
     if _MAPPING not in os.environ:
         flags += ["--map-by", ":oversubscribe"]
     return flags
-
-
-def _now() -> str:
-    """As logs and checkpoints have it."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _say(text: str) -> None:

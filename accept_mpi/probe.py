@@ -61,6 +61,12 @@ class LayerTimes(msgspec.Struct, frozen=True):
         return [math.isfinite(value) for value in self.forward]
 
 
+def nothing_measured(outline: Outline) -> LayerTimes:
+    """Of a device that has not been asked."""
+    unknown = (math.nan,) * len(outline.layers)
+    return LayerTimes(unknown, unknown, unknown, unknown, 0.0, (), 1.0)
+
+
 def pieces(outline: Outline, count: int = PIECES) -> list[tuple[int, int]]:
     """The model in ``count`` runs of layers (or one a layer) of about equal work, guessed from operations and memory."""
     work = np.array([guess(layer.operations, layer.held, layer.parameter_bytes) for layer in outline.layers])

@@ -6,24 +6,33 @@ A layer's state is one safetensors blob: ``weights/<name>`` and ``optimizer/<wha
 
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import safetensors.torch
 import torch
 
+from accept_mpi.spill import Blobs
 from accept_mpi.stage import Stage
 
-Blobs = dict[int, bytes]
-"""States by layer."""
 Holdings = dict[int, list[int]]
 """Step -> layers whose state after it a rank holds."""
 
 _WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
 
 
+class Disk(Protocol):
+    """Where snapshots outlive the process (``spill.Spill``)."""
+
+    def write(self, step: int, layers: Blobs) -> None: ...
+
+    def drop_after(self, step: int) -> None: ...
+
+
 class Replicas:
     """What one rank holds of the model's state after which steps. Any thread."""
 
     def __init__(self) -> None:
+        self.disk: Disk | None = None
         self._lock = threading.Lock()
         self._steps: dict[int, Blobs] = {}
 
@@ -32,11 +41,25 @@ class Replicas:
         with self._lock:
             self._steps.setdefault(step, {}).update(layers)
 
-    def only(self, first: int, last: int | None = None) -> None:
-        """Forget all steps but ``first`` ... ``last``."""
+    def commit(self, step: int) -> None:
+        """The snapshot after ``step`` is whole everywhere: no earlier one is needed."""
         with self._lock:
-            kept = {s: blobs for s, blobs in self._steps.items() if s >= first and (last is None or s <= last)}
-            self._steps = kept
+            self._steps = {s: blobs for s, blobs in self._steps.items() if s >= step}
+            layers = dict(self._steps.get(step, {}))
+        if self.disk and layers:
+            self.disk.write(step, layers)
+
+    def back_to(self, step: int) -> None:
+        """What comes after ``step`` will be made anew."""
+        with self._lock:
+            self._steps = {s: blobs for s, blobs in self._steps.items() if s <= step}
+        if self.disk:
+            self.disk.drop_after(step)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        with self._lock:
+            self._steps = {}
 
     def holdings(self) -> Holdings:
         with self._lock:

@@ -163,7 +163,7 @@ class Replication:
                 self._post(rank, "committed", step, False)
 
     def _commit(self, step: int) -> None:
-        self._replicas.only(step)
+        self._replicas.commit(step)
         if self._pending is not None and self._pending[0] == step:
             self._seconds = time.monotonic() - self._pending[1]
             self._lag = max(1, self._now - step)

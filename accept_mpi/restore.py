@@ -11,8 +11,9 @@ from accept_mpi.comm.messenger import Messenger
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.faults import pass_by
 from accept_mpi.plan import Plan
-from accept_mpi.replicas import Blobs, Holdings, Replicas, newest, pack, sources
+from accept_mpi.replicas import Holdings, Replicas, newest, pack, sources
 from accept_mpi.snapshot import Checkpoint
+from accept_mpi.spill import Blobs
 
 _PIECE = 1 << 20
 

@@ -27,7 +27,9 @@ from accept_mpi.recovery import Held, find_together, last_held, next_plan, succe
 from accept_mpi.replicas import load
 from accept_mpi.restore import Stored, fetch, origin
 from accept_mpi.snapshot import Checkpoint, CheckpointWriter, Manifest, directory_of, new_manifest, newest_since
+from accept_mpi.spill import Spill
 from accept_mpi.stage import Stage, find_loss
+from accept_mpi.supervised import Supervised
 from accept_mpi.survey import Survey
 from accept_mpi.surveying import Surveyed, learn, plan_by_measuring
 from accept_mpi.term import Term, Work
@@ -42,6 +44,8 @@ class Options:
     overrides: tuple[str, ...] = ()
     resume: Path | None = None
     quiet: bool = False
+    supervised: Supervised | None = None
+    """Under ``launch``."""
 
 
 def train(runtime: Runtime, options: Options) -> None:
@@ -87,6 +91,7 @@ class _Run:
         self._lost = False
         self._adapter: Adapter | None = None
         self._term: Term | None = None
+        self._spill: Spill | None = None
         self._controller: Controller | None = None
         self._told: list[str] = []
         """What happened since the last term, for the log."""
@@ -114,7 +119,7 @@ class _Run:
             if begin.step:
                 blobs = fetch(runtime.messenger, plan, begin, store, runtime.startup_seconds)
                 runtime.agree("the checkpoint's weights", lambda: load(stage, blobs))
-            work.replicas.only(0, begin.step)
+            work.replicas.back_to(begin.step)
             took["had their layers' state"] = time.monotonic()
 
         term.build(course, restore)
@@ -123,8 +128,9 @@ class _Run:
             self._told[-1] += "".join(f", {what} {1e3 * (at - self._found):.0f} ms later" for what, at in took.items())
         self._held = Held(self._number, term.plan.renamed(dict(enumerate(runtime.members))))
         controller = None
+        where = str(stored.path) if stored and begin.on_disk else "the snapshot that hosts have kept"
         if runtime.rank == 0:
-            controller = runtime.agree("the output directory", lambda: self._records(runtime, term, work))
+            controller = runtime.agree("the output directory", lambda: self._records(runtime, term, work, where))
         else:
             runtime.agree("the output directory", lambda: None)
         self._controller, self._told = controller, []
@@ -152,7 +158,9 @@ class _Run:
                     raise
 
     def close(self, runtime: Runtime) -> None:
-        """Close the log, and learn from it."""
+        """Close the log, and learn from it; what was kept for another start is not needed any more."""
+        if self._spill:
+            self._spill.clear()
         if self._controller and self._term:
             course, directory = self._term.course, Path(self.job.output.directory)
             summary = summary_line(self._controller.last_evaluation)
@@ -161,7 +169,7 @@ class _Run:
             print(f"log         {directory / 'log.h5'}", flush=True)
             if course.newest_checkpoint is not None:
                 print(f"checkpoint  {directory_of(directory, course.newest_checkpoint)}", flush=True)
-        if self._planned and self._planned.survey and self._term and not self._next:
+        if self._planned and self._planned.step and self._term and not self._next:
             learn(self.job, self._planned, self._term.plan, Path(self.job.output.directory) / "log.h5")
             share = self._planned.seconds / runtime.clock.now()
             print(f"planning    {self._planned.seconds:.1f} s, {100 * share:.0f} % of the run", flush=True)
@@ -175,15 +183,23 @@ class _Run:
         runtime.same("versions of accept_mpi and torch", f"{versions['accept_mpi']} and {versions['torch']}")
         keep_memory()
         self._threads = set_threads(job.train.threads, runtime.hosts[runtime.rank]["cores"], runtime.ranks_on_host)
-        now = datetime.now(UTC).isoformat(timespec="seconds")
+        run = self.options.supervised
+        now = run.began if run else datetime.now(UTC).isoformat(timespec="seconds")
         self._began = runtime.messenger.broadcast(now, runtime.startup_seconds, "when the run began")
         chain = runtime.agree("the model", lambda: load_model(job.model.name, job.model.args, job.train.seed))
         runtime.same("layers of the model", chain.names)
-        return Work(job, chain, runtime.agree("the loss", lambda: find_loss(job.train.loss)))
+        work = Work(job, chain, runtime.agree("the loss", lambda: find_loss(job.train.loss)))
+        if run:
+            mine = runtime.hosts[runtime.rank]
+            work.replicas.disk = self._spill = Spill(run, mine["host"])
+            if mine == next(facts for facts in runtime.hosts if facts["machine_id"] == mine["machine_id"]):
+                for step, blobs in self._spill.read().items():
+                    work.replicas.keep(step, blobs)
+        return work
 
     def _checkpoint(self) -> Checkpoint | None:
-        """Rank 0: the one to resume from; after a loss the newest that this run has written."""
-        if self._lost:
+        """Rank 0: the one to resume from; after a loss or another start the newest that this run has written."""
+        if self._lost or self.options.supervised:
             newest = newest_since(Path(self.job.output.directory), self._began)
             if newest:
                 with contextlib.suppress(UserError):  # damaged
@@ -193,9 +209,12 @@ class _Run:
     def _first_plan(self, runtime: Runtime, work: Work) -> Plan:
         job = self.job
         pass_by("plan")
+        given = None
         if job.pipeline.cuts != "auto" or runtime.size == 1:
-            return runtime.agree("the plan", lambda: self._given_plan(runtime, len(work.chain)))
-        self._planned = plan_by_measuring(runtime, job, work.chain, work.loss)
+            given = runtime.agree("the plan", lambda: self._given_plan(runtime, len(work.chain)))
+            if not job.pipeline.adapt or runtime.size == 1:
+                return given
+        self._planned = plan_by_measuring(runtime, job, work.chain, work.loss, given)
         work.data = self._planned.data
         self._share_survey(runtime, self._planned.survey)
         return self._planned.plan
@@ -227,7 +246,7 @@ class _Run:
             return plan
         return successor(self.job, plan.renamed(dict(enumerate(self.members))), None, runtime.members)
 
-    def _records(self, runtime: Runtime, term: Term, work: Work) -> Controller:
+    def _records(self, runtime: Runtime, term: Term, work: Work, where: str) -> Controller:
         """Rank 0: output directory, log, checkpoint writer, progress; those that it has go on."""
         job, course, plan = self.job, term.course, term.plan
         directory = Path(job.output.directory)
@@ -274,6 +293,9 @@ class _Run:
             self._adapter = self._adapter or Adapter(job, course.last)
             self._adapter.begin(plan, now, lambda: term.replication.ask_to_replan())
             controller.watch("adapter", self._adapter)
+            controller.on_pulse = self._adapter.pulse
+        if course.first and not self._next:
+            controller.each("event", runtime.clock.now(), course.first, f"resumed from {where}")
         for text in self._told:
             cuts = [stage.start for stage in plan.stages[1:]]
             after = f"{len(plan.stages)} stages go on from step {course.first}, cuts {cuts}"

@@ -34,7 +34,7 @@ from accept_mpi.outline import Outline, outline_of
 from accept_mpi.plan import Plan
 from accept_mpi.planner import codings_of, plans_for, table
 from accept_mpi.predictor import Predictor
-from accept_mpi.probe import LayerTimes, Run, micro_batch, pieces, probe, together
+from accept_mpi.probe import LayerTimes, Run, micro_batch, nothing_measured, pieces, probe, together
 from accept_mpi.profile import codec_costs, message_cost
 from accept_mpi.replay import mean_times
 from accept_mpi.stage import Loss
@@ -65,10 +65,13 @@ class Surveyed(NamedTuple):
     """Rank 0: each rank's key in the latency database."""
 
 
-def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Loss) -> Surveyed:
+def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Loss, given: Plan | None = None) -> Surveyed:
     """Measure devices and links, and cut the model where training is fastest. All ranks call this together.
 
-    Every rank that can load the data may be first or last. Raises Agreed where no plan fits or nobody has the data.
+    Every rank that can load the data may be first or last. Where a plan is ``given``, it stays as it is, rank 0 alone times
+    layers and the others are taken to be as fast (FTPipeHD, section III-D: capacity 1 until training shows another).
+
+    Raises Agreed where no plan fits or nobody has the data.
     """
     messenger, seconds = runtime.messenger, runtime.startup_seconds
     data, source = _load(runtime, job)
@@ -82,7 +85,7 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     prepare(list(codings.values()))
     rates = pair_rates(runtime.world)
     linked = time.monotonic()
-    path = database_path(job.pipeline.latency_db) if runtime.rank == 0 else None
+    path = database_path(job.pipeline.latency_db) if runtime.rank == 0 and not given else None
     facts = _facts(runtime, job)
     everyone = messenger.allgather(facts, seconds, "the kind of each device")
     keys = [device_key(one) for one in everyone]
@@ -97,7 +100,11 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     crowded = cores < torch.get_num_threads()
     times = runtime.agree(
         "the time of each layer",
-        lambda: probe(chain, model, job, loss, inputs, target, job.pipeline.probe_seconds, before, room, order, crowded),
+        lambda: (
+            probe(chain, model, job, loss, inputs, target, job.pipeline.probe_seconds, before, room, order, crowded)
+            if given is None or runtime.rank == 0
+            else nothing_measured(model)
+        ),
     )
     costs = {name: codec_costs(coding) for name, coding in codings.items()}
     shared = cores < torch.get_num_threads() + 1
@@ -116,9 +123,11 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
             there = {key: (everyone[alike[key][0]], one) for key, one in times.items() if any(one.measured)}
             remember(path, model, there)
         predictor = None
-        if not all(all(one.measured) for one in times.values()):
+        if not given and not all(all(one.measured) for one in times.values()):
             predictor = _learned(path, model, times)
         survey = survey_of(model, reports, [host["host"] for host in runtime.hosts], predictor)
+        if given:
+            return Surveyed(given, data, [], survey, None, time.monotonic() - began, tuple(keys))
         found, even = plans_for(survey, job)
         lines = table(survey, job, found, even)
         lines.append(

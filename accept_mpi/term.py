@@ -28,6 +28,7 @@ from accept_mpi.log import BACKWARD, FORWARD
 from accept_mpi.models import Chain
 from accept_mpi.models.layers import build_layers
 from accept_mpi.plan import Place, Plan
+from accept_mpi.pulse import Pulse
 from accept_mpi.recorder import Recorder
 from accept_mpi.replicas import Replicas, states
 from accept_mpi.replication import Replication
@@ -101,7 +102,7 @@ class Term:
         self._plane.start()
         _on_signals(self.replication.ask_to_stop)
         if not self.replication.on:
-            work.replicas.only(self.course.last + 1)
+            work.replicas.clear()
         elif self.course.first and not self.place.idle:
             self.replication.restart(self.course.first, self.stage)
 
@@ -166,10 +167,17 @@ class Term:
         """Everything is sent, the last checkpoint is on the disk. An idle rank waits here for the others."""
         pass_by("end")
         seconds, role = self.job.pipeline.startup_timeout, self.role
+        pulse = Pulse() if self.place.idle and self.job.pipeline.adapt else None
+
+        def look() -> None:
+            plane.check()
+            if pulse and (factor := pulse.factor()) is not None:
+                plane.post(0, "pulse", factor)
+
         idle = [rank for rank in range(self.runtime.size) if self.plan.place(rank).idle]
         plane.post(0, "leaving", made)
         if isinstance(role, Controller):
-            role.wait_for_all(self.runtime.size, math.inf if 0 in idle else seconds, plane.check)
+            role.wait_for_all(self.runtime.size, math.inf if 0 in idle else seconds, look)
             made = role.steps_made
             newest = self.course.newest_checkpoint if made == self.course.last else None
             if newest is not None and not role.writer.wait(newest, seconds):
@@ -178,7 +186,7 @@ class Term:
             for rank in idle:
                 plane.post(rank, "over", made)
         elif self.runtime.rank in idle:
-            made = role.wait(plane.check)
+            made = role.wait(look)
         plane.stop(seconds)
         _on_signals(None)
         return made

@@ -47,10 +47,13 @@ def fill(times: Sequence[LayerTimes], outline: Outline, predictor: Predictor | N
     filled = rows.copy()
     for n in range(len(times)):
         gaps = ~known[n]
-        others = [m for m in range(len(times)) if m != n and (known[m] & known[n]).any() and (known[m] & gaps).any()]
+        nothing = not known[n].any()  # as fast as the others, for all one knows
+        others = [
+            m for m in range(len(times)) if m != n and (nothing or (known[m] & known[n]).any()) and (known[m] & gaps).any()
+        ]
         if not gaps.any() or not others:
             continue
-        ratios = [total[n][known[m]].sum() / total[m][known[n]].sum() for m in others]
+        ratios = [1.0 if nothing else total[n][known[m]].sum() / total[m][known[n]].sum() for m in others]
         scaled = np.array([ratio * rows[:, m] for ratio, m in zip(ratios, others, strict=True)])
         have = gaps & known[others].any(axis=0)
         filled[:, n, have] = np.nanmedian(scaled[:, :, have], axis=0)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accept_mpi.errors import UserError
+from accept_mpi.supervised import Supervised
 from accept_mpi.version import __version__
 
 
@@ -35,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, e.g. train.lr=0.01")
     train.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, or a run's newest one")
     train.add_argument("--quiet", action="store_true", help="no progress")
+    train.add_argument("--run", type=Supervised.parse, help=argparse.SUPPRESS)  # of ``launch``
     train.set_defaults(command=_train)
 
     launch = commands.add_parser("launch", help="train under a supervisor: lost hosts are dropped, the run goes on")

@@ -9,7 +9,7 @@ from accept_mpi.run import Options, train
 def main(arguments: argparse.Namespace) -> int:
     """Run as one rank of the job; ends the process."""
     runtime = Runtime()
-    options = Options(arguments.job, tuple(arguments.set), arguments.resume, arguments.quiet)
+    options = Options(arguments.job, tuple(arguments.set), arguments.resume, arguments.quiet, arguments.run)
     try:
         train(runtime, options)
     except BaseException as error:

@@ -26,8 +26,9 @@ _PROGRAMS = {"alone": "harness.alone", "ours": "harness.ours", "pipelining": "ha
 _GLOO = ("pipelining", "ddp")
 _MOST_SECONDS = 300.0
 # Steps (of the experiment's batch) that a process which has trained with other cuts takes to get used to new ones: memory,
-# oneDNN's routines; the first of them take up to five times as long.
-_NEW_CUTS = 15
+# oneDNN's routines; the first of them take up to five times as long. After them so many more are measured, too: in few steps
+# one sees the machine's other work rather than the plan's.
+_NEW_CUTS = 7
 
 
 class Experiment:
@@ -140,10 +141,12 @@ class Experiment:
         # Where a step takes long, it is the link that takes long: nothing has to warm up.
         skip = 2 if seconds * rate > batch else 1
         planned = self._planned(link, settings, known)
+        count = max(2, min(40, round(seconds * rate / batch)))
         if planned:
-            skip += -(-_NEW_CUTS * self.batch // batch)
+            extra = -(-_NEW_CUTS * self.batch // batch)
+            skip, count = skip + extra, count + extra
         drain = self._drain(settings)
-        steps = skip + max(2, min(40, round(seconds * rate / batch))) + drain
+        steps = skip + count + drain
         more: dict[str, Any] = {"train.steps": steps}
         if planned:
             plan = msgspec.json.decode(planned["plan"], type=Plan)

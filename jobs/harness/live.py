@@ -55,14 +55,15 @@ def step_of(line: str) -> int:
     return int(found[1]) if found else 0
 
 
-def start(lab: Laboratory, job: Path, directory: Path, *more: str, ulfm: bool = False) -> Running:
-    """A run of this job in the lab, one rank on each host, its output piped."""
+def start(lab: Laboratory, job: Path, directory: Path, *more: str, ulfm: bool = False, drain: bool = False) -> Running:
+    """A run of this job in the lab, one rank on each host, its output piped, or thrown away (``drain``)."""
     mpirun = Path(sys.executable).with_name("mpirun")
     command = [str(mpirun) if mpirun.exists() else "mpirun", *(["--with-ft", "ulfm"] if ulfm else []), "-n", len(lab.hosts)]
     command += ["-hostfile", lab.hostfile, sys.executable, "-m", "accept_mpi", "train", job]
     command += ["--set", f"output.directory={directory.resolve()}", *more]
+    out = subprocess.DEVNULL if drain else subprocess.PIPE
     return lab.start(
-        command, env=dict(os.environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=dict(os.environ), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, text=True
     )
 
 

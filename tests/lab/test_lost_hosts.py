@@ -1,5 +1,6 @@
 """The supervisor: a host whose cable is pulled, or that loses its power, is dropped, and taken back when it answers."""
 
+import re
 import subprocess
 import sys
 import time
@@ -37,10 +38,16 @@ def steps(folder: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize("loss", ["cut", "kill"])
-def test_a_lost_host_is_dropped_and_taken_back(tmp_path: Path, loss: str) -> None:
+@pytest.mark.parametrize(("loss", "checkpoint_every"), [("cut", 20), ("kill", 0)])
+def test_a_lost_host_is_dropped_and_taken_back(tmp_path: Path, loss: str, checkpoint_every: int) -> None:
+    """Without checkpoints from the snapshots that the other hosts have on their own disks."""
     job = samples.write_job(
-        tmp_path / "job.toml", samples.CNN, train_steps=STEPS, train_evaluate_every=0, output_checkpoint_every=20
+        tmp_path / "job.toml",
+        samples.CNN,
+        train_steps=STEPS,
+        train_evaluate_every=0,
+        output_checkpoint_every=checkpoint_every,
+        recovery_replicate_every=8,
     )
     out = tmp_path / "out.txt"
     with lab_of(3, 100) as lab:
@@ -52,13 +59,17 @@ def test_a_lost_host_is_dropped_and_taken_back(tmp_path: Path, loss: str) -> Non
                 command, cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file
             ) as running,
         ):
-            while steps(tmp_path) < 25:
+            while (lost := steps(tmp_path)) < 40:
                 assert running.process.poll() is None, out.read_text()
                 time.sleep(0.1)
             getattr(lab, loss)(lab.hosts[2].name)
             say(out, f"starting 2 ranks without {last}", running.process, 30)
-            before = steps(tmp_path)
-            while steps(tmp_path) <= before:
+            say(out, "  resumed from ", running.process, 60)
+            resumed = re.search(r"step (\d+)  resumed from (.*)", out.read_text())
+            assert resumed, out.read_text()
+            assert checkpoint_every or resumed[2] == "the snapshot that hosts have kept"
+            assert lost - 24 <= int(resumed[1])
+            while steps(tmp_path) <= int(resumed[1]):
                 time.sleep(0.1)
             lab.mend(lab.hosts[2].name)
             say(out, f"{last} answers again", running.process, 30)

@@ -1,5 +1,6 @@
 """The supervisor, with a make-believe mpirun and launch agent."""
 
+import re
 import time
 from pathlib import Path
 
@@ -24,11 +25,13 @@ def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         tmp_path / "mpirun",
         'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi',
         f'echo "$*" >> {tmp_path}/calls',
-        f"code=$(head -1 {tmp_path}/codes); sed -i 1d {tmp_path}/codes; exit ${{code:-1}}",
+        f"code=$(head -1 {tmp_path}/codes); sed -i 1d {tmp_path}/codes",
+        f'[ -e {tmp_path}/steps ] && echo "step 3/5  epoch 0"',
+        f'[ "$code" = 0 -a -e {tmp_path}/done ] && echo "step 5  done: no evaluation"',
+        "exit ${code:-1}",
     )
     monkeypatch.setattr(launch, "_mpirun", lambda: str(found))
     monkeypatch.setattr(launch, "_POLL", 0.01)
-    monkeypatch.setattr(Supervisor, "_is_done", lambda self, start: (tmp_path / "done").exists())
     (tmp_path / "done").touch()
     monkeypatch.chdir(tmp_path)
     return found
@@ -64,6 +67,19 @@ def test_an_exit_code_of_0_is_not_enough(tmp_path: Path, mpirun: Path) -> None:
     (tmp_path / "done").unlink()
     code, calls = supervised(tmp_path, [0, 0], restarts=1)
     assert (code, len(calls)) == (1, 2)
+
+
+def test_what_rank_0_prints_tells_how_far_it_is(
+    tmp_path: Path, mpirun: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Its log may lie on another host."""
+    (tmp_path / "steps").touch()
+    code, calls = supervised(tmp_path, [1, 1, 1, 1, 0])
+    assert (code, len(calls)) == (0, 5)  # more starts than three without a step
+    starts = [re.search(r"--run \S+/(\S+)/(\d+)", call) for call in calls]
+    assert [int(start[2]) for start in starts] == [1, 2, 3, 4, 5]
+    assert len({start[1] for start in starts}) == 1
+    assert capfdbinary.readouterr().out.count(b"step 3/5  epoch 0\n") == 5
 
 
 def test_restarts_have_a_limit(tmp_path: Path, mpirun: Path) -> None:

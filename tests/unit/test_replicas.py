@@ -65,9 +65,9 @@ def test_older_and_newer_steps_are_forgotten() -> None:
     for step in (1, 2, 3):
         replicas.keep(step, {0: b"abc", 1: b"de"})
     assert replicas.nbytes == 15
-    replicas.only(2)
+    replicas.commit(2)
     assert list(replicas.holdings()) == [2, 3]
-    replicas.only(0, 2)
+    replicas.back_to(2)
     assert replicas.holdings() == {2: [0, 1]}
     assert replicas.get(2, 1) == b"de"
 

@@ -1,0 +1,85 @@
+"""Replicas on local disks."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from accept_mpi import spill
+from accept_mpi.spill import Spill
+from accept_mpi.supervised import Supervised
+
+RUN = Supervised("2026-01-01T00:00:00+00:00", "run", 1)
+
+
+def start(tmp_path: Path, number: int = 1, host: str = "edge0") -> Spill:
+    return Spill(Supervised(RUN.began, RUN.name, number), host, tmp_path)
+
+
+def written(kept: Spill, step: int, **layers: bytes) -> None:
+    kept.write(step, {int(name[1:]): blob for name, blob in layers.items()})
+    kept.wait(10)
+
+
+def test_the_command_line() -> None:
+    assert Supervised.parse(str(RUN)) == RUN
+    with pytest.raises(ValueError, match="unpack"):
+        Supervised.parse("x")
+
+
+def test_the_last_two_snapshots_outlive_the_process(tmp_path: Path) -> None:
+    first = start(tmp_path)
+    assert first.read() == {}
+    for step in (5, 10, 15):
+        written(first, step, l0=b"a%d" % step, l1=b"b")
+    assert start(tmp_path, 2).read() == {10: {0: b"a10", 1: b"b"}, 15: {0: b"a15", 1: b"b"}}
+    assert start(tmp_path, 2, "edge1").read() == {}
+
+
+def test_steps_that_are_made_anew_are_forgotten(tmp_path: Path) -> None:
+    kept = start(tmp_path)
+    kept.read()
+    written(kept, 5, l0=b"a")
+    written(kept, 10, l0=b"b")
+    kept.drop_after(5)
+    assert start(tmp_path, 2).read() == {5: {0: b"a"}}
+
+
+def test_a_host_that_missed_a_start_is_not_asked(tmp_path: Path) -> None:
+    kept = start(tmp_path)
+    kept.read()
+    written(kept, 5, l0=b"a")
+    assert start(tmp_path, 3).read() == {}
+
+
+def test_damage_is_passed_over(tmp_path: Path) -> None:
+    kept = start(tmp_path)
+    kept.read()
+    written(kept, 5, l0=b"a" * 100)
+    written(kept, 10, l0=b"b" * 100)
+    (newest,) = (tmp_path / "run" / "edge0").glob("*10-*")
+    for damaged in (newest.read_bytes()[:-3], b"", newest.read_bytes().replace(b"b", b"c", 1)):
+        newest.write_bytes(damaged)
+        assert start(tmp_path, 2).read() == {5: {0: b"a" * 100}}
+
+
+def test_a_disk_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "run").write_text("not a directory")
+    kept = start(tmp_path)
+    assert kept.read() == {}
+    written(kept, 5, l0=b"a")
+    assert len([record for record in caplog.records if "not kept on this disk" in record.message]) == 1
+
+
+def test_nothing_is_left_of_a_run_at_its_end_nor_of_old_ones(tmp_path: Path) -> None:
+    old = tmp_path / "old" / "edge0"
+    old.mkdir(parents=True)
+    for path in (old, old.parent):
+        os.utime(path, (time.time() - spill._OLD - 60,) * 2)
+    kept = start(tmp_path)
+    kept.read()
+    assert not old.parent.exists()
+    written(kept, 5, l0=b"a")
+    kept.clear()
+    assert not list(tmp_path.iterdir())
