@@ -32,6 +32,7 @@ class Messenger:
         self.rank, self.size = self._comm.rank, self._comm.size
         self._queue: deque[tuple[int, bytes]] = deque()
         self._sending: tuple[MPI.Request, bytes] | None = None
+        self._receiving: tuple[MPI.Request, bytearray, int] | None = None
         self._received: deque[Message] = deque()
 
     def send(self, dest: int, kind: str, body: Any) -> None:
@@ -46,17 +47,27 @@ class Messenger:
             dest, data = self._queue.popleft()
             # Synchronous mode: one message at a time is under way, so bulk (snapshots) cannot crowd out training.
             self._sending = (self._comm.Issend([data, MPI.BYTE], dest, _TAG), data)
-        status = MPI.Status()
-        while found := self._comm.Improbe(MPI.ANY_SOURCE, _TAG, status):
-            buffer = bytearray(status.Get_count(MPI.BYTE))
-            request = found.Irecv([buffer, MPI.BYTE])
-            while not request.Test():
-                time.sleep(_POLL / 10)
+        # One at a time, in order. A long one (a piece of a snapshot) takes many looks to come in.
+        while self._receiving or self._find():
+            assert self._receiving
+            request, buffer, source = self._receiving
+            if not request.Test():
+                break
+            self._receiving = None
             kind, body = msgspec.msgpack.decode(buffer)
-            self._received.append(Message(status.Get_source(), kind, body))
+            self._received.append(Message(source, kind, body))
         messages = list(self._received)
         self._received.clear()
         return messages
+
+    def _find(self) -> bool:
+        """Begin to receive what has arrived, if anything has."""
+        status = MPI.Status()
+        found = self._comm.Improbe(MPI.ANY_SOURCE, _TAG, status)
+        if found:
+            buffer = bytearray(status.Get_count(MPI.BYTE))
+            self._receiving = found.Irecv([buffer, MPI.BYTE]), buffer, status.Get_source()
+        return found is not None
 
     @property
     def idle(self) -> bool:

@@ -56,6 +56,7 @@ class Runtime:
         self.holds: Callable[[int], str] = lambda rank: ""
         """What a rank holds, for messages: "stage 2, layers 10..14"."""
         self._ended = threading.Lock()
+        self._left_behind: list[Messenger] = []
         self.messenger = Messenger(self.circle.control)
         _log_format(self.rank, self.size, self.host)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -124,6 +125,7 @@ class Runtime:
             self.circle.revoke()
             self.circle = self.circle.survivors()
             rank, size = self.world.rank, self.world.size
+            self._left_behind.append(self.messenger)  # MPI may still read and write its buffers
             self.messenger = Messenger(self.circle.control)
             try:
                 members = self.messenger.allgather(here, self.startup_seconds, "who is left")
