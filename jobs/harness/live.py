@@ -3,6 +3,7 @@
 import os
 import queue
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -53,6 +54,12 @@ def step_of(line: str) -> int:
     """The step that a line of progress tells of; 0: none."""
     found = re.match(r"step (\d+)/", line)
     return int(found[1]) if found else 0
+
+
+def anew(directory: Path) -> Path:
+    """The directory without what an earlier experiment left there, which would be taken for the new run's."""
+    shutil.rmtree(directory, ignore_errors=True)
+    return directory
 
 
 def start(lab: Laboratory, job: Path, directory: Path, *more: str, ulfm: bool = False, drain: bool = False) -> Running:

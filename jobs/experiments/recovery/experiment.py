@@ -19,7 +19,7 @@ from accept_mpi.fleet import read
 from accept_mpi.log import open_log
 from edgelab.laboratory import Laboratory
 from harness.experiment import run
-from harness.live import SECONDS, Lines, start, step_of, wait_for_step
+from harness.live import SECONDS, Lines, anew, start, step_of, wait_for_step
 from harness.store import table
 
 _FOLDER = Path(__file__).resolve().parent
@@ -88,12 +88,12 @@ def main() -> None:
     ours, theirs = [], []
     with Laboratory("experiment-recovery").using(hosts) as lab:
         for trial in range(_TRIALS):
-            ours.append(inside(lab, _OUT / f"inside-{trial}"))
+            ours.append(inside(lab, anew(_OUT / f"inside-{trial}")))
             print(f"recovered: {ours[-1]}", flush=True)
-            theirs.append(restarted(lab, _OUT / f"restarted-{trial}"))
+            theirs.append(restarted(lab, anew(_OUT / f"restarted-{trial}")))
             print(f"restarted: {theirs[-1]}", flush=True)
     with Laboratory("experiment-recovery").using([host for n, host in enumerate(hosts) if n != _VICTIM]) as lab:
-        survivors = alone(lab, _OUT / "survivors")
+        survivors = alone(lab, anew(_OUT / "survivors"))
     rows: list[list[object]] = []
     for name, found in (("recovery in the job (ULFM, replicas)", ours), ("stop, start again from the checkpoint", theirs)):
         each = [statistics.median(one[key] for one in found) for key in ("ready", "step")]

@@ -11,7 +11,7 @@ from accept_mpi.fleet import read
 from accept_mpi.log import Rows, open_log
 from edgelab.laboratory import Laboratory
 from harness.experiment import run
-from harness.live import start, wait_for_step
+from harness.live import anew, start, wait_for_step
 from harness.store import table
 
 _FOLDER = Path(__file__).resolve().parent
@@ -27,7 +27,7 @@ Run = dict[str, Any]
 def watched(lab: Laboratory, name: str, *settings: str, changes: list[str], last: int) -> Run:
     """A run until step ``last``; at step ``_AT``, ``_AT + _HOLD``, ... the host's share of a core becomes what ``changes``
     say. Its steps, when which change came, and what it said of its moves."""
-    directory, moments = _OUT / name, []
+    directory, moments = anew(_OUT / name), []
     more = [word for setting in settings for word in ("--set", setting)]
     with start(lab, _FOLDER / "job.toml", directory, *more, drain=True):
         for number, change in enumerate(changes):
