@@ -1,6 +1,7 @@
 """The command line: ``accept-mpi COMMAND`` or ``python -m accept_mpi COMMAND``. Each command has a function here."""
 
 import argparse
+import faulthandler
 import os
 import re
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 from accept_mpi.errors import UserError
 from accept_mpi.supervised import Supervised
 from accept_mpi.version import __version__
+
+_START = "ACCEPT_MPI_START_SECONDS"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,8 +129,12 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    # MPI starts when it is imported, holds the interpreter while it waits for all ranks, and would wait for ever for one
+    # that died before.
+    faulthandler.dump_traceback_later(float(os.environ.get(_START, 300.0)), exit=True)
     from accept_mpi.cli.train import main
 
+    faulthandler.cancel_dump_traceback_later()
     return main(options)
 
 

@@ -25,6 +25,7 @@ from harness.store import table
 _FOLDER = Path(__file__).resolve().parent
 _OUT = Path("runs/experiments/recovery")
 _TRIALS = 3
+_PARTS = ("detect", "find together", "plan", "move state", "build", "replay, and the new step")
 _KILL_AFTER, _VICTIM = 17, 2  # step; host
 
 
@@ -72,14 +73,25 @@ def restarted(lab: Laboratory, directory: Path) -> dict[str, Any]:
     return {"ready": ended - killed, "step": done - killed}
 
 
-def alone(lab: Laboratory, directory: Path) -> float:
-    """samples/s of a job that the survivors begin by themselves."""
-    with start(lab, _FOLDER / "job.toml", directory, "--set", "train.steps=30", ulfm=False) as running:
+def alone(lab: Laboratory, directory: Path, last: int) -> float:
+    """samples/s of a job that hosts begin by themselves and that is left in peace."""
+    with start(lab, _FOLDER / "job.toml", directory, "--set", f"train.steps={last}", ulfm=False) as running:
         running.process.communicate(timeout=SECONDS)
     with open_log(directory / "log.h5") as log:
         steps = log["steps"][:]
-    after = steps[steps["step"] > 8]
+    after = steps[steps["step"] > last // 4]
     return float(after["samples"][1:].sum() / (after["end"][-1] - after["end"][0]))
+
+
+def parts(found: dict[str, Any]) -> list[float]:
+    """Seconds of a recovery's parts, in ``_PARTS``' order."""
+    numbers = re.search(
+        r"together in (\d+) ms, planned (\d+) ms later, had their layers' state (\d+) ms later, could begin (\d+) ms",
+        found["told"],
+    )
+    assert numbers
+    shrunk, planned, moved, built = (int(number) / 1e3 for number in numbers.groups())
+    return [found["ready"] - shrunk - built, shrunk, planned, moved - planned, built - moved, found["step"] - found["ready"]]
 
 
 def main() -> None:
@@ -87,13 +99,14 @@ def main() -> None:
     hosts = read(_FOLDER / "fleet.toml")
     ours, theirs = [], []
     with Laboratory("experiment-recovery").using(hosts) as lab:
+        alone(lab, anew(_OUT / "first"), 4)  # after it the latency database knows the hosts
         for trial in range(_TRIALS):
             ours.append(inside(lab, anew(_OUT / f"inside-{trial}")))
             print(f"recovered: {ours[-1]}", flush=True)
             theirs.append(restarted(lab, anew(_OUT / f"restarted-{trial}")))
             print(f"restarted: {theirs[-1]}", flush=True)
     with Laboratory("experiment-recovery").using([host for n, host in enumerate(hosts) if n != _VICTIM]) as lab:
-        survivors = alone(lab, anew(_OUT / "survivors"))
+        survivors = alone(lab, anew(_OUT / "survivors"), 30)
     rows: list[list[object]] = []
     for name, found in (("recovery in the job (ULFM, replicas)", ours), ("stop, start again from the checkpoint", theirs)):
         each = [statistics.median(one[key] for one in found) for key in ("ready", "step")]
@@ -104,6 +117,8 @@ def main() -> None:
     text = [
         "# A process of one of four hosts is killed (0.4 core each, 100 Mbit/s, MobileNetV2, batch 32, 1f1b, 4 bits)\n",
         table(head, rows),
+        "",
+        table(["of it, seconds", *_PARTS], [[trial, *parts(one)] for trial, one in enumerate(ours)]),
         f"\nRecovery is {ratio:.1f} x as fast as the restart. Steps made once more: "
         f"{', '.join(str(one['replayed']) for one in ours)} (a snapshot every 5).",
         f"After the loss {rate:.1f} samples/s; a job that the three begin by themselves {survivors:.1f} "
