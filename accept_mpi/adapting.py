@@ -3,8 +3,9 @@
 Rank 0 compares what each stage computes, as the trace has it, with what the survey says of its device, and scales the device
 by the quotient (FTPipeHD, section III-D: a device's capacity). Devices that the plan leaves idle time a fixed piece of
 arithmetic instead (``pulse``). The partitioner says what the best plan would be then. It is asked for where it saves at
-least ``_WORTH`` of a step, in two windows of steps in a row (so noise does not move layers to and fro), and where all steps
-that are left save more than ``_MARGIN`` times what moving takes. With a fixed period (``pipeline.adapt = N``, as FTPipeHD
+least ``_WORTH`` of a step, in two windows of steps in a row (so noise does not move layers to and fro), or in one
+in each of whose steps a device is twice as slow or fast, and where all steps that are left save more than ``_MARGIN`` times
+what moving takes. With a fixed period (``pipeline.adapt = N``, as FTPipeHD
 has it) it is asked for every N steps, from one window.
 """
 
@@ -24,6 +25,10 @@ from accept_mpi.survey import Survey
 
 WINDOW = 5
 """Steps that are looked at together."""
+_MUCH = math.log(2)
+"""A change by so much in each step of a window needs no second one."""
+_SETTLED = math.log(1.6)
+"""Two windows that differ by more are of before and after a change."""
 _WORTH, _MARGIN = 0.1, 2.0
 _BUILD_STEPS = 5.0
 """Steps that a new plan costs besides moving: the pipeline drains, stages are built, caches are cold."""
@@ -51,7 +56,8 @@ class Adapter:
         self._plan, self._survey, self._ask = plan, survey, ask
         self.proposal = None
         self._rows: list[Rows] = []
-        self._after, self._from = -1, 0
+        self._after = self._first = -1
+        self._from = self._refused = 0
         self._before: dict[int, float] | None = None
         self._idle = {rank: [1.0] for rank in range(len(survey.devices)) if plan.place(rank).idle}
 
@@ -65,33 +71,38 @@ class Adapter:
         self._rows.append(rows[wanted])
 
     def step(self, done: StepDone) -> None:
-        """A step is done: is there a whole window?"""
+        """A step is done: is there a whole window, or has something become much slower or faster?"""
         if self.proposal or not self._rows:
             return
         rows = np.concatenate(self._rows)
         stages = range(len(self._plan.stages))
         newest = min((int(rows["step"][rows["stage"] == s].max(initial=-1)) for s in stages), default=-1)
         if self._after < 0:
-            self._after = int(rows["step"].min()) + 1  # the first steps of a plan are slow
-        if newest - 1 < self._after + WINDOW:
-            return
-        window = rows[(rows["step"] > self._after) & (rows["step"] <= self._after + WINDOW)]
-        self._after += WINDOW
-        self._rows = [rows[rows["step"] > self._after]]
-        factors = self.factors(window)
-        # What two windows in a row agree on is the slower change, device by device.
-        before = self._before or factors
-        both = {rank: min(factors[rank], before[rank], key=lambda f: abs(math.log(f))) for rank in factors}
-        every = self._job.pipeline.adapt
-        if not isinstance(every, bool):  # a fixed period
-            if done.step - self._from >= every:
-                self._from = done.step
-                self.proposal = self.propose(factors, self._last_step - done.step)
-        elif self._before is not None:
-            self.proposal = self.propose(both, self._last_step - done.step)
-        self._before = factors
+            self._after = self._first = int(rows["step"].min()) + 1  # the first steps of a plan are slow
+        last, left = newest - 1, self._last_step - done.step
+        if last - self._first >= WINDOW and last > self._refused + WINDOW and isinstance(self._job.pipeline.adapt, bool):
+            each = [self.factors(_between(rows, last - k, 1)) for k in range(1, WINDOW + 1)]
+            if any(all(abs(math.log(one[rank])) > _MUCH for one in each) for rank in each[0]):
+                self.proposal = self.propose(self.factors(_between(rows, last - WINDOW, WINDOW)), left)
+                self._refused = last
+        if not self.proposal and last >= self._after + WINDOW:
+            factors = self.factors(_between(rows, self._after, WINDOW))
+            self._after += WINDOW
+            self._rows = [rows[rows["step"] > min(self._after, last - 2 * WINDOW)]]
+            self.proposal = self._from_window(factors, done.step, left)
+            self._before = factors
         if self.proposal:
             self._ask()
+
+    def _from_window(self, factors: dict[int, float], step: int, left: int) -> Proposal | None:
+        every = self._job.pipeline.adapt
+        if isinstance(every, bool):
+            both = _agreed(self._before, factors) if self._before else None
+            return self.propose(both, left) if both else None
+        if step - self._from < every:  # a fixed period
+            return None
+        self._from = step
+        return self.propose(factors, left)
 
     def factors(self, window: Rows) -> dict[int, float]:
         """How many times as long as the survey says each rank computes, in the median step; an idle one says it itself."""
@@ -158,3 +169,15 @@ class Adapter:
 
     def close(self) -> None:
         pass
+
+
+def _between(rows: Rows, after: int, count: int) -> Rows:
+    """Of ``count`` steps after one."""
+    return rows[(rows["step"] > after) & (rows["step"] <= after + count)]
+
+
+def _agreed(before: dict[int, float], now: dict[int, float]) -> dict[int, float] | None:
+    """What two windows agree on: the smaller change, device by device; nothing where they are of different times."""
+    if any(abs(math.log(now[rank] / before[rank])) > _SETTLED for rank in now):
+        return None
+    return {rank: min(now[rank], before[rank], key=lambda factor: abs(math.log(factor))) for rank in now}

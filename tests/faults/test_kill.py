@@ -99,3 +99,16 @@ def test_kill_any_rank_at_a_random_moment(tmp_path: Path, batch: int) -> None:
             len(log["trace"][:])
         if complete(directory):
             Checkpoint(directory)
+
+
+def test_a_rank_that_dies_before_mpi_has_started(tmp_path: Path) -> None:
+    """Under ULFM mpirun lets the others wait for it; they end by themselves."""
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN)
+    train = f"{sys.executable} -m accept_mpi train {job}"
+    command = mpirun_command(3)
+    command[1:1] = ["--with-ft", "ulfm"]
+    command += ["sh", "-c", f'[ "$OMPI_COMM_WORLD_RANK" = 1 ] && kill -9 $$; exec {train}']
+    more = {"ACCEPT_MPI_START_SECONDS": "15", "OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
+    process = subprocess.run(command, cwd=tmp_path, env=environment() | more, capture_output=True, timeout=120)
+    assert process.returncode != 0
+    assert b"mpi4py" in process.stderr  # where it waited

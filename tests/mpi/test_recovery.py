@@ -39,3 +39,27 @@ def test_the_others_go_on(tmp_path: Path, faults: str) -> None:
     assert steps[-1] == 6, out
     assert "0@" in faults or steps[0] == 1, out
     assert "lost rank" in out
+
+
+def test_too_few_are_left_to_hold_the_model(tmp_path: Path) -> None:
+    """Each of three devices has room for 0.7 of it: one may be lost, not two. The checkpoint stays."""
+    cramped = samples.CNN | {"model": 'name = "cramped:mlp"\nargs = { memory = 9e6 }'}
+    job = samples.write_job(
+        tmp_path / "job.toml", cramped, train_steps=40, recovery_replicate_every=1, output_checkpoint_every=2,
+        pipeline_cuts="auto", pipeline_latency_db="none", pipeline_probe_seconds=0.3,
+    )  # fmt: skip
+    code, out = run(tmp_path, ["-m", "accept_mpi", "train", job, "--quiet"], "1@backward:30 2@backward:60", 3)
+    assert code == 2, out
+    assert out.count("lost rank") == 1, out
+    assert "no cuts fit" in out, out
+    assert Checkpoint(tmp_path / "run").manifest.step >= 4
+
+
+def test_devices_that_would_not_hold_the_model_even_together(tmp_path: Path) -> None:
+    cramped = samples.CNN | {"model": 'name = "cramped:mlp"\nargs = { memory = 2e6 }'}
+    job = samples.write_job(
+        tmp_path / "job.toml", cramped, pipeline_cuts="auto", pipeline_latency_db="none", pipeline_probe_seconds=0.3
+    )
+    code, out = run(tmp_path, ["-m", "accept_mpi", "train", job, "--quiet"], "", 3)
+    assert code == 2, out
+    assert "no cuts fit" in out, out

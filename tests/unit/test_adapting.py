@@ -16,8 +16,8 @@ STEPS = 1000
 class Run:
     """Stages that compute as the survey says, times a factor each, step by step."""
 
-    def __init__(self, *speeds: float) -> None:
-        self.job = job("train.steps=1000")
+    def __init__(self, *speeds: float, adapt: str = "true") -> None:
+        self.job = job("train.steps=1000", f"pipeline.adapt={adapt}")
         self.survey = survey(*speeds)
         self.plan = plan_for(self.survey, self.job).plan
         self.adapter = Adapter(self.job, STEPS)
@@ -97,3 +97,21 @@ def test_unequal_from_the_beginning() -> None:
     found = run.steps(3 * WINDOW + 3, 1, 3, 1)
     assert layers(found)[1] < 4
     assert run.made <= 3 * WINDOW + 3
+
+
+def test_an_idle_device_that_recovers_gets_layers() -> None:
+    run = Run(1, 40, 1)
+    assert run.plan.place(1).idle
+    assert run.steps(4 * WINDOW, 1, 1, 1) is None
+    run.adapter.pulse(1, 1.1)
+    assert run.steps(3 * WINDOW, 1, 1, 1) is None
+    for _ in range(3):
+        run.adapter.pulse(1, 1 / 40)
+    assert layers(run.steps(3 * WINDOW, 1, 1, 1)) in ([4, 4, 4], [4, 5, 3], [3, 5, 4])
+
+
+def test_a_fixed_period() -> None:
+    """FTPipeHD: at once when it is time, and not before."""
+    run = Run(1, 1, 1, adapt="30")
+    assert run.steps(29, 1, 3, 1) is None
+    assert layers(run.steps(WINDOW + 2, 1, 3, 1))[1] < 4

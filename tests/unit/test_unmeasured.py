@@ -14,7 +14,7 @@ from torch import nn
 from accept_mpi.models import as_chain
 from accept_mpi.outline import outline
 from accept_mpi.predictor import Predictor
-from accept_mpi.probe import LayerTimes, probe
+from accept_mpi.probe import LayerTimes, nothing_measured, probe
 from accept_mpi.stage import cross_entropy
 from accept_mpi.submodels import Known
 from accept_mpi.unmeasured import fill, learned
@@ -52,6 +52,14 @@ def test_gaps_are_filled_in_proportion() -> None:
     forward, backward, _, _ = fill([times_of([1.0, 2.0, 3.0]), times_of([4.0, math.nan, math.nan])], model)
     assert forward[1].tolist() == pytest.approx([4, 8, 12])
     assert backward[1] == pytest.approx(2 * forward[1])
+
+
+def test_a_device_that_was_not_asked_is_as_fast_as_the_others() -> None:
+    chain = as_chain(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]))
+    model = outline(chain, 0, (torch.zeros(5, 4),))
+    forward, backward, _, _ = fill([times_of([1.0, 2.0, 3.0]), nothing_measured(model)], model)
+    assert forward[1].tolist() == pytest.approx([1, 2, 3])
+    assert backward[1].tolist() == pytest.approx([2, 4, 6])
 
 
 def layer_times(seed: int, probed: list[int]) -> LayerTimes:
