@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ class Lines:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.put((time.monotonic(), line))
+
+    @staticmethod
+    def now() -> float:
+        return time.monotonic()
 
     def wait(self, wanted: Callable[[str], Any]) -> float:
         """When a line came for which ``wanted`` is true. Raises UserError where none comes."""
@@ -68,6 +72,11 @@ def start(lab: Laboratory, job: Path, directory: Path, *more: str, ulfm: bool = 
     command = [str(mpirun) if mpirun.exists() else "mpirun", *(["--with-ft", "ulfm"] if ulfm else []), "-n", len(lab.hosts)]
     command += ["-hostfile", lab.hostfile, sys.executable, "-m", "accept_mpi", "train", job]
     command += ["--set", f"output.directory={directory.resolve()}", *more]
+    return begin(lab, command, drain)
+
+
+def begin(lab: Laboratory, command: Sequence[object], drain: bool = False) -> Running:
+    """A command in the lab, its output piped, or thrown away (``drain``)."""
     out = subprocess.DEVNULL if drain else subprocess.PIPE
     return lab.start(
         command, env=dict(os.environ), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, text=True

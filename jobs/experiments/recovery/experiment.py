@@ -16,7 +16,7 @@ import numpy as np
 
 from accept_mpi.errors import UserError
 from accept_mpi.fleet import read
-from accept_mpi.log import open_log
+from accept_mpi.log import KINDS, Rows, open_log
 from edgelab.laboratory import Laboratory
 from harness.experiment import run
 from harness.live import SECONDS, Lines, anew, start, step_of, wait_for_step
@@ -73,6 +73,42 @@ def restarted(lab: Laboratory, directory: Path) -> dict[str, Any]:
     return {"ready": ended - killed, "step": done - killed}
 
 
+def cost(lab: Laboratory) -> str:
+    """What snapshots cost a run that loses nobody: seconds of one, from many; and how often "auto" makes them."""
+    extra = []
+    with start(lab, _FOLDER / "job.toml", anew(_OUT / "snapshots"), *_every(20), ulfm=True, drain=True):
+        wait_for_step(_OUT / "snapshots", 135)
+    steps, snapshots = _with_snapshots(_OUT / "snapshots")
+    seconds = np.diff(steps["end"])
+    usual = float(np.median(seconds))
+    for step in snapshots[1:]:
+        at = int(np.searchsorted(steps["step"], step))  # its copy is taken after it: the steps that follow are slower
+        if at + 4 < len(seconds):
+            extra.append(float((seconds[at : at + 4] - usual).sum()))
+    with start(lab, _FOLDER / "job.toml", anew(_OUT / "auto"), *_every('"auto"'), ulfm=True, drain=True):
+        wait_for_step(_OUT / "auto", 300)
+    steps, snapshots = _with_snapshots(_OUT / "auto")
+    moments = steps["end"][np.searchsorted(steps["step"], snapshots)]
+    period = float(np.diff(moments)[-1]) if len(moments) > 1 else float(steps["end"][-1] - moments[-1])
+    one = statistics.fmean(extra)
+    return (
+        f"\nA snapshot makes the steps beside it {one:.2f} s longer (mean of {len(extra)}; a step takes {usual:.2f} s); "
+        f'"auto" makes one every {period:.0f} s: {100 * one / period:.1f} % of the time.\n'
+    )
+
+
+def _every(steps: object) -> list[str]:
+    return ["--set", f"recovery.replicate_every={steps}", "--set", "output.checkpoint_every=0"]
+
+
+def _with_snapshots(directory: Path) -> tuple[Rows, list[int]]:
+    """Steps, and after which of them the first stage took a copy."""
+    with open_log(directory / "log.h5") as log:
+        steps, trace = log["steps"][:], log["trace"][:]
+    rows = trace[(trace["kind"] == KINDS.index("snapshot")) & (trace["stage"] == 0)]
+    return steps, [int(step) for step in rows["step"] if step <= steps["step"][-1]]
+
+
 def alone(lab: Laboratory, directory: Path, last: int) -> float:
     """samples/s of a job that hosts begin by themselves and that is left in peace."""
     with start(lab, _FOLDER / "job.toml", directory, "--set", f"train.steps={last}", ulfm=False) as running:
@@ -105,6 +141,8 @@ def main() -> None:
             print(f"recovered: {ours[-1]}", flush=True)
             theirs.append(restarted(lab, anew(_OUT / f"restarted-{trial}")))
             print(f"restarted: {theirs[-1]}", flush=True)
+        replication = cost(lab)
+        print(replication, flush=True)
     with Laboratory("experiment-recovery").using([host for n, host in enumerate(hosts) if n != _VICTIM]) as lab:
         survivors = alone(lab, anew(_OUT / "survivors"), 30)
     rows: list[list[object]] = []
@@ -123,6 +161,7 @@ def main() -> None:
         f"{', '.join(str(one['replayed']) for one in ours)} (a snapshot every 5).",
         f"After the loss {rate:.1f} samples/s; a job that the three begin by themselves {survivors:.1f} "
         f"({rate / survivors:.2f}).\n",
+        replication,
         "What the runs said:\n",
         *(f"    {one['told']}" for one in ours),
         "",

@@ -17,7 +17,7 @@ from harness.store import table
 _FOLDER = Path(__file__).resolve().parent
 _OUT = Path("runs/experiments/slowdown")
 _HOST = 2
-_AT, _HOLD, _WITHIN, _LOOK = 25, 50, 20, 20  # step of the change, steps until the next, steps that adapting may take
+_AT, _HOLD, _WITHIN, _LOOK = 45, 50, 20, 20  # step of the change, steps until the next, steps that adapting may take
 _PAPER = 6.8
 _ADAPT, _EVEN = "pipeline.adapt=true", 'pipeline.cuts="even"'
 
@@ -64,7 +64,7 @@ def slow_down() -> tuple[str, dict[str, Run]]:
         stays = watched(lab, "static", changes=["cpu=0.04"], last=_AT + 8)
         planned = watched(lab, "planned", changes=[], last=30)
     steps, (slower, faster) = ours["steps"], ours["moments"]
-    before, best = rate(steps, 10, slower), rate(planned["steps"], 8, 30)
+    before, best = rate(steps, 25, slower), rate(planned["steps"], 8, 30)
     static = rate(stays["steps"], stays["moments"][0] + 3, int(stays["steps"]["step"][-1]))
     rows: list[list[object]] = []
     held = []
