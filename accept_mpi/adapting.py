@@ -29,7 +29,9 @@ _MUCH = math.log(2)
 """A change by so much in each step of a window needs no second one."""
 _SETTLED = math.log(1.6)
 """Two windows that differ by more are of before and after a change."""
-_WORTH, _MARGIN = 0.1, 2.0
+_NOISE = math.log(1.15)
+"""Of a stage's time: what it takes in training beside messages, and what it took when it was probed alone."""
+_WORTH, _MARGIN = 0.15, 2.0
 _BUILD_STEPS = 5.0
 """Steps that a new plan costs besides moving: the pipeline drains, stages are built, caches are cold."""
 
@@ -122,14 +124,7 @@ class Adapter:
 
     def propose(self, factors: dict[int, float], steps: int) -> Proposal | None:
         """The plan for devices that take ``factors`` as long, where it pays within so many steps."""
-        devices = list(self._survey.devices)
-        for rank, factor in factors.items():
-            scaled = {
-                name: [factor * seconds for seconds in getattr(devices[rank], name)]
-                for name in ("forward", "backward", "weights", "update")
-            }
-            devices[rank] = msgspec.structs.replace(devices[rank], **scaled)
-        survey = msgspec.structs.replace(self._survey, devices=devices)
+        survey = self._scaled(factors)
         now = outcome(survey, self._job, self._plan)
         try:
             best = plan_for(survey, self._job)
@@ -146,6 +141,23 @@ class Adapter:
             f"a step of {1e3 * now.step:.0f} ms should become {1e3 * best.step:.0f} ms, moving takes about {cost:.1f} s"
         )
         return Proposal(settled(best), survey, text)
+
+    def _scaled(self, factors: dict[int, float]) -> Survey:
+        """The survey with devices that take ``factors`` as long. What is within the noise of what all have in common, or of
+        what a device measured at first, is taken to be that: otherwise plans would wander."""
+        devices, common = list(self._survey.devices), float(np.median(list(factors.values())))
+        for rank, found in factors.items():
+            device = devices[rank]
+            factor = common if abs(math.log(found / common)) < _NOISE else found
+            whole = device.factor * factor
+            if abs(math.log(whole)) < _NOISE:
+                factor, whole = 1 / device.factor, 1.0
+            scaled: dict[str, list[float]] = {
+                name: [factor * seconds for seconds in getattr(device, name)]
+                for name in ("forward", "backward", "weights", "update")
+            }
+            devices[rank] = msgspec.structs.replace(device, factor=whole, **scaled)
+        return msgspec.structs.replace(self._survey, devices=devices)
 
     def _moving(self, plan: Plan) -> float:
         """Seconds in which layers get to those who do not hold them yet, each link by itself."""

@@ -247,13 +247,13 @@ def _why(problem: Problem) -> str:
     most = float(problem.capacity.max())
     if needs > most:
         return (
-            f"layer {layer} alone needs {needs / 2**20:.0f} MiB and the largest device has {most / 2**20:.0f} MiB; "
+            f"layer {layer} alone needs {needs / 2**20:.1f} MiB and the largest device has {most / 2**20:.1f} MiB; "
             "smaller micro-batches or another device would help"
         )
     return (
-        f"no cuts fit: the model takes {whole / 2**20:.0f} MiB of weights, gradients and optimizer state and "
-        f"{held / 2**20:.0f} MiB of activations a micro-batch, times those in flight, and all devices have "
-        f"{room / 2**20:.0f} MiB together; smaller micro-batches or another device would help"
+        f"no cuts fit: the model takes {whole / 2**20:.1f} MiB of weights, gradients and optimizer state and "
+        f"{held / 2**20:.1f} MiB of activations a micro-batch, times those in flight, and all devices have "
+        f"{room / 2**20:.1f} MiB together; smaller micro-batches or another device would help"
     )
 
 

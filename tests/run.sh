@@ -10,5 +10,6 @@ if [[ $# -eq 0 ]]; then
     "$PYTHON" -m ruff check
     "$PYTHON" -m ruff format --check
     "$PYTHON" -m mypy
+    set -- --durations=30
 fi
 exec "$PYTHON" -m pytest "$@"
