@@ -31,6 +31,8 @@ _SETTLED = math.log(1.6)
 """Two windows that differ by more are of before and after a change."""
 _NOISE = math.log(1.15)
 """Of a stage's time: what it takes in training beside messages, and what it took when it was probed alone."""
+_LIGHT = 0.5
+"""Share of the time below which a stage that computes says little of how fast it would be with more to do."""
 _WORTH, _MARGIN = 0.15, 2.0
 _BUILD_STEPS = 5.0
 """Steps that a new plan costs besides moving: the pipeline drains, stages are built, caches are cold."""
@@ -119,7 +121,11 @@ class Adapter:
             steps, where = np.unique(rows["step"], return_inverse=True)
             took = np.bincount(where, rows["end"] - rows["start"], len(steps))
             batches = np.bincount(where, rows["kind"] == KINDS.index("F"), len(steps))
-            found[stage.ranks[0]] = float(np.median(took / np.maximum(batches, 1))) / expected or 1.0
+            factor = float(np.median(took / np.maximum(batches, 1))) / expected or 1.0
+            span = float(window["end"].max() - window["start"].min())
+            if factor < 1 and took.sum() < _LIGHT * span:
+                factor = math.sqrt(factor)  # believed by half: with more to do it may not be that fast
+            found[stage.ranks[0]] = factor
         return found
 
     def propose(self, factors: dict[int, float], steps: int) -> Proposal | None:
