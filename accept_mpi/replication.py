@@ -28,6 +28,7 @@ SNAPSHOT, CHECKPOINT, REPLAN = 0x8000, 0x4000, 0x2000
 
 _CHUNK = 1 << 17  # 10 ms at 100 Mbit/s, before a message of training can go
 _MOST_SHARE = 0.03
+_SOON = 3  # steps of a new plan before its first snapshot
 _FIRST_SECONDS = 2.0  # before anything is known of what a snapshot takes
 
 Post = Callable[[int, str, Any, bool], None]
@@ -53,7 +54,7 @@ class Replication:
         self._growing: dict[tuple[int, int], bytearray] = {}
         self._whole: dict[int, set[int]] = {}
         self._pending: tuple[int, float] | None = None
-        self._lag = 1
+        self._lag, self._soon = 1, 0
         self._seconds: float | None = None
         self._last_step, self._last_time = 0, time.monotonic()
         self._now = 0
@@ -82,12 +83,14 @@ class Replication:
         if not self.on or self._pending is not None:
             return False
         every = self._recovery.replicate_every
-        if isinstance(every, int):
+        if self._soon:
+            wanted = step + 1 >= self._soon
+        elif isinstance(every, int):
             wanted = step + 1 - self._last_step >= max(1, every - self._lag)
         else:
             wanted = time.monotonic() - self._last_time >= self.period
         if wanted:
-            self._pending = step + 1, time.monotonic()
+            self._pending, self._soon = (step + 1, time.monotonic()), 0
         return wanted
 
     @property
@@ -106,11 +109,10 @@ class Replication:
         self._post(self._ranks[0], "replan", None, False)
 
     def restart(self, step: int, stage: Stage) -> None:
-        """A plan begins after ``step`` steps: what the stage has now is a snapshot."""
-        self._last_step = step
-        if self.on:
-            self._pending = step, time.monotonic()
-            self.begin(step, stage)
+        """A plan begins after ``step`` steps. Whoever sent layers here has them still, so they need not go further at once:
+        the first steps make up for the loss, the next snapshot comes soon."""
+        self._last_step, self._soon = step, step + _SOON
+        self._replicas.keep(step, states(stage))
 
     def begin(self, step: int, stage: Stage) -> None:
         """Keep the stage's state after ``step`` steps, and send it on in the background."""

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from accept_mpi.errors import UserError
-from accept_mpi.log import open_log
+from accept_mpi.figures import pyplot
+from accept_mpi.log import Rows, open_log
 from edgelab.laboratory import Laboratory, Running
 
 SECONDS = 300.0
@@ -96,3 +97,26 @@ def wait_for_step(directory: Path, step: int) -> int:
         except (UserError, OSError):
             continue
     return made
+
+
+def rate(steps: Rows, first: int, last: int) -> float:
+    """samples/s of steps after ``first``, up to ``last``."""
+    rows = steps[(steps["step"] >= first) & (steps["step"] <= last)]
+    return float(rows["samples"][1:].sum() / (rows["end"][-1] - rows["end"][0]))
+
+
+def plot_rates(path: Path, runs: dict[str, Rows], moments: Sequence[float] = ()) -> None:
+    """samples/s by seconds since the first step, a line a run; dashed where something changed in the first."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    for colour, (name, steps) in zip(("#0072B2", "#D55E00", "#009E73", "#999999"), runs.items(), strict=False):
+        axes.plot(steps["end"] - steps["end"][0], steps["samples_per_s"], color=colour, label=name, linewidth=1.3)
+    for moment in moments:
+        axes.axvline(moment, color="#777777", linestyle="--", linewidth=1)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("samples/s")
+    axes.set_ylim(0, 160)
+    axes.legend(frameon=False, fontsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, dpi=110)
