@@ -29,6 +29,7 @@ _POLL = 0.5
 _ASK_SECONDS = 5.0
 """A host that does not answer for so long is gone; and so often hosts are asked."""
 _END_SECONDS = 5.0
+_LAST_WORDS_SECONDS = 1.0
 _CHECKPOINT_SECONDS = 30.0
 _AGENT = "PRTE_MCA_plm_ssh_agent"
 _MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
@@ -126,7 +127,6 @@ class Supervisor:
             start = self._start(hosts)
             why = self._watch(start)
             code = start.process.wait()
-            start.reader.join(_END_SECONDS)
             if why == "done" or self._signal or code == _NO_USE_AGAIN:
                 return code
             idle = 0 if start.steps else idle + 1
@@ -163,7 +163,7 @@ class Supervisor:
         while True:
             code = start.process.poll()
             if code is not None:
-                start.reader.join(_END_SECONDS)
+                start.reader.join(_LAST_WORDS_SECONDS)  # what a lost host's agent holds open does not end
                 if code == 0 and start.done:  # mpirun's exit code is 0, too, where it lost a host's daemon
                     return "done"
                 _say(f"mpirun ended with exit code {code} before the job was done")

@@ -62,7 +62,7 @@ class Replication:
 
     @property
     def on(self) -> bool:
-        return self._survives and len(self._ranks) > 1 and self._recovery.replicate_every != 0
+        return self._survives and self._size > 1 and self._recovery.replicate_every != 0
 
     # -- main thread ---------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,9 @@ class Replication:
         self._replicas.keep(step, blobs)
         if self.on:
             data = msgspec.msgpack.encode(blobs)
-            after = self._ranks[(self._place.stage + 1) % len(self._ranks)]
+            stages = len(self._ranks)
+            # The only stage's goes to a rank that the plan leaves idle.
+            after = self._ranks[(self._place.stage + 1) % stages] if stages > 1 else (self._ranks[0] + 1) % self._size
             for offset in range(0, len(data), _CHUNK):
                 body = {
                     "step": step, "stage": self._place.stage, "total": len(data), "data": data[offset : offset + _CHUNK]

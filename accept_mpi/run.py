@@ -214,6 +214,9 @@ class _Run:
             given = runtime.agree("the plan", lambda: self._given_plan(runtime, len(work.chain)))
             if not job.pipeline.adapt or runtime.size == 1:
                 return given
+        if known := self._survey_of_last_start(runtime):
+            self._share_survey(runtime, known)
+            return next_plan(runtime, job, Plan(stages=(), boundaries=()), known)
         self._planned = plan_by_measuring(runtime, job, work.chain, work.loss, given)
         work.data = self._planned.data
         self._share_survey(runtime, self._planned.survey)
@@ -226,6 +229,22 @@ class _Run:
             mine = msgspec.to_builtins(survey)
             told = runtime.messenger.broadcast(mine, runtime.startup_seconds, "what all devices have measured")
             self._survey = msgspec.convert(told, Survey)
+        if self._spill and self._survey:
+            self._spill.keep_survey(msgspec.to_builtins(self._survey))
+
+    def _survey_of_last_start(self, runtime: Runtime) -> Survey | None:
+        """Under ``launch``: what an earlier start measured of the very hosts that are here now, if any of them knows."""
+        if not self.options.supervised:
+            return None
+        mine = self._spill.survey() if self._spill else None
+        told = runtime.messenger.allgather(mine, runtime.startup_seconds, "what an earlier start has measured")
+        wanted = [host["host"] for host in runtime.hosts]
+        for found in filter(None, told):
+            survey = msgspec.convert(found, Survey)
+            there = [device.host for device in survey.devices]
+            if len(set(there)) == len(there) and set(wanted) <= set(there):
+                return survey.only([there.index(host) for host in wanted])
+        return None
 
     def _of_now(self, runtime: Runtime) -> Survey | None:
         """What is known of the devices that are left, in their ranks of now."""

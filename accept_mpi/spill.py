@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,7 +26,7 @@ Blobs = dict[int, bytes]
 """States by layer."""
 
 _OLD = 7 * 24 * 3600.0  # seconds after which another run's replicas are thrown away
-_ATTENDED = "attended"
+_ATTENDED, _SURVEY = "attended", "survey"
 
 
 class Spill:
@@ -85,6 +86,19 @@ class Spill:
         if writer is not None:
             writer.join(seconds)
 
+    def keep_survey(self, survey: Any) -> None:
+        """What all devices have measured (plain values), for the next start's plan."""
+        data = msgspec.msgpack.encode(survey)
+        with self._disk:
+            self._put(self._directory / _SURVEY, data)
+
+    def survey(self) -> Any:
+        """What the last ``keep_survey`` was given; None where there is none, or it is damaged."""
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            if data := _checked(self._directory / _SURVEY):
+                return msgspec.msgpack.decode(data)
+        return None
+
     def clear(self) -> None:
         """The run is at its end."""
         with self._disk:
@@ -108,8 +122,12 @@ class Spill:
                 self._write_one(step, layers)
 
     def _write_one(self, step: int, layers: Blobs) -> None:
-        data = msgspec.msgpack.encode(layers)
         path = self._directory / f"{step:012}-{os.getpid()}"
+        if self._put(path, msgspec.msgpack.encode(layers)):  # other ranks of this host keep to the same snapshots
+            self._remove(0, self._before)
+            self._before = step
+
+    def _put(self, path: Path, data: bytes) -> bool:
         beside = path.with_name(f".{path.name}")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -121,9 +139,8 @@ class Spill:
             self._warn(error)
             with contextlib.suppress(OSError):
                 beside.unlink()
-        else:  # other ranks of this host keep to the same snapshots
-            self._remove(0, self._before)
-            self._before = step
+            return False
+        return True
 
     def _remove(self, first: int, end: int | None) -> None:
         for path in self._directory.glob("*-*"):
@@ -150,7 +167,11 @@ def _step(path: Path) -> int:
 
 def _decoded(path: Path) -> Blobs:
     """Nothing where the file is damaged."""
+    data = _checked(path)
+    return msgspec.msgpack.decode(data, type=Blobs) if data else {}
+
+
+def _checked(path: Path) -> bytes:
+    """What follows the checksum; nothing where it is another's."""
     data = path.read_bytes()
-    if len(data) < 4 or zlib.crc32(data[4:]) != int.from_bytes(data[:4], "little"):
-        return {}
-    return msgspec.msgpack.decode(data[4:], type=Blobs)
+    return data[4:] if len(data) > 4 and zlib.crc32(data[4:]) == int.from_bytes(data[:4], "little") else b""

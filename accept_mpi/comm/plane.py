@@ -25,6 +25,7 @@ from accept_mpi.seeds import CODE, mix
 # Seconds between two looks at MPI: while the computing thread waits for a message; while something larger than a socket
 # takes at once is being sent; otherwise; on a lone rank. A look costs some 0.1 ms of the core that computes, for its caches
 # are cold.
+_LIVELY_SECONDS = 0.2
 _POLL_AWAITED, _POLL_SENDING, _POLL_IDLE, _POLL_ALONE = 0.0002, 0.002, 0.008, 0.02
 _SOCKET_BYTES = 1 << 17
 _ABANDON_SECONDS = 5.0
@@ -250,6 +251,7 @@ class DataPlane(threading.Thread):
         sys.setswitchinterval(_SWITCH_SECONDS)
         self._uncoded = 0
         self._stopping = self._abandoned = False
+        self._moved = 0.0
         self._error: BaseException | None = None
         self.awaited = False
 
@@ -306,7 +308,9 @@ class DataPlane(threading.Thread):
     def run(self) -> None:
         try:
             while not self._abandoned and not self._done():
-                if not self._move():
+                if self._move():
+                    self._moved = time.monotonic()
+                else:
                     self._pause()
             self._messenger.keep(self._not_taken)
         except BaseException as error:
@@ -342,7 +346,8 @@ class DataPlane(threading.Thread):
         sending = any(out.sends_bulk for out in self._outgoing)
         interval = _POLL_AWAITED if self.awaited else _POLL_SENDING if sending else _POLL_IDLE
         if not (self._outgoing or self._incoming):
-            interval = _POLL_ALONE
+            # Others send one message at a time: what comes at all should not wait long.
+            interval = _POLL_SENDING if time.monotonic() - self._moved < _LIVELY_SECONDS else _POLL_ALONE
         try:
             while True:
                 post = self._posts.get(timeout=interval)

@@ -114,7 +114,7 @@ def test_says_what_does_not_fit() -> None:
         random_problem(np.random.default_rng(3), 2, 4, 1), state=np.array([1, 1, 900, 1]) * 2.0**20,
         capacity=np.full(2, 2.0**28),
     )  # fmt: skip
-    with pytest.raises(NoPlan, match="layer 2 alone needs 900.0 MiB and the largest device has 256.0 MiB"):
+    with pytest.raises(NoPlan, match=r"layer 2 alone needs 900\.0 MiB and the largest device has 256\.0 MiB"):
         solve(problem)
     many = replace(
         problem, state=np.full(4, 2.0**27), copies=np.ones(2), kept=np.ones(2), capacity=np.full(2, 1.5 * 2.0**27)

@@ -72,6 +72,16 @@ def test_a_disk_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCapture
     assert len([record for record in caplog.records if "not kept on this disk" in record.message]) == 1
 
 
+def test_what_devices_have_measured_is_there_for_the_next_start(tmp_path: Path) -> None:
+    kept = start(tmp_path)
+    assert kept.survey() is None
+    kept.keep_survey({"devices": [1, 2]})
+    written(kept, 5, l0=b"a")
+    assert start(tmp_path, 3).survey() == {"devices": [1, 2]}
+    (tmp_path / "run" / "edge0" / "survey").write_bytes(b"damaged")
+    assert kept.survey() is None
+
+
 def test_nothing_is_left_of_a_run_at_its_end_nor_of_old_ones(tmp_path: Path) -> None:
     old = tmp_path / "old" / "edge0"
     old.mkdir(parents=True)
