@@ -108,6 +108,11 @@ class _Run:
         begin = origin(runtime, work.replicas, manifest.step if manifest else 0, len(work.chain))
         course = _course(self.job, term.batches, begin.step)
         if manifest and not self._next:
+            if self.options.supervised and manifest.step == course.last:
+                if runtime.rank == 0:
+                    print(f"step {course.last}  done: an earlier start has made the last checkpoint", flush=True)
+                self._planned = None
+                return True
             samples = term.batches.samples
             runtime.agree("the checkpoint", lambda: _check(manifest, self.job, work.chain, samples, course.last))
         store = Stored(stored) if begin.on_disk and stored else work.replicas

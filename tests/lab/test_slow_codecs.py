@@ -51,14 +51,18 @@ def step_seconds(folder: Path, mbit: float | None, codec: str, attempt: int) -> 
     return seconds
 
 
+@pytest.mark.timeout(900)
 def test_four_bits_and_auto_at_20_mbit(tmp_path: Path) -> None:
     cases = {"free": (None, "none"), "four": (MBIT, "uniform:4"), "two": (MBIT, "uniform:2"), "auto": (MBIT, "auto")}
     least = dict.fromkeys(cases, float("inf"))
-    for attempt in range(4):  # the machine is shared: what a case takes is the least that it took, measured in turn
-        for case, (mbit, codec) in cases.items():
+    wanted = set(cases)
+    for attempt in range(6):  # the machine is shared: what a case takes is the least that it took, measured in turn
+        for case in sorted(wanted):
+            mbit, codec = cases[case]
             least[case] = min(least[case], step_seconds(tmp_path, mbit, codec, attempt))
         four, auto = least["four"] / least["free"], least["auto"] / min(least["four"], least["two"])
         print(f"4 bits / unlimited link: {four:.3f}, auto / best fixed: {auto:.3f}")
-        if four <= 1.15 and auto <= 1.05:
+        wanted = (set() if four <= 1.15 else {"free", "four"}) | (set() if auto <= 1.05 else {"four", "two", "auto"})
+        if not wanted:
             return
     pytest.fail(f"4 bits / unlimited link is {four:.3f}, auto / best fixed {auto:.3f}; expected at most 1.15 and 1.05")
