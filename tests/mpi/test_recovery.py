@@ -52,7 +52,7 @@ def test_too_few_are_left_to_hold_the_model(tmp_path: Path) -> None:
     assert code == 2, out
     assert out.count("lost rank") == 1, out
     assert "no cuts fit" in out, out
-    assert Checkpoint(tmp_path / "run").manifest.step >= 4
+    assert Checkpoint(tmp_path / "run").manifest.step >= 2
 
 
 def test_devices_that_would_not_hold_the_model_even_together(tmp_path: Path) -> None:
