@@ -20,7 +20,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.log import KINDS, Rows
 from accept_mpi.observers import Evaluated, StepDone
 from accept_mpi.plan import Plan
-from accept_mpi.planner import outcome, plan_for, settled
+from accept_mpi.planner import moving, outcome, plan_for, settled
 from accept_mpi.survey import Survey
 
 WINDOW = 5
@@ -132,13 +132,14 @@ class Adapter:
         """The plan for devices that take ``factors`` as long, where it pays within so many steps."""
         survey = self._scaled(factors)
         now = outcome(survey, self._job, self._plan)
+        held = [self._plan.layers_of(rank) for rank in range(len(survey.devices))]
         try:
-            best = plan_for(survey, self._job)
+            best = plan_for(survey, self._job, held)
         except UserError:
             return None
         if best.step > (1 - _WORTH) * now.step:
             return None
-        cost = self._moving(best.plan) + _BUILD_STEPS * now.step
+        cost = moving(survey, best.plan, held)[0] + _BUILD_STEPS * now.step
         if (now.step - best.step) * steps < _MARGIN * cost:
             return None
         slow = max(factors, key=lambda rank: abs(math.log(factors[rank])))
@@ -164,20 +165,6 @@ class Adapter:
             }
             devices[rank] = msgspec.structs.replace(device, factor=whole, **scaled)
         return msgspec.structs.replace(self._survey, devices=devices)
-
-    def _moving(self, plan: Plan) -> float:
-        """Seconds in which layers get to those who do not hold them yet, each link by itself."""
-        most = 0.0
-        for stage in plan.stages:
-            rank = stage.ranks[0]
-            have = self._plan.layers_of(rank)
-            nbytes = sum(
-                3.0 * self._survey.outline.layers[layer].parameter_bytes
-                for layer in range(stage.start, stage.stop)
-                if layer not in have
-            )
-            most = max(most, nbytes / self._survey.nic(rank))
-        return most
 
     def evaluated(self, result: Evaluated) -> None:
         pass

@@ -5,7 +5,8 @@ Pure: what is measured comes in (``Survey``), a plan and its forecast go out; ``
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ from accept_mpi.schedule import Kind, depth
 from accept_mpi.survey import Device, Survey
 
 _WORTH = 0.98  # of the step before; measurements are no finer
+_STATES = 3.0  # times a layer's parameters: what a layer that changes hands may consist of
 _NEVER = 1e9  # seconds of a layer that a device must not get
 _FILL = {"1f1b-async": 0.0, "1f1b": 1.0, "gpipe": 1.0, "zero-bubble": 1 / 3}  # ZB-H1: Qi et al. 2023, section 2.2
 _OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}
@@ -123,12 +125,17 @@ class _Needs:
         return (2 + self._optimizer) * parameters + buffers
 
 
-def plan_for(survey: Survey, job: config.Job) -> Outcome:
-    """The plan that trains fastest. Raises UserError where none fits."""
-    return plans_for(survey, job)[0]
+Layers = Sequence[Collection[int]]
+"""Layers whose state each device has."""
 
 
-def plans_for(survey: Survey, job: config.Job) -> tuple[Outcome, Outcome]:
+def plan_for(survey: Survey, job: config.Job, held: Layers = ()) -> Outcome:
+    """The plan that trains fastest. Raises UserError where none fits. ``held``: in mid-run; among devices that do as well in
+    each other's place, those take layers that have most of them."""
+    return plans_for(survey, job, held)[0]
+
+
+def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outcome, Outcome]:
     """The plan that trains fastest, and even cuts, whether they fit or not. Raises UserError where no plan fits."""
     problem, _ = problem_of(survey, job)
     try:
@@ -147,16 +154,59 @@ def plans_for(survey: Survey, job: config.Job) -> tuple[Outcome, Outcome]:
         candidates.append(_even_solution(problem))
     with contextlib.suppress(NoPlan):
         candidates.insert(0, solve(problem, ordered=True))
-    best: Outcome | None = None
+    best: tuple[Outcome, Solution] | None = None
     for candidate in candidates:
         reached = cost(problem, candidate)
         if reached.fits and reached.bottleneck < _NEVER:
             plan = _as_plan(candidate, job)
             found = even if plan == even.plan else outcome(survey, job, plan)
-            if best is None or found.step < _WORTH * best.step:
-                best = found
+            if best is None or found.step < _WORTH * best[0].step:
+                best = found, candidate
     assert best is not None
-    return best, even
+    if held:
+        found = outcome(survey, job, _as_plan(_nearest(problem, best[1], survey, job, held), job))
+        if _WORTH * found.step <= best[0].step:
+            return found, even
+    return best[0], even
+
+
+def _nearest(problem: Problem, solution: Solution, survey: Survey, job: config.Job, held: Layers) -> Solution:
+    """The same stages, with devices in each other's place wherever less must move then and a step takes no longer."""
+
+    def moves(devices: Sequence[int]) -> tuple[float, float]:
+        return moving(survey, _as_plan(replace(solution, devices=tuple(devices)), job), held)
+
+    def as_good(devices: Sequence[int]) -> bool:
+        reached = cost(problem, replace(solution, devices=tuple(devices)))
+        return reached.fits and _WORTH * reached.step <= longest
+
+    longest, stages = cost(problem, solution).step, len(solution.devices)
+    best = [*solution.devices, *sorted(set(range(problem.devices)) - set(solution.devices))]
+    while True:
+        swaps = [_swapped(best, i, j) for i in range(stages) for j in range(i + 1, len(best))]
+        better = sorted((moves(swap[:stages]), swap) for swap in swaps)
+        least = moves(best[:stages])
+        best_swap = next((swap for found, swap in better if found < least and as_good(swap[:stages])), None)
+        if best_swap is None:
+            return replace(solution, devices=tuple(best[:stages]))
+        best = best_swap
+
+
+def _swapped(items: Sequence[int], i: int, j: int) -> list[int]:
+    found = list(items)
+    found[i], found[j] = found[j], found[i]
+    return found
+
+
+def moving(survey: Survey, plan: Plan, held: Layers) -> tuple[float, float]:
+    """Seconds in which layers' states get to the devices that do not have them: on the busiest link, and on all together."""
+    each = []
+    for stage in plan.stages:
+        rank = stage.ranks[0]
+        layers = [layer for layer in range(stage.start, stage.stop) if layer not in held[rank]]
+        nbytes = sum(_STATES * survey.outline.layers[layer].parameter_bytes for layer in layers)
+        each.append(nbytes / survey.nic(rank))
+    return max(each), sum(each)
 
 
 def settled(found: Outcome) -> Plan:

@@ -10,7 +10,8 @@ from accept_mpi.comm.runtime import Runtime
 from accept_mpi.errors import UserError
 from accept_mpi.faults import pass_by
 from accept_mpi.plan import Plan
-from accept_mpi.planner import plan_for, settled
+from accept_mpi.planner import Layers, plan_for, settled
+from accept_mpi.replicas import Holdings, Replicas, newest
 from accept_mpi.survey import Survey
 
 
@@ -33,25 +34,29 @@ class Held(msgspec.Struct, frozen=True):
     """In the ranks when mpirun began."""
 
 
-def last_held(runtime: Runtime, number: int, held: Held | None) -> tuple[int, Held | None]:
-    """The number of the next term, and the last one that anybody has begun: a loss while a term is built finds some ranks
-    with its plan, others still with the one before. All ranks together."""
-    mine = [number, msgspec.to_builtins(held)]
+def last_held(runtime: Runtime, number: int, held: Held | None, replicas: Replicas) -> tuple[int, Held | None, Layers]:
+    """The number of the next term, the last one that anybody has begun (a loss while a term is built finds some ranks with
+    its plan, others still with the one before), and the layers that each rank has a copy of. All ranks together."""
+    mine = [number, msgspec.to_builtins(held), replicas.holdings()]
     told = runtime.messenger.allgather(mine, runtime.startup_seconds, "the last plan")
-    plans = [msgspec.convert(one, Held) for _, one in told if one is not None]
-    return 1 + max(number for number, _ in told), max(plans, key=lambda one: one.number, default=None)
+    plans = [msgspec.convert(one, Held) for _, one, _ in told if one is not None]
+    last = max(plans, key=lambda one: one.number, default=None)
+    copies = [msgspec.convert(holdings, Holdings, strict=False) for _, _, holdings in told]
+    step = newest(copies, last.plan.stages[-1].stop) if last else None
+    layers = [] if step is None else [set(holdings.get(step, ())) for holdings in copies]
+    return 1 + max(number for number, _, _ in told), last, layers
 
 
-def next_plan(runtime: Runtime, job: config.Job, plan: Plan, survey: Survey | None) -> Plan:
+def next_plan(runtime: Runtime, job: config.Job, plan: Plan, survey: Survey | None, layers: Layers = ()) -> Plan:
     """The plan of those who are left, in their ranks of now. All ranks together. ``plan`` is in the ranks when mpirun
-    began, ``survey`` of those who are left. Raises Agreed where no plan fits."""
+    began, ``survey`` of those who are left, ``layers`` what each has a copy of. Raises Agreed where no plan fits."""
     members = runtime.members
-    decided = runtime.agree("the plan", lambda: successor(job, plan, survey, members) if runtime.rank == 0 else None)
+    decided = runtime.agree("the plan", lambda: successor(job, plan, survey, members, layers) if runtime.rank == 0 else None)
     text = runtime.messenger.broadcast(decided.to_json() if decided else None, runtime.startup_seconds, "the plan")
     return Plan.from_json(text)
 
 
-def successor(job: config.Job, plan: Plan, survey: Survey | None, members: Sequence[int]) -> Plan:
+def successor(job: config.Job, plan: Plan, survey: Survey | None, members: Sequence[int], layers: Layers = ()) -> Plan:
     """The plan for those who are left, in their new ranks: from what all devices have measured of themselves, where they
     have; else a lost stage's layers go to its neighbour. Raises UserError where no plan fits."""
     ranks = {member: rank for rank, member in enumerate(members)}
@@ -61,4 +66,4 @@ def successor(job: config.Job, plan: Plan, survey: Survey | None, members: Seque
         if left is None:
             raise UserError("all ranks that hold a stage are lost")
         return left.renamed(ranks)
-    return settled(plan_for(survey, job))
+    return settled(plan_for(survey, job, layers))

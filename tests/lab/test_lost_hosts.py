@@ -10,9 +10,8 @@ import pytest
 import samples
 from conftest import environment
 from labs import lab_of, reason
+from watch import wait_for_step
 
-from accept_mpi.errors import UserError
-from accept_mpi.log import open_log
 from accept_mpi.snapshot import Checkpoint
 
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
@@ -26,14 +25,6 @@ def say(out: Path, what: str, process: "subprocess.Popen[bytes]", deadline: floa
         assert time.monotonic() - began < deadline, f"no '{what}' in:\n{out.read_text()}"
         time.sleep(0.1)
     return time.monotonic() - began
-
-
-def steps(folder: Path) -> int:
-    try:
-        with open_log(folder / "run" / "log.h5") as log:
-            return int(log["steps"]["step"][-1]) if len(log["steps"]) else 0
-    except (UserError, OSError):
-        return 0
 
 
 @pytest.mark.parametrize(("loss", "checkpoint_every", "cuts", "last"), [("cut", 20, "even", 600), ("kill", 0, "auto", 2000)])
@@ -62,9 +53,7 @@ def test_a_lost_host_is_dropped_and_taken_back(
                 command, cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file
             ) as running,
         ):
-            while (lost := steps(tmp_path)) < (40 if cuts == "even" else 300):
-                assert running.process.poll() is None, out.read_text()
-                time.sleep(0.1)
+            lost = wait_for_step(tmp_path / "run", 40 if cuts == "even" else 300, running.process, 120)
             getattr(lab, loss)(lab.hosts[2].name)
             say(out, f"starting 2 ranks without {lost_name}", running.process, 30)
             say(out, "  resumed from ", running.process, 60)
@@ -72,8 +61,7 @@ def test_a_lost_host_is_dropped_and_taken_back(
             assert resumed, out.read_text()
             assert checkpoint_every or resumed[2] == "the snapshot that hosts have kept"
             assert lost - (24 if cuts == "even" else 250) <= int(resumed[1])  # two stages are much faster
-            while steps(tmp_path) <= int(resumed[1]):
-                time.sleep(0.1)
+            wait_for_step(tmp_path / "run", int(resumed[1]) + 1, running.process)
             lab.mend(lab.hosts[2].name)
             say(out, f"{lost_name} answers again", running.process, 30)
             assert running.process.wait(200) == 0, out.read_text()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import samples
 from conftest import environment, mpirun_command
-from test_stop import wait_for_steps
+from watch import wait_for_step
 
 from accept_mpi.log import open_log
 from accept_mpi.snapshot import Checkpoint
@@ -31,7 +31,7 @@ def test_layers_move_away_from_a_slow_device(tmp_path: Path, schedule: str, ulfm
         command, cwd=tmp_path, env=environment(), text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )  # fmt: skip
-    wait_for_steps(tmp_path / "run" / "log.h5", 10, process)
+    wait_for_step(tmp_path / "run", 10, process)
     (tmp_path / "slow-1").touch()
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 0, out

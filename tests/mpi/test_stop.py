@@ -9,27 +9,11 @@ from pathlib import Path
 import pytest
 import samples
 from conftest import environment, mpirun_command
+from watch import wait_for_step
 
-from accept_mpi.errors import UserError
-from accept_mpi.log import open_log
 from accept_mpi.snapshot import Checkpoint
 
 STEPS = 400
-
-
-def wait_for_steps(log: Path, steps: int, process: "subprocess.Popen[str]", deadline: float = 60.0) -> None:
-    """Until a growing log has so many steps."""
-    until = time.monotonic() + deadline
-    while True:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < until, f"{log}: no {steps} steps"
-        try:
-            with open_log(log) as file:
-                if len(file["steps"]) >= steps:
-                    return
-        except (UserError, OSError):
-            pass
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async"])
@@ -42,7 +26,7 @@ def test_sigusr1_leaves_a_checkpoint(tmp_path: Path, schedule: str) -> None:
         command, cwd=tmp_path, env=environment(), text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )  # fmt: skip
-    wait_for_steps(tmp_path / "run" / "log.h5", 10, process)
+    wait_for_step(tmp_path / "run", 10, process)
     process.send_signal(signal.SIGUSR1)
     began = time.monotonic()
     out, _ = process.communicate(timeout=30)

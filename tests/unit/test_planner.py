@@ -55,6 +55,22 @@ def layers_by_rank(found: object, ranks: int) -> list[int]:
     return [len(found.plan.layers_of(rank)) for rank in range(ranks)]  # type: ignore[attr-defined]
 
 
+def test_devices_that_are_as_good_take_what_they_hold() -> None:
+    fleet = survey(1, 1, 1)
+    held = [range(8, 12), range(4), range(4, 8)]
+    assert [plan_for(fleet, job()).plan.layers_of(rank) for rank in range(3)] == [range(4), range(4, 8), range(8, 12)]
+    assert [plan_for(fleet, job(), held).plan.layers_of(rank) for rank in range(3)] == held
+    # The second one is slow, and stays where it has little to do.
+    slow = survey(1, 2, 1)
+    usual = plan_for(slow, job())
+    near = plan_for(slow, job(), [[], range(12), []])
+    assert layers_by_rank(near, 3) == layers_by_rank(usual, 3)
+    # One that the plan leaves idle is as good as one that it uses.
+    far = survey(1, 1, rate=1e3)
+    assert layers_by_rank(plan_for(far, job(), [[], range(12)]), 2) == [0, 12]
+    assert layers_by_rank(plan_for(far, job(), [range(12), []]), 2) == [12, 0]
+
+
 def test_fast_devices_get_more_layers() -> None:
     assert layers_by_rank(plan_for(survey(1, 1, 2), job()), 3) == [5, 5, 2]
     assert layers_by_rank(plan_for(survey(1, 1), job()), 2) == [6, 6]

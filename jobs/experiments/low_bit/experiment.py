@@ -1,0 +1,73 @@
+"""What codecs leave of a slow link's cost: a step at 20 Mbit/s with few bits against one with an unlimited link, and what
+rank 0 chooses against the best that is the same everywhere. Same cuts; all cases in turn, several times: medians.
+"""
+
+import statistics
+
+import numpy as np
+
+from accept_mpi.figures import pyplot
+from harness.experiment import Experiment, run
+from harness.store import table
+
+SCHEDULES = ("1f1b", "1f1b-async")
+# Mbit/s (0: unlimited), codec both ways
+CASES = ((0, "none"), (20, "none"), (20, "uniform:8"), (20, "uniform:4"), (20, "uniform:2"), (20, "auto"))
+_TURNS, _SECONDS = 4, 9.0
+_FIXED = [case for case in CASES[1:] if case[1] != "auto"]
+_COLOURS = ("#003f7d", "#6db4e8")
+
+
+def main() -> None:
+    experiment = Experiment(__file__)
+    milliseconds: dict[tuple[str, int, str], list[float]] = {}
+    with experiment.lab("fleet.toml"):
+        for turn in range(_TURNS):
+            for schedule in SCHEDULES:
+                for link, codec in CASES:
+                    settings = {"pipeline.schedule": schedule, "pipeline.forward": codec, "pipeline.backward": codec}
+                    experiment.expect(settings, 30.0 if (link, codec) == (20, "none") else 80.0)
+                    found = experiment.ours(link, settings, seconds=_SECONDS, turn=turn)
+                    step = 1e3 * experiment.batch / float(found["samples_per_s"])
+                    milliseconds.setdefault((schedule, link, codec), []).append(step)
+    median = {key: statistics.median(steps) for key, steps in milliseconds.items()}
+    rows: list[list[object]] = []
+    for (schedule, link, codec), steps in milliseconds.items():
+        where = f"{link} Mbit/s" if link else "unlimited"
+        each = ", ".join(f"{step:.0f}" for step in steps)
+        share = f"{median[schedule, link, codec] / median[schedule, 0, 'none']:.2f}"
+        rows.append([schedule, where, codec, f"{median[schedule, link, codec]:.0f}", share, each])
+    sentences = []
+    for schedule in SCHEDULES:
+        four, free, auto = (median[schedule, *case] for case in ((20, "uniform:4"), (0, "none"), (20, "auto")))
+        best = min(median[schedule, *case] for case in _FIXED)
+        sentences.append(
+            f"{schedule}: 4 bits at 20 Mbit/s take {four / free:.2f} x the unlimited link (asked 1.15); "
+            f"auto {auto / best:.2f} x the best fixed codec (asked 1.05).\n"
+        )
+    draw(experiment, median)
+    head = ["schedule", "link", "codec both ways", "ms a step, median", "x unlimited", "each"]
+    title = "# MobileNetV2 32 x 32, batch 64, four hosts of 0.4 core, the same cuts\n"
+    experiment.finish("\n".join([title, table(head, rows), "", *sentences]))
+
+
+def draw(experiment: Experiment, median: dict[tuple[str, int, str], float]) -> None:
+    """A bar a case, a colour a schedule."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    for number, (schedule, colour) in enumerate(zip(SCHEDULES, _COLOURS, strict=True)):
+        drawn = axes.bar(
+            np.arange(len(CASES)) + 0.38 * (number - 0.5), [median[schedule, *case] for case in CASES], 0.36,
+            color=colour, label=schedule,
+        )  # fmt: skip
+        axes.bar_label(drawn, fmt="%.0f", fontsize=8)
+    axes.set_xticks(range(len(CASES)), [f"{codec}\n{f'{link} Mbit/s' if link else 'unlimited'}" for link, codec in CASES])
+    axes.set_ylabel("ms a step")
+    axes.set_title("A step over codecs, MobileNetV2, four hosts of 0.4 core", fontsize=11)
+    axes.legend(frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(experiment.out / "plot.png", dpi=110)
+
+
+run(main)

@@ -1,0 +1,29 @@
+"""Watching a run that goes on, by the log that it writes."""
+
+import subprocess
+import time
+from pathlib import Path
+
+from accept_mpi.errors import UserError
+from accept_mpi.log import open_log
+
+
+def steps_done(directory: Path) -> int:
+    """The last step that a run's log has; 0 before the first, or while it cannot be read."""
+    try:
+        with open_log(directory / "log.h5") as log:
+            return int(log["steps"]["step"][-1]) if len(log["steps"]) else 0
+    except (UserError, OSError):
+        return 0
+
+
+def wait_for_step(
+    directory: Path, step: int, process: "subprocess.Popen[str] | subprocess.Popen[bytes]", deadline: float = 60.0
+) -> int:
+    """Wait until the log has this step; the last that it has. The test fails where the process ends or takes too long."""
+    until = time.monotonic() + deadline
+    while (done := steps_done(directory)) < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until, f"{directory}: no step {step}"
+        time.sleep(0.05)
+    return done
