@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from accept_mpi.optimizer import leave_the_compiler_out, update
 from accept_mpi.submodels import PROBES, Intervals, Known, device_vector, membership
 
 _WIDTH = 64
@@ -65,6 +66,7 @@ def descend(
     network: nn.Module, losses: Callable[[int], list[torch.Tensor]], steps: int, rate: float, until: float = math.inf
 ) -> None:
     """AdamW with a cosine's rate on the mean of what ``losses`` gives for each step; done by ``until`` (monotonic)."""
+    leave_the_compiler_out()
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=1e-3)
     began = time.monotonic()
     for step in range(steps):
@@ -72,9 +74,8 @@ def descend(
         if done >= 1:
             break
         optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * done)) / 2
-        optimizer.zero_grad()
         torch.stack(losses(step)).mean().backward()
-        optimizer.step()
+        update(optimizer)
 
 
 def mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:

@@ -28,7 +28,8 @@ from accept_mpi.supervised import Supervised
 _POLL = 0.5
 _ASK_SECONDS = 5.0
 """A host that does not answer for so long is gone; and so often hosts are asked."""
-_END_SECONDS = 5.0
+_END_SECONDS, _LOST_SECONDS = 5.0, 1.0
+"""After SIGTERM, until SIGKILL; an mpirun that has lost a host waits for its daemon in vain."""
 _LAST_WORDS_SECONDS = 1.0
 _CHECKPOINT_SECONDS = 30.0
 _AGENT = "PRTE_MCA_plm_ssh_agent"
@@ -181,7 +182,7 @@ class Supervisor:
                 gone = [host.name for host in start.hosts if host not in there]
                 if gone:
                     _say(f"no answer from {', '.join(gone)}")
-                    self._end(start)
+                    self._end(start, seconds=_LOST_SECONDS)
                     return "lost"
                 more = [host.name for host in there if host not in start.hosts]
                 if more and start.steps:
@@ -190,13 +191,13 @@ class Supervisor:
                     return "back"
             time.sleep(_POLL)
 
-    def _end(self, start: _Start, checkpoint: bool = False) -> None:
+    def _end(self, start: _Start, checkpoint: bool = False, seconds: float = _END_SECONDS) -> None:
         """SIGUSR1, which mpirun hands on and ranks answer with a checkpoint; SIGTERM; SIGKILL to what heeds neither."""
         signals = [(signal.SIGUSR1, _CHECKPOINT_SECONDS)] if checkpoint else []
-        for number, seconds in [*signals, (signal.SIGTERM, _END_SECONDS)]:
+        for number, most in [*signals, (signal.SIGTERM, seconds)]:
             start.process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                start.process.wait(seconds)
+                start.process.wait(most)
                 return
         os.killpg(start.process.pid, signal.SIGKILL)
         start.process.wait()

@@ -1,5 +1,10 @@
-"""Torch's optimizers under a learning rate that is a function of the step alone."""
+"""Torch's optimizers under a learning rate that is a function of the step alone.
 
+Their methods import ``torch._dynamo`` first, the compiler that nobody here asks for: more than a second of a whole core, as
+long as torch itself, three to four seconds of a small device's start. So it is left out (unless a model brings it).
+"""
+
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -32,5 +37,22 @@ def make_optimizer(options: config.Optimizer, lr: float, parameters: Sequence[nn
     else:
         kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
         extra = {"betas": options.betas, "eps": options.eps}  # type: ignore[dict-item]
+    leave_the_compiler_out()
     arguments: dict[str, Any] = {"lr": lr, "weight_decay": options.weight_decay, **extra}
     return kind(parameters, **arguments)
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """One step with the gradients that parameters have, which are gone afterwards."""
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def leave_the_compiler_out() -> None:
+    """Let torch believe that it has made the version of a method that the compiler does not look into: the plain one."""
+    plain = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    if not hasattr(plain, "__dynamo_disable"):
+        setattr(plain, "__dynamo_disable", plain)

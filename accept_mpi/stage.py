@@ -21,7 +21,7 @@ from accept_mpi.defer import DeferredWeights
 from accept_mpi.errors import UserError
 from accept_mpi.imports import find_function
 from accept_mpi.models.layers import Layers, call_layer
-from accept_mpi.optimizer import make_optimizer
+from accept_mpi.optimizer import make_optimizer, update
 from accept_mpi.seeds import forward_seed
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -154,8 +154,7 @@ class Stage:
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            update(self.optimizer)
         if self._versions is not None:
             self._publish(version + 1)
 

@@ -1,11 +1,16 @@
 """Learning rates and optimizers."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+from conftest import ROOT
 from torch import nn
 
 from accept_mpi.config import Optimizer
-from accept_mpi.optimizer import learning_rate, make_optimizer
+from accept_mpi.optimizer import learning_rate, make_optimizer, update
 
 
 def rates(options: Optimizer, steps: int = 10) -> list[float]:
@@ -42,3 +47,40 @@ def test_kinds() -> None:
     assert isinstance(sgd, torch.optim.SGD)
     assert sgd.param_groups[0]["nesterov"]
     assert make_optimizer(Optimizer(), 0.1, []) is None
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_updates_are_torchs(name: str) -> None:
+    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2))
+    options = Optimizer(name=name, momentum=0.9)  # type: ignore[arg-type]
+    optimizer = make_optimizer(options, 0.1, [ours])
+    assert optimizer
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    extra = (
+        {"momentum": 0.9, "nesterov": options.nesterov} if name == "sgd" else {"betas": options.betas, "eps": options.eps}
+    )
+    plain = kind([theirs], lr=0.1, weight_decay=options.weight_decay, **extra)  # type: ignore[arg-type]
+    for step in range(3):
+        ours.grad, theirs.grad = (torch.arange(7.0) * (step - 1) for _ in range(2))
+        update(optimizer)
+        plain.step()
+        assert ours.grad is None
+    assert torch.equal(ours, theirs)
+
+
+def test_training_does_not_wait_for_the_compiler() -> None:
+    """Importing it takes as long as importing torch, and happens in torch's own optimizers."""
+    code = """
+import sys, torch, test_stage
+for schedule in "1f1b", "1f1b-async", "zero-bubble":
+    stage = test_stage.make([torch.nn.Linear(4, 3)], schedule)
+    stage.forward(0, 0, (test_stage.received(2, 4),))
+    stage.backward(0, 0, (torch.ones(2, 3),))
+    if schedule == "zero-bubble":
+        stage.weight_gradient(0, 0)
+    stage.update(0.1, 0)
+    stage.optimizer_state()
+assert "torch._dynamo" not in sys.modules
+"""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "unit")])
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": path}, timeout=60)

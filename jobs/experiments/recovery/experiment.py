@@ -54,7 +54,7 @@ def inside(lab: Laboratory, directory: Path) -> dict[str, Any]:
     begins = int(re.search(r"go on from step (\d+)", told)[1])  # type: ignore[index]
     after = steps[steps["step"] > step + 5]
     rate = float(after["samples"][1:].sum() / (after["end"][-1] - after["end"][0]))
-    return {"ready": noticed - killed, "step": done - killed, "replayed": step + 1 - begins, "rate": rate, "told": told}
+    return {"ready": noticed - killed, "step": done - killed, "replayed": step - begins, "rate": rate, "told": told}
 
 
 def restarted(lab: Laboratory, directory: Path) -> dict[str, Any]:
@@ -153,12 +153,12 @@ def main() -> None:
     rate = statistics.median(one["rate"] for one in ours)
     head = ["seconds from the kill, median of three", "new plan ready; or job ended", "next new step done", "slowest"]
     text = [
-        "# A process of one of four hosts is killed (0.4 core each, 100 Mbit/s, MobileNetV2, batch 32, 1f1b, 4 bits)\n",
+        "# A process of one of four hosts is killed (0.4 core, 100 Mbit/s, MobileNetV2, batch 32, zero-bubble, 4 bits)\n",
         table(head, rows),
         "",
         table(["of it, seconds", *_PARTS], [[trial, *parts(one)] for trial, one in enumerate(ours)]),
         f"\nRecovery is {ratio:.1f} x as fast as the restart. Steps made once more: "
-        f"{', '.join(str(one['replayed']) for one in ours)} (a snapshot every 5).",
+        f"{', '.join(str(one['replayed']) for one in ours)} (a snapshot every 3).",
         f"After the loss {rate:.1f} samples/s; a job that the three begin by themselves {survivors:.1f} "
         f"({rate / survivors:.2f}).\n",
         replication,
