@@ -1,12 +1,12 @@
 """When devices turn out faster or slower than they were: whether a new plan pays back what moving to it costs.
 
 Rank 0 compares what each stage computes, as the trace has it, with what the survey says of its device, and scales the device
-by the quotient (FTPipeHD, section III-D: a device's capacity). Devices that the plan leaves idle time a fixed piece of
-arithmetic instead (``pulse``). The partitioner says what the best plan would be then. It is asked for where it saves at
-least ``_WORTH`` of a step, in two windows of steps in a row (so noise does not move layers to and fro), or in one
-in each of whose steps a device is twice as slow or fast, and where all steps that are left save more than ``_MARGIN`` times
-what moving takes. With a fixed period (``pipeline.adapt = N``, as FTPipeHD
-has it) it is asked for every N steps, from one window.
+by the quotient (FTPipeHD, section III-D: a device's capacity). Devices that the plan leaves idle, or little to do, time a
+fixed piece of arithmetic instead (``pulse``). The partitioner says what the best plan would be then. It is asked for where
+it saves at least ``_WORTH`` of a step, in two windows of steps in a row (so noise does not move layers to and fro), or in
+one in each of whose steps a device is twice as slow or fast, and where all steps that are left save more than ``_MARGIN``
+times what moving takes. With a fixed period (``pipeline.adapt = N``, as FTPipeHD has it) it is asked for every N steps, from
+one window.
 """
 
 import math
@@ -32,7 +32,7 @@ _SETTLED = math.log(1.6)
 _NOISE = math.log(1.15)
 """Of a stage's time: what it takes in training beside messages, and what it took when it was probed alone."""
 _LIGHT = 0.5
-"""Share of the time below which a stage that computes says little of how fast it would be with more to do."""
+"""Share of the time below which a stage that computes does not say how fast it would be with more to do."""
 _WORTH, _MARGIN = 0.15, 2.0
 _BUILD_STEPS = 5.0
 """Steps that a new plan costs besides moving: the pipeline drains, stages are built, caches are cold."""
@@ -63,11 +63,11 @@ class Adapter:
         self._after = self._first = -1
         self._from = self._refused = 0
         self._before: dict[int, float] | None = None
-        self._idle = {rank: [1.0] for rank in range(len(survey.devices)) if plan.place(rank).idle}
+        self._beats: dict[int, list[float]] = {rank: [] for rank in range(len(survey.devices))}
 
     def pulse(self, rank: int, factor: float) -> None:
-        """An idle device takes this many times as long for the same as when the term began."""
-        self._idle[rank].append(factor)
+        """A device that is idle, or mostly waits, takes this many times as long for the same as when the term began."""
+        self._beats[rank].append(factor)
 
     def trace(self, rows: Rows) -> None:
         """A rank's trace."""
@@ -110,12 +110,13 @@ class Adapter:
 
     def factors(self, window: Rows) -> dict[int, float]:
         """How many times as long as the survey says each rank computes, in the median step; an idle one says it itself."""
-        found = {rank: float(np.median(beats[-2:])) for rank, beats in self._idle.items()}
+        found = {rank: float(np.median(beats[-2:])) if beats else 1.0 for rank, beats in self._beats.items()}
         for s, stage in enumerate(self._plan.stages):
-            device, mine = self._survey.devices[stage.ranks[0]], slice(stage.start, stage.stop)
+            rank = stage.ranks[0]
+            device, mine = self._survey.devices[rank], slice(stage.start, stage.stop)
             expected = float(sum(device.forward[mine]) + sum(device.backward[mine]))
             rows = window[window["stage"] == s]
-            found[stage.ranks[0]] = 1.0
+            beat, found[rank] = found[rank], 1.0
             if not len(rows) or expected <= 0:
                 continue
             steps, where = np.unique(rows["step"], return_inverse=True)
@@ -124,8 +125,9 @@ class Adapter:
             factor = float(np.median(took / np.maximum(batches, 1))) / expected or 1.0
             span = float(window["end"].max() - window["start"].min())
             if factor < 1 and took.sum() < _LIGHT * span:
-                factor = math.sqrt(factor)  # believed by half: with more to do it may not be that fast
-            found[stage.ranks[0]] = factor
+                # With more to do it may not be that fast. What it says itself is about a change; believed by half otherwise.
+                factor = math.sqrt(factor) if device.assumed else beat
+            found[rank] = factor
         return found
 
     def propose(self, factors: dict[int, float], steps: int) -> Proposal | None:

@@ -1,31 +1,41 @@
-"""How fast a device is while a plan leaves it idle: the same piece of arithmetic, timed now and then."""
+"""How fast a device is while a plan leaves it idle, or little to do: the same piece of arithmetic, timed now and then.
+
+What a stage with little to do takes says nothing of that: a device that mostly waits gets its core at once when it wants it,
+from the other work there or from a quota, and would not if it wanted it all the time.
+"""
 
 import time
 
 import torch
 
-EVERY = 3.0
+EVERY, EVERY_BESIDE_A_STAGE = 3.0, 6.0
 """Seconds between two."""
 _SECONDS = 0.35  # longer than a few periods of a CPU quota
 _SIZE = 160
 
 
 class Pulse:
-    """``factor()`` is 1.0 as long as the device is as fast as at the first time."""
+    """1.0 is as fast as at the first time."""
 
     def __init__(self) -> None:
         self._left, self._right = torch.randn(2, _SIZE, _SIZE)
         self._out = torch.empty(_SIZE, _SIZE)
-        self._first = self._round()
-        self._next = time.monotonic() + EVERY
+        self._first = 0.0
+        self._next = 0.0
 
     def factor(self) -> float | None:
         """How many times as long as at first it takes now; None: it is not time yet."""
         if time.monotonic() < self._next:
             return None
-        found = self._round() / self._first
+        found = self.beat()
         self._next = time.monotonic() + EVERY
         return found
+
+    def beat(self) -> float:
+        """How many times as long as at first it takes now."""
+        found = self._round()
+        self._first = self._first or found
+        return found / self._first
 
     def _round(self) -> float:
         """Seconds of the clock that a multiplication takes."""

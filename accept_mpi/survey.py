@@ -39,6 +39,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that a stage may take."""
     factor: float = 1.0
     """By how much its times were scaled since it measured them (``adapting``)."""
+    assumed: bool = False
+    """Whether its times are rank 0's: it has measured nothing."""
     data: bool = True
     """Whether it has the data set, so that it may be first or last."""
 

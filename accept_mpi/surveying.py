@@ -127,6 +127,8 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
             predictor = _learned(path, model, times)
         survey = survey_of(model, reports, [host["host"] for host in runtime.hosts], predictor)
         if given:
+            assumed = [msgspec.structs.replace(device, assumed=n > 0) for n, device in enumerate(survey.devices)]
+            survey = msgspec.structs.replace(survey, devices=assumed)
             return Surveyed(given, data, [], survey, None, time.monotonic() - began, tuple(keys))
         found, even = plans_for(survey, job)
         lines = table(survey, job, found, even)

@@ -19,6 +19,7 @@ from accept_mpi.errors import NonFiniteLoss
 from accept_mpi.faults import pass_by
 from accept_mpi.optimizer import learning_rate
 from accept_mpi.plan import Place
+from accept_mpi.pulse import EVERY_BESIDE_A_STAGE, Pulse
 from accept_mpi.recorder import Recorder
 from accept_mpi.replication import CHECKPOINT, REPLAN, SNAPSHOT, Replication
 from accept_mpi.schedule import actions, depth, forward_only
@@ -96,6 +97,8 @@ class Worker:
         self._results: list[Result] = []
         self._step_began = recorder.clock.now()
         self._traced = time.monotonic()
+        self._pulse = Pulse() if job.pipeline.adapt else None
+        self._waited, self._since = 0.0, time.monotonic()
 
     def train(self, course: Course, deliver: Callable[[], None], test_samples: int) -> int:
         """Make the course's steps. ``deliver`` is called after each (observers on rank 0 hear what has come in).
@@ -152,6 +155,7 @@ class Worker:
                     self.checkpoint(step + 1)
                 self._deadline = pipeline.timeout
                 del indices[step]
+                self._beat()
                 deliver()
                 if step == self._final:
                     break
@@ -167,7 +171,7 @@ class Worker:
         pass_by("forward")
         suspect = 0
         if self.links.activations_in:
-            inputs, flags = self.links.activations_in.receive(step, k, self._deadline, self.recorder)
+            inputs, flags = self._receive(self.links.activations_in, step, k)
             suspect = flags & ~(SNAPSHOT | CHECKPOINT | REPLAN)
             if k == 0:
                 self._flag(step, flags - suspect)
@@ -191,12 +195,27 @@ class Worker:
                     f"the first values that are not finite come out of {name}"
                 )
 
+    def _receive(self, link: Incoming, step: int, k: int) -> tuple[Tensors, int]:
+        began = time.monotonic()
+        try:
+            return link.receive(step, k, self._deadline, self.recorder)
+        finally:
+            self._waited += time.monotonic() - began
+
+    def _beat(self) -> None:
+        """A device that mostly waits says now and then how fast it would be with more to do."""
+        span = time.monotonic() - self._since
+        if self._pulse and span > EVERY_BESIDE_A_STAGE:
+            if self._waited > span / 2:
+                self.plane.post(0, "pulse", self._pulse.beat())
+            self._waited, self._since = 0.0, time.monotonic()
+
     def backward(self, step: int, k: int, samples: int) -> None:
         """B of micro-batch ``k``: its outputs' gradients, the stage, its inputs' gradients."""
         pass_by("backward")
         gradients: Tensors = ()
         if self.links.gradients_in:
-            gradients, _ = self.links.gradients_in.receive(step, k, self._deadline, self.recorder)
+            gradients, _ = self._receive(self.links.gradients_in, step, k)
         with self.recorder.span("B", step + 1, k):
             result = self.stage.backward(step, k, gradients)
         if self.links.gradients_out:

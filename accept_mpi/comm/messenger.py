@@ -5,6 +5,7 @@ Used by the main thread while a run is set up, by the data-plane thread (and onl
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -34,6 +35,8 @@ class Messenger:
         self._sending: tuple[MPI.Request, bytes] | None = None
         self._receiving: tuple[MPI.Request, bytearray, int] | None = None
         self._received: deque[Message] = deque()
+        self.interrupt: Callable[[], None] | None = None
+        """What the thread that polls is to do first, set by one that keeps out of MPI."""
 
     def send(self, dest: int, kind: str, body: Any) -> None:
         """Queue a message; it goes out, in order, as ``poll`` is called."""
@@ -41,6 +44,9 @@ class Messenger:
 
     def poll(self) -> list[Message]:
         """Move sends on and return what has arrived."""
+        if self.interrupt:
+            self.interrupt()
+            self.interrupt = None
         if self._sending and self._sending[0].Test():
             self._sending = None
         if self._queue and not self._sending:

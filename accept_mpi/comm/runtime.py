@@ -190,13 +190,14 @@ class Runtime:
 
     def _lifeline(self) -> Lifeline:
         """All ranks together."""
-        circle = self.circle  # a word of one of these must not end a circle without it
-        return Lifeline(self.messenger, self.startup_seconds, lambda *end: self._on_end(circle, *end))
+        circle, messenger = self.circle, self.messenger  # a late word must not end the circle that comes after
+        return Lifeline(messenger, self.startup_seconds, lambda *end: self._on_end(circle, messenger, *end))
 
-    def _on_end(self, circle: Circle, rank: int, error: str | None, exit_code: int) -> None:
+    def _on_end(self, circle: Circle, messenger: Messenger, rank: int, error: str | None, exit_code: int) -> None:
         """Lifeline thread: another rank of this circle ended."""
         if error is None and self.survives:
-            circle.revoke()  # whoever waits for it now learns that
+            # Whoever waits for it learns that. Not from this thread: Open MPI, in which another one is, may lock up.
+            messenger.interrupt = circle.revoke
         elif self.rank == 0:
             if error is None:
                 error = f"{self.who(rank)} ended unexpectedly (killed, out of memory, or its machine is gone)"

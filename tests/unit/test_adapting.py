@@ -7,7 +7,7 @@ from test_planner import job, survey
 from accept_mpi.adapting import WINDOW, Adapter
 from accept_mpi.log import KINDS, TRACE, Rows
 from accept_mpi.observers import StepDone
-from accept_mpi.plan import Plan
+from accept_mpi.plan import Codec, Plan, make_plan
 from accept_mpi.planner import plan_for
 
 STEPS = 1000
@@ -23,6 +23,7 @@ class Run:
         self.adapter = Adapter(self.job, STEPS)
         self.asked = 0
         self.made = 0
+        self.now = 0.0
         self.adapter.begin(self.plan, self.survey, self._ask)
 
     def _ask(self) -> None:
@@ -33,20 +34,25 @@ class Run:
         rng = np.random.default_rng(self.made)
         for _ in range(count):
             self.made += 1
+            took = []
             for s, stage in enumerate(self.plan.stages):
                 rank = stage.ranks[0]
                 times = factors[rank] * (1 + noise * rng.uniform(-1, 1))
-                self.adapter.trace(self.rows(s, stage.stop - stage.start, times))
+                rows = self.rows(s, stage.stop - stage.start, times * self.survey.devices[rank].forward[0])
+                took.append(rows["end"][-1] - self.now)
+                self.adapter.trace(rows)
+            self.now += max(took)
             self.adapter.step(StepDone(self.made, 0, 32, 1.0, 0.5, 0.1, float(self.made), 1.0))
         return self.adapter.proposal.plan if self.adapter.proposal else None
 
-    def rows(self, stage: int, layers: int, factor: float) -> Rows:
-        rank = self.plan.stages[stage].ranks[0]
-        found = []
+    def rows(self, stage: int, layers: int, seconds: float) -> Rows:
+        """A step of 8 micro-batches of a stage whose layers take so long forward, twice as long back."""
+        rank, found, at = self.plan.stages[stage].ranks[0], [], self.now
         for k in range(8):
-            for kind, each in (("F", 1e-3), ("B", 2e-3)):
+            for kind, each in (("F", 1), ("B", 2)):
                 place = (rank, stage, KINDS.index(kind), -1, -1, self.made, k, 0, 0)
-                found.append((0.0, layers * each * factor, *place))
+                found.append((at, at + layers * each * seconds, *place))
+                at = found[-1][1]
         return np.array(found, TRACE)
 
 
@@ -108,6 +114,17 @@ def test_an_idle_device_that_recovers_gets_layers() -> None:
     for _ in range(3):
         run.adapter.pulse(1, 1 / 40)
     assert layers(run.steps(3 * WINDOW, 1, 1, 1)) in ([4, 4, 4], [4, 5, 3], [3, 5, 4])
+
+
+def test_a_stage_with_little_to_do_does_not_say_how_fast_its_device_is() -> None:
+    """Under a CPU quota it looks as fast as it likes; the device's own pulse counts."""
+    run = Run(1, 4, 1)
+    run.plan = make_plan(12, [6, 7], [Codec()] * 2)
+    run.adapter.begin(run.plan, run.survey, run._ask)
+    assert run.steps(6 * WINDOW, 1, 1 / 4, 1) is None
+    for _ in range(2):
+        run.adapter.pulse(1, 1 / 4)
+    assert layers(run.steps(3 * WINDOW, 1, 1 / 4, 1))[1] > 2
 
 
 def test_a_fixed_period() -> None:
