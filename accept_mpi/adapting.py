@@ -25,6 +25,7 @@ from accept_mpi.survey import Survey
 
 WINDOW = 5
 """Steps that are looked at together."""
+_NEWEST = 3
 _MUCH = math.log(2)
 """A change by so much in each step of a window needs no second one."""
 _SETTLED = math.log(1.6)
@@ -87,7 +88,8 @@ class Adapter:
         if last - self._first >= WINDOW and last > self._refused + WINDOW and isinstance(self._job.pipeline.adapt, bool):
             each = [self.factors(_between(rows, last - k, 1)) for k in range(1, WINDOW + 1)]
             if any(all(abs(math.log(one[rank])) > _MUCH for one in each) for rank in each[0]):
-                self.proposal = self.propose(self.factors(_between(rows, last - WINDOW, WINDOW)), left)
+                # Of the newest steps alone: the first may have begun before the change, and the pipeline was still full.
+                self.proposal = self.propose(self.factors(_between(rows, last - _NEWEST, _NEWEST)), left)
                 self._refused = last
         if not self.proposal and last >= self._after + WINDOW:
             factors = self.factors(_between(rows, self._after, WINDOW))

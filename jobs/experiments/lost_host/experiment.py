@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from accept_mpi.figures import pyplot
 from accept_mpi.fleet import read
 from edgelab.laboratory import Laboratory
 from harness.experiment import run
@@ -64,6 +65,27 @@ def main() -> None:
     ])  # fmt: skip
     (_OUT / "table.md").write_text(text)
     print(text)
+    draw(rows)
+
+
+def draw(rows: list[Any]) -> None:
+    """What the seconds until the first new step, and until the first with the host again, consist of."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 2.8), layout="constrained")
+    parts = [("until it is noticed", "#D55E00"), ("until the others are started", "#E69F00"), ("until the next step", "#1a6fb0")]
+    bars = {}
+    for name, noticed, started, first, _, back, used in rows:
+        bars[f"{name}"] = [noticed, started - noticed, first - started]
+        bars[f"{name}: it returns"] = [back, 0.0, used - back]
+    for number, (label, colour) in enumerate(parts):
+        left = [sum(seconds[:number]) for seconds in bars.values()]
+        axes.barh(list(bars), [seconds[number] for seconds in bars.values()], left=left, color=colour, label=label)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    figure.legend(fontsize=8, frameon=False, ncols=3, loc="outside lower center")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(_OUT / "plot.png", dpi=110)
 
 
 run(main)
