@@ -69,10 +69,10 @@ def main() -> None:
 
 
 def draw(rows: list[Any]) -> None:
-    """What the seconds until the first new step, and until the first with the host again, consist of."""
+    """Seconds until the first new step, and until the first with the host again."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 2.8), layout="constrained")
-    parts = [("until it is noticed", "#D55E00"), ("until the others are started", "#E69F00"), ("until the next step", "#1a6fb0")]
+    parts = [("noticed", "#D55E00"), ("the others are started", "#E69F00"), ("the next step", "#1a6fb0")]
     bars = {}
     for name, noticed, started, first, _, back, used in rows:
         bars[f"{name}"] = [noticed, started - noticed, first - started]
