@@ -34,7 +34,9 @@ def left_behind() -> list[str]:
     """Everything there is of this test's labs."""
     found = [line for line in _out("ip", "netns").splitlines() if NAME in line]
     found += [line for line in _out("mount").splitlines() if f"accept-lab/{NAME}" in line]
-    found += [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/accept-lab-{NAME}*")]
+    # os.walk: groups vanish while one looks, which a Path's glob cannot bear.
+    groups = (f"{folder}/{group}" for folder, below, _ in os.walk("/sys/fs/cgroup") for group in below)
+    found += [group for group in groups if f"/accept-lab-{NAME}" in group]
     found += [str(path) for path in Path("/run/accept-lab").glob(f"{NAME}*")]
     found += [line for line in _out("ps", "-eo", "pid,args").splitlines() if f"sleep 98.{os.getpid()}" in line]
     return found + [line for line in _out("ip", "-o", "link").splitlines() if " al" in line and line not in LINKS]
