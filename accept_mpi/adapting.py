@@ -64,6 +64,8 @@ class Adapter:
         self._after = self._first = -1
         self._from = self._refused = 0
         self._before: dict[int, float] | None = None
+        self._seen: set[int] = set()
+        """Ranks with enough to do to show how fast they are."""
         self._beats: dict[int, list[float]] = {rank: [] for rank in range(len(survey.devices))}
 
     def pulse(self, rank: int, factor: float) -> None:
@@ -126,7 +128,9 @@ class Adapter:
             batches = np.bincount(where, rows["kind"] == KINDS.index("F"), len(steps))
             factor = float(np.median(took / np.maximum(batches, 1))) / expected or 1.0
             span = float(window["end"].max() - window["start"].min())
-            if factor < 1 and took.sum() < _LIGHT * span:
+            if took.sum() > _LIGHT * span:
+                self._seen.add(rank)
+            elif factor < 1:
                 # With more to do it may not be that fast. What it says itself is about a change; believed by half otherwise.
                 factor = math.sqrt(factor) if device.assumed else beat
             found[rank] = factor
@@ -167,7 +171,8 @@ class Adapter:
                 name: [factor * seconds for seconds in getattr(device, name)]
                 for name in ("forward", "backward", "weights", "update")
             }
-            devices[rank] = msgspec.structs.replace(device, factor=whole, **scaled)
+            assumed = device.assumed and rank not in self._seen
+            devices[rank] = msgspec.structs.replace(device, factor=whole, assumed=assumed, **scaled)
         return msgspec.structs.replace(self._survey, devices=devices)
 
     def evaluated(self, result: Evaluated) -> None:

@@ -1,5 +1,6 @@
 """A device slows down: a new plan is proposed where it pays, and not for noise, for a moment, or too late."""
 
+import msgspec
 import numpy as np
 import pytest
 from test_planner import job, survey
@@ -125,6 +126,16 @@ def test_a_stage_with_little_to_do_does_not_say_how_fast_its_device_is() -> None
     for _ in range(2):
         run.adapter.pulse(1, 1 / 4)
     assert layers(run.steps(3 * WINDOW, 1, 1 / 4, 1))[1] > 2
+
+
+def test_a_device_that_was_assumed_is_known_once_it_had_enough_to_do() -> None:
+    """Else a slow one that gets a layer looks fast, gets more, and so on."""
+    run = Run(1, 1, 1)
+    devices = [msgspec.structs.replace(device, assumed=n > 0) for n, device in enumerate(run.survey.devices)]
+    run.adapter.begin(run.plan, msgspec.structs.replace(run.survey, devices=devices), run._ask)
+    assert run.steps(3 * WINDOW, 1, 10, 1)
+    assert run.adapter.proposal
+    assert [device.assumed for device in run.adapter.proposal.survey.devices] == [False, False, True]
 
 
 def test_a_fixed_period() -> None:
