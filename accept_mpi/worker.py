@@ -195,21 +195,6 @@ class Worker:
                     f"the first values that are not finite come out of {name}"
                 )
 
-    def _receive(self, link: Incoming, step: int, k: int) -> tuple[Tensors, int]:
-        began = time.monotonic()
-        try:
-            return link.receive(step, k, self._deadline, self.recorder)
-        finally:
-            self._waited += time.monotonic() - began
-
-    def _beat(self) -> None:
-        """A device that mostly waits says now and then how fast it would be with more to do."""
-        span = time.monotonic() - self._since
-        if self._pulse and span > EVERY_BESIDE_A_STAGE:
-            if self._waited > span / 2:
-                self.plane.post(0, "pulse", self._pulse.beat())
-            self._waited, self._since = 0.0, time.monotonic()
-
     def backward(self, step: int, k: int, samples: int) -> None:
         """B of micro-batch ``k``: its outputs' gradients, the stage, its inputs' gradients."""
         pass_by("backward")
@@ -280,6 +265,21 @@ class Worker:
         self._traced = time.monotonic()
         if len(self.recorder):
             self.plane.post(0, "trace", self.recorder.take().tobytes())
+
+    def _receive(self, link: Incoming, step: int, k: int) -> tuple[Tensors, int]:
+        began = time.monotonic()
+        try:
+            return link.receive(step, k, self._deadline, self.recorder)
+        finally:
+            self._waited += time.monotonic() - began
+
+    def _beat(self) -> None:
+        """A device that mostly waits says now and then how fast it would be with more to do."""
+        span = time.monotonic() - self._since
+        if self._pulse and span > EVERY_BESIDE_A_STAGE:
+            if self._waited > span / 2:
+                self.plane.post(0, "pulse", self._pulse.beat())
+            self._waited, self._since = 0.0, time.monotonic()
 
     def _summary(self, step: int, epoch: int, results: list[Result]) -> dict[str, Any]:
         samples, targets = sum(r.samples for r in results), sum(r.targets for r in results)

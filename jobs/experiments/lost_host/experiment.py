@@ -75,7 +75,7 @@ def draw(rows: list[Any]) -> None:
     parts = [("noticed", "#D55E00"), ("the others are started", "#E69F00"), ("the next step", "#1a6fb0")]
     bars = {}
     for name, noticed, started, first, _, back, used in rows:
-        bars[f"{name}"] = [noticed, started - noticed, first - started]
+        bars[name] = [noticed, started - noticed, first - started]
         bars[f"{name}: it returns"] = [back, 0.0, used - back]
     for number, (label, colour) in enumerate(parts):
         left = [sum(seconds[:number]) for seconds in bars.values()]
