@@ -64,7 +64,7 @@ class Experiment:
     def lab(self, fleet: str, hosts: Sequence[Host] | None = None) -> Iterator[Laboratory]:
         """Hosts of a fleet file (or these, as a fleet of this name) for as long as the block. Raises UserError."""
         hosts = read(self.folder / fleet) if hosts is None else list(hosts)
-        with Laboratory(f"experiment-{self.folder.name}").using(hosts) as lab, ExitStack() as stack:
+        with Laboratory("experiment-" + self.folder.name.replace("_", "-")).using(hosts) as lab, ExitStack() as stack:
             self._lab, self._fleet, self._stack, self._places = lab, fleet, stack, None
             self._hosts = len(hosts)
             yield lab
