@@ -163,8 +163,8 @@ def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outco
             if best is None or found.step < _WORTH * best[0].step:
                 best = found, candidate
     assert best is not None
-    if held:
-        found = outcome(survey, job, _as_plan(_nearest(problem, best[1], survey, job, held), job))
+    if held and (near := _nearest(problem, best[1], survey, job, held)) != best[1]:
+        found = outcome(survey, job, _as_plan(near, job))
         if _WORTH * found.step <= best[0].step:
             return found, even
     return best[0], even

@@ -153,7 +153,7 @@ def main() -> None:
     rate = statistics.median(one["rate"] for one in ours)
     head = ["seconds from the kill, median of three", "new plan ready; or job ended", "next new step done", "slowest"]
     text = [
-        "# A process of one of four hosts is killed (0.4 core, 100 Mbit/s, MobileNetV2, batch 32, zero-bubble, 4 bits)\n",
+        "# A process of one of four hosts is killed (0.4 core, 100 Mbit/s, MobileNetV2, batch 32, 1f1b, 4 bits)\n",
         table(head, rows),
         "",
         table(["of it, seconds", *_PARTS], [[trial, *parts(one)] for trial, one in enumerate(ours)]),
