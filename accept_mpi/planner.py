@@ -5,6 +5,7 @@ Pure: what is measured comes in (``Survey``), a plan and its forecast go out; ``
 
 import contextlib
 import itertools
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from accept_mpi.schedule import Kind, depth
 from accept_mpi.survey import Device, Survey
 
 _WORTH = 0.98  # of the step before; measurements are no finer
+_ALIKE = 0.9  # so far apart are devices of one kind, measured for a second or two: which is which need not cost a move
+_TRIED = 720  # orders of devices
 _STATES = 3.0  # times a layer's parameters: what a layer that changes hands may consist of
 _NEVER = 1e9  # seconds of a layer that a device must not get
 _FILL = {"1f1b-async": 0.0, "1f1b": 1.0, "gpipe": 1.0, "zero-bubble": 1 / 3}  # ZB-H1: Qi et al. 2023, section 2.2
@@ -165,22 +168,27 @@ def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outco
     assert best is not None
     if held and (near := _nearest(problem, best[1], survey, job, held)) != best[1]:
         found = outcome(survey, job, _as_plan(near, job))
-        if _WORTH * found.step <= best[0].step:
+        if _ALIKE * found.step <= best[0].step:
             return found, even
     return best[0], even
 
 
 def _nearest(problem: Problem, solution: Solution, survey: Survey, job: config.Job, held: Layers) -> Solution:
-    """The same stages, with devices in each other's place wherever less must move then and a step takes no longer."""
+    """The same stages, with devices in each other's place wherever less must move then and a step takes hardly longer: all
+    orders of a few devices, else exchange by exchange."""
 
     def moves(devices: Sequence[int]) -> tuple[float, float]:
         return moving(survey, _as_plan(replace(solution, devices=tuple(devices)), job), held)
 
     def as_good(devices: Sequence[int]) -> bool:
         reached = cost(problem, replace(solution, devices=tuple(devices)))
-        return reached.fits and _WORTH * reached.step <= longest
+        return reached.fits and _ALIKE * reached.step <= longest
 
     longest, stages = cost(problem, solution).step, len(solution.devices)
+    if math.perm(problem.devices, stages) <= _TRIED:
+        orders = itertools.permutations(range(problem.devices), stages)
+        found = min((moves(order), order) for order in orders if as_good(order))
+        return solution if found[0] == moves(solution.devices) else replace(solution, devices=found[1])
     best = [*solution.devices, *sorted(set(range(problem.devices)) - set(solution.devices))]
     while True:
         swaps = [_swapped(best, i, j) for i in range(stages) for j in range(i + 1, len(best))]

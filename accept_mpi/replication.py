@@ -4,6 +4,10 @@ The first stage decides after which step, and a flag on the step's first micro-b
 takes its copy after the same update. What is whole at the next rank is reported to rank 0; when that holds of all stages,
 the snapshot is committed and older ones are forgotten. A snapshot begins when the one before is committed, never earlier.
 
+Where one stage's state takes its link longer than the job allows, there are extra ones in between: every stage keeps its
+own copy, and those whose copy before is on its way no more send it on. So a loss costs as many steps as the lost stage's own
+copy needs, not the largest one's.
+
 How often (``recovery.replicate_every``): so many steps, less those that the last one took to be committed, so that a loss
 costs no more than that; or "auto": sqrt(2 C M) seconds, with C what a snapshot takes and M the mean time between failures
 (Young 1974; Daly 2006, first order), and never more than ``_MOST_SHARE`` of the time.
@@ -23,11 +27,14 @@ from accept_mpi.plan import Place
 from accept_mpi.replicas import Replicas, states
 from accept_mpi.stage import Stage
 
-SNAPSHOT, CHECKPOINT, REPLAN = 0x8000, 0x4000, 0x2000
-"""Of a message's flags: its step ends with a snapshot, with a checkpoint that nobody planned, or with its plan."""
+SNAPSHOT, CHECKPOINT, REPLAN, EXTRA = 0x8000, 0x4000, 0x2000, 0x1000
+"""Of a message's flags: its step ends with a snapshot, with a checkpoint that nobody planned, with its plan, or with a
+snapshot that not all stages send on."""
+FLAGS = SNAPSHOT | CHECKPOINT | REPLAN | EXTRA
 
-_CHUNK = 1 << 17  # 10 ms at 100 Mbit/s, before a message of training can go
+_CHUNK = 1 << 16  # 5 ms at 100 Mbit/s; `comm.background` decides how many are under way
 _MOST_SHARE = 0.03
+_MOST_EXTRA = 3  # own copies between two snapshots
 _SOON = 3  # steps of a new plan before its first snapshot
 _FIRST_SECONDS = 2.0  # before anything is known of what a snapshot takes
 
@@ -47,16 +54,20 @@ class Replication:
         size: int,
         survives: bool,
         post: Post,
+        sending: Callable[[], bool],
     ) -> None:
-        """``ranks``: that hold stages 0, 1, ...; ``size``: of all, idle ones too; ``survives``: whether copies help."""
-        self._recovery, self._replicas, self._survives, self._post = recovery, replicas, survives, post
+        """``ranks``: that hold stages 0, 1, ...; ``size``: of all, idle ones too; ``survives``: whether copies help;
+        ``sending``: whether what was posted to wait is not sent yet."""
+        self._recovery, self._replicas, self._survives = recovery, replicas, survives
+        self._post, self._sending = post, sending
         self._place, self._ranks, self._size = place, ranks, size
         self._growing: dict[tuple[int, int], bytearray] = {}
         self._whole: dict[int, set[int]] = {}
         self._pending: tuple[int, float] | None = None
         self._lag, self._soon = 1, 0
+        self._copied = self._extra = 0
         self._seconds: float | None = None
-        self._last_step, self._last_time = 0, time.monotonic()
+        self._last_time = time.monotonic()
         self._now = 0
         self._stop = self._stopping = self._replan = False
 
@@ -71,27 +82,33 @@ class Replication:
         if self._replan:
             self._replan = False
             return REPLAN
-        flags = SNAPSHOT if self._due(step) else 0
+        flags = self._due(step)
+        if flags:
+            self._copied, self._extra = step + 1, self._extra + 1 if flags == EXTRA else 0
         if self._stop and not self._stopping:
             self._stopping = True
             self._post(0, "stopping", step + 1, False)
             flags |= CHECKPOINT
         return flags
 
-    def _due(self, step: int) -> bool:
+    def _due(self, step: int) -> int:
+        """SNAPSHOT, EXTRA or 0."""
         self._now = step + 1
-        if not self.on or self._pending is not None:
-            return False
+        if not self.on:
+            return 0
         every = self._recovery.replicate_every
         if self._soon:
             wanted = step + 1 >= self._soon
         elif isinstance(every, int):
-            wanted = step + 1 - self._last_step >= max(1, every - self._lag)
+            wanted = step + 1 - self._copied >= max(1, every - self._lag)
         else:
-            wanted = time.monotonic() - self._last_time >= self.period
-        if wanted:
-            self._pending, self._soon = (step + 1, time.monotonic()), 0
-        return wanted
+            wanted = self._pending is None and time.monotonic() - self._last_time >= self.period
+        if not wanted:
+            return 0
+        if self._pending is not None:
+            return EXTRA if self._extra < _MOST_EXTRA else 0
+        self._pending, self._soon = (step + 1, time.monotonic()), 0
+        return SNAPSHOT
 
     @property
     def period(self) -> float:
@@ -111,15 +128,15 @@ class Replication:
     def restart(self, step: int, stage: Stage) -> None:
         """A plan begins after ``step`` steps. Whoever sent layers here has them still, so they need not go further at once:
         the first steps make up for the loss, the next snapshot comes soon."""
-        self._last_step, self._soon = step, step + _SOON
+        self._soon = step + _SOON
         self._replicas.keep(step, states(stage))
 
-    def begin(self, step: int, stage: Stage) -> None:
+    def begin(self, step: int, stage: Stage, flags: int) -> None:
         """Keep the stage's state after ``step`` steps, and send it on in the background."""
         pass_by("snapshot")
         blobs = states(stage)
         self._replicas.keep(step, blobs)
-        if self.on:
+        if self.on and (flags & SNAPSHOT or not self._sending()):
             data = msgspec.msgpack.encode(blobs)
             stages = len(self._ranks)
             # The only stage's goes to a rank that the plan leaves idle.
@@ -171,4 +188,4 @@ class Replication:
         if self._pending is not None and self._pending[0] == step:
             self._seconds = time.monotonic() - self._pending[1]
             self._lag = max(1, self._now - step)
-            self._last_step, self._last_time, self._pending = step, time.monotonic(), None
+            self._last_time, self._pending = time.monotonic(), None

@@ -3,19 +3,25 @@
 They lie in ranks' memory (``replicas``), or in a checkpoint on rank 0's disk.
 """
 
-from typing import NamedTuple
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 
-from accept_mpi.comm.messenger import Messenger
+from accept_mpi.comm.messenger import Messenger, Sending
 from accept_mpi.comm.runtime import Runtime
+from accept_mpi.errors import DeadlineError
 from accept_mpi.faults import pass_by
 from accept_mpi.plan import Plan
 from accept_mpi.replicas import Holdings, Replicas, newest, pack, sources
 from accept_mpi.snapshot import Checkpoint
 from accept_mpi.spill import Blobs
 
-_PIECE = 1 << 20
+_PIECE = 1 << 18
+_AT_ONCE = 4  # pieces under way from one rank
+_POLL = 0.0005
 
 
 class Origin(NamedTuple):
@@ -52,34 +58,63 @@ def origin(runtime: Runtime, replicas: Replicas, disk_step: int, layers: int) ->
 
 
 def fetch(messenger: Messenger, plan: Plan, origin: Origin, store: Replicas | Stored, seconds: float) -> Blobs:
-    """The states of this rank's layers; what others need of this rank's goes to them. All ranks together."""
+    """The states of this rank's layers; what others need of this rank's goes to them meanwhile. All ranks together."""
     pass_by("move")
     rank, step = messenger.rank, origin.step
     wanted = [plan.layers_of(r) for r in range(messenger.size)]
     moves = sources(origin.held, step, wanted)
     found = {layer: store.get(step, layer) for layer in wanted[rank] if layer in origin.held[rank].get(step, ())}
-    for (source, dest), layers in sorted(moves.items()):
-        if source == rank:  # one receiver after another: rank 0 need not hold what all wait for
-            _send(messenger, dest, {layer: store.get(step, layer) for layer in layers}, seconds)
-    for source, dest in sorted(moves):
-        if dest == rank:
-            found |= _receive(messenger, source, seconds)
-    messenger.flush(seconds, "the layers that other ranks need")
+    # One receiver after another: rank 0 need not hold what all wait for.
+    pieces = (
+        (dest, "layers", piece)
+        for (source, dest), layers in sorted(moves.items())
+        if source == rank
+        for piece in _pieces({layer: store.get(step, layer) for layer in layers})
+    )
+    coming = {source for source, dest in moves if dest == rank}
+    for blobs in _exchange(messenger, pieces, coming, seconds):
+        found |= blobs
     return found
 
 
-def _send(messenger: Messenger, dest: int, blobs: Blobs, seconds: float) -> None:
+def _pieces(blobs: Blobs) -> Iterator[dict[str, Any]]:
     data = msgspec.msgpack.encode(blobs)
-    messenger.send(dest, "layers bytes", len(data))
     for offset in range(0, len(data), _PIECE):
-        messenger.send(dest, "layers", data[offset : offset + _PIECE])
-        messenger.flush(seconds, f"layers for rank {dest}")
+        yield {"total": len(data), "data": data[offset : offset + _PIECE]}
 
 
-def _receive(messenger: Messenger, source: int, seconds: float) -> Blobs:
-    awaited = "the state of layers"
-    total = messenger.expect("layers bytes", {source}, seconds, awaited)[source]
-    data = bytearray()
-    while len(data) < total:
-        data += messenger.expect("layers", {source}, seconds, awaited)[source]
-    return msgspec.msgpack.decode(data, type=Blobs)
+def _exchange(
+    messenger: Messenger, pieces: Iterator[tuple[int, str, dict[str, Any]]], coming: set[int], seconds: float
+) -> list[Blobs]:
+    """Send pieces, several at once, while those of ``coming`` arrive; links carry both ways at the same time. Raises
+    DeadlineError where nothing moves for so many seconds."""
+    growing = {source: bytearray() for source in coming}
+    missing, later = set(coming), []
+    under_way: deque[Sending] = deque()
+    piece = next(pieces, None)
+    until = time.monotonic() + seconds
+    while missing or under_way or piece:
+        moved = False
+        while piece and len(under_way) < _AT_ONCE:
+            under_way.append(messenger.begin(*piece))
+            piece = next(pieces, None)
+        for message in messenger.poll():
+            if message.kind == "layers" and message.source in missing:
+                growing[message.source] += message.body["data"]
+                if len(growing[message.source]) == message.body["total"]:
+                    missing.remove(message.source)
+                moved = True
+            else:
+                later.append(message)
+        while under_way and under_way[0].took is not None:
+            under_way.popleft()
+            moved = True
+        if moved:
+            until = time.monotonic() + seconds
+        elif time.monotonic() > until:
+            what = f"the state of layers from rank {min(missing)}" if missing else "another rank to take layers"
+            raise DeadlineError(f"rank {messenger.rank} waited {seconds:.0f} s for {what}")
+        else:
+            time.sleep(_POLL)
+    messenger.keep(later)
+    return [msgspec.msgpack.decode(data, type=Blobs) for data in growing.values()]

@@ -104,6 +104,8 @@ class _Run:
         stored = runtime.agree("the checkpoint", lambda: self._checkpoint() if runtime.rank == 0 else None)
         manifest = _share_manifest(runtime, stored)
         plan = self._next or self._first_plan(runtime, work)
+        if self._term:
+            self._term.close()
         self._term = term = Term(runtime, work, plan)
         begin = origin(runtime, work.replicas, manifest.step if manifest else 0, len(work.chain))
         course = _course(self.job, term.batches, begin.step)

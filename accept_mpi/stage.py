@@ -94,6 +94,18 @@ class Stage:
         """A data set's inputs as the first stage takes them: images in the model's memory format."""
         return tuple(v.contiguous(memory_format=self._memory_format) if v.dim() == 4 else v for v in _unpack(values))
 
+    def close(self) -> None:
+        """Give the memory back, whoever still knows this object: another stage is to be built from it."""
+        self.in_flight.clear()
+        self._versions = {} if self._versions is not None else None
+        self.optimizer = None
+        for layer in self.layers:
+            for module in layer.modules():
+                module._parameters.clear()
+                module._buffers.clear()
+        self.parameters.clear()
+        self._deferred = None
+
     # -- actions -------------------------------------------------------------------------------------------------------
 
     def forward(

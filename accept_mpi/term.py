@@ -69,13 +69,14 @@ class Term:
         train = self.job.train
         self.batches = Batches(samples, train.batch_size, train.micro_batches, train.seed, train.drop_last)
         self._plane: DataPlane | None = None
+        self._built: Stage | None = None
 
     def build(self, course: Course, restore: Callable[[Stage], None]) -> None:
         """The stage, with the state that ``restore`` gives it, and what it exchanges with its neighbours."""
         pass_by("build")
         runtime, job, self.course = self.runtime, self.job, course
         loss = self.work.loss if self.place.last else None
-        self.stage = _make_stage(runtime, job, self.work.chain, self.plan.layers_of(runtime.rank), loss)
+        self.stage = self._built = _make_stage(runtime, job, self.work.chain, self.plan.layers_of(runtime.rank), loss)
         restore(self.stage)
         counts = runtime.messenger.allgather(self.stage.size, runtime.startup_seconds, "the number of parameters")
         self.parameters = sum(counts)
@@ -93,11 +94,12 @@ class Term:
         runtime, work = self.runtime, self.work
         self.recorder = Recorder(runtime.clock, runtime.rank, self.place.stage, runtime.members)
         self.role: Controller | Bystander = controller or Bystander()
-        self._plane = DataPlane(runtime.circle.data, runtime.messenger, self.recorder, self._handle)
+        plane = self._plane = DataPlane(runtime.circle.data, runtime.messenger, self.recorder, self._handle)
         ranks = [stage.ranks[0] for stage in self.plan.stages]
         self.replication = Replication(
-            self.job.recovery, work.replicas, self.place, ranks, runtime.size, runtime.survives, self._plane.post
-        )
+            self.job.recovery, work.replicas, self.place, ranks, runtime.size, runtime.survives, self._plane.post,
+            lambda: plane.background.busy,
+        )  # fmt: skip
         self._links = self._connect(self._plane)
         self._plane.start()
         _on_signals(self.replication.ask_to_stop)
@@ -131,6 +133,12 @@ class Term:
         _on_signals(None)
         if self._plane:
             self._plane.abandon()
+        self.close()
+
+    def close(self) -> None:
+        """The stage's memory is there for the next one. (Errors that are kept know the frames that know the stage.)"""
+        if self._built:
+            self._built.close()
 
     # ------------------------------------------------------------------------------------------------------------------
 

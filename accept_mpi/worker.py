@@ -21,7 +21,7 @@ from accept_mpi.optimizer import learning_rate
 from accept_mpi.plan import Place
 from accept_mpi.pulse import EVERY_BESIDE_A_STAGE, Pulse
 from accept_mpi.recorder import Recorder
-from accept_mpi.replication import CHECKPOINT, REPLAN, SNAPSHOT, Replication
+from accept_mpi.replication import CHECKPOINT, EXTRA, FLAGS, REPLAN, SNAPSHOT, Replication
 from accept_mpi.schedule import actions, depth, forward_only
 from accept_mpi.seeds import AUGMENT, mix
 from accept_mpi.snapshot import chunks
@@ -148,9 +148,9 @@ class Worker:
             else:
                 self.update(step, version, steps)
                 flags = self._flags.pop(step, 0)
-                if flags & SNAPSHOT:
+                if flags & (SNAPSHOT | EXTRA):
                     with self.recorder.span("snapshot", step + 1):
-                        self._replication.begin(step + 1, self.stage)
+                        self._replication.begin(step + 1, self.stage, flags)
                 if flags & CHECKPOINT and not self._course.checkpoints(step + 1):
                     self.checkpoint(step + 1)
                 self._deadline = pipeline.timeout
@@ -172,7 +172,7 @@ class Worker:
         suspect = 0
         if self.links.activations_in:
             inputs, flags = self._receive(self.links.activations_in, step, k)
-            suspect = flags & ~(SNAPSHOT | CHECKPOINT | REPLAN)
+            suspect = flags & ~FLAGS
             if k == 0:
                 self._flag(step, flags - suspect)
         else:

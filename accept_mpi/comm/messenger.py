@@ -25,6 +25,21 @@ class Message(msgspec.Struct, frozen=True):
     body: Any
 
 
+class Sending:
+    """A message under way."""
+
+    def __init__(self, request: MPI.Request, data: bytes) -> None:
+        self._request, self._data, self._began = request, data, time.monotonic()
+        self.took: float | None = None
+        """Seconds until its receiver had it; None: not yet."""
+
+    def look(self) -> bool:
+        """Whether its receiver has it."""
+        if self.took is None and self._request.Test():
+            self.took = time.monotonic() - self._began
+        return self.took is not None
+
+
 class Messenger:
     """Sends and receives control messages; every wait has a deadline."""
 
@@ -32,7 +47,8 @@ class Messenger:
         self._comm = world.Dup()
         self.rank, self.size = self._comm.rank, self._comm.size
         self._queue: deque[tuple[int, bytes]] = deque()
-        self._sending: tuple[MPI.Request, bytes] | None = None
+        self._sending: Sending | None = None
+        self._beside: list[Sending] = []
         self._receiving: tuple[MPI.Request, bytearray, int] | None = None
         self._received: deque[Message] = deque()
         self.interrupt: Callable[[], None] | None = None
@@ -42,17 +58,25 @@ class Messenger:
         """Queue a message; it goes out, in order, as ``poll`` is called."""
         self._queue.append((dest, msgspec.msgpack.encode((kind, body))))
 
+    def begin(self, dest: int, kind: str, body: Any) -> Sending:
+        """Send a message at once, beside what is queued."""
+        data = msgspec.msgpack.encode((kind, body))
+        self._beside.append(Sending(self._comm.Issend([data, MPI.BYTE], dest, _TAG), data))
+        return self._beside[-1]
+
     def poll(self) -> list[Message]:
         """Move sends on and return what has arrived."""
         if self.interrupt:
             self.interrupt()
             self.interrupt = None
-        if self._sending and self._sending[0].Test():
+        if self._sending and self._sending.look():
             self._sending = None
+        if self._beside:
+            self._beside = [sending for sending in self._beside if not sending.look()]
         if self._queue and not self._sending:
             dest, data = self._queue.popleft()
-            # Synchronous mode: one message at a time is under way, so bulk (snapshots) cannot crowd out training.
-            self._sending = (self._comm.Issend([data, MPI.BYTE], dest, _TAG), data)
+            # Synchronous mode, one message at a time: what is long (a checkpoint) cannot crowd out training.
+            self._sending = Sending(self._comm.Issend([data, MPI.BYTE], dest, _TAG), data)
         # One at a time, in order. A long one (a piece of a snapshot) takes many looks to come in.
         while self._receiving or self._find():
             assert self._receiving
@@ -77,8 +101,8 @@ class Messenger:
 
     @property
     def idle(self) -> bool:
-        """Whether everything queued has been taken by its receiver."""
-        return not self._queue and not self._sending
+        """Whether everything has been taken by its receiver."""
+        return not self._queue and not self._sending and not self._beside
 
     def flush(self, deadline: float, awaited: str) -> None:
         """Poll until all sends are taken; what arrives meanwhile is kept. Raises DeadlineError."""

@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from accept_mpi.codec import Bytes, Header, Specs, Tensors, aligned, buffer_bytes, decode, encode
 from accept_mpi.coding import Coding
+from accept_mpi.comm.background import Background
 from accept_mpi.comm.messenger import Message, Messenger
 from accept_mpi.errors import DeadlineError, ProtocolError
 from accept_mpi.recorder import Recorder
@@ -29,7 +30,6 @@ _LIVELY_SECONDS = 0.2
 _POLL_AWAITED, _POLL_SENDING, _POLL_IDLE, _POLL_ALONE = 0.0002, 0.002, 0.008, 0.02
 _SOCKET_BYTES = 1 << 17
 _ABANDON_SECONDS = 5.0
-_BULK_SECONDS = 0.2  # after which bulk goes although training sends: a link that is always busy must not hold it off
 _SWITCH_SECONDS = 0.0005
 _UNCODED_REPORTED = 10
 _RECEIVES_POSTED = 3
@@ -244,8 +244,7 @@ class DataPlane(threading.Thread):
         self._outgoing: list[Outgoing] = []
         self._incoming: list[Incoming] = []
         self._posts: queue.SimpleQueue[tuple[int, str, Any] | None] = queue.SimpleQueue()
-        self._bulk: deque[tuple[int, str, Any]] = deque()
-        self._bulk_sent = 0.0
+        self.background = Background(messenger)
         self._not_taken: list[Message] = []
         # Python lets a thread that asks for its lock wait 5 ms while another computes, and a transfer asks several times.
         sys.setswitchinterval(_SWITCH_SECONDS)
@@ -268,7 +267,7 @@ class DataPlane(threading.Thread):
     def post(self, dest: int, kind: str, body: Any, bulk: bool = False) -> None:
         """Send a control message, from any thread. ``bulk``: when training sends nothing, and not at all after ``stop``."""
         if bulk:
-            self._bulk.append((dest, kind, body))
+            self.background.put(dest, kind, body)
         else:
             self._posts.put((dest, kind, body))
 
@@ -333,12 +332,8 @@ class DataPlane(threading.Thread):
             if not self._handle(message):
                 self._not_taken.append(message)
             moved = True
-        if self._bulk and self._messenger.idle and not self._stopping:
-            quiet = not any(out.waiting or out.active for out in self._outgoing)
-            if quiet or time.monotonic() - self._bulk_sent > _BULK_SECONDS:
-                self._messenger.send(*self._bulk.popleft())
-                self._bulk_sent = time.monotonic()
-                moved = True
+        if not self._stopping:
+            moved |= self.background.move(quiet=not any(out.waiting or out.sends_bulk for out in self._outgoing))
         return moved
 
     def _pause(self) -> None:

@@ -101,6 +101,18 @@ class Slurm:
         )  # type: ignore[call-overload]
         return str(done.stdout)
 
+    def wait(self, number: str, seconds: float) -> tuple[str, int]:
+        """A job's last state and exit code, as soon as it has ended: "sbatch --wait" looks after 2, 10 and 42 s."""
+        deadline = time.monotonic() + seconds
+        while True:
+            shown = self.run(["scontrol", "show", "job", number, "--oneliner"], 20)
+            fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+            if fields["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+                return fields["JobState"], int(fields["ExitCode"].partition(":")[0])
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"Slurm's job {number} is still {fields['JobState']} after {seconds:.0f} s")
+            time.sleep(0.3)
+
     def _start(self) -> None:
         for name in ("state", "spool"):
             (self.folder / name).mkdir()

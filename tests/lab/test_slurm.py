@@ -1,6 +1,5 @@
 """Batch scripts run on a real Slurm, without a host file."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,14 +20,13 @@ def slurm():
         yield running
 
 
-def submit(slurm: Slurm, folder: Path, script: str, *words: str) -> str:
-    """Submit from the checkout's root and wait; what the job printed."""
+def submit(slurm: Slurm, folder: Path, script: str, *words: str, code: int = 0) -> str:
+    """Submit from the checkout's root and wait until the job ends with ``code``; what it printed."""
     out = folder / "out.txt"
-    command = ["sbatch", "--wait", f"--output={out}", "--ntasks=2", f"jobs/slurm/{script}", *words]
-    try:
-        slurm.run(command, 240, cwd=ROOT)
-    except subprocess.CalledProcessError as error:
-        pytest.fail(f"{error}\n{error.stderr}\n{out.read_text() if out.exists() else ''}")
+    command = ["sbatch", "--parsable", f"--output={out}", "--ntasks=2", f"jobs/slurm/{script}", *words]
+    number = slurm.run(command, 20, cwd=ROOT).strip()
+    state, ended = slurm.wait(number, 240)
+    assert ended == code, f"{state}, exit code {ended}\n{out.read_text() if out.exists() else ''}"
     return out.read_text()
 
 
@@ -43,11 +41,7 @@ def test_a_job(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_a_failing_job_fails(slurm: Slurm, tmp_path: Path) -> None:
-    command = ["sbatch", "--wait", f"--output={tmp_path}/out.txt", "jobs/slurm/train.sbatch", "nothing.toml"]
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        slurm.run(command, 120, cwd=ROOT)
-    assert caught.value.returncode == 2
-    assert "nothing.toml" in (tmp_path / "out.txt").read_text()
+    assert "nothing.toml" in submit(slurm, tmp_path, "train.sbatch", "nothing.toml", code=2)
 
 
 def test_a_sweep(slurm: Slurm, tmp_path: Path) -> None:

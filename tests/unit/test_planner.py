@@ -60,6 +60,8 @@ def test_devices_that_are_as_good_take_what_they_hold() -> None:
     held = [range(8, 12), range(4), range(4, 8)]
     assert [plan_for(fleet, job()).plan.layers_of(rank) for rank in range(3)] == [range(4), range(4, 8), range(8, 12)]
     assert [plan_for(fleet, job(), held).plan.layers_of(rank) for rank in range(3)] == held
+    # So they do where one was measured a little slower than the others.
+    assert [plan_for(survey(1, 1.04, 1), job(), held).plan.layers_of(rank) for rank in range(3)] == held
     # The second one is slow, and stays where it has little to do.
     slow = survey(1, 2, 1)
     usual = plan_for(slow, job())

@@ -11,7 +11,7 @@ from accept_mpi.comm.messenger import Message
 from accept_mpi.models.layers import build_layers
 from accept_mpi.plan import Codec, Place, make_plan
 from accept_mpi.replicas import Replicas, load, newest, sources, states
-from accept_mpi.replication import CHECKPOINT, SNAPSHOT, Replication
+from accept_mpi.replication import CHECKPOINT, EXTRA, SNAPSHOT, Replication
 from accept_mpi.stage import Stage
 
 JOB = config.parse(
@@ -77,16 +77,17 @@ class Ranks:
 
     def __init__(self, count: int, **recovery: Any) -> None:
         self.held: list[tuple[int, Message]] = []
-        self.hold = False
+        self.sending = [False] * count
         self.stores = [Replicas() for _ in range(count)]
         self.stages = [stage(s, s + 1, 1) for s in range(count)]
         ranks = list(range(count))
         self.all = [
             Replication(
-                config.Recovery(**recovery), self.stores[s], Place(s, count, None, None), ranks, count, True, self.post(s)
+                config.Recovery(**recovery), self.stores[s], Place(s, count, None, None), ranks, count, True, self.post(s),
+                lambda s=s: self.sending[s],  # type: ignore[misc]
             )
             for s in ranks
-        ]
+        ]  # fmt: skip
 
     def post(self, source: int) -> Any:
         def put(dest: int, kind: str, body: Any, bulk: bool) -> None:
@@ -101,9 +102,9 @@ class Ranks:
 
     def step(self, step: int) -> int:
         flags = self.all[0].flags(step)
-        if flags & SNAPSHOT:
+        if flags & (SNAPSHOT | EXTRA):
             for replication, one in zip(self.all, self.stages, strict=True):
-                replication.begin(step + 1, one)
+                replication.begin(step + 1, one, flags)
         return flags
 
 
@@ -124,12 +125,36 @@ def test_the_next_one_waits_for_the_one_before() -> None:
     assert ranks.step(0) & SNAPSHOT
     ranks.deliver()
     assert ranks.step(1) & SNAPSHOT
-    assert not ranks.step(2)
+    ranks.sending = [True, True]
+    assert ranks.step(2) == EXTRA
     held = [store.holdings() for store in ranks.stores]
     assert newest([held[0]], 2) == 1 == newest([held[1]], 2)
     ranks.deliver()
     assert ranks.step(3) & SNAPSHOT
-    assert [store.holdings() for store in ranks.stores] == [{2: [0, 1], 4: [0]}, {2: [0, 1], 4: [1]}]
+    assert [store.holdings() for store in ranks.stores] == [{2: [0, 1], 3: [0], 4: [0]}, {2: [0, 1], 3: [1], 4: [1]}]
+
+
+def test_between_two_snapshots_stages_that_can_send_extra_ones() -> None:
+    """The second stage's copy takes long to send; each keeps its own, and the first one's is at the next rank every time."""
+    ranks = Ranks(2, replicate_every=1)
+    assert ranks.step(0) == SNAPSHOT
+    ranks.deliver()
+    assert ranks.step(1) == SNAPSHOT
+    late = [(dest, message) for dest, message in ranks.held if message.source == 1]
+    ranks.held = [(dest, message) for dest, message in ranks.held if message.source == 0]
+    ranks.deliver()
+    ranks.sending[1] = True
+    assert [ranks.step(step) for step in (2, 3)] == [EXTRA, EXTRA]
+    ranks.deliver()
+    held = [store.holdings() for store in ranks.stores]
+    assert held == [{1: [0, 1], 2: [0], 3: [0], 4: [0]}, {1: [0, 1], 2: [0, 1], 3: [0, 1], 4: [0, 1]}]
+    assert newest(held[1:], 2) == 4  # without the first stage
+    assert newest(held[:1], 2) == 1  # without the second one
+    assert [ranks.step(step) for step in (4, 5)] == [EXTRA, 0]  # so many and no more
+    ranks.held += late
+    ranks.deliver()
+    assert [min(store.holdings()) for store in ranks.stores] == [2, 2]
+    assert ranks.step(6) == SNAPSHOT
 
 
 def test_young_s_period_follows_what_a_snapshot_takes(monkeypatch: pytest.MonkeyPatch) -> None:
