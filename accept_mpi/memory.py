@@ -5,7 +5,7 @@ import math
 import os
 from pathlib import Path
 
-_GROUPS = Path("/sys/fs/cgroup")
+from accept_mpi import cgroups
 
 
 def total_memory() -> int:
@@ -33,26 +33,15 @@ def _physical() -> float:
 
 def _limits() -> list[tuple[float, float]]:
     """Of this process's control groups: limit and use in bytes."""
-    found = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            found += limits_of_group(controllers, path, _GROUPS)
-    return found
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+    return limits(cgroups.own("memory", *names))
 
 
-def limits_of_group(controllers: str, path: str, root: Path) -> list[tuple[float, float]]:
-    """Limit and use of a control group (version 2: no ``controllers``; 1: "memory" among them) and of those above it."""
-    if controllers and "memory" not in controllers.split(","):
-        return []
-    top = root / "memory" if controllers else root
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+def limits(groups: list[list[str]]) -> list[tuple[float, float]]:
+    """Limit and use as numbers, of those groups that have a limit."""
     found = []
-    group = top / path.lstrip("/")
-    for folder in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            limit, used = (float((folder / name).read_text()) for name in names)
+    for texts in groups:
+        with contextlib.suppress(ValueError):  # "max"
+            limit, used = map(float, texts)
             found.append((limit, used))
-        if folder == top:
-            break
     return found

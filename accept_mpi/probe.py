@@ -26,6 +26,7 @@ from accept_mpi.stage import Loss, Stage
 
 PIECES = 10
 _MOST_ROUNDS, _LEAST_ROUNDS = 40, 3
+_MATES = 1.25  # apart are devices of one kind at most, to be taken for the same
 _WINDOW = 0.1  # seconds that a piece is measured at least: quotas of CPU are given out every 5 to 100 ms
 _PRECISE = 0.005  # standard error of the mean at which a piece is known well enough
 _MOST_FLIGHT, _CACHE_BYTES = 3, 32 << 20  # micro-batches in flight: as many as caches do not hold
@@ -146,6 +147,22 @@ def together(same: Sequence[LayerTimes]) -> LayerTimes:
         probes.append((start, stop, forward, backward))
     seconds, stretch = max(one.seconds for one in same), statistics.fmean(one.stretch for one in same)
     return msgspec.structs.replace(_times(means, seconds, tuple(probes), stretch), observed=same[0].observed)
+
+
+def alike(times: Sequence[LayerTimes], kinds: Sequence[str]) -> list[LayerTimes]:
+    """Devices of one kind that measured much the same, taken to be the same: what one measures in its few seconds is off by
+    a tenth or two, the mean of several by less. One that is further than that from its kind's median stays what it is."""
+    found = list(times)
+    for kind in set(kinds):
+        group = [n for n, other in enumerate(kinds) if other == kind]
+        common = np.all([np.isfinite(times[n].forward) for n in group], axis=0)
+        if len(group) < 2 or not common.any():
+            continue
+        total = np.array([np.add(times[n].forward, times[n].backward)[common].sum() for n in group])
+        same = [n for n, took in zip(group, total / np.median(total), strict=True) if 1 / _MATES < took < _MATES]
+        for n in same:
+            found[n] = together([times[one] for one in same])
+    return found
 
 
 def _measure(

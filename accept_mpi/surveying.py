@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from accept_mpi import config
+from accept_mpi.cgroups import cpu_share
 from accept_mpi.coding import prepare
 from accept_mpi.comm.measure import PairRates, pair_rates
 from accept_mpi.comm.runtime import Agreed, Runtime
@@ -34,7 +35,7 @@ from accept_mpi.outline import Outline, outline_of
 from accept_mpi.plan import Plan
 from accept_mpi.planner import codings_of, plans_for, table
 from accept_mpi.predictor import Predictor
-from accept_mpi.probe import LayerTimes, Run, micro_batch, nothing_measured, pieces, probe, together
+from accept_mpi.probe import LayerTimes, Run, alike, micro_batch, nothing_measured, pieces, probe, together
 from accept_mpi.profile import codec_costs, message_cost
 from accept_mpi.replay import mean_times
 from accept_mpi.stage import Loss
@@ -116,11 +117,13 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
         if runtime.rank:
             return None
         reports = [msgspec.convert(one, _Report) for one in gathered]
-        alike = {key: [n for n in range(runtime.size) if keys[n] == key] for key in keys}
-        times = {key: together([reports[n].times for n in same]) for key, same in alike.items()}
-        reports = [msgspec.structs.replace(report, times=times[key]) for report, key in zip(reports, keys, strict=True)]
+        ranks_of = {key: [n for n in range(runtime.size) if keys[n] == key] for key in keys}
+        times = {key: together([reports[n].times for n in same]) for key, same in ranks_of.items()}
+        kinds = [device_key({name: fact for name, fact in one.items() if name != "host"}) for one in everyone]
+        pooled = alike([times[key] for key in keys], kinds)
+        reports = [msgspec.structs.replace(report, times=one) for report, one in zip(reports, pooled, strict=True)]
         if path:
-            there = {key: (everyone[alike[key][0]], one) for key, one in times.items() if any(one.measured)}
+            there = {key: (everyone[ranks_of[key][0]], one) for key, one in times.items() if any(one.measured)}
             remember(path, model, there)
         predictor = None
         if not given and not all(all(one.measured) for one in times.values()):
@@ -229,6 +232,7 @@ def _facts(runtime: Runtime, job: config.Job) -> dict[str, Any]:
         "cpu": cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cores": host["cores"],
+        "share": str(cpu_share()),
         "ranks": runtime.ranks_on_host,
         "threads": torch.get_num_threads(),
         "torch": host["versions"]["torch"],

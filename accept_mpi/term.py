@@ -6,9 +6,11 @@ the worker that walks the schedule.
 
 import math
 import signal
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +42,8 @@ from accept_mpi.worker import Course, Links, Worker
 
 Data = tuple[Dataset | None, Dataset | None]
 
+_TOLD = 8
+
 
 @dataclass
 class Work:
@@ -51,6 +55,10 @@ class Work:
     replicas: Replicas = field(default_factory=Replicas)
     data: Data = (None, None)
     """Training and test set, once this rank has needed them."""
+    told: deque[tuple[str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=_TOLD))
+    """What this rank has told rank 0 last, should it have been under way when a rank was lost."""
+    told_to: int = 0
+    """Who that was, by its rank when mpirun began."""
 
 
 class Term:
@@ -102,6 +110,7 @@ class Term:
         )  # fmt: skip
         self._links = self._connect(self._plane)
         self._plane.start()
+        self._tell_again()
         _on_signals(self.replication.ask_to_stop)
         if not self.replication.on:
             work.replicas.clear()
@@ -119,7 +128,7 @@ class Term:
         if not self.place.idle:
             worker = Worker(
                 self.job, self.place, self.stage, self._links, self._plane, self.recorder, self.batches, self._data,
-                self.work.chain.names, self.runtime.lifeline.begin_step, self.replication,
+                self.work.chain.names, self.runtime.lifeline.begin_step, self.replication, self.work.told,
             )  # fmt: skip
             deliver = self.role.deliver if isinstance(self.role, Controller) else lambda: None
             made = worker.train(self.course, deliver, self.test_samples)
@@ -149,6 +158,17 @@ class Term:
 
     def _handle(self, message: Message) -> bool:
         return self.replication.handle(message) or self.role.handle(message)
+
+    def _tell_again(self) -> None:
+        """What happened before this term and may not have reached rank 0; another one begins with what lies on its disk."""
+        work, root = self.work, self.runtime.members[0]
+        if work.told_to != root:
+            work.told.clear()
+            work.told_to = root
+        assert self._plane is not None
+        for kind, body in work.told:
+            if body["step"] <= self.course.first:
+                self._plane.post(0, kind, body)
 
     def _connect(self, plane: DataPlane) -> Links:
         """Endpoints to both neighbours. A link holds at most what the stage before it may have in flight."""

@@ -6,6 +6,7 @@ hands it on; ``backward`` brings its gradient back the same way.
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,7 @@ class Worker:
         layer_names: list[str],
         begin_step: Callable[[int], None],
         replication: Replication,
+        told: deque[tuple[str, dict[str, Any]]],
     ) -> None:
         """``data``: training and test set, where this stage needs them. ``begin_step`` is told
         the number of each step (from 1) as it begins."""
@@ -88,7 +90,7 @@ class Worker:
         self.batches = batches
         self.train_set, self.test_set = data
         self._layer_names = layer_names
-        self._begin_step, self._replication = begin_step, replication
+        self._begin_step, self._replication, self._told = begin_step, replication, told
         self._flags: dict[int, int] = {}
         """Steps that end with a snapshot or a checkpoint."""
         self._deadline = job.pipeline.startup_timeout
@@ -218,7 +220,7 @@ class Worker:
             del self._results[: len(self.batches.sizes(step))]
             summary |= {"lr": lr, "samples_per_s": summary["samples"] / (now - self._step_began)}
             self._step_began = now
-            self.plane.post(0, "step", summary)
+            self._tell("step", summary)
         if time.monotonic() - self._traced > _TRACE_SECONDS:
             self.ship_trace()
 
@@ -234,7 +236,7 @@ class Worker:
         if self.links.activations_out:
             self.links.activations_out.drain(self._deadline)
         if results:
-            self.plane.post(0, "evaluated", self._summary(step, self.batches.epoch(step - 1), results))
+            self._tell("evaluated", self._summary(step, self.batches.epoch(step - 1), results))
         self._step_began = self.recorder.clock.now()
 
     def forward_test(self, step: int, k: int, samples: Any) -> Result | None:
@@ -265,6 +267,11 @@ class Worker:
         self._traced = time.monotonic()
         if len(self.recorder):
             self.plane.post(0, "trace", self.recorder.take().tobytes())
+
+    def _tell(self, kind: str, body: dict[str, Any]) -> None:
+        """Tell rank 0, and keep it: a loss may come before it is there."""
+        self.plane.post(0, kind, body)
+        self._told.append((kind, body))
 
     def _receive(self, link: Incoming, step: int, k: int) -> tuple[Tensors, int]:
         began = time.monotonic()

@@ -6,8 +6,8 @@ from conftest import ROOT
 
 # From the bottom up. A module may import from lower levels, and from its own level only within a package.
 LEVELS = [
-    {"version", "errors", "seeds", "schedule", "memory", "faults", "kernels", "supervised", "pulse"},
-    {"imports", "spill", "fleet", "plan", "log", "simulate", "partition"},
+    {"version", "errors", "seeds", "schedule", "faults", "kernels", "cgroups", "supervised", "pulse"},
+    {"imports", "memory", "spill", "fleet", "plan", "log", "simulate", "partition"},
     {"config", "models", "data", "timeline", "recorder", "coding"},
     {"replay"},
     {"batches", "codec", "device", "optimizer", "defer", "observers", "snapshot", "trace", "figures", "forecast"},

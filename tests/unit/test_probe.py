@@ -11,7 +11,7 @@ from torch import nn
 from accept_mpi import config, models
 from accept_mpi.models import as_chain
 from accept_mpi.outline import Outline, outline
-from accept_mpi.probe import LayerTimes, pieces, probe, scattered, together
+from accept_mpi.probe import LayerTimes, alike, pieces, probe, scattered, together
 from accept_mpi.stage import cross_entropy
 
 JOB = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\noptimizer.momentum=0.9\n[output]\ndirectory="r"\n'
@@ -142,3 +142,17 @@ def test_ranks_of_one_kind_are_one_device() -> None:
     assert both.pieces == ((0, 1, 2.0, 3.0), (1, 2, 5.0, 6.0))
     assert (both.seconds, both.stretch) == (2.0, 1.5)
     assert not any(together([msgspec.structs.replace(one, forward=(nan, nan), pieces=())]).measured)
+
+
+def test_devices_of_one_kind_that_measured_much_the_same_are_the_same() -> None:
+    def device(forward: float, last: float = 1.0) -> LayerTimes:
+        return LayerTimes((forward, last), (2 * forward, 2 * last), (0.0, 0.0), (0.5, 0.5), 1.0, (), 1.0)
+
+    times = [device(0.9), device(1.0), device(1.2), device(3.0), device(1.1)]
+    found = alike(times, ["a", "a", "a", "a", "b"])
+    assert [one.forward[0] for one in found] == pytest.approx([3.1 / 3] * 3 + [3.0, 1.1])
+    assert found[3:] == times[3:]
+    # By what all of them have measured.
+    gaps = [device(0.9), device(1.0, math.nan)]
+    assert [one.forward[0] for one in alike(gaps, ["a", "a"])] == pytest.approx([0.95, 0.95])
+    assert alike([device(math.nan, math.nan), device(1.0)], ["a", "a"])[1] == device(1.0)
