@@ -98,13 +98,8 @@ class Stage:
         """Give the memory back, whoever still knows this object: another stage is to be built from it."""
         self.in_flight.clear()
         self._versions = {} if self._versions is not None else None
-        self.optimizer = None
-        for layer in self.layers:
-            for module in layer.modules():
-                module._parameters.clear()
-                module._buffers.clear()
-        self.parameters.clear()
-        self._deferred = None
+        self.optimizer = self._deferred = None
+        self.layers, self.parameters, self._places = [], [], []  # the modules may be a user's own: they stay as they are
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
