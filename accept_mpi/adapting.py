@@ -69,7 +69,7 @@ class Adapter:
         self._beats: dict[int, list[float]] = {rank: [] for rank in range(len(survey.devices))}
 
     def pulse(self, rank: int, factor: float) -> None:
-        """A device that is idle, or mostly waits, takes this many times as long for the same as when the term began."""
+        """A device that is idle, or mostly waits, takes this many times as long for the same as when it was measured."""
         self._beats[rank].append(factor)
 
     def trace(self, rows: Rows) -> None:
@@ -114,7 +114,12 @@ class Adapter:
 
     def factors(self, window: Rows) -> dict[int, float]:
         """How many times as long as the survey says each rank computes, in the median step; an idle one says it itself."""
-        found = {rank: float(np.median(beats[-2:])) if beats else 1.0 for rank, beats in self._beats.items()}
+        # What a stage takes under a quota that is nearly used up is more than arithmetic says; what a device is without it,
+        # only arithmetic of before and after tells.
+        found = {
+            rank: float(np.median(beats[-2:])) / self._survey.devices[rank].factor if beats else 1.0
+            for rank, beats in self._beats.items()
+        }
         for s, stage in enumerate(self._plan.stages):
             rank = stage.ranks[0]
             device, mine = self._survey.devices[rank], slice(stage.start, stage.stop)

@@ -59,6 +59,8 @@ class Work:
     """What this rank has told rank 0 last, should it have been under way when a rank was lost."""
     told_to: int = 0
     """Who that was, by its rank when mpirun began."""
+    pulse: Pulse | None = None
+    """How fast this device was at first, where plans adapt."""
 
 
 class Term:
@@ -109,6 +111,8 @@ class Term:
             lambda: plane.background.busy,
         )  # fmt: skip
         self._links = self._connect(self._plane)
+        if work.pulse is None and self.job.pipeline.adapt:
+            work.pulse = Pulse()
         self._plane.start()
         self._tell_again()
         _on_signals(self.replication.ask_to_stop)
@@ -129,6 +133,7 @@ class Term:
             worker = Worker(
                 self.job, self.place, self.stage, self._links, self._plane, self.recorder, self.batches, self._data,
                 self.work.chain.names, self.runtime.lifeline.begin_step, self.replication, self.work.told,
+                self.work.pulse,
             )  # fmt: skip
             deliver = self.role.deliver if isinstance(self.role, Controller) else lambda: None
             made = worker.train(self.course, deliver, self.test_samples)
@@ -195,7 +200,7 @@ class Term:
         """Everything is sent, the last checkpoint is on the disk. An idle rank waits here for the others."""
         pass_by("end")
         seconds, role = self.job.pipeline.startup_timeout, self.role
-        pulse = Pulse() if self.place.idle and self.job.pipeline.adapt else None
+        pulse = self.work.pulse if self.place.idle else None
 
         def look() -> None:
             plane.check()

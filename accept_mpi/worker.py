@@ -82,6 +82,7 @@ class Worker:
         begin_step: Callable[[int], None],
         replication: Replication,
         told: deque[tuple[str, dict[str, Any]]],
+        pulse: Pulse | None,
     ) -> None:
         """``data``: training and test set, where this stage needs them. ``begin_step`` is told
         the number of each step (from 1) as it begins."""
@@ -99,7 +100,7 @@ class Worker:
         self._results: list[Result] = []
         self._step_began = recorder.clock.now()
         self._traced = time.monotonic()
-        self._pulse = Pulse() if job.pipeline.adapt else None
+        self._pulse = pulse
         self._waited, self._since = 0.0, time.monotonic()
 
     def train(self, course: Course, deliver: Callable[[], None], test_samples: int) -> int:

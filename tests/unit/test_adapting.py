@@ -117,6 +117,22 @@ def test_an_idle_device_that_recovers_gets_layers() -> None:
     assert layers(run.steps(3 * WINDOW, 1, 1, 1)) in ([4, 4, 4], [4, 5, 3], [3, 5, 4])
 
 
+def test_a_device_that_was_taken_for_slower_than_it_was_recovers_wholly() -> None:
+    """Its stage took 16 x while it was slow, its pulse 10 x: when the pulse is back at 1, so is the device."""
+    run = Run(1, 1, 1)
+    assert run.steps(3 * WINDOW, 1, 16, 1)
+    assert run.adapter.proposal
+    run.plan, slow = run.adapter.proposal.plan, run.adapter.proposal.survey
+    assert slow.devices[1].factor == pytest.approx(16, rel=0.1)
+    run.adapter.begin(run.plan, slow, run._ask)
+    for _ in range(2):
+        run.adapter.pulse(1, 1.0)
+    run.survey = slow
+    found = run.steps(6 * WINDOW, 1, 1 / 16, 1)
+    assert layers(found) in ([4, 4, 4], [4, 5, 3], [3, 5, 4])
+    assert run.adapter.proposal.survey.devices[1].factor == 1
+
+
 def test_a_stage_with_little_to_do_does_not_say_how_fast_its_device_is() -> None:
     """Under a CPU quota it looks as fast as it likes; the device's own pulse counts."""
     run = Run(1, 4, 1)
