@@ -34,6 +34,8 @@ _NOISE = math.log(1.15)
 """Of a stage's time: what it takes in training beside messages, and what it took when it was probed alone."""
 _LIGHT = 0.5
 """Share of the time below which a stage that computes does not say how fast it would be with more to do."""
+_STEEPEST = 2.0
+"""Power by which a stage's time grows with its device's pulse, at most."""
 _WORTH, _MARGIN = 0.15, 2.0
 _BUILD_STEPS = 5.0
 """Steps that a new plan costs besides moving: the pipeline drains, stages are built, caches are cold."""
@@ -114,12 +116,7 @@ class Adapter:
 
     def factors(self, window: Rows) -> dict[int, float]:
         """How many times as long as the survey says each rank computes, in the median step; an idle one says it itself."""
-        # What a stage takes under a quota that is nearly used up is more than arithmetic says; what a device is without it,
-        # only arithmetic of before and after tells.
-        found = {
-            rank: float(np.median(beats[-2:])) / self._survey.devices[rank].factor if beats else 1.0
-            for rank, beats in self._beats.items()
-        }
+        found = {rank: self._change(rank) for rank in self._beats}
         for s, stage in enumerate(self._plan.stages):
             rank = stage.ranks[0]
             device, mine = self._survey.devices[rank], slice(stage.start, stage.stop)
@@ -140,6 +137,17 @@ class Adapter:
                 factor = math.sqrt(factor) if device.assumed else beat
             found[rank] = factor
         return found
+
+    def _change(self, rank: int) -> float:
+        """By its pulse, how many times as long a device takes as when the term began."""
+        beats, whole = self._beats[rank], math.log(self._survey.devices[rank].factor)
+        if not beats:
+            return 1.0
+        first, change = math.log(beats[0]), math.log(float(np.median(beats[-2:])) / beats[0])
+        # A stage may have taken 16 x where a pulse says 10 x: when the pulse is back at 1, so is the device.
+        if min(abs(first), abs(whole)) > _NOISE and first * whole > 0:
+            change *= min(_STEEPEST, max(1 / _STEEPEST, whole / first))
+        return math.exp(change)
 
     def propose(self, factors: dict[int, float], steps: int) -> Proposal | None:
         """The plan for devices that take ``factors`` as long, where it pays within so many steps."""

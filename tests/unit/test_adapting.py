@@ -125,12 +125,24 @@ def test_a_device_that_was_taken_for_slower_than_it_was_recovers_wholly() -> Non
     run.plan, slow = run.adapter.proposal.plan, run.adapter.proposal.survey
     assert slow.devices[1].factor == pytest.approx(16, rel=0.1)
     run.adapter.begin(run.plan, slow, run._ask)
-    for _ in range(2):
-        run.adapter.pulse(1, 1.0)
+    for beat in (10.0, 1.0, 1.0):
+        run.adapter.pulse(1, beat)
     run.survey = slow
     found = run.steps(6 * WINDOW, 1, 1 / 16, 1)
     assert layers(found) in ([4, 4, 4], [4, 5, 3], [3, 5, 4])
     assert run.adapter.proposal.survey.devices[1].factor == 1
+
+
+def test_what_a_pulse_does_not_see_is_not_taken_for_a_recovery() -> None:
+    """Its memory is slow, not its arithmetic."""
+    run = Run(1, 1, 1)
+    assert run.steps(3 * WINDOW, 1, 16, 1)
+    assert run.adapter.proposal
+    run.plan, run.survey = run.adapter.proposal.plan, run.adapter.proposal.survey
+    run.adapter.begin(run.plan, run.survey, run._ask)
+    for _ in range(3):
+        run.adapter.pulse(1, 1.0)
+    assert run.steps(6 * WINDOW, 1, 1, 1) is None
 
 
 def test_a_stage_with_little_to_do_does_not_say_how_fast_its_device_is() -> None:
@@ -139,8 +151,8 @@ def test_a_stage_with_little_to_do_does_not_say_how_fast_its_device_is() -> None
     run.plan = make_plan(12, [6, 7], [Codec()] * 2)
     run.adapter.begin(run.plan, run.survey, run._ask)
     assert run.steps(6 * WINDOW, 1, 1 / 4, 1) is None
-    for _ in range(2):
-        run.adapter.pulse(1, 1 / 4)
+    for beat in (1.0, 1 / 4, 1 / 4):
+        run.adapter.pulse(1, beat)
     assert layers(run.steps(3 * WINDOW, 1, 1 / 4, 1))[1] > 2
 
 

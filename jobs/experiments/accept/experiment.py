@@ -6,14 +6,14 @@ from harness.side_by_side import Case, compare
 CASE = Case(
     title="MobileNetV2 32 x 32, batch 64, four hosts of 0.4 core",
     links=(0, 100, 50, 20, 10, 5),
-    untuned=(0, 20),
+    untuned=(20,),
     cuts=[9, 21, 39],
     slow_cuts={10: [12, 27, 39], 5: [12, 27, 39]},
     ours={
         "1f1b-async": ("none", "uniform:8", "uniform:4", "uniform:2", "auto"),
         "zero-bubble": ("uniform:2",),
     },
-    codec_links={"none": (0, 100, 50, 20), "uniform:8": (0, 100, 20), "uniform:2": (100, 20, 10, 5)},
+    codec_links={"none": (0, 100, 20), "uniform:8": (100, 20), "uniform:2": (100, 20, 10, 5)},
     samples=64,
     # As many samples a micro-batch, eight times as many micro-batches: a longer step has a smaller bubble.
     synchronous_links=(100, 20),
