@@ -160,8 +160,9 @@ def alike(times: Sequence[LayerTimes], kinds: Sequence[str]) -> list[LayerTimes]
             continue
         total = np.array([np.add(times[n].forward, times[n].backward)[common].sum() for n in group])
         same = [n for n, took in zip(group, total / np.median(total), strict=True) if 1 / _MATES < took < _MATES]
-        for n in same:
-            found[n] = together([times[one] for one in same])
+        if same:
+            mean = together([times[n] for n in same])
+            found = [mean if n in same else one for n, one in enumerate(found)]
     return found
 
 

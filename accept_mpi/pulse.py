@@ -20,7 +20,7 @@ class Pulse:
     def __init__(self) -> None:
         self._left, self._right = torch.randn(2, _SIZE, _SIZE)
         self._out = torch.empty(_SIZE, _SIZE)
-        self._round()  # memory, and the library's choice of a routine
+        torch.mm(self._left, self._right, out=self._out)  # memory, and the library's choice of a routine
         self._first = self._round()
         self._next = 0.0
 

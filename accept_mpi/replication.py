@@ -65,7 +65,7 @@ class Replication:
         self._whole: dict[int, set[int]] = {}
         self._pending: tuple[int, float] | None = None
         self._lag, self._soon = 1, 0
-        self._copied = self._extra = 0
+        self._copied = self._extra = 0  # the last step with a copy; extra ones since the last snapshot
         self._seconds: float | None = None
         self._last_time = time.monotonic()
         self._now = 0

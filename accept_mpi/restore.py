@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from accept_mpi.comm.messenger import Messenger, Sending
+from accept_mpi.comm.messenger import POLL_SECONDS, Messenger, Sending
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.errors import DeadlineError
 from accept_mpi.faults import pass_by
@@ -21,7 +21,6 @@ from accept_mpi.spill import Blobs
 
 _PIECE = 1 << 18
 _AT_ONCE = 4  # pieces under way from one rank
-_POLL = 0.0005
 
 
 class Origin(NamedTuple):
@@ -115,6 +114,6 @@ def _exchange(
             what = f"the state of layers from rank {min(missing)}" if missing else "another rank to take layers"
             raise DeadlineError(f"rank {messenger.rank} waited {seconds:.0f} s for {what}")
         else:
-            time.sleep(_POLL)
+            time.sleep(POLL_SECONDS)
     messenger.keep(later)
     return [msgspec.msgpack.decode(data, type=Blobs) for data in growing.values()]

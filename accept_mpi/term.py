@@ -42,7 +42,7 @@ from accept_mpi.worker import Course, Links, Worker
 
 Data = tuple[Dataset | None, Dataset | None]
 
-_TOLD = 8
+_TOLD = 8  # more than can be under way
 
 
 @dataclass

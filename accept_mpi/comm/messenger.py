@@ -14,7 +14,8 @@ from mpi4py import MPI
 from accept_mpi.errors import DeadlineError
 
 _TAG = 7
-_POLL = 0.0005  # seconds between two looks while waiting
+POLL_SECONDS = 0.0005
+"""Between two looks while waiting."""
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -60,8 +61,7 @@ class Messenger:
 
     def begin(self, dest: int, kind: str, body: Any) -> Sending:
         """Send a message at once, beside what is queued."""
-        data = msgspec.msgpack.encode((kind, body))
-        self._beside.append(Sending(self._comm.Issend([data, MPI.BYTE], dest, _TAG), data))
+        self._beside.append(self._start(dest, msgspec.msgpack.encode((kind, body))))
         return self._beside[-1]
 
     def poll(self) -> list[Message]:
@@ -74,9 +74,7 @@ class Messenger:
         if self._beside:
             self._beside = [sending for sending in self._beside if not sending.look()]
         if self._queue and not self._sending:
-            dest, data = self._queue.popleft()
-            # Synchronous mode, one message at a time: what is long (a checkpoint) cannot crowd out training.
-            self._sending = Sending(self._comm.Issend([data, MPI.BYTE], dest, _TAG), data)
+            self._sending = self._start(*self._queue.popleft())  # one at a time: a checkpoint cannot crowd out training
         # One at a time, in order. A long one (a piece of a snapshot) takes many looks to come in.
         while self._receiving or self._find():
             assert self._receiving
@@ -89,6 +87,10 @@ class Messenger:
         messages = list(self._received)
         self._received.clear()
         return messages
+
+    def _start(self, dest: int, data: bytes) -> Sending:
+        """In synchronous mode: done when its receiver has it."""
+        return Sending(self._comm.Issend([data, MPI.BYTE], dest, _TAG), data)
 
     def _find(self) -> bool:
         """Begin to receive what has arrived, if anything has."""
@@ -111,7 +113,7 @@ class Messenger:
             self.keep(self.poll())
             if time.monotonic() > until:
                 raise DeadlineError(f"rank {self.rank} waited {deadline:.0f} s to send: {awaited}")
-            time.sleep(_POLL)
+            time.sleep(POLL_SECONDS)
 
     def expect(self, kind: str, sources: set[int], deadline: float, awaited: str) -> dict[int, Any]:
         """One message of ``kind`` from each of ``sources``. Raises DeadlineError naming who is missing."""
@@ -129,7 +131,7 @@ class Messenger:
                 missing = ", ".join(map(str, sorted(sources - bodies.keys())))
                 raise DeadlineError(f"rank {self.rank} waited {deadline:.0f} s for rank {missing}: {awaited}")
             if sources - bodies.keys():
-                time.sleep(_POLL)
+                time.sleep(POLL_SECONDS)
         return bodies
 
     def keep(self, messages: list[Message]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from accept_mpi import config
 from accept_mpi.errors import UserError
 from accept_mpi.fleet import read
 from accept_mpi.log import KINDS, Rows, open_log
@@ -23,6 +24,8 @@ from harness.live import SECONDS, Lines, anew, start, wait_for_step
 from harness.store import table
 
 _FOLDER = Path(__file__).resolve().parent
+_JOB = config.parse((_FOLDER / "job.toml").read_text(), "job.toml")
+_EVERY = _JOB.recovery.replicate_every
 _OUT = Path("runs/experiments/recovery")
 _PARTS = ("detect", "find together", "plan", "move state", "build", "replay, and the new step")
 _KILL_AFTER, _VICTIM = (17, 22, 27), 2  # steps; host
@@ -116,7 +119,7 @@ def cost(lab: Laboratory, often: float) -> str:
     return (
         f"\nA snapshot makes the steps beside it {one:.2f} s longer (mean of {len(extra)}; a step takes {usual:.2f} s); "
         f'"auto" makes one every {period:.0f} s: {100 * one / period:.1f} % of the time. '
-        f"Where a loss is to cost two steps at most, a step takes {often:.2f} s.\n"
+        f"Where a loss is to cost {_EVERY} steps at most, a step takes {often:.2f} s.\n"
     )
 
 
@@ -159,10 +162,10 @@ def main() -> None:
     ours, theirs = [], []
     with Laboratory("experiment-recovery").using(hosts) as lab:
         alone(lab, anew(_OUT / "first"), 4)  # after it the latency database knows the hosts
-        for trial in range(len(_KILL_AFTER)):
-            ours.append(inside(lab, anew(_OUT / f"inside-{trial}"), _KILL_AFTER[trial]))
+        for trial, after in enumerate(_KILL_AFTER):
+            ours.append(inside(lab, anew(_OUT / f"inside-{trial}"), after))
             print(f"recovered: {ours[-1]}", flush=True)
-            theirs.append(restarted(lab, anew(_OUT / f"restarted-{trial}"), _KILL_AFTER[trial]))
+            theirs.append(restarted(lab, anew(_OUT / f"restarted-{trial}"), after))
             print(f"restarted: {theirs[-1]}", flush=True)
         replication = cost(lab, statistics.median(one["usual"] for one in ours))
         print(replication, flush=True)
@@ -185,12 +188,13 @@ def main() -> None:
         "slowest",
     ]
     text = [
-        "# A process of one of four hosts is killed (0.4 core, 100 Mbit/s, MobileNetV2, batch 32, zero-bubble, 4 bits)\n",
+        "# A process of one of four hosts is killed (0.4 core, 100 Mbit/s, MobileNetV2, "
+        f"batch {_JOB.train.batch_size}, {_JOB.pipeline.schedule}, 4 bits)\n",
         table(head, rows),
         "",
         table(["of it, seconds", *_PARTS], [[trial, *parts(one)] for trial, one in enumerate(ours)]),
         f"\nRecovery is {first:.1f} x as fast as the restart to the next step, {ratio:.1f} x to the next new one. "
-        f"Steps made once more: {', '.join(str(one['replayed']) for one in ours)} (a snapshot every 2).",
+        f"Steps made once more: {', '.join(str(one['replayed']) for one in ours)} (a snapshot every {_EVERY}).",
         f"After the loss {rate:.1f} samples/s; a job that the three begin by themselves {survivors:.1f} "
         f"({rate / survivors:.2f}).\n",
         replication,
