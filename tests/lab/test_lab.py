@@ -95,11 +95,13 @@ def test_hosts_are_what_the_fleet_says(fleet: Path) -> None:
 
 def test_mpirun_starts_a_rank_on_each_host(fleet: Path) -> None:
     lab("up", fleet)
-    program = "import os, socket; print(socket.gethostname(), os.environ.get('ONEDNN_MAX_CPU_ISA'))"
+    program = "import os, socket; print('rank on', socket.gethostname(), os.environ.get('ONEDNN_MAX_CPU_ISA'))"
     hostfile = ["-hostfile", f"/run/accept-lab/{NAME}/edges"]
     for flags in (hostfile, []):
         out = lab("run", "--", *mpirun_command(3), *flags, sys.executable, "-c", program)
-        assert sorted(out.split("\n")[:-1]) == ["edge1 None", "edge2 None", "odd AVX2"]
+        # mpirun may warn between the ranks' lines (of an agent that was faster than its setpgid).
+        told = sorted(line for line in out.splitlines() if line.startswith("rank on "))
+        assert told == ["rank on edge1 None", "rank on edge2 None", "rank on odd AVX2"], out
     assert lab("run", "--", "sh", "-c", "exit 7", code=7) == ""
 
 
