@@ -180,12 +180,8 @@ class Adapter:
             whole = device.factor * factor
             if abs(math.log(whole)) < _NOISE:
                 factor, whole = 1 / device.factor, 1.0
-            scaled: dict[str, list[float]] = {
-                name: [factor * seconds for seconds in getattr(device, name)]
-                for name in ("forward", "backward", "weights", "update")
-            }
             assumed = device.assumed and rank not in self._seen
-            devices[rank] = msgspec.structs.replace(device, factor=whole, assumed=assumed, **scaled)
+            devices[rank] = msgspec.structs.replace(device.slowed(factor), factor=whole, assumed=assumed)
         return msgspec.structs.replace(self._survey, devices=devices)
 
     def evaluated(self, result: Evaluated) -> None:

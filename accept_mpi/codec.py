@@ -5,9 +5,11 @@ memory order, each padded to 64. Shapes, dtypes and strides are not in it; both 
 (``Signature``), for each number of samples that a micro-batch can have.
 """
 
+import math
 import struct
 import zlib
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -109,7 +111,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
     @property
     def numel(self) -> int:
         """Number of values sent."""
-        return int(np.prod(self.sent_shape, dtype=np.int64))
+        return math.prod(self.sent_shape)
 
     @property
     def nbytes(self) -> int:
@@ -141,6 +143,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
             raise ProtocolError(
                 f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} where {self.shape} and {self.dtype} was agreed"
             )
+        if tensor.stride() == self.stride and 0 not in self.stride:
+            return tensor.as_strided((tensor.numel(),), (1,))
         for dim, (full, sent) in enumerate(zip(self.shape, self.sent_shape, strict=True)):
             if sent < full:
                 tensor = tensor.narrow(dim, 0, 1)
@@ -148,13 +152,21 @@ class TensorSpec(msgspec.Struct, frozen=True):
             tensor = torch.empty_strided(self.sent_shape, self.stride, dtype=tensor.dtype).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
-    def unflatten(self, data: Bytes) -> torch.Tensor | None:
-        """A fresh tensor of this spec from the bytes of its values."""
+    def unflatten(self, data: Bytes, coding: Coding = NONE) -> torch.Tensor | None:
+        """A fresh tensor of this spec from the bytes of its values, or what ``coding`` made of them."""
         if self.dtype == "absent":
             return None
         dense = torch.empty_strided(self.sent_shape, self.stride, dtype=self.torch_dtype)
-        if dense.numel():
-            np.copyto(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy(), data)
+        flat = dense.as_strided((dense.numel(),), (1,))
+        if coding.kind == "none":
+            if dense.numel():
+                np.copyto(flat.view(torch.uint8).numpy(), data)
+        elif dense.dtype == torch.float32:
+            coding.decode(data, flat.numpy())
+        else:
+            values = np.empty(dense.numel(), np.float32)
+            coding.decode(data, values)
+            flat.copy_(torch.from_numpy(values))
         return dense.expand(self.shape).requires_grad_(self.grad)
 
 
@@ -194,9 +206,46 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
+class _Part(NamedTuple):
+    """Where a tensor lies in a message."""
+
+    start: int
+    end: int
+    padded: int
+    """Where the next one starts."""
+    coded: bool
+
+
+class _Layout(NamedTuple):
+    """A message. Known in advance: when one comes, caches are full of what is being computed, and each line of Python is
+    slow."""
+
+    parts: tuple[_Part, ...]
+    wire: int
+    """Bytes, header included."""
+    raw: int
+    """Bytes of the tensors, uncoded."""
+
+
+@cache
+def _layout(specs: Specs, coding: Coding) -> _Layout:
+    parts, at = [], HEADER_BYTES
+    for spec in specs:
+        coded = _is_coded(spec, coding)
+        end = at + (coding.nbytes(spec.numel) if coded else spec.nbytes)
+        parts.append(_Part(at, end, at + _padded(end - at), coded))
+        at = parts[-1].padded
+    return _Layout(tuple(parts), at, sum(spec.nbytes for spec in specs))
+
+
+def raw_bytes(specs: Specs) -> int:
+    """Size of these tensors, uncoded."""
+    return _layout(specs, NONE).raw
+
+
 def wire_bytes(specs: Specs, coding: Coding = NONE) -> int:
     """Size of a message, header included."""
-    return HEADER_BYTES + sum(_padded(_coded_bytes(spec, coding)) for spec in specs)
+    return _layout(specs, coding).wire
 
 
 def buffer_bytes(specs: Specs, coding: Coding) -> int:
@@ -217,22 +266,20 @@ def encode(specs: Specs, flat: Tensors, buffer: Bytes, coding: Coding = NONE, ke
     ``key`` decides stochastic rounding; ``fields`` are the header's direction, boundary, step, micro_batch, samples, flags,
     term and sent. A message with values that cannot be coded (not finite) goes as it is, and its header says so.
     """
-    at = HEADER_BYTES
-    for number, (spec, tensor) in enumerate(zip(specs, flat, strict=True)):
-        nbytes = _coded_bytes(spec, coding)
-        part = buffer[at : at + nbytes]
-        if _is_coded(spec, coding):
+    layout = _layout(specs, coding)
+    for number, (tensor, part) in enumerate(zip(flat, layout.parts, strict=True)):
+        into = buffer[part.start : part.end]
+        if part.coded:
             assert tensor is not None
-            if not coding.encode(tensor.float().numpy(), part, mix(key, number)):
+            if not coding.encode(tensor.float().numpy(), into, mix(key, number)):
                 return encode(specs, flat, buffer, NONE, key, **fields)
         elif tensor is not None and tensor.numel():
-            np.copyto(part, tensor.view(torch.uint8).numpy())
-        buffer[at + nbytes : at + _padded(nbytes)] = 0
-        at += _padded(nbytes)
-    raw = sum(spec.nbytes for spec in specs)
-    header = Header(codec=coding.number, length=at - HEADER_BYTES, raw=raw, **fields)
-    header.pack_into(buffer, checksum(buffer[HEADER_BYTES:at]))
-    return at
+            np.copyto(into, tensor.view(torch.uint8).numpy())
+        if part.end < part.padded:
+            buffer[part.end : part.padded] = 0
+    header = Header(codec=coding.number, length=layout.wire - HEADER_BYTES, raw=layout.raw, **fields)
+    header.pack_into(buffer, checksum(buffer[HEADER_BYTES : layout.wire]))
+    return layout.wire
 
 
 def decode(by_samples: dict[int, Specs], message: Bytes, agreed: Coding = NONE) -> tuple[Header, Tensors]:
@@ -245,21 +292,13 @@ def decode(by_samples: dict[int, Specs], message: Bytes, agreed: Coding = NONE) 
         name = KINDS[header.codec] if header.codec < len(KINDS) else f"number {header.codec}"
         raise ProtocolError(f"a message has codec {name} where {agreed.kind} was agreed")
     coding = agreed if header.codec else NONE
-    if message.size != wire_bytes(specs, coding):
-        raise ProtocolError(
-            f"a message has {message.size} bytes where its {header.samples} samples make {wire_bytes(specs, coding)}"
-        )
-    tensors = []
-    at = HEADER_BYTES
-    for spec in specs:
-        nbytes = _coded_bytes(spec, coding)
-        part = message[at : at + nbytes]
-        if _is_coded(spec, coding):
-            values = np.empty(spec.numel, np.float32)
-            coding.decode(part, values)
-            part = torch.from_numpy(values).to(spec.torch_dtype).view(torch.uint8).numpy()
-        tensors.append(spec.unflatten(part))
-        at += _padded(nbytes)
+    layout = _layout(specs, coding)
+    if message.size != layout.wire:
+        raise ProtocolError(f"a message has {message.size} bytes where its {header.samples} samples make {layout.wire}")
+    tensors = (
+        spec.unflatten(message[part.start : part.end], coding if part.coded else NONE)
+        for spec, part in zip(specs, layout.parts, strict=True)
+    )
     return header, tuple(tensors)
 
 
@@ -268,7 +307,3 @@ def _is_coded(spec: TensorSpec, coding: Coding) -> bool:
     if coding.kind == "none" or spec.dtype == "absent" or not spec.torch_dtype.is_floating_point or spec.numel == 0:
         return False
     return coding.kind in ("uniform", "mbq") or spec.torch_dtype.itemsize > 2
-
-
-def _coded_bytes(spec: TensorSpec, coding: Coding) -> int:
-    return coding.nbytes(spec.numel) if _is_coded(spec, coding) else spec.nbytes

@@ -18,7 +18,8 @@ from accept_mpi.stage import Stage
 _CODEC_VALUES = 1 << 21  # more than caches hold, as boundaries' tensors are by the time they are coded
 _CODEC_ROUNDS = 3
 _MESSAGES = 20
-_CACHE_BYTES = 4 << 20
+_FEW_VALUES = 512
+_CACHE_BYTES = 32 << 20
 
 
 def profile(
@@ -93,11 +94,12 @@ def codec_costs(coding: Coding) -> tuple[float, float]:
     return seconds(lambda: coding.encode(x, out, 1)), seconds(lambda: coding.decode(out, y))
 
 
-def message_cost() -> float:
+def message_cost(coding: Coding = NONE) -> float:
     """CPU seconds that a message takes whatever its size, this side of MPI, with cold caches: header, checks, and two
     threads that hand it over."""
-    specs = (TensorSpec((8,), (1,), "float32"),)
-    values, buffer = (torch.zeros(8),), aligned(buffer_bytes(specs, NONE))
+    spec = TensorSpec((_FEW_VALUES,), (1,), "float32")
+    specs, values = (spec,), torch.zeros(_FEW_VALUES)
+    buffer = aligned(buffer_bytes(specs, coding))
     there: queue.SimpleQueue[object] = queue.SimpleQueue()
     back: queue.SimpleQueue[object] = queue.SimpleQueue()
 
@@ -108,16 +110,24 @@ def message_cost() -> float:
     other = threading.Thread(target=answer, daemon=True)
     other.start()
     times = []
-    scratch = np.zeros(_CACHE_BYTES // 8)
+    scratch, layer, image = np.ones(_CACHE_BYTES // 8), torch.nn.Conv2d(32, 32, 3), torch.zeros(2, 32, 16, 16)
+
+    def compute() -> None:
+        layer(image).sum().backward()
+        np.add(scratch, 1, out=scratch)
+
     for _ in range(_MESSAGES):
-        scratch += 1  # computing has filled the caches with other things by the time a message comes
+        compute()  # which has filled all caches, with its code too, by the time a message comes: that takes 4 x as long
         began = time.process_time()
-        wire = encode(specs, values, buffer, NONE, 0, step=0, micro_batch=0, samples=8, flags=0, direction=0, boundary=0,
-                      term=0, sent=0.0)  # fmt: skip
-        decode({8: specs}, buffer[:wire], NONE)
+        wire = encode(specs, (spec.flatten(values),), buffer, coding, 0, step=0, micro_batch=0, samples=8, flags=0,
+                      direction=0, boundary=0, term=0, sent=0.0)  # fmt: skip
         there.put(1)
         back.get()
-        times.append(time.process_time() - began)
+        half = time.process_time() - began
+        compute()
+        began = time.process_time()
+        decode({8: specs}, buffer[:wire], coding)
+        times.append(half + time.process_time() - began)
     there.put(None)
     other.join()
     return statistics.median(times) / 2

@@ -44,6 +44,12 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     data: bool = True
     """Whether it has the data set, so that it may be first or last."""
 
+    def slowed(self, factor: float) -> "Device":
+        """The same, when all that it does takes ``factor`` times as long: computing, coding, sending."""
+        layers = {name: [factor * seconds for seconds in getattr(self, name)] for name in _TIMES}
+        coding = {name: {k: factor * v for k, v in getattr(self, name).items()} for name in ("encode", "decode")}
+        return msgspec.structs.replace(self, byte=factor * self.byte, message=factor * self.message, **layers, **coding)
+
 
 class Survey(msgspec.Struct, frozen=True):
     """A model and the devices to train it."""

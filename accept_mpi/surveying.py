@@ -109,7 +109,8 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     )
     costs = {name: codec_costs(coding) for name, coding in codings.items()}
     shared = cores < torch.get_num_threads() + 1
-    mine = _Report(times, rates, costs, message_cost(), data[0] is not None, room, shared)
+    coded = max(codings.values(), key=lambda coding: coding.kind != "none")
+    mine = _Report(times, rates, costs, message_cost(coded), data[0] is not None, room, shared)
     gathered = messenger.allgather(msgspec.to_builtins(mine), seconds, "what each device has measured")
     measured = time.monotonic()
 

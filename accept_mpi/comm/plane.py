@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from accept_mpi.codec import Bytes, Header, Specs, Tensors, aligned, buffer_bytes, decode, encode
+from accept_mpi.codec import Bytes, Header, Specs, Tensors, aligned, buffer_bytes, decode, encode, raw_bytes
 from accept_mpi.coding import Coding
 from accept_mpi.comm.background import Background
 from accept_mpi.comm.messenger import Message, Messenger
@@ -134,7 +134,7 @@ class Outgoing:
             fields = item._asdict() | {"direction": self.end.direction, "boundary": self.end.boundary, "term": 0}
             key = mix(CODE, self.end.seed, item.step, item.micro_batch, self.end.tag)
             wire = encode(specs, fields.pop("flat"), buffer, self.end.coding, key, sent=recorder.clock.now(), **fields)
-            raw = sum(spec.nbytes for spec in specs)
+            raw = raw_bytes(specs)
             recorder.add("encode", start, item.step + 1, item.micro_batch, self.end.boundary, self.end.direction, raw, wire)
             # Synchronous mode: done when the peer has it, so that at most _SENDS_POSTED messages are ever under way.
             request = comm.Issend([buffer[:wire], MPI.BYTE], self.end.peer, self.end.tag)

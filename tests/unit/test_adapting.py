@@ -166,6 +166,20 @@ def test_a_device_that_was_assumed_is_known_once_it_had_enough_to_do() -> None:
     assert [device.assumed for device in run.adapter.proposal.survey.devices] == [False, False, True]
 
 
+def test_all_that_a_slow_device_does_is_slow() -> None:
+    # Messages, too: a device at a tenth of its speed was given layers that paid only if it still sent them as fast.
+    run = Run(1, 1, 1)
+    run.survey.devices[1] = msgspec.structs.replace(run.survey.devices[1], message=1e-3, byte=1e-9, encode={"none": 1e-10})
+    run.adapter.begin(run.plan, run.survey, run._ask)
+    proposal = run.adapter.propose({0: 1.0, 1: 10.0, 2: 1.0}, STEPS)
+    assert proposal is not None
+    slow = proposal.survey.devices[1]
+    assert slow.message == pytest.approx(1e-2)
+    assert slow.byte == pytest.approx(1e-8)
+    assert slow.encode["none"] == pytest.approx(1e-9)
+    assert proposal.survey.devices[0] == run.survey.devices[0]
+
+
 def test_a_fixed_period() -> None:
     """FTPipeHD: at once when it is time, and not before."""
     run = Run(1, 1, 1, adapt="30")
