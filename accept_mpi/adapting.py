@@ -3,9 +3,10 @@
 Rank 0 compares what each stage computes, as the trace has it, with what the survey says of its device, and scales the device
 by the quotient (FTPipeHD, section III-D: a device's capacity). Devices that the plan leaves idle, or little to do, time a
 fixed piece of arithmetic instead (``pulse``). The partitioner says what the best plan would be then. It is asked for where
-it saves at least ``_WORTH`` of a step, in two windows of steps in a row (so noise does not move layers to and fro), or in
-one in each of whose steps a device is twice as slow or fast, and where all steps that are left save more than ``_MARGIN``
-times what moving takes. With a fixed period (``pipeline.adapt = N``, as FTPipeHD has it) it is asked for every N steps, from
+it saves at least ``_WORTH`` of a step and all steps that are left save more than ``_MARGIN`` times what moving takes: at once
+where in each step of a window a device is twice as slow or fast; otherwise when windows in a row, two at least, have lost as
+much by the old plan as moving takes. (Nobody knows how long a device stays as it is. Who waits so long loses twice as much
+as who knew, at most, and noise does not move layers to and fro.) With a fixed period (``pipeline.adapt = N``, as FTPipeHD has it) it is asked for every N steps, from
 one window.
 """
 
@@ -47,6 +48,10 @@ class Proposal(msgspec.Struct, frozen=True):
     plan: Plan
     survey: Survey
     """With the devices' speeds of now."""
+    saves: float
+    """Seconds a step."""
+    cost: float
+    """Seconds that moving takes."""
     text: str
     """For people."""
 
@@ -66,6 +71,7 @@ class Adapter:
         self._after = self._first = -1
         self._from = self._refused = 0
         self._before: dict[int, float] | None = None
+        self._lost = 0.0
         self._seen: set[int] = set()
         """Ranks with enough to do to show how fast they are."""
         self._beats: dict[int, list[float]] = {rank: [] for rank in range(len(survey.devices))}
@@ -108,7 +114,9 @@ class Adapter:
         every = self._job.pipeline.adapt
         if isinstance(every, bool):
             both = _agreed(self._before, factors) if self._before else None
-            return self.propose(both, left) if both else None
+            found = self.propose(both, left) if both else None
+            self._lost = self._lost + WINDOW * found.saves if found else 0.0
+            return found if found and self._lost > found.cost else None
         if step - self._from < every:  # a fixed period
             return None
         self._from = step
@@ -161,14 +169,15 @@ class Adapter:
         if best.step > (1 - _WORTH) * now.step:
             return None
         cost = moving(survey, best.plan, held)[0] + _BUILD_STEPS * now.step
-        if (now.step - best.step) * steps < _MARGIN * cost:
+        saves = now.step - best.step
+        if saves * steps < _MARGIN * cost:
             return None
         slow = max(factors, key=lambda rank: abs(math.log(factors[rank])))
         text = (
             f"rank {slow} takes {factors[slow]:.2g} x what it took: "
             f"a step of {1e3 * now.step:.0f} ms should become {1e3 * best.step:.0f} ms, moving takes about {cost:.1f} s"
         )
-        return Proposal(settled(best), survey, text)
+        return Proposal(settled(best), survey, saves, cost, text)
 
     def _scaled(self, factors: dict[int, float]) -> Survey:
         """The survey with devices that take ``factors`` as long. What is within the noise of what all have in common, or of

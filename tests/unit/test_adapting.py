@@ -92,6 +92,15 @@ def test_a_moment_moves_nothing() -> None:
         assert run.steps(WINDOW - 1, 1, 8, 1) is None
 
 
+def test_a_small_change_moves_layers_when_it_has_lasted() -> None:
+    """Half as slow again: 15 to 20 % of a step, which moving costs several steps to win. A while of it moves nothing."""
+    run = Run(1, 1, 1)
+    for _ in range(5):
+        assert run.steps(3 * WINDOW, 1, 1, 1) is None
+        assert run.steps(3 * WINDOW, 1, 1.5, 1) is None
+    assert layers(run.steps(12 * WINDOW, 1, 1.5, 1))[1] < 4
+
+
 def test_what_does_not_pay_any_more_is_left() -> None:
     run = Run(1, 1, 1)
     run.made = STEPS - 4 * WINDOW
