@@ -3,11 +3,11 @@
 Rank 0 compares what each stage computes, as the trace has it, with what the survey says of its device, and scales the device
 by the quotient (FTPipeHD, section III-D: a device's capacity). Devices that the plan leaves idle, or little to do, time a
 fixed piece of arithmetic instead (``pulse``). The partitioner says what the best plan would be then. It is asked for where
-it saves at least ``_WORTH`` of a step and all steps that are left save more than ``_MARGIN`` times what moving takes: at once
-where in each step of a window a device is twice as slow or fast; otherwise when windows in a row, two at least, have lost as
-much by the old plan as moving takes. (Nobody knows how long a device stays as it is. Who waits so long loses twice as much
-as who knew, at most, and noise does not move layers to and fro.) With a fixed period (``pipeline.adapt = N``, as FTPipeHD has it) it is asked for every N steps, from
-one window.
+it saves at least ``_WORTH`` of a step and all steps that are left save more than ``_MARGIN`` times what moving takes: at
+once where in each step of a window a device is twice as slow or fast; otherwise when windows in a row, two at least, have
+lost as much by the old plan as moving takes. (Nobody knows how long a device stays as it is. Who waits so long loses twice
+as much as who knew, at most, and noise does not move layers to and fro.) With a fixed period (``pipeline.adapt = N``, as
+FTPipeHD has it) it is asked for every N steps, from one window.
 """
 
 import math
