@@ -89,7 +89,8 @@ class Experiment:
         """The result at a point, measured now where it is not known yet.
 
         ``known`` names the point in the results; ``asked`` goes to the program; ``link``: Mbit/s of every host (0:
-        unlimited; None: as the fleet says). The result has samples_per_s summed over what the ranks report.
+        unlimited; None: as the fleet says). The result has samples_per_s summed over what the ranks report, and "at": when
+        it was measured, in seconds since the epoch.
         """
         point = {"fleet": self._fleet, "program": program, "link": link} | known
         found = self.store.get(point)
@@ -103,6 +104,7 @@ class Experiment:
                 print(f"{program} failed and is started again: {str(error).splitlines()[-1]}", file=sys.stderr, flush=True)
                 self.end_sessions()
                 found = self._measure(program, asked, link)
+            found["at"] = time.time()
             self.store.add(point, found)
             text = ", ".join(str(value) for value in known.values())
             where = "" if link is None else f" at {f'{link:g} Mbit/s' if link else 'any rate'}"

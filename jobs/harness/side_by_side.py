@@ -1,9 +1,8 @@
 """accept_mpi and its peers on one fleet at several links: measured in turn, as a table and a plot."""
 
 import math
-import statistics
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,20 +52,36 @@ class Case:
     seconds: float = 5.0
 
 
+class Rate(NamedTuple):
+    """What was measured, and when."""
+
+    samples_per_s: float
+    at: float
+
+
+_NOTHING = Rate(math.nan, math.nan)
+
+
 class SideBySide:
-    """All rates of a case, in samples/s."""
+    """All rates of a case, in samples/s.
+
+    A shared machine is 30 % faster in one quarter of an hour than in the next. So all hosts computing alone are measured
+    several times, and ours is compared with what lies, in time, between two of them.
+    """
 
     def __init__(self, experiment: Experiment, case: Case) -> None:
         self.experiment, self.case = experiment, case
         experiment.batch = case.samples
-        alone = [self._alone("before")]
-        self.ours = {
-            (schedule, codec, link): self._train(schedule, codec, link)
-            for schedule, codecs in case.ours.items()
-            for codec in codecs
-            for link in self._links(schedule, codec)
-        }
-        alone.append(self._alone("between", "tuned"))
+        self._alone_at: dict[str, list[Rate]] = {}
+        self._alone("before")
+        self.ours: dict[tuple[str, str, float], Rate] = {}
+        for schedule, codecs in case.ours.items():
+            for codec in codecs:
+                if codec == "auto":
+                    self._alone("before what rank 0 finds", "tuned")
+                for link in self._links(schedule, codec):
+                    self.ours[schedule, codec, link] = self._train(schedule, codec, link)
+        self._alone("between", "tuned")
         self.peers: dict[tuple[str, bool, float], float] = {}
         for name in PEERS:
             for tuned in _SETTINGS:
@@ -74,32 +89,42 @@ class SideBySide:
                 for link in case.links if tuned else case.untuned:
                     self.peers[name, tuned, link] = rate = self._peer(name, tuned, link, guess)
                     guess = rate / case.samples
-        alone.append(self._alone("after"))
-        self.alone = {key: statistics.fmean(found[key] for found in alone if key in found) for key in alone[0]}
+        self._alone("after")
 
     def _links(self, schedule: str, codec: str) -> tuple[float, ...]:
         case = self.case
         return case.codec_links.get(codec, case.links) if schedule == _ASYNC else case.synchronous_links or case.links
 
-    def _alone(self, when: str, *wanted: str) -> dict[str, float]:
+    def _alone(self, when: str, *wanted: str) -> None:
         """All hosts computing alone at the same time: the whole model as users start it and with our memory settings; and
         each host its stage of our cuts, of which the slowest counts. ``wanted``: only these."""
-        rates = {}
         for name, tuned, cuts in (("plain", False, None), ("tuned", True, None), ("stages", True, self.case.cuts)):
             if wanted and name not in wanted:
                 continue
             asked = {"job": self.experiment.job(), "seconds": self.case.seconds, "tuned": tuned, "cuts": cuts}
             found = self.experiment.measure("alone", {"system": f"alone, {name}", "when": when}, asked, 0)
-            rates[name] = float(min(found["each"]) if cuts else found["samples_per_s"])
-        return rates
+            rate = float(min(found["each"]) if cuts else found["samples_per_s"])
+            self._alone_at.setdefault(name, []).append(Rate(rate, float(found.get("at", 0.0))))
 
-    def _train(self, schedule: str, codec: str, link: float) -> float:
+    def alone(self, name: str) -> list[float]:
+        """Rates of all hosts computing alone, each time they were measured."""
+        return [rate.samples_per_s for rate in self._alone_at[name]]
+
+    def _of(self, name: str, rate: Rate) -> float:
+        """A rate as a share of what all hosts computing alone made at that time."""
+        there = self._alone_at[name]
+        return rate.samples_per_s / float(
+            np.interp(rate.at, [one.at for one in there], [one.samples_per_s for one in there])
+        )
+
+    def _train(self, schedule: str, codec: str, link: float) -> Rate:
         settings: dict[str, Any] = {"pipeline.schedule": schedule, "pipeline.forward": codec, "pipeline.backward": codec}
         if schedule != _ASYNC:
             settings |= self.case.synchronous
         elif codec != "auto":
             settings |= {"pipeline.cuts": self.case.slow_cuts.get(link, self.case.cuts)}
-        return float(self.experiment.ours(link, settings, seconds=self.case.seconds)["samples_per_s"])
+        found = self.experiment.ours(link, settings, seconds=self.case.seconds)
+        return Rate(float(found["samples_per_s"]), float(found.get("at", 0.0)))
 
     def _peer(self, name: str, tuned: bool, link: float, guess: float) -> float:
         """``guess``: steps a second at the link before."""
@@ -114,16 +139,16 @@ class SideBySide:
 
     # -- what comes out ------------------------------------------------------------------------------------------------
 
-    def best(self, link: float, synchronous: bool = False) -> float:
+    def best(self, link: float, synchronous: bool = False) -> Rate:
         """Highest rate of ours over codecs; NaN where nothing was measured."""
         rates = [rate for key, rate in self.ours.items() if key[2] == link and (key[0] != _ASYNC) == synchronous]
-        return max(rates, default=math.nan)
+        return max(rates, default=_NOTHING)
 
-    def _auto(self, link: float) -> float:
+    def _auto(self, link: float) -> Rate:
         """The rate where cuts and codecs are rank 0's."""
-        return self.ours.get((_ASYNC, "auto", link), math.nan)
+        return self.ours.get((_ASYNC, "auto", link), _NOTHING)
 
-    def _by_hand(self, link: float) -> float:
+    def _by_hand(self, link: float) -> Rate:
         """The highest rate with cuts set by hand."""
         return max(rate for (kind, codec, at), rate in self.ours.items() if (kind, at) == (_ASYNC, link) and codec != "auto")
 
@@ -144,7 +169,7 @@ class SideBySide:
         rows: list[list[object]] = [
             [
                 f"accept_mpi {schedule}, {self._label(schedule, codec)}",
-                *(self.ours.get((schedule, codec, link)) for link in links),
+                *(rate and rate.samples_per_s for rate in (self.ours.get((schedule, codec, link)) for link in links)),
             ]
             for schedule, codec in names
         ]
@@ -153,19 +178,30 @@ class SideBySide:
             for name in PEERS
             for tuned, settings in _SETTINGS.items()
         ]
-        alone = self.alone
+        best, auto = [self.best(link) for link in links], [self._auto(link) for link in links]
+        peers = [self.best_peer(link) for link in links]
         ratios: dict[str, list[float]] = {
-            "async, best codec / sum of the hosts alone": [self.best(link) / alone["tuned"] for link in links],
-            "async, best codec / slowest stage alone": [self.best(link) / alone["stages"] for link in links],
-            "async, all found by rank 0 / sum of the hosts alone": [self._auto(link) / alone["tuned"] for link in links],
-            "async, all found by rank 0 / best by hand": [self._auto(link) / self._by_hand(link) for link in links],
-            "async, best codec / best peer": [self.best(link) / self.best_peer(link) for link in links],
-            "async, best codec / torch pipelining": [self.best(link) / self.best_peer(link, _PIPELINING) for link in links],
-            "synchronous, best / sum of the hosts alone": [self.best(link, True) / alone["tuned"] for link in links],
+            "async, best codec / sum of the hosts alone": [self._of("tuned", rate) for rate in best],
+            "async, best codec / slowest stage alone": [self._of("stages", rate) for rate in best],
+            "async, all found by rank 0 / sum of the hosts alone": [self._of("tuned", rate) for rate in auto],
+            "async, all found by rank 0 / best by hand, each of the sum at its time": [
+                self._of("tuned", rate) / self._of("tuned", self._by_hand(link))
+                for rate, link in zip(auto, links, strict=True)
+            ],
+            "async, best codec / best peer": [rate.samples_per_s / peer for rate, peer in zip(best, peers, strict=True)],
+            "async, all found by rank 0 / best peer": [
+                rate.samples_per_s / peer for rate, peer in zip(auto, peers, strict=True)
+            ],
+            "async, best codec / torch pipelining": [
+                rate.samples_per_s / self.best_peer(link, _PIPELINING) for rate, link in zip(best, links, strict=True)
+            ],
+            "synchronous, best / sum of the hosts alone": [self._of("tuned", self.best(link, True)) for link in links],
         }
+        limits = {name: ", ".join(f"{rate:.1f}" for rate in self.alone(name)) for name in ("tuned", "plain", "stages")}
         sentence = (
-            f"All hosts computing alone at the same time: {alone['tuned']:.1f} samples/s together with our memory settings, "
-            f"{alone['plain']:.1f} without. The slowest stage of our cuts alone: {alone['stages']:.1f}.\n"
+            "All hosts computing alone at the same time, samples/s together, each time they were measured: "
+            f"{limits['tuned']} with our memory settings, {limits['plain']} without. The slowest stage of our cuts alone: "
+            f"{limits['stages']}. Ratios are to what lies between two of them in time.\n"
         )
         lines = [[name, *("" if math.isnan(v) else f"{v:.2f}" for v in values)] for name, values in ratios.items()]
         title = f"# {self.case.title}\n"
@@ -177,21 +213,21 @@ class SideBySide:
         figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
         places = range(len(links))
         for codec, colour in zip(self.case.ours[_ASYNC], _BLUES[-len(self.case.ours[_ASYNC]) :], strict=True):
-            rates = np.array([self.ours.get((_ASYNC, codec, link), math.nan) for link in links])
+            rates = np.array([self.ours.get((_ASYNC, codec, link), _NOTHING).samples_per_s for link in links])
             measured = np.flatnonzero(np.isfinite(rates))
             axes.plot(measured, rates[measured], "o-", label=f"accept_mpi async, {codec}", color=colour)
-        synchronous = np.array([self.best(link, True) for link in links])
+        synchronous = np.array([self.best(link, True).samples_per_s for link in links])
         measured = np.flatnonzero(np.isfinite(synchronous))
         axes.plot(measured, synchronous[measured], "o-", label="accept_mpi synchronous, best", color="#CC79A7")
         for name, colour in zip(PEERS, _WARM, strict=True):
             peer = [self.best_peer(link, name) for link in links]
             axes.plot(places, peer, "s--", label=name, color=colour)
-        limit = self.alone["tuned"]
-        axes.axhline(limit, color="#555555", linewidth=1, linestyle=":", label="all hosts alone, together")
+        limits = self.alone("tuned")
+        axes.axhspan(min(limits), max(limits), color="#EEEEEE", zorder=0, label="all hosts alone, together")
         axes.set_xticks(places, ["free" if link == 0 else f"{link:g}" for link in links])
         axes.set_xlabel("link of every host, Mbit/s")
         axes.set_ylabel("samples/s")
-        axes.set_ylim(0, 1.12 * max(limit, *self.ours.values()))
+        axes.set_ylim(0, 1.12 * max(*limits, *(rate.samples_per_s for rate in self.ours.values())))
         axes.set_title(self.case.title, fontsize=11)
         figure.legend(fontsize=8, frameon=False, ncols=3, loc="outside lower center")
         for side in ("top", "right"):
