@@ -72,6 +72,7 @@ class Adapter:
         self._from = self._refused = 0
         self._before: dict[int, float] | None = None
         self._lost = 0.0
+        """Seconds that windows in a row have lost by this plan."""
         self._seen: set[int] = set()
         """Ranks with enough to do to show how fast they are."""
         self._beats: dict[int, list[float]] = {rank: [] for rank in range(len(survey.devices))}
@@ -186,11 +187,10 @@ class Adapter:
         for rank, found in factors.items():
             device = devices[rank]
             factor = common if abs(math.log(found / common)) < _NOISE else found
-            whole = device.factor * factor
-            if abs(math.log(whole)) < _NOISE:
-                factor, whole = 1 / device.factor, 1.0
+            if abs(math.log(device.factor * factor)) < _NOISE:
+                factor = 1 / device.factor
             assumed = device.assumed and rank not in self._seen
-            devices[rank] = msgspec.structs.replace(device.slowed(factor), factor=whole, assumed=assumed)
+            devices[rank] = msgspec.structs.replace(device.slowed(factor), assumed=assumed)
         return msgspec.structs.replace(self._survey, devices=devices)
 
     def evaluated(self, result: Evaluated) -> None:

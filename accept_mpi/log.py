@@ -70,7 +70,8 @@ STEPS = np.dtype(
     ]
 )
 EVALS = np.dtype([("step", "i8"), ("epoch", "i4"), ("samples", "i4"), ("loss", "f8"), ("accuracy", "f8"), ("end", "f8")])
-EVENTS = np.dtype([("time", "f8"), ("step", "i8"), ("text", "S480")])
+_TEXT_BYTES = 480
+EVENTS = np.dtype([("time", "f8"), ("step", "i8"), ("text", f"S{_TEXT_BYTES}")])
 _TABLES = {"steps": STEPS, "evals": EVALS, "trace": TRACE, "events": EVENTS}
 
 Rows = npt.NDArray[Any]
@@ -129,7 +130,7 @@ class LogWriter:
 
     def event(self, seconds: float, step: int, text: str) -> None:
         """Note what happened at ``seconds`` of the run."""
-        self.append("events", np.array([(seconds, step, text.encode()[:480])], EVENTS))
+        self.append("events", np.array([(seconds, step, text.encode()[:_TEXT_BYTES])], EVENTS))
 
     def flush(self) -> None:
         """Write all buffered rows out."""

@@ -48,7 +48,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         """The same, when all that it does takes ``factor`` times as long: computing, coding, sending."""
         layers = {name: [factor * seconds for seconds in getattr(self, name)] for name in _TIMES}
         coding = {name: {k: factor * v for k, v in getattr(self, name).items()} for name in ("encode", "decode")}
-        return msgspec.structs.replace(self, byte=factor * self.byte, message=factor * self.message, **layers, **coding)
+        once = {name: factor * getattr(self, name) for name in ("byte", "message", "factor")}
+        return msgspec.structs.replace(self, **once, **layers, **coding)
 
 
 class Survey(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ import numpy as np
 
 from accept_mpi.figures import pyplot
 from harness.experiment import Experiment
-from harness.store import table
+from harness.store import Result, table
 
 _PIPELINING = "torch pipelining, 1F1B"
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,6 +58,12 @@ class Rate(NamedTuple):
     samples_per_s: float
     at: float
 
+    @staticmethod
+    def of(found: Result, samples_per_s: float | None = None) -> "Rate":
+        """Of a result (those of older files do not say when)."""
+        rate = found["samples_per_s"] if samples_per_s is None else samples_per_s
+        return Rate(float(rate), float(found.get("at", 0.0)))
+
 
 _NOTHING = Rate(math.nan, math.nan)
 
@@ -103,8 +109,7 @@ class SideBySide:
                 continue
             asked = {"job": self.experiment.job(), "seconds": self.case.seconds, "tuned": tuned, "cuts": cuts}
             found = self.experiment.measure("alone", {"system": f"alone, {name}", "when": when}, asked, 0)
-            rate = float(min(found["each"]) if cuts else found["samples_per_s"])
-            self._alone_at.setdefault(name, []).append(Rate(rate, float(found.get("at", 0.0))))
+            self._alone_at.setdefault(name, []).append(Rate.of(found, min(found["each"]) if cuts else None))
 
     def alone(self, name: str) -> list[float]:
         """Rates of all hosts computing alone, each time they were measured."""
@@ -123,8 +128,7 @@ class SideBySide:
             settings |= self.case.synchronous
         elif codec != "auto":
             settings |= {"pipeline.cuts": self.case.slow_cuts.get(link, self.case.cuts)}
-        found = self.experiment.ours(link, settings, seconds=self.case.seconds)
-        return Rate(float(found["samples_per_s"]), float(found.get("at", 0.0)))
+        return Rate.of(self.experiment.ours(link, settings, seconds=self.case.seconds))
 
     def _peer(self, name: str, tuned: bool, link: float, guess: float) -> float:
         """``guess``: steps a second at the link before."""
@@ -179,7 +183,11 @@ class SideBySide:
             for tuned, settings in _SETTINGS.items()
         ]
         best, auto = [self.best(link) for link in links], [self._auto(link) for link in links]
-        peers = [self.best_peer(link) for link in links]
+        peers, pipelining = ([self.best_peer(link, *names) for link in links] for names in ((), (_PIPELINING,)))
+
+        def over(rates: list[Rate], others: list[float]) -> list[float]:
+            return [rate.samples_per_s / other for rate, other in zip(rates, others, strict=True)]
+
         ratios: dict[str, list[float]] = {
             "async, best codec / sum of the hosts alone": [self._of("tuned", rate) for rate in best],
             "async, best codec / slowest stage alone": [self._of("stages", rate) for rate in best],
@@ -188,13 +196,9 @@ class SideBySide:
                 self._of("tuned", rate) / self._of("tuned", self._by_hand(link))
                 for rate, link in zip(auto, links, strict=True)
             ],
-            "async, best codec / best peer": [rate.samples_per_s / peer for rate, peer in zip(best, peers, strict=True)],
-            "async, all found by rank 0 / best peer": [
-                rate.samples_per_s / peer for rate, peer in zip(auto, peers, strict=True)
-            ],
-            "async, best codec / torch pipelining": [
-                rate.samples_per_s / self.best_peer(link, _PIPELINING) for rate, link in zip(best, links, strict=True)
-            ],
+            "async, best codec / best peer": over(best, peers),
+            "async, all found by rank 0 / best peer": over(auto, peers),
+            "async, best codec / torch pipelining": over(best, pipelining),
             "synchronous, best / sum of the hosts alone": [self._of("tuned", self.best(link, True)) for link in links],
         }
         limits = {name: ", ".join(f"{rate:.1f}" for rate in self.alone(name)) for name in ("tuned", "plain", "stages")}
