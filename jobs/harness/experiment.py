@@ -46,7 +46,6 @@ class Experiment:
         self._lab: Laboratory | None = None
         self._make: Callable[[], object] = lambda: None
         self._fleet, self._hosts = "", 0
-        self._places: tuple[int, ...] | None = None
         self._sessions: dict[str, Session] = {}
         self._stack = ExitStack()
         self._began = time.monotonic()
@@ -65,21 +64,15 @@ class Experiment:
         """Hosts of a fleet file (or these, as a fleet of this name) for as long as the block. Raises UserError."""
         hosts = read(self.folder / fleet) if hosts is None else list(hosts)
         with Laboratory("experiment-" + self.folder.name.replace("_", "-")).using(hosts) as lab, ExitStack() as stack:
-            self._lab, self._fleet, self._stack, self._places = lab, fleet, stack, None
+            self._lab, self._fleet, self._stack = lab, fleet, stack
             self._hosts = len(hosts)
             yield lab
             self.end_sessions()
 
     def end_sessions(self) -> None:
-        """Let the programs that have measured so far end, so that they are not in the way of the next."""
+        """Let the programs that have measured so far end. Until then they wait: their start costs more than that."""
         self._stack.close()
         self._sessions = {}
-
-    def order(self, places: Sequence[int]) -> None:
-        """From now on rank 0, 1, ... are on these hosts."""
-        if tuple(places) != self._places:
-            self.end_sessions()
-            self._places = tuple(places)
 
     def job(self) -> str:
         """Path of the job file."""
@@ -118,9 +111,8 @@ class Experiment:
         assert self._lab is not None
         fresh = False
         if program not in self._sessions:
-            self.end_sessions()
             folder = self._lab.folder / "sessions" / program
-            self._sessions[program] = self._stack.enter_context(Session(self._lab, _PROGRAMS[program], folder, self._places))
+            self._sessions[program] = self._stack.enter_context(Session(self._lab, _PROGRAMS[program], folder))
             fresh = bool(asked.get("twice"))
         if fresh:
             self._set_links(None if link is None else 0)

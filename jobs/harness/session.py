@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,8 +25,7 @@ _POLL = 0.02
 class Session:
     """``with Session(lab, "harness.ours", folder) as session: session.measure({...}, seconds)``."""
 
-    def __init__(self, lab: Laboratory, module: str, folder: Path, order: Sequence[int] | None = None) -> None:
-        """``order``: which host gets rank 0, 1, ...; as in the fleet if None."""
+    def __init__(self, lab: Laboratory, module: str, folder: Path) -> None:
         self._ranks = len(lab.hosts)
         self._folder, self._number = folder, 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,11 +35,8 @@ class Session:
         mpirun = str(Path(sys.executable).with_name("mpirun"))
         jobs = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join([str(Path(jobs).parent), jobs, f"{jobs}/lab"])
-        lines = lab.hostfile.read_text().splitlines()
-        hostfile = folder / "edges"
-        hostfile.write_text("".join(f"{lines[place]}\n" for place in order or range(self._ranks)))
         command = [mpirun if Path(mpirun).exists() else "mpirun", "-n", self._ranks]
-        command += ["-hostfile", hostfile, sys.executable, "-m", module, folder]
+        command += ["-hostfile", lab.hostfile, sys.executable, "-m", module, folder]
         self._running: Running = lab.start(
             command, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._out
         )

@@ -1,5 +1,6 @@
 """accept_mpi and its peers on one fleet at several links: measured in turn, as a table and a plot."""
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -79,7 +80,7 @@ class SideBySide:
         self.experiment, self.case = experiment, case
         experiment.batch = case.samples
         self._alone_at: dict[str, list[Rate]] = {}
-        self._alone("before")
+        self._alone("before", "plain", "tuned", "stages")
         self.ours: dict[tuple[str, str, float], Rate] = {}
         for schedule, codecs in case.ours.items():
             for codec in codecs:
@@ -89,13 +90,13 @@ class SideBySide:
                     self.ours[schedule, codec, link] = self._train(schedule, codec, link)
         self._alone("between", "tuned")
         self.peers: dict[tuple[str, bool, float], float] = {}
-        for name in PEERS:
-            for tuned in _SETTINGS:
-                guess = 1.0
-                for link in case.links if tuned else case.untuned:
-                    self.peers[name, tuned, link] = rate = self._peer(name, tuned, link, guess)
-                    guess = rate / case.samples
-        self._alone("after")
+        # As users start them first: our memory settings stay with a process.
+        for tuned, name in itertools.product(_SETTINGS, PEERS):
+            guess = 1.0
+            for link in case.links if tuned else case.untuned:
+                self.peers[name, tuned, link] = rate = self._peer(name, tuned, link, guess)
+                guess = rate / case.samples
+        self._alone("after", "tuned", "stages")
 
     def _links(self, schedule: str, codec: str) -> tuple[float, ...]:
         case = self.case
@@ -103,9 +104,10 @@ class SideBySide:
 
     def _alone(self, when: str, *wanted: str) -> None:
         """All hosts computing alone at the same time: the whole model as users start it and with our memory settings; and
-        each host its stage of our cuts, of which the slowest counts. ``wanted``: only these."""
+        each host its stage of our cuts, of which the slowest counts. ``wanted``: these; "plain" before the
+        others, whose settings stay with a process."""
         for name, tuned, cuts in (("plain", False, None), ("tuned", True, None), ("stages", True, self.case.cuts)):
-            if wanted and name not in wanted:
+            if name not in wanted:
                 continue
             asked = {"job": self.experiment.job(), "seconds": self.case.seconds, "tuned": tuned, "cuts": cuts}
             found = self.experiment.measure("alone", {"system": f"alone, {name}", "when": when}, asked, 0)

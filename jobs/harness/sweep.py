@@ -15,12 +15,14 @@
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -39,6 +41,7 @@ from harness.store import Store, table
 
 METRICS = {"accuracy": "test accuracy, %", "loss": "test loss", "samples_per_s": "samples/s"}
 _PERCENT = 100
+_END_SECONDS = 30.0
 
 
 class Sweep(msgspec.Struct, forbid_unknown_fields=True):
@@ -121,10 +124,20 @@ def _train(
     """Run one point; None, and why on standard error, where it failed."""
     words = [*_mpirun(sweep.ranks), *flags, sys.executable, "-m", "accept_mpi", "train", "--quiet", str(path)]
     words += [word for setting in settings for word in ("--set", setting)]
-    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    found = result(log, job) if done.returncode == 0 else None
+    with subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as mpirun:
+        try:
+            said, _ = mpirun.communicate()
+        except BaseException:  # Ctrl-C, SIGTERM: a killed mpirun would leave its ranks behind
+            mpirun.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                mpirun.communicate(timeout=_END_SECONDS)
+            mpirun.kill()
+            raise
+    found = result(log, job) if mpirun.returncode == 0 else None
     if found is None:
-        print(f"failed: {shlex.join(words)}\n{done.stdout}{done.stderr}", file=sys.stderr, flush=True)
+        print(f"failed: {shlex.join(words)}\n{said}", file=sys.stderr, flush=True)
     return found
 
 
@@ -213,6 +226,7 @@ def main() -> int:
     parser.add_argument("sweep", type=Path, metavar="SWEEP.toml")
     parser.add_argument("flags", nargs="*", metavar="-- MPIRUN FLAGS", help="e.g. -- -hostfile edges")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return 1 if run(options.sweep, options.flags) else 0
     except UserError as error:

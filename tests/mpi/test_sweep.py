@@ -8,6 +8,8 @@ from pathlib import Path
 import h5py
 import pytest
 from conftest import ROOT, environment
+from losses import left_behind
+from watch import wait_for_step
 
 JOB = """
 [model]
@@ -36,17 +38,22 @@ repeat = "seed"
 """
 
 
-def sweep(folder: Path, *words: str, code: int = 0) -> str:
-    done = subprocess.run(
+def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
         [sys.executable, "-m", "harness.sweep", "sweep.toml", *words],
         cwd=folder,
         env=environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "jobs")])},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
     )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+
+
+def sweep(folder: Path, *words: str, code: int = 0) -> str:
+    with start(folder, *words) as process:
+        said, _ = process.communicate(timeout=240)
+    assert process.returncode == code, said
+    return said
 
 
 def test_what_is_finished_is_not_run_again(tmp_path: Path) -> None:
@@ -97,3 +104,15 @@ def test_mistakes_are_one_sentence(tmp_path: Path, change: tuple[str, str], mess
     out = sweep(tmp_path, code=2)
     assert message in out
     assert len(out.splitlines()) == 1
+
+
+def test_sigterm_leaves_no_ranks_behind(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB.replace("steps = 3", "steps = 100_000"))
+    (tmp_path / "sweep.toml").write_text(SWEEP)
+    with start(tmp_path) as process:
+        wait_for_step(tmp_path / "out" / "none-none-0", 2, process)
+        process.terminate()
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "2/4" not in said
+    assert not left_behind(tmp_path), said

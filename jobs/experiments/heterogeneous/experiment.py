@@ -19,13 +19,15 @@ from harness.store import table
 FLEETS = {"ten-ten-one.toml": "3 hosts, 10:10:1", "personas.toml": "mini-pc, old-laptop, pi5, pi4"}
 MICRO = 8  # samples a micro-batch
 _PAPER = 6.8
+_SHOWN = ("even", "by hand", "by hand, any order", "auto")
 
 Seconds = npt.NDArray[np.float64]
 
 
 def main() -> None:
     experiment = Experiment(__file__)
-    rows, bars = [], {}
+    rows: list[list[object]] = []
+    bars: dict[str, dict[str, float]] = {}
     for fleet, title in FLEETS.items():
         with experiment.lab(fleet) as lab:
             names = [host.name for host in lab.hosts]
@@ -35,30 +37,35 @@ def main() -> None:
             places = tuple(range(len(names)))
             even = even_cuts(seconds.shape[1], len(names))
             same_order, reordered = best_plan(seconds, [places]), best_plan(seconds, list(itertools.permutations(places)))
+            # The first is made twice, so not the slowest.
             plans: dict[str, tuple[Any, tuple[int, ...]]] = {
-                "even": (even, places), "by hand": same_order, "by hand, any order": reordered, "auto": ("auto", places)
+                "by hand": same_order, "even": (even, places), "by hand, any order": reordered, "auto": ("auto", places)
             }  # fmt: skip
-            found = {}
+            found: dict[str, tuple[float, float]] = {}
+            chosen: dict[str, tuple[str, str]] = {}
             for name, (cuts, order) in plans.items():
-                experiment.order(order)
                 settings: dict[str, Any] = {"pipeline.cuts": cuts}
+                if name != "auto":
+                    settings["pipeline.ranks"] = list(order)
                 experiment.expect(settings, MICRO / slowest(seconds, *(reordered if name == "auto" else (cuts, order))))
-                run_ = experiment.ours(None, settings, seconds=10.0, order=list(order))
+                run_ = experiment.ours(None, settings, seconds=10.0)
                 if name == "auto":
                     stages = msgspec.json.decode(run_["plan"], type=Plan).stages
                     cuts, order = [stage.start for stage in stages[1:]], tuple(stage.ranks[0] for stage in stages)
                 rate, allowed = float(run_["samples_per_s"]), MICRO / slowest(seconds, cuts, order)
-                found[name] = (rate, allowed)
-                hosts = ", ".join(names[place] for place in order)
-                rows.append(
-                    [title, name, hosts, str(cuts), rate, rate / found["even"][0], allowed / found["even"][1], rate / limit]
-                )
-            bars[title] = {"every host alone, together": limit} | {name: rate for name, (rate, _) in found.items()}
+                found[name] = rate, allowed
+                chosen[name] = ", ".join(names[place] for place in order), str(cuts)
+            for name in _SHOWN:
+                rate, allowed = found[name]
+                gain, most = rate / found["even"][0], allowed / found["even"][1]
+                rows.append([title, name, *chosen[name], rate, gain, most, rate / limit])
+            bars[title] = {"every host alone, together": limit} | {name: found[name][0] for name in _SHOWN}
     head = [
         "fleet", "plan", "hosts in order", "cuts", "samples/s", "x even cuts", "x even cuts, allowed by the layers",
         "of the sum of the hosts alone",
     ]  # fmt: skip
-    best = max(row[5] for row in rows if row[:2] == [FLEETS["ten-ten-one.toml"], "auto"])
+    shown = bars[FLEETS["ten-ten-one.toml"]]
+    best = shown["auto"] / shown["even"]
     draw(experiment, bars)
     experiment.finish(f"{table(head, rows)}\n10:10:1, auto against even cuts: {best:.1f} x (FTPipeHD's paper: {_PAPER} x)\n")
 
