@@ -7,6 +7,16 @@ class UserError(Exception):
     exit_code = 2
 
 
+class Agreed(UserError):
+    """A mistake that all ranks know of and end with together."""
+
+
+class TooFewDevices(Agreed):
+    """Those that are left after a loss cannot hold the model. Exit code 4: where their hosts are fine, a new start can."""
+
+    exit_code = 4
+
+
 class Stopped(Exception):
     """A signal ended the run, after a checkpoint. Exit code 3."""
 

@@ -7,9 +7,9 @@ import signal
 from collections import Counter
 
 VARIABLE = "ACCEPT_MPI_FAULTS"
-POINTS = ("plan", "forward", "backward", "update", "snapshot", "checkpoint", "regroup", "move", "build", "end")
-"""Planning before the first term; the actions of training; copying the state; and, after a loss: finding together, handing
-over layers, building the stage (also in the first term). ``end``: all steps are made."""
+POINTS = ("plan", "forward", "backward", "update", "evaluate", "snapshot", "checkpoint", "regroup", "move", "build", "end")
+"""Planning before the first term; the actions of training; a micro-batch of an evaluation; copying the state; and, after a
+loss: finding together, handing over layers, building the stage (also in the first term). ``end``: all steps are made."""
 
 
 def _planned() -> dict[str, int]:

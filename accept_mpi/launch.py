@@ -75,6 +75,8 @@ class _Start:
     moved: float = field(default_factory=time.monotonic)
     there: list[_Host] = field(default_factory=list)
     """Who answered when last asked."""
+    unheard: int = 0
+    """How often in a row nobody did."""
 
     def __post_init__(self) -> None:
         self.reader = threading.Thread(target=self._read, daemon=True)
@@ -121,11 +123,13 @@ class Supervisor:
 
     def _run(self) -> int:
         restarts = idle = 0
-        hosts = answering(self._all)
+        hosts, patience = answering(self._all), 0.0
         while True:
             if self._all and not hosts:
-                raise UserError(f"{self.request.hostfile}: none of the hosts answers")
-            start = self._start(hosts)
+                hosts = self._wait_for_any(patience)
+            if self._signal:
+                return 1
+            start, patience = self._start(hosts), self.request.stall
             why = self._watch(start)
             code = start.process.wait()
             if why == "done" or self._signal or code == _NO_USE_AGAIN:
@@ -140,6 +144,18 @@ class Supervisor:
             if restarts > self.request.restarts or idle >= _WITHOUT_PROGRESS:
                 _say(f"given up after {restarts} restarts, {idle} of them without a step")
                 return code or 1
+
+    def _wait_for_any(self, seconds: float) -> list[_Host]:
+        """Hosts that answer, once there are any. Raises UserError where that takes longer."""
+        _say("none of the hosts answers")
+        until = time.monotonic() + seconds
+        hosts: list[_Host] = []
+        while not hosts and not self._signal:
+            if time.monotonic() >= until:
+                raise UserError(f"{self.request.hostfile}: none of the hosts answers")
+            time.sleep(_POLL)
+            hosts = answering(self._all)
+        return hosts
 
     def _start(self, hosts: list[_Host]) -> _Start:
         command = [_mpirun(), *_flags()]
@@ -177,8 +193,11 @@ class Supervisor:
                 self._end(start)
                 return "stalled"
             if self._all and time.monotonic() - start.asked > _ASK_SECONDS:
-                start.there = there = answering(self._all)
-                start.asked = time.monotonic()
+                there = answering(self._all)
+                start.asked, start.unheard = time.monotonic(), start.unheard + 1 if not there else 0
+                if start.unheard == 1:
+                    continue  # more likely it is this machine that nobody hears for a moment
+                start.there = there
                 gone = [host.name for host in start.hosts if host not in there]
                 if gone:
                     _say(f"no answer from {', '.join(gone)}")

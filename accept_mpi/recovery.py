@@ -7,7 +7,7 @@ import msgspec
 
 from accept_mpi import config
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.errors import UserError
+from accept_mpi.errors import Agreed, TooFewDevices, UserError
 from accept_mpi.faults import pass_by
 from accept_mpi.plan import Plan
 from accept_mpi.planner import Layers, plan_for, settled
@@ -49,9 +49,14 @@ def last_held(runtime: Runtime, number: int, held: Held | None, replicas: Replic
 
 def next_plan(runtime: Runtime, job: config.Job, plan: Plan, survey: Survey | None, layers: Layers = ()) -> Plan:
     """The plan of those who are left, in their ranks of now. All ranks together. ``plan`` is in the ranks when mpirun
-    began, ``survey`` of those who are left, ``layers`` what each has a copy of. Raises Agreed where no plan fits."""
+    began, ``survey`` of those who are left, ``layers`` what each has a copy of. Raises TooFewDevices where no plan fits."""
     members = runtime.members
-    decided = runtime.agree("the plan", lambda: successor(job, plan, survey, members, layers) if runtime.rank == 0 else None)
+    try:
+        decided = runtime.agree(
+            "the plan", lambda: successor(job, plan, survey, members, layers) if runtime.rank == 0 else None
+        )
+    except Agreed as mistake:
+        raise TooFewDevices(str(mistake)) from mistake
     text = runtime.messenger.broadcast(decided.to_json() if decided else None, runtime.startup_seconds, "the plan")
     return Plan.from_json(text)
 

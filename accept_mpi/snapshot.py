@@ -104,6 +104,8 @@ class CheckpointWriter:
         self._finished: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
         self._committing: set[int] = set()
+        self._made: list[Path] = []
+        """Checkpoints of this writer, in order."""
         self.error: UserError | None = None
         for left in (run / "checkpoints").glob(".*step-*"):  # of a run that was killed
             shutil.rmtree(left, ignore_errors=True)
@@ -171,16 +173,21 @@ class CheckpointWriter:
             os.rename(folder, final)
             _fsync_directory(final.parent)
             shutil.rmtree(old, ignore_errors=True)
-            self._forget_old()
+            self._forget_old(final)
         except OSError as error:
             self.error = UserError(f"cannot write the checkpoint of step {step} to {self.run}: {error}")
         finally:
             self._finished[step].set()
 
-    def _forget_old(self) -> None:
+    def _forget_old(self, newest: Path) -> None:
+        """What others have made is older, whatever their steps and clocks say."""
+        with self._lock:
+            self._made = [*(path for path in self._made if path != newest), newest]
+            kept = [*(path for path in complete(self.run) if path not in self._made), *self._made]
+            self._made = [path for path in self._made if path in kept[-self._keep :]]
         if self._keep:
-            for old in complete(self.run)[: -self._keep]:
-                shutil.rmtree(old, ignore_errors=True)
+            for path in kept[: -self._keep]:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 class _Growing:
@@ -208,9 +215,18 @@ class _Growing:
 
 
 def complete(run: Path) -> list[Path]:
-    """A run's checkpoints, oldest first."""
+    """A run's checkpoints in the order in which they were made: a directory may hold those of several runs."""
     found = (run / "checkpoints").glob("step-*")
-    return sorted(path for path in found if re.fullmatch(r"step-\d{8,}", path.name) and (path / "manifest.json").is_file())
+    whole = [path for path in found if re.fullmatch(r"step-\d{8,}", path.name) and (path / "manifest.json").is_file()]
+    return sorted(whole, key=lambda path: (_made_at(path), path.name))
+
+
+def _made_at(path: Path) -> str:
+    """As its manifest says; of a damaged one, as its file does."""
+    try:
+        return msgspec.json.decode((path / "manifest.json").read_bytes(), type=Manifest).created
+    except (msgspec.DecodeError, OSError):
+        return _utc(path.stat().st_mtime)
 
 
 def newest_since(run: Path, began: str) -> Path | None:
@@ -289,7 +305,15 @@ class Checkpoint:
 
 def new_manifest(**fields: Any) -> Manifest:
     """A manifest of now, its stages still to be filled in."""
-    return Manifest(created=datetime.now(UTC).isoformat(timespec="seconds"), stages=[], **fields)
+    return Manifest(created=_now(), stages=[], **fields)
+
+
+def _now() -> str:
+    return _utc(time.time())
+
+
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds")
 
 
 def _fsync_directory(path: Path) -> None:

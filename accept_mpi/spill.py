@@ -8,6 +8,7 @@ ranks may have written the newest when they end. Nothing is synchronized: a host
 import contextlib
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -55,10 +56,12 @@ class Spill:
         """
         self._forget_old_runs()
         found: dict[int, Blobs] = {}
-        with contextlib.suppress(OSError, ValueError):
-            if int((self._directory / _ATTENDED).read_text()) >= self._number - 1:
-                for path in sorted(self._directory.glob("*-*")):
-                    found.setdefault(_step(path), {}).update(_decoded(path))
+        for left in self._directory.glob(".*"):  # of a process that was killed while it wrote
+            with contextlib.suppress(OSError):
+                left.unlink()
+        for path in self._kept() if self._attended() else []:
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                found.setdefault(_step(path), {}).update(_decoded(path))
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             (self._directory / _ATTENDED).write_text(str(self._number))
@@ -79,6 +82,7 @@ class Spill:
         with self._disk:
             self._cancel()
             self._remove(step + 1, None)
+            self._before = 0
 
     def wait(self, seconds: float) -> None:
         """Until what was asked for is written."""
@@ -142,9 +146,19 @@ class Spill:
             return False
         return True
 
+    def _attended(self) -> bool:
+        """Whether this host had a part in the start before, or in this one."""
+        with contextlib.suppress(OSError, ValueError):
+            return int((self._directory / _ATTENDED).read_text()) >= self._number - 1
+        return False
+
+    def _kept(self) -> list[Path]:
+        """Files of states, oldest step first."""
+        return sorted(path for path in self._directory.glob("*-*") if re.fullmatch(r"\d+-\d+", path.name))
+
     def _remove(self, first: int, end: int | None) -> None:
-        for path in self._directory.glob("*-*"):
-            with contextlib.suppress(OSError, ValueError):
+        for path in self._kept():
+            with contextlib.suppress(OSError):
                 if first <= _step(path) and (end is None or _step(path) < end):
                     path.unlink()
 

@@ -12,11 +12,11 @@ from accept_mpi import config
 from accept_mpi.cgroups import cpu_share
 from accept_mpi.coding import prepare
 from accept_mpi.comm.measure import PairRates, pair_rates
-from accept_mpi.comm.runtime import Agreed, Runtime
+from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import Dataset
 from accept_mpi.data import load as load_data
 from accept_mpi.device import cpu_name
-from accept_mpi.errors import UserError
+from accept_mpi.errors import Agreed, UserError
 from accept_mpi.latency import (
     database_path,
     device_key,

@@ -20,11 +20,11 @@ from accept_mpi.codec import Signature
 from accept_mpi.coding import parse, prepare
 from accept_mpi.comm.messenger import Message
 from accept_mpi.comm.plane import DataPlane, Endpoint
-from accept_mpi.comm.runtime import Agreed, Runtime
+from accept_mpi.comm.runtime import Runtime
 from accept_mpi.controller import Bystander, Controller
 from accept_mpi.data import Dataset
 from accept_mpi.data import load as load_data
-from accept_mpi.errors import DeadlineError
+from accept_mpi.errors import Agreed, DeadlineError
 from accept_mpi.faults import pass_by
 from accept_mpi.log import BACKWARD, FORWARD
 from accept_mpi.models import Chain

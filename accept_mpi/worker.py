@@ -242,6 +242,7 @@ class Worker:
 
     def forward_test(self, step: int, k: int, samples: Any) -> Result | None:
         """E of micro-batch ``k`` of the test set, after ``step`` steps."""
+        pass_by("evaluate")
         inputs: Tensors
         if self.links.activations_in:
             inputs, _ = self.links.activations_in.receive(step - 1, k, self._deadline, self.recorder)

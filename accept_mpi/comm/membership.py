@@ -8,6 +8,7 @@ them have it.
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -52,21 +53,24 @@ class Circle(NamedTuple):
                 circle = Circle.of(world)
             except MPI.Exception:
                 world.Revoke()  # others may still wait for this rank
-            if _all_agree(world, circle is not None) and circle is not None:
+            if _all_agree(world, circle is not None, lambda: None) and circle is not None:
                 return circle
 
 
-def leave_together(world: MPI.Intracomm) -> bool:
-    """Whether all ranks have come here. False on all of them alike where one was lost instead."""
-    return _all_agree(world, True)
+def leave_together(world: MPI.Intracomm, meanwhile: Callable[[], object]) -> bool:
+    """Whether all ranks have come here. False on all of them alike where one was lost instead. ``meanwhile``: called again
+    and again, takes what others still have to send before they come."""
+    return _all_agree(world, True, meanwhile)
 
 
-def _all_agree(world: MPI.Intracomm, fine: bool) -> bool:
+def _all_agree(world: MPI.Intracomm, fine: bool, meanwhile: Callable[[], object]) -> bool:
     """The same answer everywhere: whether all ranks live and say so."""
     flag = np.array([int(fine)], np.intc)
     try:
         request = world.Iagree(flag)
         while not request.Test():
+            with contextlib.suppress(MPI.Exception):  # a loss: the others will not come, which the request tells
+                meanwhile()
             time.sleep(_POLL)
     except MPI.Exception:
         return False

@@ -44,8 +44,9 @@ class Sending:
 class Messenger:
     """Sends and receives control messages; every wait has a deadline."""
 
-    def __init__(self, world: MPI.Intracomm) -> None:
-        self._comm = world.Dup()
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """``comm``: for this messenger alone."""
+        self._comm = comm
         self.rank, self.size = self._comm.rank, self._comm.size
         self._queue: deque[tuple[int, bytes]] = deque()
         self._sending: Sending | None = None

@@ -104,12 +104,17 @@ class Outgoing:
             if deadline is None:
                 raise AssertionError(f"more than {self.end.limit} messages wait to be sent: {self.end}")
             raise DeadlineError(f"waited {deadline:.0f} s for rank {self.end.peer} to take {self.end}")
+        self._plane.check()
         specs = self.end.specs[samples]
         if len(tensors) != len(specs):
             raise ProtocolError(f"{len(tensors)} tensors where {len(specs)} were agreed: {self.end}")
         flat = tuple(spec.flatten(tensor) for spec, tensor in zip(specs, tensors, strict=True))
         self.waiting.append(_Item(step, micro_batch, samples, flags, flat))
         self._plane.wake()
+
+    def fail(self) -> None:
+        """Data-plane thread: it ends with an error; whoever waits for room is to learn that."""
+        self._room.release()
 
     def drain(self, deadline: float) -> None:
         """Wait until the peer has everything. Raises DeadlineError."""
@@ -314,8 +319,8 @@ class DataPlane(threading.Thread):
             self._messenger.keep(self._not_taken)
         except BaseException as error:
             self._error = error
-            for incoming in self._incoming:
-                incoming.fail()
+            for end in (*self._incoming, *self._outgoing):
+                end.fail()
 
     def _done(self) -> bool:
         drained = not any(out.waiting or out.active for out in self._outgoing)

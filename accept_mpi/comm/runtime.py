@@ -24,7 +24,7 @@ from accept_mpi.comm.lifeline import Lifeline
 from accept_mpi.comm.measure import clock_offset
 from accept_mpi.comm.membership import Circle, leave_together, survivable
 from accept_mpi.comm.messenger import Messenger
-from accept_mpi.errors import DeadlineError, NonFiniteLoss, ProtocolError, Stopped, UserError
+from accept_mpi.errors import Agreed, DeadlineError, NonFiniteLoss, ProtocolError, Stopped, UserError
 from accept_mpi.memory import total_memory
 from accept_mpi.recorder import Clock
 from accept_mpi.version import __version__
@@ -34,10 +34,6 @@ T = TypeVar("T")
 _AGREE_SECONDS = 600.0
 _END_SECONDS = 5.0
 _REGROUP_SECONDS = 30.0
-
-
-class Agreed(UserError):
-    """A mistake that all ranks know of and end with together."""
 
 
 class Runtime:
@@ -119,30 +115,35 @@ class Runtime:
         guard = threading.Timer(_REGROUP_SECONDS, self._give_up)
         guard.daemon = True
         guard.start()
+        try:
+            return self._regroup()
+        finally:
+            guard.cancel()
+
+    def _regroup(self) -> list[int]:
         here = self.members[self.rank]
         facts = dict(zip(self.members, self.hosts, strict=True))
         while True:
             self.lifeline.leave()
             self.circle.revoke()
             self.circle = self.circle.survivors()
-            rank, size = self.world.rank, self.world.size
             self._left_behind.append(self.messenger)  # MPI may still read and write its buffers
-            self.messenger = Messenger(self.circle.control)
             try:
+                rank, size = self.world.rank, self.world.size
+                self.messenger = Messenger(self.circle.control)
                 members = self.messenger.allgather(here, self.startup_seconds, "who is left")
                 self.rank, self.size = rank, size
                 self.lifeline = self._lifeline()
                 break
             except MPI.Exception:
                 continue  # another one, meanwhile
-        guard.cancel()
         gone = [member for member in self.members if member not in members]
         self.members, self.hosts = members, [facts[member] for member in members]
         return gone
 
     def all_done(self) -> bool:
         """Whether all ranks have come to the end: the same answer on all; if not, one was lost."""
-        return not self.survives or leave_together(self.world)
+        return not self.survives or leave_together(self.world, self.messenger.poll)
 
     def _give_up(self) -> None:
         at = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])[-1]

@@ -6,6 +6,7 @@ import pytest
 import samples
 from losses import expected, run
 
+from accept_mpi.errors import TooFewDevices
 from accept_mpi.log import open_log
 from accept_mpi.snapshot import Checkpoint
 
@@ -43,6 +44,16 @@ def test_the_others_go_on(tmp_path: Path, faults: str) -> None:
     assert "lost rank" in out
 
 
+def test_a_loss_while_others_wait_to_send(tmp_path: Path) -> None:
+    """In an evaluation stages run ahead of a slow one until there is no more room."""
+    (tmp_path / "slow-2").touch()
+    sleepy = samples.CNN | {"model": 'name = "sleepy:cnn"\nargs = { width = 8, dropout = 0.2 }'}
+    job = samples.write_job(tmp_path / "job.toml", sleepy, recovery_replicate_every=1)
+    code, out = run(tmp_path, ["-m", "accept_mpi", "train", job, "--quiet"], "2@evaluate:30", 3)
+    assert code == 0, out
+    assert "lost rank 2" in out, out
+
+
 def test_too_few_are_left_to_hold_the_model(tmp_path: Path) -> None:
     """Each of three devices has room for 0.7 of it: one may be lost, not two. The checkpoint stays."""
     cramped = samples.CNN | {"model": 'name = "cramped:mlp"\nargs = { memory = 9e6 }'}
@@ -51,7 +62,7 @@ def test_too_few_are_left_to_hold_the_model(tmp_path: Path) -> None:
         pipeline_cuts="auto", pipeline_latency_db="none", pipeline_probe_seconds=0.3,
     )  # fmt: skip
     code, out = run(tmp_path, ["-m", "accept_mpi", "train", job, "--quiet"], "1@backward:30 2@backward:60", 3)
-    assert code == 2, out
+    assert code == TooFewDevices.exit_code, out
     assert out.count("lost rank") == 1, out
     assert "no cuts fit" in out, out
     assert Checkpoint(tmp_path / "run").manifest.step >= 2

@@ -8,7 +8,7 @@ import pytest
 import samples
 
 from accept_mpi import launch
-from accept_mpi.errors import UserError
+from accept_mpi.errors import TooFewDevices, UserError
 from accept_mpi.launch import Request, Supervisor, answering
 
 
@@ -62,6 +62,12 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path, mpirun: Path) -> None:
     assert (code, len(calls)) == (2, 1)
 
 
+def test_too_few_processes_are_not_too_few_hosts(tmp_path: Path, mpirun: Path) -> None:
+    """Processes were killed (out of memory), their hosts answer."""
+    code, calls = supervised(tmp_path, [TooFewDevices.exit_code, 0])
+    assert (code, len(calls)) == (0, 2)
+
+
 def test_an_exit_code_of_0_is_not_enough(tmp_path: Path, mpirun: Path) -> None:
     """mpirun gives it where it lost a host's daemon, too."""
     (tmp_path / "done").unlink()
@@ -101,6 +107,33 @@ def test_hosts_that_do_not_answer_are_left_out(tmp_path: Path, mpirun: Path, mon
     code, calls = supervised(tmp_path, [0], hostfile=hosts, ranks=None)
     assert code == 0
     assert "-n 3 " in calls[0]
+
+
+def test_a_while_without_any_host(tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's own cable was out for a moment."""
+    agent = script(tmp_path / "agent", f"[ ! -e {tmp_path}/out ] || {{ rm -f {tmp_path}/out; exit 255; }}")
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(agent))
+    hosts = tmp_path / "edges"
+    hosts.write_text("one\n")
+    mpirun.write_text(mpirun.read_text().replace("sed -i", f"[ $code = 1 ] && touch {tmp_path}/out; sed -i"))
+    code, calls = supervised(tmp_path, [1, 0], hostfile=hosts, ranks=None)
+    assert (code, len(calls)) == (0, 2)
+    agent.write_text(agent.read_text().replace("rm -f", "true"))
+    with pytest.raises(UserError, match="none of the hosts answers"):
+        supervised(tmp_path, [1, 0], hostfile=hosts, ranks=None, stall=0.5)
+
+
+def test_one_look_without_any_answer_does_not_end_a_job(
+    tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = script(tmp_path / "agent", f"echo x >> {tmp_path}/asked", f"[ $(wc -l < {tmp_path}/asked) != 2 ] || exit 255")
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(agent))
+    monkeypatch.setattr(launch, "_ASK_SECONDS", 0.2)
+    mpirun.write_text(mpirun.read_text().replace("code=$(", "sleep 1; code=$("))
+    hosts = tmp_path / "edges"
+    hosts.write_text("one\n")
+    code, calls = supervised(tmp_path, [0], hostfile=hosts, ranks=None)
+    assert (code, len(calls)) == (0, 1)
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path, mpirun: Path) -> None:

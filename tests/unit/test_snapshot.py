@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from accept_mpi import snapshot
 from accept_mpi.errors import UserError
 from accept_mpi.snapshot import Checkpoint, CheckpointWriter, chunks, complete, new_manifest
 
@@ -22,11 +23,12 @@ def write(run: Path, *steps: int, keep: int = 0) -> None:
     writer = CheckpointWriter(run, [(0, 2), (2, 3)], manifest, keep)
     for step in steps:
         first, second = weights(step)
+        before = complete(run)
         momentum = {"momentum_buffer/c.weight": second["c.weight"]}
         messages = [*chunks(step, 0, first, {}), *chunks(step, 1, second, momentum)]
         for message in messages[:-1]:
             writer.take(message)
-        assert not any(c.name.endswith(f"{step:08d}") for c in complete(run)), "not there before it is whole"
+        assert complete(run) == before, "not there before it is whole"
         writer.take(messages[-1])
         assert writer.wait(step, 10)
 
@@ -45,6 +47,25 @@ def test_written_whole_and_read_by_layer(tmp_path: Path) -> None:
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3, 4, keep=2)
     assert [c.name for c in complete(tmp_path)] == ["step-00000003", "step-00000004"]
+
+
+def test_what_another_run_left_is_older(tmp_path: Path) -> None:
+    """Whatever its steps' numbers: a shorter run in the same directory, or one resumed from an earlier checkpoint."""
+    write(tmp_path, 8, 9, 10, keep=3)
+    write(tmp_path, 2, 4, keep=3)
+    assert [c.name[-2:] for c in complete(tmp_path)] == ["10", "02", "04"]
+    assert Checkpoint(tmp_path).manifest.step == 4
+    write(tmp_path, 10, keep=3)  # made anew
+    assert [c.name[-2:] for c in complete(tmp_path)] == ["02", "04", "10"]
+
+
+def test_a_clock_that_goes_back_costs_no_new_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Raspberry Pi has no clock of its own."""
+    write(tmp_path, 8, 9, keep=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot, "_now", lambda: "2000-01-01T00:00:00.000000+00:00")
+        write(tmp_path, 2, 3, keep=2)
+    assert sorted(c.name[-2:] for c in complete(tmp_path)) == ["02", "03"]
 
 
 def test_an_unfinished_one_is_not_taken_for_one(tmp_path: Path) -> None:

@@ -46,6 +46,16 @@ def test_steps_that_are_made_anew_are_forgotten(tmp_path: Path) -> None:
     assert start(tmp_path, 2).read() == {5: {0: b"a"}}
 
 
+def test_steps_made_anew_are_kept(tmp_path: Path) -> None:
+    kept = start(tmp_path)
+    kept.read()
+    for step in (5, 10, 12):
+        written(kept, step, l0=b"a")
+    kept.drop_after(5)
+    written(kept, 8, l0=b"b")
+    assert start(tmp_path, 2).read()[8] == {0: b"b"}
+
+
 def test_a_host_that_missed_a_start_is_not_asked(tmp_path: Path) -> None:
     kept = start(tmp_path)
     kept.read()
@@ -62,6 +72,18 @@ def test_damage_is_passed_over(tmp_path: Path) -> None:
     for damaged in (newest.read_bytes()[:-3], b"", newest.read_bytes().replace(b"b", b"c", 1)):
         newest.write_bytes(damaged)
         assert start(tmp_path, 2).read() == {5: {0: b"a" * 100}}
+
+
+def test_half_a_file_does_not_hide_the_others(tmp_path: Path) -> None:
+    """A process was killed while it wrote."""
+    kept = start(tmp_path)
+    kept.read()
+    written(kept, 5, l0=b"a")
+    half = tmp_path / "run" / "edge0" / ".000000000010-1"
+    half.write_bytes(b"half")
+    (tmp_path / "run" / "edge0" / "000000000011-1").mkdir()  # cannot be read
+    assert start(tmp_path, 2).read() == {5: {0: b"a"}}
+    assert not half.exists()
 
 
 def test_a_disk_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

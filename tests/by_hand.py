@@ -1,0 +1,63 @@
+"""Two ranks that do by hand what training does at a bad moment; ``python by_hand.py WHAT`` under mpirun with ULFM."""
+
+import sys
+import time
+
+from mpi4py import MPI
+
+from accept_mpi.comm import runtime as module
+from accept_mpi.comm.plane import DataPlane
+from accept_mpi.comm.runtime import Runtime
+from accept_mpi.recorder import Recorder
+
+
+def revoked(runtime: Runtime) -> None:
+    """A rank that only looks for messages hears that the circle is broken."""
+    until = time.monotonic() + 10
+    try:
+        if runtime.rank == 1:
+            runtime.circle.revoke()
+        while time.monotonic() < until:
+            runtime.messenger.poll()
+            time.sleep(0.001)
+    except MPI.Exception:
+        runtime.regroup()
+        print("heard", flush=True)
+
+
+def late(runtime: Runtime) -> None:
+    """One rank is done while another still has something for it."""
+    recorder = Recorder(runtime.clock, runtime.rank, runtime.rank, runtime.members)
+    plane = DataPlane(runtime.circle.data, runtime.messenger, recorder, lambda message: True)
+    plane.start()
+    if runtime.rank == 0:
+        time.sleep(0.5)
+        plane.post(1, "replica", b"x" * (1 << 16), True)
+        time.sleep(0.2)
+    plane.stop(5.0)
+    assert runtime.all_done()
+    print("done", flush=True)
+
+
+def twice(runtime: Runtime) -> None:
+    """Another loss while the ranks find together: who has found together lives."""
+    module._REGROUP_SECONDS = 3.0
+    make, failed = module.Messenger, []
+
+    def failing(comm: MPI.Intracomm) -> module.Messenger:
+        if runtime.rank == 1 and not failed:
+            failed.append(True)
+            raise MPI.Exception(MPI.ERR_OTHER)
+        return make(comm)
+
+    module.Messenger = failing  # type: ignore[assignment, misc]
+    runtime.regroup()
+    time.sleep(4.0)
+    print("lives", flush=True)
+
+
+if __name__ == "__main__":
+    this = Runtime()
+    time.sleep(0.5)  # the other one is there, too, by then
+    {"revoked": revoked, "late": late, "twice": twice}[sys.argv[1]](this)
+    this.finish(0)
