@@ -167,6 +167,8 @@ class _Run:
 
     def close(self, runtime: Runtime) -> None:
         """Close the log, and learn from it; what was kept for another start is not needed any more."""
+        if self._work:
+            self._work.stop.close()
         if self._spill:
             self._spill.clear()
         if self._controller and self._term:

@@ -5,11 +5,9 @@ the worker that walks the schedule.
 """
 
 import math
-import signal
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -38,6 +36,7 @@ from accept_mpi.schedule import depth
 from accept_mpi.settle import codings, settle_codecs
 from accept_mpi.signature import agree_on_shapes
 from accept_mpi.stage import Loss, Stage
+from accept_mpi.stop_signals import StopSignals
 from accept_mpi.worker import Course, Links, Worker
 
 Data = tuple[Dataset | None, Dataset | None]
@@ -61,6 +60,7 @@ class Work:
     """Who that was, by its rank when mpirun began."""
     pulse: Pulse | None = None
     """How fast this device was at first, where plans adapt."""
+    stop: StopSignals = field(default_factory=StopSignals)
 
 
 class Term:
@@ -115,7 +115,7 @@ class Term:
             work.pulse = Pulse()
         self._plane.start()
         self._tell_again()
-        _on_signals(self.replication.ask_to_stop)
+        work.stop.connect(self.replication.ask_to_stop)
         if not self.replication.on:
             work.replicas.clear()
         elif self.course.first and not self.place.idle:
@@ -144,7 +144,7 @@ class Term:
 
     def abandon(self) -> None:
         """After a loss: nothing here will be used again."""
-        _on_signals(None)
+        self.work.stop.connect(None)
         if self._plane:
             self._plane.abandon()
         self.close()
@@ -220,22 +220,9 @@ class Term:
                 plane.post(rank, "over", made)
         elif self.runtime.rank in idle:
             made = role.wait(look)
+        self.work.stop.connect(None)
         plane.stop(seconds)
-        _on_signals(None)
         return made
-
-
-def _on_signals(act: Callable[[], None] | None) -> None:
-    """What SIGTERM (Slurm, before a time limit) and SIGUSR1 (which mpirun hands on) do from now on; None: end the process,
-    as the second one does in any case."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        _on_signals(None)
-        if act:
-            act()
-
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, handle if act else signal.SIG_DFL)
 
 
 def _holds(plan: Plan, rank: int) -> str:

@@ -319,8 +319,10 @@ class DataPlane(threading.Thread):
             self._messenger.keep(self._not_taken)
         except BaseException as error:
             self._error = error
-            for end in (*self._incoming, *self._outgoing):
-                end.fail()
+            for incoming in self._incoming:
+                incoming.fail()
+            for outgoing in self._outgoing:
+                outgoing.fail()
 
     def _done(self) -> bool:
         drained = not any(out.waiting or out.active for out in self._outgoing)

@@ -11,9 +11,29 @@ import samples
 from conftest import environment, mpirun_command
 from watch import wait_for_step
 
+from accept_mpi.faults import VARIABLE
 from accept_mpi.snapshot import Checkpoint
 
 STEPS = 400
+
+
+def test_a_loss_does_not_make_a_run_forget_that_it_was_asked_to_stop(tmp_path: Path) -> None:
+    """A rank dies in the very checkpoint that the signal asks for."""
+    job = samples.write_job(
+        tmp_path / "job.toml", samples.CNN, train_steps=STEPS, train_evaluate_every=0, recovery_replicate_every=1
+    )
+    mpirun, *count = mpirun_command(3)
+    command = [mpirun, "--with-ft", "ulfm", *count, sys.executable, "-m", "accept_mpi", "train", str(job), "--quiet"]
+    more = {VARIABLE: "1@checkpoint:1", "OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment() | more, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    wait_for_step(tmp_path / "run", 10, process)
+    process.send_signal(signal.SIGUSR1)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, out
+    assert 10 <= Checkpoint(tmp_path / "run").manifest.step < STEPS
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async"])

@@ -6,7 +6,7 @@ from conftest import ROOT
 
 # From the bottom up. A module may import from lower levels, and from its own level only within a package.
 LEVELS = [
-    {"version", "errors", "seeds", "schedule", "faults", "kernels", "cgroups", "supervised", "pulse"},
+    {"version", "errors", "seeds", "schedule", "faults", "kernels", "cgroups", "supervised", "pulse", "stop_signals"},
     {"imports", "memory", "spill", "fleet", "plan", "log", "simulate", "partition"},
     {"config", "models", "data", "timeline", "recorder", "coding"},
     {"replay"},

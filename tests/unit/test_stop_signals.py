@@ -1,0 +1,44 @@
+"""A signal asks a run to stop, whenever it comes."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from accept_mpi.stop_signals import StopSignals
+
+
+@pytest.fixture
+def stop() -> Iterator[StopSignals]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield StopSignals()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_term_is_told_and_the_second_signal_ends_the_process(stop: StopSignals) -> None:
+    told: list[int] = []
+    stop.connect(lambda: told.append(1))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert told == [1]
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_between_terms_it_is_kept_for_the_next_one(stop: StopSignals) -> None:
+    told: list[int] = []
+    stop.connect(lambda: told.append(1))
+    stop.connect(None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert told == []
+    stop.connect(lambda: told.append(2))
+    assert told == [2]
+    stop.connect(None)
+    stop.connect(lambda: told.append(3))  # the term before may have been lost with what it was told
+    assert told == [2, 3]
+
+
+def test_afterwards_signals_do_what_they_did(stop: StopSignals) -> None:
+    stop.connect(lambda: None)
+    stop.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
