@@ -13,10 +13,11 @@ from accept_mpi import config
 from accept_mpi.adapting import Adapter
 from accept_mpi.batches import Batches
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.controller import Controller, begin_log, decide_plan, facts_of, prepare_directory, summary_line
+from accept_mpi.controller import Controller, begin_log, facts_of, prepare_directory, summary_line
 from accept_mpi.device import keep_memory, set_threads
 from accept_mpi.errors import UserError
 from accept_mpi.faults import pass_by
+from accept_mpi.given import given_plan
 from accept_mpi.logging_observer import LogObserver
 from accept_mpi.models import Chain
 from accept_mpi.models import load as load_model
@@ -270,7 +271,7 @@ class _Run:
 
     def _given_plan(self, runtime: Runtime, layers: int) -> Plan:
         """As the job says, for the ranks that it began with; those that are lost by now leave their layers to the others."""
-        plan = decide_plan(self.job, layers, len(self.members))
+        plan = given_plan(self.job, layers, len(self.members))
         if runtime.members == self.members:
             return plan
         return successor(self.job, plan.renamed(dict(enumerate(self.members))), None, runtime.members)

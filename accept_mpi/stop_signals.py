@@ -1,10 +1,11 @@
-"""SIGTERM (Slurm, before a time limit) and SIGUSR1 (which mpirun hands on) ask a run to end with a checkpoint."""
+"""SIGTERM (Slurm, before a time limit), SIGUSR1 (which mpirun hands on) and Ctrl-C ask a run to end with a checkpoint."""
 
 import signal
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopSignals:
@@ -14,24 +15,24 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self._asked = self._listening = False
+        self._asked = False
         self._tell: Callable[[], None] | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        """What the signals did before the first term."""
 
     def connect(self, tell: Callable[[], None] | None) -> None:
         """``tell`` is called when it is asked for, at once where it was before; None: nobody can be told now."""
         self._tell = tell
-        if not self._listening:
-            self._listening = True
-            for number in _SIGNALS:
-                signal.signal(number, self._hear)
+        if not self._before:
+            self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
         if self._asked and tell:
             tell()
 
     def close(self) -> None:
-        """The run is over: they end the process again."""
-        self._listening, self._tell = False, None
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+        """The run is over: they do what they did before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before, self._tell = {}, None
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         tell, self._asked = self._tell, True

@@ -1,4 +1,4 @@
-"""Small jobs for tests, and the plain PyTorch process that each must equal (DESIGN, invariant 1)."""
+"""Small jobs for tests, and the plain PyTorch process that each must equal (ARCHITECTURE, invariants)."""
 
 from pathlib import Path
 from typing import Any

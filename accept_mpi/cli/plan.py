@@ -14,8 +14,9 @@ from accept_mpi import config
 from accept_mpi.errors import UserError
 from accept_mpi.figures import draw_timeline
 from accept_mpi.fleet import Host, parse, read
+from accept_mpi.given import given_plan
 from accept_mpi.log import open_log
-from accept_mpi.planner import Outcome, forecast_of, plans_for, stage_table, verdict
+from accept_mpi.planner import Outcome, forecast_of, outcome, plans_for, stage_table, verdict
 from accept_mpi.survey import Survey
 from accept_mpi.timeline import steady_window
 from accept_mpi.whatif import joined, survey_of_fleet, survey_of_log, with_link
@@ -37,12 +38,19 @@ def main(options: argparse.Namespace) -> int:
     for host, mbit in options.link:
         survey = with_link(survey, host, mbit)
     best, even = plans_for(survey, job)
+    given = None
+    if job.pipeline.cuts != "auto":
+        given = outcome(survey, job, given_plan(job, len(survey.outline.layers), len(survey.devices)))
     if options.json:
-        found = {"plan": _plain(best), "even": _plain(even)}
+        found = {"plan": _plain(best), "even": _plain(even)} | ({"given": _plain(given)} if given else {})
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
         print(*stage_table(survey, best), sep="\n")
-        print("\neven cuts:", *stage_table(survey, even), "", *verdict(survey, job, best, even), sep="\n")
+        print("\neven cuts:", *stage_table(survey, even), sep="\n")
+        if given:
+            print("\nthe job's own cuts:", *stage_table(survey, given), sep="\n")
+            print(f"a step should take {1e3 * given.step:.0f} ms ({given.step / best.step:.1f} x the plan's)")
+        print("", *verdict(survey, job, best, even), sep="\n")
         if options.log is not None and not (hosts or options.link):
             print(*_measured(options.log), sep="\n")
     if options.timeline is not None:

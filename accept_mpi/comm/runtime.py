@@ -8,6 +8,7 @@ log and abort the job, so that no rank waits for a dead one.
 import logging
 import os
 import platform
+import signal
 import socket
 import sys
 import threading
@@ -33,6 +34,7 @@ T = TypeVar("T")
 
 _AGREE_SECONDS = 600.0
 _END_SECONDS = 5.0
+_INTERRUPTED = 128 + signal.SIGINT
 _REGROUP_SECONDS = 30.0
 
 
@@ -179,6 +181,8 @@ class Runtime:
         exit_code = getattr(error, "exit_code", 1)
         if isinstance(error, UserError | NonFiniteLoss | DeadlineError | ProtocolError | Stopped):
             text = f"{self.who(self.rank)}: {error}" if self.size > 1 else str(error)
+        elif isinstance(error, KeyboardInterrupt):
+            text, exit_code = "interrupted", _INTERRUPTED
         else:
             text = f"{self.who(self.rank)} raised:\n{''.join(traceback.format_exception(error))}".rstrip()
         if self.rank == 0:
@@ -224,7 +228,8 @@ class Runtime:
             finally:
                 self.lifeline.end_all(exit_code)
                 sys.stdout.flush()
-                MPI.COMM_WORLD.Abort(exit_code)
+                if MPI.COMM_WORLD.size > 1:
+                    MPI.COMM_WORLD.Abort(exit_code)
         os._exit(exit_code)
 
     def who(self, rank: int) -> str:

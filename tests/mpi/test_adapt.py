@@ -1,5 +1,5 @@
 """A device slows down in mid-run: layers move away from it, and the weights are those of a run that nothing happened to
-(DESIGN, invariant 3)."""
+(ARCHITECTURE, invariants)."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Ranks are killed; the others go on, and end with the weights of a run that lost none (DESIGN, invariant 2)."""
+"""Ranks are killed; the others go on, and end with the weights of a run that lost none (ARCHITECTURE, invariants)."""
 
 from pathlib import Path
 

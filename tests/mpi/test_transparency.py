@@ -1,4 +1,4 @@
-"""The pipeline computes what one plain PyTorch process computes, bit for bit (DESIGN, invariant 1)."""
+"""The pipeline computes what one plain PyTorch process computes, bit for bit (ARCHITECTURE, invariants)."""
 
 from functools import cache
 from pathlib import Path

@@ -12,7 +12,7 @@ LEVELS = [
     {"replay"},
     {"batches", "codec", "device", "optimizer", "defer", "observers", "snapshot", "trace", "figures", "forecast"},
     {"stage", "report", "logging_observer", "progress", "bits", "outline"},
-    {"comm", "profile", "survey", "probe", "replicas"},
+    {"given", "comm", "profile", "survey", "probe", "replicas"},
     {"planner", "submodels", "restore", "replication"},
     {"dual_stream"},
     {"predictor"},

@@ -11,7 +11,7 @@ from accept_mpi.stop_signals import StopSignals
 
 @pytest.fixture
 def stop() -> Iterator[StopSignals]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     yield StopSignals()
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -22,7 +22,7 @@ def test_the_term_is_told_and_the_second_signal_ends_the_process(stop: StopSigna
     stop.connect(lambda: told.append(1))
     os.kill(os.getpid(), signal.SIGUSR1)
     assert told == [1]
-    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
 
 
 def test_between_terms_it_is_kept_for_the_next_one(stop: StopSignals) -> None:
@@ -39,6 +39,8 @@ def test_between_terms_it_is_kept_for_the_next_one(stop: StopSignals) -> None:
 
 
 def test_afterwards_signals_do_what_they_did(stop: StopSignals) -> None:
+    before = signal.getsignal(signal.SIGINT)
     stop.connect(lambda: None)
+    assert signal.getsignal(signal.SIGINT) != before
     stop.close()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == before

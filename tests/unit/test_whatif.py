@@ -83,6 +83,18 @@ def test_plan_for_a_fleet_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found["plan"]["step_seconds"] <= found["even"]["step_seconds"]
 
 
+def test_a_jobs_own_cuts_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    words = ["plan", str(tmp_path / "job.toml"), "--add", "pi4", "--add", "pi5", "--set", "pipeline.ranks=[1, 0]"]
+    words += ["--set", "pipeline.cuts=[1]"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out.partition("the job's own cuts:")[2].splitlines()
+    assert [line.split()[:2] for line in shown[2:4]] == [["0", "pi5-new1"], ["1", "pi4-new1"]]
+    assert "x the plan's)" in shown[4]
+    assert main([*words, "--set", "pipeline.ranks=[1, 2]"]) == 2
+    assert "rank 2 of [1, 2]" in capsys.readouterr().err
+
+
 def test_plan_for_personas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, tmp_path, "--add", "pi5:2", "--link", "pi5-new1=10")
     assert "pi5-new" in out
