@@ -249,7 +249,8 @@ def _hosts(path: Path) -> list[_Host]:
     found = []
     for line in filter(None, lines):
         slots = re.search(r"slots\s*=\s*(\d+)", line)
-        found.append(_Host(line.split()[0], line, int(slots[1]) if slots else 1))
+        # Left to itself mpirun takes a line without slots as a rank a core.
+        found.append(_Host(line.split()[0], line if slots else f"{line} slots=1", int(slots[1]) if slots else 1))
     if not found:
         raise UserError(f"{path}: no hosts in it")
     return found

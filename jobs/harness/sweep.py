@@ -192,17 +192,29 @@ def groups(sweep: Sweep, rows: list[dict[str, Any]]) -> list[tuple[tuple[str, ..
 
 
 def summary(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
-    """A Markdown table: means, the spread of single runs, differences from the first line."""
+    """A Markdown table: means, the spread of single runs, differences from the first line and their standard errors."""
     axes = [name for name in sweep.axes if name != sweep.repeat]
     grouped = groups(sweep, rows)
-    base = statistics.fmean(grouped[0][1])
+    base, first = statistics.fmean(grouped[0][1]), _error(grouped[0][1])
     digits = 4 if sweep.metric == "loss" else 2
     lines = []
     for names, values in grouped:
-        mean, spread = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-        change = f"{mean - base:+.2f}" if sweep.metric == "accuracy" else f"{100 * (mean / base - 1):+.2f} %"
-        lines.append([*names, f"{mean:.{digits}f}", f"{spread:.{digits}f}", change, len(values)])
-    return table([*axes, METRICS[sweep.metric], "± one run", "against the first", "runs"], lines)
+        mean, spread, unsure = statistics.fmean(values), _spread(values), math.hypot(first, _error(values))
+        change = f"{mean - base:+.2f} ± {unsure:.2f}"
+        if sweep.metric != "accuracy":
+            change = f"{100 * (mean / base - 1):+.2f} % ± {100 * unsure / base:.2f}"
+        lines.append([*names, f"{mean:.{digits}f}", f"{spread:.{digits}f}", change if lines else "", len(values)])
+    return table([*axes, METRICS[sweep.metric], "± one run", "against the first, ± standard error", "runs"], lines)
+
+
+def _spread(values: list[float]) -> float:
+    """Standard deviation of single runs; 0 of one."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _error(values: list[float]) -> float:
+    """Standard error of their mean."""
+    return _spread(values) / math.sqrt(len(values))
 
 
 def draw(sweep: Sweep, rows: list[dict[str, Any]], path: Path) -> None:

@@ -61,7 +61,7 @@ def test_what_is_finished_is_not_run_again(tmp_path: Path) -> None:
     (tmp_path / "sweep.toml").write_text(SWEEP)
     first = sweep(tmp_path)
     assert next(line for line in first.splitlines() if "/4: " in line) == "1/4: out/none-none-0"
-    assert "| codec | test loss | ± one run | against the first | runs |" in first
+    assert "| codec | test loss | ± one run | against the first, ± standard error | runs |" in first
     assert (tmp_path / "out" / "plot.png").stat().st_size > 5000
     with h5py.File(tmp_path / "out" / "results.h5") as file:
         assert len(file["points"]) == 4
