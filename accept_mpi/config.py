@@ -1,8 +1,11 @@
 """The job file: TOML -> typed, validated ``Job``. Every mistake is one sentence that names the file and the key."""
 
+import difflib
+import json
+import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -18,6 +21,7 @@ CountOrZero = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 PositiveOrZero = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
+MOST_THREADS = 1024
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,7 +76,7 @@ class Train(Section, frozen=True):
     """Length of the run: either ``epochs`` or ``steps``."""
     optimizer: Optimizer = Optimizer()
     lr: Positive | None = None
-    """Short for ``optimizer.lr``; wins over it."""
+    """Short for ``optimizer.lr``; one of the two is given."""
     loss: str = "cross_entropy"
     """"cross_entropy", "mse", or "package.module:function" of (output, target) that gives the mean over samples."""
     seed: CountOrZero = 0
@@ -82,7 +86,7 @@ class Train(Section, frozen=True):
     """Epochs between two evaluations on the test set; one more at the end; 0: none at all."""
     memory_format: Literal["auto", "channels_last", "contiguous"] = "auto"
     """Layout of image tensors; "auto": channels_last for models with 2-D convolutions."""
-    threads: Count | Literal["auto"] = "auto"
+    threads: Annotated[int, Meta(ge=1, le=MOST_THREADS)] | Literal["auto"] = "auto"
     """Threads a rank computes with; "auto": OMP_NUM_THREADS, else the host's cores shared among its ranks."""
 
 
@@ -144,6 +148,20 @@ class Output(Section, frozen=True):
     """Newest checkpoints kept; 0: all."""
 
 
+_EITHER = ((("train", "epochs"), ("train", "steps")), (("train", "lr"), ("train", "optimizer", "lr")))
+"""Pairs of keys that say the same: one of them is given."""
+_GOES_WITH = {
+    "momentum": ("name", ("sgd",)),
+    "nesterov": ("name", ("sgd",)),
+    "betas": ("name", ("adam", "adamw")),
+    "eps": ("name", ("adam", "adamw")),
+    "decay_every": ("schedule", ("step",)),
+    "decay": ("schedule", ("step",)),
+    "final_lr": ("schedule", ("cosine",)),
+}
+"""Keys of ``train.optimizer`` that only some of its choices heed."""
+
+
 class Job(Section, frozen=True):
     """A whole job file."""
 
@@ -175,7 +193,8 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
-    """Job from TOML text; ``overrides`` are "section.key=value" with values in TOML (a bare word is a string).
+    """Job from TOML text; ``overrides`` are "section.key=value" with values in TOML (a bare word is a string). Of two keys
+    that say the same an override drops the other, which the text gives.
 
     Raises UserError with one sentence that begins with ``source``.
     """
@@ -183,15 +202,24 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{source}: not valid TOML: {error}") from error
+    given: dict[str, Any] = {}
     for override in overrides:
-        _override(tree, override)
-    _refuse_unknown_keys(tree, Job, source, "")
+        for table in (tree, given):
+            _override(table, override)
+    for pair in _EITHER:
+        for one, other in (pair, pair[::-1]):
+            if _has(given, one) and not _has(given, other) and _has(tree, other):
+                del _table(tree, other[:-1])[other[-1]]
+    _check_keys(tree, Job, source, "")
     try:
         job = msgspec.convert(tree, Job)
     except msgspec.ValidationError as error:
         raise UserError(f"{source}: {_explain(str(error), tree)}") from error
     if (job.train.epochs is None) == (job.train.steps is None):
         raise UserError(f"{source}: train: give either epochs or steps")
+    if all(_has(tree, key) for key in _EITHER[1]):
+        raise UserError(f"{source}: train: give either lr or optimizer.lr")
+    _check_optimizer(job.train.optimizer, _table(tree, ("train", "optimizer")), source)
     if job.train.micro_batches > job.train.batch_size:
         raise UserError(
             f"{source}: train.micro_batches: {job.train.micro_batches} is more than "
@@ -220,19 +248,63 @@ def _override(tree: dict[str, Any], override: str) -> None:
         table[key] = value.strip()
 
 
-def _refuse_unknown_keys(table: Mapping[str, Any], section: type[msgspec.Struct], source: str, path: str) -> None:
-    """msgspec names an unknown key but not the nearest known one, so look before it does."""
+def _table(tree: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """The table at a path; an empty one where there is none."""
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree if isinstance(tree, dict) else {}
+
+
+def _has(tree: Mapping[str, Any], keys: Sequence[str]) -> bool:
+    return keys[-1] in _table(tree, keys[:-1])
+
+
+def _check_keys(table: Mapping[str, Any], section: type[msgspec.Struct], source: str, path: str) -> None:
+    """Refuse what msgspec lets pass or explains less well: unknown keys, and numbers that JSON has no way to write."""
     fields = {field.name: field.type for field in msgspec.structs.fields(section)}
     for key, value in table.items():
         if key not in fields:
-            raise UserError(f'{source}: unknown key "{path}{key}"{nearest(key, list(fields))}')
-        for kind in (fields[key], *get_args(fields[key])):
-            if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
-                _refuse_unknown_keys(value, kind, source, f"{path}{key}.")
+            raise UserError(f'{source}: unknown key "{path}{key}"{_nearest_key(key, list(fields))}')
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{source}: {path}{key}: expected a finite number, got {value}")
+        if isinstance(value, int) and abs(value) >> 63:
+            raise UserError(f"{source}: {path}{key}: expected a number of at most 64 bits, got {value}")
+        if isinstance(value, dict) and isinstance(fields[key], type) and issubclass(fields[key], msgspec.Struct):
+            _check_keys(value, fields[key], source, f"{path}{key}.")
+
+
+def _nearest_key(key: str, here: list[str]) -> str:
+    """A hint at a key of the same name in another section, else at a similar one in this section, else anywhere."""
+    names: dict[str, str] = {}
+    for path in sorted(_paths(Job, ""), key=lambda path: path.count(".")):
+        names.setdefault(path.rpartition(".")[2], path)
+    if key not in names and (hint := nearest(key, here)):
+        return hint
+    close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    return f'; did you mean "{names[close[0]]}"?' if close else ""
+
+
+def _paths(section: type[msgspec.Struct], before: str) -> Iterator[str]:
+    """All keys of a section and of those in it, from the top: "train.optimizer.lr"."""
+    for field in msgspec.structs.fields(section):
+        yield before + field.name
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from _paths(field.type, f"{before}{field.name}.")
+
+
+def _check_optimizer(optimizer: Optimizer, given: Mapping[str, Any], source: str) -> None:
+    for key in given:
+        by, choices = _GOES_WITH.get(key, ("name", (optimizer.name,)))
+        chosen = getattr(optimizer, by)
+        if chosen not in choices:
+            words = " or ".join(f'"{choice}"' for choice in choices)
+            raise UserError(f'{source}: train.optimizer.{key} goes with {by} = {words} only; leave it out for "{chosen}"')
+    if optimizer.nesterov and not optimizer.momentum:
+        raise UserError(f"{source}: train.optimizer.nesterov = true needs a momentum, e.g. momentum = 0.9")
 
 
 def _explain(error: str, tree: Mapping[str, Any]) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.train.steps`" as "train.steps: expected `int`, got "ten"."""
+    """msgspec's "Expected `int`, got `str` - at `$.train.steps`" as "train.steps: expected a whole number, got "ten"."""
     message, _, where = error.partition(" - at `$")
     path = where.rstrip("`").lstrip(".")
     missing = re.match(r"Object missing required field `(\w+)`", message)
@@ -244,23 +316,46 @@ def _explain(error: str, tree: Mapping[str, Any]) -> str:
             value = value[int(part)] if isinstance(value, list) else value[part]
         except (KeyError, IndexError, ValueError, TypeError):
             return f"{path}: {message[0].lower()}{message[1:]}"
-    expected = message.split(", got")[0].replace("Expected ", "expected ").replace("Invalid enum value", "not a choice")
-    if choices := _choices(path):
-        expected = f"expected {choices}"
-    return f"{path}: {expected}, got {msgspec.json.encode(value).decode()}"
+    return f"{path}: expected {_words(_kind(path))}, got {_show(value)}"
 
 
-def _choices(path: str) -> str:
-    """What a key takes that takes words: "one of ...", or an empty string."""
-    section: Any = Job
-    for part in path.split("."):
-        fields = {f.name: f.type for f in msgspec.structs.fields(section)} if hasattr(section, "__struct_fields__") else {}
-        section = fields.get(part)
-    kinds = get_args(section) if get_origin(section) in (Union, UnionType) else (section,)
-    words = [f'"{word}"' for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-    if not words:
-        return ""
-    others = [
-        "a list of numbers" if get_origin(kind) is list else "a number" for kind in kinds if get_origin(kind) is not Literal
-    ]
-    return " or ".join([*words, *others]) if others else "one of " + ", ".join(words)
+def _show(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _kind(path: str) -> Any:
+    """The type of what is at a path such as "train.optimizer.betas[0]"."""
+    kind: Any = Job
+    for part in re.findall(r"[^.\[\]]+", path):
+        if part.isdigit():
+            lists = [one for one in _alternatives(kind) if get_origin(one) in (list, tuple)]
+            kind = get_args(lists[0])[0]
+        else:
+            kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == part)
+    return kind
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _words(kind: Any) -> str:
+    """What a type takes: "a whole number >= 1", or 'one of "sgd", "adam"'."""
+    kinds = [one for one in _alternatives(kind) if one is not type(None)]
+    if len(kinds) > 1:
+        return " or ".join(_words(one).removeprefix("one of ").replace('", "', '" or "') for one in kinds)
+    (kind,) = kinds
+    if get_origin(kind) is Annotated:
+        plain, *limits = get_args(kind)
+        signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+        bounds = [
+            f"{signs[name]} {bound}" for limit in limits for name in signs if (bound := getattr(limit, name)) is not None
+        ]
+        return f"{_words(plain)} {' and '.join(bounds)}"
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(f'"{word}"' for word in get_args(kind))
+    if get_origin(kind) is list:
+        return _words(get_args(kind)[0]).replace("a ", "a list of ", 1).replace("number", "numbers").replace("text", "texts")
+    if get_origin(kind) is tuple:
+        return f"a list of {len(get_args(kind))} numbers"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}.get(kind, "a table")

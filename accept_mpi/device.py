@@ -9,6 +9,9 @@ from pathlib import Path
 
 import torch
 
+from accept_mpi.config import MOST_THREADS
+from accept_mpi.errors import UserError
+
 log = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
@@ -46,7 +49,10 @@ def cpu_name() -> str:
 
 
 def set_threads(asked: int | str, cores: int, ranks_on_host: int) -> int:
-    """Set torch's threads and return their number: as asked, or OMP_NUM_THREADS, or a fair share of the host's cores."""
+    """Set torch's threads and return their number: as asked, or OMP_NUM_THREADS, or a fair share of the host's cores.
+
+    Raises UserError for an OMP_NUM_THREADS that no machine has.
+    """
     said = os.environ.get("OMP_NUM_THREADS", "")
     if asked != "auto":
         threads = int(asked)
@@ -54,6 +60,8 @@ def set_threads(asked: int | str, cores: int, ranks_on_host: int) -> int:
             log.warning("train.threads = %d wins over OMP_NUM_THREADS = %s", threads, said)
     elif said.isdigit():
         threads = int(said)
+        if not 1 <= threads <= MOST_THREADS:
+            raise UserError(f"OMP_NUM_THREADS = {said}: expected 1 to {MOST_THREADS} threads")
     else:
         threads = max(1, cores // ranks_on_host)
     torch.set_num_threads(threads)

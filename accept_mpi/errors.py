@@ -1,5 +1,10 @@
 """The ways a run can end that are not bugs. Each carries one sentence and the exit code of the whole job."""
 
+import signal
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of Ctrl-C, as shells have it."""
+
 
 class UserError(Exception):
     """Something the user can mend: shown as one sentence, never as a traceback. Exit code 2."""

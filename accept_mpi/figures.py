@@ -28,7 +28,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise UserError("reports need matplotlib: pip install 'accept-mpi[report]'") from error
+        raise UserError("reports need matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

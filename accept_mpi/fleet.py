@@ -26,6 +26,7 @@ from accept_mpi.errors import UserError
 
 PERSONAS = Path(__file__).with_name("personas.toml")
 MOST_HOSTS = 4096
+_WORDS: dict[type, str] = {str: "a text", int: "a whole number", float: "a number"}
 _KEYS: dict[str, type] = {
     "name": str, "count": int, "persona": str, "cpu": float, "threads": int, "isa": str, "memory": str, "link": float,
 }  # fmt: skip
@@ -72,18 +73,23 @@ def parse(content: dict[str, Any], where: str) -> list[Host]:
     unknown = set(content) - {"defaults", "hosts"}
     if unknown:
         raise UserError(f'{where}: unknown key "{min(unknown)}"; a fleet has [defaults] and [[hosts]]')
-    entries = content.get("hosts", [])
+    entries, defaults = content.get("hosts", []), content.get("defaults", {})
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{where}: no [[hosts]]")
+    if not isinstance(defaults, dict):
+        raise UserError(f"{where}: defaults = {defaults!r}: expected a table [defaults] of keys that hosts share")
     personas = tomllib.loads(PERSONAS.read_text())
     hosts: list[Host] = []
     for number, entry in enumerate(entries, 1):
         at = f"{where}: hosts entry {number}"
-        persona = entry.get("persona")
+        if not isinstance(entry, dict):
+            raise UserError(f"{at}: {entry!r}: expected a table [[hosts]]")
+        persona = (defaults | entry).get("persona")
+        if persona is not None and not isinstance(persona, str):
+            raise UserError(f"{at}: persona = {persona!r}: expected a text")
         if persona is not None and persona not in personas:
             raise UserError(f'{at}: no persona "{persona}"; there are {", ".join(personas)}')
-        given = content.get("defaults", {}) | personas.get(persona, {}) | entry
-        hosts += _expand(given, at)
+        hosts += _expand(defaults | (personas[persona] if persona else {}) | entry, at)
     names = [host.name for host in hosts]
     for name in names:
         if names.count(name) > 1:
@@ -116,9 +122,7 @@ def _expand(given: dict[str, Any], at: str) -> Iterator[Host]:
             raise UserError(f'{at}: unknown key "{key}"; known are {", ".join(_KEYS)}')
         kinds = (int, float) if _KEYS[key] is float else (_KEYS[key],)
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise UserError(
-                f"{at}: {key} = {value!r}: expected {'a number' if _KEYS[key] is float else _KEYS[key].__name__}"
-            )
+            raise UserError(f"{at}: {key} = {value!r}: expected {_WORDS[_KEYS[key]]}")
     name, count = given.get("name", given.get("persona")), given.get("count", 1)
     if not name or not re.fullmatch(r"[a-z][a-z0-9-]{0,40}", name):
         raise UserError(f"{at}: name = {name!r}: expected small letters, digits and hyphens")
@@ -131,6 +135,8 @@ def _expand(given: dict[str, Any], at: str) -> Iterator[Host]:
         raise UserError(f"{at}: isa = {given['isa']!r}: expected one of {', '.join(_ONEDNN)}")
     if threads < 1 or count < 1:
         raise UserError(f"{at}: threads and count must be positive")
+    if count > MOST_HOSTS:
+        raise UserError(f"{at}: count = {count}; at most {MOST_HOSTS}")
     for number in range(1, count + 1):
         numbered = f"{name}{number}" if "count" in given else name
         yield Host(numbered, cpu, threads, given.get("isa"), _bytes(given.get("memory"), at), link)

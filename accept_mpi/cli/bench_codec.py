@@ -30,8 +30,13 @@ def main(options: argparse.Namespace) -> int:
         codecs = [parse(name, False) for name in options.codecs or _CODECS]
     except ValueError as error:
         raise UserError(f"bench codec: {error}") from error
+    if any(codec.kind == "none" for codec in codecs):
+        raise UserError('bench codec: "none" codes nothing; name codecs such as bf16 or uniform:4')
     seconds = prepare(codecs)
-    rows = [_row(name, size, options.repeats) for size in options.sizes or _SIZES for name in options.codecs or _CODECS]
+    try:
+        rows = [_row(name, size, options.repeats) for size in options.sizes or _SIZES for name in options.codecs or _CODECS]
+    except MemoryError as error:
+        raise UserError("bench codec: out of memory; take smaller --sizes") from error
     if options.json:
         print(json.dumps({"compile_s": seconds, "rows": rows}))
         return 0

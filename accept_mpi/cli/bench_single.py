@@ -13,9 +13,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from accept_mpi import models
 from accept_mpi.errors import UserError
+from accept_mpi.imports import find_function
 
 _BATCH, _MICRO_BATCHES = 64, 8
+_SECONDS = 600  # a measurement's most
 _JOB = """
 [model]
 name = "{model}"
@@ -35,6 +38,7 @@ directory = "run"
 
 def main(options: argparse.Namespace) -> int:
     """Measure in turn, print samples/s and ratios to "plain"."""
+    find_function(options.model, models.ZOO, "--model")
     rates: dict[str, list[float]] = {"plain": [], "plain, tuned": [], "accept_mpi, 1 rank": []}
     for _ in range(options.repeats):
         for name, found in rates.items():
@@ -73,9 +77,13 @@ def _run(command: Sequence[str], folder: str | None) -> str:
     checkout = str(Path(__file__).resolve().parent.parent.parent)
     path = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    try:
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"bench single: a measurement takes more than {_SECONDS} s; take fewer --steps") from None
     if done.returncode:
-        raise UserError(f"{' '.join(command)} failed:\n{done.stderr}")
+        last = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+        raise UserError(f"bench single: {' '.join(command[1:])} failed: {last[-1].removeprefix('accept_mpi: ')}")
     return done.stdout
 
 

@@ -3,28 +3,33 @@
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from accept_mpi.errors import UserError
 from accept_mpi.snapshot import Checkpoint
 
+_TORCH = (".pt", ".pth")
+
 
 def export(source: Path, out: Path) -> int:
-    """Write the whole model's state_dict to ``out``: ``torch.save`` for .pt and .pth, else safetensors.
+    """Write the whole model's state_dict to ``out``: .safetensors, or with ``torch.save`` .pt or .pth.
 
-    Raises UserError where the checkpoint is missing or damaged, or ``out`` cannot be written.
+    Raises UserError where ``out`` ends otherwise or cannot be written, or the checkpoint is missing or damaged.
     """
+    if out.suffix not in (".safetensors", *_TORCH):
+        raise UserError(f"{out}: expected a file name that ends in .safetensors, {' or '.join(_TORCH)}")
     checkpoint = Checkpoint(source)
     state = checkpoint.whole()
     beside = out.with_name(f".{out.name}")
     try:
-        if out.suffix in (".pt", ".pth"):
+        if out.suffix in _TORCH:
             torch.save(state, beside)
         else:
             about = {"step": str(checkpoint.manifest.step), "model": checkpoint.manifest.model}
             save_file(state, beside, metadata=about)
         beside.replace(out)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         beside.unlink(missing_ok=True)
         raise UserError(f"{out}: cannot write: {error}") from error
     print(f"{out}: {len(state)} tensors of step {checkpoint.manifest.step}")

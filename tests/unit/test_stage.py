@@ -9,7 +9,7 @@ from accept_mpi.codec import TensorSpec
 from accept_mpi.errors import UserError
 from accept_mpi.models import as_chain
 from accept_mpi.models.layers import Layers, build_layers
-from accept_mpi.stage import Stage, cross_entropy
+from accept_mpi.stage import Stage, cross_entropy, find_loss
 
 BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirectory="r"\n'
 
@@ -132,3 +132,33 @@ def test_layers_that_cannot_be_built() -> None:
         build_layers(as_chain([("good", lambda: nn.ReLU()), ("bad", lambda: 1 / 0)]), 0, 2, 0)
     with pytest.raises(UserError, match='layer 0 "0" is a int'):
         build_layers(as_chain([lambda: 3, nn.ReLU()]), 0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "message"),
+    [
+        (
+            "cross_entropy",
+            torch.tensor([0, 1, 3]),
+            r"outputs \(3, 3\) float32 and targets \(3,\) int64; it wants .*3 is out",
+        ),
+        ("cross_entropy", torch.zeros(3), r"targets \(3,\) float32; it wants scores \(..., n\) and int64 classes"),
+        ("cross_entropy", torch.tensor([0, 1]), r"targets \(2,\) int64; it wants"),
+        (
+            "mse",
+            torch.zeros(3, dtype=torch.int64),
+            r'"mse" cannot take .*targets \(3,\) int64: ValueError: the shapes differ',
+        ),
+        ("torch:sub", torch.zeros(3, 3), "it gives 9 values instead of the mean over samples"),
+    ],
+)
+def test_targets_that_a_loss_cannot_take(name: str, target: torch.Tensor, message: str) -> None:
+    with pytest.raises(UserError, match=f"^train.loss: .*{message}"):
+        find_loss(name)(torch.zeros(3, 3), target)
+
+
+def test_losses_are_torchs() -> None:
+    output, target = torch.randn(4, 3), torch.randn(4, 3)
+    assert torch.equal(find_loss("mse")(output, target), nn.functional.mse_loss(output, target))
+    classes = torch.tensor([0, 2, 1, -100])
+    assert torch.equal(find_loss("cross_entropy")(output, classes), nn.functional.cross_entropy(output, classes))

@@ -1,0 +1,83 @@
+"""Mistakes on the command line are one sentence on standard error, with exit code 2."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from accept_mpi.cli import main
+from accept_mpi.device import set_threads
+from accept_mpi.errors import UserError
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command with a mistake says."""
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    found = capsys.readouterr()
+    assert (code, found.out) == (2, "")
+    assert found.err.count("\n") == 1
+    return found.err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "the following arguments are required: COMMAND; see accept_mpi --help"),
+        ("plan j.toml --link foo=x", 'argument --link: expected a host and Mbit/s such as edge2=10, got "foo=x"'),
+        ("launch j.toml -n 0", 'argument -n/--ranks: expected a whole number >= 1, got "0"'),
+        ("launch j.toml -n -3", 'expected a whole number >= 1, got "-3"'),
+        ("launch j.toml -n 2 --stall 0", 'argument --stall: expected seconds > 0, got "0"'),
+        ("launch j.toml -n 2 --stall nan", 'expected seconds > 0, got "nan"'),
+        ("launch j.toml -n 2 --restarts -1", 'argument --restarts: expected a whole number >= 0, got "-1"'),
+        ("bench codec --repeats 0", 'argument --repeats: expected a whole number >= 1, got "0"'),
+        ("bench codec --sizes 1", "argument --sizes: expected at least 4 bytes"),
+        ("bench codec none", 'bench codec: "none" codes nothing'),
+        ("bench partition --repeats 0", 'expected a whole number >= 1, got "0"'),
+        ("bench single --steps 0", 'expected a whole number >= 1, got "0"'),
+        ("bench single --model foo", '--model: unknown name "foo"'),
+        ("export run out.onnx", "out.onnx: expected a file name that ends in .safetensors, .pt or .pth"),
+        ("export run .", ".: expected a file name that ends in"),
+        ("trace log.h5 .", ".: expected a file name such as trace.json"),
+    ],
+)
+def test_one_sentence(capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
+    found = said(capsys, *line.split())
+    assert found.startswith("accept_mpi: ")
+    assert message in found
+
+
+class _Checkpoint:
+    """Enough of a checkpoint to export."""
+
+    def __init__(self, path: Path) -> None:
+        self.manifest = type("Manifest", (), {"step": 3, "model": "cnn"})
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        return {"weight": torch.zeros(2)}
+
+
+@pytest.mark.parametrize("name", ["no/out.safetensors", "no/out.pt", "folder.safetensors"])
+def test_export_that_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert not issubclass(SafetensorError, OSError | RuntimeError)
+    (tmp_path / "folder.safetensors").mkdir()
+    monkeypatch.setattr("accept_mpi.cli.export.Checkpoint", _Checkpoint)
+    assert f"{name}: cannot write: " in said(capsys, "export", "run", str(tmp_path / name))
+
+
+@pytest.mark.parametrize("seconds", ["abc", "0", "nan", "inf", ""])
+def test_seconds_to_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seconds: str) -> None:
+    monkeypatch.setenv("ACCEPT_MPI_START_SECONDS", seconds)
+    assert f'ACCEPT_MPI_START_SECONDS = "{seconds}": expected seconds' in said(capsys, "train", "no.toml")
+
+
+@pytest.mark.parametrize("threads", ["0", "100000"])
+def test_threads_that_no_machine_has(monkeypatch: pytest.MonkeyPatch, threads: str) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    with pytest.raises(UserError, match=f"OMP_NUM_THREADS = {threads}: expected 1 to 1024 threads"):
+        set_threads("auto", 2, 1)
