@@ -8,6 +8,7 @@ memory order, each padded to 64. Shapes, dtypes and strides are not in it; both 
 import math
 import struct
 import zlib
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -260,11 +261,21 @@ def aligned(nbytes: int) -> Bytes:
     return block[offset : offset + nbytes]
 
 
-def encode(specs: Specs, flat: Tensors, buffer: Bytes, coding: Coding = NONE, key: int = 0, **fields: Any) -> int:
+def encode(
+    specs: Specs,
+    flat: Tensors,
+    buffer: Bytes,
+    coding: Coding = NONE,
+    key: int = 0,
+    *,
+    now: Callable[[], float],
+    **fields: Any,
+) -> int:
     """Write a message of ``flat`` tensors (from ``TensorSpec.flatten``) into ``buffer``; returns its length in bytes.
 
-    ``key`` decides stochastic rounding; ``fields`` are the header's direction, boundary, step, micro_batch, samples, flags,
-    term and sent. A message with values that cannot be coded (not finite) goes as it is, and its header says so.
+    ``key`` decides stochastic rounding; ``now`` is asked for the header's ``sent`` when all is coded; ``fields`` are its
+    direction, boundary, step, micro_batch, samples, flags and term. A message with values that cannot be coded (not finite)
+    goes as it is, and its header says so.
     """
     layout = _layout(specs, coding)
     for number, (tensor, part) in enumerate(zip(flat, layout.parts, strict=True)):
@@ -272,12 +283,12 @@ def encode(specs: Specs, flat: Tensors, buffer: Bytes, coding: Coding = NONE, ke
         if part.coded:
             assert tensor is not None
             if not coding.encode(tensor.float().numpy(), into, mix(key, number)):
-                return encode(specs, flat, buffer, NONE, key, **fields)
+                return encode(specs, flat, buffer, NONE, key, now=now, **fields)
         elif tensor is not None and tensor.numel():
             np.copyto(into, tensor.view(torch.uint8).numpy())
         if part.end < part.padded:
             buffer[part.end : part.padded] = 0
-    header = Header(codec=coding.number, length=layout.wire - HEADER_BYTES, raw=layout.raw, **fields)
+    header = Header(codec=coding.number, length=layout.wire - HEADER_BYTES, raw=layout.raw, sent=now(), **fields)
     header.pack_into(buffer, checksum(buffer[HEADER_BYTES : layout.wire]))
     return layout.wire
 

@@ -73,7 +73,7 @@ def _earlier(path: Path, step: int, since: str | None) -> dict[str, Rows]:
     with open_log(path) as old:
         earlier = {name: old[name][old[name]["step"] <= step] for name in ("steps", "evals")}
         if since and str(old.attrs["created"]) >= since:
-            return earlier | {name: old[name][:] for name in ("trace", "events")}
+            return earlier | {name: old[name][:] for name in ("trace", "events", "plans") if name in old}
     # Times count from the beginning of this run: what came before it happened at negative times.
     ends = [rows["end"].max() for rows in earlier.values() if len(rows)]
     for rows in earlier.values():

@@ -38,7 +38,10 @@ def pyplot() -> Any:
 def draw_timeline(path: Path, trace: Rows, hosts: dict[int, str], start: float, end: float) -> None:
     """Ranks by time in seconds: boxes of computing, thin bars below for what is being sent, bubbles left light grey."""
     plt = pyplot()
-    rows = window(trace, start, end)[:_MOST_BOXES]
+    rows = window(of_kind(trace, *COLOURS, "send"), start, end)
+    if len(rows) > _MOST_BOXES:
+        end = float(np.sort(rows["start"])[_MOST_BOXES])
+        rows = window(rows, start, end)
     ranks = np.unique(rows["rank"]).tolist()
     figure, axes = plt.subplots(figsize=(13, 1.4 + 0.75 * max(1, len(ranks))), layout="constrained")
     for y, rank in enumerate(ranks):

@@ -10,6 +10,7 @@ Layout, version 1 (attribute ``version`` of the root; ``format`` is "accept-mpi 
 ``/trace``            one row an action or transfer: TRACE. Times are seconds on rank 0's clock since the
                       run began
 ``/events``           what happened besides (checkpoints, warnings, the end): EVENTS
+``/plans``            who held which layers from when on: PLANS (``plan`` is the first one)
 ``/survey``           what devices and links were measured to do before "auto" cuts (``survey``), if they were
 ====================  ====================================================================================
 
@@ -72,7 +73,17 @@ STEPS = np.dtype(
 EVALS = np.dtype([("step", "i8"), ("epoch", "i4"), ("samples", "i4"), ("loss", "f8"), ("accuracy", "f8"), ("end", "f8")])
 _TEXT_BYTES = 480
 EVENTS = np.dtype([("time", "f8"), ("step", "i8"), ("text", f"S{_TEXT_BYTES}")])
-_TABLES = {"steps": STEPS, "evals": EVALS, "trace": TRACE, "events": EVENTS}
+PLANS = np.dtype(
+    [
+        ("time", "f8"),  # when it began, in seconds: a row for each rank of each stage
+        ("step", "i8"),  # steps made before
+        ("stage", "i4"),
+        ("rank", "i4"),
+        ("start", "i4"),  # first layer
+        ("stop", "i4"),
+    ]
+)
+_TABLES = {"steps": STEPS, "evals": EVALS, "trace": TRACE, "events": EVENTS, "plans": PLANS}
 
 Rows = npt.NDArray[Any]
 

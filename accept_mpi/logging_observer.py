@@ -7,6 +7,8 @@ import numpy as np
 from accept_mpi.errors import UserError
 from accept_mpi.log import EVALS, STEPS, LogWriter, Rows
 from accept_mpi.observers import Evaluated, StepDone
+from accept_mpi.plan import Plan
+from accept_mpi.timeline import plan_rows
 
 
 class LogObserver:
@@ -29,6 +31,10 @@ class LogObserver:
             self._writer.event(seconds, step, text)
         except OSError as error:
             raise UserError(f"cannot write the log {self._writer.path}: {error}") from error
+
+    def planned(self, seconds: float, step: int, plan: Plan) -> None:
+        """A term begins with this plan, its ranks as in the trace."""
+        self._append("plans", plan_rows(plan, seconds, step))
 
     def close(self) -> None:
         self._writer.close()

@@ -91,7 +91,7 @@ def _outline(chain: Chain, seed: int, inputs: Tensors, channels_last: bool, abst
     device = torch.device("meta" if abstract else "cpu")
     layers, held = [], _Held(abstract)
     for index in range(len(chain)):
-        module = _abstract(chain, index, seed) if abstract else build_layer(chain, index, seed, fresh=True)
+        module = _abstract(chain, index, seed) if abstract else build_layer(chain, index, seed)
         if channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         specs = tuple(TensorSpec.of(value) for value in values)

@@ -20,7 +20,7 @@ from accept_mpi import config
 from accept_mpi.codec import Tensors
 from accept_mpi.data import Dataset
 from accept_mpi.models import Chain
-from accept_mpi.models.layers import Layers, build_layer
+from accept_mpi.models.layers import build_layers
 from accept_mpi.outline import Outline
 from accept_mpi.stage import Loss, Stage
 
@@ -262,8 +262,7 @@ class Piece:
 
     def __init__(self, chain: Chain, outline: Outline, job: config.Job, start: int, stop: int, loss: Loss | None) -> None:
         self.start, self.stop = start, stop
-        modules = [build_layer(chain, index, job.train.seed, fresh=True) for index in range(start, stop)]
-        layers = Layers(start, list(outline.names[start:stop]), modules)
+        layers = build_layers(chain, start, stop, job.train.seed)
         self._asynchronous = job.pipeline.schedule == "1f1b-async"
         self._deferred = job.pipeline.schedule == "zero-bubble"
         self.stage = Stage(layers, job, loss, outline.channels_last)

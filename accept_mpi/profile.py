@@ -120,8 +120,8 @@ def message_cost(coding: Coding = NONE) -> float:
     for _ in range(_MESSAGES):
         compute()  # which has filled all caches, with its code too, by the time a message comes: that takes 4 x as long
         began = time.process_time()
-        wire = encode(specs, (spec.flatten(values),), buffer, coding, 0, step=0, micro_batch=0, samples=8, flags=0,
-                      direction=0, boundary=0, term=0, sent=0.0)  # fmt: skip
+        wire = encode(specs, (spec.flatten(values),), buffer, coding, 0, now=time.monotonic, step=0, micro_batch=0,
+                      samples=8, flags=0, direction=0, boundary=0, term=0)  # fmt: skip
         there.put(1)
         back.get()
         half = time.process_time() - began

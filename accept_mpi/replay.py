@@ -4,6 +4,7 @@ The trace gives each stage's actions in their order and how long each computed; 
 simulator's. With links that take no time, what a step is shorter is what its transfers cost: the part that no computing hid.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ class LinkCost:
     exposed: float
     """Seconds of them that links of no latency and endless bandwidth would have saved."""
     busiest: float
-    """Seconds in which the busiest link was sending (one direction of one boundary)."""
+    """Seconds in which the busiest link (one direction of one boundary) had something under way."""
 
     @property
     def hidden(self) -> float:
@@ -81,10 +82,12 @@ def mean_times(trace: Rows) -> list[dict[str, float]]:
     """Mean seconds of each kind of action of each stage, as ``recorded`` counts them, without the first quarter of the
     steps."""
     steps = _finished(trace)
-    walks, durations, _ = recorded(trace)
+    if not steps:
+        return []
+    walks, durations, _ = recorded(trace[(trace["step"] >= steps[0]) & (trace["step"] <= steps[-1])])
     found = []
     for walk, took in zip(walks, durations, strict=True):
-        mine = [action for action in walk if steps and steps[len(steps) // _LEAD] < action.step <= steps[-1]]
+        mine = [action for action in walk if steps[len(steps) // _LEAD] < action.step <= steps[-1]]
         kinds = {action.kind for action in mine}
         found.append({k: float(np.mean([took[action] for action in mine if action.kind == k])) for k in kinds})
     return found
@@ -100,26 +103,38 @@ def recorded(trace: Rows) -> tuple[list[list[Action]], list[dict[Action, float]]
     for stage in np.unique(of_kind(trace, *COMPUTE)["stage"]):
         rows = of_kind(trace[trace["stage"] == stage], *COMPUTE)
         rows = rows[np.argsort(rows["start"], kind="stable")]
-        mine = waits[waits["stage"] == stage]
-        places = zip(mine["direction"], mine["step"], mine["micro_batch"], strict=True)
-        came = dict(zip(((int(d), int(s), int(k)) for d, s, k in places), mine["end"].tolist(), strict=True))
+        came: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+        for wait in np.sort(waits[waits["stage"] == stage], order="end"):
+            came[int(wait["direction"]), int(wait["step"]), int(wait["micro_batch"])].append(float(wait["end"]))
         walks.append([Action(KINDS[row["kind"]], int(row["step"]), int(row["micro_batch"])) for row in rows])
         before, durations_here = float(rows["start"][0]), {}
         begins.append(before)
         for action, end in zip(walks[-1], rows["end"].tolist(), strict=True):
             direction = BACKWARD if action.kind == "B" else FORWARD
-            came_at = came.get((direction, action.step, action.micro_batch), 0.0) if action.kind in "FEB" else 0.0
-            durations_here[action] = end - max(before, came_at)
+            # F of a step and E after it wait under the same name, and a step may be made once more.
+            ends = came[direction, action.step, action.micro_batch] if action.kind in "FEB" else []
+            durations_here[action] = end - max([before, *(at for at in ends if at <= end)])
             before = end
         durations.append(durations_here)
     return walks, durations, begins
 
 
 def _finished(trace: Rows) -> list[int]:
-    """Steps whose update all stages have made."""
+    """The most steps in a row whose update as many stages have made, each once: a loss and a new plan end them."""
     updates = of_kind(trace, "U")
-    steps, counts = np.unique(updates["step"], return_counts=True)
-    return [int(step) for step in steps[counts == len(np.unique(trace["stage"]))]]
+    best: list[int] = []
+    mine: list[int] = []
+    before = 0
+    for step in np.unique(updates["step"]).tolist():
+        stages = np.sort(updates["stage"][updates["step"] == step])
+        whole = np.array_equal(stages, np.arange(len(stages)))
+        if not (whole and mine and step == mine[-1] + 1 and len(stages) == before):
+            mine = []
+        if whole:
+            mine.append(step)
+            before = len(stages)
+        best = max(best, mine, key=len)
+    return best
 
 
 def _between(walks: list[list[Action]], run: Simulated, first: int, last: int) -> float:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from accept_mpi.errors import UserError
 from accept_mpi.figures import draw_course, draw_loss, draw_timeline, pyplot
 from accept_mpi.log import Rows, open_log, read_facts
 from accept_mpi.replay import link_cost
-from accept_mpi.timeline import stage_use, steady_window
+from accept_mpi.timeline import plans_of, stage_use, steady_window
 
 
 def write_report(log: Path, out: Path | None = None) -> list[Path]:
@@ -27,6 +29,7 @@ def write_report(log: Path, out: Path | None = None) -> list[Path]:
     with open_log(log) as file:
         facts = read_facts(file)
         tables = {name: file[name][:] for name in ("steps", "evals", "trace", "events")}
+        tables["plans"] = plans_of(file)
         created = str(file.attrs["created"])
     written = []
     try:
@@ -76,7 +79,7 @@ def _page(
         *([_picture("The whole run", pictures["course"], _LOSSES, "")] if "course" in pictures else []),
         _picture("Loss", pictures.get("loss"), "", "No step was finished, so there is no loss."),
         "<h2>Stages</h2>",
-        _stages(facts, tables["trace"], shown),
+        _stages(facts, tables, shown),
         _reasons(facts),
         "<h2>Hosts</h2>",
         _hosts(facts),
@@ -97,7 +100,7 @@ def _links(trace: Rows) -> str:
     if not cost.busiest:
         return ""
     return (
-        f"The busiest link was sending {_percent(cost.busiest / cost.seconds)} of the time; computing hid "
+        f"On the busiest link something was under way {_percent(cost.busiest / cost.seconds)} of the time; computing hid "
         f"{_percent(cost.hidden)} of that: links that take no time would have saved {_percent(cost.exposed / cost.seconds)}."
     )
 
@@ -127,14 +130,19 @@ def _picture(heading: str, path: Path | None, note: str, without: str) -> str:
     return f'<h2>{heading}</h2><img alt="{heading}" src="data:image/png;base64,{data}"><p class=note>{note}</p>'
 
 
-def _stages(facts: dict[str, Any], trace: Rows, shown: tuple[float, float]) -> str:
-    use = {u.stage: u for u in stage_use(trace, *shown)} if shown[1] > shown[0] else {}
+def _stages(facts: dict[str, Any], tables: dict[str, Rows], shown: tuple[float, float]) -> str:
+    """The stages at the time of the timeline."""
+    use = {u.stage: u for u in stage_use(tables["trace"], *shown)} if shown[1] > shown[0] else {}
+    plans = tables["plans"]
+    begun = plans["time"][plans["time"] <= shown[0]]
+    plan = plans[plans["time"] == (begun.max() if len(begun) else plans["time"].min())]
     names = facts.get("layers", [])
     rows = []
-    for s, stage in enumerate(facts["plan"]["stages"]):
-        first, last = stage["start"], stage["stop"] - 1
+    for s in np.unique(plan["stage"]).tolist():
+        stage = plan[plan["stage"] == s]
+        first, last = int(stage["start"][0]), int(stage["stop"][0]) - 1
         layers = f"{first}..{last} ({names[first]} .. {names[last]})" if last < len(names) else f"{first}..{last}"
-        row: list[object] = [s, ", ".join(map(str, stage["ranks"])), layers]
+        row: list[object] = [s, ", ".join(map(str, stage["rank"])), layers]
         if s in use:
             u = use[s]
             row += [_percent(u.bubble), *(_bytes(u.bytes_raw[way], u.bytes_wire[way]) for way in (0, 1))]

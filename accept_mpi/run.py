@@ -310,7 +310,7 @@ class _Run:
             )  # fmt: skip
             survey = planned.survey if planned else None
             since = self._began if self._next else None
-            log = LogObserver(begin_log(directory, job, plan, facts, course.first, survey, since))
+            self._log = log = LogObserver(begin_log(directory, job, plan, facts, course.first, survey, since))
             controller = Controller(self._observers(facts, course, log), writer)
 
             def before_end(text: str) -> None:
@@ -318,6 +318,7 @@ class _Run:
                 controller.each("close")
 
             runtime.before_end = before_end
+        self._log.planned(runtime.clock.now(), course.first, plan.renamed(dict(enumerate(runtime.members))))
         now = self._of_now(runtime)
         if job.pipeline.adapt and now:
             self._adapter = self._adapter or Adapter(job, course.last)

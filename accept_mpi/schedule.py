@@ -23,7 +23,7 @@ Sources: GPipe (Huang et al. 2019); 1F1B and its bound (PipeDream, Narayanan et 
 behind the stage, so that a transfer counts like a stage.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 Kind = Literal["gpipe", "1f1b", "1f1b-async", "zero-bubble"]
@@ -70,18 +70,20 @@ def actions(
 ) -> list[Action]:
     """Actions of ``stage`` for a segment: ``counts[i]`` micro-batches in its step ``i``. The pipeline is empty before and
     after; within it only "1f1b-async" goes from step to step without draining."""
+    return list(walk(kind, stage, stages, counts, slack, vertical_sync))
+
+
+def walk(
+    kind: Kind, stage: int, stages: int, counts: Sequence[int], slack: int = 0, vertical_sync: bool = False
+) -> Iterator[Action]:
+    """``actions``, one after another: a segment may be the whole of a long run."""
     if kind == "1f1b-async":
         mine = _asynchronous(stage, stages, counts, slack)
-        if vertical_sync and stage > 0:
-            versions = {a[:3]: a.version for a in _asynchronous(0, stages, counts, slack) if a.kind == "F"}
-            mine = [a._replace(version=versions[a[:3]]) if a.kind == "F" else a for a in mine]
-        return mine
-    walk: list[Action] = []
-    for step, count in enumerate(counts):
-        for letter, k in _one_step(kind, stage, stages, count, slack):
-            walk.append(Action(letter, step, k, step))
-        walk.append(Action("U", step, -1, step))
-    return walk
+        if not vertical_sync or stage == 0:
+            return mine
+        firsts = (a.version for a in _asynchronous(0, stages, counts, slack) if a.kind == "F")
+        return (a._replace(version=next(firsts)) if a.kind == "F" else a for a in mine)
+    return _synchronous(kind, stage, stages, counts, slack)
 
 
 def forward_only(count: int) -> list[Action]:
@@ -89,7 +91,14 @@ def forward_only(count: int) -> list[Action]:
     return [Action("E", 0, k) for k in range(count)]
 
 
-def _one_step(kind: Kind, stage: int, stages: int, count: int, slack: int) -> list[tuple[str, int]]:
+def _synchronous(kind: Kind, stage: int, stages: int, counts: Sequence[int], slack: int) -> Iterator[Action]:
+    for step, count in enumerate(counts):
+        for letter, k in _one_step(kind, stage, stages, count, slack):
+            yield Action(letter, step, k, step)
+        yield Action("U", step, -1, step)
+
+
+def _one_step(kind: Kind, stage: int, stages: int, count: int, slack: int) -> Iterable[tuple[str, int]]:
     if kind == "gpipe":
         return [("F", k) for k in range(count)] + [("B", k) for k in range(count)]
     admitted = min(depth("1f1b", stage, stages, count, slack), count)
@@ -98,14 +107,14 @@ def _one_step(kind: Kind, stage: int, stages: int, count: int, slack: int) -> li
     return _one_forward_one_backward(admitted, count)
 
 
-def _one_forward_one_backward(admitted: int, count: int) -> list[tuple[str, int]]:
+def _one_forward_one_backward(admitted: int, count: int) -> Iterator[tuple[str, int]]:
     """``admitted`` forwards, then B and F in turn, then the backwards that are left."""
-    order = [("F", k) for k in range(admitted)]
+    for k in range(admitted):
+        yield "F", k
     for k in range(count):
-        order.append(("B", k))
+        yield "B", k
         if k + admitted < count:
-            order.append(("F", k + admitted))
-    return order
+            yield "F", k + admitted
 
 
 def _zero_bubble(admitted: int, lag: int, count: int) -> list[tuple[str, int]]:
@@ -123,18 +132,17 @@ def _zero_bubble(admitted: int, lag: int, count: int) -> list[tuple[str, int]]:
     return order + [("W", k) for k in range(done, count)]
 
 
-def _asynchronous(stage: int, stages: int, counts: Sequence[int], slack: int) -> list[Action]:
-    stream = [(step, k) for step, count in enumerate(counts) for k in range(count)]
-    admitted = min(depth("1f1b", stage, stages, len(stream), slack), len(stream))
-    walk: list[Action] = []
+def _asynchronous(stage: int, stages: int, counts: Sequence[int], slack: int) -> Iterator[Action]:
+    total = sum(counts)
+    admitted = min(depth("1f1b", stage, stages, total, slack), total)
+    places = {letter: ((step, k) for step, count in enumerate(counts) for k in range(count)) for letter in "FB"}
     updates = 0
-    for letter, i in _one_forward_one_backward(admitted, len(stream)):
-        step, k = stream[i]
-        walk.append(Action(letter, step, k, updates))
+    for letter, _ in _one_forward_one_backward(admitted, total):
+        step, k = next(places[letter])
+        yield Action(letter, step, k, updates)
         if letter == "B" and k == counts[step] - 1:
-            walk.append(Action("U", step, -1, updates))
+            yield Action("U", step, -1, updates)
             updates += 1
-    return walk
 
 
 def grid(walks: Sequence[Sequence[Action]]) -> str:

@@ -1,13 +1,15 @@
-"""What a trace says: who computed when, how much was bubble, what was sent.
+"""What a trace says: who computed when, how much was bubble, what was sent; and by which plans.
 
-Pure functions on arrays of dtype ``log.TRACE``.
+Functions on arrays of dtype ``log.TRACE`` and ``log.PLANS``.
 """
 
 from dataclasses import dataclass
 
+import h5py
 import numpy as np
 
-from accept_mpi.log import BACKWARD, FORWARD, KINDS, Rows
+from accept_mpi.log import BACKWARD, FORWARD, KINDS, PLANS, Rows
+from accept_mpi.plan import Plan
 
 NUMBER = {kind: i for i, kind in enumerate(KINDS)}
 COMPUTE = ("F", "B", "W", "U", "E")
@@ -102,3 +104,14 @@ def _merge(intervals: Rows) -> Rows:
 def _covered(intervals: Rows) -> float:
     merged = _merge(intervals)
     return float((merged[:, 1] - merged[:, 0]).sum())
+
+
+def plan_rows(plan: Plan, seconds: float = 0.0, step: int = 0) -> Rows:
+    """A plan that begins at ``seconds``, as rows of dtype PLANS."""
+    stages = [(s, rank, stage.start, stage.stop) for s, stage in enumerate(plan.stages) for rank in stage.ranks]
+    return np.array([(seconds, step, *row) for row in stages], PLANS)
+
+
+def plans_of(file: h5py.File) -> Rows:
+    """All plans that a run had; the first alone in logs that did not list them yet."""
+    return file["plans"][:] if "plans" in file and len(file["plans"]) else plan_rows(Plan.from_json(file.attrs["plan"]))

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from accept_mpi.errors import UserError
 from accept_mpi.log import KINDS, TRACE, open_log, read_facts
+from accept_mpi.timeline import plans_of
 
 _CHUNK = 50_000  # rows held in memory at once
-_LANES = {"compute": 0, "encode, decode": 1, "send forward": 2, "send backward": 3}
+_LANES = {"compute": 0, "encode, decode": 1, "send forward": 2, "send backward": 8}
+_SENDS = 6  # lanes each way: slices of one lane must not overlap, and several messages are under way at once
 
 
 def export_chrome(log: Path, out: Path) -> None:
@@ -35,26 +39,40 @@ def export_chrome(log: Path, out: Path) -> None:
 
 
 def _events(file: Any, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    plans = plans_of(file)
+    until: dict[tuple[int, int], float] = {}
     for host in facts.get("hosts", []):
         rank = host["rank"]
-        name = f"rank {rank} · stage {host.get('stage', '?')} · {host.get('host', '?')}"
+        stages = "".join(f" · stage {stage}" for stage in np.unique(plans["stage"][plans["rank"] == rank])) or " · idle"
+        name = f"rank {rank}{stages} · {host.get('host', '?')}"
         yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": name}}
         yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
         for lane, number in _LANES.items():
-            yield {"ph": "M", "pid": rank, "tid": number, "name": "thread_name", "args": {"name": lane}}
-            yield {"ph": "M", "pid": rank, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}}
+            yield from _lane(rank, number, lane)
     rows = file["trace"]
     for begin in range(0, len(rows), _CHUNK):
         for row in rows[begin : begin + _CHUNK]:
-            yield from _event(dict(zip(TRACE.names or (), row.tolist(), strict=True)))
+            yield from _event(dict(zip(TRACE.names or (), row.tolist(), strict=True)), until)
 
 
-def _event(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _lane(rank: int, number: int, name: str) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "pid": rank, "tid": number, "name": "thread_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": rank, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}}
+
+
+def _event(row: dict[str, Any], until: dict[tuple[int, int], float]) -> Iterator[dict[str, Any]]:
+    """``until``: (rank, lane) -> when what was sent there last had arrived."""
     kind = KINDS[row["kind"]]
     way = ("forward", "backward")[row["direction"]] if row["direction"] >= 0 else ""
     lane = f"send {way}" if kind == "send" else "encode, decode" if kind in ("encode", "decode") else "compute"
     start, length = row["start"] * 1e6, (row["end"] - row["start"]) * 1e6
     place = {"pid": row["rank"], "tid": _LANES[lane]}
+    if kind == "send":
+        lanes = range(_LANES[lane], _LANES[lane] + _SENDS)
+        place["tid"] = min(lanes, key=lambda tid: (until.get((row["rank"], tid), 0.0) > row["start"], tid))
+        if place["tid"] != _LANES[lane] and (row["rank"], place["tid"]) not in until:
+            yield from _lane(row["rank"], place["tid"], lane)
+        until[row["rank"], place["tid"]] = row["end"]
     details = {"step": row["step"], "micro_batch": row["micro_batch"]}
     if row["boundary"] >= 0:
         details |= {k: row[k] for k in ("boundary", "bytes_raw", "bytes_wire")} | {"direction": way}

@@ -23,7 +23,8 @@ from accept_mpi.plan import Place
 from accept_mpi.pulse import EVERY_BESIDE_A_STAGE, Pulse
 from accept_mpi.recorder import Recorder
 from accept_mpi.replication import CHECKPOINT, EXTRA, FLAGS, REPLAN, SNAPSHOT, Replication
-from accept_mpi.schedule import actions, depth, forward_only
+from accept_mpi.schedule import depth, forward_only
+from accept_mpi.schedule import walk as schedule_walk
 from accept_mpi.seeds import AUGMENT, mix
 from accept_mpi.snapshot import chunks
 from accept_mpi.stage import Result, Stage
@@ -126,10 +127,10 @@ class Worker:
     def walk(self, segment: range, steps: int, deliver: Callable[[], None]) -> None:
         """The actions of one segment: from an empty pipeline to an empty pipeline."""
         pipeline = self.job.pipeline
-        sizes = {step: self.batches.sizes(step) for step in segment}
+        sizes: dict[int, list[int]] = {}
         indices: dict[int, Any] = {}
-        counts = [len(sizes[step]) for step in segment]
-        plan = actions(pipeline.schedule, self.s, self.stages, counts, pipeline.transfer_slack, pipeline.vertical_sync)
+        counts = [len(self.batches.sizes(step)) for step in segment]
+        plan = schedule_walk(pipeline.schedule, self.s, self.stages, counts, pipeline.transfer_slack, pipeline.vertical_sync)
         bound = depth(pipeline.schedule, self.s, self.stages, sum(counts), pipeline.transfer_slack)
         for kind, position, k, version in plan:
             step = segment.start + position
@@ -140,7 +141,7 @@ class Worker:
                     self._begin_step(step + 1)
                     if self.s == 0 and step + 1 < steps:
                         self._flag(step, self._replication.flags(step))
-                    indices[step] = self.batches.indices(step)
+                    indices[step], sizes[step] = self.batches.indices(step), self.batches.sizes(step)
                 self.forward(step, k, indices[step][k], version, sizes[step])
                 assert len(self.stage.in_flight) <= bound, f"more than {bound} micro-batches in flight"
             elif kind == "B":
@@ -157,7 +158,7 @@ class Worker:
                 if flags & CHECKPOINT and not self._course.checkpoints(step + 1):
                     self.checkpoint(step + 1)
                 self._deadline = pipeline.timeout
-                del indices[step]
+                del indices[step], sizes[step]
                 self._beat()
                 deliver()
                 if step == self._final:
@@ -170,21 +171,23 @@ class Worker:
             self._final = step
 
     def forward(self, step: int, k: int, samples: Any, version: int, sizes: list[int]) -> None:
-        """F of micro-batch ``k``: its inputs, the stage, its outputs."""
+        """F of micro-batch ``k``: its inputs, the stage, its outputs. Loading data counts to it, so that a host slow
+        at that is given fewer layers."""
         pass_by("forward")
+        inputs: Tensors = ()
         suspect = 0
         if self.links.activations_in:
             inputs, flags = self._receive(self.links.activations_in, step, k)
             suspect = flags & ~FLAGS
             if k == 0:
                 self._flag(step, flags - suspect)
-        else:
-            assert self.train_set is not None
-            seed = mix(AUGMENT, self.job.train.seed, self.batches.epoch(step))
-            inputs = self.stage.from_data(self.train_set.inputs(samples, seed))
-        last = self.links.activations_out is None
-        target = self.train_set.targets(samples) if last and self.train_set is not None else None
         with self.recorder.span("F", step + 1, k):
+            if not self.links.activations_in:
+                assert self.train_set is not None
+                seed = mix(AUGMENT, self.job.train.seed, self.batches.epoch(step))
+                inputs = self.stage.from_data(self.train_set.inputs(samples, seed))
+            last = self.links.activations_out is None
+            target = self.train_set.targets(samples) if last and self.train_set is not None else None
             out = self.stage.forward(step, k, inputs, version, target, sizes[k] / sum(sizes), suspect)
         if self.links.activations_out:
             self.links.activations_out.send(step, k, sizes[k], out.outputs, out.suspect | self._flags.get(step, 0))
@@ -243,15 +246,15 @@ class Worker:
     def forward_test(self, step: int, k: int, samples: Any) -> Result | None:
         """E of micro-batch ``k`` of the test set, after ``step`` steps."""
         pass_by("evaluate")
-        inputs: Tensors
+        inputs: Tensors = ()
         if self.links.activations_in:
             inputs, _ = self.links.activations_in.receive(step - 1, k, self._deadline, self.recorder)
-        else:
-            assert self.test_set is not None
-            inputs = self.stage.from_data(self.test_set.inputs(samples))
-        last = self.links.activations_out is None
-        target = self.test_set.targets(samples) if last and self.test_set is not None else None
         with self.recorder.span("E", step, k):
+            if not self.links.activations_in:
+                assert self.test_set is not None
+                inputs = self.stage.from_data(self.test_set.inputs(samples))
+            last = self.links.activations_out is None
+            target = self.test_set.targets(samples) if last and self.test_set is not None else None
             outputs, result = self.stage.evaluate(inputs, target)
         if self.links.activations_out:
             self.links.activations_out.send(step - 1, k, len(samples), outputs, deadline=self._deadline)

@@ -138,7 +138,7 @@ class Outgoing:
             specs = self.end.specs[item.samples]
             fields = item._asdict() | {"direction": self.end.direction, "boundary": self.end.boundary, "term": 0}
             key = mix(CODE, self.end.seed, item.step, item.micro_batch, self.end.tag)
-            wire = encode(specs, fields.pop("flat"), buffer, self.end.coding, key, sent=recorder.clock.now(), **fields)
+            wire = encode(specs, fields.pop("flat"), buffer, self.end.coding, key, now=recorder.clock.now, **fields)
             raw = raw_bytes(specs)
             recorder.add("encode", start, item.step + 1, item.micro_batch, self.end.boundary, self.end.direction, raw, wire)
             # Synchronous mode: done when the peer has it, so that at most _SENDS_POSTED messages are ever under way.

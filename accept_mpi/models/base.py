@@ -6,7 +6,7 @@ A layer is an ``nn.Module`` that takes and gives a tensor or a tuple of tensors,
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
@@ -40,24 +40,16 @@ class Chain:
         return len(self.layers)
 
     def build(self, index: int, seed: int) -> nn.Module:
-        """Layer ``index`` with its initial weights."""
+        """Layer ``index`` with its initial weights, a new module each time."""
         with seeded(init_seed(seed, index)):
             return self.layers[index][1]()
-
-    def fresh(self, index: int, seed: int) -> nn.Module:
-        """Layer ``index`` for trials: nothing done to it is seen by who else builds it."""
-        return self.build(index, seed)
 
     def whole(self, seed: int = 0) -> nn.Sequential:
         """The whole model, plain PyTorch: what an exported checkpoint loads into with ``strict=True``."""
         return nn.Sequential(OrderedDict((name, self.build(i, seed)) for i, name in enumerate(self.names)))
 
 
-class BuiltChain(Chain):
-    """A chain over layers that exist already (a user's ``nn.Sequential``): nothing is drawn when they are taken."""
-
-    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
-        super().__init__((name, lambda layer=layer: layer) for name, layer in layers)  # type: ignore[misc]
-
-    def fresh(self, index: int, seed: int) -> nn.Module:
-        return copy.deepcopy(self.build(index, seed))
+def copies(layer: nn.Module) -> Factory:
+    """Makes copies of a layer that exists already (in a user's ``nn.Sequential``). It stays as it is: a run begins anew
+    from it after a loss."""
+    return lambda: copy.deepcopy(layer)

@@ -25,12 +25,11 @@ def build_layers(chain: Chain, start: int, stop: int, seed: int) -> Layers:
     return Layers(start, chain.names[start:stop], [build_layer(chain, index, seed) for index in range(start, stop)])
 
 
-def build_layer(chain: Chain, index: int, seed: int, fresh: bool = False) -> nn.Module:
-    """One layer with its initial weights; ``fresh``: for trials (``Chain.fresh``). Raises UserError where it cannot be
-    built."""
+def build_layer(chain: Chain, index: int, seed: int) -> nn.Module:
+    """One layer with its initial weights. Raises UserError where it cannot be built."""
     what = f'model: layer {index} "{chain.names[index]}"'
     try:
-        module = chain.fresh(index, seed) if fresh else chain.build(index, seed)
+        module = chain.build(index, seed)
     except UserError:
         raise
     except Exception as error:

@@ -44,6 +44,17 @@ def test_the_others_go_on(tmp_path: Path, faults: str) -> None:
     assert "lost rank" in out
 
 
+@pytest.mark.parametrize(("every", "schedule"), [(0, "1f1b"), (1, "zero-bubble")])
+def test_a_users_own_layers_go_on(tmp_path: Path, every: int, schedule: str) -> None:
+    """They exist before the run, but whatever it did to them is not in the next term: neither their weights, where it begins
+    again at step 0, nor what a schedule taught them."""
+    built = samples.CNN | {"model": 'name = "built:cnn"\nargs = { width = 8, dropout = 0.2 }'}
+    job = samples.write_job(tmp_path / "job.toml", built, recovery_replicate_every=every, pipeline_schedule=schedule)
+    code, out = run(tmp_path, ["-m", "accept_mpi", "train", job, "--quiet"], "1@backward:13", 3)
+    assert code == 0, out
+    samples.assert_equal(Checkpoint(tmp_path / "run").whole(), expected())
+
+
 def test_a_loss_while_others_wait_to_send(tmp_path: Path) -> None:
     """In an evaluation stages run ahead of a slow one until there is no more room."""
     (tmp_path / "slow-2").touch()

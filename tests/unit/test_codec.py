@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from accept_mpi.codec import HEADER_BYTES, Header, TensorSpec, aligned, decode, encode, wire_bytes
 from accept_mpi.errors import ProtocolError
 
-FIELDS = {"direction": 0, "boundary": 1, "term": 0, "step": 7, "micro_batch": 3, "samples": 4, "flags": 0, "sent": 1.5}
+FIELDS = {
+    "direction": 0,
+    "boundary": 1,
+    "term": 0,
+    "step": 7,
+    "micro_batch": 3,
+    "samples": 4,
+    "flags": 0,
+    "now": lambda: 1.5,
+}
 
 
 def there_and_back(*tensors: torch.Tensor | None) -> tuple[Header, tuple[torch.Tensor | None, ...]]:

@@ -8,7 +8,16 @@ from accept_mpi.codec import TensorSpec, aligned, buffer_bytes, decode, encode, 
 from accept_mpi.coding import NONE, Coding, parse
 from accept_mpi.errors import ProtocolError
 
-FIELDS = {"direction": 0, "boundary": 1, "term": 0, "step": 7, "micro_batch": 3, "samples": 4, "flags": 0, "sent": 1.5}
+FIELDS = {
+    "direction": 0,
+    "boundary": 1,
+    "term": 0,
+    "step": 7,
+    "micro_batch": 3,
+    "samples": 4,
+    "flags": 0,
+    "now": lambda: 1.5,
+}
 NAMES = ("bf16", "fp16", "uniform:4", "uniform:3/256+sr", "uniform:1", "uniform:8/0+nr", "mbq:2", "mbq:3/0")
 
 

@@ -109,10 +109,41 @@ def test_users_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert models.load("my_net:factories", {}, 0).names == ["0", "last"]
 
 
+def test_a_layer_that_comes_twice_stays() -> None:
+    relu = nn.ReLU()
+    model = nn.Sequential(nn.Linear(2, 3), relu, nn.Linear(3, 3), relu, nn.Linear(3, 1))
+    x = torch.randn(5, 2)
+    assert torch.equal(as_chain(model).whole()(x), model(x))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_layers_are_built_as_they_were(mixed: bool) -> None:
+    """Whatever is done to a built one, the next one is new: after a loss a run may begin anew from its layers."""
+    linear = nn.Linear(2, 3)
+    chain = as_chain([linear, nn.ReLU] if mixed else [linear, nn.ReLU()])
+    first = chain.build(0, 0)
+    with torch.no_grad():
+        first.weight.zero_()
+    assert torch.equal(chain.build(0, 0).weight, linear.weight)
+    assert linear.weight.abs().min() > 0
+
+
+class _Branches(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[0](x) + self[1](x)
+
+
 def test_as_chain_refuses() -> None:
     linear = nn.Linear(2, 2)
     with pytest.raises(ValueError, match='layers "0" and "1" share a parameter'):
         as_chain([linear, nn.Sequential(linear)])
+    with pytest.raises(ValueError, match='layers "0" and "2" share a parameter'):
+        as_chain(nn.Sequential(linear, nn.ReLU(), linear))
+    norm = nn.BatchNorm1d(2, affine=False)
+    with pytest.raises(ValueError, match='layers "0" and "1" share a buffer'):
+        as_chain([norm, norm])
+    with pytest.raises(TypeError, match="_Branches has a forward of its own"):
+        as_chain(_Branches(nn.Linear(2, 2), nn.Linear(2, 2)))
     with pytest.raises(TypeError, match='layer "1" is a int'):
         as_chain([linear, 3])
     with pytest.raises(ValueError, match="at least one layer"):

@@ -61,6 +61,43 @@ def test_exposed_is_what_the_links_add() -> None:
     assert slow.exposed > 0.1 * slow.seconds
 
 
+def test_an_evaluation_waits_under_the_name_of_a_forward() -> None:
+    """Of micro-batch 1 after step 6 and of micro-batch 1 in step 6: taken for the latter's, F took less than no time."""
+    trace = traced("1f1b", 0.5, 1)
+    later = trace["start"] > trace["end"][(trace["step"] == 6) & (trace["kind"] == KINDS.index("U"))].max() - 1e-9
+    trace["start"][later] += 20
+    trace["end"][later] += 20
+    began = trace["start"][later].min() - 20
+    extra = []
+    for s in range(STAGES):
+        extra.append((began + s, began + s + 0.5, s, s, KINDS.index("wait"), s - 1, FORWARD, 6, 1, 0, 0))
+        extra.append((began + s + 0.5, began + s + 1, s, s, KINDS.index("E"), -1, -1, 6, 1, 0, 0))
+    both = np.sort(np.concatenate([trace, np.array(extra, TRACE)]), order="start")
+    _, durations, _ = recorded(both)
+    assert all(took > 0 for taken in durations for took in taken.values())
+    forwards = [took for action, took in durations[1].items() if action.kind == "F"]
+    assert max(forwards[1:]) < 21.2  # one has the pause in it
+    assert np.median(forwards) == pytest.approx(1.1)
+
+
+def test_plans_of_different_stages() -> None:
+    """Three stages, two after a loss (which makes the last step once more), three again: the longest of them counts."""
+    parts, at = [], 0.0
+    for stages, first, last in ((3, 1, 6), (2, 6, 8), (3, 9, 12)):
+        part = traced("1f1b", 0.1, 1)
+        part = part[(part["step"] >= first) & (part["step"] <= last) & (part["stage"] < stages)]
+        # Two stages: what only three do is left out, the second one waits for nobody behind it.
+        shift = at - part["start"].min()
+        part["start"] += shift
+        part["end"] += shift
+        parts.append(part)
+        at = float(part["end"].max()) + 5
+    cost = link_cost(np.concatenate(parts))
+    alone = link_cost(parts[0][parts[0]["step"] <= 5])
+    assert cost.seconds == pytest.approx(alone.seconds)
+    assert cost.exposed == pytest.approx(alone.exposed)
+
+
 def test_too_little_to_say() -> None:
     trace = traced("1f1b", 0.5, 0)
     cost = link_cost(trace[trace["step"] <= 2])

@@ -3,16 +3,19 @@
 import json
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
+from accept_mpi import figures
 from accept_mpi.cli import main
 from accept_mpi.errors import UserError
 from accept_mpi.log import EVALS, KINDS, STEPS, TRACE, LogWriter
 from accept_mpi.plan import make_plan
+from accept_mpi.report import write_report
 from accept_mpi.schedule import actions
 from accept_mpi.simulate import simulate
-from accept_mpi.timeline import busy_seconds, stage_use, steady_window
+from accept_mpi.timeline import busy_seconds, plan_rows, stage_use, steady_window
 
 STAGES, COUNT, PERIOD = 3, 4, 30.0
 
@@ -98,6 +101,54 @@ def test_chrome_trace(log: Path, tmp_path: Path) -> None:
     assert len(begins) == 9 * COUNT * 2 * 2
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == [f"rank {r} · stage {r} · edge{r}" for r in range(3)]
+
+
+def test_messages_under_way_at_once_have_lanes_of_their_own(tmp_path: Path) -> None:
+    """Slices of a lane that overlap without being nested are dropped by the viewers."""
+    writer = LogWriter(tmp_path / "log.h5", "{}", make_plan(6, [2, 4]).to_json(), {"hosts": [{"rank": 0, "host": "a"}]})
+    sends = [(0.0, 3.0), (1.0, 4.0), (2.0, 5.0), (3.0, 6.0), (10.0, 11.0)]
+    writer.append("trace", rows(*((start, end, 0, "send", 0, 0, 1, k, 9) for k, (start, end) in enumerate(sends))))
+    writer.close()
+    assert main(["trace", str(tmp_path / "log.h5"), str(tmp_path / "out.json")]) == 0
+    events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    lanes = [e["tid"] for e in events if e["ph"] == "X"]
+    assert lanes == [2, 3, 4, 2, 2]
+    named = [(e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"]
+    assert (4, "send forward") in named
+    assert len(named) == len(set(named))
+
+
+def test_stages_of_the_time_that_is_shown(tmp_path: Path) -> None:
+    """Layers had moved before the three steps in the middle."""
+    log = write_log(tmp_path)
+    with h5py.File(log, "r+") as file:
+        file["plans"].resize((6,))
+        moved = plan_rows(make_plan(6, [1, 5], ranks=[1, 0, 2]), 2.5 * PERIOD, 2)
+        file["plans"][:] = np.concatenate([plan_rows(make_plan(6, [2, 4])), moved])
+    write_report(log)
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>0</td><td>1</td><td>0..0 (a .. a)" in page
+    assert "<td>1</td><td>0</td><td>1..4 (b .. e)" in page
+    assert main(["trace", str(log), str(tmp_path / "out.json")]) == 0
+    assert (
+        "rank 0 · stage 0 · stage 1 · edge0"
+        in json.loads((tmp_path / "out.json").read_text())["traceEvents"][0]["args"]["name"]
+    )
+
+
+def test_a_timeline_of_many_boxes_is_shorter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not one without the rows that came last: those would look like bubbles."""
+    shown = {}
+    monkeypatch.setattr(figures, "_MOST_BOXES", 40)
+    monkeypatch.setattr(
+        figures, "_legend", lambda plt, figure, rows: shown.update(rows=rows, to=figure.axes[0].get_xlim()[1])
+    )
+    trace = pipeline(9)
+    by_rank = trace[np.argsort(trace["rank"], kind="stable")]
+    figures.draw_timeline(tmp_path / "a.png", by_rank, {}, PERIOD, 4 * PERIOD)
+    drawn = trace[(trace["end"] > PERIOD) & (trace["start"] < shown["to"]) & (trace["kind"] != KINDS.index("decode"))]
+    assert len(shown["rows"]) == len(drawn) <= 41
+    assert set(shown["rows"]["rank"].tolist()) == {0, 1, 2}
 
 
 def test_report(log: Path, tmp_path: Path) -> None:

@@ -52,6 +52,40 @@ def test_weight_stashing_keeps_the_weights_of_each_forward() -> None:
     stage.drained()
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cells = kind(3, 3, num_layers=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cells(x)[0]
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers_keep_the_weights_of_each_forward(kind: type[nn.RNNBase]) -> None:
+    """torch's compute with a list of their parameters, which they make anew where others have taken their places."""
+    stage = make([Recurrent(kind)], "1f1b-async")
+    x = received(4, 2, 3)
+
+    def plain() -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.func.functional_call(like, dict(zip(names, map(torch.clone, stage.parameters), strict=True)), x)
+        return out.detach(), torch.autograd.grad(out.sum(), x)[0]
+
+    like = Recurrent(kind)
+    names = [name for name, _ in like.named_parameters()]
+    expected = plain()
+    first = stage.forward(0, 0, (x,), version=0).outputs[0]
+    for parameter in stage.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    stage.update(0.1, version=0)
+    second = stage.forward(0, 1, (x,), version=1).outputs[0]
+    assert torch.equal(first, expected[0])
+    assert torch.equal(stage.backward(0, 0, (torch.ones(4, 2, 3),))[0], expected[1])
+    assert torch.equal(second, plain()[0])
+    assert torch.equal(stage.backward(0, 1, (torch.ones(4, 2, 3),))[0], plain()[1])
+    stage.drained()
+
+
 @pytest.mark.parametrize(
     "layers",
     [
