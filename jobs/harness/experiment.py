@@ -9,12 +9,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from accept_mpi import config
 from accept_mpi.errors import UserError
 from accept_mpi.fleet import Host, read
-from accept_mpi.plan import Plan
 from accept_mpi.schedule import depth
 from edgelab import LabError
 from edgelab.laboratory import Laboratory
@@ -27,8 +24,8 @@ _GLOO = ("pipelining", "ddp")
 _MOST_SECONDS = 300.0
 # Steps (of the experiment's batch) that a process which has trained with other cuts takes to get used to new ones: memory,
 # oneDNN's routines; the first of them take up to five times as long. After them so many more are measured, too: in few steps
-# one sees the machine's other work rather than the plan's.
-_NEW_CUTS = 7
+# one sees the machine's other work rather than the plan's. Where steps take long, the fewest that will do.
+_NEW_CUTS, _FEWEST_NEW, _LONG_STEP = 7, 3, 2.0
 
 
 class Experiment:
@@ -47,6 +44,8 @@ class Experiment:
         self._make: Callable[[], object] = lambda: None
         self._fleet, self._hosts = "", 0
         self._sessions: dict[str, Session] = {}
+        self._cuts: object = None
+        """That the session of ours has trained with last, and in what order of ranks."""
         self._stack = ExitStack()
         self._began = time.monotonic()
 
@@ -129,39 +128,29 @@ class Experiment:
                 self._lab.set(host.name, f"link={link or 'free'}")
 
     def ours(self, link: float | None, settings: dict[str, Any], seconds: float = 6.0, **known: Any) -> Result:
-        """accept_mpi with these keys changed, for about so many seconds."""
+        """accept_mpi with these keys changed, for about so many seconds.
+
+        A process gets used to its cuts: where they are other ones than those before, or rank 0 has yet to find them, more
+        first steps do not count.
+        """
         batch = int(settings.get("train.batch_size", self.batch))
         rate = self._last[1] if self._last is not None and self._last[0] == settings else batch
         # Where a step takes long, it is the link that takes long: nothing has to warm up.
         skip = 2 if seconds * rate > batch else 1
-        planned = self._planned(link, settings, known)
         count = max(2, min(40, round(seconds * rate / batch)))
-        if planned:
+        pipeline = self._job(settings).pipeline
+        cuts = (pipeline.cuts, pipeline.ranks)
+        if pipeline.cuts == "auto" or ("ours" in self._sessions and cuts != self._cuts):
             extra = -(-_NEW_CUTS * self.batch // batch)
+            if batch > _LONG_STEP * rate:
+                extra = min(extra, _FEWEST_NEW)
             skip, count = skip + extra, count + extra
         drain = self._drain(settings)
         steps = skip + count + drain
-        more: dict[str, Any] = {"train.steps": steps}
-        if planned:
-            plan = msgspec.json.decode(planned["plan"], type=Plan)
-            more |= {
-                "pipeline.cuts": [stage.start for stage in plan.stages[1:]],
-                "pipeline.ranks": [stage.ranks[0] for stage in plan.stages],
-                "pipeline.forward": [codec.forward for codec in plan.boundaries],
-                "pipeline.backward": [codec.backward for codec in plan.boundaries],
-            }
-        found = self._train(link, settings, (skip, drain), more, known, not planned, planned.get("log", ""))
+        found = self._train(link, settings, (skip, drain), {"train.steps": steps}, known, pipeline.cuts != "auto")
+        self._cuts = None if pipeline.cuts == "auto" else cuts
         self.expect(settings, float(found["samples_per_s"]))
         return found
-
-    def _planned(self, link: float | None, settings: dict[str, Any], known: Point) -> Result:
-        """Where a job leaves cuts to rank 0: a short run that finds them; else nothing.
-
-        What was found is then measured in a run of its own, like cuts that are given; more first steps are left out.
-        """
-        if self._job(settings).pipeline.cuts != "auto":
-            return {}
-        return self._train(link, settings, (1, 0), {"train.steps": 2}, known | {"for": "its plan"}, twice=False)
 
     def _job(self, settings: dict[str, Any]) -> config.Job:
         job = Path(self.job())
@@ -190,11 +179,10 @@ class Experiment:
         more: dict[str, Any],
         known: Point,
         twice: bool,
-        survey: str = "",
     ) -> Result:
         """``skip``: first and last steps that do not count. ``more``: keys that do not name the point. ``twice``: a
         process's first run is made twice, since its first steps take memory from the kernel and have oneDNN choose its
-        routines. ``survey``: log of the run that found them."""
+        routines."""
         name = "-".join([Path(self._fleet).stem, *(str(value) for value in (known | settings).values()), f"{link}"])
         directory = self.out / "runs" / "".join(c if c.isalnum() else "-" for c in name)
         changed = (
@@ -206,7 +194,7 @@ class Experiment:
             }
         )
         overrides = [f"{key}={value}" for key, value in changed.items()]
-        asked = {"job": self.job(), "set": overrides, "skip": skip, "twice": twice, "survey": survey}
+        asked = {"job": self.job(), "set": overrides, "skip": skip, "twice": twice}
         return self.measure("ours", settings | known, asked, link)
 
     batch = 64

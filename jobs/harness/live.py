@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from accept_mpi.errors import UserError
 from accept_mpi.figures import pyplot
 from accept_mpi.log import Rows, open_log
@@ -115,7 +117,7 @@ def plot_rates(path: Path, runs: dict[str, Rows], moments: Sequence[float] = ())
         axes.axvline(moment, color="#777777", linestyle="--", linewidth=1)
     axes.set_xlabel("seconds")
     axes.set_ylabel("samples/s")
-    axes.set_ylim(0, 160)
+    axes.set_ylim(0, 1.1 * max(float(np.percentile(steps["samples_per_s"], 99)) for steps in runs.values()))
     axes.legend(frameon=False, fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

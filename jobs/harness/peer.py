@@ -55,9 +55,10 @@ class Setting:
         return torch.optim.AdamW(parameters, lr=self.job.lr, weight_decay=given.weight_decay)
 
     def batches(self, share: slice = slice(None)) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Shuffled batches for ever; ``share`` takes a part of each."""
+        """Shuffled batches for ever, the same on all ranks; ``share`` takes a part of each."""
+        shuffle = torch.Generator().manual_seed(self.job.train.seed)  # the global one also gives some ranks their dropout
         while True:
-            order = torch.randperm(len(self.train)).numpy()
+            order = torch.randperm(len(self.train), generator=shuffle).numpy()
             for first in range(0, len(order) - self.batch + 1, self.batch):
                 chosen = order[first : first + self.batch][share]
                 inputs = self.train.inputs(chosen)

@@ -19,6 +19,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _SETTINGS = {False: "as users start it", True: "our memory settings"}
 _ASYNC = "1f1b-async"
+_LONG_STEP = 5.0
 _BLUES = ("#9ad0f5", "#6db4e8", "#3c93d1", "#1a6fb0", "#003f7d")
 _WARM = ("#D55E00", "#E69F00", "#009E73")
 
@@ -82,12 +83,16 @@ class SideBySide:
         self._alone_at: dict[str, list[Rate]] = {}
         self._alone("before", "plain", "tuned", "stages")
         self.ours: dict[tuple[str, str, float], Rate] = {}
-        for schedule, codecs in case.ours.items():
-            for codec in codecs:
-                if codec == "auto":
-                    self._alone("before what rank 0 finds", "tuned")
-                for link in self._links(schedule, codec):
-                    self.ours[schedule, codec, link] = self._train(schedule, codec, link)
+        points = [
+            (kind, codec, link) for kind in case.ours for codec in case.ours[kind] for link in self._links(kind, codec)
+        ]
+        for auto in (False, True):
+            # A process gets used to new cuts slowly, so those for slow links come one after another.
+            if auto:
+                self._alone("before what rank 0 finds", "tuned")
+            mine = [point for point in points if auto == (point[1] == "auto" or point[0] != _ASYNC)]
+            for schedule, codec, link in sorted(mine, key=lambda point: not auto and point[2] in case.slow_cuts):
+                self.ours[schedule, codec, link] = self._train(schedule, codec, link)
         self._alone("between", "tuned")
         self.peers: dict[tuple[str, bool, float], float] = {}
         # As users start them first: our memory settings stay with a process.
@@ -137,7 +142,8 @@ class SideBySide:
         program, more = PEERS[name]
         slow = name == "torch DDP" and 0 < link <= self.case.hopeless
         steps = 1 if slow else max(2, round(self.case.seconds * guess))
-        asked = {"job": self.experiment.job(), "tuned": tuned, "steps": steps, "warm": 0 if slow else 1} | more
+        warm = 0 if slow or guess < 1 / _LONG_STEP else 1  # it is the link that takes long
+        asked = {"job": self.experiment.job(), "tuned": tuned, "steps": steps, "warm": warm} | more
         known = {"system": name, "tuned": tuned}
         if program == "pipelining":
             asked, known = asked | self.case.pipelining, known | self.case.pipelining
@@ -146,7 +152,7 @@ class SideBySide:
     # -- what comes out ------------------------------------------------------------------------------------------------
 
     def best(self, link: float, synchronous: bool = False) -> Rate:
-        """Highest rate of ours over codecs; NaN where nothing was measured."""
+        """Highest rate of ours over codecs and cuts; NaN where nothing was measured."""
         rates = [rate for key, rate in self.ours.items() if key[2] == link and (key[0] != _ASYNC) == synchronous]
         return max(rates, default=_NOTHING)
 
@@ -161,7 +167,21 @@ class SideBySide:
     def _label(self, schedule: str, codec: str) -> str:
         if codec == "auto":
             return "codecs and cuts auto"
-        return codec if schedule == _ASYNC else f"{codec}, cuts auto"
+        if schedule == _ASYNC:
+            return codec
+        more = ", ".join(
+            f"{key.rpartition('.')[2].replace('_', ' ')} {value}" for key, value in self.case.synchronous.items()
+        )
+        return ", ".join(filter(None, [codec, "cuts auto", more]))
+
+    def _synchronous(self) -> str:
+        names = [
+            f"{kind}, {self._label(kind, codec)}"
+            for kind, codecs in self.case.ours.items()
+            for codec in codecs
+            if kind != _ASYNC
+        ]
+        return names[0] if len(names) == 1 else "synchronous, best"
 
     def best_peer(self, link: float, *names: str) -> float:
         """Highest rate of these peers (of all, where none is named), with whichever settings."""
@@ -191,16 +211,16 @@ class SideBySide:
             return [rate.samples_per_s / other for rate, other in zip(rates, others, strict=True)]
 
         ratios: dict[str, list[float]] = {
-            "async, best codec / sum of the hosts alone": [self._of("tuned", rate) for rate in best],
-            "async, best codec / slowest stage alone": [self._of("stages", rate) for rate in best],
+            "async, best of all / sum of the hosts alone": [self._of("tuned", rate) for rate in best],
+            "async, best of all / slowest stage alone": [self._of("stages", rate) for rate in best],
             "async, all found by rank 0 / sum of the hosts alone": [self._of("tuned", rate) for rate in auto],
             "async, all found by rank 0 / best by hand, each of the sum at its time": [
                 self._of("tuned", rate) / self._of("tuned", self._by_hand(link))
                 for rate, link in zip(auto, links, strict=True)
             ],
-            "async, best codec / best peer": over(best, peers),
+            "async, best of all / best peer": over(best, peers),
             "async, all found by rank 0 / best peer": over(auto, peers),
-            "async, best codec / torch pipelining": over(best, pipelining),
+            "async, best of all / torch pipelining": over(best, pipelining),
             "synchronous, best / sum of the hosts alone": [self._of("tuned", self.best(link, True)) for link in links],
         }
         limits = {name: ", ".join(f"{rate:.1f}" for rate in self.alone(name)) for name in ("tuned", "plain", "stages")}
@@ -224,7 +244,7 @@ class SideBySide:
             axes.plot(measured, rates[measured], "o-", label=f"accept_mpi async, {codec}", color=colour)
         synchronous = np.array([self.best(link, True).samples_per_s for link in links])
         measured = np.flatnonzero(np.isfinite(synchronous))
-        axes.plot(measured, synchronous[measured], "o-", label="accept_mpi synchronous, best", color="#CC79A7")
+        axes.plot(measured, synchronous[measured], "o-", label=f"accept_mpi {self._synchronous()}", color="#CC79A7")
         for name, colour in zip(PEERS, _WARM, strict=True):
             peer = [self.best_peer(link, name) for link in links]
             axes.plot(places, peer, "s--", label=name, color=colour)
