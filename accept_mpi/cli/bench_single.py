@@ -75,7 +75,7 @@ def _run(command: Sequence[str], folder: str | None) -> str:
     import os
 
     checkout = str(Path(__file__).resolve().parent.parent.parent)
-    path = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH"), os.getcwd()]))  # a user's model lies here
     environment = os.environ | {"PYTHONPATH": path}
     try:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS)

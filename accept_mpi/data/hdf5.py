@@ -59,6 +59,8 @@ def hdf5(
     The test set is ``test_x`` and ``test_y`` where given, else a fixed shuffle's last ``test_fraction``. Raises UserError
     for a missing, truncated or mismatched file.
     """
+    if (test_x is None) != (test_y is None):
+        raise ValueError("test_x and test_y go together")
     file = Path(path)
     total = _rows(file, x, y)
     if test_x is not None and test_y is not None:

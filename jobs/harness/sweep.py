@@ -36,7 +36,7 @@ import numpy as np
 from accept_mpi import config
 from accept_mpi.errors import UserError
 from accept_mpi.figures import pyplot
-from accept_mpi.log import open_log
+from accept_mpi.log import open_log, read_facts
 from harness.store import Store, table
 
 METRICS = {"accuracy": "test accuracy, %", "loss": "test loss", "samples_per_s": "samples/s"}
@@ -99,9 +99,9 @@ def run(path: Path, flags: list[str]) -> int:
         where = out / re.sub(r"[^\w.]+", "-", "-".join(label(point[name]) for name in sweep.axes))
         changed = {key: value for overrides in point.values() for key, value in overrides.items()}
         settings = [f"{key}={_toml(value)}" for key, value in (changed | {"output.directory": str(where)}).items()]
-        job = config.parse((path.parent / sweep.job).read_text(), sweep.job, tuple(settings))
+        job = config.parse(config.read_text(path.parent / sweep.job), sweep.job, tuple(settings))
         known = {"job": _identity(job), "ranks": sweep.ranks} | point
-        found = store.get(known) or result(where / "log.h5", job)
+        found = store.get(known) or result(where / "log.h5", job, sweep.ranks)
         if found is None:
             print(f"{number}/{len(everything)}: {where}", flush=True)
             found = _train(sweep, path.parent / sweep.job, settings, flags, where / "log.h5", job)
@@ -120,7 +120,7 @@ def run(path: Path, flags: list[str]) -> int:
 
 def _train(
     sweep: Sweep, path: Path, settings: list[str], flags: list[str], log: Path, job: config.Job
-) -> dict[str, float] | None:
+) -> dict[str, Any] | None:
     """Run one point; None, and why on standard error, where it failed."""
     words = [*_mpirun(sweep.ranks), *flags, sys.executable, "-m", "accept_mpi", "train", "--quiet", str(path)]
     words += [word for setting in settings for word in ("--set", setting)]
@@ -135,25 +135,28 @@ def _train(
                 mpirun.communicate(timeout=_END_SECONDS)
             mpirun.kill()
             raise
-    found = result(log, job) if mpirun.returncode == 0 else None
+    found = result(log, job, sweep.ranks) if mpirun.returncode == 0 else None
     if found is None:
         print(f"failed: {shlex.join(words)}\n{said}", file=sys.stderr, flush=True)
     return found
 
 
-def result(log: Path, job: config.Job) -> dict[str, float] | None:
-    """What a finished run of this very job gave, wherever its files lie; None where there is none."""
+def result(log: Path, job: config.Job, ranks: int) -> dict[str, Any] | None:
+    """What a finished run of this very job on so many ranks gave, wherever its files lie; None where there is none."""
     try:
         with open_log(log) as file:
             finished = any(text.startswith(b"done") for text in file["events"]["text"])
             made_by = config.Job.from_json(file.attrs["job"])
-            if not finished or _identity(made_by) != _identity(job):
+            facts = read_facts(file)
+            if not finished or _identity(made_by) != _identity(job) or len(facts["hosts"]) != ranks:
                 return None
+            cuts = [stage["start"] for stage in facts["plan"]["stages"][1:]]
             steps, evals = file["steps"][:], file["evals"][:]
     except UserError:
         return None
     last = evals[-1] if len(evals) else None
     return {
+        "cuts": str(cuts),
         "samples_per_s": float(np.median(steps["samples_per_s"][1:])) if len(steps) > 1 else math.nan,
         "train_loss": float(steps["loss"][-1]),
         "loss": float(last["loss"]) if last is not None else math.nan,

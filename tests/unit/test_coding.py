@@ -173,3 +173,13 @@ def test_garbage_behind_a_right_checksum_stays_within_its_bounds(name: str) -> N
                 coding.decode(rng.integers(0, 256, coding.nbytes(size), np.uint8), room[64 : 64 + size])
                 assert (room[:64] == 7).all()
                 assert (room[64 + size :] == 7).all()
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp16", "uniform:8"])
+def test_doubles_beyond_single_precision_go_as_they_are(codec: str) -> None:
+    x = torch.tensor([1.0, -3e300, 2.0], dtype=torch.float64)
+    coding = parse(codec, gradients=False)
+    header, (back,) = decode(*message(coding, x), coding)
+    assert header.codec == NONE.number
+    assert back is not None
+    assert torch.equal(back, x)

@@ -126,6 +126,8 @@ def test_hdf5(tmp_path: Path) -> None:
     assert len(other) == 3
     with pytest.raises(UserError, match='no data set "X"; did you mean "x"'):
         data.load("hdf5", {"path": str(path), "x": "X"})
+    with pytest.raises(UserError, match="test_x and test_y go together"):
+        data.load("hdf5", {"path": str(path), "test_x": "test/x"})
     with pytest.raises(UserError, match='"x" holds 20 rows and "short" 7'):
         data.load("hdf5", {"path": str(path), "y": "short"})
     cut_off = tmp_path / "cut_off.h5"

@@ -4,15 +4,21 @@ import sys
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "jobs"))
 sys.path.insert(0, str(ROOT / "jobs" / "lab"))
 
+from accept_mpi import config
 from accept_mpi.errors import UserError
+from accept_mpi.log import STEPS, LogWriter
+from accept_mpi.plan import make_plan
+from harness import sweep
 from harness.experiment import combined
 from harness.store import Store, table
+from harness.sweep import result
 
 
 def test_results_survive(tmp_path: Path) -> None:
@@ -52,6 +58,27 @@ def test_something_else_under_the_name(tmp_path: Path) -> None:
 def test_table() -> None:
     shown = table(["a", "b"], [[1, 123.4], ["x", 0.1234], [None, 12.34]])
     assert shown.splitlines() == ["| a | b |", "| --- | --- |", "| 1 | 123 |", "| x | 0.123 |", "|  | 12.3 |"]
+
+
+def test_a_run_on_other_ranks_is_another_result(tmp_path: Path) -> None:
+    text = '[model]\nname="cnn"\n[data]\nname="digits"\n[train]\nsteps=2\n[output]\ndirectory="r"\n'
+    job = config.parse(text, "job")
+    facts = {"hosts": [{"rank": 0}, {"rank": 1}], "versions": {}}
+    writer = LogWriter(tmp_path / "log.h5", job.to_json(), make_plan(6, [2]).to_json(), facts)
+    writer.append("steps", np.array([(n, 0, 8, 0.5, 0.5, 0.1, n, 8.0) for n in (1, 2)], STEPS))
+    writer.event(2.0, 2, "done: no evaluation")
+    writer.close()
+    found = result(tmp_path / "log.h5", job, 2)
+    assert found is not None
+    assert (found["cuts"], found["samples_per_s"]) == ("[2]", 8.0)
+    assert result(tmp_path / "log.h5", job, 3) is None
+    assert result(tmp_path / "log.h5", config.parse(text, "job", ["train.seed=1"]), 2) is None
+
+
+def test_a_sweep_whose_job_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "sweep.toml").write_text('job = "job.toml"\noutput = "out"\n[axes.seed]\n"train.seed" = [0]\n')
+    with pytest.raises(UserError, match=r"job\.toml: cannot read the job file: No such file"):
+        sweep.run(tmp_path / "sweep.toml", [])
 
 
 def test_what_ranks_answer_becomes_one_result() -> None:

@@ -15,8 +15,7 @@ from edgelab.laboratory import Laboratory, crowded, keep, labs
 def main() -> int:
     """Parse the command line and do what it says; the exit code."""
     if sys.argv[1:2] == ["_keep"]:
-        keep(sys.argv[2], sys.stdin.buffer)
-        return 0
+        return keep(sys.argv[2], sys.stdin.buffer)
     options = _parser().parse_args()
     try:
         return int(options.command(options) or 0)

@@ -31,6 +31,7 @@ _FREE_SHARE = 0.2
 _MOST_HOSTS = 200  # on one network of 254 addresses
 _HEAD_GROUP = "_head"
 _RUN = "ACCEPT_LAB_RUN"
+_END_SECONDS = 60.0
 
 
 def why_not() -> str | None:
@@ -97,7 +98,8 @@ class Laboratory:
                     network.set_link(host.name, place, host.link)
             self._write_scripts(hosts, network, groups)
         except BaseException:
-            self._release(keep=False)
+            with contextlib.suppress(LabError):
+                self._release(keep=False)
             raise
         if keep:
             self._release(keep=True)
@@ -113,14 +115,19 @@ class Laboratory:
             self._release(keep=False)
 
     def _release(self, keep: bool) -> None:
-        """Tell the keeper to let the lab be, or to remove it now."""
+        """Tell the keeper to let the lab be, or to remove it now. Raises LabError where something of it is left."""
         assert self._keeper is not None
         assert self._keeper.stdin is not None
         with _uninterrupted():
             with contextlib.suppress(BrokenPipeError):
                 self._keeper.stdin.write(b"keep" if keep else b"down")
                 self._keeper.stdin.close()
-            self._keeper.wait()
+            try:
+                failed = self._keeper.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                failed = 1
+        if failed:
+            raise LabError(f'the lab "{self.name}" could not be removed whole; "lab down --name {self.name}" tries again')
 
     def _claim(self, hosts: list[Host], cores: dict[str, list[int]]) -> Network:
         """Take the lab's name and a number for its network, one process at a time."""
@@ -311,22 +318,32 @@ class Running:
             groups = Groups(self._lab.name)
             everywhere = [host.name for host in self._lab.hosts] + [_HEAD_GROUP]
             mark = f"{_RUN}={self._id}".encode()
+            until = time.monotonic() + _END_SECONDS
             while left := [pid for host in everywhere for pid in groups.processes(host) if mark in _environment(pid)]:
                 for pid in left:
                     kill(pid)
                 self.process.poll()
+                if time.monotonic() > until:
+                    raise LabError(f"processes {left} do not end, not even by SIGKILL: {' '.join(self.command)}")
                 time.sleep(0.01)
             if self.process.stdin is None:
-                self.process.wait()
+                self.process.wait(_END_SECONDS)
 
 
-def keep(name: str, words: IO[bytes]) -> None:
-    """The keeper: waits for "keep" or "down"; the end of ``words`` (its maker has died) means "down" as well."""
+def keep(name: str, words: IO[bytes]) -> int:
+    """The keeper: waits for "keep" or "down"; the end of ``words`` (its maker has died) means "down" as well. Returns its
+    exit code: 1 where something of the lab is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if words.read() != b"keep":
-        with contextlib.suppress(LabError):
+        if name not in labs():
+            return 0
+        try:
             Laboratory(name).down()
+        except LabError as error:
+            print(f"lab {name}: {error}", file=sys.stderr, flush=True)
+            return 1
+    return 0
 
 
 def spread(hosts: list[Host], cores: list[int]) -> dict[str, list[int]]:
