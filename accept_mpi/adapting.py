@@ -69,7 +69,8 @@ class Adapter:
         self.proposal = None
         self._rows: list[Rows] = []
         self._after = self._first = -1
-        self._from = self._refused = 0
+        self._refused = 0
+        self._from: int | None = None
         self._before: dict[int, float] | None = None
         self._lost = 0.0
         """Seconds that windows in a row have lost by this plan."""
@@ -118,6 +119,8 @@ class Adapter:
             found = self.propose(both, left) if both else None
             self._lost = self._lost + WINDOW * found.saves if found else 0.0
             return found if found and self._lost > found.cost else None
+        if self._from is None:
+            self._from = self._first - 2  # steps that were made before this plan
         if step - self._from < every:  # a fixed period
             return None
         self._from = step

@@ -58,6 +58,11 @@ def cut(samples: int, micro: int) -> list[int]:
     return [micro] * (samples // micro) + ([samples % micro] if samples % micro else [])
 
 
+def per_step(batch_size: int, micro_batches: int) -> int:
+    """Micro-batches of a whole batch: fewer than asked for where samples do not share out evenly (33 among 32: 17)."""
+    return len(cut(batch_size, -(-batch_size // micro_batches)))
+
+
 def in_order(samples: int, micro: int) -> Iterator[Indices]:
     """Micro-batches of a test set, in its own order."""
     for begin in range(0, samples, micro):

@@ -9,7 +9,8 @@ Layout (HDF5, version 2; root attribute ``format`` is "accept-mpi latency")::
     /predictor          what ``predictor.Predictor`` writes: weights, what they were learned from, errors on that
 
 A damaged or foreign file is set aside under another name, never deleted. Files change as a whole (written beside, renamed),
-under a lock, so that two runs at a time lose nothing.
+under a lock, so that two runs at a time lose nothing but what both measured of the same model on the same device: the last
+counts.
 """
 
 import contextlib

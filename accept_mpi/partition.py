@@ -27,6 +27,7 @@ _NOTHING = 1e-12  # seconds that no bisection goes below
 _CLOSE = 1e-3  # where the bisection ends, as a ratio
 _GUESSES = (1.05, 1.1, 1.2, 1.35, 1.6, 2, 3, 5)  # times the lower bound, for the beam to begin with
 _SWEEPS = 60  # caps tried for a synchronous schedule
+_UNUSUAL = 2.0  # times a device's median layer
 
 Floats = npt.NDArray[np.float64]
 _Below = Callable[[float], "Solution | None"]
@@ -151,16 +152,22 @@ def cost(problem: Problem, plan: Solution) -> Cost:
 def lower_bound(problem: Problem) -> float:
     """No plan's bottleneck is below this: all devices share every layer at will, for free (a weighted mean of their loads;
     weak duality)."""
-    speed = 1 / np.maximum(problem.layer_seconds.sum(axis=1), 1e-300)
+    speed = 1 / np.maximum(_usual(problem.layer_seconds).sum(axis=1), 1e-300)
     shared = float(((speed / speed.sum())[:, None] * problem.layer_seconds).min(axis=0).sum())
     return max(shared, float(problem.layer_seconds.min(axis=0).max()))
+
+
+def _usual(seconds: Floats) -> Floats:
+    """Without what a device must not get (a layer that would take it for ever), to tell how fast devices are."""
+    median = np.median(seconds, axis=1, keepdims=True)
+    return np.where(median > 0, np.minimum(seconds, _UNUSUAL * median), seconds)
 
 
 def _floors(problem: Problem, ordered: bool) -> Floats:
     """``lower_bound`` of layers 0..i-1 on the devices that are left when those of a set are used (or, in order, all from one
     on): (sets or devices, L+1)."""
     n, seconds = problem.devices, problem.layer_seconds
-    speed = 1 / np.maximum(seconds.sum(axis=1), 1e-300)
+    speed = 1 / np.maximum(_usual(seconds).sum(axis=1), 1e-300)
     weighted = speed[:, None] * seconds
     floors = np.full((n if ordered else 1 << n, problem.layers + 1), np.inf)
     floors[:, 0] = 0.0
@@ -322,7 +329,7 @@ class _Beam(_Kernel):
 
     def __init__(self, problem: Problem, ordered: bool) -> None:
         super().__init__(problem, ordered)
-        seconds = problem.layer_seconds
+        seconds = _usual(problem.layer_seconds)
         self._work = np.ascontiguousarray(_sums(seconds.mean(axis=0)))
         self._speed = self._work[-1] / seconds.sum(axis=1)
 

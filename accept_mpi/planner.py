@@ -3,7 +3,6 @@
 Pure: what is measured comes in (``Survey``), a plan and its forecast go out; ``train`` and the ``plan`` command share it.
 """
 
-import contextlib
 import itertools
 import math
 from collections.abc import Collection, Sequence
@@ -14,6 +13,7 @@ import msgspec
 import numpy as np
 
 from accept_mpi import config
+from accept_mpi.batches import per_step
 from accept_mpi.bits import AUTO, Choice, choose, ladder
 from accept_mpi.coding import Coding, parse
 from accept_mpi.errors import UserError
@@ -28,6 +28,7 @@ from accept_mpi.survey import Device, Survey
 _WORTH = 0.98  # of the step before; measurements are no finer
 _ALIKE = 0.9  # so far apart are devices of one kind, measured for a second or two: which is which need not cost a move
 _TRIED = 720  # orders of devices
+_MOST_RUNS = 1e7  # of layers on devices, that have a cost of their own
 _STATES = 3.0  # times a layer's parameters: what a layer that changes hands may consist of
 _NEVER = 1e9  # seconds of a layer that a device must not get
 _FILL = {"1f1b-async": 0.0, "1f1b": 1.0, "gpipe": 1.0, "zero-bubble": 1 / 3}  # ZB-H1: Qi et al. 2023, section 2.2
@@ -49,13 +50,21 @@ class Outcome(msgspec.Struct, frozen=True):
     """Bytes that each stage needs."""
 
 
+def micro_batches_of(job: config.Job) -> int:
+    """Of a whole batch."""
+    return per_step(job.train.batch_size, job.train.micro_batches)
+
+
 def problem_of(survey: Survey, job: config.Job) -> tuple[Problem, list[str]]:
     """The partitioner's problem, and the names of its codecs."""
     outline, devices = survey.outline, survey.devices
     count, layers = len(devices), len(outline.layers)
-    seconds = np.array([np.add(d.forward, d.backward) + np.array(d.update) / job.train.micro_batches for d in devices])
+    seconds = np.array([np.add(d.forward, d.backward) + np.array(d.update) / micro_batches_of(job) for d in devices])
+    messages = np.zeros((count, layers + 1, layers + 1)) if count * (layers + 1) ** 2 < _MOST_RUNS else None
     for n, device in enumerate(devices):
-        if device.shared:  # a stage between two others sends and receives twice as many messages as one at an end
+        if device.shared:  # four messages a micro-batch, but for a stage at an end
+            if messages is not None:
+                messages[n][np.triu_indices(layers + 1, 1)] = 4 * device.message
             ends = seconds[n, [0, -1]]
             seconds[n, [0, -1]] = np.maximum(ends / 10, ends - 2 * device.message)
         if not device.data:
@@ -67,6 +76,7 @@ def problem_of(survey: Survey, job: config.Job) -> tuple[Problem, list[str]]:
     needs = _Needs(job, count)
     return Problem(
         layer_seconds=seconds,
+        extra_seconds=messages if messages is not None and messages.any() else None,
         values=np.array([values for values, _ in crossings], float),
         other=np.array([other for _, other in crossings], float),
         rate=np.minimum(rate, 1e15),
@@ -79,7 +89,7 @@ def problem_of(survey: Survey, job: config.Job) -> tuple[Problem, list[str]]:
         capacity=np.array([device.memory for device in devices], float),
         kept=needs.kept,
         copies=needs.copies,
-        micro_batches=float(job.train.micro_batches) if job.pipeline.schedule != "1f1b-async" else 1e9,
+        micro_batches=float(micro_batches_of(job)) if job.pipeline.schedule != "1f1b-async" else 1e9,
         fill=_FILL[job.pipeline.schedule],
     ), names
 
@@ -111,7 +121,7 @@ class _Needs:
         self._optimizer = _OPTIMIZER_COPIES[job.train.optimizer.name]
         if job.train.optimizer.name == "sgd" and not job.train.optimizer.momentum:
             self._optimizer = 0
-        many = 1 << 20 if kind == "1f1b-async" else job.train.micro_batches
+        many = 1 << 20 if kind == "1f1b-async" else micro_batches_of(job)
         # A stage with so many behind it is the first of a pipeline of one more; zero-bubble holds most in the longest.
         self.kept = np.array(
             [depth(kind, stages - 1 - behind, stages, many, slack) if kind == "zero-bubble"
@@ -119,7 +129,8 @@ class _Needs:
         )  # fmt: skip
         weights = np.ones(stages)
         if kind == "1f1b-async":  # the optimizer's own, and a version for every update that happens while one is in flight
-            weights = 2 + np.ceil(self.kept / job.train.micro_batches)
+            versions = np.full(stages, self.kept.max()) if job.pipeline.vertical_sync else self.kept
+            weights = 2 + np.ceil(versions / micro_batches_of(job))
         whole = 2 + self._optimizer
         self.copies = (weights + 1 + self._optimizer) / whole
 
@@ -141,22 +152,17 @@ def plan_for(survey: Survey, job: config.Job, held: Layers = ()) -> Outcome:
 def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outcome, Outcome]:
     """The plan that trains fastest, and even cuts, whether they fit or not. Raises UserError where no plan fits."""
     problem, _ = problem_of(survey, job)
-    try:
-        solution = solve(problem)
-    except NoPlan as error:
-        raise UserError(f"pipeline.cuts: {error}") from error
-    if cost(problem, solution).bottleneck >= _NEVER:
-        have = ", ".join(device.host for device in survey.devices if device.data)
-        raise UserError(
-            f"data.name: first and last stage need the data, only {have} has it, and the model does not fit there"
-        )
-    # The order that the user gave the hosts in may mean something; another one must be worth it.
+    candidates: list[Solution] = []
+    why = ""
+    for ordered in (True, False):  # of many devices in any order a search may miss plans that there are
+        try:
+            candidates.append(solve(problem, ordered))
+        except NoPlan as error:
+            why = str(error)
     even = outcome(survey, job, even_plan(survey, job))
-    candidates = [solution]
     if problem.devices <= problem.layers:
         candidates.append(_even_solution(problem))
-    with contextlib.suppress(NoPlan):
-        candidates.insert(0, solve(problem, ordered=True))
+    # The order that the user gave the hosts in may mean something; another one must be worth it.
     best: tuple[Outcome, Solution] | None = None
     for candidate in candidates:
         reached = cost(problem, candidate)
@@ -165,7 +171,15 @@ def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outco
             found = even if plan == even.plan else outcome(survey, job, plan)
             if best is None or found.step < _WORTH * best[0].step:
                 best = found, candidate
-    assert best is not None
+    if best is None:
+        have = ", ".join(device.host for device in survey.devices if device.data)
+        if why:
+            raise UserError(f"pipeline.cuts: {why}")
+        if not have:
+            raise UserError("data.name: first and last stage need the data, and no device that is there has it")
+        raise UserError(
+            f"data.name: first and last stage need the data, only {have} has it, and the model does not fit there"
+        )
     if held and (near := _nearest(problem, best[1], survey, job, held)) != best[1]:
         found = outcome(survey, job, _as_plan(near, job))
         if _ALIKE * found.step <= best[0].step:
@@ -281,7 +295,7 @@ def forecast_of(survey: Survey, job: config.Job, plan: Plan) -> Forecast:
                 update=sum(device.update[mine]),
             )
         )
-    return Forecast(kind, job.train.micro_batches, job.pipeline.transfer_slack, profiles, _crossings(survey, plan))
+    return Forecast(kind, micro_batches_of(job), job.pipeline.transfer_slack, profiles, _crossings(survey, plan))
 
 
 class Replayed(NamedTuple):
@@ -313,7 +327,7 @@ def replayed(survey: Survey, job: config.Job, plan: Plan, trace: Rows) -> Replay
         for took, profile in zip(mean_times(trace), foreseen.profiles, strict=True)
     ]
     forecast = Forecast(
-        job.pipeline.schedule, job.train.micro_batches, job.pipeline.transfer_slack, profiles, foreseen.crossings
+        job.pipeline.schedule, micro_batches_of(job), job.pipeline.transfer_slack, profiles, foreseen.crossings
     )
     return Replayed(run.took / run.steps, run.seconds / run.steps, forecast.steady(plan.codecs)[0])
 
@@ -383,7 +397,7 @@ def verdict(survey: Survey, job: config.Job, found: Outcome, even: Outcome) -> l
     """Who stays idle, what a step should take, what it would with even cuts, and what no plan can be faster than."""
     idle = [f"{device.host} (rank {n})" for n, device in enumerate(survey.devices) if found.plan.place(n).idle]
     problem, _ = problem_of(survey, job)
-    bound = lower_bound(problem) * job.train.micro_batches
+    bound = lower_bound(problem) * micro_batches_of(job)
     lines = [f"idle, since using them would cost more: {', '.join(idle)}"] if idle else []
     lines.append(
         f"a step should take {1e3 * found.step:.0f} ms ({job.train.batch_size / found.step:.1f} samples/s); "

@@ -12,7 +12,7 @@ from accept_mpi.data import Dataset
 from accept_mpi.forecast import Crossing, Forecast, Profile
 from accept_mpi.outline import crossing_sizes
 from accept_mpi.plan import Codec, Plan
-from accept_mpi.planner import aligned
+from accept_mpi.planner import aligned, micro_batches_of
 from accept_mpi.profile import profile
 from accept_mpi.stage import Stage
 
@@ -74,7 +74,7 @@ def settle_codecs(
             for way in _WAYS
         }
         profiles = [msgspec.convert(profiled, Profile) for profiled, _ in by_stage]
-        forecast = Forecast(job.pipeline.schedule, job.train.micro_batches, job.pipeline.transfer_slack, profiles, crossings)
+        forecast = Forecast(job.pipeline.schedule, micro_batches_of(job), job.pipeline.transfer_slack, profiles, crossings)
         fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
         choices, step = choose(forecast, fixed, job.pipeline.min_bits)
         names = [[choices[boundary, way].name for way in _WAYS] for boundary in range(len(plan.boundaries))]

@@ -64,7 +64,10 @@ class Survey(msgspec.Struct, frozen=True):
 
     def nic(self, device: int) -> float:
         """Bytes/s of a device's own link: what it shares among its neighbours."""
-        return max([r for other, r in enumerate(self.rate[device]) if other != device] or [1e12])
+        hosts = [other.host for other in self.devices]
+        others = [rate for other, rate in enumerate(self.rate[device]) if other != device]
+        away = [rate for other, rate in enumerate(self.rate[device]) if hosts[other] != hosts[device]]
+        return max(away or others or [1e12])
 
     def only(self, devices: list[int]) -> "Survey":
         """Of these devices, in this order."""

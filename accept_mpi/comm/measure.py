@@ -22,7 +22,7 @@ _BULK_POLL = 0.002  # as the data plane does while it sends
 def clock_offset(world: MPI.Intracomm) -> float:
     """Rank 0's ``time.monotonic()`` minus this rank's in seconds: the exchange with the shortest round trip of several
     (Cristian 1989)."""
-    comm, offset = world.Dup(), 0.0
+    comm, offset = _own(world), 0.0
     mine, theirs = np.zeros(1), np.zeros(1)
     for rank in range(1, comm.size):
         best = float("inf")
@@ -48,7 +48,7 @@ def links(world: MPI.Intracomm) -> dict[tuple[int, int], tuple[float, float]]:
 
     A rank learns the pairs that it is in. One pair measures at a time.
     """
-    comm = world.Dup()
+    comm = _own(world)
     found = {}
     for a in range(comm.size):
         for b in range(a + 1, comm.size):
@@ -57,6 +57,13 @@ def links(world: MPI.Intracomm) -> dict[tuple[int, int], tuple[float, float]]:
             _wait(comm.Ibarrier(), a)
     comm.Free()
     return found
+
+
+def _own(world: MPI.Intracomm) -> MPI.Intracomm:
+    """A communicator of our own."""
+    comm, request = world.Idup()
+    _wait(request, world.rank)
+    return comm
 
 
 class NeighbourRates(NamedTuple):
@@ -78,12 +85,12 @@ def neighbour_rates(
     ``weights``: bytes that training sends to ``after`` and to ``before`` and receives from ``before`` and from ``after``;
     what is sent here is in proportion, so that traffic shares a host's link as it will.
     """
-    comm = world.Dup()
+    comm = _own(world)
     most = np.zeros(1)
     _wait(comm.Iallreduce(np.array([float(max(weights))]), most, MPI.MAX), comm.rank)
     nbytes = float(_FIRST_BYTES)
     while True:
-        sizes = [int(nbytes * weight / max(most[0], 1.0)) for weight in weights]
+        sizes = [max(1, int(nbytes * weight / max(most[0], 1.0))) if weight else 0 for weight in weights]
         *seconds, cpu = _exchange(comm, before, after, sizes)
         slowest = np.zeros(1)
         _wait(comm.Iallreduce(np.array([max(seconds)]), slowest, MPI.MAX), comm.rank)
@@ -110,7 +117,7 @@ class PairRates(NamedTuple):
 
 def pair_rates(world: MPI.Intracomm) -> PairRates:
     """Rates of all pairs, in rounds of a tournament: in each round every rank meets another one, so that N - 1 rounds do."""
-    comm = world.Dup()
+    comm = _own(world)
     count = comm.size + comm.size % 2
     rate, latency = [math.inf] * comm.size, [0.0] * comm.size
     used: list[tuple[int, float]] = []  # bytes each way, seconds of CPU

@@ -6,6 +6,7 @@ log and abort the job, so that no rank waits for a dead one.
 """
 
 import logging
+import math
 import os
 import platform
 import socket
@@ -20,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
+from accept_mpi.cgroups import cpu_share
 from accept_mpi.comm.lifeline import Lifeline
 from accept_mpi.comm.measure import clock_offset
 from accept_mpi.comm.membership import Circle, leave_together, survivable
@@ -267,6 +269,8 @@ def host_facts(rank: int) -> dict[str, Any]:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:
         cores = os.cpu_count() or 1
+    if (share := cpu_share()) < cores:  # a container's quota
+        cores = max(1, math.ceil(share))
     host = socket.gethostname()
     return {
         "rank": rank,

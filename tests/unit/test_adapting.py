@@ -17,13 +17,13 @@ STEPS = 1000
 class Run:
     """Stages that compute as the survey says, times a factor each, step by step."""
 
-    def __init__(self, *speeds: float, adapt: str = "true") -> None:
+    def __init__(self, *speeds: float, adapt: str = "true", made: int = 0) -> None:
         self.job = job("train.steps=1000", f"pipeline.adapt={adapt}")
         self.survey = survey(*speeds)
         self.plan = plan_for(self.survey, self.job).plan
         self.adapter = Adapter(self.job, STEPS)
         self.asked = 0
-        self.made = 0
+        self.made = made
         self.now = 0.0
         self.adapter.begin(self.plan, self.survey, self._ask)
 
@@ -187,6 +187,13 @@ def test_all_that_a_slow_device_does_is_slow() -> None:
     assert slow.byte == pytest.approx(1e-8)
     assert slow.encode["none"] == pytest.approx(1e-9)
     assert proposal.survey.devices[0] == run.survey.devices[0]
+
+
+def test_a_period_begins_with_the_plan() -> None:
+    """Resumed at step 100, or after a loss there: not at once."""
+    run = Run(1, 1, 1, adapt="30", made=100)
+    assert run.steps(29, 1, 3, 1) is None
+    assert layers(run.steps(WINDOW + 2, 1, 3, 1))[1] < 4
 
 
 def test_a_fixed_period() -> None:

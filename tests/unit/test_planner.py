@@ -1,15 +1,17 @@
 """From measurements to a plan: fast devices get more, memory and data decide who may, forecasts agree with hand counts."""
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
-from accept_mpi import config
+from accept_mpi import config, planner
 from accept_mpi.errors import UserError
 from accept_mpi.models import as_chain
 from accept_mpi.outline import outline
+from accept_mpi.partition import NoPlan, Problem, Solution, lower_bound, solve
 from accept_mpi.plan import make_plan
-from accept_mpi.planner import codings_of, even_plan, outcome, plan_for, plans_for, table
+from accept_mpi.planner import codings_of, even_plan, outcome, plan_for, plans_for, problem_of, table
 from accept_mpi.survey import Device, Survey
 
 JOB = """
@@ -120,6 +122,56 @@ def test_only_devices_with_the_data_are_first_and_last() -> None:
 def test_data_on_one_device_that_cannot_hold_the_model() -> None:
     with pytest.raises(UserError, match="only edge0 has it"):
         plan_for(survey(1, 1, data=[True, False], memory=[9e4, 1e9]), job())
+
+
+def test_data_on_no_device() -> None:
+    with pytest.raises(UserError, match="no device that is there has it"):
+        plan_for(survey(1, 1, data=[False, False]), job())
+
+
+def test_a_device_without_the_data_does_not_hide_what_is_possible() -> None:
+    """Its layers at the ends are never; the others tell how fast it is."""
+    problem, _ = problem_of(survey(1, 1, 1, data=[True, True, False]), job())
+    assert lower_bound(problem) == pytest.approx(LAYERS * 3e-3 / 3, rel=0.15)
+
+
+def test_a_device_whose_messages_cost_more_than_its_layers_save_stays_idle() -> None:
+    """Two layers there are 15 ms instead of 18 elsewhere, but a stage in the middle has four messages a micro-batch."""
+    for message, layers in ((0.0, [5, 2, 5]), (2e-3, [6, 0, 6])):
+        fleet = survey(1, 2.5, 1, shared=[True] * 3, message=[0.0, message, 0.0], data=[True, False, True])
+        assert layers_by_rank(plan_for(fleet, job()), 3) == layers
+
+
+def test_uneven_batches_have_fewer_micro_batches() -> None:
+    """33 samples among 32: 16 of 2 and one of 1."""
+    whole, few = (plan_for(survey(1), job(f"train.batch_size={n}", "train.micro_batches=32")).step for n in (64, 33))
+    assert few == pytest.approx(whole * 17 / 32)
+
+
+def test_a_search_that_misses_plans_is_not_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def misses(problem: Problem, ordered: bool = False) -> Solution:
+        if not ordered:
+            raise NoPlan("no cuts fit")
+        return solve(problem, True)
+
+    monkeypatch.setattr(planner, "solve", misses)
+    assert sum(layers_by_rank(plan_for(survey(1, 1), job()), 2)) == LAYERS
+
+
+def test_one_version_at_all_stages_wants_memory_for_those_of_the_first() -> None:
+    problems = [
+        problem_of(survey(1, 1, 1), job("train.micro_batches=1", f"pipeline.vertical_sync={on}"))[0]
+        for on in ("true", "false")
+    ]
+    assert (problems[0].copies >= problems[1].copies).all()
+    assert problems[0].copies[0] == problems[0].copies[-1] > problems[1].copies[0]
+
+
+def test_a_link_is_not_what_ranks_of_one_host_share() -> None:
+    one = survey(1, 1, 1, rate=1e7)
+    devices = [msgspec.structs.replace(device, host="edge0" if n < 2 else "edge2") for n, device in enumerate(one.devices)]
+    rate = [[1e10 if a < 2 and b < 2 else 1e7 for b in range(3)] for a in range(3)]
+    assert msgspec.structs.replace(one, devices=devices, rate=rate).nic(0) == 1e7
 
 
 def test_memory_decides() -> None:
