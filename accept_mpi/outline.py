@@ -21,7 +21,7 @@ from accept_mpi.models.layers import build_layer, call_layer
 from accept_mpi.seeds import init_seed, seeded
 
 
-class LayerOutline(msgspec.Struct, frozen=True):
+class LayerOutline(msgspec.Struct, frozen=True, omit_defaults=True):
     """One layer, at one size of micro-batch."""
 
     inputs: tuple[TensorSpec, ...]
@@ -36,6 +36,8 @@ class LayerOutline(msgspec.Struct, frozen=True):
     """Floating-point operations of a forward, as torch counts them (matrix products and convolutions)."""
     held: int
     """Bytes kept from F to B that no layer before keeps already."""
+    frozen_bytes: int = 0
+    """Of the parameters' bytes, those that are not trained."""
 
 
 class Outline(msgspec.Struct, frozen=True):
@@ -54,6 +56,10 @@ class Outline(msgspec.Struct, frozen=True):
     def crossing(self, layer: int) -> tuple[int, int]:
         """float values and other bytes (header included) that cross in front of a layer; (0, 0) at the ends."""
         return crossing_sizes(self.layers[layer].inputs) if 0 < layer < len(self.layers) else (0, 0)
+
+    def returning(self, layer: int) -> tuple[int, int]:
+        """The same of the gradients that come back there: none for what has only frozen layers before it."""
+        return crossing_sizes(tuple(spec for spec in self.layers[layer].inputs if spec.grad))
 
 
 def crossing_sizes(specs: Specs) -> tuple[int, int]:
@@ -114,6 +120,7 @@ def _outline(chain: Chain, seed: int, inputs: Tensors, channels_last: bool, abst
                 buffer_bytes=_bytes(buffers),
                 operations=float(counter.get_total_flops()),
                 held=held.bytes,
+                frozen_bytes=_bytes([p for p in parameters if not p.requires_grad]),
             )
         )
     return Outline(len(given[0]) if given else 0, tuple(chain.names), tuple(layers), channels_last)

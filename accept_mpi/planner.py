@@ -19,6 +19,7 @@ from accept_mpi.coding import Coding, parse
 from accept_mpi.errors import UserError
 from accept_mpi.forecast import Crossing, Direction, Forecast, Profile, bits_of
 from accept_mpi.log import Rows
+from accept_mpi.outline import LayerOutline
 from accept_mpi.partition import NoPlan, Problem, Solution, cost, lower_bound, solve
 from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
 from accept_mpi.replay import mean_times, rerun
@@ -84,7 +85,7 @@ def problem_of(survey: Survey, job: config.Job) -> tuple[Problem, list[str]]:
         codecs=tuple(names),
         bits=np.array([max(map(bits_of, pair)) / 8 for pair in pairs]),
         coding=np.array([[_handling(device, *pair) for pair in pairs] for device in devices]),
-        state=np.array([needs.state(layer.parameter_bytes, layer.buffer_bytes) for layer in outline.layers]),
+        state=np.array([needs.state(layer) for layer in outline.layers]),
         held=np.array([float(layer.held) for layer in outline.layers]),
         capacity=np.array([device.memory for device in devices], float),
         kept=needs.kept,
@@ -134,9 +135,10 @@ class _Needs:
         whole = 2 + self._optimizer
         self.copies = (weights + 1 + self._optimizer) / whole
 
-    def state(self, parameters: float, buffers: float) -> float:
-        """Bytes of a layer's weights, gradients and optimizer, one version."""
-        return (2 + self._optimizer) * parameters + buffers
+    def state(self, layer: LayerOutline) -> float:
+        """Bytes of a layer's weights, gradients and optimizer, one version. What is frozen has weights alone."""
+        trained = layer.parameter_bytes - layer.frozen_bytes
+        return (2 + self._optimizer) * trained + layer.frozen_bytes + layer.buffer_bytes
 
 
 Layers = Sequence[Collection[int]]
@@ -335,19 +337,20 @@ def replayed(survey: Survey, job: config.Job, plan: Plan, trace: Rows) -> Replay
 def _crossings(survey: Survey, plan: Plan) -> dict[Direction, Crossing]:
     """Traffic of all boundaries. A device's own link is shared by what it sends ahead and back, in proportion."""
     ranks = [stage.ranks[0] for stage in plan.stages]
-    sizes = [survey.outline.crossing(stage.start) for stage in plan.stages[1:]]
-    weight = [4 * values + other for values, other in sizes]
+    starts = [stage.start for stage in plan.stages[1:]]
+    sizes = {"F": list(map(survey.outline.crossing, starts)), "B": list(map(survey.outline.returning, starts))}
+    weights = {way: [4 * values + other for values, other in both] for way, both in sizes.items()}
     found = {}
     for boundary, (a, b) in enumerate(itertools.pairwise(ranks)):
         for way, (source, target, beside) in {"F": (a, b, boundary - 1), "B": (b, a, boundary + 1)}.items():
             # The sender's other boundary carries traffic the other way round, and so does the receiver's.
             other_side = boundary + 1 if way == "F" else boundary - 1
-            rate = survey.rate[source][target]
+            rate, weight = survey.rate[source][target], weights[way]
             for host, neighbour in ((source, beside), (target, other_side)):
                 if 0 <= neighbour < len(weight):
                     share = weight[boundary] / max(1.0, weight[boundary] + weight[neighbour])
                     rate = min(rate, survey.nic(host) * share)
-            found[boundary, way] = Crossing(*sizes[boundary], max(rate, 1.0), survey.latency[source][target])
+            found[boundary, way] = Crossing(*sizes[way][boundary], max(rate, 1.0), survey.latency[source][target])
     return found
 
 
@@ -357,7 +360,7 @@ def _memory(survey: Survey, job: config.Job, plan: Plan) -> list[float]:
     for s, stage in enumerate(plan.stages):
         layers = survey.outline.layers[stage.start : stage.stop]
         behind = len(plan.stages) - 1 - s
-        state = sum(needs.state(layer.parameter_bytes, layer.buffer_bytes) for layer in layers)
+        state = sum(needs.state(layer) for layer in layers)
         held = sum(layer.held for layer in layers)
         rows.append(float(needs.copies[behind] * state + needs.kept[behind] * held))
     return rows

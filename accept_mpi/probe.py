@@ -183,7 +183,9 @@ def _measure(
         if number and remaining <= 0:
             break
         layers = outline.layers[start:stop]
-        if sum(_COPIES * layer.parameter_bytes + (1 + _MOST_FLIGHT) * layer.held for layer in layers) > room:
+        trained = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
+        kept = sum(layer.frozen_bytes + (1 + _MOST_FLIGHT) * layer.held for layer in layers)
+        if _COPIES * trained + kept > room:
             continue
         given = inputs if start == 0 else random_inputs(outline, start)
         if not given or (stop == count and target is None):

@@ -287,7 +287,7 @@ class Stage:
     def _publish(self, version: int) -> None:
         """Give the modules fresh leaves with the newest weights, under a version number."""
         assert self._versions is not None
-        self._versions[version] = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in self.parameters]
+        self._versions[version] = [nn.Parameter(p.detach().clone()) if p.requires_grad else p for p in self.parameters]
         self._install(self._versions[version])
 
     def _install(self, leaves: list[nn.Parameter]) -> None:

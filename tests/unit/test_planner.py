@@ -167,6 +167,21 @@ def test_one_version_at_all_stages_wants_memory_for_those_of_the_first() -> None
     assert problems[0].copies[0] == problems[0].copies[-1] > problems[1].copies[0]
 
 
+def test_frozen_layers_want_no_gradients() -> None:
+    """Neither memory for them, nor do any come back from a boundary behind frozen layers alone."""
+    chain = as_chain([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    frozen = as_chain([nn.Linear(WIDTH, WIDTH).requires_grad_(n >= 6) for n in range(LAYERS)])
+    both = [survey(1, 1), msgspec.structs.replace(survey(1, 1), outline=outline(frozen, 0, (torch.zeros(4, WIDTH),)))]
+    assert both[0].outline == outline(chain, 0, (torch.zeros(4, WIDTH),))
+    assert both[0].outline.key != both[1].outline.key
+    plan = make_plan(LAYERS, [6])
+    trained, resting = (outcome(one, job("pipeline.schedule=gpipe"), plan) for one in both)
+    parameters = sum(layer.parameter_bytes for layer in both[0].outline.layers[:6])
+    assert trained.memory[0] - resting.memory[0] >= parameters
+    assert trained.memory[1] == pytest.approx(resting.memory[1])
+    assert resting.choices[0, "B"].seconds < trained.choices[0, "B"].seconds
+
+
 def test_a_link_is_not_what_ranks_of_one_host_share() -> None:
     one = survey(1, 1, 1, rate=1e7)
     devices = [msgspec.structs.replace(device, host="edge0" if n < 2 else "edge2") for n, device in enumerate(one.devices)]
