@@ -110,7 +110,7 @@ def changed(host: Host, settings: list[str]) -> Host:
             values[key] = None if (key, text) == ("link", "free") else float(text)
         except ValueError:
             raise UserError(f'"{setting}": expected a number') from None
-    given = {"name": host.name, "cpu": host.cpu, "link": host.link} | values
+    given = {"name": host.name, "cpu": host.cpu, "threads": host.threads, "link": host.link} | values
     checked = next(_expand({k: v for k, v in given.items() if v is not None}, host.name))
     return Host(host.name, checked.cpu, host.threads, host.isa, host.memory, checked.link)
 

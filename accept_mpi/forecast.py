@@ -173,7 +173,9 @@ class Forecast:
         return np.array(rows, TRACE)
 
     def _around(self) -> int:
-        """Steps that fill an asynchronous pipeline, or drain it."""
+        """Steps that fill an asynchronous pipeline, or drain it; of another schedule, each step does both."""
+        if self.kind != "1f1b-async":
+            return 1
         stages = len(self.profiles)
         return 1 + -(-depth(self.kind, 0, stages, 1 << 30, self._slack) // self._micro_batches)
 

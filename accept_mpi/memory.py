@@ -7,6 +7,9 @@ from pathlib import Path
 
 from accept_mpi import cgroups
 
+PLANNED = 0.8
+"""Share of the memory that a process may still take which a plan gives it."""
+
 
 def total_memory() -> int:
     """Bytes that this process may take in all; 0 where nobody says."""

@@ -29,7 +29,7 @@ from accept_mpi.latency import (
     remember,
 )
 from accept_mpi.log import open_log
-from accept_mpi.memory import available_memory
+from accept_mpi.memory import PLANNED, available_memory
 from accept_mpi.models import Chain
 from accept_mpi.outline import Outline, outline_of
 from accept_mpi.plan import Plan
@@ -45,7 +45,6 @@ from accept_mpi.unmeasured import fill, learned
 Data = tuple[Dataset | None, Dataset | None]
 
 _MOST_ROWS = 50_000  # of a trace, that are looked at after a run
-_ROOM = 0.8  # share of the free memory that a stage may plan with
 
 
 class Surveyed(NamedTuple):
@@ -96,7 +95,7 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     told = messenger.broadcast([msgspec.to_builtins(known), order], seconds, "what is known of each device")
     known, order = told
     before = msgspec.convert(known[runtime.rank], LayerTimes | None)
-    room = _ROOM * available_memory() / runtime.ranks_on_host
+    room = PLANNED * available_memory() / runtime.ranks_on_host
     cores = runtime.hosts[runtime.rank]["cores"] / runtime.ranks_on_host
     crowded = cores < torch.get_num_threads()
     times = runtime.agree(

@@ -4,12 +4,13 @@ A device on paper is this machine, timed with the threads and the instruction se
 be as slow as its share of a core says; so figures are in the proportion of personas, and as good as those.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,11 +21,12 @@ from accept_mpi.device import keep_memory
 from accept_mpi.errors import UserError
 from accept_mpi.fleet import Host
 from accept_mpi.log import open_log
+from accept_mpi.memory import PLANNED
 from accept_mpi.models import load as load_model
 from accept_mpi.outline import Outline, outline_of
 from accept_mpi.planner import codings_of
 from accept_mpi.probe import LayerTimes, micro_batch, probe
-from accept_mpi.profile import codec_costs
+from accept_mpi.profile import codec_costs, message_cost
 from accept_mpi.stage import find_loss
 from accept_mpi.survey import Device, Survey
 from accept_mpi.unmeasured import fill
@@ -33,26 +35,79 @@ _CARRIED = 0.93  # of a link's rate, through TCP and MPI
 _UNLIMITED = 1e9  # bytes/s of a link without a limit
 _LATENCY = 2e-4  # seconds
 _BYTE_CPU = 2e-9  # seconds of a whole core to send or receive a byte through TCP
+_MESSAGE_CPU = 1e-4  # and a message, its bytes apart, on MPI's side
 _DEADLINE = 300.0
 
 
-def survey_of_log(path: Path) -> Survey:
-    """What a run was planned from. Raises UserError where it was not planned by measuring."""
+class _Measured(NamedTuple):
+    """What this machine tells of itself."""
+
+    model: Outline
+    times: LayerTimes
+    costs: dict[str, tuple[float, float]]
+    """Seconds of CPU to encode and to decode a value, by codec."""
+    message: float
+    """Seconds of CPU that a message takes besides, this side of MPI."""
+
+
+def survey_of_log(path: Path, job: config.Job) -> Survey:
+    """What a run was planned from. Raises UserError where it was not planned by measuring, or tells nothing of this job:
+    another model, another size of micro-batch, codecs that it did not measure."""
     with open_log(path) as log:
         if "survey" not in log:
             raise UserError(f'{path}: this run was not planned by measuring (pipeline.cuts = "auto")')
-        return Survey.read(log["survey"])
+        survey, ran = Survey.read(log["survey"]), msgspec.json.decode(log.attrs["job"])
+    timed, batch, count = survey.outline.samples, job.train.batch_size, job.train.micro_batches
+    if (asked := -(-batch // count)) != timed:
+        raise UserError(
+            f"{path}: layers were timed with {timed} samples a micro-batch, but train.batch_size = {batch} and "
+            f"train.micro_batches = {count} make {asked}; keep their ratio, or run this job to measure anew"
+        )
+    try:
+        wanted = codings_of(job)
+    except ValueError as error:
+        raise UserError(f"pipeline.forward or backward: {error}") from error
+    known = set.intersection(*({*device.encode} & {*device.decode} for device in survey.devices))
+    if missing := [name for name in wanted if name not in known]:
+        raise UserError(
+            f"{path}: this run did not measure what coding with {', '.join(missing)} takes; "
+            f"run this job, which may use it, to measure anew"
+        )
+    if not _same_model(survey.outline, job, ran):
+        raise UserError(
+            f"{path}: the layers timed were those of another model than the job's, or took data of another shape; "
+            f"run this job to measure anew"
+        )
+    return survey
+
+
+def _same_model(timed: Outline, job: config.Job, ran: dict[str, Any]) -> bool:
+    """Whether a job has the layers that were timed for the job that ran. Looks at them only where the jobs' words differ."""
+    model, data = (msgspec.to_builtins(section) == ran[key] for key, section in (("model", job.model), ("data", job.data)))
+    if model and data:
+        return True
+    with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is no plan
+        inputs = tuple(spec.zeros() for spec in timed.layers[0].inputs)
+        if not data:
+            inputs, _ = micro_batch(load_data(job.data.name, job.data.args)[0], job)
+        chain = load_model(job.model.name, job.model.args, job.train.seed)
+        return chain.names == list(timed.names) and _sizes(outline_of(chain, job, inputs)) == _sizes(timed)
+
+
+def _sizes(model: Outline) -> list[tuple[int, list[tuple[int, ...]]]]:
+    """Parameters of each layer, and the shapes of what it takes."""
+    return [(layer.parameters, [spec.shape for spec in layer.inputs]) for layer in model.layers]
 
 
 def survey_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str]) -> Survey:
     """A fleet on paper; times come from this machine."""
-    measured: dict[tuple[str | None, int], tuple[Outline, LayerTimes, dict[str, tuple[float, float]]]] = {}
+    measured: dict[tuple[str | None, int], _Measured] = {}
     devices = []
     for host in hosts:
         kind = (host.isa, host.threads)
         if kind not in measured:
             measured[kind] = _measure_here(host, job, list(overrides))
-        model, times, costs = measured[kind]
+        model, times, costs, message = measured[kind]
         forward, backward, weights, update = (host.threads / host.cpu * fill([times], model)[:, 0]).tolist()
         devices.append(
             Device(
@@ -64,8 +119,9 @@ def survey_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str]) 
                 encode={name: encode / min(1.0, host.cpu) for name, (encode, _) in costs.items()},
                 decode={name: decode / min(1.0, host.cpu) for name, (_, decode) in costs.items()},
                 byte=_BYTE_CPU / min(1.0, host.cpu),
+                message=(_MESSAGE_CPU + message) / min(1.0, host.cpu),
                 shared=True,
-                memory=float(host.memory or 1 << 40),
+                memory=PLANNED * (host.memory or 1 << 40),
             )
         )
     links = np.array([_bytes_per_second(host.link) for host in hosts])
@@ -85,24 +141,24 @@ def joined(survey: Survey, more: Survey) -> Survey:
     return msgspec.structs.replace(both, rate=rate.tolist(), latency=latency.tolist())
 
 
-def with_link(survey: Survey, host: str, mbit: float) -> Survey:
-    """The same with another link of one host. Raises UserError where there is no such host."""
-    found = [n for n, device in enumerate(survey.devices) if device.host == host]
-    if not found:
-        known = ", ".join(dict.fromkeys(device.host for device in survey.devices))
-        raise UserError(f"--link {host}: no such host; there are {known}")
-    rate = np.array(survey.rate)
-    for n in found:
-        others = np.array([survey.nic(m) for m in range(len(survey.devices))])
-        rate[n, :] = rate[:, n] = np.minimum(_bytes_per_second(mbit), others)
-    return msgspec.structs.replace(survey, rate=rate.tolist())
+def with_links(survey: Survey, links: Mapping[str, float]) -> Survey:
+    """The same with other links (Mbit/s) of some hosts, all at once: between two hosts the slower one's own link counts, and
+    ranks that share a host keep what they have. Raises UserError where there is no such host."""
+    hosts = [device.host for device in survey.devices]
+    for host in links:
+        if host not in hosts:
+            raise UserError(f"--link {host}: no such host; there are {', '.join(dict.fromkeys(hosts))}")
+    nics = np.array([_bytes_per_second(links[host]) if host in links else survey.nic(n) for n, host in enumerate(hosts)])
+    names, touched = np.array(hosts), np.isin(hosts, list(links))
+    crossing = (names[:, None] != names) & (touched[:, None] | touched)
+    return msgspec.structs.replace(survey, rate=np.where(crossing, np.minimum(nics[:, None], nics), survey.rate).tolist())
 
 
 def _bytes_per_second(mbit: float | None) -> float:
     return _CARRIED * mbit * 1e6 / 8 if mbit else _UNLIMITED
 
 
-def _measure_here(host: Host, job: Path, overrides: list[str]) -> tuple[Outline, LayerTimes, dict[str, tuple[float, float]]]:
+def _measure_here(host: Host, job: Path, overrides: list[str]) -> _Measured:
     """This machine with a host's threads and instruction set, which a process takes at its start."""
     command = [sys.executable, "-m", "accept_mpi.whatif", str(job), *overrides]
     environment = os.environ | host.environment()
@@ -113,12 +169,11 @@ def _measure_here(host: Host, job: Path, overrides: list[str]) -> tuple[Outline,
     if done.returncode:
         text = done.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(f"{job}: layers cannot be timed on this machine: {text[-1] if text else 'no message'}")
-    found: Any = msgspec.msgpack.decode(done.stdout, type=tuple[Outline, LayerTimes, dict[str, tuple[float, float]]])
-    return found
+    return msgspec.msgpack.decode(done.stdout, type=_Measured)
 
 
-def _measure(path: Path, overrides: list[str]) -> None:
-    """Write the outline, times and codec costs of this process to standard output."""
+def _measure(path: Path, overrides: list[str]) -> _Measured:
+    """Of this process."""
     job = config.parse(path.read_text(), str(path), overrides)
     keep_memory()
     chain = load_model(job.model.name, job.model.args, job.train.seed)
@@ -126,12 +181,18 @@ def _measure(path: Path, overrides: list[str]) -> None:
     inputs, target = micro_batch(train, job)
     model = outline_of(chain, job, inputs)
     times = probe(chain, model, job, find_loss(job.train.loss), inputs, target, job.pipeline.probe_seconds)
-    costs = {name: codec_costs(coding) for name, coding in codings_of(job).items()}
-    sys.stdout.buffer.write(msgspec.msgpack.encode((model, times, costs)))
+    codings = codings_of(job)
+    costs = {name: codec_costs(coding) for name, coding in codings.items()}
+    coded = max(codings.values(), key=lambda coding: coding.kind != "none")
+    return _Measured(model, times, costs, message_cost(coded))
 
 
 if __name__ == "__main__":
-    try:
-        _measure(Path(sys.argv[1]), sys.argv[2:])
-    except UserError as mistake:
-        sys.exit(str(mistake))
+    # The answer goes to standard output, and what a user's code prints to standard error.
+    with os.fdopen(os.dup(1), "wb") as answer:
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr
+        try:
+            answer.write(msgspec.msgpack.encode(_measure(Path(sys.argv[1]), sys.argv[2:])))
+        except UserError as mistake:
+            sys.exit(str(mistake))

@@ -19,7 +19,7 @@ from accept_mpi.log import open_log
 from accept_mpi.planner import Outcome, forecast_of, outcome, plans_for, stage_table, verdict
 from accept_mpi.survey import Survey
 from accept_mpi.timeline import steady_window
-from accept_mpi.whatif import joined, survey_of_fleet, survey_of_log, with_link
+from accept_mpi.whatif import joined, survey_of_fleet, survey_of_log, with_links
 
 
 def main(options: argparse.Namespace) -> int:
@@ -27,7 +27,7 @@ def main(options: argparse.Namespace) -> int:
     job = config.parse(config.read_text(options.job), str(options.job), options.set)
     hosts = _added(options.add)
     if options.log is not None:
-        survey = survey_of_log(options.log)
+        survey = survey_of_log(options.log, job)
         if hosts:
             survey = joined(survey, survey_of_fleet(hosts, options.job, options.set))
     else:
@@ -35,8 +35,7 @@ def main(options: argparse.Namespace) -> int:
         if not hosts:
             raise UserError("plan needs devices: --log LOG.h5 of a run, --fleet FLEET.toml, or --add PERSONA")
         survey = survey_of_fleet(hosts, options.job, options.set)
-    for host, mbit in options.link:
-        survey = with_link(survey, host, mbit)
+    survey = with_links(survey, dict(options.link))
     best, even = plans_for(survey, job)
     given = None
     if job.pipeline.cuts != "auto":

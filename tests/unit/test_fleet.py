@@ -77,6 +77,8 @@ def test_changes() -> None:
     host = Host("a", 0.4, link=100)
     assert changed(host, ["cpu=0.2", "link=5"]) == Host("a", 0.2, link=5)
     assert changed(host, ["link=free"]) == Host("a", 0.4)
+    assert changed(Host("d", 1.5, threads=2), ["link=5"]) == Host("d", 1.5, threads=2, link=5)
+    assert changed(Host("d", 0.5, threads=2), ["cpu=2"]) == Host("d", 2.0, threads=2)
     for wrong in ("cpu", "cpu=fast", "memory=1G", "cpu=0", "cpu=free"):
         with pytest.raises(UserError):
             changed(host, [wrong])

@@ -53,8 +53,8 @@ def test_a_message_waits_for_its_latency() -> None:
     assert late.step(codecs(late)) > quick.step(codecs(quick)) + 0.09
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "1f1b-async", "zero-bubble"])
-def test_a_run_simulated_again_takes_what_it_took(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_simulated_again_takes_what_it_took(kind: Kind) -> None:
     """The trace of a forecast, as if it were a run's."""
     found, job = survey(1, 2, 1, rate=1e5), planner_job(f"pipeline.schedule={kind}")
     plan = plan_for(found, job).plan

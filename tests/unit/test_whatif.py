@@ -4,16 +4,25 @@ import json
 from pathlib import Path
 
 import h5py
+import msgspec
 import numpy as np
 import pytest
 from test_planner import job as planner_job
 from test_planner import survey
 
+from accept_mpi import config
 from accept_mpi.cli import main
+from accept_mpi.data import load as load_data
 from accept_mpi.errors import UserError
-from accept_mpi.planner import plan_for
-from accept_mpi.survey import Survey
-from accept_mpi.whatif import joined, with_link
+from accept_mpi.fleet import Host
+from accept_mpi.log import LogWriter
+from accept_mpi.models import load as load_model
+from accept_mpi.outline import outline_of
+from accept_mpi.plan import make_plan
+from accept_mpi.planner import codings_of, plan_for
+from accept_mpi.probe import micro_batch
+from accept_mpi.survey import Device, Survey
+from accept_mpi.whatif import joined, survey_of_fleet, with_links
 
 JOB = """
 [model]
@@ -46,12 +55,27 @@ def test_a_survey_comes_back_from_hdf5(tmp_path: Path) -> None:
 
 def test_a_slower_link_changes_the_plan() -> None:
     fast = survey(1, 1, rate=1e9)
-    slow = with_link(fast, "edge1", 0.01)
+    slow = with_links(fast, {"edge1": 0.01})
     assert np.array(slow.rate)[0, 1] == pytest.approx(0.93 * 1e4 / 8)
     assert len(plan_for(fast, planner_job()).plan.stages) == 2
     assert len(plan_for(slow, planner_job()).plan.stages) == 1
     with pytest.raises(UserError, match="no such host; there are edge0, edge1"):
-        with_link(fast, "edge7", 10)
+        with_links(fast, {"edge7": 10})
+
+
+def test_links_of_all_hosts_are_faster_at_once() -> None:
+    """10 Mbit/s everywhere; a pair is as fast as its slower host, and ranks of one host do not cross its link."""
+    slow, fast = (0.93 * mbit * 1e6 / 8 for mbit in (10, 100))
+    three = survey(1, 1, 1, rate=slow)
+    assert np.array(with_links(three, dict.fromkeys(("edge0", "edge1", "edge2"), 100)).rate)[0, 1:] == pytest.approx(fast)
+    two = np.array(with_links(three, {"edge0": 100, "edge1": 100}).rate)
+    assert (two[0, 1], two[0, 2], two[2, 1]) == pytest.approx((fast, slow, slow))
+    rate = [[slow] * 3 for _ in range(3)]
+    rate[0][1] = rate[1][0] = 1e10
+    devices = [msgspec.structs.replace(device, host=host) for device, host in zip(three.devices, "aab", strict=True)]
+    shared = np.array(with_links(Survey(three.outline, devices, rate, three.latency), {"a": 100, "b": 50}).rate)
+    assert shared[0, 1] == shared[1, 0] == 1e10
+    assert (shared[0, 2], shared[2, 1]) == pytest.approx((fast / 2, fast / 2))
 
 
 def test_more_devices_bring_their_links() -> None:
@@ -103,6 +127,86 @@ def test_plan_for_personas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_plan_where_no_time_was_left_to_measure_all_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(plan(capsys, tmp_path, "--add", "pi5:2", "--json", "--set", "pipeline.probe_seconds=0.001"))
     assert 0 < found["plan"]["step_seconds"] < 100
+
+
+def log_of_a_run(directory: Path) -> Path:
+    """Of the job above, on two devices that take 1 ms for each layer."""
+    job = config.parse(JOB, "job")
+    inputs, _ = micro_batch(load_data(job.data.name, job.data.args)[0], job)
+    model = outline_of(load_model(job.model.name, job.model.args, job.train.seed), job, inputs)
+    times, costs = [1e-3] * len(model.layers), dict.fromkeys(codings_of(job), 0.0)
+    devices = [
+        Device(host=host, forward=times, backward=times, weights=times, update=times, encode=costs, decode=costs,
+               byte=0.0, shared=False, memory=1e9) for host in ("one", "other")
+    ]  # fmt: skip
+    found = Survey(model, devices, [[1e7] * 2] * 2, [[0.0] * 2] * 2)
+    LogWriter(
+        directory / "log.h5", job.to_json(), make_plan(len(times), [4]).to_json(), {},
+        more=lambda file: found.write(file.create_group("survey")),
+    ).close()  # fmt: skip
+    return directory / "log.h5"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("train.batch_size=64", "timed with 8 samples a micro-batch, but train.batch_size = 64 and"),
+        ("train.micro_batches=8", "train.micro_batches = 8 make 4; keep their ratio, or run this job"),
+        ("pipeline.forward=uniform:4", "this run did not measure what coding with uniform:4 takes; run this job"),
+        ("pipeline.backward=auto", "did not measure what coding with bf16, uniform:8, uniform:6, uniform:4, uniform:3"),
+        ("pipeline.forward=unifrom:4", 'unknown codec "unifrom:4"; did you mean "uniform"?'),
+        ("model.name=gpt", "those of another model than the job's, or took data of another shape; run this job"),
+        ("model.args.width=4", "those of another model than the job's"),
+        ("data.args.size=16", "or took data of another shape"),
+    ],
+)
+def test_a_log_that_tells_nothing_of_the_job(
+    change: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    assert main(["plan", str(tmp_path / "job.toml"), "--log", str(log_of_a_run(tmp_path)), "--set", change]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_a_log_that_tells_enough_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice the micro-batches take twice as long; what a layer drops out does not change its size."""
+    words = ("--log", str(log_of_a_run(tmp_path)), "--json")
+    changes = ("train.batch_size=64", "train.micro_batches=8", "model.args.dropout=0.5")
+    once, twice = (
+        json.loads(plan(capsys, tmp_path, *words, *(word for change in sets for word in ("--set", change))))["plan"]
+        for sets in ((), changes)
+    )
+    assert twice["stages"] == once["stages"]
+    assert twice["step_seconds"] == pytest.approx(2 * once["step_seconds"], rel=0.2)
+
+
+def test_devices_on_paper_are_in_proportion(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    hosts = [Host("whole", 1.0), Host("quarter", 0.25, memory=1 << 30)]
+    whole, quarter = survey_of_fleet(hosts, tmp_path / "job.toml", ["pipeline.probe_seconds=0.01"]).devices
+    assert 1e-4 < whole.message < 0.01
+    assert [quarter.message, quarter.byte, *quarter.forward] == pytest.approx(
+        [4 * seconds for seconds in (whole.message, whole.byte, *whole.forward)]
+    )
+    assert quarter.memory == 0.8 * (1 << 30)
+
+
+def test_what_a_users_code_prints_is_no_part_of_its_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "talks.py").write_text(
+        "import os\nfrom accept_mpi.models import ZOO\nprint('imported')\n"
+        "def cnn(**args):\n    print('made')\n    os.system('echo shell')\n    return ZOO['cnn'](**args)\n"
+    )
+    (tmp_path / "job.toml").write_text(JOB.replace('"cnn"', '"talks:cnn"'))
+    words = ["plan", "job.toml", "--add", "pi5", "--json", "--set", "pipeline.probe_seconds=0.01"]
+    assert main(words) == 0
+    assert json.loads(capfd.readouterr().out)["plan"]["stages"][0]["ranks"] == [0]
+    assert main([*words, "--set", "model.args.wide=1"]) == 2
+    assert "unexpected keyword argument 'wide'" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
