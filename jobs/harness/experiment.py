@@ -9,9 +9,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from accept_mpi import config
 from accept_mpi.errors import UserError
 from accept_mpi.fleet import Host, read
+from accept_mpi.plan import Plan
 from accept_mpi.schedule import depth
 from edgelab import LabError
 from edgelab.laboratory import Laboratory
@@ -130,27 +133,48 @@ class Experiment:
     def ours(self, link: float | None, settings: dict[str, Any], seconds: float = 6.0, **known: Any) -> Result:
         """accept_mpi with these keys changed, for about so many seconds.
 
-        A process gets used to its cuts: where they are other ones than those before, or rank 0 has yet to find them, more
-        first steps do not count.
+        A process gets used to its cuts: where they are other ones than those before, more first steps do not count.
         """
         batch = int(settings.get("train.batch_size", self.batch))
         rate = self._last[1] if self._last is not None and self._last[0] == settings else batch
         # Where a step takes long, it is the link that takes long: nothing has to warm up.
         skip = 2 if seconds * rate > batch else 1
         count = max(2, min(40, round(seconds * rate / batch)))
-        pipeline = self._job(settings).pipeline
+        planned = self._planned(link, settings, known)
+        more: dict[str, Any] = {}
+        if planned:
+            plan = msgspec.json.decode(planned["plan"], type=Plan)
+            more = {
+                "pipeline.cuts": [stage.start for stage in plan.stages[1:]],
+                "pipeline.ranks": [stage.ranks[0] for stage in plan.stages],
+                "pipeline.forward": [codec.forward for codec in plan.boundaries],
+                "pipeline.backward": [codec.backward for codec in plan.boundaries],
+            }
+        pipeline = self._job(settings | more).pipeline
         cuts = (pipeline.cuts, pipeline.ranks)
-        if pipeline.cuts == "auto" or ("ours" in self._sessions and cuts != self._cuts):
+        if "ours" in self._sessions and cuts != self._cuts:
             extra = -(-_NEW_CUTS * self.batch // batch)
             if batch > _LONG_STEP * rate:
                 extra = min(extra, _FEWEST_NEW)
             skip, count = skip + extra, count + extra
         drain = self._drain(settings)
         steps = skip + count + drain
-        found = self._train(link, settings, (skip, drain), {"train.steps": steps}, known, pipeline.cuts != "auto")
-        self._cuts = None if pipeline.cuts == "auto" else cuts
+        more["train.steps"] = steps
+        found = self._train(link, settings, (skip, drain), more, known, not planned, planned.get("log", ""))
+        self._cuts = cuts
         self.expect(settings, float(found["samples_per_s"]))
         return found
+
+    def _planned(self, link: float | None, settings: dict[str, Any], known: Point) -> Result:
+        """Where a job leaves cuts to rank 0: a short run that finds them; else nothing.
+
+        What was found is then measured in a run of its own, like cuts that are given: after measuring layers a process is
+        some 6 % slower for a while.
+        """
+        if self._job(settings).pipeline.cuts != "auto":
+            return {}
+        self._cuts = None
+        return self._train(link, settings, (1, 0), {"train.steps": 2}, known | {"for": "its plan"}, twice=False)
 
     def _job(self, settings: dict[str, Any]) -> config.Job:
         job = Path(self.job())
@@ -179,10 +203,11 @@ class Experiment:
         more: dict[str, Any],
         known: Point,
         twice: bool,
+        survey: str = "",
     ) -> Result:
         """``skip``: first and last steps that do not count. ``more``: keys that do not name the point. ``twice``: a
         process's first run is made twice, since its first steps take memory from the kernel and have oneDNN choose its
-        routines."""
+        routines. ``survey``: log of the run that found the plan."""
         name = "-".join([Path(self._fleet).stem, *(str(value) for value in (known | settings).values()), f"{link}"])
         directory = self.out / "runs" / "".join(c if c.isalnum() else "-" for c in name)
         changed = (
@@ -194,7 +219,7 @@ class Experiment:
             }
         )
         overrides = [f"{key}={value}" for key, value in changed.items()]
-        asked = {"job": self.job(), "set": overrides, "skip": skip, "twice": twice}
+        asked = {"job": self.job(), "set": overrides, "skip": skip, "twice": twice, "survey": survey}
         return self.measure("ours", settings | known, asked, link)
 
     batch = 64

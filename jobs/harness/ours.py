@@ -22,26 +22,28 @@ def main() -> None:
             overrides = tuple(point["set"])
             train(runtime, Options(Path(point["job"]), overrides, quiet=True))
             job = config.parse(Path(point["job"]).read_text(), point["job"], overrides)
-            answer(measured(job, point["skip"]) if runtime.rank == 0 else {})
+            answer(measured(job, point["skip"], point.get("survey")) if runtime.rank == 0 else {})
     except BaseException as error:
         runtime.fail(error)
     runtime.finish(0)
 
 
-def measured(job: config.Job, skip: list[int]) -> dict[str, object]:
-    """samples/s over all steps but so many first and last ones, evaluations as (seconds, accuracy), the plan, and, where
-    rank 0 has found it, the step that it foresaw and the one that the simulator makes of the trace."""
+def measured(job: config.Job, skip: list[int], planned: str | None) -> dict[str, object]:
+    """samples/s over all steps but so many first and last ones, evaluations as (seconds, accuracy), the plan, and, for
+    cuts found by the run whose log is ``planned``, the step that it foresaw and the one that the simulator makes of this
+    trace."""
     with open_log(Path(job.output.directory) / "log.h5") as log:
         ends, samples, evals = log["steps"]["end"], log["steps"]["samples"], log["evals"][:]
         began = float(log["trace"]["start"].min())
         plan = log.attrs["plan"]
-        trace, facts = log["trace"][:], read_facts(log)
-        survey = Survey.read(log["survey"]) if "survey" in log else None
+        trace = log["trace"][:]
     first, last = skip[0], len(ends) - skip[1]
     rate = float(np.sum(samples[first:last]) / (ends[last - 1] - ends[first - 1]))
     times = [[float(row["end"]) - began, float(row["accuracy"])] for row in evals]
     found = {"samples_per_s": rate, "evals": times, "plan": plan, "log": str(Path(job.output.directory) / "log.h5")}
-    if survey is not None:
+    if planned:
+        with open_log(Path(planned)) as log:
+            survey, facts = Survey.read(log["survey"]), read_facts(log)
         again = replayed(survey, job, Plan.from_json(plan), trace)
         found |= {"forecast_s": facts["forecast_step_s"], "replayed": list(again)}
     return found
