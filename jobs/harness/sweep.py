@@ -156,7 +156,7 @@ def result(log: Path, job: config.Job, ranks: int) -> dict[str, Any] | None:
         return None
     last = evals[-1] if len(evals) else None
     return {
-        "cuts": str(cuts),
+        "plan_cuts": str(cuts),
         "samples_per_s": float(np.median(steps["samples_per_s"][1:])) if len(steps) > 1 else math.nan,
         "train_loss": float(steps["loss"][-1]),
         "loss": float(last["loss"]) if last is not None else math.nan,

@@ -70,7 +70,7 @@ def test_a_run_on_other_ranks_is_another_result(tmp_path: Path) -> None:
     writer.close()
     found = result(tmp_path / "log.h5", job, 2)
     assert found is not None
-    assert (found["cuts"], found["samples_per_s"]) == ("[2]", 8.0)
+    assert (found["plan_cuts"], found["samples_per_s"]) == ("[2]", 8.0)
     assert result(tmp_path / "log.h5", job, 3) is None
     assert result(tmp_path / "log.h5", config.parse(text, "job", ["train.seed=1"]), 2) is None
 
