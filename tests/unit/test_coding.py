@@ -3,21 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from test_codec import FIELDS
 
 from accept_mpi.codec import TensorSpec, aligned, buffer_bytes, decode, encode, wire_bytes
 from accept_mpi.coding import NONE, Coding, parse
 from accept_mpi.errors import ProtocolError
 
-FIELDS = {
-    "direction": 0,
-    "boundary": 1,
-    "term": 0,
-    "step": 7,
-    "micro_batch": 3,
-    "samples": 4,
-    "flags": 0,
-    "now": lambda: 1.5,
-}
 NAMES = ("bf16", "fp16", "uniform:4", "uniform:3/256+sr", "uniform:1", "uniform:8/0+nr", "mbq:2", "mbq:3/0")
 
 
