@@ -20,7 +20,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.forecast import Crossing, Direction, Forecast, Profile, bits_of
 from accept_mpi.log import Rows
 from accept_mpi.outline import LayerOutline
-from accept_mpi.partition import NoPlan, Problem, Solution, cost, lower_bound, solve
+from accept_mpi.partition import NoPlan, Problem, Solution, cost, solve
 from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
 from accept_mpi.replay import mean_times, rerun
 from accept_mpi.schedule import Kind, depth
@@ -61,11 +61,8 @@ def problem_of(survey: Survey, job: config.Job) -> tuple[Problem, list[str]]:
     outline, devices = survey.outline, survey.devices
     count, layers = len(devices), len(outline.layers)
     seconds = np.array([np.add(d.forward, d.backward) + np.array(d.update) / micro_batches_of(job) for d in devices])
-    messages = np.zeros((count, layers + 1, layers + 1)) if count * (layers + 1) ** 2 < _MOST_RUNS else None
     for n, device in enumerate(devices):
-        if device.shared:  # four messages a micro-batch, but for a stage at an end
-            if messages is not None:
-                messages[n][np.triu_indices(layers + 1, 1)] = 4 * device.message
+        if device.shared:  # two messages a micro-batch less for a stage at an end (``_messages``)
             ends = seconds[n, [0, -1]]
             seconds[n, [0, -1]] = np.maximum(ends / 10, ends - 2 * device.message)
         if not device.data:
@@ -77,7 +74,7 @@ def problem_of(survey: Survey, job: config.Job) -> tuple[Problem, list[str]]:
     needs = _Needs(job, count)
     return Problem(
         layer_seconds=seconds,
-        extra_seconds=messages if messages is not None and messages.any() else None,
+        extra_seconds=_messages(devices, layers),
         values=np.array([values for values, _ in crossings], float),
         other=np.array([other for _, other in crossings], float),
         rate=np.minimum(rate, 1e15),
@@ -93,6 +90,15 @@ def problem_of(survey: Survey, job: config.Job) -> tuple[Problem, list[str]]:
         micro_batches=float(micro_batches_of(job)) if job.pipeline.schedule != "1f1b-async" else 1e9,
         fill=_FILL[job.pipeline.schedule],
     ), names
+
+
+def _messages(devices: Sequence[Device], layers: int) -> np.ndarray | None:
+    """(devices, layers + 1, layers + 1): seconds that the four messages of a stage between two others take from its device's
+    computing core each micro-batch. None where none do, or runs of layers are too many to list."""
+    each = np.array([4 * device.message if device.shared else 0.0 for device in devices])
+    if not each.any() or len(devices) * (layers + 1) ** 2 >= _MOST_RUNS:
+        return None
+    return each[:, None, None] * np.triu(np.ones((layers + 1, layers + 1)), 1)
 
 
 def _codecs(pipeline: config.Pipeline) -> tuple[list[str], list[tuple[str, str]]]:
@@ -370,47 +376,3 @@ def codings_of(job: config.Job) -> dict[str, Coding]:
     """All codecs that a plan for this job may use, by name."""
     _, pairs = _codecs(job.pipeline)
     return {name: parse(name, False) for pair in pairs for name in pair} | {"none": Coding()}
-
-
-def table(survey: Survey, job: config.Job, found: Outcome, even: Outcome) -> list[str]:
-    """A plan as text, a line a stage, and the step that it and even cuts should take."""
-    return [*stage_table(survey, found), *verdict(survey, job, found, even)]
-
-
-def stage_table(survey: Survey, found: Outcome) -> list[str]:
-    """A plan as text, a line a stage. Times are of one micro-batch."""
-    names = survey.outline.names
-    rows = [["stage", "host", "layers", "", "compute", "busy", "memory", "activations ahead", "", "gradients back", ""]]
-    for s, stage in enumerate(found.plan.stages):
-        rank = stage.ranks[0]
-        row = [
-            str(s), f"{survey.devices[rank].host} (rank {rank})", f"{stage.start}..{stage.stop - 1}",
-            f"{names[stage.start]} .. {names[stage.stop - 1]}", f"{1e3 * found.computes[s]:.1f} ms",
-            f"{100 * found.busy[s]:.0f} %", f"{found.memory[s] / 2**20:.0f} MiB",
-        ]  # fmt: skip
-        for way in ("F", "B"):
-            if (s, way) in found.choices:
-                choice = found.choices[s, way]
-                row += [choice.name, f"{1e3 * choice.seconds:.1f} ms"]
-        rows.append([*row, *[""] * (len(rows[0]) - len(row))])
-    return aligned(rows)
-
-
-def verdict(survey: Survey, job: config.Job, found: Outcome, even: Outcome) -> list[str]:
-    """Who stays idle, what a step should take, what it would with even cuts, and what no plan can be faster than."""
-    idle = [f"{device.host} (rank {n})" for n, device in enumerate(survey.devices) if found.plan.place(n).idle]
-    problem, _ = problem_of(survey, job)
-    bound = lower_bound(problem) * micro_batches_of(job)
-    lines = [f"idle, since using them would cost more: {', '.join(idle)}"] if idle else []
-    lines.append(
-        f"a step should take {1e3 * found.step:.0f} ms ({job.train.batch_size / found.step:.1f} samples/s); "
-        f"with even cuts {1e3 * even.step:.0f} ms ({even.step / found.step:.1f} x); "
-        f"if all devices shared every layer at no cost {1e3 * bound:.0f} ms"
-    )
-    return lines
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines, columns under each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -12,7 +12,8 @@ from accept_mpi.data import Dataset
 from accept_mpi.forecast import Crossing, Forecast, Profile
 from accept_mpi.outline import crossing_sizes
 from accept_mpi.plan import Codec, Plan
-from accept_mpi.planner import aligned, micro_batches_of
+from accept_mpi.plan_table import aligned
+from accept_mpi.planner import micro_batches_of
 from accept_mpi.profile import profile
 from accept_mpi.stage import Stage
 

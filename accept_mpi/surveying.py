@@ -33,7 +33,8 @@ from accept_mpi.memory import PLANNED, available_memory
 from accept_mpi.models import Chain
 from accept_mpi.outline import Outline, outline_of
 from accept_mpi.plan import Plan
-from accept_mpi.planner import codings_of, plans_for, table
+from accept_mpi.plan_table import table
+from accept_mpi.planner import codings_of, plans_for
 from accept_mpi.predictor import Predictor
 from accept_mpi.probe import LayerTimes, Run, alike, micro_batch, nothing_measured, pieces, probe, together
 from accept_mpi.profile import codec_costs, message_cost

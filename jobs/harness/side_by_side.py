@@ -19,7 +19,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _SETTINGS = {False: "as users start it", True: "our memory settings"}
 _ASYNC = "1f1b-async"
-_LONG_STEP = 5.0
+_NO_WARM_UP = 5.0  # seconds of a peer's step from which on it is the link that takes long, and nothing has to warm up
 _BLUES = ("#9ad0f5", "#6db4e8", "#3c93d1", "#1a6fb0", "#003f7d")
 _WARM = ("#D55E00", "#E69F00", "#009E73")
 
@@ -142,7 +142,7 @@ class SideBySide:
         program, more = PEERS[name]
         slow = name == "torch DDP" and 0 < link <= self.case.hopeless
         steps = 1 if slow else max(2, round(self.case.seconds * guess))
-        warm = 0 if slow or guess < 1 / _LONG_STEP else 1  # it is the link that takes long
+        warm = 0 if slow or guess < 1 / _NO_WARM_UP else 1
         asked = {"job": self.experiment.job(), "tuned": tuned, "steps": steps, "warm": warm} | more
         known = {"system": name, "tuned": tuned}
         if program == "pipelining":
@@ -165,14 +165,11 @@ class SideBySide:
         return max(rate for (kind, codec, at), rate in self.ours.items() if (kind, at) == (_ASYNC, link) and codec != "auto")
 
     def _label(self, schedule: str, codec: str) -> str:
-        if codec == "auto":
-            return "codecs and cuts auto"
-        if schedule == _ASYNC:
-            return codec
-        more = ", ".join(
-            f"{key.rpartition('.')[2].replace('_', ' ')} {value}" for key, value in self.case.synchronous.items()
-        )
-        return ", ".join(filter(None, [codec, "cuts auto", more]))
+        words = ["codecs and cuts auto"] if codec == "auto" else [codec]
+        if schedule != _ASYNC:
+            words += ["cuts auto"] if codec != "auto" else []
+            words += [f"{key.rpartition('.')[2].replace('_', ' ')} {value}" for key, value in self.case.synchronous.items()]
+        return ", ".join(words)
 
     def _synchronous(self) -> str:
         names = [

@@ -14,7 +14,7 @@ LEVELS = [
     {"stage", "report", "logging_observer", "progress", "bits", "outline"},
     {"given", "comm", "profile", "survey", "probe", "replicas"},
     {"planner", "submodels", "restore", "replication"},
-    {"dual_stream"},
+    {"dual_stream", "plan_table"},
     {"predictor"},
     {"latency"},
     {"unmeasured", "recovery", "adapting"},
