@@ -37,7 +37,7 @@ def verdict(survey: Survey, job: config.Job, found: Outcome, even: Outcome) -> l
     idle = [f"{device.host} (rank {n})" for n, device in enumerate(survey.devices) if found.plan.place(n).idle]
     problem, _ = problem_of(survey, job)
     bound = lower_bound(problem) * micro_batches_of(job)
-    lines = [f"idle, since using them would cost more: {', '.join(idle)}"] if idle else []
+    lines = [f"idle, since they would cost more than they save, or save little: {', '.join(idle)}"] if idle else []
     lines.append(
         f"a step should take {1e3 * found.step:.0f} ms ({job.train.batch_size / found.step:.1f} samples/s); "
         f"with even cuts {1e3 * even.step:.0f} ms ({even.step / found.step:.1f} x); "

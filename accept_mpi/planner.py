@@ -3,6 +3,7 @@
 Pure: what is measured comes in (``Survey``), a plan and its forecast go out; ``train`` and the ``plan`` command share it.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Collection, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 
 from accept_mpi import config
 from accept_mpi.batches import per_step
-from accept_mpi.bits import AUTO, Choice, choose, ladder
+from accept_mpi.bits import AUTO, LINK_SHARE, Choice, choose, ladder
 from accept_mpi.coding import Coding, parse
 from accept_mpi.errors import UserError
 from accept_mpi.forecast import Crossing, Direction, Forecast, Profile, bits_of
@@ -24,10 +25,13 @@ from accept_mpi.partition import NoPlan, Problem, Solution, cost, solve
 from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
 from accept_mpi.replay import mean_times, rerun
 from accept_mpi.schedule import Kind, depth
+from accept_mpi.spread import spread
 from accept_mpi.survey import Device, Survey
 
 _WORTH = 0.98  # of the step before; measurements are no finer
 _ALIKE = 0.9  # so far apart are devices of one kind, measured for a second or two: which is which need not cost a move
+_SLOW = 1 / 4  # of the devices' mean speed: one that is slower has been measured worst, in a few rounds
+_SPARED = 1.08  # times a step, at most, without such devices
 _TRIED = 720  # orders of devices
 _MOST_RUNS = 1e7  # of layers on devices, that have a cost of their own
 _STATES = 3.0  # times a layer's parameters: what a layer that changes hands may consist of
@@ -42,6 +46,8 @@ class Outcome(msgspec.Struct, frozen=True):
     plan: Plan
     step: float
     """Seconds."""
+    loaded: float
+    """Seconds of a step on links that carry ``LINK_SHARE`` of what they were measured to."""
     busy: list[float]
     """Share of a step that each stage computes."""
     computes: list[float]
@@ -50,14 +56,20 @@ class Outcome(msgspec.Struct, frozen=True):
     memory: list[float]
     """Bytes that each stage needs."""
 
+    @property
+    def expected(self) -> float:
+        """What plans are compared by: seconds of a step between those on links as measured and those on loaded ones. Cuts
+        that want a link nearly full wait whenever it wavers, or get a stronger codec."""
+        return (self.step + self.loaded) / 2
+
 
 def micro_batches_of(job: config.Job) -> int:
     """Of a whole batch."""
     return per_step(job.train.batch_size, job.train.micro_batches)
 
 
-def problem_of(survey: Survey, job: config.Job) -> tuple[Problem, list[str]]:
-    """The partitioner's problem, and the names of its codecs."""
+def problem_of(survey: Survey, job: config.Job, share: float = 1.0) -> tuple[Problem, list[str]]:
+    """The partitioner's problem, and the names of its codecs. Links carry ``share`` of what they were measured to."""
     outline, devices = survey.outline, survey.devices
     count, layers = len(devices), len(outline.layers)
     seconds = np.array([np.add(d.forward, d.backward) + np.array(d.update) / micro_batches_of(job) for d in devices])
@@ -77,8 +89,8 @@ def problem_of(survey: Survey, job: config.Job) -> tuple[Problem, list[str]]:
         extra_seconds=_messages(devices, layers),
         values=np.array([values for values, _ in crossings], float),
         other=np.array([other for _, other in crossings], float),
-        rate=np.minimum(rate, 1e15),
-        nic=np.array([min(survey.nic(n), 1e15) for n in range(count)]),
+        rate=share * np.minimum(rate, 1e15),
+        nic=share * np.array([min(survey.nic(n), 1e15) for n in range(count)]),
         codecs=tuple(names),
         bits=np.array([max(map(bits_of, pair)) / 8 for pair in pairs]),
         coding=np.array([[_handling(device, *pair) for pair in pairs] for device in devices]),
@@ -159,12 +171,12 @@ def plan_for(survey: Survey, job: config.Job, held: Layers = ()) -> Outcome:
 
 def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outcome, Outcome]:
     """The plan that trains fastest, and even cuts, whether they fit or not. Raises UserError where no plan fits."""
-    problem, _ = problem_of(survey, job)
+    problem, loaded = (problem_of(survey, job, share)[0] for share in (1.0, LINK_SHARE))
     candidates: list[Solution] = []
     why = ""
-    for ordered in (True, False):  # of many devices in any order a search may miss plans that there are
-        try:
-            candidates.append(solve(problem, ordered))
+    for one, ordered in itertools.product((loaded, problem), (True, False)):
+        try:  # of many devices in any order a search may miss plans that there are
+            candidates.append(spread(one, solve(one, ordered)))
         except NoPlan as error:
             why = str(error)
     even = outcome(survey, job, even_plan(survey, job))
@@ -177,7 +189,7 @@ def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outco
         if reached.fits and reached.bottleneck < _NEVER:
             plan = _as_plan(candidate, job)
             found = even if plan == even.plan else outcome(survey, job, plan)
-            if best is None or found.step < _WORTH * best[0].step:
+            if best is None or found.expected < _WORTH * best[0].expected:
                 best = found, candidate
     if best is None:
         have = ", ".join(device.host for device in survey.devices if device.data)
@@ -188,11 +200,33 @@ def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outco
         raise UserError(
             f"data.name: first and last stage need the data, only {have} has it, and the model does not fit there"
         )
+    best = _spared(problem, best, survey, job)
     if held and (near := _nearest(problem, best[1], survey, job, held)) != best[1]:
         found = outcome(survey, job, _as_plan(near, job))
-        if _ALIKE * found.step <= best[0].step:
+        if _ALIKE * found.expected <= best[0].expected:
             return found, even
     return best[0], even
+
+
+def _spared(problem: Problem, best: tuple[Outcome, Solution], survey: Survey, job: config.Job) -> tuple[Outcome, Solution]:
+    """The best plan, or one without devices far slower than the others that is as good but for what these could save at
+    most: a few percent, while a third more than was measured would make the step a third longer."""
+    speeds = np.array([1 / max(sum(d.forward) + sum(d.backward), 1e-12) for d in survey.devices])
+    slow = sorted((n for n in best[1].devices if speeds[n] < _SLOW * speeds.mean()), key=lambda n: speeds[n])
+    for count in sorted({len(slow), min(len(slow), 1)} - {0}, reverse=True):  # all of them, or the slowest
+        left = [n for n in range(problem.devices) if n not in slow[:count]]
+        found: list[tuple[Outcome, Solution]] = []
+        for ordered in (True, False):
+            with contextlib.suppress(NoPlan):
+                others = problem.take(left)
+                solution = spread(others, solve(others, ordered))
+                solution = replace(solution, devices=tuple(left[n] for n in solution.devices))
+                if cost(problem, solution).bottleneck < _NEVER:
+                    found.append((outcome(survey, job, _as_plan(solution, job)), solution))
+        without = min(found, key=lambda one: one[0].expected, default=best)
+        if without is not best and without[0].expected <= _SPARED * best[0].expected:
+            return without
+    return best
 
 
 def _nearest(problem: Problem, solution: Solution, survey: Survey, job: config.Job, held: Layers) -> Solution:
@@ -277,11 +311,12 @@ def outcome(survey: Survey, job: config.Job, plan: Plan) -> Outcome:
     choices, _ = choose(forecast, fixed, job.pipeline.min_bits)
     codecs = {crossing: choice.name for crossing, choice in choices.items()}
     step, busy = forecast.steady(codecs)
+    loaded, _ = forecast.with_links(LINK_SHARE).steady(codecs)
     computes = [
         profile.forward + profile.backward + sum(forecast.handling(s, way, codecs) for way in "FB")
         for s, profile in enumerate(forecast.profiles)
     ]
-    return Outcome(plan, step, busy, computes, choices, _memory(survey, job, plan))
+    return Outcome(plan, step, loaded, busy, computes, choices, _memory(survey, job, plan))
 
 
 def forecast_of(survey: Survey, job: config.Job, plan: Plan) -> Forecast:

@@ -133,25 +133,27 @@ def _times(found: np.ndarray, seconds: float, runs: tuple[Run, ...], stretch: fl
 
 
 def together(same: Sequence[LayerTimes]) -> LayerTimes:
-    """What ranks that share a host and all settings have measured, as one: means of what either has."""
+    """What ranks that share a host and all settings have measured, as one: medians of what they have. (Of a piece that was
+    still cold when its turn ended, one device may say twice what the others do.)"""
     rows = np.array([[one.forward, one.backward, one.weights, one.update] for one in same])
-    there = np.isfinite(rows)
-    means = np.where(there, rows, 0).sum(axis=0) / np.where(there.any(axis=0), there.sum(axis=0), np.nan)
+    usual = np.full(rows.shape[1:], np.nan)
+    there = np.isfinite(rows).any(axis=0)
+    usual[there] = np.nanmedian(rows[:, there], axis=0)
     by_place: dict[tuple[int, int], list[Run]] = {}
     for one in same:
         for run in one.pieces:
             by_place.setdefault(run[:2], []).append(run)
     probes: list[Run] = []
     for (start, stop), runs in sorted(by_place.items()):
-        forward, backward = (statistics.fmean(run[way] for run in runs) for way in (2, 3))
+        forward, backward = (statistics.median(run[way] for run in runs) for way in (2, 3))
         probes.append((start, stop, forward, backward))
     seconds, stretch = max(one.seconds for one in same), statistics.fmean(one.stretch for one in same)
-    return msgspec.structs.replace(_times(means, seconds, tuple(probes), stretch), observed=same[0].observed)
+    return msgspec.structs.replace(_times(usual, seconds, tuple(probes), stretch), observed=same[0].observed)
 
 
 def alike(times: Sequence[LayerTimes], kinds: Sequence[str]) -> list[LayerTimes]:
     """Devices of one kind that measured much the same, taken to be the same: what one measures in its few seconds is off by
-    a tenth or two, the mean of several by less. One that is further than that from its kind's median stays what it is."""
+    a tenth or two, the median of several by less. One that is further than that from its kind's median stays what it is."""
     found = list(times)
     for kind in set(kinds):
         group = [n for n, other in enumerate(kinds) if other == kind]
@@ -161,8 +163,8 @@ def alike(times: Sequence[LayerTimes], kinds: Sequence[str]) -> list[LayerTimes]
         total = np.array([np.add(times[n].forward, times[n].backward)[common].sum() for n in group])
         same = [n for n, took in zip(group, total / np.median(total), strict=True) if 1 / _MATES < took < _MATES]
         if same:
-            mean = together([times[n] for n in same])
-            found = [mean if n in same else one for n, one in enumerate(found)]
+            usual = together([times[n] for n in same])
+            found = [usual if n in same else one for n, one in enumerate(found)]
     return found
 
 

@@ -13,6 +13,7 @@ from accept_mpi.codec import Signature, Tensors, TensorSpec, aligned, buffer_byt
 from accept_mpi.coding import NONE, Coding
 from accept_mpi.data import Dataset
 from accept_mpi.forecast import Profile
+from accept_mpi.probe import stretch_of
 from accept_mpi.stage import Stage
 
 _CODEC_VALUES = 1 << 21  # more than caches hold, as boundaries' tensors are by the time they are coded
@@ -42,7 +43,7 @@ def profile(
     sample = np.arange(size) % (len(train) if train is not None else 1)
     target = train.targets(sample) if train is not None and not ahead.forward else None
     times: list[tuple[float, float]] = []
-    used = 0.0
+    wall = 0.0
     until = time.perf_counter() + budget
     while len(times) < 2 or time.perf_counter() < until:
         if behind.forward:
@@ -54,21 +55,21 @@ def profile(
 
         def gradients(_: Sequence[TensorSpec], halfway: list[float] = halfway) -> Tensors:
             given = tuple(spec.zeros() for spec in ahead.backward[size]) if ahead.forward else ()
-            halfway.append(time.perf_counter())
+            halfway.append(time.thread_time())
             return given
 
         began, cpu = time.perf_counter(), time.thread_time()
         stage.probe(inputs, target, gradients)
-        times.append((halfway[0] - began, time.perf_counter() - halfway[0]))
-        used += time.thread_time() - cpu if len(times) > 1 else 0.0
-    # A mean, not a median: where a quota stops the rank now and then, that is part of its speed. The first warmed up.
-    forward, backward = (statistics.fmean(column) for column in zip(*times[1:], strict=True))
-    # What a quota does to long computing it does to the sum of all short pieces.
-    stretch = max(1.0, sum(map(sum, times[1:])) / max(used, 1e-9))
+        times.append((halfway[0] - cpu, time.thread_time() - halfway[0]))
+        wall += time.perf_counter() - began if len(times) > 1 else 0.0
+    # Of CPU, in a fast round: a process's first ones take memory from the kernel, up to three times as long. Then stretched
+    # as all rounds were: where a quota stops the rank now and then, that is part of its speed.
+    forward, backward = (float(np.quantile(column, 0.25)) for column in zip(*times[1:], strict=True))
+    stretch = stretch_of(wall, sum(map(sum, times[1:])))
     costs = {name: codec_costs(coding) for name, coding in codings.items()}
     return Profile(
-        forward=forward,
-        backward=backward,
+        forward=stretch * forward,
+        backward=stretch * backward,
         encode={name: stretch * encode for name, (encode, _) in costs.items()},
         decode={name: stretch * decode for name, (_, decode) in costs.items()},
         byte=stretch * byte_cpu,

@@ -1,4 +1,7 @@
-"""Before the first step: ranks measure themselves and their links, and rank 0 settles what the job leaves open."""
+"""Before the first step of given cuts: ranks measure themselves and their links, and rank 0 settles codecs that are "auto".
+
+(Where it has found the cuts itself, their codecs were part of that: ``planner.settled``.)
+"""
 
 import msgspec
 

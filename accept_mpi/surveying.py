@@ -34,7 +34,7 @@ from accept_mpi.models import Chain
 from accept_mpi.outline import Outline, outline_of
 from accept_mpi.plan import Plan
 from accept_mpi.plan_table import table
-from accept_mpi.planner import codings_of, plans_for
+from accept_mpi.planner import codings_of, plans_for, settled
 from accept_mpi.predictor import Predictor
 from accept_mpi.probe import LayerTimes, Run, alike, micro_batch, nothing_measured, pieces, probe, together
 from accept_mpi.profile import codec_costs, message_cost
@@ -52,6 +52,7 @@ class Surveyed(NamedTuple):
     """What all ranks know afterwards."""
 
     plan: Plan
+    """With a codec wherever the job says "auto", unless the plan was given."""
     data: Data
     """Training and test set, where this rank has them."""
     lines: list[str]
@@ -141,7 +142,7 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
             f"{runtime.size} devices were known), "
             f"planning {time.monotonic() - measured:.1f} s"
         )
-        return Surveyed(found.plan, data, lines, survey, found.step, time.monotonic() - began, tuple(keys))
+        return Surveyed(settled(found), data, lines, survey, found.step, time.monotonic() - began, tuple(keys))
 
     decided = runtime.agree("the plan", decide)
     plan = Plan.from_json(messenger.broadcast(decided.plan.to_json() if decided else None, seconds, "the plan"))

@@ -233,7 +233,7 @@ class SideBySide:
     def draw(self) -> None:
         """samples/s over the link's rate."""
         plt, links = pyplot(), self.case.links
-        figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+        figure, axes = plt.subplots(figsize=(8, 5.6), layout="constrained")
         places = range(len(links))
         for codec, colour in zip(self.case.ours[_ASYNC], _BLUES[-len(self.case.ours[_ASYNC]) :], strict=True):
             rates = np.array([self.ours.get((_ASYNC, codec, link), _NOTHING).samples_per_s for link in links])
@@ -252,7 +252,7 @@ class SideBySide:
         axes.set_ylabel("samples/s")
         axes.set_ylim(0, 1.12 * max(*limits, *(rate.samples_per_s for rate in self.ours.values())))
         axes.set_title(self.case.title, fontsize=11)
-        figure.legend(fontsize=8, frameon=False, ncols=3, loc="outside lower center")
+        figure.legend(fontsize=8, frameon=False, ncols=2, loc="outside lower center")
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         figure.savefig(self.experiment.out / "plot.png", dpi=110)

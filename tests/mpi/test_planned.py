@@ -48,6 +48,23 @@ def test_auto_codecs_with_an_idle_rank(mpirun, tmp_path: Path) -> None:
     assert "auto" not in plan.boundaries[0].forward
 
 
+def test_codecs_of_cuts_that_are_found_are_the_plans(mpirun, tmp_path: Path) -> None:
+    """Stages measured once more before the first step are cold, and seemed to leave time for transfers that they did not
+    leave (codecs milder than a link carries: a fifth of the speed)."""
+    sleepy = samples.CNN | {"model": 'name = "sleepy:cnn"\nargs = { width = 8, dropout = 0.2 }'}
+    job = samples.write_job(
+        tmp_path / "job.toml", sleepy, "run", train_steps=1, train_evaluate_every=0, pipeline_cuts="auto",
+        pipeline_forward="auto", pipeline_backward="auto", pipeline_latency_db="none", pipeline_probe_seconds=1.0,
+    )  # fmt: skip
+    out = mpirun(2, "-m", "accept_mpi", "train", job).out
+    assert out.count("a step should take") == 1, out
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        (boundary,) = Plan.from_json(log.attrs["plan"]).boundaries
+    row = next(line for line in out.splitlines() if line.startswith("0 "))
+    assert boundary.forward in row.split(), (boundary, row)
+    assert boundary.backward in row.split(), (boundary, row)
+
+
 def test_resuming_with_other_ranks_idle(mpirun, tmp_path: Path) -> None:
     half = samples.write_job(tmp_path / "half.toml", samples.CNN, "half", train_steps=3, pipeline_cuts="even")
     whole = samples.write_job(tmp_path / "whole.toml", samples.CNN, "whole", pipeline_cuts="even", pipeline_ranks=[2, 0])
@@ -130,7 +147,7 @@ def test_no_latency_database_where_none_is_wanted(mpirun, tmp_path: Path) -> Non
     assert "2 of 2 devices were known" in out
     assert re.search(r"planning    \d+\.\d s, \d+ % of the run", out)
     with h5py.File(database) as file:
-        (model,) = file.values()
+        (model,) = (group for name, group in file.items() if name != "predictor")  # learned where the budget ended too soon
         pieces, observed = next(
             (group["pieces"][:], group["observed"][:]) for name, group in model.items() if name != "outline"
         )

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from accept_mpi.partition import NoPlan, Problem, Solution, cost, lower_bound, solve
+from accept_mpi.partition import Cost, NoPlan, Problem, Solution, cost, lower_bound, solve
+from accept_mpi.spread import spread
 
 INSTANCES = 2000
 
@@ -80,6 +81,39 @@ def test_equals_trying_everything() -> None:
         idle += len(plan.devices) < problem.devices
         coded += any(plan.codecs)
     assert min(none / 50, idle / 200, coded / 200) > 1, "the instances exercise memory, idle devices and codecs"
+
+
+def test_what_is_not_at_the_bottleneck_is_spread_evenly() -> None:
+    """Without links and limits, against trying everything: the least norm of all plans that are as good. With them: never a
+    worse bottleneck than allowed, never out of memory."""
+    rng = np.random.default_rng(4)
+    changed = 0
+    for _ in range(150):
+        problem = replace(random_problem(rng, 3, 7, 2), fill=0.0, extra_seconds=None)
+        problem.layer_seconds[:, 0] *= 5  # which decides alone
+        free = replace(problem, values=0 * problem.values, other=0 * problem.other, capacity=np.full(3, 1e9))
+        plan = solve(free, True)
+        cap = 1.02 * cost(free, plan).bottleneck
+        good = [p for p in everything(free, True) if not any(p.codecs) and cost(free, p).bottleneck <= cap]
+        least_norm = min(norm(cost(free, p)) for p in good)
+        even = spread(free, plan)
+        assert norm(cost(free, even)) <= least_norm / 0.97 * (1 + 1e-9)
+        assert norm(cost(free, even)) <= norm(cost(free, plan))
+        assert cost(free, even).bottleneck <= cap * (1 + 1e-9)
+        changed += even != plan
+        try:
+            plan = solve(problem, bool(rng.random() < 0.5))
+        except NoPlan:
+            continue
+        reached, whole = cost(problem, spread(problem, plan)), cost(problem, plan)
+        assert reached.fits
+        assert reached.bottleneck <= 1.0201 * whole.bottleneck
+        assert norm(reached) <= norm(whole) * (1 + 1e-9)
+    assert changed > 15
+
+
+def norm(reached: Cost) -> float:
+    return sum(seconds**8 for seconds in reached.stages) ** (1 / 8)
 
 
 def test_the_beam_is_near_the_exact_search(monkeypatch: pytest.MonkeyPatch) -> None:

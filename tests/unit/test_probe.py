@@ -150,8 +150,11 @@ def test_devices_of_one_kind_that_measured_much_the_same_are_the_same() -> None:
 
     times = [device(0.9), device(1.0), device(1.2), device(3.0), device(1.1)]
     found = alike(times, ["a", "a", "a", "a", "b"])
-    assert [one.forward[0] for one in found] == pytest.approx([3.1 / 3] * 3 + [3.0, 1.1])
+    assert [one.forward[0] for one in found] == pytest.approx([1.0] * 3 + [3.0, 1.1])
     assert found[3:] == times[3:]
+    # A layer that one of them met cold does not count.
+    cold = [device(1.0), device(1.0, 1.4), device(1.0), device(1.0)]
+    assert [one.forward[1] for one in alike(cold, ["a"] * 4)] == pytest.approx([1.0] * 4)
     # By what all of them have measured.
     gaps = [device(0.9), device(1.0, math.nan)]
     assert [one.forward[0] for one in alike(gaps, ["a", "a"])] == pytest.approx([0.95, 0.95])

@@ -1,0 +1,54 @@
+"""What a stage takes, measured in a second before the first step."""
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accept_mpi.codec import Signature
+from accept_mpi.profile import profile
+
+COLD, WARM, COLD_ROUNDS = 0.006, 0.001, 4
+
+
+class Warming:
+    """A stage whose first rounds take six times as long."""
+
+    rounds = 0
+
+    def from_data(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (values,)
+
+    def probe(self, inputs: Any, target: Any, gradients: Any) -> None:
+        self.rounds += 1
+        seconds = COLD if self.rounds <= COLD_ROUNDS else WARM
+        burn(seconds)
+        gradients([])
+        burn(2 * seconds)
+
+
+class Zeros:
+    def __len__(self) -> int:
+        return 8
+
+    def inputs(self, indices: np.ndarray) -> torch.Tensor:
+        return torch.zeros(len(indices), 1)
+
+    targets = inputs
+
+
+def burn(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def test_cold_rounds_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of a second's rounds had been twice what training took: codecs were too mild for it."""
+    monkeypatch.setattr("accept_mpi.profile.stretch_of", lambda wall, cpu: 1.0)  # CPU time, however busy this machine is
+    nothing = Signature({}, {})
+    found = profile(Warming(), 4, nothing, nothing, Zeros(), {}, 0.0, 1.0, budget=1.5)  # type: ignore[arg-type]
+    assert WARM <= found.forward < 2 * WARM
+    assert 2 * WARM <= found.backward < 4 * WARM
