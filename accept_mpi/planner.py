@@ -29,6 +29,7 @@ from accept_mpi.spread import spread
 from accept_mpi.survey import Device, Survey
 
 _WORTH = 0.98  # of the step before; measurements are no finer
+_ROOM = 1.1  # times the fastest plan's step, at most, for room on links
 _ALIKE = 0.9  # so far apart are devices of one kind, measured for a second or two: which is which need not cost a move
 _SLOW = 1 / 4  # of the devices' mean speed: one that is slower has been measured worst, in a few rounds
 _SPARED = 1.08  # times a step, at most, without such devices
@@ -58,8 +59,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def expected(self) -> float:
-        """What plans are compared by: seconds of a step between those on links as measured and those on loaded ones. Cuts
-        that want a link nearly full wait whenever it wavers, or get a stronger codec."""
+        """What plans of much the same step are compared by: seconds of a step between those on links as measured and those
+        on loaded ones. Cuts that want a link nearly full wait whenever it wavers, or get a stronger codec."""
         return (self.step + self.loaded) / 2
 
 
@@ -182,16 +183,13 @@ def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outco
     even = outcome(survey, job, even_plan(survey, job))
     if problem.devices <= problem.layers:
         candidates.append(_even_solution(problem))
-    # The order that the user gave the hosts in may mean something; another one must be worth it.
-    best: tuple[Outcome, Solution] | None = None
+    possible: list[tuple[Outcome, Solution]] = []
     for candidate in candidates:
         reached = cost(problem, candidate)
         if reached.fits and reached.bottleneck < _NEVER:
             plan = _as_plan(candidate, job)
-            found = even if plan == even.plan else outcome(survey, job, plan)
-            if best is None or found.expected < _WORTH * best[0].expected:
-                best = found, candidate
-    if best is None:
+            possible.append((even if plan == even.plan else outcome(survey, job, plan), candidate))
+    if not possible:
         have = ", ".join(device.host for device in survey.devices if device.data)
         if why:
             raise UserError(f"pipeline.cuts: {why}")
@@ -200,6 +198,13 @@ def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outco
         raise UserError(
             f"data.name: first and last stage need the data, only {have} has it, and the model does not fit there"
         )
+    longest = _ROOM * min(found.step for found, _ in possible)
+    fast = [one for one in possible if one[0].step <= longest]
+    best = fast[0]
+    for other in fast[1:]:
+        # The order that the user gave the hosts in may mean something; another one must be worth it.
+        if other[0].expected < _WORTH * best[0].expected:
+            best = other
     best = _spared(problem, best, survey, job)
     if held and (near := _nearest(problem, best[1], survey, job, held)) != best[1]:
         found = outcome(survey, job, _as_plan(near, job))

@@ -59,7 +59,9 @@ def test_a_lost_host_is_dropped_and_taken_back(
             say(out, "  resumed from ", running.process, 60)
             resumed = re.search(r"step (\d+)  resumed from (.*)", out.read_text())
             assert resumed, out.read_text()
-            assert checkpoint_every or resumed[2] == "the snapshot that hosts have kept"
+            # Or what those who were left had time to recover before mpirun ended them, with a checkpoint.
+            newer = int(resumed[1]) > lost
+            assert checkpoint_every or newer or resumed[2] == "the snapshot that hosts have kept"
             assert lost - (24 if cuts == "even" else 250) <= int(resumed[1])  # two stages are much faster
             wait_for_step(tmp_path / "run", int(resumed[1]) + 1, running.process)
             lab.mend(lab.hosts[2].name)
