@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import samples
 from conftest import environment, mpirun_command
+from watch import wait_for_step
 
 from accept_mpi.log import open_log
 from accept_mpi.snapshot import Checkpoint, complete
@@ -44,11 +45,12 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def start(tmp_path: Path, job: Path) -> "subprocess.Popen[str]":
+def start(tmp_path: Path, job: Path, *flags: str, ulfm: bool = False) -> "subprocess.Popen[str]":
+    survive = ["--with-ft", "ulfm"] if ulfm else []
     # A killed rank leaves Open MPI's shared memory behind: let it lie in the test's own folder.
     backing = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
     return subprocess.Popen(
-        [*mpirun_command(RANKS), sys.executable, "-m", "accept_mpi", "train", str(job), "--quiet"],
+        [*mpirun_command(RANKS), *survive, sys.executable, "-m", "accept_mpi", "train", str(job), *flags],
         cwd=tmp_path, env=environment() | backing, text=True, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
@@ -67,7 +69,7 @@ def test_kill_any_rank_at_a_random_moment(tmp_path: Path, batch: int) -> None:
         job.write_text(re.sub(r'directory = ".*"', f'directory = "{directory.name}"', job.read_text()))
         victim, delay = (batch + number) % RANKS, rng.uniform(0, 3)
         what = f"seed {SEED}, batch {batch}, number {number}: rank {victim} after {delay:.3f} s"
-        process = start(tmp_path, job)
+        process = start(tmp_path, job, "--quiet")
         try:
             deadline = time.monotonic() + 60
             while not (directory / "log.h5").exists():
@@ -99,6 +101,29 @@ def test_kill_any_rank_at_a_random_moment(tmp_path: Path, batch: int) -> None:
             len(log["trace"][:])
         if complete(directory):
             Checkpoint(directory)
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc to find the ranks")
+def test_kill_all_ranks_at_once(tmp_path: Path) -> None:
+    """A supervised run without checkpoints: the next start goes on from the snapshot on the hosts' disks."""
+    job = samples.write_job(
+        tmp_path / "job.toml", samples.CNN, train_steps=160, train_evaluate_every=0, recovery_replicate_every=8
+    )
+    first = start(tmp_path, job, "--run", "2026-01-02T00:00:00+00:00/run/1", ulfm=True)
+    try:
+        killed = wait_for_step(tmp_path / "run", 40, first)
+        for pid in children(first.pid).values():
+            os.kill(pid, signal.SIGKILL)
+        first.communicate(timeout=SECONDS)
+    except BaseException:
+        os.killpg(first.pid, signal.SIGKILL)
+        raise
+    assert not complete(tmp_path / "run")
+    out, _ = start(tmp_path, job, "--run", "2026-01-02T00:00:00+00:00/run/2", ulfm=True).communicate(timeout=120)
+    resumed = re.search(r"step (\d+)  resumed from the snapshot that hosts have kept", out)
+    assert resumed, out
+    assert int(resumed[1]) >= killed - 24
+    samples.assert_equal(Checkpoint(tmp_path / "run").whole(), samples.plain(samples.CNN).train(160, 24, 5))
 
 
 def test_a_rank_that_dies_before_mpi_has_started(tmp_path: Path) -> None:
