@@ -20,8 +20,9 @@ from accept_mpi import config
 from accept_mpi.errors import UserError
 from accept_mpi.log import KINDS, Rows
 from accept_mpi.observers import Evaluated, StepDone
+from accept_mpi.outcome import outcome, settled
 from accept_mpi.plan import Plan
-from accept_mpi.planner import moving, outcome, plan_for, settled
+from accept_mpi.planner import moving, plan_for
 from accept_mpi.survey import Survey
 
 WINDOW = 5

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from accept_mpi import config
+from accept_mpi.outcome import Outcome
 from accept_mpi.partition import lower_bound
-from accept_mpi.planner import Outcome, micro_batches_of, problem_of
+from accept_mpi.problem import micro_batches_of, problem_of
 from accept_mpi.survey import Survey
 
 

@@ -1,4 +1,4 @@
-"""From what devices have measured to a plan: which layers, on which devices, in which order, and what a step should take.
+"""Which layers, on which devices, in which order: the plan that should train fastest, as good ones told apart.
 
 Pure: what is measured comes in (``Survey``), a plan and its forecast go out; ``train`` and the ``plan`` command share it.
 """
@@ -8,25 +8,18 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from accept_mpi import config
-from accept_mpi.batches import per_step
-from accept_mpi.bits import AUTO, LINK_SHARE, Choice, choose, ladder
-from accept_mpi.coding import Coding, parse
+from accept_mpi.bits import LINK_SHARE
 from accept_mpi.errors import UserError
-from accept_mpi.forecast import Crossing, Direction, Forecast, Profile, bits_of
-from accept_mpi.log import Rows
-from accept_mpi.outline import LayerOutline
+from accept_mpi.outcome import Outcome, outcome
 from accept_mpi.partition import NoPlan, Problem, Solution, cost, solve
 from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
-from accept_mpi.replay import mean_times, rerun
-from accept_mpi.schedule import Kind, depth
+from accept_mpi.problem import NEVER, problem_of
 from accept_mpi.spread import spread
-from accept_mpi.survey import Device, Survey
+from accept_mpi.survey import Survey
 
 _WORTH = 0.98  # of the step before; measurements are no finer
 _ROOM = 1.1  # times the fastest plan's step, at most, for room on links
@@ -34,131 +27,7 @@ _ALIKE = 0.9  # so far apart are devices of one kind, measured for a second or t
 _SLOW = 1 / 4  # of the devices' mean speed: one that is slower has been measured worst, in a few rounds
 _SPARED = 1.08  # times a step, at most, without such devices
 _TRIED = 720  # orders of devices
-_MOST_RUNS = 1e7  # of layers on devices, that have a cost of their own
 _STATES = 3.0  # times a layer's parameters: what a layer that changes hands may consist of
-_NEVER = 1e9  # seconds of a layer that a device must not get
-_FILL = {"1f1b-async": 0.0, "1f1b": 1.0, "gpipe": 1.0, "zero-bubble": 1 / 3}  # ZB-H1: Qi et al. 2023, section 2.2
-_OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """A plan, and what it should do."""
-
-    plan: Plan
-    step: float
-    """Seconds."""
-    loaded: float
-    """Seconds of a step on links that carry ``LINK_SHARE`` of what they were measured to."""
-    busy: list[float]
-    """Share of a step that each stage computes."""
-    computes: list[float]
-    """Seconds a micro-batch of each stage."""
-    choices: dict[Direction, Choice]
-    memory: list[float]
-    """Bytes that each stage needs."""
-
-    @property
-    def expected(self) -> float:
-        """What plans of much the same step are compared by: seconds of a step between those on links as measured and those
-        on loaded ones. Cuts that want a link nearly full wait whenever it wavers, or get a stronger codec."""
-        return (self.step + self.loaded) / 2
-
-
-def micro_batches_of(job: config.Job) -> int:
-    """Of a whole batch."""
-    return per_step(job.train.batch_size, job.train.micro_batches)
-
-
-def problem_of(survey: Survey, job: config.Job, share: float = 1.0) -> tuple[Problem, list[str]]:
-    """The partitioner's problem, and the names of its codecs. Links carry ``share`` of what they were measured to."""
-    outline, devices = survey.outline, survey.devices
-    count, layers = len(devices), len(outline.layers)
-    seconds = np.array([np.add(d.forward, d.backward) + np.array(d.update) / micro_batches_of(job) for d in devices])
-    for n, device in enumerate(devices):
-        if device.shared:  # two messages a micro-batch less for a stage at an end (``_messages``)
-            ends = seconds[n, [0, -1]]
-            seconds[n, [0, -1]] = np.maximum(ends / 10, ends - 2 * device.message)
-        if not device.data:
-            seconds[n, [0, -1]] = _NEVER
-    crossings = [outline.crossing(layer) for layer in range(layers)] + [(0, 0)]
-    names, pairs = _codecs(job.pipeline)
-    rate = np.array(survey.rate, float)
-    np.fill_diagonal(rate, 1e15)
-    needs = _Needs(job, count)
-    return Problem(
-        layer_seconds=seconds,
-        extra_seconds=_messages(devices, layers),
-        values=np.array([values for values, _ in crossings], float),
-        other=np.array([other for _, other in crossings], float),
-        rate=share * np.minimum(rate, 1e15),
-        nic=share * np.array([min(survey.nic(n), 1e15) for n in range(count)]),
-        codecs=tuple(names),
-        bits=np.array([max(map(bits_of, pair)) / 8 for pair in pairs]),
-        coding=np.array([[_handling(device, *pair) for pair in pairs] for device in devices]),
-        state=np.array([needs.state(layer) for layer in outline.layers]),
-        held=np.array([float(layer.held) for layer in outline.layers]),
-        capacity=np.array([device.memory for device in devices], float),
-        kept=needs.kept,
-        copies=needs.copies,
-        micro_batches=float(micro_batches_of(job)) if job.pipeline.schedule != "1f1b-async" else 1e9,
-        fill=_FILL[job.pipeline.schedule],
-    ), names
-
-
-def _messages(devices: Sequence[Device], layers: int) -> np.ndarray | None:
-    """(devices, layers + 1, layers + 1): seconds that the four messages of a stage between two others take from its device's
-    computing core each micro-batch. None where none do, or runs of layers are too many to list."""
-    each = np.array([4 * device.message if device.shared else 0.0 for device in devices])
-    if not each.any() or len(devices) * (layers + 1) ** 2 >= _MOST_RUNS:
-        return None
-    return each[:, None, None] * np.triu(np.ones((layers + 1, layers + 1)), 1)
-
-
-def _codecs(pipeline: config.Pipeline) -> tuple[list[str], list[tuple[str, str]]]:
-    """What the partitioner chooses from for each boundary: names, and (forward, backward) of each."""
-    if not isinstance(pipeline.forward, str) or not isinstance(pipeline.backward, str):
-        raise UserError('pipeline.forward and backward: a list has one codec a boundary, which cuts = "auto" may change')
-    options = list(ladder(pipeline.min_bits))
-    forward, backward = (options if name == AUTO else [name] for name in (pipeline.forward, pipeline.backward))
-    length = max(len(forward), len(backward))
-    pairs = [(forward[min(k, len(forward) - 1)], backward[min(k, len(backward) - 1)]) for k in range(length)]
-    return ["/".join(dict.fromkeys(pair)) for pair in pairs], pairs
-
-
-def _handling(device: Device, forward: str, backward: str) -> float:
-    """Seconds that a boundary takes from a device's computing core for each value: one message out, another in."""
-    if not device.shared:
-        return 0.0
-    coding = sum(costs[name] for costs in (device.encode, device.decode) for name in (forward, backward)) / 2
-    return coding + (bits_of(forward) + bits_of(backward)) / 8 * device.byte
-
-
-class _Needs:
-    """Memory of a stage, by how many stages are behind it."""
-
-    def __init__(self, job: config.Job, stages: int) -> None:
-        kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
-        self._optimizer = _OPTIMIZER_COPIES[job.train.optimizer.name]
-        if job.train.optimizer.name == "sgd" and not job.train.optimizer.momentum:
-            self._optimizer = 0
-        many = 1 << 20 if kind == "1f1b-async" else micro_batches_of(job)
-        # A stage with so many behind it is the first of a pipeline of one more; zero-bubble holds most in the longest.
-        self.kept = np.array(
-            [depth(kind, stages - 1 - behind, stages, many, slack) if kind == "zero-bubble"
-             else depth(kind, 0, behind + 1, many, slack) for behind in range(stages)], float
-        )  # fmt: skip
-        weights = np.ones(stages)
-        if kind == "1f1b-async":  # the optimizer's own, and a version for every update that happens while one is in flight
-            versions = np.full(stages, self.kept.max()) if job.pipeline.vertical_sync else self.kept
-            weights = 2 + np.ceil(versions / micro_batches_of(job))
-        whole = 2 + self._optimizer
-        self.copies = (weights + 1 + self._optimizer) / whole
-
-    def state(self, layer: LayerOutline) -> float:
-        """Bytes of a layer's weights, gradients and optimizer, one version. What is frozen has weights alone."""
-        trained = layer.parameter_bytes - layer.frozen_bytes
-        return (2 + self._optimizer) * trained + layer.frozen_bytes + layer.buffer_bytes
-
 
 Layers = Sequence[Collection[int]]
 """Layers whose state each device has."""
@@ -186,7 +55,7 @@ def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outco
     possible: list[tuple[Outcome, Solution]] = []
     for candidate in candidates:
         reached = cost(problem, candidate)
-        if reached.fits and reached.bottleneck < _NEVER:
+        if reached.fits and reached.bottleneck < NEVER:
             plan = _as_plan(candidate, job)
             possible.append((even if plan == even.plan else outcome(survey, job, plan), candidate))
     if not possible:
@@ -226,7 +95,7 @@ def _spared(problem: Problem, best: tuple[Outcome, Solution], survey: Survey, jo
                 others = problem.take(left)
                 solution = spread(others, solve(others, ordered))
                 solution = replace(solution, devices=tuple(left[n] for n in solution.devices))
-                if cost(problem, solution).bottleneck < _NEVER:
+                if cost(problem, solution).bottleneck < NEVER:
                     found.append((outcome(survey, job, _as_plan(solution, job)), solution))
         without = min(found, key=lambda one: one[0].expected, default=best)
         if without is not best and without[0].expected <= _SPARED * best[0].expected:
@@ -278,16 +147,6 @@ def moving(survey: Survey, plan: Plan, held: Layers) -> tuple[float, float]:
     return max(each), sum(each)
 
 
-def settled(found: Outcome) -> Plan:
-    """Its plan with the codecs that it has chosen wherever the job leaves them open."""
-    codecs = []
-    for boundary, codec in enumerate(found.plan.boundaries):
-        chosen = {way: found.choices[boundary, way].name for way in "FB"}
-        forward = chosen["F"] if codec.forward == AUTO else codec.forward
-        codecs.append(Codec(forward=forward, backward=chosen["B"] if codec.backward == AUTO else codec.backward))
-    return Plan(stages=found.plan.stages, boundaries=tuple(codecs))
-
-
 def _even_solution(problem: Problem) -> Solution:
     """Even cuts with the codec that has fewest bits."""
     edges = (0, *even_cuts(problem.layers, problem.devices), problem.layers)
@@ -307,112 +166,3 @@ def even_plan(survey: Survey, job: config.Job) -> Plan:
     layers, count = len(survey.outline.layers), min(len(survey.devices), len(survey.outline.layers))
     codec = Codec(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
     return make_plan(layers, even_cuts(layers, count), [codec] * (count - 1))
-
-
-def outcome(survey: Survey, job: config.Job, plan: Plan) -> Outcome:
-    """What a plan should do."""
-    forecast = forecast_of(survey, job, plan)
-    fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
-    choices, _ = choose(forecast, fixed, job.pipeline.min_bits)
-    codecs = {crossing: choice.name for crossing, choice in choices.items()}
-    step, busy = forecast.steady(codecs)
-    loaded, _ = forecast.with_links(LINK_SHARE).steady(codecs)
-    computes = [
-        profile.forward + profile.backward + sum(forecast.handling(s, way, codecs) for way in "FB")
-        for s, profile in enumerate(forecast.profiles)
-    ]
-    return Outcome(plan, step, loaded, busy, computes, choices, _memory(survey, job, plan))
-
-
-def forecast_of(survey: Survey, job: config.Job, plan: Plan) -> Forecast:
-    """The simulator on a plan's stages and boundaries."""
-    kind: Kind = job.pipeline.schedule
-    profiles = []
-    for stage in plan.stages:
-        device, mine = survey.devices[stage.ranks[0]], slice(stage.start, stage.stop)
-        profiles.append(
-            Profile(
-                forward=sum(device.forward[mine]),
-                backward=sum(device.backward[mine]),
-                encode=device.encode,
-                decode=device.decode,
-                byte=device.byte,
-                message=device.message,
-                shared=device.shared,
-                weights=sum(device.weights[mine]),
-                update=sum(device.update[mine]),
-            )
-        )
-    return Forecast(kind, micro_batches_of(job), job.pipeline.transfer_slack, profiles, _crossings(survey, plan))
-
-
-class Replayed(NamedTuple):
-    """Seconds of a step in the middle of a run."""
-
-    measured: float
-    simulated: float
-    """With every action as long as it was."""
-    with_means: float
-    """With each stage's mean times."""
-
-
-def replayed(survey: Survey, job: config.Job, plan: Plan, trace: Rows) -> Replayed:
-    """What the simulator makes of a run, with the computing that its trace holds, on the links of the survey: whatever the
-    devices' speeds were foreseen to be. Raises UserError where the trace holds fewer than three finished steps."""
-    foreseen = forecast_of(survey, job, plan)
-    run = rerun(trace, lambda boundary, way: foreseen.message((boundary, way), plan.codecs[boundary, way]))
-    if run is None:
-        raise UserError("the trace holds fewer than three finished steps")
-    profiles = [
-        Profile(
-            forward=took["F"],
-            backward=took["B"] + took.get("W", 0.0),
-            encode=profile.encode,
-            decode=profile.decode,
-            weights=took.get("W", 0.0),
-            update=took["U"],
-        )
-        for took, profile in zip(mean_times(trace), foreseen.profiles, strict=True)
-    ]
-    forecast = Forecast(
-        job.pipeline.schedule, micro_batches_of(job), job.pipeline.transfer_slack, profiles, foreseen.crossings
-    )
-    return Replayed(run.took / run.steps, run.seconds / run.steps, forecast.steady(plan.codecs)[0])
-
-
-def _crossings(survey: Survey, plan: Plan) -> dict[Direction, Crossing]:
-    """Traffic of all boundaries. A device's own link is shared by what it sends ahead and back, in proportion."""
-    ranks = [stage.ranks[0] for stage in plan.stages]
-    starts = [stage.start for stage in plan.stages[1:]]
-    sizes = {"F": list(map(survey.outline.crossing, starts)), "B": list(map(survey.outline.returning, starts))}
-    weights = {way: [4 * values + other for values, other in both] for way, both in sizes.items()}
-    found = {}
-    for boundary, (a, b) in enumerate(itertools.pairwise(ranks)):
-        for way, (source, target, beside) in {"F": (a, b, boundary - 1), "B": (b, a, boundary + 1)}.items():
-            # The sender's other boundary carries traffic the other way round, and so does the receiver's.
-            other_side = boundary + 1 if way == "F" else boundary - 1
-            rate, weight = survey.rate[source][target], weights[way]
-            for host, neighbour in ((source, beside), (target, other_side)):
-                if 0 <= neighbour < len(weight):
-                    share = weight[boundary] / max(1.0, weight[boundary] + weight[neighbour])
-                    rate = min(rate, survey.nic(host) * share)
-            found[boundary, way] = Crossing(*sizes[way][boundary], max(rate, 1.0), survey.latency[source][target])
-    return found
-
-
-def _memory(survey: Survey, job: config.Job, plan: Plan) -> list[float]:
-    needs = _Needs(job, len(plan.stages))
-    rows = []
-    for s, stage in enumerate(plan.stages):
-        layers = survey.outline.layers[stage.start : stage.stop]
-        behind = len(plan.stages) - 1 - s
-        state = sum(needs.state(layer) for layer in layers)
-        held = sum(layer.held for layer in layers)
-        rows.append(float(needs.copies[behind] * state + needs.kept[behind] * held))
-    return rows
-
-
-def codings_of(job: config.Job) -> dict[str, Coding]:
-    """All codecs that a plan for this job may use, by name."""
-    _, pairs = _codecs(job.pipeline)
-    return {name: parse(name, False) for pair in pairs for name in pair} | {"none": Coding()}

@@ -9,8 +9,9 @@ from accept_mpi import config
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.errors import Agreed, TooFewDevices, UserError
 from accept_mpi.faults import pass_by
+from accept_mpi.outcome import settled
 from accept_mpi.plan import Plan
-from accept_mpi.planner import Layers, plan_for, settled
+from accept_mpi.planner import Layers, plan_for
 from accept_mpi.replicas import Holdings, Replicas, newest
 from accept_mpi.survey import Survey
 

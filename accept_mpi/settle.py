@@ -1,6 +1,6 @@
 """Before the first step of given cuts: ranks measure themselves and their links, and rank 0 settles codecs that are "auto".
 
-(Where it has found the cuts itself, their codecs were part of that: ``planner.settled``.)
+(Where it has found the cuts itself, their codecs were part of that: ``outcome.settled``.)
 """
 
 import msgspec
@@ -16,7 +16,7 @@ from accept_mpi.forecast import Crossing, Forecast, Profile
 from accept_mpi.outline import crossing_sizes
 from accept_mpi.plan import Codec, Plan
 from accept_mpi.plan_table import aligned
-from accept_mpi.planner import micro_batches_of
+from accept_mpi.problem import micro_batches_of
 from accept_mpi.profile import profile
 from accept_mpi.stage import Stage
 

@@ -31,12 +31,14 @@ from accept_mpi.latency import (
 from accept_mpi.log import open_log
 from accept_mpi.memory import PLANNED, available_memory
 from accept_mpi.models import Chain
+from accept_mpi.outcome import settled
 from accept_mpi.outline import Outline, outline_of
 from accept_mpi.plan import Plan
 from accept_mpi.plan_table import table
-from accept_mpi.planner import codings_of, plans_for, settled
+from accept_mpi.planner import plans_for
 from accept_mpi.predictor import Predictor
 from accept_mpi.probe import LayerTimes, Run, alike, micro_batch, nothing_measured, pieces, probe, together
+from accept_mpi.problem import codings_of
 from accept_mpi.profile import codec_costs, message_cost
 from accept_mpi.replay import mean_times
 from accept_mpi.stage import Loss

@@ -24,8 +24,8 @@ from accept_mpi.log import open_log
 from accept_mpi.memory import PLANNED
 from accept_mpi.models import load as load_model
 from accept_mpi.outline import Outline, outline_of
-from accept_mpi.planner import codings_of
 from accept_mpi.probe import LayerTimes, micro_batch, probe
+from accept_mpi.problem import codings_of
 from accept_mpi.profile import codec_costs, message_cost
 from accept_mpi.stage import find_loss
 from accept_mpi.survey import Device, Survey

@@ -16,8 +16,9 @@ from accept_mpi.figures import draw_timeline
 from accept_mpi.fleet import Host, parse, read
 from accept_mpi.given import given_plan
 from accept_mpi.log import open_log
+from accept_mpi.outcome import Outcome, forecast_of, outcome
 from accept_mpi.plan_table import stage_table, verdict
-from accept_mpi.planner import Outcome, forecast_of, outcome, plans_for
+from accept_mpi.planner import plans_for
 from accept_mpi.survey import Survey
 from accept_mpi.timeline import steady_window
 from accept_mpi.whatif import joined, survey_of_fleet, survey_of_log, with_links

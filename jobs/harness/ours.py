@@ -8,8 +8,8 @@ import numpy as np
 from accept_mpi import config
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.log import open_log, read_facts
+from accept_mpi.outcome import replayed
 from accept_mpi.plan import Plan
-from accept_mpi.planner import replayed
 from accept_mpi.run import Options, train
 from accept_mpi.survey import Survey
 from harness.session import points

@@ -8,8 +8,9 @@ from test_planner import survey
 from accept_mpi import forecast as module
 from accept_mpi.errors import UserError
 from accept_mpi.forecast import Crossing, Forecast, Profile
+from accept_mpi.outcome import forecast_of, replayed
 from accept_mpi.plan import make_plan
-from accept_mpi.planner import forecast_of, plan_for, replayed
+from accept_mpi.planner import plan_for
 from accept_mpi.schedule import KINDS, Kind
 
 FREE = {"none": 0.0}

@@ -8,11 +8,13 @@ from torch import nn
 from accept_mpi import config, planner
 from accept_mpi.errors import UserError
 from accept_mpi.models import as_chain
+from accept_mpi.outcome import outcome
 from accept_mpi.outline import outline
 from accept_mpi.partition import NoPlan, Problem, Solution, lower_bound, solve
 from accept_mpi.plan import make_plan
 from accept_mpi.plan_table import table
-from accept_mpi.planner import codings_of, even_plan, outcome, plan_for, plans_for, problem_of
+from accept_mpi.planner import even_plan, plan_for, plans_for
+from accept_mpi.problem import codings_of, problem_of
 from accept_mpi.survey import Device, Survey
 
 JOB = """

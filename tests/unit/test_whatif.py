@@ -19,8 +19,9 @@ from accept_mpi.log import LogWriter
 from accept_mpi.models import load as load_model
 from accept_mpi.outline import outline_of
 from accept_mpi.plan import make_plan
-from accept_mpi.planner import codings_of, plan_for
+from accept_mpi.planner import plan_for
 from accept_mpi.probe import micro_batch
+from accept_mpi.problem import codings_of
 from accept_mpi.survey import Device, Survey
 from accept_mpi.whatif import joined, survey_of_fleet, with_links
 
