@@ -36,7 +36,7 @@ class Case:
     untuned: tuple[float, ...]
     """Links at which peers run as users start them, too."""
     ours: dict[str, tuple[str, ...]]
-    """Schedule -> codecs. With "auto", and in synchronous schedules, rank 0 finds the cuts; else they are set by hand."""
+    """Schedule -> codecs. With "auto" rank 0 finds the cuts, too; else they are set by hand."""
     samples: int
     """Of a step."""
     codec_links: dict[str, tuple[float, ...]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class SideBySide:
             # A process gets used to new cuts slowly, so those for slow links come one after another.
             if auto:
                 self._alone("before what rank 0 finds", "tuned")
-            mine = [point for point in points if auto == (point[1] == "auto" or point[0] != _ASYNC)]
+            mine = [point for point in points if auto == (point[1] == "auto")]
             for schedule, codec, link in sorted(mine, key=lambda point: not auto and point[2] in case.slow_cuts):
                 self.ours[schedule, codec, link] = self._train(schedule, codec, link)
         self._alone("between", "tuned")
@@ -133,7 +133,7 @@ class SideBySide:
         settings: dict[str, Any] = {"pipeline.schedule": schedule, "pipeline.forward": codec, "pipeline.backward": codec}
         if schedule != _ASYNC:
             settings |= self.case.synchronous
-        elif codec != "auto":
+        if codec != "auto":
             settings |= {"pipeline.cuts": self.case.slow_cuts.get(link, self.case.cuts)}
         return Rate.of(self.experiment.ours(link, settings, seconds=self.case.seconds))
 
@@ -151,23 +151,19 @@ class SideBySide:
 
     # -- what comes out ------------------------------------------------------------------------------------------------
 
-    def best(self, link: float, synchronous: bool = False) -> Rate:
-        """Highest rate of ours over codecs and cuts; NaN where nothing was measured."""
-        rates = [rate for key, rate in self.ours.items() if key[2] == link and (key[0] != _ASYNC) == synchronous]
+    def best(self, link: float, synchronous: bool = False, auto: bool | None = None) -> Rate:
+        """Highest rate of ours over codecs and cuts (``auto``: over rank 0's, or over those set by hand); NaN where nothing
+        was measured."""
+        rates = [
+            rate
+            for (kind, codec, at), rate in self.ours.items()
+            if at == link and (kind != _ASYNC) == synchronous and auto in (None, codec == "auto")
+        ]
         return max(rates, default=_NOTHING)
-
-    def _auto(self, link: float) -> Rate:
-        """The rate where cuts and codecs are rank 0's."""
-        return self.ours.get((_ASYNC, "auto", link), _NOTHING)
-
-    def _by_hand(self, link: float) -> Rate:
-        """The highest rate with cuts set by hand."""
-        return max(rate for (kind, codec, at), rate in self.ours.items() if (kind, at) == (_ASYNC, link) and codec != "auto")
 
     def _label(self, schedule: str, codec: str) -> str:
         words = ["codecs and cuts auto"] if codec == "auto" else [codec]
         if schedule != _ASYNC:
-            words += ["cuts auto"] if codec != "auto" else []
             words += [f"{key.rpartition('.')[2].replace('_', ' ')} {value}" for key, value in self.case.synchronous.items()]
         return ", ".join(words)
 
@@ -201,7 +197,7 @@ class SideBySide:
             for name in PEERS
             for tuned, settings in _SETTINGS.items()
         ]
-        best, auto = [self.best(link) for link in links], [self._auto(link) for link in links]
+        best, auto = ([self.best(link, auto=which) for link in links] for which in (None, True))
         peers, pipelining = ([self.best_peer(link, *names) for link in links] for names in ((), (_PIPELINING,)))
 
         def over(rates: list[Rate], others: list[float]) -> list[float]:
@@ -212,13 +208,16 @@ class SideBySide:
             "async, best of all / slowest stage alone": [self._of("stages", rate) for rate in best],
             "async, all found by rank 0 / sum of the hosts alone": [self._of("tuned", rate) for rate in auto],
             "async, all found by rank 0 / best by hand, each of the sum at its time": [
-                self._of("tuned", rate) / self._of("tuned", self._by_hand(link))
+                self._of("tuned", rate) / self._of("tuned", self.best(link, auto=False))
                 for rate, link in zip(auto, links, strict=True)
             ],
             "async, best of all / best peer": over(best, peers),
             "async, all found by rank 0 / best peer": over(auto, peers),
             "async, best of all / torch pipelining": over(best, pipelining),
             "synchronous, best / sum of the hosts alone": [self._of("tuned", self.best(link, True)) for link in links],
+            "synchronous, found by rank 0 / sum of the hosts alone": [
+                self._of("tuned", self.best(link, True, auto=True)) for link in links
+            ],
         }
         limits = {name: ", ".join(f"{rate:.1f}" for rate in self.alone(name)) for name in ("tuned", "plain", "stages")}
         sentence = (

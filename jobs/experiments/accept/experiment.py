@@ -11,9 +11,9 @@ CASE = Case(
     slow_cuts={10: [12, 27, 39], 5: [12, 27, 39]},
     ours={
         "1f1b-async": ("none", "uniform:8", "uniform:4", "uniform:2", "auto"),
-        "zero-bubble": ("uniform:2",),
+        "zero-bubble": ("uniform:2", "auto"),
     },
-    codec_links={"none": (0, 100), "uniform:8": (100, 20), "uniform:2": (100, 20, 10, 5)},
+    codec_links={"none": (0, 100), "uniform:8": (100,), "uniform:2": (100, 20, 10, 5)},
     samples=64,
     # As many samples a micro-batch, eight times as many micro-batches: a longer step has a smaller bubble.
     synchronous_links=(100,),
