@@ -6,7 +6,7 @@ Pure: what is measured comes in (``Survey``), a plan and its forecast go out; ``
 import contextlib
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -52,12 +52,7 @@ def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outco
     even = outcome(survey, job, even_plan(survey, job))
     if problem.devices <= problem.layers:
         candidates.append(_even_solution(problem))
-    possible: list[tuple[Outcome, Solution]] = []
-    for candidate in candidates:
-        reached = cost(problem, candidate)
-        if reached.fits and reached.bottleneck < NEVER:
-            plan = _as_plan(candidate, job)
-            possible.append((even if plan == even.plan else outcome(survey, job, plan), candidate))
+    possible = _possible(problem, candidates, survey, job)
     if not possible:
         have = ", ".join(device.host for device in survey.devices if device.data)
         if why:
@@ -67,6 +62,28 @@ def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outco
         raise UserError(
             f"data.name: first and last stage need the data, only {have} has it, and the model does not fit there"
         )
+    best = _spared(problem, _best(possible), survey, job)
+    if held and (near := _nearest(problem, best[1], survey, job, held)) != best[1]:
+        found = outcome(survey, job, _as_plan(near, job))
+        if _ALIKE * found.expected <= best[0].expected:
+            return found, even
+    return best[0], even
+
+
+def _possible(
+    problem: Problem, candidates: Iterable[Solution], survey: Survey, job: config.Job
+) -> list[tuple[Outcome, Solution]]:
+    """Those that fit, each once, with what they should do."""
+    found = []
+    for candidate in dict.fromkeys(candidates):
+        reached = cost(problem, candidate)
+        if reached.fits and reached.bottleneck < NEVER:
+            found.append((outcome(survey, job, _as_plan(candidate, job)), candidate))
+    return found
+
+
+def _best(possible: Sequence[tuple[Outcome, Solution]]) -> tuple[Outcome, Solution]:
+    """Of those that are nearly as fast as the fastest, the best to be expected."""
     longest = _ROOM * min(found.step for found, _ in possible)
     fast = [one for one in possible if one[0].step <= longest]
     best = fast[0]
@@ -74,12 +91,7 @@ def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outco
         # The order that the user gave the hosts in may mean something; another one must be worth it.
         if other[0].expected < _WORTH * best[0].expected:
             best = other
-    best = _spared(problem, best, survey, job)
-    if held and (near := _nearest(problem, best[1], survey, job, held)) != best[1]:
-        found = outcome(survey, job, _as_plan(near, job))
-        if _ALIKE * found.expected <= best[0].expected:
-            return found, even
-    return best[0], even
+    return best
 
 
 def _spared(problem: Problem, best: tuple[Outcome, Solution], survey: Survey, job: config.Job) -> tuple[Outcome, Solution]:
@@ -89,16 +101,14 @@ def _spared(problem: Problem, best: tuple[Outcome, Solution], survey: Survey, jo
     slow = sorted((n for n in best[1].devices if speeds[n] < _SLOW * speeds.mean()), key=lambda n: speeds[n])
     for count in sorted({len(slow), min(len(slow), 1)} - {0}, reverse=True):  # all of them, or the slowest
         left = [n for n in range(problem.devices) if n not in slow[:count]]
-        found: list[tuple[Outcome, Solution]] = []
+        others = problem.take(left)
+        candidates = []
         for ordered in (True, False):
             with contextlib.suppress(NoPlan):
-                others = problem.take(left)
                 solution = spread(others, solve(others, ordered))
-                solution = replace(solution, devices=tuple(left[n] for n in solution.devices))
-                if cost(problem, solution).bottleneck < NEVER:
-                    found.append((outcome(survey, job, _as_plan(solution, job)), solution))
-        without = min(found, key=lambda one: one[0].expected, default=best)
-        if without is not best and without[0].expected <= _SPARED * best[0].expected:
+                candidates.append(replace(solution, devices=tuple(left[n] for n in solution.devices)))
+        found = _possible(problem, candidates, survey, job)
+        if found and (without := _best(found))[0].expected <= _SPARED * best[0].expected:
             return without
     return best
 
