@@ -1,14 +1,16 @@
 """Uniform quantization to 1..8 bits: per group a zero point and a scale in bfloat16, codes packed without a wasted bit.
 
-A value x of a group becomes q = floor((x - zero) / scale + 1/2), or + u with u uniform in (0, 1) for stochastic rounding
-(the middles of 65,536 parts), which makes zero + scale * q unbiased. ``zero`` is the group's minimum rounded down, ``scale``
-its range over 2^bits - 1 rounded up, so the error is at most half a scale (nearest) or a scale (stochastic).
+A value x of a group becomes q = floor((x - zero) / scale + 1/2), or + u with u uniform in [0, 1) for stochastic rounding
+(in 65,536 parts, the quotient to the nearest one), which makes zero + scale * q unbiased. ``zero`` is the group's minimum
+rounded down, ``scale`` its range over 2^bits - 1 rounded up, so the error is at most half a scale (nearest) or a scale
+(stochastic).
 
 Layout: a uint32 for each group (zero's bfloat16 above, scale's below), then the codes (kernels/packing.py).
 
 Speed lies in plain loops over slices: an index into a slice is known not to be negative, while ``a[g * n + i]`` costs
 Numba's wrap-around test and the vectorization with it (statistics 5 GB/s instead of 60). The block is large enough that the
-cost of each loop's start and end vanishes: with 4,096 values encoding ran at 0.67 of memcpy, with 16,384 at 0.80.
+cost of each loop's start and end vanishes: with 4,096 values encoding ran at 0.67 of memcpy, with 16,384 at 0.80. While a
+block is rounded, the next one is fetched, run by run.
 """
 
 import numba as nb
@@ -17,9 +19,12 @@ import numpy.typing as npt
 from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, coded_bytes, extremes, parts
 from accept_mpi.kernels.options import NJIT
 from accept_mpi.kernels.packing import BLOCK, pack, unpack
+from accept_mpi.kernels.prefetch import LINE, prefetch
 
 _PER_GROUP = 4  # bytes
 PAIR = BLOCK // 2  # values i and i + PAIR of a block share one hash, 16 bits each
+RUN = 256  # values of a block that are rounded at a time, and as many of the next one fetched: 128 or 512 are slower
+_WEYL = np.uint32(0x9E3779B1)  # what a value's number is multiplied by: the next one's product is a sum
 
 
 @nb.njit("int64(int32[::1], int32[::1], float32, uint32[::1], float32[::1], float32[::1])", **NJIT)
@@ -55,74 +60,101 @@ def _parameters(low, high, inverse_levels, packed, zero, inverse):  # type: igno
 
 
 @nb.njit("uint32(uint32, uint32)", **NJIT)
-def _random(number, key):  # type: ignore[no-untyped-def]
-    """32 random bits from a value's number: three rounds of multiply and shift, ``key`` mixed in."""
-    h = np.uint32(number * np.uint32(0x9E3779B1))
-    h = np.uint32(np.uint32(h ^ np.uint32(h >> np.uint32(15))) ^ key)
+def _random(product, key):  # type: ignore[no-untyped-def]
+    """32 random bits from a value's number times ``_WEYL``: two more rounds of multiply and shift, ``key`` mixed in."""
+    h = np.uint32(np.uint32(product ^ np.uint32(product >> np.uint32(15))) ^ key)
     h = np.uint32(h * np.uint32(0x85EBCA77))
     h = np.uint32(h ^ np.uint32(h >> np.uint32(13)))
     h = np.uint32(h * np.uint32(0xC2B2AE3D))
     return np.uint32(h ^ np.uint32(h >> np.uint32(16)))
 
 
-@nb.njit("float32(uint32)", **NJIT)
-def _unit(bits):  # type: ignore[no-untyped-def]
-    """The middle of one of 65,536 parts of [0, 1), by the low 16 bits."""
-    return (np.float32(np.int32(bits & np.uint32(0xFFFF))) + np.float32(0.5)) * np.float32(1.0 / 65536)
+@nb.njit("int32(float32, float32, float32, float32)", **NJIT)
+def _nearest(x, zero, inverse, levels):  # type: ignore[no-untyped-def]
+    return np.int32(min((x - zero) * inverse + np.float32(0.5), levels))
 
 
-@nb.njit("int32(float32, float32, float32, float32, float32)", **NJIT)
-def _code(x, zero, inverse, levels, add):  # type: ignore[no-untyped-def]
-    return np.int32(min((x - zero) * inverse + add, levels))
+@nb.njit("int32(float32, float32, float32, float32, uint32)", **NJIT)
+def _drawn(x, zero, inverse, levels, bits):  # type: ignore[no-untyped-def]
+    """By 16 random bits, in fixed point: half of it in floats would be two more conversions a value."""
+    one = np.float32(65536)
+    fixed = np.int32(min((x - zero) * inverse * one + np.float32(0.5), levels * one))
+    return np.int32(np.int32(fixed + np.int32(bits)) >> np.int32(16))
+
+
+@nb.njit("uint32(uint32)", **NJIT)
+def _low(bits):  # type: ignore[no-untyped-def]
+    return np.uint32(bits & np.uint32(0xFFFF))
+
+
+@nb.njit("uint32(uint32)", **NJIT)
+def _high(bits):  # type: ignore[no-untyped-def]
+    return np.uint32(bits >> np.uint32(16))
+
+
+@nb.njit("void(float32[::1], int64, int64)", **NJIT)
+def _fetch(x, begin, end):  # type: ignore[no-untyped-def]
+    for i in range(begin, min(end, x.size), LINE):
+        prefetch(x, i)
 
 
 # Codes of 4 and 2 bits in a whole block are packed as they are made: 2 or 4 streams of values, one stream of bytes. In two
-# loops, the bytes' cache misses are not hidden behind arithmetic (23 GB/s instead of 29). ``run`` divides a stream.
+# loops, the bytes' cache misses are not hidden behind arithmetic (23 GB/s instead of 29). ``run`` divides a stream;
+# ``after`` is the next block.
 
 
 @nb.njit(
-    "void(float32[::1], int64, int64, float32[::1], float32[::1], float32, boolean, uint32, uint32, uint8[::1])", **NJIT
+    "void(float32[::1], int64, int64, float32[::1], float32[::1], int64, boolean, uint32, uint32, float32[::1], uint8[::1])",
+    **NJIT,
 )
-def _round(x, run, shift, zero, inverse, levels, stochastic, first, key, codes):  # type: ignore[no-untyped-def]
-    half = np.float32(0.5)
+def _round(x, run, shift, zero, inverse, top, stochastic, first, key, after, codes):  # type: ignore[no-untyped-def]
+    levels = np.float32(top)
     for begin in range(0, x.size, run):
+        _fetch(after, begin, begin + run)
         part, out = x[begin : min(begin + run, x.size)], codes[begin : min(begin + run, x.size)]
         z, s = zero[begin >> shift], inverse[begin >> shift]
         if stochastic:
-            number = np.uint32(first + np.uint32(begin & (PAIR - 1)))
+            product = np.uint32(np.uint32(first + np.uint32(begin & (PAIR - 1))) * _WEYL)
             down = np.uint32(16 if begin & PAIR else 0)
             for i in range(part.size):
-                u = _unit(np.uint32(_random(np.uint32(number + np.uint32(i)), key) >> down))
-                out[i] = np.uint8(_code(part[i], z, s, levels, u))
+                bits = np.uint32(_random(product, key) >> down)
+                out[i] = np.uint8(_drawn(part[i], z, s, levels, _low(bits)))
+                product = np.uint32(product + _WEYL)
         else:
             for i in range(part.size):
-                out[i] = np.uint8(_code(part[i], z, s, levels, half))
+                out[i] = np.uint8(_nearest(part[i], z, s, levels))
 
 
-@nb.njit("void(float32[::1], int64, int64, float32[::1], float32[::1], boolean, uint32, uint32, uint8[::1])", **NJIT)
-def _round_4bit(x, run, shift, zero, inverse, stochastic, first, key, out):  # type: ignore[no-untyped-def]
-    h, levels, half = BLOCK // 2, np.float32(15.0), np.float32(0.5)
+@nb.njit(
+    "void(float32[::1], int64, int64, float32[::1], float32[::1], boolean, uint32, uint32, float32[::1], uint8[::1])", **NJIT
+)
+def _round_4bit(x, run, shift, zero, inverse, stochastic, first, key, after, out):  # type: ignore[no-untyped-def]
+    h, levels = BLOCK // 2, np.float32(15.0)
     for begin in range(0, h, run):
+        _fetch(after, 2 * begin, 2 * (begin + run))
         a, b, mine = x[begin : begin + run], x[h + begin : h + begin + run], out[begin : begin + run]
         za, sa = zero[begin >> shift], inverse[begin >> shift]
         zb, sb = zero[(h + begin) >> shift], inverse[(h + begin) >> shift]
         if stochastic:
-            number = np.uint32(first + np.uint32(begin))
+            product = np.uint32(np.uint32(first + np.uint32(begin)) * _WEYL)
             for i in range(mine.size):
-                bits = _random(np.uint32(number + np.uint32(i)), key)
-                low = _code(a[i], za, sa, levels, _unit(bits))
-                high = _code(b[i], zb, sb, levels, _unit(np.uint32(bits >> np.uint32(16))))
+                bits = _random(product, key)
+                low, high = _drawn(a[i], za, sa, levels, _low(bits)), _drawn(b[i], zb, sb, levels, _high(bits))
                 mine[i] = np.uint8(np.int32(low | np.int32(high << np.int32(4))))
+                product = np.uint32(product + _WEYL)
         else:
             for i in range(mine.size):
-                low, high = _code(a[i], za, sa, levels, half), _code(b[i], zb, sb, levels, half)
+                low, high = _nearest(a[i], za, sa, levels), _nearest(b[i], zb, sb, levels)
                 mine[i] = np.uint8(np.int32(low | np.int32(high << np.int32(4))))
 
 
-@nb.njit("void(float32[::1], int64, int64, float32[::1], float32[::1], boolean, uint32, uint32, uint8[::1])", **NJIT)
-def _round_2bit(x, run, shift, zero, inverse, stochastic, first, key, out):  # type: ignore[no-untyped-def]
-    h, levels, half = BLOCK // 4, np.float32(3.0), np.float32(0.5)
+@nb.njit(
+    "void(float32[::1], int64, int64, float32[::1], float32[::1], boolean, uint32, uint32, float32[::1], uint8[::1])", **NJIT
+)
+def _round_2bit(x, run, shift, zero, inverse, stochastic, first, key, after, out):  # type: ignore[no-untyped-def]
+    h, levels = BLOCK // 4, np.float32(3.0)
     for begin in range(0, h, run):
+        _fetch(after, 4 * begin, 4 * (begin + run))
         a, b = x[begin : begin + run], x[h + begin : h + begin + run]
         c, d = x[2 * h + begin : 2 * h + begin + run], x[3 * h + begin : 3 * h + begin + run]
         mine = out[begin : begin + run]
@@ -130,20 +162,19 @@ def _round_2bit(x, run, shift, zero, inverse, stochastic, first, key, out):  # t
         za, zb, zc, zd = zero[ga], zero[gb], zero[gc], zero[gd]
         sa, sb, sc, sd = inverse[ga], inverse[gb], inverse[gc], inverse[gd]
         if stochastic:
-            number = np.uint32(first + np.uint32(begin))
+            product = np.uint32(np.uint32(first + np.uint32(begin)) * _WEYL)
+            further = np.uint32(np.uint32(h) * _WEYL)
             for i in range(mine.size):
-                ac = _random(np.uint32(number + np.uint32(i)), key)
-                bd = _random(np.uint32(number + np.uint32(h) + np.uint32(i)), key)
-                qa = _code(a[i], za, sa, levels, _unit(ac))
-                qb = _code(b[i], zb, sb, levels, _unit(bd))
-                qc = _code(c[i], zc, sc, levels, _unit(np.uint32(ac >> np.uint32(16))))
-                qd = _code(d[i], zd, sd, levels, _unit(np.uint32(bd >> np.uint32(16))))
+                ac, bd = _random(product, key), _random(np.uint32(product + further), key)
+                qa, qb = _drawn(a[i], za, sa, levels, _low(ac)), _drawn(b[i], zb, sb, levels, _low(bd))
+                qc, qd = _drawn(c[i], zc, sc, levels, _high(ac)), _drawn(d[i], zd, sd, levels, _high(bd))
                 low, high = np.int32(qa | np.int32(qb << np.int32(2))), np.int32(qc | np.int32(qd << np.int32(2)))
                 mine[i] = np.uint8(np.int32(low | np.int32(high << np.int32(4))))
+                product = np.uint32(product + _WEYL)
         else:
             for i in range(mine.size):
-                qa, qb = _code(a[i], za, sa, levels, half), _code(b[i], zb, sb, levels, half)
-                qc, qd = _code(c[i], zc, sc, levels, half), _code(d[i], zd, sd, levels, half)
+                qa, qb = _nearest(a[i], za, sa, levels), _nearest(b[i], zb, sb, levels)
+                qc, qd = _nearest(c[i], zc, sc, levels), _nearest(d[i], zd, sd, levels)
                 low, high = np.int32(qa | np.int32(qb << np.int32(2))), np.int32(qc | np.int32(qd << np.int32(2)))
                 mine[i] = np.uint8(np.int32(low | np.int32(high << np.int32(4))))
 
@@ -151,8 +182,8 @@ def _round_2bit(x, run, shift, zero, inverse, stochastic, first, key, out):  # t
 @nb.njit("int64(float32[::1], int64, int64, boolean, uint64, uint32[::1], uint8[::1])", **NJIT)
 def _encode(x, bits, group, stochastic, key, parameters, out):  # type: ignore[no-untyped-def]
     ints = x.view(np.int32)
-    top = np.float32((1 << bits) - 1)
-    inverse_levels = np.float32(1.0) / top
+    top = (1 << bits) - 1
+    inverse_levels = np.float32(1.0) / np.float32(top)
     whole = group >= x.size
     groups = parameters.size if whole else BLOCK // group
     low, high = np.empty(groups, np.int32), np.empty(groups, np.int32)
@@ -180,13 +211,14 @@ def _encode(x, bits, group, stochastic, key, parameters, out):  # type: ignore[n
         number = np.uint32(np.uint32(begin) + low_key)
         size = (block.size + 7) // 8 * bits
         packed = out[at : at + size]
+        after = x[min(begin + BLOCK, x.size) : min(begin + 2 * BLOCK, x.size)]
         if block.size == BLOCK and bits == 4:
-            _round_4bit(block, min(span, BLOCK // 2), shift, zero, inverse, stochastic, number, high_key, packed)
+            _round_4bit(block, min(span, RUN // 2), shift, zero, inverse, stochastic, number, high_key, after, packed)
         elif block.size == BLOCK and bits == 2:
-            _round_2bit(block, min(span, BLOCK // 4), shift, zero, inverse, stochastic, number, high_key, packed)
+            _round_2bit(block, min(span, RUN // 4), shift, zero, inverse, stochastic, number, high_key, after, packed)
         else:
             padded = codes[: (block.size + 7) // 8 * 8]
-            _round(block, min(span, PAIR), shift, zero, inverse, top, stochastic, number, high_key, padded)
+            _round(block, min(span, RUN), shift, zero, inverse, top, stochastic, number, high_key, after, padded)
             for i in range(block.size, padded.size):
                 padded[i] = np.uint8(0)
             pack(padded, bits, packed)

@@ -34,8 +34,8 @@ def order(value: np.float32) -> tuple[float, bool]:
     return float(value), not np.signbit(value)
 
 
-def random_float(number: int, key: int) -> np.float32:
-    """The uniform number that stochastic rounding adds to value ``number``: halves of a hash that two values share."""
+def random_bits(number: int, key: int) -> int:
+    """16 bits of a hash for value ``number``; two values share one, half each."""
     mask = 0xFFFFFFFF
     block, place = divmod(number, 16384)
     half, place = divmod(place, 8192)
@@ -44,7 +44,7 @@ def random_float(number: int, key: int) -> np.float32:
     h = h * 0x85EBCA77 & mask
     h = (h ^ h >> 13) * 0xC2B2AE3D & mask
     h ^= h >> 16
-    return (np.float32(h >> 16 * half & 0xFFFF) + np.float32(0.5)) * np.float32(1 / 65536)
+    return h >> 16 * half & 0xFFFF
 
 
 def uniform(x: np.ndarray, bits: int, group: int, key: int | None = None) -> tuple[bytes, np.ndarray]:
@@ -61,8 +61,12 @@ def uniform(x: np.ndarray, bits: int, group: int, key: int | None = None) -> tup
         inverse = np.float32(1) / scale if scale > 0 else np.float32(0)
         words.append(int(zero.view(np.uint32)) | int(scale.view(np.uint32)) >> 16)
         for i, value in enumerate(part):
-            add = np.float32(0.5) if key is None else random_float(begin + i, key)
-            codes.append(int(min((value - zero) * inverse + add, np.float32(levels))))
+            level = (value - zero) * inverse
+            if key is None:
+                codes.append(int(min(level + np.float32(0.5), np.float32(levels))))
+            else:
+                fixed = int(min(level * np.float32(65536) + np.float32(0.5), np.float32(65536 * levels)))
+                codes.append((fixed + random_bits(begin + i, key)) >> 16)
             back.append(zero + scale * np.float32(codes[-1]))
     packed = pack(codes, bits)
     return np.array(words, np.uint32).tobytes() + packed, np.array(back, np.float32)

@@ -73,6 +73,17 @@ def test_stochastic_rounding_is_unbiased() -> None:
         assert abs(drawn.mean() - fraction) < 4 * sigma
 
 
+def test_tiny_scales_equal_the_reference() -> None:
+    """1 / scale times 65,536 is beyond float32."""
+    x = np.arange(64, dtype=np.float32) * np.float32(3e-37)
+    for bits, key in ((4, None), (4, 7), (8, 7)):
+        out, back = there_and_back(x, bits, 64, key)
+        data, values = naive.uniform(x, bits, 64, key)
+        assert out.tobytes() == data
+        assert back.tobytes() == values.tobytes()
+        assert np.unique(back).size > 8
+
+
 def test_random_bits_come_from_the_key_alone() -> None:
     x = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
     a, b, c = (there_and_back(x, 3, 64, key)[0] for key in (1, 1, 2))
