@@ -7,8 +7,13 @@ from pathlib import Path
 
 from accept_mpi import cgroups
 
-PLANNED = 0.8
-"""Share of the memory that a process may still take which a plan gives it."""
+_PLANNED = 0.8  # of what a process may still take: its allocator cannot use all of it
+_WORKING = 128 << 20  # bytes beside tensors: code that runs for the first time, scratch, buffers. MobileNetV2: 35 to 190 MiB
+
+
+def planned(available: float) -> float:
+    """Bytes of weights, activations and the like that a plan may give to a process which may still take ``available``."""
+    return max(0.0, _PLANNED * available - _WORKING)
 
 
 def total_memory() -> int:

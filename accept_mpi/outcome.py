@@ -142,12 +142,13 @@ def _crossings(survey: Survey, plan: Plan) -> dict[Direction, Crossing]:
 
 
 def _memory(survey: Survey, job: config.Job, plan: Plan) -> list[float]:
-    needs = Needs(job, len(plan.stages))
+    needs = Needs(survey, job, len(plan.stages))
     rows = []
     for s, stage in enumerate(plan.stages):
         layers = survey.outline.layers[stage.start : stage.stop]
         behind = len(plan.stages) - 1 - s
         state = sum(needs.state(layer) for layer in layers)
-        held = sum(layer.held for layer in layers)
+        values, other = survey.outline.crossing(stage.start) if s else (0, 0)
+        held = sum(layer.held for layer in layers) + 4 * values + other
         rows.append(float(needs.copies[behind] * state + needs.kept[behind] * held))
     return rows

@@ -81,6 +81,10 @@ class Problem:
     def layers(self) -> int:
         return self.layer_seconds.shape[1]
 
+    def received(self, start: int) -> float:
+        """Bytes that a stage which begins with layer ``start`` has received of each micro-batch in flight."""
+        return float(4 * self.values[start] + self.other[start]) if start else 0.0
+
     def take(self, devices: Sequence[int]) -> "Problem":
         """The same with these devices in this order."""
         order = np.array(devices, int)
@@ -134,9 +138,8 @@ def cost(problem: Problem, plan: Solution) -> Cost:
         stages.append(seconds)
         nics.append(sum(messages[b] for b in beside) / problem.nic[device])
         behind = last - s
-        memory = (
-            problem.copies[behind] * problem.state[start:stop].sum() + problem.kept[behind] * problem.held[start:stop].sum()
-        )
+        held = problem.held[start:stop].sum() + problem.received(start)
+        memory = problem.copies[behind] * problem.state[start:stop].sum() + problem.kept[behind] * held
         fits &= bool(memory <= problem.capacity[device] * (1 + 1e-12))
     pairs = list(itertools.pairwise(plan.devices))
     ways = [(m / problem.rate[a, b], m / problem.rate[b, a]) for m, (a, b) in zip(messages, pairs, strict=True)]
@@ -249,8 +252,9 @@ def _why(problem: Problem) -> str:
     """What does not fit, and what would."""
     whole, held = float(problem.state.sum()), float(problem.held.sum())
     room = float(problem.capacity.sum())
-    layer = int(np.argmax(problem.copies[0] * problem.state + problem.kept[0] * problem.held))
-    needs = float(problem.copies[0] * problem.state[layer] + problem.kept[0] * problem.held[layer])
+    alone = problem.copies[0] * problem.state + problem.kept[0] * problem.held
+    layer = int(np.argmax(alone))
+    needs = float(alone[layer])
     most = float(problem.capacity.max())
     if needs > most:
         return (

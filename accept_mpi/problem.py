@@ -20,6 +20,7 @@ NEVER = 1e9
 _MOST_RUNS = 1e7  # of layers on devices, that have a cost of their own
 _FILL = {"1f1b-async": 0.0, "1f1b": 1.0, "gpipe": 1.0, "zero-bubble": 1 / 3}  # ZB-H1: Qi et al. 2023, section 2.2
 _OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}
+_SNAPSHOTS = 5  # states: a stage's own after the last snapshot, the next one and as it is sent; two of the stage before
 
 
 def micro_batches_of(job: config.Job) -> int:
@@ -42,7 +43,7 @@ def problem_of(survey: Survey, job: config.Job, share: float = 1.0) -> tuple[Pro
     names, pairs = _codecs(job.pipeline)
     rate = np.array(survey.rate, float)
     np.fill_diagonal(rate, 1e15)
-    needs = Needs(job, count)
+    needs = Needs(survey, job, count)
     return Problem(
         layer_seconds=seconds,
         extra_seconds=_messages(devices, layers),
@@ -100,7 +101,7 @@ def _handling(device: Device, forward: str, backward: str) -> float:
 class Needs:
     """Memory of a stage, by how many stages are behind it."""
 
-    def __init__(self, job: config.Job, stages: int) -> None:
+    def __init__(self, survey: Survey, job: config.Job, stages: int) -> None:
         kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
         self._optimizer = _OPTIMIZER_COPIES[job.train.optimizer.name]
         if job.train.optimizer.name == "sgd" and not job.train.optimizer.momentum:
@@ -116,7 +117,8 @@ class Needs:
             versions = np.full(stages, self.kept.max()) if job.pipeline.vertical_sync else self.kept
             weights = 2 + np.ceil(versions / micro_batches_of(job))
         whole = 2 + self._optimizer
-        self.copies = (weights + 1 + self._optimizer) / whole
+        snapshots = _SNAPSHOTS * (1 + self._optimizer) if any(device.snapshots for device in survey.devices) else 0
+        self.copies = (weights + 1 + self._optimizer + snapshots) / whole
 
     def state(self, layer: LayerOutline) -> float:
         """Bytes of a layer's weights, gradients and optimizer, one version. What is frozen has weights alone."""

@@ -37,6 +37,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """Whether coding and sending take their time from the core that computes."""
     memory: float
     """Bytes that a stage may take."""
+    snapshots: bool = False
+    """Whether it keeps copies of its stage's state and of another's."""
     factor: float = 1.0
     """By how much its times were scaled since it measured them (``adapting``)."""
     assumed: bool = False

@@ -29,7 +29,7 @@ from accept_mpi.latency import (
     remember,
 )
 from accept_mpi.log import open_log
-from accept_mpi.memory import PLANNED, available_memory
+from accept_mpi.memory import available_memory, planned
 from accept_mpi.models import Chain
 from accept_mpi.outcome import settled
 from accept_mpi.outline import Outline, outline_of
@@ -99,7 +99,7 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     told = messenger.broadcast([msgspec.to_builtins(known), order], seconds, "what is known of each device")
     known, order = told
     before = msgspec.convert(known[runtime.rank], LayerTimes | None)
-    room = PLANNED * available_memory() / runtime.ranks_on_host
+    room = planned(available_memory() / runtime.ranks_on_host)
     cores = runtime.hosts[runtime.rank]["cores"] / runtime.ranks_on_host
     crowded = cores < torch.get_num_threads()
     times = runtime.agree(
@@ -113,7 +113,8 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     costs = {name: codec_costs(coding) for name, coding in codings.items()}
     shared = cores < torch.get_num_threads() + 1
     coded = max(codings.values(), key=lambda coding: coding.kind != "none")
-    mine = _Report(times, rates, costs, message_cost(coded), data[0] is not None, room, shared)
+    copies = runtime.survives and runtime.size > 1 and job.recovery.replicate_every != 0
+    mine = _Report(times, rates, costs, message_cost(coded), data[0] is not None, room, shared, copies)
     gathered = messenger.allgather(msgspec.to_builtins(mine), seconds, "what each device has measured")
     measured = time.monotonic()
 
@@ -195,6 +196,7 @@ class _Report(msgspec.Struct, frozen=True):
     data: bool
     memory: float
     shared: bool
+    snapshots: bool = False
 
 
 def survey_of(model: Outline, reports: list[_Report], hosts: list[str], predictor: Predictor | None = None) -> Survey:
@@ -217,6 +219,7 @@ def survey_of(model: Outline, reports: list[_Report], hosts: list[str], predicto
                 message=stretch * (report.rates.message + report.message),
                 shared=report.shared,
                 memory=report.memory,
+                snapshots=report.snapshots,
                 data=report.data,
             )
         )

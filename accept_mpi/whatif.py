@@ -21,7 +21,7 @@ from accept_mpi.device import keep_memory
 from accept_mpi.errors import UserError
 from accept_mpi.fleet import Host
 from accept_mpi.log import open_log
-from accept_mpi.memory import PLANNED
+from accept_mpi.memory import planned
 from accept_mpi.models import load as load_model
 from accept_mpi.outline import Outline, outline_of
 from accept_mpi.probe import LayerTimes, micro_batch, probe
@@ -36,6 +36,7 @@ _UNLIMITED = 1e9  # bytes/s of a link without a limit
 _LATENCY = 2e-4  # seconds
 _BYTE_CPU = 2e-9  # seconds of a whole core to send or receive a byte through TCP
 _MESSAGE_CPU = 1e-4  # and a message, its bytes apart, on MPI's side
+_PROCESS = 450 << 20  # bytes of Python, torch, MPI and a small data set, before there is a model
 _DEADLINE = 300.0
 
 
@@ -121,7 +122,7 @@ def survey_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str]) 
                 byte=_BYTE_CPU / min(1.0, host.cpu),
                 message=(_MESSAGE_CPU + message) / min(1.0, host.cpu),
                 shared=True,
-                memory=PLANNED * (host.memory or 1 << 40),
+                memory=planned((host.memory or 1 << 40) - _PROCESS),
             )
         )
     links = np.array([_bytes_per_second(host.link) for host in hosts])

@@ -10,8 +10,8 @@ their sum lacks, or (N, 1, 1) where nothing is known; ``values`` and ``other`` (
 besides that cross in front of a layer, each way; ``rate`` (N, N), bytes/s from one device to another; ``nic`` (N), bytes/s
 of a device's own link, each way; ``bits`` (C), bytes a value; ``coding`` (N, C), seconds to encode one value and decode
 another; ``state`` and ``held`` (L+1), bytes before each layer of weights and what goes with them, and of activations;
-``capacity`` (N), bytes;
-``kept`` and ``copies`` (N), micro-batches in flight and versions of the weights, by number of stages behind.
+``capacity`` (N), bytes; ``kept`` and ``copies`` (N), micro-batches in flight and versions of the weights, by number of
+stages behind. A stage also holds what it received of each micro-batch in flight, 4 bytes a value.
 """
 
 import numba as nb
@@ -63,7 +63,9 @@ def extend(  # type: ignore[no-untyped-def]
             if whole:
                 seconds += extra[a, j, i]
             there = values[j] * bits[codec] + other[j]
-            if seconds > cap or message + there > cap * nic[a]:
+            received = 4.0 * values[j] + other[j]
+            memory = copies[behind] * (state[i] - state[j]) + kept[behind] * (held[i] - held[j] + received)
+            if seconds > cap or message + there > cap * nic[a] or memory > capacity[a]:
                 continue
             if values[j] <= coded and other[j] <= whole_bytes:
                 coded, whole_bytes = values[j], other[j]

@@ -6,8 +6,8 @@ from accept_mpi import surveying
 
 
 def mlp(memory: float) -> nn.Sequential:
-    """3.8 MB with gradients and momentum, and ``memory`` bytes free on each machine."""
-    surveying.available_memory = lambda: memory
+    """3.8 MB with gradients and momentum, and ``memory`` bytes for a plan on each machine."""
+    surveying.planned = lambda available: memory
     layers: list[nn.Module] = [nn.Flatten(), nn.Linear(192, 256)]
     for _ in range(4):
         layers += [nn.ReLU(), nn.Linear(256, 256)]

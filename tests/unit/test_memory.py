@@ -1,6 +1,9 @@
 """Memory that a process may have: what its control groups allow, of either version, is less than the machine's."""
 
+import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,3 +34,71 @@ def test_a_quota_of_cpu() -> None:
     assert quota(["40000\n", "100000\n"]) == quota(["40000 100000\n"]) == 0.4
     assert quota(["-1\n", "100000\n"]) == quota(["max 100000\n"]) == math.inf
     assert cpu_share() > 0
+
+
+_GROWTH = """
+import json, resource, sys
+from accept_mpi import config
+from accept_mpi.device import keep_memory
+keep_memory()
+import torch
+from accept_mpi.models import load
+from accept_mpi.models.layers import build_layers
+from accept_mpi.outline import outline_of
+from accept_mpi.plan import Codec, make_plan
+from accept_mpi.problem import Needs
+from accept_mpi.stage import Stage
+from accept_mpi.survey import Survey
+
+torch.set_num_threads(1)
+start, stop, behind = map(int, sys.argv[1:])
+job = config.parse(sys.stdin.read(), "job")
+chain = load(job.model.name, job.model.args, 0)
+model = outline_of(chain, job, (torch.randn(16, 3, 32, 32),))
+needs = Needs(Survey(model, [], [], []), job, behind + 1)
+layers = model.layers[start:stop]
+depth = int(needs.kept[behind])
+forecast = needs.copies[behind] * sum(map(needs.state, layers)) + depth * sum(layer.held for layer in layers)
+
+def like(shapes):
+    return tuple(torch.randn(shape).contiguous(memory_format=torch.channels_last) for shape in shapes)
+
+def taken():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+before = taken()
+stage = Stage(build_layers(chain, start, stop, 0), job, None, True)
+flying = {}
+for k in range(depth + 6):
+    flying[k] = stage.forward(0, k, like(spec.shape for spec in layers[0].inputs)).outputs
+    if k >= depth - 1:
+        stage.backward(0, k - depth + 1, like(out.shape for out in flying.pop(k - depth + 1)))
+print(json.dumps([forecast, taken() - before]))
+"""
+_JOB = """
+[model]
+name = "mobilenetv2"
+args = { classes = 10 }
+[data]
+name = "digits"
+[train]
+batch_size = 64
+micro_batches = 4
+steps = 1
+optimizer = { name = "sgd", lr = 0.05, momentum = 0.9 }
+[pipeline]
+schedule = "1f1b-async"
+[output]
+directory = "r"
+"""
+
+
+@pytest.mark.parametrize("stage", [(0, 21, 1), (2, 8, 1), (21, 40, 1)], ids=str)
+def test_a_stage_takes_no_more_than_it_was_planned_to(stage: tuple[int, int, int]) -> None:
+    """Resident memory, with all micro-batches in flight: what a device must have for a plan that gives it this stage."""
+    command = [sys.executable, "-c", _GROWTH, *map(str, stage)]
+    done = subprocess.run(command, input=_JOB, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    forecast, grown = json.loads(done.stdout)
+    assert 0.5 * forecast < grown
+    assert memory.planned(grown) <= forecast, f"{grown / 2**20:.0f} MiB for {forecast / 2**20:.0f}"

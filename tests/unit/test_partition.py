@@ -32,9 +32,9 @@ def random_problem(rng: np.random.Generator, devices: int, layers: int, codecs: 
         codecs=("a", "b", "c")[:codecs],
         bits=np.array([4.0, 1.0, 0.5])[:codecs],
         coding=rng.uniform(0, 4e-4, (devices, codecs)) * (np.arange(codecs) > 0),
-        state=rng.uniform(0, 4, layers),
-        held=rng.uniform(0, 2, layers),
-        capacity=rng.choice([4.0, 8.0, 16.0, 1e9], devices),
+        state=rng.uniform(0, 4e3, layers),
+        held=rng.uniform(0, 2e3, layers),
+        capacity=rng.choice([4e3, 8e3, 16e3, 1e9], devices),
         kept=kept,
         copies=kept if rng.random() < 0.3 else np.ones(devices),
         micro_batches=float(rng.integers(1, 9)),
@@ -176,3 +176,14 @@ def test_a_missing_time_is_refused() -> None:
     problem.layer_seconds[0, 1] = np.nan
     with pytest.raises(ValueError, match="layer_seconds"):
         solve(problem)
+
+
+def test_a_stage_holds_what_it_received() -> None:
+    problem = Problem(
+        layer_seconds=np.ones((2, 2)), values=np.array([0.0, 100.0, 0.0]), other=np.array([8.0, 8.0, 0.0]),
+        rate=np.full((2, 2), 1e9), nic=np.full(2, 1e9), state=np.zeros(2), held=np.zeros(2),
+        capacity=np.array([0.0, 408.0]), kept=np.ones(2), copies=np.ones(2),
+    )  # fmt: skip
+    assert cost(problem, Solution((0, 1), (0, 1, 2), (0,))).fits
+    assert not cost(replace(problem, capacity=np.array([0.0, 407.0])), Solution((0, 1), (0, 1, 2), (0,))).fits
+    assert solve(problem).edges == (0, 1, 2)

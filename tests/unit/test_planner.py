@@ -245,6 +245,14 @@ def test_memory_decides() -> None:
         plan_for(survey(1, 1, memory=[1e3, 1e3]), job())
 
 
+def test_snapshots_take_memory() -> None:
+    """Five more copies of the weights, there is no momentum."""
+    free, copied = (plan_for(survey(1, 1, snapshots=[keeps, keeps]), job()).memory[0] for keeps in (False, True))
+    assert copied - free == 5 * 6 * 64 * 65 * 4
+    with pytest.raises(UserError, match=r"recovery\.replicate_every = 0"):
+        plan_for(survey(1, 1, memory=[3e5, 3e5], snapshots=[True, True]), job())
+
+
 def test_a_slow_boundary_is_cut_where_codecs_make_it_fast_enough() -> None:
     """4 x 64 floats each way, a micro-batch in 18 ms: 60 kB/s cannot carry them uncoded, with 4 bits they can."""
     uncoded = plan_for(survey(1, 1, rate=3e4), job())
