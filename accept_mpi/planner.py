@@ -56,8 +56,8 @@ def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outco
     if not possible:
         have = ", ".join(device.host for device in survey.devices if device.data)
         if why:
-            copies = any(device.snapshots for device in survey.devices)
-            raise UserError(f"pipeline.cuts: {why}" + (", or no snapshots (recovery.replicate_every = 0)" if copies else ""))
+            without = ", or no snapshots (recovery.replicate_every = 0)" if survey.snapshots else ""
+            raise UserError(f"pipeline.cuts: {why}{without}")
         if not have:
             raise UserError("data.name: first and last stage need the data, and no device that is there has it")
         raise UserError(

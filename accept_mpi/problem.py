@@ -117,7 +117,7 @@ class Needs:
             versions = np.full(stages, self.kept.max()) if job.pipeline.vertical_sync else self.kept
             weights = 2 + np.ceil(versions / micro_batches_of(job))
         whole = 2 + self._optimizer
-        snapshots = _SNAPSHOTS * (1 + self._optimizer) if any(device.snapshots for device in survey.devices) else 0
+        snapshots = _SNAPSHOTS * (1 + self._optimizer) if survey.snapshots else 0
         self.copies = (weights + 1 + self._optimizer + snapshots) / whole
 
     def state(self, layer: LayerOutline) -> float:

@@ -71,6 +71,11 @@ class Survey(msgspec.Struct, frozen=True):
         away = [rate for other, rate in enumerate(self.rate[device]) if hosts[other] != hosts[device]]
         return max(away or others or [1e12])
 
+    @property
+    def snapshots(self) -> bool:
+        """Whether devices keep copies of their stages' state and of others'."""
+        return any(device.snapshots for device in self.devices)
+
     def only(self, devices: list[int]) -> "Survey":
         """Of these devices, in this order."""
         rate, latency = ([[table[a][b] for b in devices] for a in devices] for table in (self.rate, self.latency))
