@@ -49,10 +49,11 @@ def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outco
             candidates.append(spread(one, solve(one, ordered)))
         except NoPlan as error:
             why = str(error)
-    even = outcome(survey, job, even_plan(survey, job))
     if problem.devices <= problem.layers:
         candidates.append(_even_solution(problem))
     possible = _possible(problem, candidates, survey, job)
+    evenly = even_plan(survey, job)
+    even = next((found for found, _ in possible if found.plan == evenly), None) or outcome(survey, job, evenly)
     if not possible:
         have = ", ".join(device.host for device in survey.devices if device.data)
         if why:

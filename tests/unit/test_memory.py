@@ -44,8 +44,9 @@ keep_memory()
 import torch
 from accept_mpi.models import load
 from accept_mpi.models.layers import build_layers
+from accept_mpi.outcome import _memory
 from accept_mpi.outline import outline_of
-from accept_mpi.plan import Codec, make_plan
+from accept_mpi.plan import make_plan
 from accept_mpi.problem import Needs
 from accept_mpi.stage import Stage
 from accept_mpi.survey import Survey
@@ -55,10 +56,9 @@ start, stop, behind = map(int, sys.argv[1:])
 job = config.parse(sys.stdin.read(), "job")
 chain = load(job.model.name, job.model.args, 0)
 model = outline_of(chain, job, (torch.randn(16, 3, 32, 32),))
-needs = Needs(Survey(model, [], [], []), job, behind + 1)
-layers = model.layers[start:stop]
-depth = int(needs.kept[behind])
-forecast = needs.copies[behind] * sum(map(needs.state, layers)) + depth * sum(layer.held for layer in layers)
+survey, plan = Survey(model, [], [], []), make_plan(len(chain), [start, stop] if start else [stop])
+depth = int(Needs(survey, job, behind + 1).kept[behind])
+forecast = _memory(survey, job, plan)[-1 - behind]
 
 def like(shapes):
     return tuple(torch.randn(shape).contiguous(memory_format=torch.channels_last) for shape in shapes)
@@ -70,7 +70,7 @@ before = taken()
 stage = Stage(build_layers(chain, start, stop, 0), job, None, True)
 flying = {}
 for k in range(depth + 6):
-    flying[k] = stage.forward(0, k, like(spec.shape for spec in layers[0].inputs)).outputs
+    flying[k] = stage.forward(0, k, like(spec.shape for spec in model.layers[start].inputs)).outputs
     if k >= depth - 1:
         stage.backward(0, k - depth + 1, like(out.shape for out in flying.pop(k - depth + 1)))
 print(json.dumps([forecast, taken() - before]))
