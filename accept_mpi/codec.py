@@ -7,7 +7,6 @@ memory order, each padded to 64. Shapes, dtypes and strides are not in it; both 
 
 import math
 import struct
-import zlib
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,21 +15,22 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from xxhash import xxh3_64_intdigest
 
 from accept_mpi.coding import KINDS, NONE, Coding
 from accept_mpi.errors import ProtocolError
-from accept_mpi.kernels import checksum
 from accept_mpi.seeds import mix
 
 Bytes = npt.NDArray[np.uint8]
 
 MAGIC = 0x4D504941  # "AIPM"
-VERSION = 1
+VERSION = 2
 ALIGN = 64
 
 _HEADER = struct.Struct("<IBBHIHHQIIQQdQ")
 HEADER_BYTES = _HEADER.size
 assert HEADER_BYTES == ALIGN
+_GUARDED = HEADER_BYTES - 8  # bytes before the checksum
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -52,11 +52,11 @@ class Header(msgspec.Struct, frozen=True):
     sent: float
     """When it was given to MPI, in seconds on rank 0's clock."""
 
-    def pack_into(self, buffer: Bytes, payload_checksum: int) -> None:
+    def pack_into(self, message: Bytes) -> None:
+        """Write it in front of the payload, which is there already."""
         fields = (MAGIC, VERSION, *msgspec.structs.astuple(self))
-        _HEADER.pack_into(buffer.data, 0, *fields, 0)
-        guard = payload_checksum ^ zlib.crc32(buffer[:56].tobytes())
-        _HEADER.pack_into(buffer.data, 0, *fields, guard)
+        _HEADER.pack_into(message.data, 0, *fields, 0)
+        _HEADER.pack_into(message.data, 0, *fields, _checksum(message))
 
     @staticmethod
     def unpack(buffer: Bytes) -> "Header":
@@ -76,9 +76,14 @@ class Header(msgspec.Struct, frozen=True):
             raise ProtocolError(
                 f"a message announces {header.length} bytes after its header and has {buffer.size - HEADER_BYTES}"
             )
-        if guard != checksum(buffer[HEADER_BYTES:]) ^ zlib.crc32(buffer[:56].tobytes()):
+        if guard != _checksum(buffer):
             raise ProtocolError(f"a message has a wrong checksum ({header})")
         return header
+
+
+def _checksum(message: Bytes) -> int:
+    """XXH3, 64 bits, of the header's other fields and the payload."""
+    return xxh3_64_intdigest(message.data[HEADER_BYTES:], seed=xxh3_64_intdigest(message.data[:_GUARDED]))
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -291,7 +296,7 @@ def encode(
         if part.end < part.padded:
             buffer[part.end : part.padded] = 0
     header = Header(codec=coding.number, length=layout.wire - HEADER_BYTES, raw=layout.raw, sent=now(), **fields)
-    header.pack_into(buffer, checksum(buffer[HEADER_BYTES : layout.wire]))
+    header.pack_into(buffer[: layout.wire])
     return layout.wire
 
 

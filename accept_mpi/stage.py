@@ -143,7 +143,7 @@ class Stage:
             pairs = [(out, g) for out, g in zip(wanting, gradients, strict=True) if g is not None]
             roots, seeds = [out for out, _ in pairs], [g for _, g in pairs]
         if roots and roots[0].requires_grad:
-            torch.autograd.backward(roots, seeds)
+            _Seeded.apply(seeds, *roots).backward()
         flight.outputs = []
         if self._deferred is not None:
             flight.work = self._deferred.collect()
@@ -348,6 +348,20 @@ class _Box:
         tensor: torch.Tensor = _Enter.apply(anchor, self) if self.wants_gradient else self.tensor
         self.tensor = None
         return tensor
+
+
+class _Seeded(torch.autograd.Function):
+    """A scalar; its backward gives these outputs these gradients. (``torch.autograd.backward`` would, too, but imports sympy
+    to compare their shapes: 35 MB and a third of a second of CPU in every process.)"""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        return None, *ctx.gradients
 
 
 class _Enter(torch.autograd.Function):

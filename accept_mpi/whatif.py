@@ -53,7 +53,7 @@ class _Measured(NamedTuple):
 
 def survey_of_log(path: Path, job: config.Job) -> Survey:
     """What a run was planned from. Raises UserError where it was not planned by measuring, or tells nothing of this job:
-    another model, another size of micro-batch, codecs that it did not measure."""
+    another model, another size of micro-batch, other threads, codecs that it did not measure."""
     with open_log(path) as log:
         if "survey" not in log:
             raise UserError(f'{path}: this run was not planned by measuring (pipeline.cuts = "auto")')
@@ -74,18 +74,33 @@ def survey_of_log(path: Path, job: config.Job) -> Survey:
             f"{path}: this run did not measure what coding with {', '.join(missing)} takes; "
             f"run this job, which may use it, to measure anew"
         )
-    if not _same_model(survey.outline, job, ran):
+    threads, timed_threads = job.train.threads, ran["train"]["threads"]
+    if threads != timed_threads:
         raise UserError(
-            f"{path}: the layers timed were those of another model than the job's, or took data of another shape; "
+            f"{path}: layers were timed with train.threads = {timed_threads}, the job asks for {threads}; "
             f"run this job to measure anew"
         )
-    return survey
+    if not _same_model(survey.outline, job, ran):
+        raise UserError(
+            f"{path}: the layers timed were those of another model than the job's, or took data of another shape or memory "
+            f"format; run this job to measure anew"
+        )
+    return _with_weights(survey) if job.pipeline.schedule == "zero-bubble" else survey
+
+
+def _with_weights(survey: Survey) -> Survey:
+    """The same, where what zero-bubble puts off was not measured since another schedule ran: half of each backward then."""
+    devices = [
+        device if any(device.weights) else msgspec.structs.replace(device, weights=[v / 2 for v in device.backward])
+        for device in survey.devices
+    ]
+    return msgspec.structs.replace(survey, devices=devices)
 
 
 def _same_model(timed: Outline, job: config.Job, ran: dict[str, Any]) -> bool:
     """Whether a job has the layers that were timed for the job that ran. Looks at them only where the jobs' words differ."""
     model, data = (msgspec.to_builtins(section) == ran[key] for key, section in (("model", job.model), ("data", job.data)))
-    if model and data:
+    if model and data and job.train.memory_format == ran["train"]["memory_format"]:
         return True
     with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is no plan
         inputs = tuple(spec.zeros() for spec in timed.layers[0].inputs)
@@ -95,9 +110,9 @@ def _same_model(timed: Outline, job: config.Job, ran: dict[str, Any]) -> bool:
         return chain.names == list(timed.names) and _sizes(outline_of(chain, job, inputs)) == _sizes(timed)
 
 
-def _sizes(model: Outline) -> list[tuple[int, list[tuple[int, ...]]]]:
-    """Parameters of each layer, and the shapes of what it takes."""
-    return [(layer.parameters, [spec.shape for spec in layer.inputs]) for layer in model.layers]
+def _sizes(model: Outline) -> tuple[bool, list[tuple[int, list[tuple[int, ...]]]]]:
+    """Whether channels come last; parameters of each layer, and the shapes of what it takes."""
+    return model.channels_last, [(layer.parameters, [spec.shape for spec in layer.inputs]) for layer in model.layers]
 
 
 def survey_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str]) -> Survey:

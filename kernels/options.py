@@ -19,9 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import llvmlite.binding as llvm
-import numba as nb
-
 NJIT: dict[str, Any] = {"nogil": True, "cache": False, "boundscheck": False, "error_model": "numpy"}
 
 _LOCK_SECONDS = 120.0
@@ -49,6 +46,9 @@ def cache_directory() -> Path:
 
 @contextlib.contextmanager
 def _cache(directory: Path) -> Iterator[None]:
+    import llvmlite.binding as llvm  # a quarter of a second of CPU, that a run without kernels need not spend
+    import numba as nb
+
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     kind = [nb.__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), sys.version]
     digest = hashlib.sha256(sources + "\0".join(kind).encode()).hexdigest()[:16]

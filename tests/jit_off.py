@@ -31,14 +31,12 @@ def lines(code: types.CodeType) -> Iterator[int]:
 
 def check() -> None:
     """Every kernel on sizes around a block, with all bits."""
-    from accept_mpi.kernels import checksum, half, mbq, uniform
+    from accept_mpi.kernels import half, mbq, uniform
 
     np.seterr(all="raise", over="ignore", under="ignore")
     rng = np.random.default_rng(1)
     for size in (0, 1, 70, 16384 + 9):
         x = rng.standard_normal(size).astype(np.float32)
-        data = x.view(np.uint8)[: max(0, 4 * size - 3)]
-        assert checksum(data) == naive.checksum(data)
         short, back = np.zeros(size, np.uint16), np.zeros(size, np.uint32)
         half.to_bf16(x.view(np.uint32), short)
         half.from_bf16(short, back)
@@ -77,11 +75,6 @@ def check() -> None:
             except ValueError:
                 continue
             raise AssertionError(f"{arguments} were taken")
-    try:
-        checksum(np.zeros(4))
-    except ValueError:
-        return
-    raise AssertionError("float64 was taken")
 
 
 def check_search() -> None:

@@ -1,5 +1,9 @@
 """scikit-learn's digits: 1,797 real scans of handwritten digits, 8 x 8 pixels, shipped inside the package."""
 
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
 import torch
 
 from accept_mpi.data.base import ArrayDataset
@@ -11,11 +15,24 @@ def digits(size: int = 8, channels: int = 3, test_fraction: float = 0.2) -> tupl
 
     Enlarged bilinearly; the grey channel is repeated. The split is fixed: it depends on nothing but ``test_fraction``.
     """
-    from sklearn.datasets import load_digits  # seconds to import; only the ranks that read data pay
-
-    scans = load_digits()
-    x = torch.from_numpy(scans.images).float()[:, None] / 8 - 1
+    pixels, target = _scans()
+    x = torch.from_numpy(pixels).float().reshape(-1, 1, 8, 8) / 8 - 1
     if size != 8:
         x = torch.nn.functional.interpolate(x, size=(size, size), mode="bilinear", align_corners=False)
     x = x.expand(-1, channels, -1, -1).contiguous()
-    return split(ArrayDataset(x, torch.from_numpy(scans.target).long()), test_fraction)
+    return split(ArrayDataset(x, torch.from_numpy(target).long()), test_fraction)
+
+
+def _scans() -> tuple[np.ndarray, np.ndarray]:
+    """(scans, 64) pixels from 0 to 16, and (scans,) classes: from scikit-learn's file, since to import scikit-learn takes
+    longer than all else that a rank does to start."""
+    package = find_spec("sklearn")
+    for folder in (package and package.submodule_search_locations) or ():
+        path = Path(folder) / "datasets" / "data" / "digits.csv.gz"
+        if path.is_file():
+            rows = np.loadtxt(path, delimiter=",")
+            return rows[:, :64], rows[:, 64].astype(np.int64)
+    from sklearn.datasets import load_digits
+
+    scans = load_digits()
+    return scans.data, scans.target

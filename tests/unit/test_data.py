@@ -1,5 +1,6 @@
 """Data sets: real formats on tiny files, damaged files, users' own."""
 
+import sys
 import tarfile
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.datasets import load_digits
 
 from accept_mpi import data
 from accept_mpi.errors import UserError
@@ -25,6 +27,18 @@ def test_digits() -> None:
     assert train.targets(SOME).dtype == torch.int64
     again, _ = data.load("digits", {"size": 16, "channels": 1})
     assert torch.equal(again.targets(np.arange(100)), train.targets(np.arange(100)))
+
+
+@pytest.mark.parametrize("path", ["its file", "scikit-learn"])
+def test_digits_are_scikit_learns(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path == "scikit-learn":
+        monkeypatch.setattr(sys.modules["accept_mpi.data.digits"], "find_spec", lambda name: None)
+    train, test = data.load("digits", {"channels": 1})
+    found = torch.cat([x.inputs(np.arange(len(x))) for x in (train, test)]).reshape(-1, 64)
+    scans = load_digits()
+    assert sorted(found.tolist()) == sorted((torch.from_numpy(scans.data).float() / 8 - 1).tolist())
+    counts = sum(torch.bincount(x.targets(np.arange(len(x)))) for x in (train, test))
+    assert counts.tolist() == np.bincount(scans.target).tolist()
 
 
 def test_text(tmp_path: Path) -> None:

@@ -130,15 +130,15 @@ def test_plan_where_no_time_was_left_to_measure_all_layers(tmp_path: Path, capsy
     assert 0 < found["plan"]["step_seconds"] < 100
 
 
-def log_of_a_run(directory: Path) -> Path:
-    """Of the job above, on two devices that take 1 ms for each layer."""
+def log_of_a_run(directory: Path, weights: float = 1e-3) -> Path:
+    """Of the job above, on two devices that take 1 ms for each layer. ``weights``: seconds of what can be put off."""
     job = config.parse(JOB, "job")
     inputs, _ = micro_batch(load_data(job.data.name, job.data.args)[0], job)
     model = outline_of(load_model(job.model.name, job.model.args, job.train.seed), job, inputs)
     times, costs = [1e-3] * len(model.layers), dict.fromkeys(codings_of(job), 0.0)
     devices = [
-        Device(host=host, forward=times, backward=times, weights=times, update=times, encode=costs, decode=costs,
-               byte=0.0, shared=False, memory=1e9) for host in ("one", "other")
+        Device(host=host, forward=times, backward=times, weights=[weights] * len(times), update=times, encode=costs,
+               decode=costs, byte=0.0, shared=False, memory=1e9) for host in ("one", "other")
     ]  # fmt: skip
     found = Survey(model, devices, [[1e7] * 2] * 2, [[0.0] * 2] * 2)
     LogWriter(
@@ -156,9 +156,11 @@ def log_of_a_run(directory: Path) -> Path:
         ("pipeline.forward=uniform:4", "this run did not measure what coding with uniform:4 takes; run this job"),
         ("pipeline.backward=auto", "did not measure what coding with bf16, uniform:8, uniform:6, uniform:4, uniform:3"),
         ("pipeline.forward=unifrom:4", 'unknown codec "unifrom:4"; did you mean "uniform"?'),
-        ("model.name=gpt", "those of another model than the job's, or took data of another shape; run this job"),
+        ("model.name=gpt", "those of another model than the job's, or took data of another shape or memory format; run"),
         ("model.args.width=4", "those of another model than the job's"),
         ("data.args.size=16", "or took data of another shape"),
+        ("train.memory_format=contiguous", "or took data of another shape or memory format; run this job"),
+        ("train.threads=2", "timed with train.threads = auto, the job asks for 2; run this job to measure anew"),
     ],
 )
 def test_a_log_that_tells_nothing_of_the_job(
@@ -172,15 +174,28 @@ def test_a_log_that_tells_nothing_of_the_job(
 
 
 def test_a_log_that_tells_enough_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Twice the micro-batches take twice as long; what a layer drops out does not change its size."""
+    """Twice the micro-batches take twice as long; what a layer drops out does not change its size, nor does the format's
+    name where "auto" found the same."""
     words = ("--log", str(log_of_a_run(tmp_path)), "--json")
-    changes = ("train.batch_size=64", "train.micro_batches=8", "model.args.dropout=0.5")
+    changes = (
+        "train.batch_size=64", "train.micro_batches=8", "model.args.dropout=0.5", "train.memory_format=channels_last"
+    )  # fmt: skip
     once, twice = (
         json.loads(plan(capsys, tmp_path, *words, *(word for change in sets for word in ("--set", change))))["plan"]
         for sets in ((), changes)
     )
     assert twice["stages"] == once["stages"]
     assert twice["step_seconds"] == pytest.approx(2 * once["step_seconds"], rel=0.2)
+
+
+def test_zero_bubble_from_a_log_of_another_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it puts off was not measured then; it is not nothing, which would make it 1F1B."""
+    words = ("--log", str(log_of_a_run(tmp_path, weights=0.0)), "--json")
+    plain, zero_bubble = (
+        json.loads(plan(capsys, tmp_path, *words, "--set", f"pipeline.schedule={kind}"))["plan"]["step_seconds"]
+        for kind in ("1f1b", "zero-bubble")
+    )
+    assert zero_bubble < 0.97 * plain
 
 
 def test_devices_on_paper_are_in_proportion(tmp_path: Path) -> None:

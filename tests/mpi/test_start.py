@@ -1,0 +1,25 @@
+"""What a rank does not need it does not import: seconds of CPU at each start, and memory for as long as it runs."""
+
+from pathlib import Path
+
+import samples
+
+_HEAVY = ("numba", "sklearn.utils", "scipy", "sympy", "matplotlib")
+_WATCHED = f"""
+import sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name in {_HEAVY}:
+            print("imports", name, flush=True)
+sys.meta_path.insert(0, Watch())
+from accept_mpi.cli import main
+main()
+"""
+
+
+def test_given_cuts_and_no_codec_need_torch_and_mpi_alone(mpirun, tmp_path: Path) -> None:
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN, pipeline_cuts="even", train_steps=2, train_evaluate_every=0)
+    (tmp_path / "watched.py").write_text(_WATCHED)
+    out = mpirun(2, "watched.py", "train", job).out
+    assert "done" in out
+    assert "imports" not in out, out
