@@ -15,6 +15,7 @@
 Only these keys are known; a mistake is a UserError of one sentence.
 """
 
+import contextlib
 import re
 import tomllib
 from collections.abc import Iterator
@@ -32,6 +33,9 @@ _KEYS: dict[str, type] = {
 }  # fmt: skip
 _SLOWEST = 0.01
 _ONEDNN = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}
+_FLAGS = {"default": set(), "avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
+"""What /proc/cpuinfo says of a CPU that can do as much."""
+_CPUINFO = Path("/proc/cpuinfo")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -50,11 +54,20 @@ class Host:
     """Mbit/s, each way."""
 
     def environment(self) -> dict[str, str]:
-        """What a process on this host finds set."""
+        """What a process on this host finds set. A cap above what this machine's CPU can do caps nothing (torch would take
+        it for a command and end with an illegal instruction)."""
         found = {"OMP_NUM_THREADS": str(self.threads)}
-        if self.isa:
+        if self.isa and _FLAGS[self.isa] <= _flags():
             found |= {"ATEN_CPU_CAPABILITY": self.isa, "ONEDNN_MAX_CPU_ISA": _ONEDNN[self.isa]}
         return found
+
+
+def _flags() -> set[str]:
+    """Of this machine's CPU; none where nobody says."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^flags\s*:(.*)$", _CPUINFO.read_text(), re.MULTILINE)
+        return set(found[1].split()) if found else set()
+    return set()
 
 
 def read(path: Path) -> list[Host]:

@@ -19,10 +19,11 @@ import torch
 from accept_mpi import config
 from accept_mpi.codec import Tensors
 from accept_mpi.data import Dataset
+from accept_mpi.losses import Loss
 from accept_mpi.models import Chain
 from accept_mpi.models.layers import build_layers
 from accept_mpi.outline import Outline
-from accept_mpi.stage import Loss, Stage
+from accept_mpi.stage import Stage
 
 PIECES = 10
 _MOST_ROUNDS, _LEAST_ROUNDS = 40, 3

@@ -12,6 +12,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.forecast import bits_of
 from accept_mpi.outline import LayerOutline
 from accept_mpi.partition import Problem
+from accept_mpi.replicas import most_held
 from accept_mpi.schedule import depth
 from accept_mpi.survey import Device, Survey
 
@@ -20,7 +21,6 @@ NEVER = 1e9
 _MOST_RUNS = 1e7  # of layers on devices, that have a cost of their own
 _FILL = {"1f1b-async": 0.0, "1f1b": 1.0, "gpipe": 1.0, "zero-bubble": 1 / 3}  # ZB-H1: Qi et al. 2023, section 2.2
 _OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}
-_SNAPSHOTS = 5  # states: a stage's own after the last snapshot, the next one and as it is sent; two of the stage before
 
 
 def micro_batches_of(job: config.Job) -> int:
@@ -117,7 +117,7 @@ class Needs:
             versions = np.full(stages, self.kept.max()) if job.pipeline.vertical_sync else self.kept
             weights = 2 + np.ceil(versions / micro_batches_of(job))
         whole = 2 + self._optimizer
-        snapshots = _SNAPSHOTS * (1 + self._optimizer) if survey.snapshots else 0
+        snapshots = most_held(job.recovery.replicate_every) * (1 + self._optimizer) if survey.snapshots else 0
         self.copies = (weights + 1 + self._optimizer + snapshots) / whole
 
     def state(self, layer: LayerOutline) -> float:

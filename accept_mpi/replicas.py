@@ -5,8 +5,8 @@ A layer's state is one safetensors blob: ``weights/<name>`` and ``optimizer/<wha
 """
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
@@ -17,6 +17,12 @@ from accept_mpi.stage import Stage
 Holdings = dict[int, list[int]]
 """Step -> layers whose state after it a rank holds."""
 
+Piece = tuple[int, int, Any]
+"""A layer, how many bytes its state has, and some of them, in order."""
+
+MOST_EXTRA = 3
+"""Own copies between two snapshots, where a loss is to cost so many steps at most."""
+
 _WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
 
 
@@ -26,6 +32,12 @@ class Disk(Protocol):
     def write(self, step: int, layers: Blobs) -> None: ...
 
     def drop_after(self, step: int) -> None: ...
+
+
+def most_held(replicate_every: int | str) -> int:
+    """States of a stage's size that a rank holds at most: its own and its neighbour's, of the last snapshot, the next one
+    and extra ones in between. ``replicate_every``: as in the job, not 0."""
+    return 2 * (2 + (MOST_EXTRA if isinstance(replicate_every, int) else 0))
 
 
 class Replicas:
@@ -103,6 +115,38 @@ def load(stage: Stage, blobs: Mapping[int, bytes]) -> None:
             else:
                 optimizer[key.removeprefix(_OPTIMIZER)] = value
     stage.load(weights, optimizer)
+
+
+def cut(blobs: Mapping[int, bytes], size: int) -> Iterator[list[Piece]]:
+    """Layers' states as messages of ``size`` bytes, which share their memory."""
+    message: list[Piece] = []
+    room = size
+    for layer, blob in blobs.items():
+        rest = memoryview(blob)
+        while rest:
+            message.append((layer, len(blob), rest[:room]))
+            room, rest = room - len(message[-1][2]), rest[room:]
+            if not room:
+                yield message
+                message, room = [], size
+    if message:
+        yield message
+
+
+class Arriving:
+    """Layers' states of which pieces come in, each layer's in order."""
+
+    def __init__(self) -> None:
+        self.whole: Blobs = {}
+        self._growing: dict[int, bytearray] = {}
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """Those of a message."""
+        for layer, total, data in pieces:
+            growing = self._growing.setdefault(layer, bytearray())
+            growing += data
+            if len(growing) == total:
+                self.whole[layer] = bytes(self._growing.pop(layer))
 
 
 def newest(held: Sequence[Holdings], layers: int) -> int | None:

@@ -18,13 +18,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from accept_mpi import config
 from accept_mpi.comm.messenger import Message
 from accept_mpi.faults import pass_by
 from accept_mpi.plan import Place
-from accept_mpi.replicas import Replicas, states
+from accept_mpi.replicas import MOST_EXTRA, Arriving, Replicas, cut, states
 from accept_mpi.stage import Stage
 
 SNAPSHOT, CHECKPOINT, REPLAN, EXTRA = 0x8000, 0x4000, 0x2000, 0x1000
@@ -34,7 +32,6 @@ FLAGS = SNAPSHOT | CHECKPOINT | REPLAN | EXTRA
 
 _CHUNK = 1 << 16  # 5 ms at 100 Mbit/s; `comm.background` decides how many are under way
 _MOST_SHARE = 0.03
-_MOST_EXTRA = 3  # own copies between two snapshots
 _SOON = 3  # steps of a new plan before its first snapshot
 _FIRST_SECONDS = 2.0  # before anything is known of what a snapshot takes
 
@@ -61,7 +58,7 @@ class Replication:
         self._recovery, self._replicas, self._survives = recovery, replicas, survives
         self._post, self._sending = post, sending
         self._place, self._ranks, self._size = place, ranks, size
-        self._growing: dict[tuple[int, int], bytearray] = {}
+        self._arriving: dict[tuple[int, int], Arriving] = {}
         self._whole: dict[int, set[int]] = {}
         self._pending: tuple[int, float] | None = None
         self._lag, self._soon = 1, 0
@@ -106,7 +103,7 @@ class Replication:
         if not wanted:
             return 0
         if self._pending is not None:
-            return EXTRA if self._extra < _MOST_EXTRA else 0
+            return EXTRA if self._extra < MOST_EXTRA else 0
         self._pending, self._soon = (step + 1, time.monotonic()), 0
         return SNAPSHOT
 
@@ -137,14 +134,11 @@ class Replication:
         blobs = states(stage)
         self._replicas.keep(step, blobs)
         if self.on and (flags & SNAPSHOT or not self._sending()):
-            data = msgspec.msgpack.encode(blobs)
             stages = len(self._ranks)
             # The only stage's goes to a rank that the plan leaves idle.
             after = self._ranks[(self._place.stage + 1) % stages] if stages > 1 else (self._ranks[0] + 1) % self._size
-            for offset in range(0, len(data), _CHUNK):
-                body = {
-                    "step": step, "stage": self._place.stage, "total": len(data), "data": data[offset : offset + _CHUNK]
-                }  # fmt: skip
+            for pieces in cut(blobs, _CHUNK):
+                body = {"step": step, "stage": self._place.stage, "layers": len(blobs), "pieces": pieces}
                 self._post(after, "replica", body, True)
 
     # -- data-plane thread ---------------------------------------------------------------------------------------------
@@ -167,11 +161,11 @@ class Replication:
 
     def _take(self, body: dict[str, Any]) -> None:
         key = body["step"], body["stage"]
-        data = self._growing.setdefault(key, bytearray())
-        data += body["data"]
-        if len(data) == body["total"]:
-            del self._growing[key]
-            self._replicas.keep(body["step"], msgspec.msgpack.decode(data, type=dict[int, bytes]))
+        arriving = self._arriving.setdefault(key, Arriving())
+        arriving.add(body["pieces"])
+        if len(arriving.whole) == body["layers"]:
+            del self._arriving[key]
+            self._replicas.keep(body["step"], arriving.whole)
             self._post(0, "replicated", {"step": body["step"], "stage": body["stage"]}, False)
 
     def _count(self, step: int, stage: int) -> None:

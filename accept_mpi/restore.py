@@ -6,7 +6,7 @@ They lie in ranks' memory (``replicas``), or in a checkpoint on rank 0's disk.
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,7 +15,7 @@ from accept_mpi.comm.runtime import Runtime
 from accept_mpi.errors import DeadlineError
 from accept_mpi.faults import pass_by
 from accept_mpi.plan import Plan
-from accept_mpi.replicas import Holdings, Replicas, newest, pack, sources
+from accept_mpi.replicas import Arriving, Holdings, Piece, Replicas, cut, newest, pack, sources
 from accept_mpi.snapshot import Checkpoint
 from accept_mpi.spill import Blobs
 
@@ -68,26 +68,20 @@ def fetch(messenger: Messenger, plan: Plan, origin: Origin, store: Replicas | St
         (dest, "layers", piece)
         for (source, dest), layers in sorted(moves.items())
         if source == rank
-        for piece in _pieces({layer: store.get(step, layer) for layer in layers})
+        for piece in cut({layer: store.get(step, layer) for layer in layers}, _PIECE)
     )
-    coming = {source for source, dest in moves if dest == rank}
+    coming = {source: len(layers) for (source, dest), layers in moves.items() if dest == rank}
     for blobs in _exchange(messenger, pieces, coming, seconds):
         found |= blobs
     return found
 
 
-def _pieces(blobs: Blobs) -> Iterator[dict[str, Any]]:
-    data = msgspec.msgpack.encode(blobs)
-    for offset in range(0, len(data), _PIECE):
-        yield {"total": len(data), "data": data[offset : offset + _PIECE]}
-
-
 def _exchange(
-    messenger: Messenger, pieces: Iterator[tuple[int, str, dict[str, Any]]], coming: set[int], seconds: float
+    messenger: Messenger, pieces: Iterator[tuple[int, str, list[Piece]]], coming: dict[int, int], seconds: float
 ) -> list[Blobs]:
-    """Send pieces, several at once, while those of ``coming`` arrive; links carry both ways at the same time. Raises
-    DeadlineError where nothing moves for so many seconds."""
-    growing = {source: bytearray() for source in coming}
+    """Send pieces, several at once, while so many layers of each rank in ``coming`` arrive; links carry both ways at once.
+    Raises DeadlineError where nothing moves for so many seconds."""
+    arriving = {source: Arriving() for source in coming}
     missing, later = set(coming), []
     under_way: deque[Sending] = deque()
     piece = next(pieces, None)
@@ -99,8 +93,8 @@ def _exchange(
             piece = next(pieces, None)
         for message in messenger.poll():
             if message.kind == "layers" and message.source in missing:
-                growing[message.source] += message.body["data"]
-                if len(growing[message.source]) == message.body["total"]:
+                arriving[message.source].add(message.body)
+                if len(arriving[message.source].whole) == coming[message.source]:
                     missing.remove(message.source)
                 moved = True
             else:
@@ -116,4 +110,4 @@ def _exchange(
         else:
             time.sleep(POLL_SECONDS)
     messenger.keep(later)
-    return [msgspec.msgpack.decode(data, type=Blobs) for data in growing.values()]
+    return [one.whole for one in arriving.values()]

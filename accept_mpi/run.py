@@ -19,6 +19,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.faults import pass_by
 from accept_mpi.given import given_plan
 from accept_mpi.logging_observer import LogObserver
+from accept_mpi.losses import find_loss
 from accept_mpi.models import Chain
 from accept_mpi.models import load as load_model
 from accept_mpi.observers import Observer
@@ -29,7 +30,7 @@ from accept_mpi.replicas import Replicas, load
 from accept_mpi.restore import Stored, fetch, origin
 from accept_mpi.snapshot import Checkpoint, CheckpointWriter, Manifest, directory_of, new_manifest, newest_since
 from accept_mpi.spill import Spill
-from accept_mpi.stage import Stage, find_loss
+from accept_mpi.stage import Stage
 from accept_mpi.supervised import Supervised
 from accept_mpi.survey import Survey
 from accept_mpi.surveying import Surveyed, learn, plan_by_measuring

@@ -83,7 +83,7 @@ def chunks(
 ) -> Iterator[dict[str, Any]]:
     """A stage's two files as messages for ``CheckpointWriter.take``."""
     for part, tensors in zip(PARTS, (weights, optimizer), strict=True):
-        data = save(tensors)
+        data = memoryview(save(tensors))
         for offset in range(0, len(data), _CHUNK):
             yield {
                 "step": step,

@@ -19,12 +19,11 @@ from accept_mpi import config
 from accept_mpi.codec import Tensors, TensorSpec
 from accept_mpi.defer import DeferredWeights
 from accept_mpi.errors import UserError
-from accept_mpi.imports import find_function
+from accept_mpi.losses import Loss
 from accept_mpi.models.layers import Layers, call_layer
 from accept_mpi.optimizer import make_optimizer, update
 from accept_mpi.seeds import forward_seed
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Key = tuple[int, int]  # step, micro-batch
 
 
@@ -401,32 +400,3 @@ def _hits(output: torch.Tensor, target: torch.Tensor) -> tuple[int, int]:
     if target.is_floating_point() or output.shape[:-1] != target.shape:
         return 0, 0
     return int((output.detach().argmax(-1) == target).sum()), target.numel()
-
-
-def find_loss(name: str) -> Loss:
-    """The loss that a job names. Raises UserError with one sentence, and so does the loss for what it cannot take."""
-    loss = _LOSSES.get(name) or find_function(name, _LOSSES, "train.loss")
-    wants = "; it wants scores (..., n) and int64 classes (...) from 0 to n - 1" if loss is cross_entropy else ""
-
-    def checked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        try:
-            if name == "mse" and output.shape != target.shape:
-                raise ValueError("the shapes differ")  # torch would broadcast
-            found = loss(output, target)
-            if found.numel() != 1:
-                raise ValueError(f"it gives {found.numel()} values instead of the mean over samples")
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-            given = " and targets ".join(f"{tuple(v.shape)} {str(v.dtype)[6:]}" for v in (output, target))
-            reason = " ".join(f"{wants}: {type(error).__name__}: {error}".split())
-            raise UserError(f'train.loss: "{name}" cannot take outputs {given}{reason}') from error
-        return found
-
-    return checked
-
-
-def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of scores (..., classes) against classes (...)."""
-    return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), target.reshape(-1))
-
-
-_LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": nn.functional.mse_loss}

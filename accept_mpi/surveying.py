@@ -29,6 +29,7 @@ from accept_mpi.latency import (
     remember,
 )
 from accept_mpi.log import open_log
+from accept_mpi.losses import Loss
 from accept_mpi.memory import available_memory, planned
 from accept_mpi.models import Chain
 from accept_mpi.outcome import settled
@@ -41,7 +42,6 @@ from accept_mpi.probe import LayerTimes, Run, alike, micro_batch, nothing_measur
 from accept_mpi.problem import codings_of
 from accept_mpi.profile import codec_costs, message_cost
 from accept_mpi.replay import mean_times
-from accept_mpi.stage import Loss
 from accept_mpi.survey import Device, Survey
 from accept_mpi.unmeasured import fill, learned
 

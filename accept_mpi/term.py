@@ -25,6 +25,7 @@ from accept_mpi.data import load as load_data
 from accept_mpi.errors import Agreed, DeadlineError
 from accept_mpi.faults import pass_by
 from accept_mpi.log import BACKWARD, FORWARD
+from accept_mpi.losses import Loss
 from accept_mpi.models import Chain
 from accept_mpi.models.layers import build_layers
 from accept_mpi.plan import Place, Plan
@@ -35,7 +36,7 @@ from accept_mpi.replication import Replication
 from accept_mpi.schedule import depth
 from accept_mpi.settle import codings, settle_codecs
 from accept_mpi.signature import agree_on_shapes
-from accept_mpi.stage import Loss, Stage
+from accept_mpi.stage import Stage
 from accept_mpi.stop_signals import StopSignals
 from accept_mpi.worker import Course, Links, Worker
 

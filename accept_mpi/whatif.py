@@ -21,13 +21,13 @@ from accept_mpi.device import keep_memory
 from accept_mpi.errors import UserError
 from accept_mpi.fleet import Host
 from accept_mpi.log import open_log
+from accept_mpi.losses import find_loss
 from accept_mpi.memory import planned
 from accept_mpi.models import load as load_model
 from accept_mpi.outline import Outline, outline_of
 from accept_mpi.probe import LayerTimes, micro_batch, probe
 from accept_mpi.problem import codings_of
 from accept_mpi.profile import codec_costs, message_cost
-from accept_mpi.stage import find_loss
 from accept_mpi.survey import Device, Survey
 from accept_mpi.unmeasured import fill
 

@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         code: int = options.command(options)
+        sys.stdout.flush()
     except UserError as error:
         print(f"accept_mpi: {error}", file=sys.stderr)
         return error.exit_code

@@ -40,6 +40,7 @@ class Experiment:
         options = parser.parse_args()
         self.folder = Path(file).resolve().parent
         self.out = Path("runs/experiments") / self.folder.name
+        self.out.mkdir(parents=True, exist_ok=True)
         if options.fresh:
             (self.out / "results.h5").unlink(missing_ok=True)
         self.store = Store(self.out / "results.h5")
@@ -229,7 +230,6 @@ class Experiment:
 
     def finish(self, text: str) -> None:
         """Keep the table and show it."""
-        self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "table.md").write_text(text)
         print(f"\n{text}\n{self.out / 'table.md'}, {self.out / 'results.h5'}, {self.out / 'plot.png'}")
 

@@ -12,6 +12,7 @@ from accept_mpi.outcome import replayed
 from accept_mpi.plan import Plan
 from accept_mpi.run import Options, train
 from accept_mpi.survey import Survey
+from accept_mpi.timeline import COMPUTE, busy_seconds, of_kind
 from harness.session import points
 
 
@@ -29,18 +30,27 @@ def main() -> None:
 
 
 def measured(job: config.Job, skip: list[int], planned: str | None) -> dict[str, object]:
-    """samples/s over all steps but so many first and last ones, evaluations as (seconds, accuracy), the plan, and, for
-    cuts found by the run whose log is ``planned``, the step that it foresaw and the one that the simulator makes of this
-    trace."""
+    """samples/s over all steps but so many first and last ones, the share of that time in which the busiest stage computed,
+    evaluations as (seconds, accuracy), the plan, and, for cuts found by the run whose log is ``planned``, the step that it
+    foresaw and the one that the simulator makes of this trace."""
     with open_log(Path(job.output.directory) / "log.h5") as log:
         ends, samples, evals = log["steps"]["end"], log["steps"]["samples"], log["evals"][:]
         began = float(log["trace"]["start"].min())
         plan = log.attrs["plan"]
         trace = log["trace"][:]
     first, last = skip[0], len(ends) - skip[1]
-    rate = float(np.sum(samples[first:last]) / (ends[last - 1] - ends[first - 1]))
+    start, end = float(ends[first - 1]), float(ends[last - 1])
+    rate = float(np.sum(samples[first:last]) / (end - start))
+    computing = of_kind(trace, *COMPUTE)
+    busy = max(busy_seconds(computing[computing["stage"] == stage], start, end) for stage in np.unique(computing["stage"]))
     times = [[float(row["end"]) - began, float(row["accuracy"])] for row in evals]
-    found = {"samples_per_s": rate, "evals": times, "plan": plan, "log": str(Path(job.output.directory) / "log.h5")}
+    found = {
+        "samples_per_s": rate,
+        "busy": busy / (end - start),
+        "evals": times,
+        "plan": plan,
+        "log": str(Path(job.output.directory) / "log.h5"),
+    }
     if planned:
         with open_log(Path(planned)) as log:
             survey, facts = Survey.read(log["survey"]), read_facts(log)

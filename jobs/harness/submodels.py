@@ -16,10 +16,10 @@ import torch
 from accept_mpi import config
 from accept_mpi.data import load as load_data
 from accept_mpi.device import keep_memory
+from accept_mpi.losses import find_loss
 from accept_mpi.models import load as load_model
 from accept_mpi.outline import outline_of
 from accept_mpi.probe import Piece, micro_batch, pieces, random_inputs, stretch_of
-from accept_mpi.stage import find_loss
 from harness.session import points
 
 _VISITS = 10

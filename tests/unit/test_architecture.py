@@ -8,7 +8,7 @@ from conftest import ROOT
 LEVELS = [
     {"version", "errors", "seeds", "schedule", "faults", "kernels", "cgroups", "supervised", "pulse", "stop_signals"},
     {"imports", "memory", "spill", "fleet", "plan", "log", "simulate", "partition"},
-    {"config", "models", "data", "timeline", "recorder", "coding", "spread"},
+    {"config", "models", "data", "timeline", "recorder", "coding", "spread", "losses"},
     {"replay"},
     {"batches", "codec", "device", "optimizer", "defer", "observers", "snapshot", "trace", "figures", "forecast"},
     {"stage", "report", "logging_observer", "progress", "bits", "outline"},

@@ -1,9 +1,13 @@
 """Mistakes on the command line are one sentence on standard error, with exit code 2."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, environment
 from safetensors import SafetensorError
 
 from accept_mpi.cli import main
@@ -81,3 +85,17 @@ def test_threads_that_no_machine_has(monkeypatch: pytest.MonkeyPatch, threads: s
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     with pytest.raises(UserError, match=f"OMP_NUM_THREADS = {threads}: expected 1 to 1024 threads"):
         set_threads("auto", 2, 1)
+
+
+@pytest.mark.parametrize(
+    "words", [("-m", "accept_mpi", "bench", "codec", "bf16", "--sizes", "4K", "--repeats", "1"), ("jobs/lab/lab", "status")]
+)
+def test_who_has_seen_enough_is_no_error(words: tuple[str, ...]) -> None:
+    """``accept_mpi ... | head -0``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, env=environment()
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -28,6 +28,20 @@ def test_defaults_count_and_personas() -> None:
 
 
 @pytest.mark.parametrize(
+    ("cpu", "capped"),
+    [("flags : fpu fma avx2\nflags : fpu", ["default", "avx2"]), ("Features : neon", ["default"]), (None, ["default"])],
+)
+def test_a_cap_above_what_the_cpu_can_do(
+    cpu: str | None, capped: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accept_mpi.fleet._CPUINFO", tmp_path / "cpuinfo")
+    if cpu is not None:
+        (tmp_path / "cpuinfo").write_text(cpu)
+    isas = ("default", "avx2", "avx512")
+    assert [isa for isa in isas if "ATEN_CPU_CAPABILITY" in Host("a", 1.0, isa=isa).environment()] == capped
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         ({}, "f: no [[hosts]]"),

@@ -16,7 +16,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.log import STEPS, LogWriter
 from accept_mpi.plan import make_plan
 from harness import sweep
-from harness.experiment import combined
+from harness.experiment import Experiment, combined
 from harness.store import Store, table
 from harness.sweep import result
 
@@ -79,6 +79,13 @@ def test_a_sweep_whose_job_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "sweep.toml").write_text('job = "job.toml"\noutput = "out"\n[axes.seed]\n"train.seed" = [0]\n')
     with pytest.raises(UserError, match=r"job\.toml: cannot read the job file: No such file"):
         sweep.run(tmp_path / "sweep.toml", [])
+
+
+def test_an_experiment_that_need_not_measure_has_a_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["experiment.py"])
+    assert Experiment(str(tmp_path / "some" / "experiment.py")).out.resolve() == tmp_path / "runs" / "experiments" / "some"
+    assert (tmp_path / "runs" / "experiments" / "some").is_dir()
 
 
 def test_what_ranks_answer_becomes_one_result() -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from accept_mpi import config, models
+from accept_mpi.losses import cross_entropy
 from accept_mpi.models import as_chain
 from accept_mpi.outline import Outline, outline
 from accept_mpi.probe import LayerTimes, alike, pieces, probe, scattered, together
-from accept_mpi.stage import cross_entropy
 
 JOB = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\noptimizer.momentum=0.9\n[output]\ndirectory="r"\n'
 

@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 import samples
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from accept_mpi import config, models
 from accept_mpi.comm.messenger import Message
 from accept_mpi.models.layers import build_layers
 from accept_mpi.plan import Codec, Place, make_plan
-from accept_mpi.replicas import Replicas, load, newest, sources, states
+from accept_mpi.replicas import Arriving, Replicas, cut, load, newest, sources, states
 from accept_mpi.replication import CHECKPOINT, EXTRA, SNAPSHOT, Replication
 from accept_mpi.stage import Stage
 
@@ -58,6 +60,17 @@ def test_a_state_comes_back_to_the_bit_on_other_cuts() -> None:
         samples.assert_equal(
             part.optimizer_state(), {k: v for k, v in whole.optimizer_state().items() if k in part.optimizer_state()}
         )
+
+
+@given(st.dictionaries(st.integers(0, 99), st.binary(min_size=1, max_size=40)), st.integers(1, 30))
+def test_states_travel_in_pieces_that_share_their_memory(blobs: dict[int, bytes], size: int) -> None:
+    messages, arriving = list(cut(blobs, size)), Arriving()
+    for message in messages:
+        arriving.add(message)
+    assert arriving.whole == blobs
+    lengths = [sum(len(data) for _, _, data in message) for message in messages]
+    assert lengths[:-1] == [size] * len(lengths[:-1])
+    assert all(data.obj is blobs[layer] for message in messages for layer, _, data in message)
 
 
 def test_older_and_newer_steps_are_forgotten() -> None:

@@ -5,10 +5,11 @@ from torch import nn
 
 from accept_mpi import config
 from accept_mpi.data import ArrayDataset
+from accept_mpi.losses import cross_entropy
 from accept_mpi.models.layers import Layers
 from accept_mpi.plan import Place
 from accept_mpi.signature import agree_on_shapes
-from accept_mpi.stage import Stage, cross_entropy
+from accept_mpi.stage import Stage
 
 
 class NoMessenger:

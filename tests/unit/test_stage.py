@@ -7,9 +7,10 @@ from torch import nn
 from accept_mpi import config
 from accept_mpi.codec import TensorSpec
 from accept_mpi.errors import UserError
+from accept_mpi.losses import cross_entropy, find_loss
 from accept_mpi.models import as_chain
 from accept_mpi.models.layers import Layers, build_layers
-from accept_mpi.stage import Stage, cross_entropy, find_loss
+from accept_mpi.stage import Stage
 
 BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirectory="r"\n'
 

@@ -11,11 +11,11 @@ from test_predictor import model as made_up
 from test_probe import job, mobile
 from torch import nn
 
+from accept_mpi.losses import cross_entropy
 from accept_mpi.models import as_chain
 from accept_mpi.outline import outline
 from accept_mpi.predictor import Predictor
 from accept_mpi.probe import LayerTimes, nothing_measured, probe
-from accept_mpi.stage import cross_entropy
 from accept_mpi.submodels import Known
 from accept_mpi.unmeasured import fill, learned
 

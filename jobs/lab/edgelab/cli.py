@@ -18,12 +18,17 @@ def main() -> int:
         return keep(sys.argv[2], sys.stdin.buffer)
     options = _parser().parse_args()
     try:
-        return int(options.command(options) or 0)
+        code = int(options.command(options) or 0)
+        sys.stdout.flush()
     except UserError as error:
         print(f"lab: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # "| head" has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
