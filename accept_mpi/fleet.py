@@ -65,8 +65,8 @@ class Host:
 def _flags() -> set[str]:
     """Of this machine's CPU; none where nobody says."""
     with contextlib.suppress(OSError):
-        found = re.search(r"^flags\s*:(.*)$", _CPUINFO.read_text(), re.MULTILINE)
-        return set(found[1].split()) if found else set()
+        if found := re.search(r"^flags\s*:(.*)$", _CPUINFO.read_text(), re.MULTILINE):
+            return set(found[1].split())
     return set()
 
 
