@@ -3,11 +3,12 @@
 Rank 0 compares what each stage computes, as the trace has it, with what the survey says of its device, and scales the device
 by the quotient (FTPipeHD, section III-D: a device's capacity). Devices that the plan leaves idle, or little to do, time a
 fixed piece of arithmetic instead (``pulse``). The partitioner says what the best plan would be then. It is asked for where
-it saves at least ``_WORTH`` of a step and all steps that are left save more than ``_MARGIN`` times what moving takes: at
-once where in each step of a window a device is twice as slow or fast; otherwise when windows in a row, two at least, have
-lost as much by the old plan as moving takes. (Nobody knows how long a device stays as it is. Who waits so long loses twice
-as much as who knew, at most, and noise does not move layers to and fro.) With a fixed period (``pipeline.adapt = N``, as
-FTPipeHD has it) it is asked for every N steps, from one window.
+it saves at least ``_WORTH`` of a step and all steps that are left save more than ``_MARGIN`` times what moving takes, and
+when the old plan has lost as much as moving takes. (Nobody knows how long a device stays as it is. Who waits so long loses
+twice as much as who knew, at most, and noise does not move layers to and fro.) Where a device is twice as slow or fast in
+each of the newest steps, those count, from the second on, and a whole window of them is enough whatever it lost; otherwise
+windows in a row count, two at least. With a fixed period (``pipeline.adapt = N``, as FTPipeHD has it) it is asked for every
+N steps, from one window.
 """
 
 import math
@@ -29,7 +30,9 @@ WINDOW = 5
 """Steps that are looked at together."""
 _NEWEST = 3
 _MUCH = math.log(2)
-"""A change by so much in each step of a window needs no second one."""
+"""A change by so much in each of the newest steps is sudden: no noise."""
+_FEWEST = 2
+"""Steps that show a sudden change: the first may have begun before it."""
 _SETTLED = math.log(1.6)
 """Two windows that differ by more are of before and after a change."""
 _NOISE = math.log(1.15)
@@ -39,8 +42,9 @@ _LIGHT = 0.5
 _STEEPEST = 2.0
 """Power by which a stage's time grows with its device's pulse, at most."""
 _WORTH, _MARGIN = 0.15, 2.0
-_BUILD_STEPS = 5.0
-"""Steps that a new plan costs besides moving: the pipeline drains, stages are built, caches are cold."""
+_BUILD_STEPS, _BUILD_SECONDS = 5.0, 2.0
+"""Of its own steps, what a new plan costs besides moving: the pipeline drains and fills, caches are cold; and what planning
+and building its stages takes."""
 
 
 class Proposal(msgspec.Struct, frozen=True):
@@ -69,8 +73,10 @@ class Adapter:
         self._plan, self._survey, self._ask = plan, survey, ask
         self.proposal = None
         self._rows: list[Rows] = []
-        self._after = self._first = -1
+        self._after = self._first = self._looked = -1
         self._refused = 0
+        self._sudden_until = 0
+        """The step until which a sudden change must last to have lost what moving costs."""
         self._from: int | None = None
         self._before: dict[int, float] | None = None
         self._lost = 0.0
@@ -84,37 +90,54 @@ class Adapter:
         self._beats[rank].append(factor)
 
     def trace(self, rows: Rows) -> None:
-        """A rank's trace."""
+        """A rank's trace, up to an update: is there a whole window, or has something become much slower or faster?"""
         wanted = np.isin(rows["kind"], [KINDS.index(kind) for kind in "FBW"])
         self._rows.append(rows[wanted])
-
-    def step(self, done: StepDone) -> None:
-        """A step is done: is there a whole window, or has something become much slower or faster?"""
-        if self.proposal or not self._rows:
+        if self.proposal:
             return
         rows = np.concatenate(self._rows)
-        stages = range(len(self._plan.stages))
-        newest = min((int(rows["step"][rows["stage"] == s].max(initial=-1)) for s in stages), default=-1)
+        self._rows = [rows]
+        back = rows[rows["kind"] == KINDS.index("B")]
+        last = min(int(back["step"][back["stage"] == s].max(initial=-1)) for s in range(len(self._plan.stages)))
+        if last <= self._looked:
+            return
+        self._looked = last
         if self._after < 0:
             self._after = self._first = int(rows["step"].min()) + 1  # the first steps of a plan are slow
-        last, left = newest - 1, self._last_step - done.step
-        if last - self._first >= WINDOW and last > self._refused + WINDOW and isinstance(self._job.pipeline.adapt, bool):
-            each = [self.factors(_between(rows, last - k, 1)) for k in range(1, WINDOW + 1)]
-            if any(all(abs(math.log(one[rank])) > _MUCH for one in each) for rank in each[0]):
-                # Of the newest steps alone: the first may have begun before the change, and the pipeline was still full.
-                self.proposal = self.propose(self.factors(_between(rows, last - _NEWEST, _NEWEST)), left)
-                self._refused = last
+        if isinstance(self._job.pipeline.adapt, bool):
+            self.proposal = self._from_newest(rows, last)
         if not self.proposal and last >= self._after + WINDOW:
             factors = self.factors(_between(rows, self._after, WINDOW))
             self._after += WINDOW
             self._rows = [rows[rows["step"] > min(self._after, last - 2 * WINDOW)]]
-            self.proposal = self._from_window(factors, done.step, left)
+            self.proposal = self._from_window(factors, last)
             self._before = factors
         if self.proposal:
             self._ask()
 
-    def _from_window(self, factors: dict[int, float], step: int, left: int) -> Proposal | None:
-        every = self._job.pipeline.adapt
+    def _from_newest(self, rows: Rows, last: int) -> Proposal | None:
+        """After a sudden change."""
+        if last - self._first < WINDOW or last <= self._refused + WINDOW:
+            return None
+        each = [self.factors(_between(rows, last - k, 1)) for k in range(1, WINDOW + 1)]
+        steps = max(_in_a_row(each, rank) for rank in self._beats)
+        if steps < _FEWEST:
+            self._sudden_until = 0
+            return None
+        if steps < WINDOW and last < self._sudden_until:
+            return None
+        # Of the newest steps alone: the first may have begun before the change, and the pipeline was still full.
+        newest = min(steps - 1, _NEWEST)
+        found = self.propose(self.factors(_between(rows, last - newest, newest)), self._last_step - last)
+        if steps == WINDOW:
+            self._refused = last
+        elif not found or steps * found.saves < found.cost:
+            self._sudden_until = last + (math.ceil(found.cost / found.saves) - steps if found else WINDOW)
+            return None
+        return found
+
+    def _from_window(self, factors: dict[int, float], step: int) -> Proposal | None:
+        every, left = self._job.pipeline.adapt, self._last_step - step
         if isinstance(every, bool):
             both = _agreed(self._before, factors) if self._before else None
             found = self.propose(both, left) if both else None
@@ -173,7 +196,7 @@ class Adapter:
             return None
         if best.step > (1 - _WORTH) * now.step:
             return None
-        cost = moving(survey, best.plan, held)[0] + _BUILD_STEPS * now.step
+        cost = moving(survey, best.plan, held)[0] + _BUILD_STEPS * best.step + _BUILD_SECONDS
         saves = now.step - best.step
         if saves * steps < _MARGIN * cost:
             return None
@@ -197,6 +220,9 @@ class Adapter:
             devices[rank] = msgspec.structs.replace(device.slowed(factor), assumed=assumed)
         return msgspec.structs.replace(self._survey, devices=devices)
 
+    def step(self, done: StepDone) -> None:
+        pass
+
     def evaluated(self, result: Evaluated) -> None:
         pass
 
@@ -210,6 +236,12 @@ class Adapter:
 def _between(rows: Rows, after: int, count: int) -> Rows:
     """Of ``count`` steps after one."""
     return rows[(rows["step"] > after) & (rows["step"] <= after + count)]
+
+
+def _in_a_row(each: list[dict[int, float]], rank: int) -> int:
+    """How many of the newest steps, from the last back, a rank is much slower or faster in."""
+    sudden = [abs(math.log(one[rank])) > _MUCH for one in each]
+    return next((k for k, much in enumerate(sudden) if not much), len(sudden))
 
 
 def _agreed(before: dict[int, float], now: dict[int, float]) -> dict[int, float] | None:

@@ -228,9 +228,10 @@ class _Run:
                 return given
         if known := self._survey_of_last_start(runtime):
             self._share_survey(runtime, known)
+            work.outline = known.outline
             return next_plan(runtime, job, Plan(stages=(), boundaries=()), known)
         self._planned = plan_by_measuring(runtime, job, work.chain, work.loss, given)
-        work.data = self._planned.data
+        work.data, work.outline = self._planned.data, self._planned.outline
         self._share_survey(runtime, self._planned.survey)
         return self._planned.plan
 

@@ -178,9 +178,11 @@ class Stage:
             self._install(self._versions[max(self._versions)])
         for layer in self.layers:
             layer.eval()
-        yield
-        for layer in self.layers:
-            layer.train()
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.train()
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensors, target: torch.Tensor | None) -> tuple[Tensors, Result | None]:
@@ -206,16 +208,21 @@ class Stage:
         Returns the specs of the inputs' gradients.
         """
         saved = [{name: buffer.clone() for name, buffer in layer.named_buffers()} for layer in self.layers]
-        outputs = self.forward(0, 0, inputs, target=target).outputs
-        gradients = gradients_of([TensorSpec.of(out) for out in outputs])
-        result = self.backward(0, 0, gradients)
-        if self._deferred is not None:
-            self.weight_gradient(0, 0)
-        for layer, buffers in zip(self.layers, saved, strict=True):
-            for name, buffer in layer.named_buffers():
-                buffer.copy_(buffers[name])
-        for parameter in self.parameters:
-            parameter.grad = None
+        try:
+            outputs = self.forward(0, 0, inputs, target=target).outputs
+            gradients = gradients_of([TensorSpec.of(out) for out in outputs])
+            result = self.backward(0, 0, gradients)
+            if self._deferred is not None:
+                self.weight_gradient(0, 0)
+        finally:
+            self.in_flight.clear()
+            if self._deferred is not None:
+                self._deferred.collect()
+            for layer, buffers in zip(self.layers, saved, strict=True):
+                for name, buffer in layer.named_buffers():
+                    buffer.copy_(buffers[name])
+            for parameter in self.parameters:
+                parameter.grad = None
         return tuple(TensorSpec.of(g) for g in result)
 
     # -- state ---------------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class Surveyed(NamedTuple):
     """Rank 0: what was measured."""
     step: float | None
     """Rank 0: seconds that a step should take."""
+    outline: Outline
     seconds: float = 0.0
     """That measuring and planning took."""
     keys: tuple[str, ...] = ()
@@ -137,7 +138,7 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
         if given:
             assumed = [msgspec.structs.replace(device, assumed=n > 0) for n, device in enumerate(survey.devices)]
             survey = msgspec.structs.replace(survey, devices=assumed)
-            return Surveyed(given, data, [], survey, None, time.monotonic() - began, tuple(keys))
+            return Surveyed(given, data, [], survey, None, model, time.monotonic() - began, tuple(keys))
         found, even = plans_for(survey, job)
         lines = table(survey, job, found, even)
         lines.append(
@@ -145,11 +146,11 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
             f"{runtime.size} devices were known), "
             f"planning {time.monotonic() - measured:.1f} s"
         )
-        return Surveyed(settled(found), data, lines, survey, found.step, time.monotonic() - began, tuple(keys))
+        return Surveyed(settled(found), data, lines, survey, found.step, model, time.monotonic() - began, tuple(keys))
 
     decided = runtime.agree("the plan", decide)
     plan = Plan.from_json(messenger.broadcast(decided.plan.to_json() if decided else None, seconds, "the plan"))
-    return decided or Surveyed(plan, data, [], None, None)
+    return decided or Surveyed(plan, data, [], None, None, model)
 
 
 def _learned(path: Path | None, model: Outline, times: dict[str, LayerTimes]) -> Predictor | None:

@@ -28,6 +28,7 @@ from accept_mpi.log import BACKWARD, FORWARD
 from accept_mpi.losses import Loss
 from accept_mpi.models import Chain
 from accept_mpi.models.layers import build_layers
+from accept_mpi.outline import Outline
 from accept_mpi.plan import Place, Plan
 from accept_mpi.pulse import Pulse
 from accept_mpi.recorder import Recorder
@@ -57,6 +58,8 @@ class Work:
     """Training and test set, once this rank has needed them."""
     told: deque[tuple[str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=_TOLD))
     """What this rank has told rank 0 last, should it have been under way when a rank was lost."""
+    outline: Outline | None = None
+    """Of the model, where devices have been measured."""
     told_to: int = 0
     """Who that was, by its rank when mpirun began."""
     pulse: Pulse | None = None
@@ -94,7 +97,7 @@ class Term:
         sizes = _sizes(self.batches, self.test_samples if course.evaluate_every else 0)
         train_set = self._data[0]
         self._signatures = agree_on_shapes(
-            runtime.messenger, self.stage, self.place, sizes, train_set, job.pipeline.startup_timeout
+            runtime.messenger, self.stage, self.place, sizes, train_set, job.pipeline.startup_timeout, self.work.outline
         )
         self.plan, self.codecs_why = settle_codecs(
             runtime, job, self.plan, self.stage, max(sizes[0]), self._signatures, train_set

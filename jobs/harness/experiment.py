@@ -104,8 +104,9 @@ class Experiment:
             self.store.add(point, found)
             text = ", ".join(str(value) for value in known.values())
             where = "" if link is None else f" at {f'{link:g} Mbit/s' if link else 'any rate'}"
-            seconds = time.monotonic() - self._began
-            print(f"{seconds:4.0f} s  {program} {text}{where}: {found['samples_per_s']:.1f} samples/s", flush=True)
+            seconds, rate = time.monotonic() - self._began, found["samples_per_s"]
+            shown = f": {rate:.1f} samples/s" if rate else ""
+            print(f"{seconds:4.0f} s  {program} {text}{where}{shown}", flush=True)
         return found
 
     def _measure(self, program: str, asked: dict[str, Any], link: float | None) -> Result:
@@ -113,6 +114,8 @@ class Experiment:
             self._make()
         assert self._lab is not None
         fresh = False
+        if asked.get("skip", ()) is None:
+            self._cuts = None  # a process that has measured its layers has to get used to any cuts
         if program not in self._sessions:
             folder = self._lab.folder / "sessions" / program
             self._sessions[program] = self._stack.enter_context(Session(self._lab, _PROGRAMS[program], folder))
@@ -141,7 +144,7 @@ class Experiment:
         # Where a step takes long, it is the link that takes long: nothing has to warm up.
         skip = 2 if seconds * rate > batch else 1
         count = max(2, min(40, round(seconds * rate / batch)))
-        planned = self._planned(link, settings, known)
+        planned = self.planned(link, settings, **known)
         more: dict[str, Any] = {}
         if planned:
             plan = msgspec.json.decode(planned["plan"], type=Plan)
@@ -166,16 +169,26 @@ class Experiment:
         self.expect(settings, float(found["samples_per_s"]))
         return found
 
-    def _planned(self, link: float | None, settings: dict[str, Any], known: Point) -> Result:
-        """Where a job leaves cuts to rank 0: a short run that finds them; else nothing.
+    def planned(self, link: float | None, settings: dict[str, Any], **known: Any) -> Result:
+        """Where a job leaves cuts to rank 0: a short run that finds them, once; else nothing.
 
         What was found is then measured in a run of its own, like cuts that are given: after measuring layers a process is
         some 6 % slower for a while.
         """
         if self._job(settings).pipeline.cuts != "auto":
             return {}
-        self._cuts = None
-        return self._train(link, settings, (1, 0), {"train.steps": 2}, known | {"for": "its plan"}, twice=False)
+        return self._train(link, settings, None, {"train.steps": 1}, known | {"for": "its plan"}, twice=False)
+
+    def by_cuts(self, points: Sequence[tuple[float | None, dict[str, Any]]]) -> list[int]:
+        """In which order to measure these links and settings, so that a process gets used to new cuts as rarely as can be;
+        what rank 0 finds is found first."""
+        cuts = []
+        for link, settings in points:
+            found = self.planned(link, settings)
+            stages = msgspec.json.decode(found["plan"], type=Plan).stages if found else ()
+            cuts.append(str([(stage.start, stage.ranks) for stage in stages] or self._job(settings).pipeline.cuts))
+        first = {one: cuts.index(one) for one in cuts}
+        return sorted(range(len(points)), key=lambda n: first[cuts[n]])
 
     def _job(self, settings: dict[str, Any]) -> config.Job:
         job = Path(self.job())
@@ -200,15 +213,15 @@ class Experiment:
         self,
         link: float | None,
         settings: dict[str, Any],
-        skip: tuple[int, int],
+        skip: tuple[int, int] | None,
         more: dict[str, Any],
         known: Point,
         twice: bool,
         survey: str = "",
     ) -> Result:
-        """``skip``: first and last steps that do not count. ``more``: keys that do not name the point. ``twice``: a
-        process's first run is made twice, since its first steps take memory from the kernel and have oneDNN choose its
-        routines. ``survey``: log of the run that found the plan."""
+        """``skip``: first and last steps that do not count; None: only the plan is wanted. ``more``: keys that do not name
+        the point. ``twice``: a process's first run is made twice, since its first steps take memory from the kernel and have
+        oneDNN choose its routines. ``survey``: log of the run that found the plan."""
         name = "-".join([Path(self._fleet).stem, *(str(value) for value in (known | settings).values()), f"{link}"])
         directory = self.out / "runs" / "".join(c if c.isalnum() else "-" for c in name)
         changed = (

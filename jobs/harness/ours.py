@@ -1,5 +1,5 @@
 """A session's program: accept_mpi itself. A point has ``job`` (path), ``set`` (overrides) and ``skip`` (how
-many first and last steps do not count)."""
+many first and last steps do not count; None: only the plan is wanted)."""
 
 from pathlib import Path
 
@@ -29,11 +29,14 @@ def main() -> None:
     runtime.finish(0)
 
 
-def measured(job: config.Job, skip: list[int], planned: str | None) -> dict[str, object]:
+def measured(job: config.Job, skip: list[int] | None, planned: str | None) -> dict[str, object]:
     """samples/s over all steps but so many first and last ones, the share of that time in which the busiest stage computed,
     evaluations as (seconds, accuracy), the plan, and, for cuts found by the run whose log is ``planned``, the step that it
     foresaw and the one that the simulator makes of this trace."""
-    with open_log(Path(job.output.directory) / "log.h5") as log:
+    file = Path(job.output.directory) / "log.h5"
+    with open_log(file) as log:
+        if skip is None:
+            return {"samples_per_s": 0.0, "plan": log.attrs["plan"], "log": str(file)}
         ends, samples, evals = log["steps"]["end"], log["steps"]["samples"], log["evals"][:]
         began = float(log["trace"]["start"].min())
         plan = log.attrs["plan"]
@@ -49,7 +52,7 @@ def measured(job: config.Job, skip: list[int], planned: str | None) -> dict[str,
         "busy": busy / (end - start),
         "evals": times,
         "plan": plan,
-        "log": str(Path(job.output.directory) / "log.h5"),
+        "log": str(file),
     }
     if planned:
         with open_log(Path(planned)) as log:

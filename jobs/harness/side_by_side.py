@@ -89,17 +89,17 @@ class SideBySide:
             (kind, codec, link) for kind in case.ours for codec in case.ours[kind] for link in self._links(kind, codec)
         ]
         for auto in (False, True):
-            # A process gets used to new cuts slowly, so those for slow links come one after another.
+            mine = [point for point in points if auto == (point[1] == "auto")]
+            order = experiment.by_cuts([(point[2], self._settings(*point)) for point in mine])
             if auto:
                 self._alone("before what rank 0 finds", "tuned")
-            mine = [point for point in points if auto == (point[1] == "auto")]
-            for schedule, codec, link in sorted(mine, key=lambda point: not auto and point[2] in case.slow_cuts):
-                self.ours[schedule, codec, link] = self._train(schedule, codec, link)
+            for point in (mine[n] for n in order):
+                self.ours[point] = Rate.of(experiment.ours(point[2], self._settings(*point), seconds=case.seconds))
         self._alone("between", "tuned")
         self.peers: dict[tuple[str, bool, float], float] = {}
         # As users start them first: our memory settings stay with a process.
         for tuned, name in itertools.product(_SETTINGS, PEERS):
-            guess = 1.0
+            guess = 1.0 if tuned else self.alone("plain")[0] / case.samples
             for link in case.links if tuned else case.untuned:
                 self.peers[name, tuned, link] = rate = self._peer(name, tuned, link, guess)
                 guess = rate / case.samples
@@ -131,13 +131,13 @@ class SideBySide:
             np.interp(rate.at, [one.at for one in there], [one.samples_per_s for one in there])
         )
 
-    def _train(self, schedule: str, codec: str, link: float) -> Rate:
+    def _settings(self, schedule: str, codec: str, link: float) -> dict[str, Any]:
         settings: dict[str, Any] = {"pipeline.schedule": schedule, "pipeline.forward": codec, "pipeline.backward": codec}
         if schedule != _ASYNC:
             settings |= self.case.synchronous
         if codec != "auto":
             settings |= {"pipeline.cuts": self.case.slow_cuts.get(link, self.case.cuts)}
-        return Rate.of(self.experiment.ours(link, settings, seconds=self.case.seconds))
+        return settings
 
     def _peer(self, name: str, tuned: bool, link: float, guess: float) -> float:
         """``guess``: steps a second at the link before."""

@@ -98,7 +98,25 @@ def test_a_small_change_moves_layers_when_it_has_lasted() -> None:
     for _ in range(5):
         assert run.steps(3 * WINDOW, 1, 1, 1) is None
         assert run.steps(3 * WINDOW, 1, 1.5, 1) is None
-    assert layers(run.steps(12 * WINDOW, 1, 1.5, 1))[1] < 4
+    assert layers(run.steps(40 * WINDOW, 1, 1.5, 1))[1] < 4
+
+
+def test_what_is_lost_is_not_looked_at_for_long() -> None:
+    """Where two steps have lost what moving costs, two are enough; a third where the first began before the change."""
+    run = Run(20, 20, 20)
+    assert run.steps(3 * WINDOW, 1, 1, 1) is None
+    assert run.steps(1, 1, 10, 1) is None
+    assert layers(run.steps(1, 1, 10, 1))[1] <= 1
+    run = Run(20, 20, 20)
+    assert run.steps(3 * WINDOW, 1, 1, 1) is None
+    assert run.steps(2, 1, 2.5, 1) is None
+    assert layers(run.steps(WINDOW - 2, 1, 2.5, 1))[1] < 4
+
+
+def test_the_first_steps_of_a_plan_are_slow() -> None:
+    run = Run(20, 20, 20)
+    assert run.steps(WINDOW, 1, 4, 1) is None
+    assert run.steps(3 * WINDOW, 1, 1, 1) is None
 
 
 def test_what_does_not_pay_any_more_is_left() -> None:

@@ -30,8 +30,12 @@ def main() -> None:
     points = []
     for fleet, cases in CASES.items():
         with experiment.lab(fleet):
-            for schedule, link, codec in cases:
-                settings = {"pipeline.schedule": schedule, "pipeline.forward": codec, "pipeline.backward": codec}
+            settings_of = [
+                {"pipeline.schedule": schedule, "pipeline.forward": codec, "pipeline.backward": codec}
+                for schedule, _, codec in cases
+            ]
+            for n in experiment.by_cuts([(link, settings_of[n]) for n, (_, link, _) in enumerate(cases)]):
+                (schedule, link, codec), settings = cases[n], settings_of[n]
                 experiment.expect(settings, 64.0)
                 found = experiment.ours(link, settings, seconds=15.0)
                 measured, *simulated = found["replayed"]
