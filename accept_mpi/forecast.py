@@ -200,7 +200,10 @@ class Forecast:
         compute, took = self._seconds(codecs)
         return simulate(
             walks,
-            lambda stage, action: float(compute[stage, Packed.KINDS.index(action.kind)]),
+            lambda stage, action: (
+                float(compute[stage, Packed.KINDS.index(action.kind)])
+                + (float(compute[stage, Packed.KINDS.index("W")]) if action.kind == "B" and action.whole else 0.0)
+            ),
             lambda boundary, way: float(took[boundary, "FB".index(way)]),
         )
 

@@ -80,7 +80,7 @@ def link_cost(trace: Rows) -> LinkCost:
 
 def mean_times(trace: Rows) -> list[dict[str, float]]:
     """Mean seconds of each kind of action of each stage, as ``recorded`` counts them, without the first quarter of the
-    steps."""
+    steps. What W takes is not in B's, also where some B left nothing to W."""
     steps = _finished(trace)
     if not steps:
         return []
@@ -89,7 +89,11 @@ def mean_times(trace: Rows) -> list[dict[str, float]]:
     for walk, took in zip(walks, durations, strict=True):
         mine = [action for action in walk if steps[len(steps) // _LEAD] < action.step <= steps[-1]]
         kinds = {action.kind for action in mine}
-        found.append({k: float(np.mean([took[action] for action in mine if action.kind == k])) for k in kinds})
+        each = {k: [took[action] for action in mine if action.kind == k] for k in kinds}
+        means = {k: float(np.mean(seconds)) for k, seconds in each.items()}
+        if "W" in means:
+            means["B"] = (sum(each["B"]) + sum(each["W"])) / len(each["B"]) - means["W"]
+        found.append(means)
     return found
 
 

@@ -78,6 +78,8 @@ class Packed:
     """Action lists as arrays, for ``simulate_packed``: made once, run on many times."""
 
     KINDS = "FBWU"
+    WHOLE = 4
+    """A B that leaves nothing to W."""
 
     def __init__(self, walks: Iterable[Sequence[Action]], counts: Sequence[int]) -> None:
         """``counts``: micro-batches of each step. ``walks`` (one a stage) may be a generator."""
@@ -85,7 +87,8 @@ class Packed:
         self.micro_batches = int(first[-1])
         kinds, numbers, steps, begins = [], [], [], [0]
         for walk in walks:
-            letters = np.array([self.KINDS.index(action.kind) for action in walk], np.int8)
+            whole = np.array([action.whole and action.kind == "B" for action in walk], bool)
+            letters = np.where(whole, self.WHOLE, [self.KINDS.index(action.kind) for action in walk]).astype(np.int8)
             of_step = np.array([action.step for action in walk], np.int32)
             within = np.array([action.micro_batch for action in walk], np.int32)
             kinds.append(letters)
@@ -110,7 +113,8 @@ def simulate_packed(
     """
     starts, ends = np.empty(len(packed.kinds)), np.empty(len(packed.kinds))
     arrived = np.full((2, packed.stages, packed.micro_batches), np.inf)
-    arrays = (np.ascontiguousarray(array, np.float64) for array in (seconds, transfers.reshape(-1, 2)))
+    by_kind = np.column_stack([seconds, seconds[:, 1] + seconds[:, 2]])
+    arrays = (np.ascontiguousarray(array, np.float64) for array in (by_kind, transfers.reshape(-1, 2)))
     kernel = compiled("accept_mpi.kernels.events").run
     if not kernel(packed.kinds, packed.numbers, packed.begins, *arrays, arrived, starts, ends):
         raise RuntimeError("the schedule deadlocks")

@@ -44,6 +44,7 @@ class _InFlight:
     boxes: list["_Box"]
     outputs: list[torch.Tensor]
     leaves: list[nn.Parameter]
+    whole: bool
     work: list[Any] = field(default_factory=list)
 
 
@@ -111,11 +112,15 @@ class Stage:
         target: torch.Tensor | None = None,
         weight: float = 1.0,
         suspect: int = 0,
+        whole: bool = False,
     ) -> Forward:
         """F. ``inputs`` come from the wire or the data set; ``version`` counts updates since the segment began; on the last
-        stage ``target`` is wanted, and the micro-batch's loss counts with ``weight`` in the step's."""
+        stage ``target`` is wanted, and the micro-batch's loss counts with ``weight`` in the step's. ``whole``: in the
+        zero-bubble schedule, that B is to leave nothing to W."""
         boxes = [_Box(x) for x in inputs]
         leaves = self._use(version)
+        if self._deferred is not None:
+            self._deferred.on = not whole
         values = _pack([box.open(self._anchor) for box in boxes])
         for index, layer in enumerate(self.layers, self.start):
             torch.default_generator.manual_seed(forward_seed(self._seed, step, micro_batch, index))
@@ -129,7 +134,7 @@ class Stage:
             outputs = [loss * weight]
         if suspect == 0 and not _finite(outputs):
             suspect = self._search(step, micro_batch, inputs)
-        self.in_flight[step, micro_batch] = _InFlight(boxes, outputs, leaves)
+        self.in_flight[step, micro_batch] = _InFlight(boxes, outputs, leaves, whole)
         return Forward(() if result else tuple(outputs), result, suspect)
 
     def backward(self, step: int, micro_batch: int, gradients: Tensors) -> Tensors:
@@ -144,7 +149,7 @@ class Stage:
         if roots and roots[0].requires_grad:
             _Seeded.apply(seeds, *roots).backward()
         flight.outputs = []
-        if self._deferred is not None:
+        if self._deferred is not None and not flight.whole:
             flight.work = self._deferred.collect()
         else:
             self._finish(step, micro_batch)

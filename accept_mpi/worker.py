@@ -132,7 +132,7 @@ class Worker:
         counts = [len(self.batches.sizes(step)) for step in segment]
         plan = schedule_walk(pipeline.schedule, self.s, self.stages, counts, pipeline.transfer_slack, pipeline.vertical_sync)
         bound = depth(pipeline.schedule, self.s, self.stages, sum(counts), pipeline.transfer_slack)
-        for kind, position, k, version in plan:
+        for kind, position, k, version, whole in plan:
             step = segment.start + position
             if kind == "F":
                 if self._final is not None and step > self._final:
@@ -142,7 +142,7 @@ class Worker:
                     if self.s == 0 and step + 1 < steps:
                         self._flag(step, self._replication.flags(step))
                     indices[step], sizes[step] = self.batches.indices(step), self.batches.sizes(step)
-                self.forward(step, k, indices[step][k], version, sizes[step])
+                self.forward(step, k, indices[step][k], version, sizes[step], whole)
                 assert len(self.stage.in_flight) <= bound, f"more than {bound} micro-batches in flight"
             elif kind == "B":
                 self.backward(step, k, sizes[step][k])
@@ -170,7 +170,7 @@ class Worker:
         if flags & REPLAN:
             self._final = step
 
-    def forward(self, step: int, k: int, samples: Any, version: int, sizes: list[int]) -> None:
+    def forward(self, step: int, k: int, samples: Any, version: int, sizes: list[int], whole: bool) -> None:
         """F of micro-batch ``k``: its inputs, the stage, its outputs. Loading data counts to it, so that a host slow
         at that is given fewer layers."""
         pass_by("forward")
@@ -188,7 +188,7 @@ class Worker:
                 inputs = self.stage.from_data(self.train_set.inputs(samples, seed))
             last = self.links.activations_out is None
             target = self.train_set.targets(samples) if last and self.train_set is not None else None
-            out = self.stage.forward(step, k, inputs, version, target, sizes[k] / sum(sizes), suspect)
+            out = self.stage.forward(step, k, inputs, version, target, sizes[k] / sum(sizes), suspect, whole)
         if self.links.activations_out:
             self.links.activations_out.send(step, k, sizes[k], out.outputs, out.suspect | self._flags.get(step, 0))
         if out.result:
@@ -233,8 +233,8 @@ class Worker:
         micro = list(in_order(test_samples, self.batches.micro))
         results = []
         with self.stage.evaluating():
-            for _, _, k, _ in forward_only(len(micro)):
-                result = self.forward_test(step, k, micro[k])
+            for action in forward_only(len(micro)):
+                result = self.forward_test(step, action.micro_batch, micro[action.micro_batch])
                 if result:
                     results.append(result)
         if self.links.activations_out:

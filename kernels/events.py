@@ -4,7 +4,7 @@ import numba as nb
 import numpy as np
 from accept_mpi.kernels.options import NJIT
 
-FORWARD, BACKWARD, WEIGHTS, UPDATE = 0, 1, 2, 3
+FORWARD, BACKWARD, WEIGHTS, UPDATE, WHOLE_BACKWARD = 0, 1, 2, 3, 4
 
 
 @nb.njit(
@@ -16,7 +16,7 @@ def run(kinds, numbers, begins, seconds, transfers, arrived, starts, ends):  # t
     """Each stage does its actions in order, each as soon as its input is there; False where they wait for each other.
 
     Stage s has actions ``begins[s]`` to ``begins[s+1]`` - 1 of ``kinds`` and ``numbers`` (of micro-batches, over all steps);
-    ``seconds`` (stages, 4) by kind; ``transfers`` (stages - 1, 2): activations ahead, gradients back, one message at a time
+    ``seconds`` (stages, 5) by kind; ``transfers`` (stages - 1, 2): activations ahead, gradients back, one message at a time
     each way. ``arrived`` (2, stages, micro-batches) holds infinities before; ``starts`` and ``ends`` of all actions go out.
     """
     stages = begins.size - 1
@@ -31,14 +31,15 @@ def run(kinds, numbers, begins, seconds, transfers, arrived, starts, ends):  # t
             s = place if turn % 2 == 0 else stages - 1 - place  # there and back, as forwards and backwards go
             while at[s] < begins[s + 1]:
                 action = at[s]
-                kind, number = kinds[action], numbers[action]
+                number = numbers[action]
+                kind = BACKWARD if kinds[action] == WHOLE_BACKWARD else kinds[action]
                 start = clock[s]
                 if (kind == FORWARD and s > 0) or (kind == BACKWARD and s < stages - 1):
                     there = arrived[kind, s, number]
                     if there == np.inf:
                         break
                     start = max(start, there)
-                end = start + seconds[s, kind]
+                end = start + seconds[s, kinds[action]]
                 starts[action], ends[action] = start, end
                 clock[s] = end
                 at[s] += 1

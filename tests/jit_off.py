@@ -112,7 +112,10 @@ def check_events() -> None:
 
     lists = [actions("zero-bubble", s, 3, [4, 4], 1) for s in range(3)]
     _, ends = simulate_packed(Packed(lists, [4, 4]), np.ones((3, 4)), np.ones((2, 2)))
-    assert ends.max() == simulate(lists, lambda s, action: 1.0, lambda boundary, way: 1.0).makespan
+    assert (
+        ends.max()
+        == simulate(lists, lambda s, action: 1.0 + (action.kind == "B" and action.whole), lambda b, way: 1.0).makespan
+    )
     try:
         simulate_packed(Packed([parse("F0.0 B0.1"), parse("F0.0 B0.0")], [2]), np.ones((2, 4)), np.ones((1, 2)))
     except RuntimeError:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from accept_mpi.log import BACKWARD, FORWARD, KINDS, TRACE, Rows
-from accept_mpi.replay import link_cost, recorded
+from accept_mpi.replay import link_cost, mean_times, recorded
 from accept_mpi.schedule import Kind, actions
 from accept_mpi.simulate import simulate
 
@@ -43,7 +43,21 @@ def test_links_of_no_time_cost_nothing(kind: Kind) -> None:
     assert link_cost(trace).exposed == pytest.approx(0, abs=1e-9)
     walks, durations, _ = recorded(trace)
     assert all(d == pytest.approx(SECONDS[a.kind] * (1 + s / 10)) for s, ds in enumerate(durations) for a, d in ds.items())
-    assert walks[0] == [a._replace(step=a.step + 1, version=0) for a in actions(kind, 0, STAGES, [MICRO] * STEPS, 1)]
+    listed = actions(kind, 0, STAGES, [MICRO] * STEPS, 1)
+    assert walks[0] == [a._replace(step=a.step + 1, version=0, whole=False) for a in listed]
+
+
+def test_means_of_stages_that_put_off_some() -> None:
+    """B and W of a micro-batch take as long together as all of them in the mean; W alone what it takes where it is."""
+    for slack in (0, 2):
+        trace = traced("zero-bubble", 0.0, slack)
+        for stage, took in enumerate(mean_times(trace)):
+            mine = trace[(trace["stage"] == stage) & (trace["step"] > 4)]
+            back = mine[np.isin(mine["kind"], [KINDS.index("B"), KINDS.index("W")])]
+            each = (back["end"] - back["start"]).sum() / MICRO / len(np.unique(mine["step"]))
+            assert took["B"] + took.get("W", 0.0) == pytest.approx(each)
+            assert took.get("W", 1 + stage / 10) == pytest.approx(1 + stage / 10)
+            assert ("W" in took) == (stage > 0)
 
 
 def test_room_in_the_pipeline_hides_transfers() -> None:

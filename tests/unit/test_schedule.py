@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from accept_mpi.schedule import KINDS, Action, actions, depth, forward_only, grid, parse
+from accept_mpi.schedule import KINDS, Action, _zero_bubble, actions, depth, forward_only, grid, parse
 from accept_mpi.simulate import Packed, simulate, simulate_packed
 
 SIZES = [(stages, count) for stages in range(1, 9) for count in range(1, 17)]
@@ -19,10 +19,10 @@ def walks(kind, stages: int, counts: list[int], slack: int = 0, vertical_sync: b
 
 def times(kind):
     table = UNIT if kind == "zero-bubble" else WHOLE_BACKWARD
-    return lambda stage, action: table[action.kind]
+    return lambda stage, action: table[action.kind] + (table["W"] if action.kind == "B" and action.whole else 0.0)
 
 
-@pytest.mark.parametrize("slack", [0, 1, 3])
+@pytest.mark.parametrize("slack", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_complete_in_order_and_within_the_bound(kind, slack: int) -> None:
     for stages, count in SIZES:
@@ -30,17 +30,21 @@ def test_complete_in_order_and_within_the_bound(kind, slack: int) -> None:
             for stage, walk in enumerate(walks(kind, stages, counts, slack)):
                 what = f"{kind}, stage {stage} of {stages}, {counts}: {' '.join(map(str, walk))}"
                 every = [(step, k) for step, c in enumerate(counts) for k in range(c)]
-                letters = "FBW" if kind == "zero-bubble" else "FB"
-                for letter in letters:
+                for letter in "FB":
                     assert [(a.step, a.micro_batch) for a in walk if a.kind == letter] == every, what
+                # All weights' gradients, in the order of micro-batches.
+                done = [a for a in walk if a.kind == "W" or (a.kind == "B" and (a.whole or kind != "zero-bubble"))]
+                assert [(a.step, a.micro_batch) for a in done] == every, what
+                whole = [{a.kind for a in walk if a.whole and (a.step, a.micro_batch) == one} for one in every]
+                assert all(kinds in (set(), {"F", "B"}) for kinds in whole), what
                 assert [a.step for a in walk if a.kind == "U"] == list(range(len(counts))), what
                 place = {(a.kind, a.step, a.micro_batch): i for i, a in enumerate(walk)}
                 for step, k in every:
                     assert place["F", step, k] < place["B", step, k], what
-                    assert place[letters[-1], step, k] < place["U", step, -1], what
-                    if kind == "zero-bubble":
-                        assert place["B", step, k] < place["W", step, k], what
-                in_flight = list(itertools.accumulate((a.kind == "F") - (a.kind == letters[-1]) for a in walk))
+                    assert place["B", step, k] < place["U", step, -1], what
+                    if ("W", step, k) in place:
+                        assert place["B", step, k] < place["W", step, k] < place["U", step, -1], what
+                in_flight = list(itertools.accumulate((a.kind == "F") - (a in done) for a in walk))
                 assert max(in_flight) <= depth(kind, stage, stages, sum(counts), slack), what
                 assert in_flight[-1] == 0
 
@@ -72,6 +76,27 @@ def test_bubbles_of_a_uniform_pipeline() -> None:
         if count >= stages:
             assert one.bubble(0) == pytest.approx((stages - 1) * 3)
             assert zero.bubble(0) == pytest.approx(stages - 1)
+
+
+@pytest.mark.parametrize("slack", [2, 3])
+def test_what_is_put_off_last_is_never_slower_than_zb_h1(slack: int) -> None:
+    for (stages, count), transfer in itertools.product(SIZES, (0.0, 0.1, 0.5, 1.5)):
+        admitted = [depth("1f1b", s, stages, count, slack) for s in range(stages)]
+        published = [[Action(kind, 0, k) for kind, k in _zero_bubble(admitted[s], s, count, 0)] for s in range(stages)]
+        ours = [walk[:-1] for walk in walks("zero-bubble", stages, [count], slack)]
+        for put_off in (0.0, 0.15):  # what putting W off costs
+            table = {"F": 1.1, "B": 0.9 + put_off, "W": 1.0}
+
+            def seconds(stage: int, action: Action, table: dict[str, float] = table) -> float:
+                return 1.9 if action.whole and action.kind == "B" else table[action.kind]
+
+            def link(boundary: int, way: str, transfer: float = transfer) -> float:
+                return transfer
+
+            mine, other = (simulate(one, seconds, link).makespan for one in (ours, published))
+            assert mine <= other * (1 + 1e-9), (stages, count, transfer)
+            if put_off and count >= 4 * stages > 4:
+                assert mine < 0.99 * other, (stages, count, transfer)
 
 
 def test_asynchronous_has_no_bubble_between_steps() -> None:
@@ -106,7 +131,9 @@ def test_asynchronous_versions() -> None:
 def test_prints_and_parses() -> None:
     for kind in KINDS:
         for walk in walks(kind, 3, [4, 2]):
-            assert [a[:3] for a in parse(" ".join(map(str, walk)))] == [a[:3] for a in walk]
+            again = parse(" ".join(map(str, walk)))
+            assert [a[:3] for a in again] == [a[:3] for a in walk]
+            assert [a.whole for a in again if a.kind == "B"] == [a.whole for a in walk if a.kind == "B"]
 
 
 GOLDEN = """\
@@ -115,7 +142,7 @@ stage 0: F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3 U0
 stage 1: F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3 U0
 stage 2: F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3 U0
 zero-bubble
-stage 0: F0.0 F0.1 F0.2 B0.0 W0.0 F0.3 B0.1 W0.1 B0.2 W0.2 B0.3 W0.3 U0
+stage 0: F0.0 F0.1 F0.2 BW0.0 F0.3 BW0.1 BW0.2 BW0.3 U0
 stage 1: F0.0 F0.1 B0.0 F0.2 B0.1 W0.0 F0.3 B0.2 W0.1 B0.3 W0.2 W0.3 U0
 stage 2: F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 W0.0 F0.3 B0.3 W0.1 W0.2 W0.3 U0
 gpipe
@@ -143,13 +170,15 @@ def test_evaluation_is_forward_only() -> None:
 def test_packed_lists_take_what_lists_take(kind: str) -> None:
     """The simulator's kernel against its plain loop, on random times."""
     rng = np.random.default_rng(3)
-    for stages in (1, 2, 3, 5):
-        counts = [3, 4, 2]
-        lists = walks(kind, stages, counts, 1)
+    for stages, slack in itertools.product((1, 2, 3, 5), (1, 2)):
+        counts = [3, 9, 2]
+        lists = walks(kind, stages, counts, slack)
         seconds, transfers = rng.uniform(0.5, 2, (stages, 4)), rng.uniform(0, 3, (max(0, stages - 1), 2))
         plain = simulate(
             lists,
-            lambda s, action, seconds=seconds: float(seconds[s, "FBWU".index(action.kind)]),
+            lambda s, action, seconds=seconds: float(
+                seconds[s, "FBWU".index(action.kind)] + (seconds[s, 2] if action.kind == "B" and action.whole else 0.0)
+            ),
             lambda boundary, way, transfers=transfers: float(transfers[boundary, "FB".index(way)]),
         )
         starts, ends = simulate_packed(Packed(lists, counts), seconds, transfers)

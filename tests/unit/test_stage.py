@@ -99,20 +99,53 @@ def test_deferred_weight_gradients_are_the_same_bits(layers) -> None:
     shape = (4, 6) if isinstance(layers()[0], nn.Linear) else (4, 3, 8, 8)
     torch.manual_seed(0)
     x, results = torch.randn(shape), []
+    for schedule, whole in (("1f1b", False), ("zero-bubble", False), ("zero-bubble", True)):
+        torch.manual_seed(1)
+        stage = make(layers(), schedule)
+        found = []
+        for k in range(3):  # the third in any case as a whole: what is put off and what is not go into one sum
+            mine = x.clone().requires_grad_()
+            out = stage.forward(0, k, (mine,), whole=whole or k == 2).outputs[0]
+            torch.manual_seed(2 + k)
+            found += stage.backward(0, k, (torch.randn_like(out),))
+            if schedule == "zero-bubble" and not whole and k < 2:
+                weights = [p for p in stage.parameters if p.dim() > 1]
+                assert k or all(p.grad is None for p in weights), "B must leave the weights' gradients to W"
+                stage.weight_gradient(0, k)
+        results.append([*found, *(p.grad for p in stage.parameters)])
+        assert all(p.grad is None or p.grad.stride() == p.stride() for p in stage.parameters)
+        stage.drained()
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_layers_that_are_not_plain_defer_too_or_not_at_all() -> None:
+    """Other paddings have a graph of their own; a hook on a weight is called once; what is frozen stays without gradient."""
+
+    def layers() -> list[nn.Module]:
+        found = [
+            nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), nn.Conv2d(4, 4, 3, padding="same"), nn.Conv2d(4, 4, 1),
+            nn.Conv2d(4, 4, 3, stride=2, dilation=2, padding=2, bias=False),
+        ]  # fmt: skip
+        found[2].weight.requires_grad_(False)
+        return found
+
+    results = []
     for schedule in ("1f1b", "zero-bubble"):
         torch.manual_seed(1)
         stage = make(layers(), schedule)
-        mine = x.clone().requires_grad_()
-        out = stage.forward(0, 0, (mine,)).outputs[0]
-        torch.manual_seed(2)
-        gradient = torch.randn_like(out)
-        inputs = stage.backward(0, 0, (gradient,))
+        calls: list[int] = []
+        stage.parameters[-1].register_hook(lambda gradient, calls=calls: calls.append(1))
+        out = stage.forward(0, 0, (torch.arange(4 * 3 * 64.0).reshape(4, 3, 8, 8).requires_grad_(),)).outputs[0]
+        found = stage.backward(0, 0, (torch.ones_like(out),))
         if schedule == "zero-bubble":
-            weights = [p for p in stage.parameters if p.dim() > 1]
-            assert all(p.grad is None for p in weights), "B must leave the weights' gradients to W"
+            assert stage.layers[1].weight.grad is None
+            assert stage.layers[2].bias.grad is None
             stage.weight_gradient(0, 0)
-        results.append([inputs[0], *(p.grad for p in stage.parameters)])
-        stage.drained()
+        assert calls == [1]
+        results.append([*found, *(p.grad for p in stage.parameters if p.grad is not None)])
+        assert stage.layers[2].weight.grad is None
+    assert len(results[0]) == 1 + 6
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
