@@ -12,7 +12,7 @@ from accept_mpi.outcome import replayed
 from accept_mpi.plan import Plan
 from accept_mpi.run import Options, train
 from accept_mpi.survey import Survey
-from accept_mpi.timeline import COMPUTE, busy_seconds, of_kind
+from accept_mpi.timeline import stage_use
 from harness.session import points
 
 
@@ -44,12 +44,10 @@ def measured(job: config.Job, skip: list[int] | None, planned: str | None) -> di
     first, last = skip[0], len(ends) - skip[1]
     start, end = float(ends[first - 1]), float(ends[last - 1])
     rate = float(np.sum(samples[first:last]) / (end - start))
-    computing = of_kind(trace, *COMPUTE)
-    busy = max(busy_seconds(computing[computing["stage"] == stage], start, end) for stage in np.unique(computing["stage"]))
     times = [[float(row["end"]) - began, float(row["accuracy"])] for row in evals]
     found = {
         "samples_per_s": rate,
-        "busy": busy / (end - start),
+        "busy": max(use.busy for use in stage_use(trace, start, end)) / (end - start),
         "evals": times,
         "plan": plan,
         "log": str(file),
