@@ -27,14 +27,14 @@ from accept_mpi.planner import moving, plan_for
 from accept_mpi.survey import Survey
 
 WINDOW = 5
-"""Steps that are looked at together."""
+"""Steps that are looked at together, at least."""
 _NEWEST = 3
 _MUCH = math.log(2)
 """A change by so much in each of the newest steps is sudden: no noise."""
 _FEWEST = 2
 """Steps that show a sudden change: the first may have begun before it."""
 _SETTLED = math.log(1.6)
-"""Two windows that differ by more are of before and after a change."""
+"""Two windows, or pulses, that differ by more are of before and after a change."""
 _NOISE = math.log(1.15)
 """Of a stage's time: what it takes in training beside messages, and what it took when it was probed alone."""
 _LIGHT = 0.5
@@ -106,11 +106,11 @@ class Adapter:
             self._after = self._first = int(rows["step"].min()) + 1  # the first steps of a plan are slow
         if isinstance(self._job.pipeline.adapt, bool):
             self.proposal = self._from_newest(rows, last)
-        if not self.proposal and last >= self._after + WINDOW:
-            factors = self.factors(_between(rows, self._after, WINDOW))
-            self._after += WINDOW
-            self._rows = [rows[rows["step"] > min(self._after, last - 2 * WINDOW)]]
-            self.proposal = self._from_window(factors, last)
+        if not self.proposal and (count := last - self._after) >= WINDOW:  # more, where steps are shorter than traces
+            factors = self.factors(_between(rows, self._after, count))
+            self._after = last
+            self._rows = [rows[rows["step"] > last - 2 * WINDOW]]
+            self.proposal = self._from_window(factors, last, count)
             self._before = factors
         if self.proposal:
             self._ask()
@@ -136,12 +136,12 @@ class Adapter:
             return None
         return found
 
-    def _from_window(self, factors: dict[int, float], step: int) -> Proposal | None:
+    def _from_window(self, factors: dict[int, float], step: int, count: int) -> Proposal | None:
         every, left = self._job.pipeline.adapt, self._last_step - step
         if isinstance(every, bool):
             both = _agreed(self._before, factors) if self._before else None
             found = self.propose(both, left) if both else None
-            self._lost = self._lost + WINDOW * found.saves if found else 0.0
+            self._lost = self._lost + count * found.saves if found else 0.0
             return found if found and self._lost > found.cost else None
         if self._from is None:
             self._from = self._first - 2  # steps that were made before this plan
@@ -179,7 +179,10 @@ class Adapter:
         beats, whole = self._beats[rank], math.log(self._survey.devices[rank].factor)
         if not beats:
             return 1.0
-        first, change = math.log(beats[0]), math.log(float(np.median(beats[-2:])) / beats[0])
+        newest = [math.log(beat / beats[0]) for beat in beats[-2:]]
+        if max(newest) - min(newest) > _SETTLED:  # of before and after a change, or in the midst of one
+            return 1.0
+        first, change = math.log(beats[0]), sum(newest) / len(newest)
         # A stage may have taken 16 x where a pulse says 10 x: when the pulse is back at 1, so is the device.
         if min(abs(first), abs(whole)) > _NOISE and first * whole > 0:
             change *= min(_STEEPEST, max(1 / _STEEPEST, whole / first))

@@ -7,7 +7,6 @@ from test_planner import job, survey
 
 from accept_mpi.adapting import WINDOW, Adapter
 from accept_mpi.log import KINDS, TRACE, Rows
-from accept_mpi.observers import StepDone
 from accept_mpi.plan import Codec, Plan, make_plan
 from accept_mpi.planner import plan_for
 
@@ -30,10 +29,11 @@ class Run:
     def _ask(self) -> None:
         self.asked += 1
 
-    def steps(self, count: int, *factors: float, noise: float = 0.0) -> Plan | None:
-        """So many steps; the plan that is proposed, if one is."""
+    def steps(self, count: int, *factors: float, noise: float = 0.0, together: int = 1) -> Plan | None:
+        """So many steps, whose traces come ``together``; the plan that is proposed, if one is."""
         rng = np.random.default_rng(self.made)
-        for _ in range(count):
+        waiting: dict[int, list[Rows]] = {s: [] for s in range(len(self.plan.stages))}
+        for number in range(count):
             self.made += 1
             took = []
             for s, stage in enumerate(self.plan.stages):
@@ -41,9 +41,12 @@ class Run:
                 times = factors[rank] * (1 + noise * rng.uniform(-1, 1))
                 rows = self.rows(s, stage.stop - stage.start, times * self.survey.devices[rank].forward[0])
                 took.append(rows["end"][-1] - self.now)
-                self.adapter.trace(rows)
+                waiting[s].append(rows)
             self.now += max(took)
-            self.adapter.step(StepDone(self.made, 0, 32, 1.0, 0.5, 0.1, float(self.made), 1.0))
+            if (number + 1) % together == 0:
+                for s, all_rows in waiting.items():
+                    self.adapter.trace(np.concatenate(all_rows))
+                    waiting[s] = []
         return self.adapter.proposal.plan if self.adapter.proposal else None
 
     def rows(self, stage: int, layers: int, seconds: float) -> Rows:
@@ -101,6 +104,18 @@ def test_a_small_change_moves_layers_when_it_has_lasted() -> None:
     assert layers(run.steps(40 * WINDOW, 1, 1.5, 1))[1] < 4
 
 
+def test_traces_of_many_short_steps() -> None:
+    """All of them count, none is kept for long, and the planner is asked once a trace."""
+    run = Run(1, 1, 1)
+    assert run.steps(20 * WINDOW, 1, 1, 1, together=20) is None
+    assert sum(map(len, run.adapter._rows)) <= 2 * WINDOW * 3 * 16
+    assert run.steps(20, 1, 1.5, 1, together=20) is None
+    assert layers(run.steps(40 * WINDOW, 1, 1.5, 1, together=20))[1] < 4
+    run = Run(1, 1, 1)
+    assert run.steps(20 * WINDOW, 1, 1, 1, together=20) is None
+    assert layers(run.steps(20, 1, 10, 1, together=20))[1] <= 1
+
+
 def test_what_is_lost_is_not_looked_at_for_long() -> None:
     """Where two steps have lost what moving costs, two are enough; a third where the first began before the change."""
     run = Run(20, 20, 20)
@@ -139,6 +154,10 @@ def test_an_idle_device_that_recovers_gets_layers() -> None:
     assert run.steps(4 * WINDOW, 1, 1, 1) is None
     run.adapter.pulse(1, 1.1)
     assert run.steps(3 * WINDOW, 1, 1, 1) is None
+    run.adapter.pulse(1, 0.1)  # in the midst of its recovery
+    assert run.steps(WINDOW, 1, 1, 1) is None
+    run.adapter.pulse(1, 1 / 40)
+    assert run.steps(WINDOW, 1, 1, 1) is None
     for _ in range(3):
         run.adapter.pulse(1, 1 / 40)
     assert layers(run.steps(3 * WINDOW, 1, 1, 1)) in ([4, 4, 4], [4, 5, 3], [3, 5, 4])
