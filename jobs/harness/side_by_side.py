@@ -61,12 +61,16 @@ class Rate(NamedTuple):
     at: float
     busy: float = math.nan
     """Share of the time in which the busiest stage computed. The machine's speed is not in it."""
+    used: float = math.nan
+    """The same of all hosts, in the mean: of equal ones, what all of them computing alone would make at the same time,
+    if they computed as fast then."""
 
     @staticmethod
     def of(found: Result, samples_per_s: float | None = None) -> "Rate":
         """Of a result (those of older files do not say when)."""
         rate = found["samples_per_s"] if samples_per_s is None else samples_per_s
-        return Rate(float(rate), float(found.get("at", 0.0)), float(found.get("busy", math.nan)))
+        more = (float(found.get(key, math.nan)) for key in ("busy", "used"))
+        return Rate(float(rate), float(found.get("at", 0.0)), *more)
 
 
 _NOTHING = Rate(math.nan, math.nan)
@@ -209,8 +213,10 @@ class SideBySide:
             "async, best of all / sum of the hosts alone": [self._of("tuned", rate) for rate in best],
             "async, best of all / slowest stage alone": [self._of("stages", rate) for rate in best],
             "async, best of all: the busiest stage computes": [rate.busy for rate in best],
+            "async, best of all: all hosts compute, in the mean": [rate.used for rate in best],
             "async, all found by rank 0 / sum of the hosts alone": [self._of("tuned", rate) for rate in auto],
             "async, all found by rank 0: the busiest stage computes": [rate.busy for rate in auto],
+            "async, all found by rank 0: all hosts compute, in the mean": [rate.used for rate in auto],
             "async, all found by rank 0 / best by hand, each of the sum at its time": [
                 self._of("tuned", rate) / self._of("tuned", self.best(link, auto=False))
                 for rate, link in zip(auto, links, strict=True)
@@ -220,6 +226,7 @@ class SideBySide:
             "async, best of all / torch pipelining": over(best, pipelining),
             "synchronous, best / sum of the hosts alone": [self._of("tuned", self.best(link, True)) for link in links],
             "synchronous, best: the busiest stage computes": [self.best(link, True).busy for link in links],
+            "synchronous, best: all hosts compute, in the mean": [self.best(link, True).used for link in links],
             "synchronous, found by rank 0 / sum of the hosts alone": [
                 self._of("tuned", self.best(link, True, auto=True)) for link in links
             ],
@@ -229,7 +236,7 @@ class SideBySide:
             "All hosts computing alone at the same time, samples/s together, each time they were measured: "
             f"{limits['tuned']} with our memory settings, {limits['plain']} without. The slowest stage of our cuts alone: "
             f"{limits['stages']}. Ratios are to what lies between two of them in time; how much of the time the busiest"
-            " stage computes is from each run's own trace, and so free of how fast the machine is at that time.\n"
+            " stage computes, and all hosts do in the mean, is from each run's own trace: no drift is in it.\n"
         )
         lines = [[name, *("" if math.isnan(v) else f"{v:.2f}" for v in values)] for name, values in ratios.items()]
         title = f"# {self.case.title}\n"
