@@ -132,7 +132,7 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
             there = {key: (everyone[ranks_of[key][0]], one) for key, one in times.items() if any(one.measured)}
             remember(path, model, there)
         predictor = None
-        if not given and not all(all(one.measured) for one in times.values()):
+        if not given and not all(all(report.times.measured) for report in reports):  # nor any of their kind
             predictor = _learned(path, model, times)
         survey = survey_of(model, reports, [host["host"] for host in runtime.hosts], predictor)
         if given:

@@ -74,40 +74,51 @@ class Rate(NamedTuple):
 
 
 _NOTHING = Rate(math.nan, math.nan)
+Point = tuple[str, str, float]
+"""Schedule, codec and link."""
 
 
 class SideBySide:
     """All rates of a case, in samples/s.
 
-    A shared machine is 30 % faster in one quarter of an hour than in the next. So all hosts computing alone are measured
-    several times, and ours is compared with what lies, in time, between two of them.
+    A shared machine is half as fast again in some minutes as in others. So what rank 0 finds, its peers and all hosts
+    computing alone are measured one after another at each link, and ours is compared with what all hosts make alone at that
+    time: what lies between the two measurements around it.
     """
 
     def __init__(self, experiment: Experiment, case: Case) -> None:
         self.experiment, self.case = experiment, case
         experiment.batch = case.samples
         self._alone_at: dict[str, list[Rate]] = {}
+        self.ours: dict[Point, Rate] = {}
+        self.peers: dict[tuple[str, bool, float], float] = {}
         self._alone("before", "plain", "tuned", "stages")
-        self.ours: dict[tuple[str, str, float], Rate] = {}
+        # As users start them first: our memory settings stay with a process.
+        for name, link in itertools.product(PEERS, case.untuned):
+            self._peer(name, False, link, self.alone("plain")[0] / case.samples)
         points = [
             (kind, codec, link) for kind in case.ours for codec in case.ours[kind] for link in self._links(kind, codec)
         ]
-        for auto in (False, True):
-            mine = [point for point in points if auto == (point[1] == "auto")]
-            order = experiment.by_cuts([(point[2], self._settings(*point)) for point in mine])
-            if auto:
-                self._alone("before what rank 0 finds", "tuned")
-            for point in (mine[n] for n in order):
-                self.ours[point] = Rate.of(experiment.ours(point[2], self._settings(*point), seconds=case.seconds))
-        self._alone("between", "tuned")
-        self.peers: dict[tuple[str, bool, float], float] = {}
-        # As users start them first: our memory settings stay with a process.
-        for tuned, name in itertools.product(_SETTINGS, PEERS):
-            guess = 1.0 if tuned else self.alone("plain")[0] / case.samples
-            for link in case.links if tuned else case.untuned:
-                self.peers[name, tuned, link] = rate = self._peer(name, tuned, link, guess)
-                guess = rate / case.samples
+        by_hand = [point for point in points if point[1] != "auto"]
+        self._ours([by_hand[n] for n in experiment.by_cuts([(point[2], self._settings(*point)) for point in by_hand])])
+        self._alone("after cuts by hand", "tuned")
+        found = [point for point in points if point[1] == "auto"]
+        for point in found:  # before any of them is measured: a process that has measured layers has to get used to cuts
+            experiment.planned(point[2], self._settings(*point))
+        guesses = dict.fromkeys(PEERS, 1.0)
+        for link in case.links:
+            self._alone(f"at {link:g} Mbit/s", "tuned")
+            self._ours([point for point in found if point[0] == _ASYNC and point[2] == link])
+            for name, guess in guesses.items():
+                guesses[name] = self._peer(name, True, link, guess) / case.samples
+        self._alone("after peers", "tuned")
+        self._ours([point for point in found if point[0] != _ASYNC])
         self._alone("after", "tuned", "stages")
+
+    def _ours(self, points: list[Point]) -> None:
+        for point in points:
+            found = self.experiment.ours(point[2], self._settings(*point), seconds=self.case.seconds)
+            self.ours[point] = Rate.of(found)
 
     def _links(self, schedule: str, codec: str) -> tuple[float, ...]:
         case = self.case
@@ -153,7 +164,8 @@ class SideBySide:
         known = {"system": name, "tuned": tuned}
         if program == "pipelining":
             asked, known = asked | self.case.pipelining, known | self.case.pipelining
-        return float(self.experiment.measure(program, known, asked, link)["samples_per_s"])
+        rate = self.peers[name, tuned, link] = float(self.experiment.measure(program, known, asked, link)["samples_per_s"])
+        return rate
 
     # -- what comes out ------------------------------------------------------------------------------------------------
 
