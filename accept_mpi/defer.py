@@ -86,7 +86,7 @@ def _is_plain_convolution(module: nn.Module, x: torch.Tensor, parameters: list[n
 
 
 class _Convolution(torch.autograd.Function):
-    """Without graphs of their own: those cost a tenth of a MobileNetV2's step."""
+    """Without a graph of its own, which costs 2 to 6 % of the time of MobileNetV2's layers."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, module: Any, store: DeferredWeights) -> torch.Tensor:

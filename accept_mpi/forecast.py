@@ -13,7 +13,7 @@ import numpy.typing as npt
 from accept_mpi.coding import parse
 from accept_mpi.log import BACKWARD, FORWARD, KINDS, TRACE, Rows
 from accept_mpi.schedule import Action, Kind, actions, depth
-from accept_mpi.simulate import Packed, Simulated, simulate, simulate_packed
+from accept_mpi.simulate import Packed, Simulated, action_seconds, simulate, simulate_packed
 
 Floats = npt.NDArray[np.float64]
 Direction = tuple[int, str]
@@ -200,10 +200,7 @@ class Forecast:
         compute, took = self._seconds(codecs)
         return simulate(
             walks,
-            lambda stage, action: (
-                float(compute[stage, Packed.KINDS.index(action.kind)])
-                + (float(compute[stage, Packed.KINDS.index("W")]) if action.kind == "B" and action.whole else 0.0)
-            ),
+            lambda stage, action: action_seconds(compute, stage, action),
             lambda boundary, way: float(took[boundary, "FB".index(way)]),
         )
 

@@ -106,17 +106,17 @@ def forward_only(count: int) -> list[Action]:
 def _synchronous(kind: Kind, stage: int, stages: int, counts: Sequence[int], slack: int) -> Iterator[Action]:
     for step, count in enumerate(counts):
         whole = _whole(stage, stages, count, slack) if kind == "zero-bubble" else 0
-        for letter, k in _one_step(kind, stage, stages, count, slack):
+        for letter, k in _one_step(kind, stage, stages, count, slack, whole):
             yield Action(letter, step, k, step, k < whole and letter in "FB")
         yield Action("U", step, -1, step)
 
 
-def _one_step(kind: Kind, stage: int, stages: int, count: int, slack: int) -> Iterable[tuple[str, int]]:
+def _one_step(kind: Kind, stage: int, stages: int, count: int, slack: int, whole: int) -> Iterable[tuple[str, int]]:
     if kind == "gpipe":
         return [("F", k) for k in range(count)] + [("B", k) for k in range(count)]
     admitted = min(depth("1f1b", stage, stages, count, slack), count)
     if kind == "zero-bubble":
-        return _zero_bubble(admitted, stage, count, _whole(stage, stages, count, slack))
+        return _zero_bubble(admitted, stage, count, whole)
     return _one_forward_one_backward(admitted, count)
 
 

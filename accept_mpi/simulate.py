@@ -103,6 +103,12 @@ class Packed:
         return len(self.begins) - 1
 
 
+def action_seconds(seconds: npt.NDArray[np.float64], stage: int, action: Action) -> float:
+    """What an action takes, by ``seconds`` (stages, 4) of F, B, W and U: a B that leaves nothing to W takes both."""
+    found = float(seconds[stage, Packed.KINDS.index(action.kind)])
+    return found + float(seconds[stage, Packed.KINDS.index("W")]) if action.kind == "B" and action.whole else found
+
+
 def simulate_packed(
     packed: Packed, seconds: npt.NDArray[np.float64], transfers: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:

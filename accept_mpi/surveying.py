@@ -64,6 +64,7 @@ class Surveyed(NamedTuple):
     step: float | None
     """Rank 0: seconds that a step should take."""
     outline: Outline
+    """Of the model."""
     seconds: float = 0.0
     """That measuring and planning took."""
     keys: tuple[str, ...] = ()

@@ -58,10 +58,10 @@ class Work:
     """Training and test set, once this rank has needed them."""
     told: deque[tuple[str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=_TOLD))
     """What this rank has told rank 0 last, should it have been under way when a rank was lost."""
-    outline: Outline | None = None
-    """Of the model, where devices have been measured."""
     told_to: int = 0
     """Who that was, by its rank when mpirun began."""
+    outline: Outline | None = None
+    """Of the model, where devices have been measured."""
     pulse: Pulse | None = None
     """How fast this device was at first, where plans adapt."""
     stop: StopSignals = field(default_factory=StopSignals)

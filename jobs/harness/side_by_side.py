@@ -74,7 +74,7 @@ class Rate(NamedTuple):
 
 
 _NOTHING = Rate(math.nan, math.nan)
-Point = tuple[str, str, float]
+Setup = tuple[str, str, float]
 """Schedule, codec and link."""
 
 
@@ -90,7 +90,7 @@ class SideBySide:
         self.experiment, self.case = experiment, case
         experiment.batch = case.samples
         self._alone_at: dict[str, list[Rate]] = {}
-        self.ours: dict[Point, Rate] = {}
+        self.ours: dict[Setup, Rate] = {}
         self.peers: dict[tuple[str, bool, float], float] = {}
         self._alone("before", "plain", "tuned", "stages")
         # As users start them first: our memory settings stay with a process.
@@ -115,7 +115,7 @@ class SideBySide:
         self._ours([point for point in found if point[0] != _ASYNC])
         self._alone("after", "tuned", "stages")
 
-    def _ours(self, points: list[Point]) -> None:
+    def _ours(self, points: list[Setup]) -> None:
         for point in points:
             found = self.experiment.ours(point[2], self._settings(*point), seconds=self.case.seconds)
             self.ours[point] = Rate.of(found)
