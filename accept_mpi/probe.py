@@ -157,16 +157,25 @@ def alike(times: Sequence[LayerTimes], kinds: Sequence[str]) -> list[LayerTimes]
     a tenth or two, the median of several by less. One that is further than that from its kind's median stays what it is."""
     found = list(times)
     for kind in set(kinds):
-        group = [n for n, other in enumerate(kinds) if other == kind]
-        common = np.all([np.isfinite(times[n].forward) for n in group], axis=0)
-        if len(group) < 2 or not common.any():
+        group = [n for n, other in enumerate(kinds) if other == kind and any(times[n].measured)]
+        if len(group) < 2:
             continue
-        total = np.array([np.add(times[n].forward, times[n].backward)[common].sum() for n in group])
-        same = [n for n, took in zip(group, total / np.median(total), strict=True) if 1 / _MATES < took < _MATES]
+        took = _compared(np.array([np.add(times[n].forward, times[n].backward) for n in group]))
+        same = [n for n, ratio in zip(group, took / np.nanmedian(took), strict=True) if 1 / _MATES < ratio < _MATES]
         if same:
             usual = together([times[n] for n in same])
             found = [usual if n in same else one for n, one in enumerate(found)]
     return found
+
+
+def _compared(rows: np.ndarray) -> np.ndarray:
+    """What devices take (rows; columns: layers, NaN where not measured) for a second of the usual one, by the layers that
+    others have measured, too; NaN without such."""
+    shared = np.isfinite(rows).sum(axis=0) > 1
+    rows = rows[:, shared]
+    usual = np.where(np.isfinite(rows), np.nanmedian(rows, axis=0) if shared.any() else 0.0, 0.0)
+    total = usual.sum(axis=1)
+    return np.divide(np.nansum(rows, axis=1), total, out=np.full(len(rows), np.nan), where=total > 0)
 
 
 def _measure(
@@ -230,6 +239,14 @@ def scattered(count: int) -> list[int]:
     """0 to ``count`` - 1, such that the first few of them are spread over all (bits in reverse)."""
     bits = max(1, (count - 1).bit_length())
     return sorted(range(count), key=lambda k: f"{k:0{bits}b}"[::-1])
+
+
+def turns(order: Sequence[int], place: int, mates: int) -> list[int]:
+    """The order for one of ``mates`` devices of a kind: the first of all, that they may be compared, then each begins
+    elsewhere. What their budgets do not reach is another for each."""
+    rest = order[1:]
+    begin = place * len(rest) // mates
+    return [*order[:1], *rest[begin:], *rest[:begin]]
 
 
 def _unchanged(runs: list[Run], known: LayerTimes) -> bool:

@@ -38,7 +38,7 @@ from accept_mpi.plan import Plan
 from accept_mpi.plan_table import table
 from accept_mpi.planner import plans_for
 from accept_mpi.predictor import Predictor
-from accept_mpi.probe import LayerTimes, Run, alike, micro_batch, nothing_measured, pieces, probe, together
+from accept_mpi.probe import LayerTimes, Run, alike, micro_batch, nothing_measured, pieces, probe, scattered, together, turns
 from accept_mpi.problem import codings_of
 from accept_mpi.profile import codec_costs, message_cost
 from accept_mpi.replay import mean_times
@@ -101,6 +101,9 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     told = messenger.broadcast([msgspec.to_builtins(known), order], seconds, "what is known of each device")
     known, order = told
     before = msgspec.convert(known[runtime.rank], LayerTimes | None)
+    kinds = [device_key({name: fact for name, fact in one.items() if name != "host"}) for one in everyone]
+    mates = [n for n, kind in enumerate(kinds) if kind == kinds[runtime.rank]]
+    order = turns(order or scattered(len(pieces(model))), mates.index(runtime.rank), len(mates))
     room = planned(available_memory() / runtime.ranks_on_host)
     cores = runtime.hosts[runtime.rank]["cores"] / runtime.ranks_on_host
     crowded = cores < torch.get_num_threads()
@@ -126,7 +129,6 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
         reports = [msgspec.convert(one, _Report) for one in gathered]
         ranks_of = {key: [n for n in range(runtime.size) if keys[n] == key] for key in keys}
         times = {key: together([reports[n].times for n in same]) for key, same in ranks_of.items()}
-        kinds = [device_key({name: fact for name, fact in one.items() if name != "host"}) for one in everyone]
         pooled = alike([times[key] for key in keys], kinds)
         reports = [msgspec.structs.replace(report, times=one) for report, one in zip(reports, pooled, strict=True)]
         if path:

@@ -12,7 +12,7 @@ from accept_mpi import config, models
 from accept_mpi.losses import cross_entropy
 from accept_mpi.models import as_chain
 from accept_mpi.outline import Outline, outline
-from accept_mpi.probe import LayerTimes, alike, pieces, probe, scattered, together
+from accept_mpi.probe import LayerTimes, alike, pieces, probe, scattered, together, turns
 
 JOB = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\noptimizer.momentum=0.9\n[output]\ndirectory="r"\n'
 
@@ -159,3 +159,22 @@ def test_devices_of_one_kind_that_measured_much_the_same_are_the_same() -> None:
     gaps = [device(0.9), device(1.0, math.nan)]
     assert [one.forward[0] for one in alike(gaps, ["a", "a"])] == pytest.approx([0.95, 0.95])
     assert alike([device(math.nan, math.nan), device(1.0)], ["a", "a"])[1] == device(1.0)
+    # Each has measured something else besides what all have; a slow one is told by what others have measured, too.
+    parts = [three(1.0, 2.0, math.nan), three(1.1, math.nan, 4.0), three(0.9, math.nan, math.nan), three(2.0, 4.0, 8.0)]
+    found = alike(parts, ["a"] * 4)
+    assert [one.forward for one in found[:3]] == [pytest.approx((1.0, 2.0, 4.0))] * 3
+    assert found[3] == parts[3]
+
+
+def three(*forward: float) -> LayerTimes:
+    return LayerTimes(forward, tuple(2 * took for took in forward), (0.0,) * 3, (0.5,) * 3, 1.0, (), 1.0)
+
+
+def test_devices_of_a_kind_begin_with_different_pieces() -> None:
+    order = scattered(10)
+    found = [turns(order, place, 4) for place in range(4)]
+    assert all(sorted(one) == list(range(10)) and one[0] == order[0] for one in found)
+    assert {n for one in found for n in one[:4]} == set(range(10))
+    assert turns(order, 0, 1) == order
+    assert turns([0], 1, 2) == [0]
+    assert turns([], 1, 2) == []
