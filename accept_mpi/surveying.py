@@ -15,7 +15,7 @@ from accept_mpi.comm.measure import PairRates, pair_rates
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import Dataset
 from accept_mpi.data import load as load_data
-from accept_mpi.device import cpu_name
+from accept_mpi.device import cpu_name, give_back_memory
 from accept_mpi.errors import Agreed, UserError
 from accept_mpi.latency import (
     database_path,
@@ -104,6 +104,7 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     kinds = [device_key({name: fact for name, fact in one.items() if name != "host"}) for one in everyone]
     mates = [n for n, kind in enumerate(kinds) if kind == kinds[runtime.rank]]
     order = turns(order or scattered(len(pieces(model))), mates.index(runtime.rank), len(mates))
+    give_back_memory()  # of a run before this one in the same process
     room = planned(available_memory() / runtime.ranks_on_host)
     cores = runtime.hosts[runtime.rank]["cores"] / runtime.ranks_on_host
     crowded = cores < torch.get_num_threads()

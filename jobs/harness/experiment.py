@@ -114,8 +114,9 @@ class Experiment:
             self._make()
         assert self._lab is not None
         fresh = False
-        if asked.get("skip", ()) is None:
-            self._cuts = None  # a process that has measured its layers has to get used to any cuts
+        if program != "ours" or asked.get("skip", ()) is None:
+            # A process that has measured its layers has to get used to any cuts; one that waited for other programs, too.
+            self._cuts = None
         if program not in self._sessions:
             folder = self._lab.folder / "sessions" / program
             self._sessions[program] = self._stack.enter_context(Session(self._lab, _PROGRAMS[program], folder))
@@ -137,7 +138,7 @@ class Experiment:
     def ours(self, link: float | None, settings: dict[str, Any], seconds: float = 6.0, **known: Any) -> Result:
         """accept_mpi with these keys changed, for about so many seconds.
 
-        A process gets used to its cuts: where they are other ones than those before, more first steps do not count.
+        A process gets used to its cuts: where they are other ones than those just before, more first steps do not count.
         """
         batch = int(settings.get("train.batch_size", self.batch))
         rate = self._last[1] if self._last is not None and self._last[0] == settings else batch

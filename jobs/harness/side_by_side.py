@@ -81,9 +81,9 @@ Setup = tuple[str, str, float]
 class SideBySide:
     """All rates of a case, in samples/s.
 
-    A shared machine is half as fast again in some minutes as in others. So what rank 0 finds, its peers and all hosts
-    computing alone are measured one after another at each link, and ours is compared with what all hosts make alone at that
-    time: what lies between the two measurements around it.
+    A shared machine is half as fast again in some minutes as in others. So cuts by hand, what rank 0 finds, peers and all
+    hosts computing alone are measured one after another at each link, and ours is compared with what all hosts make alone at
+    that time: what lies between the two measurements around it.
     """
 
     def __init__(self, experiment: Experiment, case: Case) -> None:
@@ -99,20 +99,16 @@ class SideBySide:
         points = [
             (kind, codec, link) for kind in case.ours for codec in case.ours[kind] for link in self._links(kind, codec)
         ]
-        by_hand = [point for point in points if point[1] != "auto"]
-        self._ours([by_hand[n] for n in experiment.by_cuts([(point[2], self._settings(*point)) for point in by_hand])])
-        self._alone("after cuts by hand", "tuned")
-        found = [point for point in points if point[1] == "auto"]
-        for point in found:  # before any of them is measured: a process that has measured layers has to get used to cuts
+        for point in points:  # before any is measured: a process that has measured layers has to get used to cuts
             experiment.planned(point[2], self._settings(*point))
         guesses = dict.fromkeys(PEERS, 1.0)
         for link in case.links:
             self._alone(f"at {link:g} Mbit/s", "tuned")
-            self._ours([point for point in found if point[0] == _ASYNC and point[2] == link])
+            self._ours([point for point in points if point[0] == _ASYNC and point[2] == link])
             for name, guess in guesses.items():
                 guesses[name] = self._peer(name, True, link, guess) / case.samples
         self._alone("after peers", "tuned")
-        self._ours([point for point in found if point[0] != _ASYNC])
+        self._ours([point for point in points if point[0] != _ASYNC])
         self._alone("after", "tuned", "stages")
 
     def _ours(self, points: list[Setup]) -> None:

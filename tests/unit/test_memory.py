@@ -2,6 +2,7 @@
 
 import json
 import math
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,40 @@ def test_a_quota_of_cpu() -> None:
     assert quota(["40000\n", "100000\n"]) == quota(["40000 100000\n"]) == 0.4
     assert quota(["-1\n", "100000\n"]) == quota(["max 100000\n"]) == math.inf
     assert cpu_share() > 0
+
+
+_KEPT = """
+import ctypes, json, os
+from pathlib import Path
+from accept_mpi.device import give_back_memory, keep_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+def mib():
+    pages = int(Path("/proc/self/statm").read_text().split()[0])  # of address space: nothing is written
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+assert keep_memory()
+before = mib()
+pieces = [libc.malloc(16 << 20) for _ in range(128)]
+found = [mib() - before]
+for piece in pieces:
+    libc.free(piece)
+found.append(mib() - before)
+give_back_memory()
+print(json.dumps([*found, mib() - before]))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc")
+def test_freed_memory_is_kept_until_it_is_given_back() -> None:
+    """More than 1 GiB that was free at a time went back, and was taken from the kernel again in the next step."""
+    done = subprocess.run([sys.executable, "-c", _KEPT], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    taken, kept, after = json.loads(done.stdout)
+    assert taken >= 2048
+    assert kept >= 2048
+    assert after <= 128
 
 
 _GROWTH = """
