@@ -25,10 +25,6 @@ _PROGRAMS = {"alone": "harness.alone", "ours": "harness.ours", "pipelining": "ha
              "submodels": "harness.submodels"}  # fmt: skip
 _GLOO = ("pipelining", "ddp")
 _MOST_SECONDS = 300.0
-# Steps (of the experiment's batch) that a process which has trained with other cuts takes to get used to new ones: memory,
-# oneDNN's routines; the first of them take up to five times as long. After them so many more are measured, too: in few steps
-# one sees the machine's other work rather than the plan's. Where steps take long, the fewest that will do.
-_NEW_CUTS, _FEWEST_NEW, _LONG_STEP = 7, 3, 2.0
 
 
 class Experiment:
@@ -114,9 +110,8 @@ class Experiment:
             self._make()
         assert self._lab is not None
         fresh = False
-        if program != "ours" or asked.get("skip", ()) is None:
-            # A process that has measured its layers has to get used to any cuts; one that waited for other programs, too.
-            self._cuts = None
+        if asked.get("skip", ()) is None:
+            self._cuts = None  # a process that has measured its layers has to get used to any cuts
         if program not in self._sessions:
             folder = self._lab.folder / "sessions" / program
             self._sessions[program] = self._stack.enter_context(Session(self._lab, _PROGRAMS[program], folder))
@@ -138,7 +133,7 @@ class Experiment:
     def ours(self, link: float | None, settings: dict[str, Any], seconds: float = 6.0, **known: Any) -> Result:
         """accept_mpi with these keys changed, for about so many seconds.
 
-        A process gets used to its cuts: where they are other ones than those just before, more first steps do not count.
+        A process gets used to its cuts: where they are other ones than those before, one more step does not count.
         """
         batch = int(settings.get("train.batch_size", self.batch))
         rate = self._last[1] if self._last is not None and self._last[0] == settings else batch
@@ -158,10 +153,7 @@ class Experiment:
         pipeline = self._job(settings | more).pipeline
         cuts = (pipeline.cuts, pipeline.ranks)
         if "ours" in self._sessions and cuts != self._cuts:
-            extra = -(-_NEW_CUTS * self.batch // batch)
-            if batch > _LONG_STEP * rate:
-                extra = min(extra, _FEWEST_NEW)
-            skip, count = skip + extra, count + extra
+            skip += 1
         drain = self._drain(settings)
         steps = skip + count + drain
         more["train.steps"] = steps

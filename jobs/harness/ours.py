@@ -30,9 +30,9 @@ def main() -> None:
 
 
 def measured(job: config.Job, skip: list[int] | None, planned: str | None) -> dict[str, object]:
-    """samples/s over all steps but so many first and last ones, the share of that time in which the busiest stage computed,
-    and all hosts in the mean, evaluations as (seconds, accuracy), the plan, and, for cuts found by the run whose log is
-    ``planned``, the step that it foresaw and the one that the simulator makes of this trace."""
+    """samples/s over all steps but so many first and last ones, the share of that time in which each stage computed (the
+    busiest: ``busy``), and all hosts in the mean (``used``), evaluations as (seconds, accuracy), the plan, and, for
+    cuts found by the run whose log is ``planned``, the step that it foresaw and the simulator's of this trace."""
     file = Path(job.output.directory) / "log.h5"
     with open_log(file) as log:
         if skip is None:
@@ -43,13 +43,14 @@ def measured(job: config.Job, skip: list[int] | None, planned: str | None) -> di
         trace = log["trace"][:]
     first, last = skip[0], len(ends) - skip[1]
     start, end = float(ends[first - 1]), float(ends[last - 1])
-    busy = [use.busy for use in stage_use(trace, start, end)]
+    busy = [use.busy / (end - start) for use in stage_use(trace, start, end)]
     rate = float(np.sum(samples[first:last]) / (end - start))
     times = [[float(row["end"]) - began, float(row["accuracy"])] for row in evals]
     found = {
         "samples_per_s": rate,
-        "busy": max(busy) / (end - start),
-        "used": sum(busy) / len(hosts) / (end - start),
+        "busy": max(busy),
+        "used": sum(busy) / len(hosts),
+        "stages_busy": busy,
         "evals": times,
         "plan": plan,
         "log": str(file),

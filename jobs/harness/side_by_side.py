@@ -91,7 +91,7 @@ class SideBySide:
         experiment.batch = case.samples
         self._alone_at: dict[str, list[Rate]] = {}
         self.ours: dict[Setup, Rate] = {}
-        self.peers: dict[tuple[str, bool, float], float] = {}
+        self.peers: dict[tuple[str, bool, float], Rate] = {}
         self._alone("before", "plain", "tuned", "stages")
         # As users start them first: our memory settings stay with a process.
         for name, link in itertools.product(PEERS, case.untuned):
@@ -106,7 +106,7 @@ class SideBySide:
             self._alone(f"at {link:g} Mbit/s", "tuned")
             self._ours([point for point in points if point[0] == _ASYNC and point[2] == link])
             for name, guess in guesses.items():
-                guesses[name] = self._peer(name, True, link, guess) / case.samples
+                guesses[name] = self._peer(name, True, link, guess).samples_per_s / case.samples
         self._alone("after peers", "tuned")
         self._ours([point for point in points if point[0] != _ASYNC])
         self._alone("after", "tuned", "stages")
@@ -150,7 +150,7 @@ class SideBySide:
             settings |= {"pipeline.cuts": self.case.slow_cuts.get(link, self.case.cuts)}
         return settings
 
-    def _peer(self, name: str, tuned: bool, link: float, guess: float) -> float:
+    def _peer(self, name: str, tuned: bool, link: float, guess: float) -> Rate:
         """``guess``: steps a second at the link before."""
         program, more = PEERS[name]
         slow = name == "torch DDP" and 0 < link <= self.case.hopeless
@@ -160,7 +160,7 @@ class SideBySide:
         known = {"system": name, "tuned": tuned}
         if program == "pipelining":
             asked, known = asked | self.case.pipelining, known | self.case.pipelining
-        rate = self.peers[name, tuned, link] = float(self.experiment.measure(program, known, asked, link)["samples_per_s"])
+        rate = self.peers[name, tuned, link] = Rate.of(self.experiment.measure(program, known, asked, link))
         return rate
 
     # -- what comes out ------------------------------------------------------------------------------------------------
@@ -190,32 +190,31 @@ class SideBySide:
         ]
         return names[0] if len(names) == 1 else "synchronous, best"
 
-    def best_peer(self, link: float, *names: str) -> float:
-        """Highest rate of these peers (of all, where none is named), with whichever settings."""
-        return max(rate for (name, _, at), rate in self.peers.items() if at == link and name in (names or PEERS))
+    def best_peer(self, link: float, *names: str) -> Rate:
+        """The fastest of these peers (of all, where none is named), with whichever settings, by what all hosts made alone
+        at its time: as users start them, peers run before everything else."""
+        rates = [rate for (name, _, at), rate in self.peers.items() if at == link and name in (names or PEERS)]
+        return max(rates, key=lambda rate: self._of("tuned", rate))
 
     def text(self) -> str:
         """Rates, and what they mean."""
         links = self.case.links
         head = ["free" if link == 0 else f"{link:g} Mbit/s" for link in links]
-        names = list(dict.fromkeys(key[:2] for key in self.ours))
-        rows: list[list[object]] = [
-            [
-                f"accept_mpi {schedule}, {self._label(schedule, codec)}",
-                *(rate and rate.samples_per_s for rate in (self.ours.get((schedule, codec, link)) for link in links)),
-            ]
-            for schedule, codec in names
-        ]
-        rows += [
-            [f"{name} ({settings})", *(self.peers.get((name, tuned, link)) for link in links)]
+        names = [(schedule, codec) for schedule, codecs in self.case.ours.items() for codec in codecs]
+        measured = {
+            f"accept_mpi {kind}, {self._label(kind, codec)}": [self.ours.get((kind, codec, link)) for link in links]
+            for kind, codec in names
+        } | {
+            f"{name} ({settings})": [self.peers.get((name, tuned, link)) for link in links]
             for name in PEERS
             for tuned, settings in _SETTINGS.items()
-        ]
+        }
+        rows = [[name, *(rate and rate.samples_per_s for rate in rates)] for name, rates in measured.items()]
         best, auto = ([self.best(link, auto=which) for link in links] for which in (None, True))
         peers, pipelining = ([self.best_peer(link, *names) for link in links] for names in ((), (_PIPELINING,)))
 
-        def over(rates: list[Rate], others: list[float]) -> list[float]:
-            return [rate.samples_per_s / other for rate, other in zip(rates, others, strict=True)]
+        def over(rates: list[Rate], others: list[Rate]) -> list[float]:
+            return [self._of("tuned", rate) / self._of("tuned", other) for rate, other in zip(rates, others, strict=True)]
 
         ratios: dict[str, list[float]] = {
             "async, best of all / sum of the hosts alone": [self._of("tuned", rate) for rate in best],
@@ -225,10 +224,7 @@ class SideBySide:
             "async, all found by rank 0 / sum of the hosts alone": [self._of("tuned", rate) for rate in auto],
             "async, all found by rank 0: the busiest stage computes": [rate.busy for rate in auto],
             "async, all found by rank 0: all hosts compute, in the mean": [rate.used for rate in auto],
-            "async, all found by rank 0 / best by hand, each of the sum at its time": [
-                self._of("tuned", rate) / self._of("tuned", self.best(link, auto=False))
-                for rate, link in zip(auto, links, strict=True)
-            ],
+            "async, all found by rank 0 / best by hand": over(auto, [self.best(link, auto=False) for link in links]),
             "async, best of all / best peer": over(best, peers),
             "async, all found by rank 0 / best peer": over(auto, peers),
             "async, best of all / torch pipelining": over(best, pipelining),
@@ -243,8 +239,8 @@ class SideBySide:
         sentence = (
             "All hosts computing alone at the same time, samples/s together, each time they were measured: "
             f"{limits['tuned']} with our memory settings, {limits['plain']} without. The slowest stage of our cuts alone: "
-            f"{limits['stages']}. Ratios are to what lies between two of them in time; how much of the time the busiest"
-            " stage computes, and all hosts do in the mean, is from each run's own trace: no drift is in it.\n"
+            f"{limits['stages']}. Rates are compared as shares of what lies between two of these in time. How much of the"
+            " time the busiest stage computes, and all hosts in the mean, is from each run's own trace: no drift is in it.\n"
         )
         lines = [[name, *("" if math.isnan(v) else f"{v:.2f}" for v in values)] for name, values in ratios.items()]
         title = f"# {self.case.title}\n"
@@ -263,7 +259,7 @@ class SideBySide:
         measured = np.flatnonzero(np.isfinite(synchronous))
         axes.plot(measured, synchronous[measured], "o-", label=f"accept_mpi {self._synchronous()}", color="#CC79A7")
         for name, colour in zip(PEERS, _WARM, strict=True):
-            peer = [self.best_peer(link, name) for link in links]
+            peer = [self.best_peer(link, name).samples_per_s for link in links]
             axes.plot(places, peer, "s--", label=name, color=colour)
         limits = self.alone("tuned")
         axes.axhspan(min(limits), max(limits), color="#EEEEEE", zorder=0, label="all hosts alone, together")

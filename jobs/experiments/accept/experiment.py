@@ -21,7 +21,7 @@ CASE = Case(
     # Even in blocks: even in layers would cut inside blocks, where six times as much crosses.
     pipelining={"set": ["train.micro_batches=8"], "cuts": [12, 27, 39]},
     hopeless=20,
-    seconds=3.5,
+    seconds=5.0,
 )
 
 run(lambda: compare(__file__, CASE))

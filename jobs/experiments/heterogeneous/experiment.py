@@ -1,7 +1,8 @@
 """FTPipeHD's comparison: unequal devices, cut evenly and cut well, and what the sizes of the layers allow.
 
 The cuts by hand, and the order of the devices, come from every layer measured alone on every host: the least slowest stage
-of all cuts and orders, transfers taken as hidden. "auto" is what rank 0 finds by itself.
+of all cuts and orders, transfers taken as hidden. "auto" is what rank 0 finds by itself. The machine's speed drifts between
+plans: what is free of that is how much of the time hosts compute (each run's own trace), weighted by their speed alone.
 """
 
 import itertools
@@ -33,7 +34,8 @@ def main() -> None:
             names = [host.name for host in lab.hosts]
             asked = {"job": experiment.job(), "seconds": 12.0, "tuned": True, "cuts": None}
             seconds = np.array(experiment.measure("alone", {"system": "layers"}, asked | {"layers": True})["layer_seconds"])
-            limit = float(experiment.measure("alone", {"system": "alone"}, asked)["samples_per_s"])
+            alone = experiment.measure("alone", {"system": "alone"}, asked)
+            limit, speeds = float(alone["samples_per_s"]), np.array(alone["each"])
             places = tuple(range(len(names)))
             even = even_cuts(seconds.shape[1], len(names))
             same_order, reordered = best_plan(seconds, [places]), best_plan(seconds, list(itertools.permutations(places)))
@@ -41,7 +43,7 @@ def main() -> None:
             plans: dict[str, tuple[Any, tuple[int, ...]]] = {
                 "by hand": same_order, "even": (even, places), "by hand, any order": reordered, "auto": ("auto", places)
             }  # fmt: skip
-            found: dict[str, tuple[float, float]] = {}
+            found: dict[str, tuple[float, float, float]] = {}
             chosen: dict[str, tuple[str, str]] = {}
             for name, (cuts, order) in plans.items():
                 settings: dict[str, Any] = {"pipeline.cuts": cuts}
@@ -53,16 +55,17 @@ def main() -> None:
                     stages = msgspec.json.decode(run_["plan"], type=Plan).stages
                     cuts, order = [stage.start for stage in stages[1:]], tuple(stage.ranks[0] for stage in stages)
                 rate, allowed = float(run_["samples_per_s"]), MICRO / slowest(seconds, cuts, order)
-                found[name] = rate, allowed
+                computing = float(np.dot(run_["stages_busy"], speeds[list(order)]) / speeds.sum())
+                found[name] = rate, allowed, computing
                 chosen[name] = ", ".join(names[place] for place in order), str(cuts)
             for name in _SHOWN:
-                rate, allowed = found[name]
+                rate, allowed, computing = found[name]
                 gain, most = rate / found["even"][0], allowed / found["even"][1]
-                rows.append([title, name, *chosen[name], rate, gain, most, rate / limit])
+                rows.append([title, name, *chosen[name], rate, gain, most, rate / limit, computing])
             bars[title] = {"every host alone, together": limit} | {name: found[name][0] for name in _SHOWN}
     head = [
         "fleet", "plan", "hosts in order", "cuts", "samples/s", "x even cuts", "x even cuts, allowed by the layers",
-        "of the sum of the hosts alone",
+        "of the sum of the hosts alone", "of the time hosts compute, by their speed",
     ]  # fmt: skip
     shown = bars[FLEETS["ten-ten-one.toml"]]
     best = shown["auto"] / shown["even"]
