@@ -14,7 +14,7 @@ from accept_mpi.adapting import Adapter
 from accept_mpi.batches import Batches
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.controller import Controller, begin_log, facts_of, prepare_directory, summary_line
-from accept_mpi.device import keep_memory, set_threads
+from accept_mpi.device import give_back_memory, keep_memory, set_threads
 from accept_mpi.errors import UserError
 from accept_mpi.faults import pass_by
 from accept_mpi.given import given_plan
@@ -109,6 +109,8 @@ class _Run:
         if self._term:
             self._term.close()
         self._term = term = Term(runtime, work, plan)
+        if self._next and runtime.ranks_on_host > 1:
+            give_back_memory()  # the term's before, which other ranks here may need now
         begin = origin(runtime, work.replicas, manifest.step if manifest else 0, len(work.chain))
         course = _course(self.job, term.batches, begin.step)
         if manifest and not self._next:
