@@ -45,7 +45,9 @@ class Experiment:
         self._fleet, self._hosts = "", 0
         self._sessions: dict[str, Session] = {}
         self._cuts: object = None
-        """That the session of ours has trained with last, and in what order of ranks."""
+        """That the session of ours has trained with last."""
+        self._orders: set[tuple[int, ...]] = set()
+        """Orders of ranks that it has trained with: each rank has the memory that its stage takes."""
         self._stack = ExitStack()
         self._began = time.monotonic()
 
@@ -71,7 +73,7 @@ class Experiment:
     def end_sessions(self) -> None:
         """Let the programs that have measured so far end. Until then they wait: their start costs more than that."""
         self._stack.close()
-        self._sessions = {}
+        self._sessions, self._cuts, self._orders = {}, None, set()
 
     def job(self) -> str:
         """Path of the job file."""
@@ -111,7 +113,7 @@ class Experiment:
         assert self._lab is not None
         fresh = False
         if asked.get("skip", ()) is None:
-            self._cuts = None  # a process that has measured its layers has to get used to any cuts
+            self._cuts, self._orders = None, set()  # a process that measures its layers gives its memory back before
         if program not in self._sessions:
             folder = self._lab.folder / "sessions" / program
             self._sessions[program] = self._stack.enter_context(Session(self._lab, _PROGRAMS[program], folder))
@@ -133,7 +135,8 @@ class Experiment:
     def ours(self, link: float | None, settings: dict[str, Any], seconds: float = 6.0, **known: Any) -> Result:
         """accept_mpi with these keys changed, for about so many seconds.
 
-        A process gets used to its cuts: where they are other ones than those before, one more step does not count.
+        Where cuts are other ones than those before, one more step does not count; three, where a rank has another stage:
+        until the pipeline is full, it takes memory from the kernel.
         """
         batch = int(settings.get("train.batch_size", self.batch))
         rate = self._last[1] if self._last is not None and self._last[0] == settings else batch
@@ -151,14 +154,14 @@ class Experiment:
                 "pipeline.backward": [codec.backward for codec in plan.boundaries],
             }
         pipeline = self._job(settings | more).pipeline
-        cuts = (pipeline.cuts, pipeline.ranks)
-        if "ours" in self._sessions and cuts != self._cuts:
-            skip += 1
+        order = tuple(pipeline.ranks) or tuple(range(self._hosts))
+        if "ours" in self._sessions:
+            skip += 3 if order not in self._orders else pipeline.cuts != self._cuts
         drain = self._drain(settings)
         steps = skip + count + drain
         more["train.steps"] = steps
         found = self._train(link, settings, (skip, drain), more, known, not planned, planned.get("log", ""))
-        self._cuts = cuts
+        self._cuts, self._orders = pipeline.cuts, {*self._orders, order}
         self.expect(settings, float(found["samples_per_s"]))
         return found
 
