@@ -161,6 +161,8 @@ def alike(times: Sequence[LayerTimes], kinds: Sequence[str]) -> list[LayerTimes]
         if len(group) < 2:
             continue
         took = _compared(np.array([np.add(times[n].forward, times[n].backward) for n in group]))
+        if not np.isfinite(took).any():
+            continue
         same = [n for n, ratio in zip(group, took / np.nanmedian(took), strict=True) if 1 / _MATES < ratio < _MATES]
         if same:
             usual = together([times[n] for n in same])
@@ -173,7 +175,7 @@ def _compared(rows: np.ndarray) -> np.ndarray:
     others have measured, too; NaN without such."""
     shared = np.isfinite(rows).sum(axis=0) > 1
     rows = rows[:, shared]
-    usual = np.where(np.isfinite(rows), np.nanmedian(rows, axis=0) if shared.any() else 0.0, 0.0)
+    usual = np.where(np.isfinite(rows), np.nanmedian(rows, axis=0), 0.0)
     total = usual.sum(axis=1)
     return np.divide(np.nansum(rows, axis=1), total, out=np.full(len(rows), np.nan), where=total > 0)
 

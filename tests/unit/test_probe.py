@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 
 import msgspec
 import pytest
@@ -164,6 +165,10 @@ def test_devices_of_one_kind_that_measured_much_the_same_are_the_same() -> None:
     found = alike(parts, ["a"] * 4)
     assert [one.forward for one in found[:3]] == [pytest.approx((1.0, 2.0, 4.0))] * 3
     assert found[3] == parts[3]
+    apart = [three(1.0, math.nan, math.nan), three(math.nan, 2.0, 4.0)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert alike(apart, ["a", "a"]) == apart
 
 
 def three(*forward: float) -> LayerTimes:
