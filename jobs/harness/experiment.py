@@ -25,6 +25,7 @@ _PROGRAMS = {"alone": "harness.alone", "ours": "harness.ours", "pipelining": "ha
              "submodels": "harness.submodels"}  # fmt: skip
 _GLOO = ("pipelining", "ddp")
 _MOST_SECONDS = 300.0
+_NEW_CUTS = 3  # more first steps that do not count
 
 
 class Experiment:
@@ -45,9 +46,7 @@ class Experiment:
         self._fleet, self._hosts = "", 0
         self._sessions: dict[str, Session] = {}
         self._cuts: object = None
-        """That the session of ours has trained with last."""
-        self._orders: set[tuple[int, ...]] = set()
-        """Orders of ranks that it has trained with: each rank has the memory that its stage takes."""
+        """That the session of ours has trained with last, and in what order of ranks."""
         self._stack = ExitStack()
         self._began = time.monotonic()
 
@@ -73,7 +72,7 @@ class Experiment:
     def end_sessions(self) -> None:
         """Let the programs that have measured so far end. Until then they wait: their start costs more than that."""
         self._stack.close()
-        self._sessions, self._cuts, self._orders = {}, None, set()
+        self._sessions, self._cuts = {}, None
 
     def job(self) -> str:
         """Path of the job file."""
@@ -113,7 +112,7 @@ class Experiment:
         assert self._lab is not None
         fresh = False
         if asked.get("skip", ()) is None:
-            self._cuts, self._orders = None, set()  # a process that measures its layers gives its memory back before
+            self._cuts = None  # a process that measures its layers gives its memory back before
         if program not in self._sessions:
             folder = self._lab.folder / "sessions" / program
             self._sessions[program] = self._stack.enter_context(Session(self._lab, _PROGRAMS[program], folder))
@@ -135,8 +134,8 @@ class Experiment:
     def ours(self, link: float | None, settings: dict[str, Any], seconds: float = 6.0, **known: Any) -> Result:
         """accept_mpi with these keys changed, for about so many seconds.
 
-        Where cuts are other ones than those before, one more step does not count; three, where a rank has another stage:
-        until the pipeline is full, it takes memory from the kernel.
+        Where cuts or the order of ranks are other ones than those before, three more steps do not count: until the pipeline
+        is full, a rank whose stage has grown takes memory from the kernel.
         """
         batch = int(settings.get("train.batch_size", self.batch))
         rate = self._last[1] if self._last is not None and self._last[0] == settings else batch
@@ -154,14 +153,14 @@ class Experiment:
                 "pipeline.backward": [codec.backward for codec in plan.boundaries],
             }
         pipeline = self._job(settings | more).pipeline
-        order = tuple(pipeline.ranks) or tuple(range(self._hosts))
-        if "ours" in self._sessions:
-            skip += 3 if order not in self._orders else pipeline.cuts != self._cuts
+        cuts = (pipeline.cuts, pipeline.ranks or list(range(self._hosts)))
+        if "ours" in self._sessions and cuts != self._cuts:
+            skip += _NEW_CUTS
         drain = self._drain(settings)
         steps = skip + count + drain
         more["train.steps"] = steps
         found = self._train(link, settings, (skip, drain), more, known, not planned, planned.get("log", ""))
-        self._cuts, self._orders = pipeline.cuts, {*self._orders, order}
+        self._cuts = cuts
         self.expect(settings, float(found["samples_per_s"]))
         return found
 
