@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 _MIB = 1 << 20
+_BLOCK, _PAGE = 16 * _MIB, 4096
 
 
 def keep_memory() -> bool:
@@ -36,6 +37,13 @@ def keep_memory() -> bool:
         (_M_TOP_PAD, 64 * _MIB),
     )
     return [mallopt(parameter, value) for parameter, value in settings] == [1] * len(settings)
+
+
+def take_memory(nbytes: int) -> None:
+    """Have the kernel give so much memory now, and keep it for what is allocated next (after ``keep_memory``)."""
+    blocks = [torch.empty(_BLOCK, dtype=torch.uint8) for _ in range(-(-nbytes // _BLOCK))]
+    for block in blocks:
+        block[::_PAGE] = 0
 
 
 def give_back_memory() -> None:

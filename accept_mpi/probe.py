@@ -19,6 +19,7 @@ import torch
 from accept_mpi import config
 from accept_mpi.codec import Tensors
 from accept_mpi.data import Dataset
+from accept_mpi.device import take_memory
 from accept_mpi.losses import Loss
 from accept_mpi.models import Chain
 from accept_mpi.models.layers import build_layers
@@ -26,7 +27,7 @@ from accept_mpi.outline import Outline
 from accept_mpi.stage import Stage
 
 PIECES = 10
-_MOST_ROUNDS, _LEAST_ROUNDS = 40, 3
+_MOST_ROUNDS, _LEAST_PASSES = 40, 3
 _MATES = 1.25  # apart are devices of one kind at most, to be taken for the same
 _WINDOW = 0.1  # seconds that a piece is measured at least: quotas of CPU are given out every 5 to 100 ms
 _PRECISE = 0.005  # standard error of the mean at which a piece is known well enough
@@ -188,28 +189,21 @@ def _measure(
     began = time.monotonic()
     count = len(outline.layers)
     found = np.full((4, count), np.nan)
-    warm = brief
     measured: list[tuple[int, int]] = []
     wall = cpu = 0.0
+    # What comes from the kernel while a piece is measured would count as its time.
+    take_memory(max((need for run in chosen if (need := _bytes(outline, *run)) <= room), default=0))
     work = [sum(guess(x.operations, x.held, x.parameter_bytes) for x in outline.layers[a:b]) for a, b in chosen]
     for number, (start, stop) in enumerate(chosen):
         remaining = budget - (time.monotonic() - began)
         if number and remaining <= 0:
             break
-        layers = outline.layers[start:stop]
-        trained = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
-        kept = sum(layer.frozen_bytes + (1 + _MOST_FLIGHT) * layer.held for layer in layers)
-        if _COPIES * trained + kept > room:
+        if _bytes(outline, start, stop) > room:
             continue
         given = inputs if start == 0 else random_inputs(outline, start)
         if not given or (stop == count and target is None):
             continue
         piece = Piece(chain, outline, job, start, stop, loss if stop == count else None)
-        if not warm:  # a process's first rounds take memory from the kernel
-            piece.begin(given, target)
-            piece.round()
-            warm = True
-            remaining = budget - (time.monotonic() - began)
         seconds = remaining * work[number] / sum(work[number:])
         timed = piece.measure(given, target, seconds, brief)
         found[:, start:stop] = timed.layers
@@ -221,6 +215,19 @@ def _measure(
     found *= stretch
     runs = [(a, b, float(found[0, a:b].sum()), float(found[1, a:b].sum())) for a, b in measured]
     return found, runs, stretch
+
+
+def _bytes(outline: Outline, start: int, stop: int) -> int:
+    """What a piece takes while it is measured."""
+    layers = outline.layers[start:stop]
+    trained = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
+    held = sum(layer.held for layer in layers)
+    return _COPIES * trained + sum(layer.frozen_bytes for layer in layers) + (1 + _in_flight(held)) * held
+
+
+def _in_flight(held: float) -> int:
+    """Micro-batches between F and B while a piece is measured, each holding so many bytes."""
+    return min(_MOST_FLIGHT, 1 + int(_CACHE_BYTES / max(1.0, held)))
 
 
 def stretch_of(wall: float, cpu: float) -> float:
@@ -276,9 +283,14 @@ class Timed(NamedTuple):
     layers: np.ndarray
     """(4, layers) seconds of CPU: forward, backward, weights, update."""
     wall: float
-    """Seconds of the clock in all rounds that count."""
+    """Seconds of the clock for all of it."""
     cpu: float
-    """Seconds of CPU in them."""
+    """Seconds of CPU."""
+
+
+def _usual(rows: list[np.ndarray]) -> np.ndarray:
+    """The lower median of all but the first, which warms up: of two, the one in which no memory came from the kernel."""
+    return np.sort(np.array(rows[1:]), axis=0)[(len(rows) - 2) // 2]
 
 
 class Piece:
@@ -294,6 +306,10 @@ class Piece:
         self._held = float(sum(layer.held for layer in outline.layers[start:stop]))
         self._forward: list[float] = []
         self._backward: dict[int, float] = {}
+        self._forwards: list[np.ndarray] = []
+        """(layers,) seconds of CPU, of each forward."""
+        self._backwards: list[np.ndarray] = []
+        """(2, layers) of each backward, and what of it the zero-bubble schedule can put off."""
         self._gradients: dict[int, Tensors] = {}
         for position, layer in enumerate(self.stage.layers):
             layer.register_forward_hook(self._stamp(position))
@@ -312,59 +328,57 @@ class Piece:
 
     def measure(self, inputs: Tensors, target: torch.Tensor | None, seconds: float, brief: bool = False) -> Timed:
         """Train it for so many seconds, some rounds in any case. ``brief``: without the optimizer's steps."""
-        until = time.monotonic() + seconds
+        began, cpu = time.monotonic(), time.thread_time()
         self.begin(inputs, target)
-        rounds: list[np.ndarray] = []
-        wall: list[float] = []
-        cpu = 0.0
+        rounds: list[float] = []
         while len(rounds) < _MOST_ROUNDS:
-            rows, took, used = self.round()
-            rounds.append(rows)
-            if len(rounds) > 1:  # the first warms up
-                cpu += used
-                wall.append(took)
-            if len(wall) < _LEAST_ROUNDS - 1:
+            rounds.append(self.round())
+            if len(rounds) + self._next - self._first < _LEAST_PASSES:
                 continue
-            spread = statistics.stdev(wall) / math.sqrt(len(wall)) / statistics.fmean(wall)
-            if time.monotonic() > until or (spread < _PRECISE and sum(wall) > _WINDOW):
+            if time.monotonic() > began + seconds:
                 break
-        # The lower median: of two rounds, the one in which no memory came from the kernel.
-        forward, backward, weights = np.sort(np.array(rounds[1:]), axis=0)[(len(rounds) - 2) // 2]
+            if len(rounds) > 1 and sum(rounds) > _WINDOW:
+                spread = statistics.stdev(rounds) / math.sqrt(len(rounds)) / statistics.fmean(rounds)
+                if spread < _PRECISE:
+                    break
+        while self._first < self._next:  # what is in flight counts, too: a slow device has time for little more
+            self._back()
+        forward, (backward, weights) = _usual(self._forwards), _usual(self._backwards)
         update = np.zeros(len(forward)) if brief else self._updates()
-        return Timed(np.stack([forward, backward, weights, update]), sum(wall), cpu)
+        return Timed(np.stack([forward, backward, weights, update]), time.monotonic() - began, time.thread_time() - cpu)
 
     def begin(self, inputs: Tensors, target: torch.Tensor | None) -> None:
         """Take micro-batches in flight: a backward does not find its activations in the cache, as in training."""
         self._given = inputs, target
         self._first = self._next = 0
-        for _ in range(min(_MOST_FLIGHT, 1 + int(_CACHE_BYTES / max(1.0, self._held)))):
-            self._forth(0)
+        self._forwards, self._backwards = [], []
+        for _ in range(_in_flight(self._held)):
+            self._forth()
 
-    def round(self) -> tuple[np.ndarray, float, float]:
-        """One micro-batch forward and the oldest back: (3, layers) seconds of CPU forward, backward and weights; and seconds
-        of the clock and of CPU for all of it."""
-        began = time.monotonic(), time.thread_time()
-        forward = self._forth(0)
-        rows = np.stack([forward, *self._back()])
-        return rows, time.monotonic() - began[0], time.thread_time() - began[1]
+    def round(self) -> float:
+        """One micro-batch forward and the oldest back: seconds of the clock."""
+        began = time.monotonic()
+        self._forth()
+        self._back()
+        return time.monotonic() - began
 
-    def _forth(self, version: int) -> np.ndarray:
-        """A micro-batch forward: (layers,) CPU seconds."""
+    def _forth(self) -> None:
+        """A micro-batch forward."""
         k, self._next = self._next, self._next + 1
         inputs, target = self._given
         self._forward = []
         # Its own copy, since a layer may work in place.
         given = tuple(x.detach().clone().requires_grad_(x.requires_grad) if x is not None else None for x in inputs)
         began = time.thread_time()
-        out = self.stage.forward(0, k, given, version, target)
+        out = self.stage.forward(0, k, given, 0, target)
         if out.result:  # the loss belongs to the last layer
             self._forward[-1] = time.thread_time()
         wanting = [value for value in out.outputs if value is not None and value.requires_grad]
         self._gradients[k] = tuple(torch.full_like(value, 1e-3) for value in wanting)
-        return np.diff([began, *self._forward])
+        self._forwards.append(np.diff([began, *self._forward]))
 
-    def _back(self) -> tuple[np.ndarray, np.ndarray]:
-        """The oldest micro-batch back: (layers,) CPU seconds, and what of them the zero-bubble schedule can put off."""
+    def _back(self) -> None:
+        """The oldest micro-batch back."""
         k, self._first = self._first, self._first + 1
         self._backward = {}
         count = self.stop - self.start
@@ -378,18 +392,15 @@ class Piece:
         # A layer's backward begins when its output's gradient is there, and ends where the one before begins.
         begins = np.array([began, *(self._backward.get(position, np.nan) for position in range(count - 2, -1, -1)), ended])
         begins = np.maximum.accumulate(np.where(np.isnan(begins), -np.inf, begins))
-        return np.diff(begins)[::-1] + weights, weights
+        self._backwards.append(np.stack([np.diff(begins)[::-1] + weights, weights]))
 
     def _updates(self) -> np.ndarray:
-        """CPU seconds of the optimizer's step, shared among layers by their parameters. Brings back what is in flight."""
-        while self._first < self._next:
-            self._back()
+        """CPU seconds of the optimizer's step, shared among layers by their parameters."""
         self.stage.update(0.0, 0)  # makes the optimizer's state
-        version = 1 if self._asynchronous else 0
-        self._forth(version)
-        self._back()
+        for parameter in self.stage.parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         began = time.thread_time()
-        self.stage.update(0.0, version)
+        self.stage.update(0.0, 1 if self._asynchronous else 0)
         took = time.thread_time() - began
         parameters = np.array([sum(p.numel() for p in layer.parameters()) for layer in self.stage.layers], float)
         return took * parameters / max(1.0, parameters.sum())

@@ -83,12 +83,11 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     data, source = _load(runtime, job)
     began = time.monotonic()
     inputs, target = micro_batch(data[0], job)
+    codings = codings_of(job)
+    prepare(list(codings.values()))  # a slow device takes as long for this as rank 0 for the model's layers
     drawn = runtime.agree("the model's layers", lambda: outline_of(chain, job, inputs) if runtime.rank == source else None)
     told = messenger.allgather(msgspec.to_builtins(drawn), seconds, "the model's layers")
     model = msgspec.convert(told[source], Outline)
-
-    codings = codings_of(job)
-    prepare(list(codings.values()))
     rates = pair_rates(runtime.world)
     linked = time.monotonic()
     path = database_path(job.pipeline.latency_db) if runtime.rank == 0 and not given else None

@@ -73,6 +73,31 @@ def test_freed_memory_is_kept_until_it_is_given_back() -> None:
     assert after <= 256
 
 
+_TAKEN = """
+import resource, torch
+from accept_mpi.device import keep_memory, take_memory
+
+def faults(work):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    work()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+keep_memory()
+torch.ones(8)
+first = faults(lambda: take_memory(200 << 20))
+print(first, faults(lambda: [torch.ones(1 << 20) for _ in range(40)]))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc")
+def test_memory_taken_in_advance_is_found_by_what_is_allocated_next() -> None:
+    """160 MB of tensors after 200 MiB were taken: none of it comes from the kernel."""
+    done = subprocess.run([sys.executable, "-c", _TAKEN], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    first, later = map(int, done.stdout.split())
+    assert later < 0.1 * first
+
+
 _GROWTH = """
 import json, re, sys
 from accept_mpi import config

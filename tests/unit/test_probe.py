@@ -3,6 +3,8 @@
 import itertools
 import math
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +16,7 @@ from accept_mpi.losses import cross_entropy
 from accept_mpi.models import as_chain
 from accept_mpi.outline import Outline, outline
 from accept_mpi.probe import LayerTimes, alike, pieces, probe, scattered, together, turns
+from accept_mpi.stage import Stage
 
 JOB = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\noptimizer.momentum=0.9\n[output]\ndirectory="r"\n'
 
@@ -87,6 +90,29 @@ def test_a_known_device_is_only_checked() -> None:
             break
     assert checked.forward == known.forward
     assert checked.seconds < 0.7 * known.seconds
+
+
+def test_a_slow_device_does_not_spend_its_budget_on_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a piece costs at least: three micro-batches that fill the pipeline, one more, and all of them back. It was seven
+    micro-batches, eleven of the first piece, and a host of 0.25 core measured five pieces of ten."""
+    chain, model, inputs = mobile()
+    passes: list[str] = []
+
+    def counted(way: str) -> Callable[..., Any]:
+        original = getattr(Stage, way)
+
+        def count(*args: Any) -> Any:
+            passes.append(way)
+            return original(*args)
+
+        return count
+
+    for way in ("forward", "backward"):
+        monkeypatch.setattr(Stage, way, counted(way))
+    times = probe(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64), 0.0)
+    assert [run[:2] for run in times.pieces] == [pieces(model)[scattered(len(pieces(model)))[0]]]
+    assert passes == ["forward"] * 4 + ["backward"] * 4
+    assert times.update[0] > 0
 
 
 def test_pieces_that_do_not_fit_are_not_tried() -> None:
