@@ -39,6 +39,11 @@ def keep_memory() -> bool:
     return [mallopt(parameter, value) for parameter, value in settings] == [1] * len(settings)
 
 
+def computing_takes_all(cores: float) -> bool:
+    """Whether the threads that compute leave no core of a rank's ``cores`` to another thread."""
+    return cores < torch.get_num_threads() + 1
+
+
 def take_memory(nbytes: int) -> None:
     """Have the kernel give so much memory now, and keep it for what is allocated next (after ``keep_memory``)."""
     blocks = [torch.empty(_BLOCK, dtype=torch.uint8) for _ in range(-(-nbytes // _BLOCK))]

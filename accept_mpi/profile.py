@@ -12,6 +12,7 @@ import torch
 from accept_mpi.codec import Signature, Tensors, TensorSpec, aligned, buffer_bytes, decode, encode
 from accept_mpi.coding import NONE, Coding
 from accept_mpi.data import Dataset
+from accept_mpi.device import computing_takes_all
 from accept_mpi.forecast import Profile
 from accept_mpi.probe import stretch_of
 from accept_mpi.stage import Stage
@@ -73,7 +74,7 @@ def profile(
         encode={name: stretch * encode for name, (encode, _) in costs.items()},
         decode={name: stretch * decode for name, (_, decode) in costs.items()},
         byte=stretch * byte_cpu,
-        shared=cores < torch.get_num_threads() + 1,
+        shared=computing_takes_all(cores),
     )
 
 

@@ -57,10 +57,9 @@ def settle_codecs(
 
     weights = (nbytes(ahead, 0), nbytes(behind, 1), nbytes(behind, 0), nbytes(ahead, 1))
     rates = neighbour_rates(runtime.world, place.before, place.after, weights)
-    cores = runtime.hosts[runtime.rank]["cores"] / runtime.ranks_on_host
     mine = None
     if not place.idle:
-        mine = profile(stage, size, behind, ahead, train, codings(job, plan) | {"none": Coding()}, rates.cpu, cores)
+        mine = profile(stage, size, behind, ahead, train, codings(job, plan) | {"none": Coding()}, rates.cpu, runtime.cores)
     # What comes in here: activations over the boundary behind, gradients over the one ahead.
     coming = {}
     if place.before is not None:

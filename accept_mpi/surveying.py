@@ -15,7 +15,7 @@ from accept_mpi.comm.measure import PairRates, pair_rates
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import Dataset
 from accept_mpi.data import load as load_data
-from accept_mpi.device import cpu_name, give_back_memory
+from accept_mpi.device import computing_takes_all, cpu_name, give_back_memory
 from accept_mpi.errors import Agreed, UserError
 from accept_mpi.latency import (
     database_path,
@@ -105,7 +105,7 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     order = turns(order or scattered(len(pieces(model))), mates.index(runtime.rank), len(mates))
     give_back_memory()  # of a run before this one in the same process
     room = planned(available_memory() / runtime.ranks_on_host)
-    cores = runtime.hosts[runtime.rank]["cores"] / runtime.ranks_on_host
+    cores = runtime.cores
     crowded = cores < torch.get_num_threads()
     times = runtime.agree(
         "the time of each layer",
@@ -116,7 +116,7 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
         ),
     )
     costs = {name: codec_costs(coding) for name, coding in codings.items()}
-    shared = cores < torch.get_num_threads() + 1
+    shared = computing_takes_all(cores)
     coded = max(codings.values(), key=lambda coding: coding.kind != "none")
     copies = runtime.survives and runtime.size > 1 and job.recovery.replicate_every != 0
     mine = _Report(times, rates, costs, message_cost(coded), data[0] is not None, room, shared, copies)

@@ -22,6 +22,7 @@ from accept_mpi.comm.runtime import Runtime
 from accept_mpi.controller import Bystander, Controller
 from accept_mpi.data import Dataset
 from accept_mpi.data import load as load_data
+from accept_mpi.device import computing_takes_all
 from accept_mpi.errors import Agreed, DeadlineError
 from accept_mpi.faults import pass_by
 from accept_mpi.log import BACKWARD, FORWARD
@@ -108,7 +109,9 @@ class Term:
         runtime, work = self.runtime, self.work
         self.recorder = Recorder(runtime.clock, runtime.rank, self.place.stage, runtime.members)
         self.role: Controller | Bystander = controller or Bystander()
-        plane = self._plane = DataPlane(runtime.circle.data, runtime.messenger, self.recorder, self._handle)
+        plane = self._plane = DataPlane(
+            runtime.circle.data, runtime.messenger, self.recorder, self._handle, computing_takes_all(runtime.cores)
+        )
         ranks = [stage.ranks[0] for stage in self.plan.stages]
         self.replication = Replication(
             self.job.recovery, work.replicas, self.place, ranks, runtime.size, runtime.survives, self._plane.post,

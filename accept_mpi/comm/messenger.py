@@ -107,6 +107,11 @@ class Messenger:
         """Whether everything has been taken by its receiver."""
         return not self._queue and not self._sending and not self._beside
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is under way, in or out."""
+        return self.idle and not self._receiving
+
     def flush(self, deadline: float, awaited: str) -> None:
         """Poll until all sends are taken; what arrives meanwhile is kept. Raises DeadlineError."""
         until = time.monotonic() + deadline

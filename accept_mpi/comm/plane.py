@@ -24,11 +24,12 @@ from accept_mpi.recorder import Recorder
 from accept_mpi.seeds import CODE, mix
 
 # Seconds between two looks at MPI: while the computing thread waits for a message; while something larger than a socket
-# takes at once is being sent; otherwise; on a lone rank. A look costs some 0.1 ms of the core that computes, for its caches
-# are cold.
+# takes at once is being sent; otherwise; on a lone rank; and where nothing would be gained from looking while the only core
+# computes: what has arrived is decoded when a send or a wait wakes this thread. A look costs some 0.1 ms of that core, for
+# its caches are cold.
 _LIVELY_SECONDS = 0.2
-_POLL_AWAITED, _POLL_SENDING, _POLL_IDLE, _POLL_ALONE = 0.0002, 0.002, 0.008, 0.02
-_SOCKET_BYTES = 1 << 17
+_POLL_AWAITED, _POLL_SENDING, _POLL_IDLE, _POLL_ALONE, _POLL_RARE = 0.0002, 0.002, 0.008, 0.02, 0.032
+_SOCKET_BYTES, _BUFFERED_BYTES = 1 << 17, 1 << 19
 _ABANDON_SECONDS = 5.0
 _SWITCH_SECONDS = 0.0005
 _UNCODED_REPORTED = 10
@@ -157,6 +158,9 @@ class Incoming:
         self._plane = plane
         self._ready: queue.SimpleQueue[tuple[Header, Tensors] | None] = queue.SimpleQueue()
         self._posted: deque[tuple[MPI.Prequest, Bytes]] = deque()
+        self.brings_bulk = True
+        """Whether the last message was larger than what the kernel keeps until it is taken: the next one, too, comes only
+        as fast as this side looks."""
         for _ in range(_RECEIVES_POSTED):
             buffer = aligned(end.buffer_bytes)
             request = comm.Recv_init([buffer, MPI.BYTE], end.peer, end.tag)
@@ -202,6 +206,7 @@ class Incoming:
             request, buffer = self._posted.popleft()
             start = recorder.clock.now()
             message = buffer[: status.Get_count(MPI.BYTE)]
+            self.brings_bulk = message.size > _BUFFERED_BYTES
             header, tensors = decode(self.end.specs, message, self.end.coding)
             if (header.boundary, header.direction) != (self.end.boundary, self.end.direction):
                 raise ProtocolError(f"a message for boundary {header.boundary} came as {self.end}")
@@ -235,9 +240,10 @@ class DataPlane(threading.Thread):
         messenger: Messenger,
         recorder: Recorder,
         handle: Callable[[Message], bool],
+        shares_core: bool = False,
     ) -> None:
         """``comm`` is this plane's alone, as long as it runs. ``handle`` is called on this thread with each control message
-        and says whether it took it; it must not take long.
+        and says whether it took it; it must not take long. ``shares_core``: with a thread that computes.
 
         What it does not take goes back to the messenger when the thread ends.
         """
@@ -246,6 +252,7 @@ class DataPlane(threading.Thread):
         self._messenger = messenger
         self._recorder = recorder
         self._handle = handle
+        self._shares_core = shares_core
         self._outgoing: list[Outgoing] = []
         self._incoming: list[Incoming] = []
         self._posts: queue.SimpleQueue[tuple[int, str, Any] | None] = queue.SimpleQueue()
@@ -343,10 +350,17 @@ class DataPlane(threading.Thread):
             moved |= self.background.move(quiet=not any(out.waiting or out.sends_bulk for out in self._outgoing))
         return moved
 
+    def _expects_much(self) -> bool:
+        """Whether something is under way that more looks bring on."""
+        bulk = any(out.waiting for out in self._outgoing) or any(incoming.brings_bulk for incoming in self._incoming)
+        return bulk or self._stopping or self.background.busy or not self._messenger.quiet
+
     def _pause(self) -> None:
         """Sleep until the next look is due, or the computing thread has something."""
         sending = any(out.sends_bulk for out in self._outgoing)
         interval = _POLL_AWAITED if self.awaited else _POLL_SENDING if sending else _POLL_IDLE
+        if interval == _POLL_IDLE and self._shares_core and not self._expects_much():
+            interval = _POLL_RARE
         if not (self._outgoing or self._incoming):
             # Others send one message at a time: what comes at all should not wait long.
             interval = _POLL_SENDING if time.monotonic() - self._moved < _LIVELY_SECONDS else _POLL_ALONE

@@ -76,6 +76,11 @@ class Runtime:
         """All ranks."""
         return self.circle.world
 
+    @property
+    def cores(self) -> float:
+        """This rank's share of its host's."""
+        return float(self.hosts[self.rank]["cores"] / self.ranks_on_host)
+
     def agree(self, what: str, do: Callable[[], T]) -> T:
         """Do something that any rank may find wrong: all get their result, or all raise the same mistake (Agreed)."""
         value, error = None, None
