@@ -1,12 +1,16 @@
-"""Two ranks that do by hand what training does at a bad moment; ``python by_hand.py WHAT`` under mpirun with ULFM."""
+"""Two ranks that do by hand what training does, also at a bad moment; ``python by_hand.py WHAT`` under mpirun with ULFM."""
 
 import sys
 import time
+from collections.abc import Callable
 
+import torch
 from mpi4py import MPI
 
+from accept_mpi.codec import TensorSpec
+from accept_mpi.coding import Coding
 from accept_mpi.comm import runtime as module
-from accept_mpi.comm.plane import DataPlane
+from accept_mpi.comm.plane import DataPlane, Endpoint
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.recorder import Recorder
 
@@ -56,8 +60,30 @@ def twice(runtime: Runtime) -> None:
     print("lives", flush=True)
 
 
+def looks(runtime: Runtime) -> None:
+    """How often a data plane looks in a second in which its rank neither sends nor waits: while it shares the computing
+    core, and nothing large is expected; something large; and on a core of its own."""
+    specs = {1: (TensorSpec.of(torch.zeros(1, 4)),)}
+    for shares_core, bulk in ((True, False), (True, True), (False, False)):
+        recorder = Recorder(runtime.clock, runtime.rank, runtime.rank, runtime.members)
+        plane = DataPlane(runtime.circle.data, runtime.messenger, recorder, lambda message: True, shares_core)
+        plane.incoming(Endpoint(1 - runtime.rank, 0, 0, specs, 1, Coding(), 0)).brings_bulk = bulk
+        made, move = [], plane._move
+
+        def counted(made: list[int] = made, move: Callable[[], bool] = move) -> bool:
+            made.append(1)
+            return move()
+
+        plane._move = counted  # type: ignore[method-assign]
+        plane.start()
+        time.sleep(1.0)
+        print("looks", len(made), flush=True)
+        plane.stop(5.0)
+    assert runtime.all_done()
+
+
 if __name__ == "__main__":
     this = Runtime()
     time.sleep(0.5)  # the other one is there, too, by then
-    {"revoked": revoked, "late": late, "twice": twice}[sys.argv[1]](this)
+    {"revoked": revoked, "late": late, "twice": twice, "looks": looks}[sys.argv[1]](this)
     this.finish(0)

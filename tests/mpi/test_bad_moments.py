@@ -12,3 +12,14 @@ def test_both_ranks_come_through(tmp_path: Path, what: str, said: str) -> None:
     code, out = run(tmp_path, [ROOT / "tests" / "by_hand.py", what], "", 2)
     assert code == 0, out
     assert out.count(said) == 2, out
+
+
+def test_looks_are_rare_where_they_cost_the_core_that_computes(tmp_path: Path) -> None:
+    """A look takes 0.1 ms of it, 125 a second were 3 % of a host of 0.4 core."""
+    code, out = run(tmp_path, [ROOT / "tests" / "by_hand.py", "looks"], "", 2)
+    assert code == 0, out
+    made = [int(line.split()[1]) for line in out.splitlines() if line.startswith("looks")]
+    assert len(made) == 6, out
+    (_, rare), (usual, *_) = sorted(made)[:2], sorted(made)[2:]
+    assert rare <= 40  # one in 32 ms at most, however slow the machine
+    assert usual > rare
