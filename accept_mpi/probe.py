@@ -191,15 +191,15 @@ def _measure(
     found = np.full((4, count), np.nan)
     measured: list[tuple[int, int]] = []
     wall = cpu = 0.0
+    needs = {run: _bytes(outline, *run) for run in chosen}
+    chosen = [run for run in chosen if needs[run] <= room]
     # What comes from the kernel while a piece is measured would count as its time.
-    take_memory(max((need for run in chosen if (need := _bytes(outline, *run)) <= room), default=0))
+    take_memory(max((needs[run] for run in chosen), default=0))
     work = [sum(guess(x.operations, x.held, x.parameter_bytes) for x in outline.layers[a:b]) for a, b in chosen]
     for number, (start, stop) in enumerate(chosen):
         remaining = budget - (time.monotonic() - began)
         if number and remaining <= 0:
             break
-        if _bytes(outline, start, stop) > room:
-            continue
         given = inputs if start == 0 else random_inputs(outline, start)
         if not given or (stop == count and target is None):
             continue

@@ -355,15 +355,20 @@ class DataPlane(threading.Thread):
         bulk = any(out.waiting for out in self._outgoing) or any(incoming.brings_bulk for incoming in self._incoming)
         return bulk or self._stopping or self.background.busy or not self._messenger.quiet
 
-    def _pause(self) -> None:
-        """Sleep until the next look is due, or the computing thread has something."""
-        sending = any(out.sends_bulk for out in self._outgoing)
-        interval = _POLL_AWAITED if self.awaited else _POLL_SENDING if sending else _POLL_IDLE
-        if interval == _POLL_IDLE and self._shares_core and not self._expects_much():
-            interval = _POLL_RARE
+    def _interval(self) -> float:
+        """Seconds to the next look."""
         if not (self._outgoing or self._incoming):
             # Others send one message at a time: what comes at all should not wait long.
-            interval = _POLL_SENDING if time.monotonic() - self._moved < _LIVELY_SECONDS else _POLL_ALONE
+            return _POLL_SENDING if time.monotonic() - self._moved < _LIVELY_SECONDS else _POLL_ALONE
+        if self.awaited:
+            return _POLL_AWAITED
+        if any(out.sends_bulk for out in self._outgoing):
+            return _POLL_SENDING
+        return _POLL_RARE if self._shares_core and not self._expects_much() else _POLL_IDLE
+
+    def _pause(self) -> None:
+        """Sleep until the next look is due, or the computing thread has something."""
+        interval = self._interval()
         try:
             while True:
                 post = self._posts.get(timeout=interval)
