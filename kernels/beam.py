@@ -42,7 +42,7 @@ def beam(  # type: ignore[no-untyped-def]
                     continue
                 reached = extend(
                     prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
-                    cap, False, a, first, i, c, level, out_i, out_c,
+                    cap, False, a, first, i, c, level, layers, out_i, out_c,
                 )  # fmt: skip
                 rest = left[p] - speed[a]
                 if ordered:

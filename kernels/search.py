@@ -24,13 +24,14 @@ SHARED = (
 )
 
 
-@nb.njit(f"int64({SHARED}, float64, boolean, int64, int64, int64, int64, int64, int32[::1], int32[::1])", **NJIT)
+@nb.njit(f"int64({SHARED}, float64, boolean, int64, int64, int64, int64, int64, int64, int32[::1], int32[::1])", **NJIT)
 def extend(  # type: ignore[no-untyped-def]
     prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
-    cap, every, a, d, i, c, behind, out_i, out_c,
+    cap, every, a, d, i, c, behind, most, out_i, out_c,
 ):  # fmt: skip
     """Points that device ``a`` reaches by holding layers in front of ``i``, where device ``d`` begins with codec ``c`` (-1:
-    nobody, the model ends). Into ``out_i`` and ``out_c``; their number. Without ``every`` only those that could be best."""
+    nobody, the model ends). Into ``out_i`` and ``out_c``; their number. Without ``every`` only those that could be best.
+    The stage begins with layer ``most`` or one before."""
     base, message = 0.0, 0.0
     if d >= 0:
         message = values[i] * bits[c] + other[i]
@@ -38,16 +39,18 @@ def extend(  # type: ignore[no-untyped-def]
             return 0
         base = values[i] * coding[a, c]
     whole = extra.shape[1] > 1
-    first = i
-    while first > 0:
-        j = first - 1
+    # A stage that begins earlier takes more of everything: the first layer that it can begin with lies in low..first.
+    low, first = 0, i
+    while low < first:
+        j = (low + first) // 2
         seconds = prefix[a, i] - prefix[a, j] + base
         if whole:
             seconds += extra[a, j, i]
         memory = copies[behind] * (state[i] - state[j]) + kept[behind] * (held[i] - held[j])
         if seconds > cap or memory > capacity[a]:
-            break
-        first = j
+            low = j + 1
+        else:
+            first = j
     count = 0
     if first == 0:
         out_i[0], out_c[0] = 0, 0
@@ -56,7 +59,7 @@ def extend(  # type: ignore[no-untyped-def]
             return count
     for codec in range(bits.size):
         coded, whole_bytes = 1e300, 1e300
-        for j in range(max(first, 1), i):
+        for j in range(max(first, 1), min(i, most + 1)):
             if not every and values[j] >= coded and other[j] >= whole_bytes:
                 continue
             seconds = prefix[a, i] - prefix[a, j] + base + values[j] * coding[a, codec]
@@ -162,6 +165,14 @@ def reach(  # type: ignore[no-untyped-def]
             if (first >= 0 and ordered and a >= first) or (chosen >> a) & 1:
                 continue
             left = a if ordered else chosen | (1 << a)
+            # Layers in front of more than ``most`` are too many for the devices that are left.
+            most, beyond = 0, layers + 1
+            while beyond - most > 1:
+                middle = (most + beyond) // 2
+                if floor[left, middle] > cap:
+                    beyond = middle
+                else:
+                    most = middle
             target = a * (devices + 1) + behind + 1 if ordered else (chosen | (1 << a)) * devices + a
             for p in range(points):
                 i, c, total = layers, -1, 0.0
@@ -169,12 +180,10 @@ def reach(  # type: ignore[no-untyped-def]
                     i, c, total = table[key, p, 0], table[key, p, 1], sums[key, p]
                 reached = extend(
                     prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
-                    cap, every or relays, a, first, i, c, behind, out_i, out_c,
+                    cap, every or relays, a, first, i, c, behind, most, out_i, out_c,
                 )  # fmt: skip
                 for r in range(reached):
                     j, codec = out_i[r], out_c[r]
-                    if floor[left, j] > cap:
-                        continue
                     there = total
                     if every:
                         seconds = prefix[a, i] - prefix[a, j]

@@ -1,4 +1,4 @@
-"""Two ranks that do by hand what training does, also at a bad moment; ``python by_hand.py WHAT`` under mpirun with ULFM."""
+"""Ranks that do by hand what training does, also at a bad moment; ``python by_hand.py WHAT`` under mpirun with ULFM."""
 
 import sys
 import time
@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from accept_mpi.codec import TensorSpec
 from accept_mpi.coding import Coding
+from accept_mpi.comm import measure
 from accept_mpi.comm import runtime as module
 from accept_mpi.comm.plane import DataPlane, Endpoint
 from accept_mpi.comm.runtime import Runtime
@@ -82,8 +83,23 @@ def looks(runtime: Runtime) -> None:
     assert runtime.all_done()
 
 
+def links(runtime: Runtime) -> None:
+    """The rates of pairs where every first exchange of a size is held up, and ranks 0 and 2 have half a link."""
+    met: set[tuple[int | None, int]] = set()
+
+    def exchange(_: MPI.Intracomm, peer: int | None, __: None, sizes: list[int], apart: bool) -> tuple[float, float, float]:
+        late = 1.0 if (peer, sizes[1]) in met else 1.8
+        met.add((peer, sizes[1]))
+        half = 2.0 if {runtime.rank, peer} == {0, 2} else 1.0
+        return late * half * sizes[1] / 1e6, 0.0, 0.0
+
+    measure._exchange = exchange  # type: ignore[assignment]
+    found = measure.pair_rates(runtime.world).rate
+    print("links", *(round(rate / 1e6, 2) for rate in found), flush=True)
+
+
 if __name__ == "__main__":
     this = Runtime()
     time.sleep(0.5)  # the other one is there, too, by then
-    {"revoked": revoked, "late": late, "twice": twice, "looks": looks}[sys.argv[1]](this)
+    {"revoked": revoked, "late": late, "twice": twice, "looks": looks, "links": links}[sys.argv[1]](this)
     this.finish(0)

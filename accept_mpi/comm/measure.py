@@ -16,6 +16,8 @@ _SECONDS = 120.0  # deadline of one exchange
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 24
 _ENOUGH_SECONDS = 0.05  # a message that takes this long measures bandwidth well
 _BUSY_SECONDS = 0.25  # traffic on all links: long beside what a link passes at once before it slows down
+_REPEATS = 3  # of the exchange that tells a pair's rate, at most: a quota may stop either of them for half of one
+_USUAL = 0.9  # of what either has seen before: such a rate needs no other look
 _BULK_POLL = 0.002  # as the data plane does while it sends
 
 
@@ -121,6 +123,7 @@ def pair_rates(world: MPI.Intracomm) -> PairRates:
     count = comm.size + comm.size % 2
     rate, latency = [math.inf] * comm.size, [0.0] * comm.size
     used: list[tuple[int, float]] = []  # bytes each way, seconds of CPU
+    fastest = 0.0  # that came from anyone yet
     for turn in range(count - 1):
         peer = _opponent(comm.rank, turn, count)
         _wait(comm.Ibarrier(), comm.rank)
@@ -128,16 +131,21 @@ def pair_rates(world: MPI.Intracomm) -> PairRates:
             continue
         leads = comm.rank < peer
         latency[peer] = float(np.median([_round_trip(comm, peer, leads, np.zeros(8, np.uint8)) for _ in range(_PINGS)])) / 2
-        nbytes = _FIRST_BYTES
-        while True:
+        nbytes, took, repeats = _FIRST_BYTES, math.inf, 0
+        while repeats < _REPEATS:
             seconds, _, cpu = _exchange(comm, peer, None, [0, nbytes, nbytes, 0], apart=True)
             used.append((nbytes, cpu))
-            enough = np.array([seconds > _BUSY_SECONDS / 2 or nbytes >= _MOST_BYTES])
-            _to_follower(comm, peer, leads, enough)
-            if enough[0]:
+            took = min(took, max(seconds, 1e-9))
+            theirs, theirs_fastest = _swap(comm, peer, [took, fastest])
+            slower, seen = max(took, theirs), max(fastest, theirs_fastest)
+            if slower <= _BUSY_SECONDS / 2 and nbytes < _MOST_BYTES:
+                nbytes, took, repeats = 4 * nbytes, math.inf, 0
+            elif nbytes / slower >= _USUAL * seen > 0:
                 break
-            nbytes *= 4
-        rate[peer] = nbytes / max(seconds, 1e-9)
+            else:
+                repeats += 1
+        rate[peer] = nbytes / took
+        fastest = max(fastest, rate[peer])
     _wait(comm.Ibarrier(), comm.rank)
     comm.Free()
     byte, message = _line(used)
@@ -227,6 +235,15 @@ def _round_trip(comm: MPI.Intracomm, peer: int, leads: bool, data: Bytes) -> flo
 
 def _to_follower(comm: MPI.Intracomm, peer: int, leads: bool, value: np.ndarray) -> None:
     _wait(comm.Isend(value, peer) if leads else comm.Irecv(value, peer), peer)
+
+
+def _swap(comm: MPI.Intracomm, peer: int, values: list[float]) -> list[float]:
+    """The peer's for ours."""
+    theirs = np.empty(len(values))
+    incoming, outgoing = comm.Irecv(theirs, peer), comm.Isend(np.array(values), peer)
+    _wait(outgoing, peer)
+    _wait(incoming, peer)
+    return theirs.tolist()
 
 
 def _wait(request: MPI.Request, peer: int, pause: Callable[[float], None] = time.sleep) -> None:
