@@ -131,8 +131,10 @@ class Experiment:
             for host in self._lab.hosts:
                 self._lab.set(host.name, f"link={link or 'free'}")
 
-    def ours(self, link: float | None, settings: dict[str, Any], seconds: float = 6.0, **known: Any) -> Result:
-        """accept_mpi with these keys changed, for about so many seconds.
+    def ours(
+        self, link: float | None, settings: dict[str, Any], seconds: float = 6.0, turn: int | None = None, **known: Any
+    ) -> Result:
+        """accept_mpi with these keys changed, for about so many seconds. ``turn``: once more, with the same plan.
 
         Where cuts or the order of ranks are other ones than those before, three more steps do not count: until the pipeline
         is full, a rank whose stage has grown takes memory from the kernel.
@@ -158,6 +160,8 @@ class Experiment:
             skip += _NEW_CUTS
         drain = self._drain(settings)
         steps = skip + count + drain
+        if turn is not None:
+            known = known | {"turn": turn}
         more["train.steps"] = steps
         found = self._train(link, settings, (skip, drain), more, known, not planned, planned.get("log", ""))
         self._cuts = cuts

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,6 +54,8 @@ class Case:
     hopeless: float = 0
     """Mbit/s from which on plain DDP makes one step only, which takes longest."""
     seconds: float = 5.0
+    turns: int = 3
+    """How often what decides is measured in turn, at each link."""
 
 
 class Rate(NamedTuple):
@@ -74,6 +78,38 @@ class Rate(NamedTuple):
 
 
 _NOTHING = Rate(math.nan, math.nan)
+
+
+class Turn(NamedTuple):
+    """What decides at a link, one after another within a minute."""
+
+    alone: Rate
+    by_hand: Rate
+    """The best codec and cuts set by hand."""
+    found: Rate
+    """What rank 0 found."""
+    peer: Rate
+    """The best of the peers."""
+
+
+def _each(turns: Sequence[Turn], one: str) -> list[Rate]:
+    return [getattr(turn, one) for turn in turns]
+
+
+def _over(turns: Sequence[Turn], one: str, other: str) -> list[float]:
+    """How many times as fast one of them was as another, in each turn."""
+    pairs = zip(_each(turns, one), _each(turns, other), strict=True)
+    return [rate.samples_per_s / beside.samples_per_s for rate, beside in pairs]
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+def _two(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.2f}"
+
+
 Setup = tuple[str, str, float]
 """Schedule, codec and link."""
 
@@ -81,9 +117,10 @@ Setup = tuple[str, str, float]
 class SideBySide:
     """All rates of a case, in samples/s.
 
-    A shared machine is half as fast again in some minutes as in others. So cuts by hand, what rank 0 finds, peers and all
-    hosts computing alone are measured one after another at each link, and ours is compared with what all hosts make alone at
-    that time: what lies between the two measurements around it.
+    A shared machine is half as fast again in some minutes as in others. So all settings and peers are measured once at each
+    link; the best by hand, what rank 0 finds, the best peer and all hosts computing alone then several times in turn, and
+    what is said of them are medians of ratios within a turn. Other rates are compared with what all hosts make alone at that
+    time: what lies between the two measurements around it.
     """
 
     def __init__(self, experiment: Experiment, case: Case) -> None:
@@ -92,6 +129,7 @@ class SideBySide:
         self._alone_at: dict[str, list[Rate]] = {}
         self.ours: dict[Setup, Rate] = {}
         self.peers: dict[tuple[str, bool, float], Rate] = {}
+        self.turns: dict[float, list[Turn]] = {}
         self._alone("before", "plain", "tuned", "stages")
         # As users start them first: our memory settings stay with a process.
         for name, link in itertools.product(PEERS, case.untuned):
@@ -107,6 +145,7 @@ class SideBySide:
             self._ours([point for point in points if point[0] == _ASYNC and point[2] == link])
             for name, guess in guesses.items():
                 guesses[name] = self._peer(name, True, link, guess).samples_per_s / case.samples
+            self.turns[link] = [self._turn(link, number) for number in range(case.turns)]
         self._alone("after peers", "tuned")
         self._ours([point for point in points if point[0] != _ASYNC])
         self._alone("after", "tuned", "stages")
@@ -115,6 +154,20 @@ class SideBySide:
         for point in points:
             found = self.experiment.ours(point[2], self._settings(*point), seconds=self.case.seconds)
             self.ours[point] = Rate.of(found)
+
+    def _turn(self, link: float, number: int) -> Turn:
+        """What decides at a link, once more."""
+        points = [point for point in self.ours if point[0] == _ASYNC and point[2] == link]
+        rates = []
+        for auto in (False, True):
+            point = max((p for p in points if (p[1] == "auto") == auto), key=lambda p: self.ours[p].samples_per_s)
+            settings, rate = self._settings(*point), self.ours[point].samples_per_s
+            self.experiment.expect(settings, rate)
+            rates.append(Rate.of(self.experiment.ours(link, settings, self.case.seconds, turn=number)))
+        name = max(PEERS, key=lambda name: self.peers[name, True, link].samples_per_s)
+        peer = self._peer(name, True, link, self.peers[name, True, link].samples_per_s / self.case.samples, turn=number)
+        self._alone(f"at {link:g} Mbit/s, turn {number}", "tuned")
+        return Turn(self._alone_at["tuned"][-1], *rates, peer)
 
     def _links(self, schedule: str, codec: str) -> tuple[float, ...]:
         case = self.case
@@ -137,7 +190,7 @@ class SideBySide:
 
     def _of(self, name: str, rate: Rate) -> float:
         """A rate as a share of what all hosts computing alone made at that time."""
-        there = self._alone_at[name]
+        there = sorted(self._alone_at[name], key=lambda one: one.at)
         return rate.samples_per_s / float(
             np.interp(rate.at, [one.at for one in there], [one.samples_per_s for one in there])
         )
@@ -150,17 +203,20 @@ class SideBySide:
             settings |= {"pipeline.cuts": self.case.slow_cuts.get(link, self.case.cuts)}
         return settings
 
-    def _peer(self, name: str, tuned: bool, link: float, guess: float) -> Rate:
+    def _peer(self, name: str, tuned: bool, link: float, guess: float, **known: Any) -> Rate:
         """``guess``: steps a second at the link before."""
         program, more = PEERS[name]
         slow = name == "torch DDP" and 0 < link <= self.case.hopeless
         steps = 1 if slow else max(2, round(self.case.seconds * guess))
         warm = 0 if slow or guess < 1 / _NO_WARM_UP else 1
         asked = {"job": self.experiment.job(), "tuned": tuned, "steps": steps, "warm": warm} | more
-        known = {"system": name, "tuned": tuned}
+        again = bool(known)
+        known |= {"system": name, "tuned": tuned}
         if program == "pipelining":
             asked, known = asked | self.case.pipelining, known | self.case.pipelining
-        rate = self.peers[name, tuned, link] = Rate.of(self.experiment.measure(program, known, asked, link))
+        rate = Rate.of(self.experiment.measure(program, known, asked, link))
+        if not again:
+            self.peers[name, tuned, link] = rate
         return rate
 
     # -- what comes out ------------------------------------------------------------------------------------------------
@@ -210,39 +266,56 @@ class SideBySide:
             for tuned, settings in _SETTINGS.items()
         }
         rows = [[name, *(rate and rate.samples_per_s for rate in rates)] for name, rates in measured.items()]
-        best, auto = ([self.best(link, auto=which) for link in links] for which in (None, True))
-        peers, pipelining = ([self.best_peer(link, *names) for link in links] for names in ((), (_PIPELINING,)))
+        turns = [self.turns[link] for link in links]
+        # By hand or found by rank 0, whichever is faster in most turns.
+        best = [max(("by_hand", "found"), key=lambda one, at=at: statistics.median(_over(at, one, "alone"))) for at in turns]
+        found = ["found"] * len(links)
 
-        def over(rates: list[Rate], others: list[Rate]) -> list[float]:
-            return [self._of("tuned", rate) / self._of("tuned", other) for rate, other in zip(rates, others, strict=True)]
+        def over(ones: Sequence[str], other: str) -> list[str]:
+            return [_range(_over(at, one, other)) for at, one in zip(turns, ones, strict=True)]
 
-        ratios: dict[str, list[float]] = {
-            "async, best of all / sum of the hosts alone": [self._of("tuned", rate) for rate in best],
-            "async, best of all / slowest stage alone": [self._of("stages", rate) for rate in best],
-            "async, best of all: the busiest stage computes": [rate.busy for rate in best],
-            "async, best of all: all hosts compute, in the mean": [rate.used for rate in best],
-            "async, all found by rank 0 / sum of the hosts alone": [self._of("tuned", rate) for rate in auto],
-            "async, all found by rank 0: the busiest stage computes": [rate.busy for rate in auto],
-            "async, all found by rank 0: all hosts compute, in the mean": [rate.used for rate in auto],
-            "async, all found by rank 0 / best by hand": over(auto, [self.best(link, auto=False) for link in links]),
-            "async, best of all / best peer": over(best, peers),
-            "async, all found by rank 0 / best peer": over(auto, peers),
-            "async, best of all / torch pipelining": over(best, pipelining),
-            "synchronous, best / sum of the hosts alone": [self._of("tuned", self.best(link, True)) for link in links],
-            "synchronous, best: the busiest stage computes": [self.best(link, True).busy for link in links],
-            "synchronous, best: all hosts compute, in the mean": [self.best(link, True).used for link in links],
-            "synchronous, found by rank 0 / sum of the hosts alone": [
-                self._of("tuned", self.best(link, True, auto=True)) for link in links
-            ],
+        def of_time(ones: Sequence[str], what: str) -> list[str]:
+            both = zip(turns, ones, strict=True)
+            return [_two(statistics.median(getattr(rate, what) for rate in _each(at, one))) for at, one in both]
+
+        def alone(rates: Sequence[Rate], name: str = "tuned") -> list[str]:
+            return [_two(self._of(name, rate)) for rate in rates]
+
+        synchronous, synchronous_found = ([self.best(link, True, auto=which) for link in links] for which in (None, True))
+        pipelining = [
+            _two(self._of("tuned", self.best(link)) / self._of("tuned", self.best_peer(link, _PIPELINING))) for link in links
+        ]
+        ratios: dict[str, list[str]] = {
+            "async, best of all / sum of the hosts alone": over(best, "alone"),
+            "async, best of all / slowest stage alone": alone([self.best(link) for link in links], "stages"),
+            "async, best of all: the busiest stage computes": of_time(best, "busy"),
+            "async, best of all: all hosts compute, in the mean": of_time(best, "used"),
+            "async, all found by rank 0 / sum of the hosts alone": over(found, "alone"),
+            "async, all found by rank 0: the busiest stage computes": of_time(found, "busy"),
+            "async, all found by rank 0: all hosts compute, in the mean": of_time(found, "used"),
+            "async, all found by rank 0 / best by hand": over(found, "by_hand"),
+            "async, best of all / best peer": over(best, "peer"),
+            "async, all found by rank 0 / best peer": over(found, "peer"),
+            "async, best of all / torch pipelining": pipelining,
+            "synchronous, best / sum of the hosts alone": alone(synchronous),
+            "synchronous, best: the busiest stage computes": [_two(rate.busy) for rate in synchronous],
+            "synchronous, best: all hosts compute, in the mean": [_two(rate.used) for rate in synchronous],
+            "synchronous, found by rank 0 / sum of the hosts alone": alone(synchronous_found),
         }
-        limits = {name: ", ".join(f"{rate:.1f}" for rate in self.alone(name)) for name in ("tuned", "plain", "stages")}
+        limits = {
+            name: f"{min(rates):.1f} to {max(rates):.1f}, in the median {statistics.median(rates):.1f}"
+            for name in ("tuned", "plain", "stages")
+            if (rates := self.alone(name))
+        }
         sentence = (
-            "All hosts computing alone at the same time, samples/s together, each time they were measured: "
-            f"{limits['tuned']} with our memory settings, {limits['plain']} without. The slowest stage of our cuts alone: "
-            f"{limits['stages']}. Rates are compared as shares of what lies between two of these in time. How much of the"
-            " time the busiest stage computes, and all hosts in the mean, is from each run's own trace: no drift is in it.\n"
+            f"All hosts computing alone at the same time, samples/s together: {limits['tuned']} with our memory settings, "
+            f"{limits['plain']} without. The slowest stage of our cuts alone: {limits['stages']}. The best by hand, what "
+            f"rank 0 found, the best peer and all hosts alone were measured {self.case.turns} times in turn at each link: "
+            "ratios of them are medians of ratios within a turn, least and most in brackets. Others are shares of what all "
+            "hosts made alone around that time. How much of the time stages compute is from each run's own trace: no drift "
+            "is in it.\n"
         )
-        lines = [[name, *("" if math.isnan(v) else f"{v:.2f}" for v in values)] for name, values in ratios.items()]
+        lines = [[name, *values] for name, values in ratios.items()]
         title = f"# {self.case.title}\n"
         return "\n".join([title, table(["samples/s", *head], rows), sentence, table(["ratio", *head], lines)])
 

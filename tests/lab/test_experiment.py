@@ -35,7 +35,7 @@ from harness.experiment import Experiment, run
 from harness.side_by_side import Case, compare
 
 CASE = Case(
-    "test", links=(0, 50), untuned=(0,), cuts=[3], samples=16, seconds=0.3,
+    "test", links=(0, 50), untuned=(0,), cuts=[3], samples=16, seconds=0.3, turns=1,
     ours={"1f1b-async": ("none", "auto"), "1f1b": ("uniform:4",)},
 )
 def main():
@@ -64,13 +64,14 @@ def test_side_by_side(tmp_path: Path) -> None:
             command, cwd=tmp_path, env=environment() | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=280
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        # 6 of ours, 9 and 2 of peers, 8 alone; the second time nothing is measured again.
-        assert done.stdout.count("samples/s\n") == (0 if attempt else 25), done.stdout
+        # 6 of ours, 9 and 2 of peers, 8 alone, 4 in turn at both links; the second time nothing is measured again.
+        assert done.stdout.count("samples/s\n") == (0 if attempt else 33), done.stdout
         assert done.stdout.count("its plan at ") == (0 if attempt else 2), done.stdout
     out = tmp_path / "runs" / "experiments" / folder.name
     shown = (out / "table.md").read_text()
     assert shown.count("| accept_mpi ") == 3
     assert shown.count("| torch ") == 6
-    assert "| async, best of all / sum of the hosts alone | " in shown
+    best = next(line for line in shown.splitlines() if line.startswith("| async, best of all / sum of the hosts alone | "))
+    assert best.count("(") == 2, shown
     assert (out / "plot.png").stat().st_size > 10_000
     assert f"experiment-{folder.name}" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
