@@ -158,7 +158,7 @@ class SideBySide:
     def _turn(self, link: float, number: int) -> Turn:
         """What decides at a link, once more."""
         points = [point for point in self.ours if point[0] == _ASYNC and point[2] == link]
-        rates = []
+        rates: list[Rate] = []
         for auto in (False, True):
             point = max((p for p in points if (p[1] == "auto") == auto), key=lambda p: self.ours[p].samples_per_s)
             settings, rate = self._settings(*point), self.ours[point].samples_per_s
@@ -167,7 +167,8 @@ class SideBySide:
         name = max(PEERS, key=lambda name: self.peers[name, True, link].samples_per_s)
         peer = self._peer(name, True, link, self.peers[name, True, link].samples_per_s / self.case.samples, turn=number)
         self._alone(f"at {link:g} Mbit/s, turn {number}", "tuned")
-        return Turn(self._alone_at["tuned"][-1], *rates, peer)
+        by_hand, found = rates
+        return Turn(self._alone_at["tuned"][-1], by_hand, found, peer)
 
     def _links(self, schedule: str, codec: str) -> tuple[float, ...]:
         case = self.case
@@ -268,7 +269,7 @@ class SideBySide:
         rows = [[name, *(rate and rate.samples_per_s for rate in rates)] for name, rates in measured.items()]
         turns = [self.turns[link] for link in links]
         # By hand or found by rank 0, whichever is faster in most turns.
-        best = [max(("by_hand", "found"), key=lambda one, at=at: statistics.median(_over(at, one, "alone"))) for at in turns]
+        best = [max((statistics.median(_over(at, one, "alone")), one) for one in ("by_hand", "found"))[1] for at in turns]
         found = ["found"] * len(links)
 
         def over(ones: Sequence[str], other: str) -> list[str]:
