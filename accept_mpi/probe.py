@@ -28,11 +28,11 @@ from accept_mpi.stage import Stage
 
 PIECES = 10
 _MOST_ROUNDS, _LEAST_PASSES = 40, 3
-_MATES = 1.25  # apart are devices of one kind at most, to be taken for the same
 _WINDOW = 0.1  # seconds that a piece is measured at least: quotas of CPU are given out every 5 to 100 ms
 _PRECISE = 0.005  # standard error of the mean at which a piece is known well enough
 _MOST_FLIGHT, _CACHE_BYTES = 3, 32 << 20  # micro-batches in flight: as many as caches do not hold
 _COPIES = 6  # of weights, at most: a version and the optimizer's own, gradients, two of its moments, one on the way
+_SECOND = 0.4  # of the budget, for a second look
 _QUICK = 0.1  # share of the budget for a device that is known
 _SAME = 0.12  # the logarithm of now / then up to which it is what it was
 
@@ -121,64 +121,34 @@ def probe(
     seconds = time.monotonic() - began
     if old is None:
         assert found is not None
-        return _times(found, seconds, tuple(sorted(runs)), stretch)
+        return of_layers(found, seconds, tuple(sorted(runs)), stretch)
     if found is None or not runs:
         return msgspec.structs.replace(old, seconds=seconds)
     both = np.where(np.isfinite(found), found, [old.forward, old.backward, old.weights, old.update])
-    whole = _times(both, seconds, tuple(sorted({*old.pieces, *runs})), stretch)
+    whole = of_layers(both, seconds, tuple(sorted({*old.pieces, *runs})), stretch)
     return msgspec.structs.replace(whole, observed=old.observed)
 
 
-def _times(found: np.ndarray, seconds: float, runs: tuple[Run, ...], stretch: float) -> LayerTimes:
+def look(
+    chain: Chain,
+    outline: Outline,
+    job: config.Job,
+    loss: Loss,
+    inputs: Tensors,
+    target: torch.Tensor | None,
+    chosen: Sequence[tuple[int, int]],
+    room: float = math.inf,
+) -> list[Run]:
+    """What these pieces take now, measured for some of a job's ``probe_seconds``; without those that take more than ``room``
+    bytes or need data that there is none of."""
+    budget = _SECOND * job.pipeline.probe_seconds
+    return _measure(chain, outline, job, loss, inputs, target, list(chosen), budget, room, brief=True)[1]
+
+
+def of_layers(found: np.ndarray, seconds: float, runs: tuple[Run, ...], stretch: float) -> LayerTimes:
+    """Of (4, layers) seconds."""
     forward, backward, weights, update = (tuple(map(float, row)) for row in found)
     return LayerTimes(forward, backward, weights, update, seconds, runs, stretch)
-
-
-def together(same: Sequence[LayerTimes]) -> LayerTimes:
-    """What ranks that share a host and all settings have measured, as one: medians of what they have. (Of a piece that was
-    still cold when its turn ended, one device may say twice what the others do.)"""
-    rows = np.array([[one.forward, one.backward, one.weights, one.update] for one in same])
-    usual = np.full(rows.shape[1:], np.nan)
-    there = np.isfinite(rows).any(axis=0)
-    usual[there] = np.nanmedian(rows[:, there], axis=0)
-    by_place: dict[tuple[int, int], list[Run]] = {}
-    for one in same:
-        for run in one.pieces:
-            by_place.setdefault(run[:2], []).append(run)
-    probes: list[Run] = []
-    for (start, stop), runs in sorted(by_place.items()):
-        forward, backward = (statistics.median(run[way] for run in runs) for way in (2, 3))
-        probes.append((start, stop, forward, backward))
-    seconds, stretch = max(one.seconds for one in same), statistics.fmean(one.stretch for one in same)
-    return msgspec.structs.replace(_times(usual, seconds, tuple(probes), stretch), observed=same[0].observed)
-
-
-def alike(times: Sequence[LayerTimes], kinds: Sequence[str]) -> list[LayerTimes]:
-    """Devices of one kind that measured much the same, taken to be the same: what one measures in its few seconds is off by
-    a tenth or two, the median of several by less. One that is further than that from its kind's median stays what it is."""
-    found = list(times)
-    for kind in set(kinds):
-        group = [n for n, other in enumerate(kinds) if other == kind and any(times[n].measured)]
-        if len(group) < 2:
-            continue
-        took = _compared(np.array([np.add(times[n].forward, times[n].backward) for n in group]))
-        if not np.isfinite(took).any():
-            continue
-        same = [n for n, ratio in zip(group, took / np.nanmedian(took), strict=True) if 1 / _MATES < ratio < _MATES]
-        if same:
-            usual = together([times[n] for n in same])
-            found = [usual if n in same else one for n, one in enumerate(found)]
-    return found
-
-
-def _compared(rows: np.ndarray) -> np.ndarray:
-    """What devices take (rows; columns: layers, NaN where not measured) for a second of the usual one, by the layers that
-    others have measured, too; NaN without such."""
-    shared = np.isfinite(rows).sum(axis=0) > 1
-    rows = rows[:, shared]
-    usual = np.where(np.isfinite(rows), np.nanmedian(rows, axis=0), 0.0)
-    total = usual.sum(axis=1)
-    return np.divide(np.nansum(rows, axis=1), total, out=np.full(len(rows), np.nan), where=total > 0)
 
 
 def _measure(
@@ -248,14 +218,6 @@ def scattered(count: int) -> list[int]:
     """0 to ``count`` - 1, such that the first few of them are spread over all (bits in reverse)."""
     bits = max(1, (count - 1).bit_length())
     return sorted(range(count), key=lambda k: f"{k:0{bits}b}"[::-1])
-
-
-def turns(order: Sequence[int], place: int, mates: int) -> list[int]:
-    """The order for one of ``mates`` devices of a kind: the first of all, that they may be compared, then each begins
-    elsewhere. What their budgets do not reach is another for each."""
-    rest = order[1:]
-    begin = place * len(rest) // mates
-    return [*order[:1], *rest[begin:], *rest[:begin]]
 
 
 def _unchanged(runs: list[Run], known: LayerTimes) -> bool:

@@ -30,6 +30,7 @@ from accept_mpi.latency import (
 )
 from accept_mpi.log import open_log
 from accept_mpi.losses import Loss
+from accept_mpi.mates import alike, doubted, together, turns
 from accept_mpi.memory import available_memory, planned
 from accept_mpi.models import Chain
 from accept_mpi.outcome import settled
@@ -38,7 +39,7 @@ from accept_mpi.plan import Plan
 from accept_mpi.plan_table import table
 from accept_mpi.planner import plans_for
 from accept_mpi.predictor import Predictor
-from accept_mpi.probe import LayerTimes, Run, alike, micro_batch, nothing_measured, pieces, probe, scattered, together, turns
+from accept_mpi.probe import LayerTimes, Run, look, micro_batch, nothing_measured, pieces, probe, scattered
 from accept_mpi.problem import codings_of
 from accept_mpi.profile import codec_costs, message_cost
 from accept_mpi.replay import mean_times
@@ -121,23 +122,34 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     copies = runtime.survives and runtime.size > 1 and job.recovery.replicate_every != 0
     mine = _Report(times, rates, costs, message_cost(coded), data[0] is not None, room, shared, copies)
     gathered = messenger.allgather(msgspec.to_builtins(mine), seconds, "what each device has measured")
+    ranks_of = {key: [n for n in range(runtime.size) if keys[n] == key] for key in keys}
+    reports = [msgspec.convert(one, _Report) for one in gathered] if runtime.rank == 0 else []
+    by_key = {key: together([reports[n].times for n in same]) for key, same in ranks_of.items()} if reports else {}
+    first = [by_key[key] for key in keys] if reports else []
+    doubts = messenger.broadcast(doubted(first, kinds), seconds, "whom to ask again")
+    again: list[list[Run]] = []
+    if any(doubts):
+        asked = [(a, b) for a, b in doubts[runtime.rank]]
+        seen = runtime.agree(
+            "a second look", lambda: look(chain, model, job, loss, inputs, target, asked, room) if asked else []
+        )
+        again = msgspec.convert(messenger.allgather(seen, seconds, "a second look"), list[list[Run]])
     measured = time.monotonic()
 
     def decide() -> Surveyed | None:
         if runtime.rank:
             return None
-        reports = [msgspec.convert(one, _Report) for one in gathered]
-        ranks_of = {key: [n for n in range(runtime.size) if keys[n] == key] for key in keys}
-        times = {key: together([reports[n].times for n in same]) for key, same in ranks_of.items()}
-        pooled = alike([times[key] for key in keys], kinds)
-        reports = [msgspec.structs.replace(report, times=one) for report, one in zip(reports, pooled, strict=True)]
+        pooled = alike(first, kinds, again)
+        # What a second look did not find again is not remembered.
+        times = {key: pooled[same[0]] if doubts[same[0]] else by_key[key] for key, same in ranks_of.items()}
+        said = [msgspec.structs.replace(report, times=one) for report, one in zip(reports, pooled, strict=True)]
         if path:
             there = {key: (everyone[ranks_of[key][0]], one) for key, one in times.items() if any(one.measured)}
             remember(path, model, there)
         predictor = None
-        if not given and not all(all(report.times.measured) for report in reports):  # nor any of their kind
+        if not given and not all(all(one.measured) for one in pooled):  # nor any of their kind
             predictor = _learned(path, model, times)
-        survey = survey_of(model, reports, [host["host"] for host in runtime.hosts], predictor)
+        survey = survey_of(model, said, [host["host"] for host in runtime.hosts], predictor)
         if given:
             assumed = [msgspec.structs.replace(device, assumed=n > 0) for n, device in enumerate(survey.devices)]
             survey = msgspec.structs.replace(survey, devices=assumed)

@@ -9,6 +9,7 @@ import samples
 from conftest import ROOT
 
 from accept_mpi.cli import main
+from accept_mpi.latency import library
 from accept_mpi.log import open_log
 from accept_mpi.plan import Plan
 from accept_mpi.snapshot import Checkpoint
@@ -46,6 +47,21 @@ def test_auto_codecs_with_an_idle_rank(mpirun, tmp_path: Path) -> None:
         plan = Plan.from_json(log.attrs["plan"])
     assert [stage.ranks for stage in plan.stages] == [(2,), (0,)]
     assert "auto" not in plan.boundaries[0].forward
+
+
+def test_a_host_that_measured_itself_wrong_is_asked_again(mpirun, tmp_path: Path) -> None:
+    """Of four equal hosts one measured itself at 1.66 of the others, and got so much less of the model."""
+    job = samples.write_job(
+        tmp_path / "job.toml", samples.CNN, "run", train_steps=1, train_evaluate_every=0, pipeline_cuts="auto",
+        pipeline_latency_db=str(tmp_path / "latency.h5"), pipeline_probe_seconds=1.0,
+    )  # fmt: skip
+    mpirun(3, ROOT / "tests" / "second_look.py", job)
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        forward = log["survey"]["times"][0]
+    assert forward.sum(axis=1).max() < 2 * forward.sum(axis=1).min()
+    kept = [one.layer_times[:, 0].sum() for one in library(tmp_path / "latency.h5")]
+    assert len(kept) == 3
+    assert max(kept) < 2 * min(kept)
 
 
 def test_codecs_of_cuts_that_are_found_are_the_plans(mpirun, tmp_path: Path) -> None:

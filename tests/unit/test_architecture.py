@@ -13,7 +13,7 @@ LEVELS = [
     {"batches", "codec", "device", "optimizer", "defer", "observers", "snapshot", "trace", "figures", "forecast"},
     {"stage", "report", "logging_observer", "progress", "bits", "outline"},
     {"given", "comm", "survey", "probe", "replicas"},
-    {"problem", "profile", "submodels", "restore", "replication"},
+    {"mates", "problem", "profile", "submodels", "restore", "replication"},
     {"dual_stream", "outcome"},
     {"predictor", "planner", "plan_table"},
     {"latency"},

@@ -13,9 +13,10 @@ from torch import nn
 
 from accept_mpi import config, models
 from accept_mpi.losses import cross_entropy
+from accept_mpi.mates import alike, doubted, together, turns
 from accept_mpi.models import as_chain
 from accept_mpi.outline import Outline, outline
-from accept_mpi.probe import LayerTimes, alike, pieces, probe, scattered, together, turns
+from accept_mpi.probe import LayerTimes, pieces, probe, scattered
 from accept_mpi.stage import Stage
 
 JOB = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\noptimizer.momentum=0.9\n[output]\ndirectory="r"\n'
@@ -195,6 +196,33 @@ def test_devices_of_one_kind_that_measured_much_the_same_are_the_same() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert alike(apart, ["a", "a"]) == apart
+
+
+def test_one_that_measured_otherwise_than_its_mates_is_asked_again() -> None:
+    """Of four equal hosts one measured itself at 1.66 of the others, and trained as fast as they."""
+
+    def device(forward: float) -> LayerTimes:
+        runs = tuple((n, n + 1, forward, 2 * forward) for n in range(3))
+        return msgspec.structs.replace(three(forward, forward, forward), pieces=runs)
+
+    def seen(forward: float) -> list[tuple[int, int, float, float]]:
+        return [(n, n + 1, forward, 2 * forward) for n in range(3)]
+
+    times, kinds = [device(1.0), device(1.66), device(1.1), device(0.9), device(5.0)], [*"aaaab"]
+    asked = doubted(times, kinds)
+    assert asked == [[(0, 1), (1, 2), (2, 3)]] * 4 + [[]]
+    assert doubted([times[n] for n in (0, 2, 3, 4)], [*"aaab"]) == [[]] * 4
+    found = alike(times, kinds, [seen(1.2), seen(1.3), seen(1.1), seen(1.4), []])
+    assert [one.forward[0] for one in found] == pytest.approx([1.0] * 4 + [5.0])
+    # Slow again: so it is.
+    found = alike(times, kinds, [seen(1.2), seen(2.0), seen(1.1), seen(1.4), []])
+    assert [one.forward[0] for one in found] == pytest.approx([1.0, 1.66, 1.0, 1.0, 5.0])
+    # Too far apart for any median: all are asked.
+    halves = [device(1.0), device(1.0), device(1.8), device(1.8)]
+    assert alike(halves, [*"aaaa"]) == halves
+    assert [one.forward[0] for one in alike(halves, [*"aaaa"], [seen(1.0)] * 4)] == pytest.approx([1.4] * 4)
+    # Nothing that all of them could time again.
+    assert alike(times, kinds, [[], seen(1.3), [], [], []]) == alike(times, kinds)
 
 
 def three(*forward: float) -> LayerTimes:

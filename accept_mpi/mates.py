@@ -1,0 +1,109 @@
+"""Devices of one kind plan as one: what each measures of itself in a few seconds is off by a tenth or two, the median of
+several by less. Pure.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from accept_mpi.probe import LayerTimes, Run, of_layers
+
+_APART = 1.25  # are devices of one kind at most, to be taken for the same
+_ASKED = 3  # pieces, of a second look
+
+
+def turns(order: Sequence[int], place: int, mates: int) -> list[int]:
+    """The order for one of ``mates`` devices of a kind: the first of all, that they may be compared, then each begins
+    elsewhere. What their budgets do not reach is another for each."""
+    rest = order[1:]
+    begin = place * len(rest) // mates
+    return [*order[:1], *rest[begin:], *rest[:begin]]
+
+
+def together(same: Sequence[LayerTimes]) -> LayerTimes:
+    """What ranks that share a host and all settings have measured, as one: medians of what they have. (Of a piece that was
+    still cold when its turn ended, one device may say twice what the others do.)"""
+    rows = np.array([[one.forward, one.backward, one.weights, one.update] for one in same])
+    usual = np.full(rows.shape[1:], np.nan)
+    there = np.isfinite(rows).any(axis=0)
+    usual[there] = np.nanmedian(rows[:, there], axis=0)
+    by_place: dict[tuple[int, int], list[Run]] = {}
+    for one in same:
+        for run in one.pieces:
+            by_place.setdefault(run[:2], []).append(run)
+    probes: list[Run] = []
+    for (start, stop), runs in sorted(by_place.items()):
+        forward, backward = (statistics.median(run[way] for run in runs) for way in (2, 3))
+        probes.append((start, stop, forward, backward))
+    seconds, stretch = max(one.seconds for one in same), statistics.fmean(one.stretch for one in same)
+    return msgspec.structs.replace(of_layers(usual, seconds, tuple(probes), stretch), observed=same[0].observed)
+
+
+def alike(times: Sequence[LayerTimes], kinds: Sequence[str], again: Sequence[Sequence[Run]] = ()) -> list[LayerTimes]:
+    """Devices of one kind that measured much the same, taken to be the same, the median of them. One that is further than
+    that from its kind's median stays what it is, unless a second look (``again``: what each measured then, as ``doubted``
+    says) found it like the others: it was something else on its machine that took the time.
+    """
+    found = list(times)
+    for group in _groups(times, kinds):
+        same = _same(group, _compared(np.array([_both(times[n]) for n in group])))
+        if again and len(same) < len(group):
+            more = set(same) | set(_same(group, _looked([again[n] for n in group])))
+            usual = [times[n] for n in same or sorted(more)]
+            same = sorted(more)
+        else:
+            usual = [times[n] for n in same]
+        if same:
+            one = together(usual)
+            found = [one if n in same else other for n, other in enumerate(found)]
+    return found
+
+
+def doubted(times: Sequence[LayerTimes], kinds: Sequence[str]) -> list[list[tuple[int, int]]]:
+    """For each device the pieces (first layer, last + 1) that a second look should time: of all of a kind, at the same time,
+    where one of them measured itself otherwise than the others; nothing elsewhere."""
+    asked: list[list[tuple[int, int]]] = [[] for _ in times]
+    for group in _groups(times, kinds):
+        if len(_same(group, _compared(np.array([_both(times[n]) for n in group])))) == len(group):
+            continue
+        shared = sorted(set.intersection(*({run[:2] for run in times[n].pieces} for n in group)))
+        for n in group:
+            asked[n] = shared[:: max(1, len(shared) // _ASKED)][:_ASKED]
+    return asked
+
+
+def _groups(times: Sequence[LayerTimes], kinds: Sequence[str]) -> list[list[int]]:
+    """Devices that have mates and measured something."""
+    there = [n for n, one in enumerate(times) if any(one.measured)]
+    groups = [[n for n in there if kinds[n] == kind] for kind in sorted(set(kinds))]
+    return [group for group in groups if len(group) > 1]
+
+
+def _same(group: Sequence[int], took: np.ndarray) -> list[int]:
+    """Those near the median."""
+    if not np.isfinite(took).any():
+        return []
+    return [n for n, ratio in zip(group, took / np.nanmedian(took), strict=True) if 1 / _APART < ratio < _APART]
+
+
+def _looked(again: Sequence[Sequence[Run]]) -> np.ndarray:
+    """Seconds of what all have timed in a second look; NaN without such."""
+    shared = set.intersection(*({run[:2] for run in runs} for runs in again))
+    return np.array([sum(run[2] + run[3] for run in runs if run[:2] in shared) if shared else math.nan for runs in again])
+
+
+def _both(one: LayerTimes) -> np.ndarray:
+    return np.add(one.forward, one.backward)
+
+
+def _compared(rows: np.ndarray) -> np.ndarray:
+    """What devices take (rows; columns: layers, NaN where not measured) for a second of the usual one, by the layers that
+    others have measured, too; NaN without such."""
+    shared = np.isfinite(rows).sum(axis=0) > 1
+    rows = rows[:, shared]
+    usual = np.where(np.isfinite(rows), np.nanmedian(rows, axis=0), 0.0)
+    total = usual.sum(axis=1)
+    return np.divide(np.nansum(rows, axis=1), total, out=np.full(len(rows), np.nan), where=total > 0)

@@ -1,0 +1,29 @@
+"""``train`` on ranks that take themselves for hosts of one kind, of which rank 1 measures itself slower than it is."""
+
+import sys
+from typing import Any
+
+import msgspec
+from mpi4py import MPI
+
+from accept_mpi import surveying
+from accept_mpi.cli import main
+from accept_mpi.probe import LayerTimes
+
+RANK = MPI.COMM_WORLD.rank
+facts, probe = surveying._facts, surveying.probe
+
+
+def apart(*args: Any) -> dict[str, Any]:
+    return facts(*args) | {"host": f"edge{RANK}"}
+
+
+def wrong(*args: Any) -> LayerTimes:
+    found = probe(*args)
+    factor = 5.0 if RANK == 1 else 1.0
+    times = {way: tuple(factor * took for took in getattr(found, way)) for way in ("forward", "backward")}
+    return msgspec.structs.replace(found, **times)
+
+
+surveying._facts, surveying.probe = apart, wrong  # type: ignore[assignment]
+sys.exit(main(["train", *sys.argv[1:]]))
