@@ -321,26 +321,27 @@ class SideBySide:
         return "\n".join([title, table(["samples/s", *head], rows), sentence, table(["ratio", *head], lines)])
 
     def draw(self) -> None:
-        """samples/s over the link's rate."""
+        """Shares of what all hosts make alone, over the link's rate: the machine's speed is not in them."""
         plt, links = pyplot(), self.case.links
         figure, axes = plt.subplots(figsize=(8, 5.6), layout="constrained")
         places = range(len(links))
         for codec, colour in zip(self.case.ours[_ASYNC], _BLUES[-len(self.case.ours[_ASYNC]) :], strict=True):
-            rates = np.array([self.ours.get((_ASYNC, codec, link), _NOTHING).samples_per_s for link in links])
-            measured = np.flatnonzero(np.isfinite(rates))
-            axes.plot(measured, rates[measured], "o-", label=f"accept_mpi async, {codec}", color=colour)
-        synchronous = np.array([self.best(link, True).samples_per_s for link in links])
+            shares = np.array([self._of("tuned", self.ours.get((_ASYNC, codec, link), _NOTHING)) for link in links])
+            if codec == "auto":
+                shares = np.array([statistics.median(_over(self.turns[link], "found", "alone")) for link in links])
+            measured = np.flatnonzero(np.isfinite(shares))
+            axes.plot(measured, shares[measured], "o-", label=f"accept_mpi async, {codec}", color=colour)
+        synchronous = np.array([self._of("tuned", self.best(link, True)) for link in links])
         measured = np.flatnonzero(np.isfinite(synchronous))
         axes.plot(measured, synchronous[measured], "o-", label=f"accept_mpi {self._synchronous()}", color="#CC79A7")
         for name, colour in zip(PEERS, _WARM, strict=True):
-            peer = [self.best_peer(link, name).samples_per_s for link in links]
+            peer = [self._of("tuned", self.best_peer(link, name)) for link in links]
             axes.plot(places, peer, "s--", label=name, color=colour)
-        limits = self.alone("tuned")
-        axes.axhspan(min(limits), max(limits), color="#EEEEEE", zorder=0, label="all hosts alone, together")
+        axes.axhline(1.0, color="#999999", linewidth=0.8, zorder=0)
         axes.set_xticks(places, ["free" if link == 0 else f"{link:g}" for link in links])
         axes.set_xlabel("link of every host, Mbit/s")
-        axes.set_ylabel("samples/s")
-        axes.set_ylim(0, 1.12 * max(*limits, *(rate.samples_per_s for rate in self.ours.values())))
+        axes.set_ylabel("of what all hosts make alone, together")
+        axes.set_ylim(bottom=0)
         axes.set_title(self.case.title, fontsize=11)
         figure.legend(fontsize=8, frameon=False, ncols=2, loc="outside lower center")
         for side in ("top", "right"):
