@@ -2,9 +2,9 @@
 by what it says (of a device it knows ten probes, no single layers), and by trying every cut and order on measured times,
 both priced with the measured ones. Some fleets are then made in the lab and train with either plan.
 
-Transfers are taken as hidden and memory as ample: what is asked here is what prediction costs. Plans by predicted times are
-made as rank 0 makes them: in the devices' order unless another is worth it, and even where one stage alone decides. The best
-by measured times is the evenest of the best, too: one of several equal on paper would be drawn by chance else.
+Transfers are taken as hidden and memory as ample: what is asked here is what prediction costs. (Rank 0 weighs transfers, and
+would rather keep the devices' order.) Where one stage alone decides, several plans are equal on paper; of these the one whose
+other stages are evenest counts, by measured as by predicted times.
 """
 
 import itertools
@@ -28,7 +28,6 @@ FLEETS = 60
 IN_LAB = 5
 MICRO_BATCHES = 8
 EQUAL = 1 + 1e-9
-WORTH = 0.98  # as in planner: of the step in the devices' order, at most, for another order
 
 
 class Fleet(NamedTuple):
@@ -114,7 +113,7 @@ def in_lab(experiment: Experiment, data: list[Gathered]) -> list[list[object]]:
 
 
 def planned(seconds: Floats) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Devices in order and edges of the plan that rank 0 would make."""
+    """Devices in order and edges of the partitioner's plan: of those that are equal, the evenest."""
     devices, layers = seconds.shape
     free = np.full((devices, devices), 1e15)
     problem = Problem(
@@ -122,9 +121,16 @@ def planned(seconds: Floats) -> tuple[tuple[int, ...], tuple[int, ...]]:
         state=np.zeros(layers), held=np.zeros(layers), capacity=np.ones(devices), kept=np.zeros(devices),
         copies=np.zeros(devices),
     )  # fmt: skip
-    usual, other = (spread(problem, solve(problem, ordered)) for ordered in (True, False))
-    best = other if cost(problem, other).step < WORTH * cost(problem, usual).step else usual
-    return best.devices, best.edges
+    found = [solve(problem, ordered) for ordered in (True, False)]
+    found += [spread(problem, plan) for plan in found]
+    costs = [cost(problem, plan) for plan in found]
+    least = min(reached.bottleneck for reached in costs)
+    _, best = min(
+        (sum(stage**8 for stage in reached.stages), number)
+        for number, reached in enumerate(costs)
+        if reached.bottleneck <= least * EQUAL
+    )
+    return found[best].devices, found[best].edges
 
 
 def price(seconds: Floats, devices: tuple[int, ...], edges: tuple[int, ...]) -> float:
