@@ -1,4 +1,5 @@
-"""``train`` on ranks that take themselves for hosts of one kind, of which rank 1 measures itself slower than it is."""
+"""``train`` on ranks that take themselves for hosts of one kind, of which rank 1 measures itself slower than it is. A second
+look finds all of them equal (more ranks than cores could not be relied on to)."""
 
 import sys
 from typing import Any
@@ -8,7 +9,7 @@ from mpi4py import MPI
 
 from accept_mpi import surveying
 from accept_mpi.cli import main
-from accept_mpi.probe import LayerTimes
+from accept_mpi.probe import LayerTimes, Run
 
 RANK = MPI.COMM_WORLD.rank
 facts, probe = surveying._facts, surveying.probe
@@ -25,5 +26,10 @@ def wrong(*args: Any) -> LayerTimes:
     return msgspec.structs.replace(found, **times)
 
 
-surveying._facts, surveying.probe = apart, wrong  # type: ignore[assignment]
+def look(*args: Any) -> list[Run]:
+    asked, _ = args[-2:]
+    return [(start, stop, 1e-3, 2e-3) for start, stop in asked]
+
+
+surveying._facts, surveying.probe, surveying.look = apart, wrong, look  # type: ignore[assignment]
 sys.exit(main(["train", *sys.argv[1:]]))

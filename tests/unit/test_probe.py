@@ -16,7 +16,7 @@ from accept_mpi.losses import cross_entropy
 from accept_mpi.mates import alike, doubted, together, turns
 from accept_mpi.models import as_chain
 from accept_mpi.outline import Outline, outline
-from accept_mpi.probe import LayerTimes, pieces, probe, scattered
+from accept_mpi.probe import LayerTimes, look, pieces, probe, scattered
 from accept_mpi.stage import Stage
 
 JOB = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\noptimizer.momentum=0.9\n[output]\ndirectory="r"\n'
@@ -223,6 +223,17 @@ def test_one_that_measured_otherwise_than_its_mates_is_asked_again() -> None:
     assert [one.forward[0] for one in alike(halves, [*"aaaa"], [seen(1.0)] * 4)] == pytest.approx([1.4] * 4)
     # Nothing that all of them could time again.
     assert alike(times, kinds, [[], seen(1.3), [], [], []]) == alike(times, kinds)
+
+
+def test_a_second_look_times_the_pieces_that_it_is_asked_for() -> None:
+    chain, model, inputs = mobile()
+    every = pieces(model)
+    asked = [every[0], every[3], every[-1]]
+    found = look(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64), asked)
+    assert [run[:2] for run in found] == asked
+    assert all(forward > 0 and backward > 0 for _, _, forward, backward in found)
+    # Without data the end of the model cannot be trained.
+    assert [run[:2] for run in look(chain, model, job(), cross_entropy, (inputs,), None, asked)] == asked[:-1]
 
 
 def three(*forward: float) -> LayerTimes:
