@@ -49,15 +49,10 @@ def alike(times: Sequence[LayerTimes], kinds: Sequence[str], again: Sequence[Seq
     """
     found = list(times)
     for group in _groups(times, kinds):
-        same = _same(group, _compared(np.array([_both(times[n]) for n in group])))
-        if again and len(same) < len(group):
-            more = set(same) | set(_same(group, _looked([again[n] for n in group])))
-            usual = [times[n] for n in same or sorted(more)]
-            same = sorted(more)
-        else:
-            usual = [times[n] for n in same]
+        at_once = _alike_at_once(times, group)
+        same = {*at_once, *(_near(group, _looked([again[n] for n in group])) if again else ())}
         if same:
-            one = together(usual)
+            one = together([times[n] for n in at_once or sorted(same)])
             found = [one if n in same else other for n, other in enumerate(found)]
     return found
 
@@ -67,7 +62,7 @@ def doubted(times: Sequence[LayerTimes], kinds: Sequence[str]) -> list[list[tupl
     where one of them measured itself otherwise than the others; nothing elsewhere."""
     asked: list[list[tuple[int, int]]] = [[] for _ in times]
     for group in _groups(times, kinds):
-        if len(_same(group, _compared(np.array([_both(times[n]) for n in group])))) == len(group):
+        if _alike_at_once(times, group) == group:
             continue
         shared = sorted(set.intersection(*({run[:2] for run in times[n].pieces} for n in group)))
         for n in group:
@@ -82,7 +77,12 @@ def _groups(times: Sequence[LayerTimes], kinds: Sequence[str]) -> list[list[int]
     return [group for group in groups if len(group) > 1]
 
 
-def _same(group: Sequence[int], took: np.ndarray) -> list[int]:
+def _alike_at_once(times: Sequence[LayerTimes], group: Sequence[int]) -> list[int]:
+    """Those that measured much the same, without a second look."""
+    return _near(group, _compared(np.array([np.add(times[n].forward, times[n].backward) for n in group])))
+
+
+def _near(group: Sequence[int], took: np.ndarray) -> list[int]:
     """Those near the median."""
     if not np.isfinite(took).any():
         return []
@@ -93,10 +93,6 @@ def _looked(again: Sequence[Sequence[Run]]) -> np.ndarray:
     """Seconds of what all have timed in a second look; NaN without such."""
     shared = set.intersection(*({run[:2] for run in runs} for runs in again))
     return np.array([sum(run[2] + run[3] for run in runs if run[:2] in shared) if shared else math.nan for runs in again])
-
-
-def _both(one: LayerTimes) -> np.ndarray:
-    return np.add(one.forward, one.backward)
 
 
 def _compared(rows: np.ndarray) -> np.ndarray:

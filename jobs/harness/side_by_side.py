@@ -165,7 +165,8 @@ class SideBySide:
             self.experiment.expect(settings, rate)
             rates.append(Rate.of(self.experiment.ours(link, settings, self.case.seconds, turn=number)))
         name = max(PEERS, key=lambda name: self.peers[name, True, link].samples_per_s)
-        peer = self._peer(name, True, link, self.peers[name, True, link].samples_per_s / self.case.samples, turn=number)
+        guess = self.peers[name, True, link].samples_per_s / self.case.samples
+        peer = self._measured(name, True, link, guess, turn=number)
         self._alone(f"at {link:g} Mbit/s, turn {number}", "tuned")
         by_hand, found = rates
         return Turn(self._alone_at["tuned"][-1], by_hand, found, peer)
@@ -204,21 +205,21 @@ class SideBySide:
             settings |= {"pipeline.cuts": self.case.slow_cuts.get(link, self.case.cuts)}
         return settings
 
-    def _peer(self, name: str, tuned: bool, link: float, guess: float, **known: Any) -> Rate:
-        """``guess``: steps a second at the link before."""
+    def _peer(self, name: str, tuned: bool, link: float, guess: float) -> Rate:
+        """What the table shows of a peer. ``guess``: steps a second at the link before."""
+        rate = self.peers[name, tuned, link] = self._measured(name, tuned, link, guess)
+        return rate
+
+    def _measured(self, name: str, tuned: bool, link: float, guess: float, **known: Any) -> Rate:
         program, more = PEERS[name]
         slow = name == "torch DDP" and 0 < link <= self.case.hopeless
         steps = 1 if slow else max(2, round(self.case.seconds * guess))
         warm = 0 if slow or guess < 1 / _NO_WARM_UP else 1
         asked = {"job": self.experiment.job(), "tuned": tuned, "steps": steps, "warm": warm} | more
-        again = bool(known)
         known |= {"system": name, "tuned": tuned}
         if program == "pipelining":
             asked, known = asked | self.case.pipelining, known | self.case.pipelining
-        rate = Rate.of(self.experiment.measure(program, known, asked, link))
-        if not again:
-            self.peers[name, tuned, link] = rate
-        return rate
+        return Rate.of(self.experiment.measure(program, known, asked, link))
 
     # -- what comes out ------------------------------------------------------------------------------------------------
 

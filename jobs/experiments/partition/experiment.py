@@ -129,12 +129,18 @@ def planned(seconds: Floats) -> tuple[tuple[int, ...], tuple[int, ...]]:
     found += [spread(problem, plan) for plan in found]
     costs = [cost(problem, plan) for plan in found]
     least = min(reached.bottleneck for reached in costs)
-    _, best = min(
-        (sum(stage**8 for stage in reached.stages), number)
+    equal = [
+        (uneven(np.array(reached.stages)), number)
         for number, reached in enumerate(costs)
         if reached.bottleneck <= least * EQUAL
-    )
-    return found[best].devices, found[best].edges
+    ]
+    best = found[min(equal)[1]]
+    return best.devices, best.edges
+
+
+def uneven(stages: Floats) -> Floats:
+    """More, the more of the stages (first axis) take long; as ``spread`` has it."""
+    return np.asarray((stages**8).sum(axis=0))
 
 
 def price(seconds: Floats, devices: tuple[int, ...], edges: tuple[int, ...]) -> float:
@@ -153,7 +159,7 @@ def exhaustive(seconds: Floats) -> tuple[tuple[int, ...], tuple[int, ...]]:
         edges = np.concatenate([np.zeros((len(cuts), 1), int), cuts, np.full((len(cuts), 1), layers)], axis=1)
         for order in itertools.permutations(range(devices), count):
             stages = np.array([sums[n, edges[:, s + 1]] - sums[n, edges[:, s]] for s, n in enumerate(order)])
-            times, norms = stages.max(axis=0), (stages**8).sum(axis=0)
+            times, norms = stages.max(axis=0), uneven(stages)
             at = int(np.where(times <= times.min() * EQUAL, norms, np.inf).argmin())
             if times[at] * EQUAL < best[0] or (times[at] <= best[0] * EQUAL and norms[at] < best[1]):
                 best = (float(times[at]), float(norms[at]), order, tuple(edges[at].tolist()))
