@@ -64,6 +64,18 @@ class LayerTimes(msgspec.Struct, frozen=True):
         return [math.isfinite(value) for value in self.forward]
 
 
+class Subject(NamedTuple):
+    """What is measured: a job's model, trained on a micro-batch of real data."""
+
+    chain: Chain
+    outline: Outline
+    job: config.Job
+    loss: Loss
+    inputs: Tensors
+    target: torch.Tensor | None
+    """None: the device has no data, and the pieces that need it wait for a guess."""
+
+
 def nothing_measured(outline: Outline) -> LayerTimes:
     """Of a device that has not been asked."""
     unknown = (math.nan,) * len(outline.layers)
@@ -84,20 +96,14 @@ def guess(operations: float, held: float, parameter_bytes: float) -> float:
 
 
 def probe(
-    chain: Chain,
-    outline: Outline,
-    job: config.Job,
-    loss: Loss,
-    inputs: Tensors,
-    target: torch.Tensor | None,
+    subject: Subject,
     budget: float,
     known: LayerTimes | None = None,
     room: float = math.inf,
     order: Sequence[int] = (),
     crowded: bool = False,
 ) -> LayerTimes:
-    """Measure every layer, for about ``budget`` seconds in all. ``inputs`` and ``target`` are a micro-batch's of real data
-    (None: the device has none, and the piece that needs them waits for a guess).
+    """Measure every layer, for about ``budget`` seconds in all.
 
     ``known``: what this device took earlier. A tenth of the budget tells whether that still counts; the rest goes to what it
     has not measured yet.
@@ -108,9 +114,9 @@ def probe(
     began = time.monotonic()
 
     def measure(chosen: list[tuple[int, int]], seconds: float, brief: bool = False) -> tuple[np.ndarray, list[Run], float]:
-        return _measure(chain, outline, job, loss, inputs, target, chosen, seconds, room, brief)
+        return _measure(subject, chosen, seconds, room, brief)
 
-    every = pieces(outline)
+    every = pieces(subject.outline)
     wanted = [every[k] for k in order or scattered(len(every))]
     old: LayerTimes | None = None
     if known is not None:
@@ -129,20 +135,11 @@ def probe(
     return msgspec.structs.replace(whole, observed=old.observed)
 
 
-def look(
-    chain: Chain,
-    outline: Outline,
-    job: config.Job,
-    loss: Loss,
-    inputs: Tensors,
-    target: torch.Tensor | None,
-    chosen: Sequence[tuple[int, int]],
-    room: float = math.inf,
-) -> list[Run]:
+def look(subject: Subject, chosen: Sequence[tuple[int, int]], room: float = math.inf) -> list[Run]:
     """What these pieces take now, measured for some of a job's ``probe_seconds``; without those that take more than ``room``
     bytes or need data that there is none of."""
-    budget = _SECOND * job.pipeline.probe_seconds
-    return _measure(chain, outline, job, loss, inputs, target, list(chosen), budget, room, brief=True)[1]
+    budget = _SECOND * subject.job.pipeline.probe_seconds
+    return _measure(subject, list(chosen), budget, room, brief=True)[1]
 
 
 def of_layers(found: np.ndarray, seconds: float, runs: tuple[Run, ...], stretch: float) -> LayerTimes:
@@ -152,10 +149,10 @@ def of_layers(found: np.ndarray, seconds: float, runs: tuple[Run, ...], stretch:
 
 
 def _measure(
-    chain: Chain, outline: Outline, job: config.Job, loss: Loss, inputs: Tensors, target: torch.Tensor | None,
-    chosen: list[tuple[int, int]], budget: float, room: float, brief: bool = False,
-) -> tuple[np.ndarray, list[Run], float]:  # fmt: skip
+    subject: Subject, chosen: list[tuple[int, int]], budget: float, room: float, brief: bool = False
+) -> tuple[np.ndarray, list[Run], float]:
     """(4, layers) seconds, NaN outside the pieces that the budget allows; whole pieces; and the stretch."""
+    chain, outline, job, loss, inputs, target = subject
     began = time.monotonic()
     count = len(outline.layers)
     found = np.full((4, count), np.nan)

@@ -39,7 +39,7 @@ from accept_mpi.plan import Plan
 from accept_mpi.plan_table import table
 from accept_mpi.planner import plans_for
 from accept_mpi.predictor import Predictor
-from accept_mpi.probe import LayerTimes, Run, look, micro_batch, nothing_measured, pieces, probe, scattered
+from accept_mpi.probe import LayerTimes, Run, Subject, look, micro_batch, nothing_measured, pieces, probe, scattered
 from accept_mpi.problem import codings_of
 from accept_mpi.profile import codec_costs, message_cost
 from accept_mpi.replay import mean_times
@@ -108,10 +108,11 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     room = planned(available_memory() / runtime.ranks_on_host)
     cores = runtime.cores
     crowded = cores < torch.get_num_threads()
+    subject = Subject(chain, model, job, loss, inputs, target)
     times = runtime.agree(
         "the time of each layer",
         lambda: (
-            probe(chain, model, job, loss, inputs, target, job.pipeline.probe_seconds, before, room, order, crowded)
+            probe(subject, job.pipeline.probe_seconds, before, room, order, crowded)
             if given is None or runtime.rank == 0
             else nothing_measured(model)
         ),
@@ -130,9 +131,7 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     again: list[list[Run]] = []
     if any(doubts):
         asked = [(a, b) for a, b in doubts[runtime.rank]]
-        seen = runtime.agree(
-            "a second look", lambda: look(chain, model, job, loss, inputs, target, asked, room) if asked else []
-        )
+        seen = runtime.agree("a second look", lambda: look(subject, asked, room) if asked else [])
         again = msgspec.convert(messenger.allgather(seen, seconds, "a second look"), list[list[Run]])
     measured = time.monotonic()
 

@@ -25,7 +25,7 @@ from accept_mpi.losses import find_loss
 from accept_mpi.memory import planned
 from accept_mpi.models import load as load_model
 from accept_mpi.outline import Outline, outline_of
-from accept_mpi.probe import LayerTimes, micro_batch, probe
+from accept_mpi.probe import LayerTimes, Subject, micro_batch, probe
 from accept_mpi.problem import codings_of
 from accept_mpi.profile import codec_costs, message_cost
 from accept_mpi.survey import Device, Survey
@@ -196,7 +196,7 @@ def _measure(path: Path, overrides: list[str]) -> _Measured:
     train, _ = load_data(job.data.name, job.data.args)
     inputs, target = micro_batch(train, job)
     model = outline_of(chain, job, inputs)
-    times = probe(chain, model, job, find_loss(job.train.loss), inputs, target, job.pipeline.probe_seconds)
+    times = probe(Subject(chain, model, job, find_loss(job.train.loss), inputs, target), job.pipeline.probe_seconds)
     codings = codings_of(job)
     costs = {name: codec_costs(coding) for name, coding in codings.items()}
     coded = max(codings.values(), key=lambda coding: coding.kind != "none")

@@ -16,7 +16,7 @@ from accept_mpi.losses import cross_entropy
 from accept_mpi.mates import alike, doubted, together, turns
 from accept_mpi.models import as_chain
 from accept_mpi.outline import Outline, outline
-from accept_mpi.probe import LayerTimes, look, pieces, probe, scattered
+from accept_mpi.probe import LayerTimes, Subject, look, pieces, probe, scattered
 from accept_mpi.stage import Stage
 
 JOB = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\noptimizer.momentum=0.9\n[output]\ndirectory="r"\n'
@@ -35,7 +35,7 @@ def mobile() -> tuple[models.Chain, Outline, torch.Tensor]:
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async", "zero-bubble"])
 def test_every_layer_is_timed(schedule: str) -> None:
     chain, model, inputs = mobile()
-    times = probe(chain, model, job(schedule), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64), 30.0)
+    times = probe(Subject(chain, model, job(schedule), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)), 30.0)
     assert all(times.measured)
     assert min(times.forward) > 0
     assert min(times.backward) >= 0
@@ -66,7 +66,7 @@ def test_nothing_is_left_in_a_users_modules() -> None:
     before = {name: value.clone() for name, value in whole.state_dict().items()}
     inputs = torch.randn(5, 6)
     times = probe(
-        chain, outline(chain, 0, (inputs,)), job(), cross_entropy, (inputs,), torch.zeros(5, dtype=torch.int64), 1.0
+        Subject(chain, outline(chain, 0, (inputs,)), job(), cross_entropy, (inputs,), torch.zeros(5, dtype=torch.int64)), 1.0
     )
     assert all(times.measured)
     for name, value in whole.state_dict().items():
@@ -78,7 +78,7 @@ def test_nothing_is_left_in_a_users_modules() -> None:
 def test_a_known_device_is_only_checked() -> None:
     """As fast as it was: what was known counts. Four times as fast: all is measured again."""
     chain, model, inputs = mobile()
-    arguments = (chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64))
+    arguments = (Subject(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)),)
     whole = probe(*arguments, 20.0)
     slower = msgspec.structs.replace(whole, forward=tuple(4 * v for v in whole.forward))
     again = probe(*arguments, 20.0, slower)
@@ -110,7 +110,7 @@ def test_a_slow_device_does_not_spend_its_budget_on_one_piece(monkeypatch: pytes
 
     for way in ("forward", "backward"):
         monkeypatch.setattr(Stage, way, counted(way))
-    times = probe(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64), 0.0)
+    times = probe(Subject(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)), 0.0)
     assert [run[:2] for run in times.pieces] == [pieces(model)[scattered(len(pieces(model)))[0]]]
     assert passes == ["forward"] * 4 + ["backward"] * 4
     assert times.update[0] > 0
@@ -118,7 +118,7 @@ def test_a_slow_device_does_not_spend_its_budget_on_one_piece(monkeypatch: pytes
 
 def test_pieces_that_do_not_fit_are_not_tried() -> None:
     chain, model, inputs = mobile()
-    arguments = (chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64), 5.0)
+    arguments = (Subject(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)), 5.0)
     needs = [sum(6 * x.parameter_bytes + 4 * x.held for x in model.layers[a:b]) for a, b in pieces(model)]
     room = sorted(needs)[len(needs) // 2]
     measured = probe(*arguments, room=float(room)).measured
@@ -132,7 +132,7 @@ def test_few_pieces_are_spread_over_the_model() -> None:
 
 def test_the_budget_goes_to_pieces_in_the_order_asked() -> None:
     chain, model, inputs = mobile()
-    arguments = (chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64))
+    arguments = (Subject(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)),)
     few = probe(*arguments, 1e-6, order=[3, *range(3), *range(4, 10)])
     assert [piece[:2] for piece in few.pieces] == [pieces(model)[3]]
 
@@ -140,7 +140,7 @@ def test_the_budget_goes_to_pieces_in_the_order_asked() -> None:
 def test_what_is_missing_is_measured_the_next_time() -> None:
     """A device too slow for its budget gets to know itself run by run."""
     chain, model, inputs = mobile()
-    arguments = (chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64))
+    arguments = (Subject(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)),)
     known = probe(*arguments, 1e-6)
     counts = [sum(known.measured)]
     for _ in range(40):
@@ -155,7 +155,7 @@ def test_what_is_missing_is_measured_the_next_time() -> None:
 
 def test_in_a_crowd_what_is_known_counts() -> None:
     chain, model, inputs = mobile()
-    arguments = (chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64))
+    arguments = (Subject(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)),)
     whole = probe(*arguments, 2.0)
     far = msgspec.structs.replace(whole, forward=tuple(9 * v for v in whole.forward))
     assert probe(*arguments, 2.0, far, crowded=True).forward == far.forward
@@ -229,11 +229,11 @@ def test_a_second_look_times_the_pieces_that_it_is_asked_for() -> None:
     chain, model, inputs = mobile()
     every = pieces(model)
     asked = [every[0], every[3], every[-1]]
-    found = look(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64), asked)
+    found = look(Subject(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)), asked)
     assert [run[:2] for run in found] == asked
     assert all(forward > 0 and backward > 0 for _, _, forward, backward in found)
     # Without data the end of the model cannot be trained.
-    assert [run[:2] for run in look(chain, model, job(), cross_entropy, (inputs,), None, asked)] == asked[:-1]
+    assert [run[:2] for run in look(Subject(chain, model, job(), cross_entropy, (inputs,), None), asked)] == asked[:-1]
 
 
 def three(*forward: float) -> LayerTimes:

@@ -15,14 +15,14 @@ from accept_mpi.losses import cross_entropy
 from accept_mpi.models import as_chain
 from accept_mpi.outline import outline
 from accept_mpi.predictor import Predictor
-from accept_mpi.probe import LayerTimes, nothing_measured, probe
+from accept_mpi.probe import LayerTimes, Subject, nothing_measured, probe
 from accept_mpi.submodels import Known
 from accept_mpi.unmeasured import fill, learned
 
 
 def test_a_budget_that_ends_early_leaves_the_rest_to_a_guess() -> None:
     chain, model, inputs = mobile()
-    few = probe(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64), 1e-6)
+    few = probe(Subject(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)), 1e-6)
     assert few.measured[0]
     assert not few.measured[-1]
     forward, backward, _, _ = fill([few], model)
@@ -33,8 +33,8 @@ def test_a_budget_that_ends_early_leaves_the_rest_to_a_guess() -> None:
 def test_a_device_without_data_guesses_the_first_layers_from_the_others() -> None:
     chain, model, inputs = mobile()
     target = torch.zeros(4, dtype=torch.int64)
-    whole = probe(chain, model, job(), cross_entropy, (inputs,), target, 2.0)
-    without = probe(chain, model, job(), cross_entropy, (), None, 2.0)
+    whole = probe(Subject(chain, model, job(), cross_entropy, (inputs,), target), 2.0)
+    without = probe(Subject(chain, model, job(), cross_entropy, (), None), 2.0)
     assert not without.measured[0]
     forward, *_ = fill([whole, without], model)
     assert forward[1][0] > 0
