@@ -1,10 +1,12 @@
 """Devices of one kind plan as one: what each measures of itself in a few seconds is off by a tenth or two, the median of
-several by less. Pure.
+several by less. Of one kind are those with the same processor and settings, whatever share of it they have: what they take
+is compared as seconds of CPU. Pure.
 """
 
 import math
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,6 +15,15 @@ from accept_mpi.probe import LayerTimes, Run, of_layers
 
 _APART = 1.25  # are devices of one kind at most, to be taken for the same
 _ASKED = 3  # pieces, of a second look
+
+
+class Kind(NamedTuple):
+    """What makes a device take the time that it takes."""
+
+    processor: str
+    """The processor, and all settings."""
+    share: str
+    """How much of it the device has."""
 
 
 def turns(order: Sequence[int], place: int, mates: int) -> list[int]:
@@ -42,27 +53,34 @@ def together(same: Sequence[LayerTimes]) -> LayerTimes:
     return msgspec.structs.replace(of_layers(usual, seconds, tuple(probes), stretch), observed=same[0].observed)
 
 
-def alike(times: Sequence[LayerTimes], kinds: Sequence[str], again: Sequence[Sequence[Run]] = ()) -> list[LayerTimes]:
-    """Devices of one kind that measured much the same, taken to be the same, the median of them. One that is further than
+def alike(times: Sequence[LayerTimes], kinds: Sequence[Kind], again: Sequence[Sequence[Run]] = ()) -> list[LayerTimes]:
+    """Devices of one kind that measured much the same, taken to be the same, the median of them. (Each keeps its share's
+    stretch, and the stages that it was observed with.) One that is further than
     that from its kind's median stays what it is, unless a second look (``again``: what each measured then, as ``doubted``
     says) found it like the others: it was something else on its machine that took the time.
     """
     found = list(times)
+    stretches = _stretches(times, kinds)
+    bare = [_scaled(one, 1 / stretch) for one, stretch in zip(times, stretches, strict=True)]
     for group in _groups(times, kinds):
-        at_once = _alike_at_once(times, group)
-        same = {*at_once, *(_near(group, _looked([again[n] for n in group])) if again else ())}
+        at_once = _alike_at_once(bare, group)
+        looked = _looked([again[n] for n in group]) / [stretches[n] for n in group] if again else np.array([])
+        same = {*at_once, *_near(group, looked)}
         if same:
-            one = together([times[n] for n in at_once or sorted(same)])
-            found = [one if n in same else other for n, other in enumerate(found)]
+            one = together([bare[n] for n in at_once or sorted(same)])
+            for n in same:
+                own = msgspec.structs.replace(one, seconds=times[n].seconds, observed=times[n].observed)
+                found[n] = msgspec.structs.replace(_scaled(own, stretches[n]), stretch=stretches[n])
     return found
 
 
-def doubted(times: Sequence[LayerTimes], kinds: Sequence[str]) -> list[list[tuple[int, int]]]:
+def doubted(times: Sequence[LayerTimes], kinds: Sequence[Kind]) -> list[list[tuple[int, int]]]:
     """For each device the pieces (first layer, last + 1) that a second look should time: of all of a kind, at the same time,
     where one of them measured itself otherwise than the others; nothing elsewhere."""
     asked: list[list[tuple[int, int]]] = [[] for _ in times]
+    bare = [_scaled(one, 1 / stretch) for one, stretch in zip(times, _stretches(times, kinds), strict=True)]
     for group in _groups(times, kinds):
-        if _alike_at_once(times, group) == group:
+        if _alike_at_once(bare, group) == group:
             continue
         shared = sorted(set.intersection(*({run[:2] for run in times[n].pieces} for n in group)))
         for n in group:
@@ -70,10 +88,27 @@ def doubted(times: Sequence[LayerTimes], kinds: Sequence[str]) -> list[list[tupl
     return asked
 
 
-def _groups(times: Sequence[LayerTimes], kinds: Sequence[str]) -> list[list[int]]:
+def _stretches(times: Sequence[LayerTimes], kinds: Sequence[Kind]) -> list[float]:
+    """By which seconds of CPU become those of the clock, on all that have the same share of the same processor: one of them
+    on which something else is running has measured longer than they."""
+    by_kind: dict[Kind, list[float]] = {}
+    for one, kind in zip(times, kinds, strict=True):
+        by_kind.setdefault(kind, []).append(one.stretch)
+    return [statistics.median(by_kind[kind]) for kind in kinds]
+
+
+def _scaled(one: LayerTimes, factor: float) -> LayerTimes:
+    """The same, when all takes ``factor`` times as long."""
+    rows = factor * np.array([one.forward, one.backward, one.weights, one.update])
+    runs = tuple((start, stop, factor * forward, factor * backward) for start, stop, forward, backward in one.pieces)
+    return msgspec.structs.replace(of_layers(rows, one.seconds, runs, one.stretch), observed=one.observed)
+
+
+def _groups(times: Sequence[LayerTimes], kinds: Sequence[Kind]) -> list[list[int]]:
     """Devices that have mates and measured something."""
     there = [n for n, one in enumerate(times) if any(one.measured)]
-    groups = [[n for n in there if kinds[n] == kind] for kind in sorted(set(kinds))]
+    processors = sorted({kind.processor for kind in kinds})
+    groups = [[n for n in there if kinds[n].processor == processor] for processor in processors]
     return [group for group in groups if len(group) > 1]
 
 

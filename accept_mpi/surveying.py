@@ -1,6 +1,7 @@
 """How rank 0 learns what the devices can do, and all ranks learn the plan that follows (``cuts = "auto"``)."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from accept_mpi.latency import (
 )
 from accept_mpi.log import open_log
 from accept_mpi.losses import Loss
-from accept_mpi.mates import alike, doubted, together, turns
+from accept_mpi.mates import Kind, alike, doubted, together, turns
 from accept_mpi.memory import available_memory, planned
 from accept_mpi.models import Chain
 from accept_mpi.outcome import settled
@@ -101,8 +102,8 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     told = messenger.broadcast([msgspec.to_builtins(known), order], seconds, "what is known of each device")
     known, order = told
     before = msgspec.convert(known[runtime.rank], LayerTimes | None)
-    kinds = [device_key({name: fact for name, fact in one.items() if name != "host"}) for one in everyone]
-    mates = [n for n, kind in enumerate(kinds) if kind == kinds[runtime.rank]]
+    kinds = [_kind(one) for one in everyone]
+    mates = [n for n, kind in enumerate(kinds) if kind.processor == kinds[runtime.rank].processor]
     order = turns(order or scattered(len(pieces(model))), mates.index(runtime.rank), len(mates))
     give_back_memory()  # of a run before this one in the same process
     room = planned(available_memory() / runtime.ranks_on_host)
@@ -127,12 +128,8 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     reports = [msgspec.convert(one, _Report) for one in gathered] if runtime.rank == 0 else []
     by_key = {key: together([reports[n].times for n in same]) for key, same in ranks_of.items()} if reports else {}
     first = [by_key[key] for key in keys] if reports else []
-    doubts = messenger.broadcast(doubted(first, kinds), seconds, "whom to ask again")
-    again: list[list[Run]] = []
-    if any(doubts):
-        asked = [(a, b) for a, b in doubts[runtime.rank]]
-        seen = runtime.agree("a second look", lambda: look(subject, asked, room) if asked else [])
-        again = msgspec.convert(messenger.allgather(seen, seconds, "a second look"), list[list[Run]])
+    doubts = messenger.broadcast(doubted(first, kinds) if reports else None, seconds, "whom to ask again")
+    again = _second_look(runtime, subject, doubts, room) if any(doubts) else []
     measured = time.monotonic()
 
     def decide() -> Surveyed | None:
@@ -154,10 +151,11 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
             survey = msgspec.structs.replace(survey, devices=assumed)
             return Surveyed(given, data, [], survey, None, model, time.monotonic() - began, tuple(keys))
         found, even = plans_for(survey, job)
+        looked = sum(map(bool, again))
         lines = table(survey, job, found, even)
         lines.append(
             f"measuring took {measured - began:.1f} s (layers {measured - linked:.1f} s; {sum(map(bool, known))} of "
-            f"{runtime.size} devices were known), "
+            f"{runtime.size} devices were known{f', {looked} looked twice' if looked else ''}), "
             f"planning {time.monotonic() - measured:.1f} s"
         )
         return Surveyed(settled(found), data, lines, survey, found.step, model, time.monotonic() - began, tuple(keys))
@@ -165,6 +163,16 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     decided = runtime.agree("the plan", decide)
     plan = Plan.from_json(messenger.broadcast(decided.plan.to_json() if decided else None, seconds, "the plan"))
     return decided or Surveyed(plan, data, [], None, None, model)
+
+
+def _second_look(
+    runtime: Runtime, subject: Subject, doubts: Sequence[Sequence[Sequence[int]]], room: float
+) -> list[list[Run]]:
+    """What each rank measures at the same time of the pieces that are ``doubted`` on it."""
+    asked = [(start, stop) for start, stop in doubts[runtime.rank]]
+    seen = runtime.agree("a second look", lambda: look(subject, asked, room) if asked else [])
+    gathered = runtime.messenger.allgather(seen, runtime.startup_seconds, "a second look")
+    return msgspec.convert(gathered, list[list[Run]])
 
 
 def _learned(path: Path | None, model: Outline, times: dict[str, LayerTimes]) -> Predictor | None:
@@ -262,6 +270,12 @@ def _facts(runtime: Runtime, job: config.Job) -> dict[str, Any]:
         "optimizer": f"{optimizer.name} {'with' if optimizer.momentum else 'without'} momentum",
         "loss": job.train.loss,
     }
+
+
+def _kind(facts: dict[str, Any]) -> Kind:
+    """Of a device with these facts."""
+    processor = {name: fact for name, fact in facts.items() if name not in ("host", "cores", "share")}
+    return Kind(device_key(processor), f"{facts['share']} of {facts['cores']}")
 
 
 def _load(runtime: Runtime, job: config.Job) -> tuple[Data, int]:

@@ -1,8 +1,6 @@
 """Times of layers: all of them, in every schedule, leaving nothing behind; guesses where the budget ends."""
 
 import itertools
-import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +11,9 @@ from torch import nn
 
 from accept_mpi import config, models
 from accept_mpi.losses import cross_entropy
-from accept_mpi.mates import alike, doubted, together, turns
 from accept_mpi.models import as_chain
 from accept_mpi.outline import Outline, outline
-from accept_mpi.probe import LayerTimes, Subject, look, pieces, probe, scattered
+from accept_mpi.probe import Subject, look, pieces, probe, scattered
 from accept_mpi.stage import Stage
 
 JOB = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\noptimizer.momentum=0.9\n[output]\ndirectory="r"\n'
@@ -161,70 +158,6 @@ def test_in_a_crowd_what_is_known_counts() -> None:
     assert probe(*arguments, 2.0, far, crowded=True).forward == far.forward
 
 
-def test_ranks_of_one_kind_are_one_device() -> None:
-    nan = math.nan
-    one = LayerTimes((1.0, nan), (2.0, nan), (0.0, nan), (0.5, nan), 1.0, ((0, 1, 1.0, 2.0),), 1.0)
-    two = LayerTimes((3.0, 5.0), (4.0, 6.0), (0.0, 0.0), (0.5, 0.5), 2.0, ((0, 1, 3.0, 4.0), (1, 2, 5.0, 6.0)), 2.0)
-    both = together([one, two])
-    assert (both.forward, both.backward, both.update) == ((2.0, 5.0), (3.0, 6.0), (0.5, 0.5))
-    assert both.pieces == ((0, 1, 2.0, 3.0), (1, 2, 5.0, 6.0))
-    assert (both.seconds, both.stretch) == (2.0, 1.5)
-    assert not any(together([msgspec.structs.replace(one, forward=(nan, nan), pieces=())]).measured)
-
-
-def test_devices_of_one_kind_that_measured_much_the_same_are_the_same() -> None:
-    def device(forward: float, last: float = 1.0) -> LayerTimes:
-        return LayerTimes((forward, last), (2 * forward, 2 * last), (0.0, 0.0), (0.5, 0.5), 1.0, (), 1.0)
-
-    times = [device(0.9), device(1.0), device(1.2), device(3.0), device(1.1)]
-    found = alike(times, ["a", "a", "a", "a", "b"])
-    assert [one.forward[0] for one in found] == pytest.approx([1.0] * 3 + [3.0, 1.1])
-    assert found[3:] == times[3:]
-    # A layer that one of them met cold does not count.
-    cold = [device(1.0), device(1.0, 1.4), device(1.0), device(1.0)]
-    assert [one.forward[1] for one in alike(cold, ["a"] * 4)] == pytest.approx([1.0] * 4)
-    # By what all of them have measured.
-    gaps = [device(0.9), device(1.0, math.nan)]
-    assert [one.forward[0] for one in alike(gaps, ["a", "a"])] == pytest.approx([0.95, 0.95])
-    assert alike([device(math.nan, math.nan), device(1.0)], ["a", "a"])[1] == device(1.0)
-    # Each has measured something else besides what all have; a slow one is told by what others have measured, too.
-    parts = [three(1.0, 2.0, math.nan), three(1.1, math.nan, 4.0), three(0.9, math.nan, math.nan), three(2.0, 4.0, 8.0)]
-    found = alike(parts, ["a"] * 4)
-    assert [one.forward for one in found[:3]] == [pytest.approx((1.0, 2.0, 4.0))] * 3
-    assert found[3] == parts[3]
-    apart = [three(1.0, math.nan, math.nan), three(math.nan, 2.0, 4.0)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert alike(apart, ["a", "a"]) == apart
-
-
-def test_one_that_measured_otherwise_than_its_mates_is_asked_again() -> None:
-    """Of four equal hosts one measured itself at 1.66 of the others, and trained as fast as they."""
-
-    def device(forward: float) -> LayerTimes:
-        runs = tuple((n, n + 1, forward, 2 * forward) for n in range(3))
-        return msgspec.structs.replace(three(forward, forward, forward), pieces=runs)
-
-    def seen(forward: float) -> list[tuple[int, int, float, float]]:
-        return [(n, n + 1, forward, 2 * forward) for n in range(3)]
-
-    times, kinds = [device(1.0), device(1.66), device(1.1), device(0.9), device(5.0)], [*"aaaab"]
-    asked = doubted(times, kinds)
-    assert asked == [[(0, 1), (1, 2), (2, 3)]] * 4 + [[]]
-    assert doubted([times[n] for n in (0, 2, 3, 4)], [*"aaab"]) == [[]] * 4
-    found = alike(times, kinds, [seen(1.2), seen(1.3), seen(1.1), seen(1.4), []])
-    assert [one.forward[0] for one in found] == pytest.approx([1.0] * 4 + [5.0])
-    # Slow again: so it is.
-    found = alike(times, kinds, [seen(1.2), seen(2.0), seen(1.1), seen(1.4), []])
-    assert [one.forward[0] for one in found] == pytest.approx([1.0, 1.66, 1.0, 1.0, 5.0])
-    # Too far apart for any median: all are asked.
-    halves = [device(1.0), device(1.0), device(1.8), device(1.8)]
-    assert alike(halves, [*"aaaa"]) == halves
-    assert [one.forward[0] for one in alike(halves, [*"aaaa"], [seen(1.0)] * 4)] == pytest.approx([1.4] * 4)
-    # Nothing that all of them could time again.
-    assert alike(times, kinds, [[], seen(1.3), [], [], []]) == alike(times, kinds)
-
-
 def test_a_second_look_times_the_pieces_that_it_is_asked_for() -> None:
     chain, model, inputs = mobile()
     every = pieces(model)
@@ -234,17 +167,3 @@ def test_a_second_look_times_the_pieces_that_it_is_asked_for() -> None:
     assert all(forward > 0 and backward > 0 for _, _, forward, backward in found)
     # Without data the end of the model cannot be trained.
     assert [run[:2] for run in look(Subject(chain, model, job(), cross_entropy, (inputs,), None), asked)] == asked[:-1]
-
-
-def three(*forward: float) -> LayerTimes:
-    return LayerTimes(forward, tuple(2 * took for took in forward), (0.0,) * 3, (0.5,) * 3, 1.0, (), 1.0)
-
-
-def test_devices_of_a_kind_begin_with_different_pieces() -> None:
-    order = scattered(10)
-    found = [turns(order, place, 4) for place in range(4)]
-    assert all(sorted(one) == list(range(10)) and one[0] == order[0] for one in found)
-    assert {n for one in found for n in one[:4]} == set(range(10))
-    assert turns(order, 0, 1) == order
-    assert turns([0], 1, 2) == [0]
-    assert turns([], 1, 2) == []

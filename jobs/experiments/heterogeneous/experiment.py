@@ -48,24 +48,25 @@ def main() -> None:
             }  # fmt: skip
             measured: dict[str, list[tuple[float, ...]]] = {name: [] for name in plans}
             chosen: dict[str, tuple[str, str]] = {}
-            for turn, (name, (cuts, order)) in itertools.product(range(TURNS), plans.items()):
-                if turn and name == "even":
-                    continue
-                if turn == len(limits):
-                    again = experiment.measure("alone", {"system": "alone", "turn": turn}, asked)
-                    limits.append(float(again["samples_per_s"]))
-                settings: dict[str, Any] = {"pipeline.cuts": cuts}
-                if name != "auto":
-                    settings["pipeline.ranks"] = list(order)
-                experiment.expect(settings, MICRO / slowest(seconds, *(reordered if name == "auto" else (cuts, order))))
-                run_ = experiment.ours(None, settings, seconds=10.0, turn=turn or None)
-                if name == "auto":
-                    stages = msgspec.json.decode(run_["plan"], type=Plan).stages
-                    cuts, order = [stage.start for stage in stages[1:]], tuple(stage.ranks[0] for stage in stages)
-                rate, allowed = float(run_["samples_per_s"]), MICRO / slowest(seconds, cuts, order)
-                computing = float(np.dot(run_["stages_busy"], speeds[list(order)]) / speeds.sum())
-                measured[name].append((rate, allowed, rate / limits[turn], computing))
-                chosen[name] = ", ".join(names[place] for place in order), str(cuts)
+            for turn in range(TURNS):
+                if turn:
+                    alone = experiment.measure("alone", {"system": "alone", "turn": turn}, asked)
+                    limits.append(float(alone["samples_per_s"]))
+                for name, (cuts, order) in plans.items():
+                    if turn and name == "even":
+                        continue
+                    settings: dict[str, Any] = {"pipeline.cuts": cuts}
+                    if name != "auto":
+                        settings["pipeline.ranks"] = list(order)
+                    experiment.expect(settings, MICRO / slowest(seconds, *(reordered if name == "auto" else (cuts, order))))
+                    run_ = experiment.ours(None, settings, seconds=10.0, turn=turn or None)
+                    if name == "auto":
+                        stages = msgspec.json.decode(run_["plan"], type=Plan).stages
+                        cuts, order = [stage.start for stage in stages[1:]], tuple(stage.ranks[0] for stage in stages)
+                    rate, allowed = float(run_["samples_per_s"]), MICRO / slowest(seconds, cuts, order)
+                    computing = float(np.dot(run_["stages_busy"], speeds[list(order)]) / speeds.sum())
+                    measured[name].append((rate, allowed, rate / limits[turn], computing))
+                    chosen[name] = ", ".join(names[place] for place in order), str(cuts)
             found = {name: tuple(np.median(each, axis=0).tolist()) for name, each in measured.items()}
             for name in _SHOWN:
                 rate, allowed, share, computing = found[name]
