@@ -5,6 +5,7 @@ import ctypes
 import logging
 import os
 import platform
+import resource
 from pathlib import Path
 
 import torch
@@ -49,6 +50,11 @@ def take_memory(nbytes: int) -> None:
     blocks = [torch.empty(_BLOCK, dtype=torch.uint8) for _ in range(-(-nbytes // _BLOCK))]
     for block in blocks:
         block[::_PAGE] = 0
+
+
+def memory_taken() -> int:
+    """How often memory had to come from the kernel, page by page, since this process began."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def give_back_memory() -> None:

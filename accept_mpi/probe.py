@@ -19,7 +19,7 @@ import torch
 from accept_mpi import config
 from accept_mpi.codec import Tensors
 from accept_mpi.data import Dataset
-from accept_mpi.device import take_memory
+from accept_mpi.device import memory_taken, take_memory
 from accept_mpi.losses import Loss
 from accept_mpi.models import Chain
 from accept_mpi.models.layers import build_layers
@@ -31,6 +31,8 @@ _MOST_ROUNDS, _LEAST_PASSES = 40, 3
 _WINDOW = 0.1  # seconds that a piece is measured at least: quotas of CPU are given out every 5 to 100 ms
 _PRECISE = 0.005  # standard error of the mean at which a piece is known well enough
 _MOST_FLIGHT, _CACHE_BYTES = 3, 32 << 20  # micro-batches in flight: as many as caches do not hold
+_HEAP = 3  # times what a piece is known to hold: gradients, scratch and the allocator's gaps besides
+_FEW = 32  # pages: a pass finds as much new wherever it looks
 _COPIES = 6  # of weights, at most: a version and the optimizer's own, gradients, two of its moments, one on the way
 _SECOND = 0.4  # of the budget, for a second look
 _QUICK = 0.1  # share of the budget for a device that is known
@@ -161,7 +163,7 @@ def _measure(
     needs = {run: _bytes(outline, *run) for run in chosen}
     chosen = [run for run in chosen if needs[run] <= room]
     # What comes from the kernel while a piece is measured would count as its time.
-    take_memory(max((needs[run] for run in chosen), default=0))
+    take_memory(int(min(room, _HEAP * max((needs[run] for run in chosen), default=0))))
     work = [sum(guess(x.operations, x.held, x.parameter_bytes) for x in outline.layers[a:b]) for a, b in chosen]
     for number, (start, stop) in enumerate(chosen):
         remaining = budget - (time.monotonic() - began)
@@ -247,9 +249,13 @@ class Timed(NamedTuple):
     """Seconds of CPU."""
 
 
-def _usual(rows: list[np.ndarray]) -> np.ndarray:
-    """The lower median of all but the first, which warms up: of two, the one in which no memory came from the kernel."""
-    return np.sort(np.array(rows[1:]), axis=0)[(len(rows) - 2) // 2]
+def _usual(passes: list[tuple[int, np.ndarray]]) -> np.ndarray:
+    """The lower median of all but the first, which warms up, and of these only those in which least memory came from the
+    kernel (pages, with what each pass took): training keeps its memory."""
+    _, *rest = passes
+    most = 1.1 * min(pages for pages, _ in rest) + _FEW
+    rows = np.array([row for pages, row in rest if pages <= most])
+    return np.sort(rows, axis=0)[(len(rows) - 1) // 2]
 
 
 class Piece:
@@ -265,10 +271,10 @@ class Piece:
         self._held = float(sum(layer.held for layer in outline.layers[start:stop]))
         self._forward: list[float] = []
         self._backward: dict[int, float] = {}
-        self._forwards: list[np.ndarray] = []
-        """(layers,) seconds of CPU, of each forward."""
-        self._backwards: list[np.ndarray] = []
-        """(2, layers) of each backward, and what of it the zero-bubble schedule can put off."""
+        self._forwards: list[tuple[int, np.ndarray]] = []
+        """Pages that came from the kernel and (layers,) seconds of CPU, of each forward."""
+        self._backwards: list[tuple[int, np.ndarray]] = []
+        """The same of each backward: (2, layers), all of it and what of it the zero-bubble schedule can put off."""
         self._gradients: dict[int, Tensors] = {}
         for position, layer in enumerate(self.stage.layers):
             layer.register_forward_hook(self._stamp(position))
@@ -328,20 +334,21 @@ class Piece:
         self._forward = []
         # Its own copy, since a layer may work in place.
         given = tuple(x.detach().clone().requires_grad_(x.requires_grad) if x is not None else None for x in inputs)
-        began = time.thread_time()
+        pages, began = memory_taken(), time.thread_time()
         out = self.stage.forward(0, k, given, 0, target)
         if out.result:  # the loss belongs to the last layer
             self._forward[-1] = time.thread_time()
+        taken = memory_taken() - pages
         wanting = [value for value in out.outputs if value is not None and value.requires_grad]
         self._gradients[k] = tuple(torch.full_like(value, 1e-3) for value in wanting)
-        self._forwards.append(np.diff([began, *self._forward]))
+        self._forwards.append((taken, np.diff([began, *self._forward])))
 
     def _back(self) -> None:
         """The oldest micro-batch back."""
         k, self._first = self._first, self._first + 1
         self._backward = {}
         count = self.stop - self.start
-        began = time.thread_time()
+        pages, began = memory_taken(), time.thread_time()
         self.stage.backward(0, k, self._gradients.pop(k))
         ended = time.thread_time()
         weights = np.zeros(count)
@@ -351,7 +358,7 @@ class Piece:
         # A layer's backward begins when its output's gradient is there, and ends where the one before begins.
         begins = np.array([began, *(self._backward.get(position, np.nan) for position in range(count - 2, -1, -1)), ended])
         begins = np.maximum.accumulate(np.where(np.isnan(begins), -np.inf, begins))
-        self._backwards.append(np.stack([np.diff(begins)[::-1] + weights, weights]))
+        self._backwards.append((memory_taken() - pages, np.stack([np.diff(begins)[::-1] + weights, weights])))
 
     def _updates(self) -> np.ndarray:
         """CPU seconds of the optimizer's step, shared among layers by their parameters."""

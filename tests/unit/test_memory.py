@@ -3,6 +3,7 @@
 import json
 import math
 import platform
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,44 @@ def test_memory_taken_in_advance_is_found_by_what_is_allocated_next() -> None:
     assert done.returncode == 0, done.stderr
     first, later = map(int, done.stdout.split())
     assert later < 0.1 * first
+
+
+_PROBED = """
+from accept_mpi import config
+from accept_mpi.device import keep_memory, memory_taken
+keep_memory()
+import torch
+from accept_mpi.losses import cross_entropy
+from accept_mpi.models import load
+from accept_mpi.outline import outline_of
+from accept_mpi.probe import Piece, Subject, probe
+
+torch.set_num_threads(1)
+job = config.parse('[model]\\nname="m"\\n[data]\\nname="d"\\n[train]\\nsteps=1\\n[output]\\ndirectory="r"', "job")
+chain = load("mobilenetv2", {"classes": 10}, 0)
+inputs, targets = (torch.randn(8, 3, 32, 32),), torch.zeros(8, dtype=torch.int64)
+taken, measure = [], Piece.measure
+
+def counted(*args):
+    before = memory_taken()
+    found = measure(*args)
+    taken.append(memory_taken() - before)
+    return found
+
+Piece.measure = counted
+probe(Subject(chain, outline_of(chain, job, inputs), job, cross_entropy, inputs, targets), 2.0)
+print(len(taken), max(taken))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc")
+def test_pieces_of_a_model_are_measured_in_memory_that_is_there() -> None:
+    """Three layers of MobileNetV2 took 100 MiB from the kernel in their first six rounds, and twice their time."""
+    done = subprocess.run([sys.executable, "-c", _PROBED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    pieces, most = map(int, done.stdout.split())
+    assert pieces == 10
+    assert most * resource.getpagesize() < 16 << 20
 
 
 _GROWTH = """

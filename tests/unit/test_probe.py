@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from accept_mpi import config, models
 from accept_mpi.losses import cross_entropy
 from accept_mpi.models import as_chain
 from accept_mpi.outline import Outline, outline
-from accept_mpi.probe import Subject, look, pieces, probe, scattered
+from accept_mpi.probe import Subject, _usual, look, pieces, probe, scattered
 from accept_mpi.stage import Stage
 
 JOB = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\noptimizer.momentum=0.9\n[output]\ndirectory="r"\n'
@@ -111,6 +112,14 @@ def test_a_slow_device_does_not_spend_its_budget_on_one_piece(monkeypatch: pytes
     assert [run[:2] for run in times.pieces] == [pieces(model)[scattered(len(pieces(model)))[0]]]
     assert passes == ["forward"] * 4 + ["backward"] * 4
     assert times.update[0] > 0
+
+
+def test_passes_that_took_memory_from_the_kernel_do_not_count() -> None:
+    """Unless all do: tensors above the allocator's threshold come from there each time."""
+    row = np.array([1.0, 2.0])
+    passes = [(9000, 9 * row), (2300, 3 * row), (2300, 3 * row), (8, row), (1150, 2 * row), (0, 1.2 * row)]
+    assert _usual(passes).tolist() == row.tolist()
+    assert _usual([(9000, 9 * row), *((5000 + k, (1 + k) * row) for k in range(3))]).tolist() == [2.0, 4.0]
 
 
 def test_pieces_that_do_not_fit_are_not_tried() -> None:
