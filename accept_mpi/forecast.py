@@ -133,7 +133,10 @@ class Forecast:
         begin, end = 0.0, float(ends.max())
         if around:
             updates = packed.kinds == Packed.KINDS.index("U")
-            begin, end = (float(ends[updates & (packed.steps == step)].min()) for step in (around - 1, around + counted - 1))
+            first, last = (ends[updates & (packed.steps == step)] for step in (around - 1, around + counted - 1))
+            # Others may still be catching up with what the slowest stage has sent ahead while the pipeline filled.
+            slowest = int((last - first).argmax())
+            begin, end = float(first[slowest]), float(last[slowest])
         inside = np.maximum(0.0, np.minimum(ends, end) - np.maximum(starts, begin))
         busy = np.add.reduceat(inside, packed.begins[:-1])
         seconds, left = (end - begin) / counted, self._all - self._micro_batches

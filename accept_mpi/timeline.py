@@ -51,6 +51,17 @@ def steady_window(trace: Rows, steps: int = 3) -> tuple[float, float]:
     return float(begins[middle]), float(ends[middle + count - 1])
 
 
+def between(trace: Rows, first: int, last: int) -> tuple[float, float]:
+    """When steps ``first`` and ``last`` ended on the stage that took longest from one to the other. Stages behind it catch
+    up with what it sent ahead while the pipeline filled, for ten steps and more, faster than it can go on."""
+    updates = of_kind(trace, "U")
+    begins, ends = (
+        {int(row["stage"]): float(row["end"]) for row in updates[updates["step"] == step]} for step in (first, last)
+    )
+    slowest = max(begins, key=lambda stage: ends[stage] - begins[stage])
+    return begins[slowest], ends[slowest]
+
+
 @dataclass(frozen=True)
 class StageUse:
     """One stage's use of its time in a window, and of its links. Seconds and bytes."""

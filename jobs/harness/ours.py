@@ -12,7 +12,7 @@ from accept_mpi.outcome import replayed
 from accept_mpi.plan import Plan
 from accept_mpi.run import Options, train
 from accept_mpi.survey import Survey
-from accept_mpi.timeline import stage_use
+from accept_mpi.timeline import between, stage_use
 from harness.session import points
 
 
@@ -30,19 +30,20 @@ def main() -> None:
 
 
 def measured(job: config.Job, skip: list[int] | None, planned: str | None) -> dict[str, object]:
-    """samples/s over all steps but so many first and last ones, the share of that time in which each stage computed (the
-    busiest: ``busy``), and all hosts in the mean (``used``), evaluations as (seconds, accuracy), the plan, and, for
-    cuts found by the run whose log is ``planned``, the step that it foresaw and the simulator's of this trace."""
+    """samples/s over all steps but so many first and last ones (of the slowest stage: others may be catching up), the share
+    of that time in which each stage computed (the busiest: ``busy``), and all hosts in the mean (``used``), evaluations as
+    (seconds, accuracy), the plan, and, for cuts found by the run whose log is ``planned``, the step that it foresaw and the
+    simulator's of this trace."""
     file = Path(job.output.directory) / "log.h5"
     with open_log(file) as log:
         if skip is None:
             return {"samples_per_s": 0.0, "plan": log.attrs["plan"], "log": str(file)}
-        ends, samples, evals = log["steps"]["end"], log["steps"]["samples"], log["evals"][:]
+        numbers, samples, evals = log["steps"]["step"], log["steps"]["samples"], log["evals"][:]
         began = float(log["trace"]["start"].min())
         plan, hosts = log.attrs["plan"], read_facts(log)["hosts"]
         trace = log["trace"][:]
-    first, last = skip[0], len(ends) - skip[1]
-    start, end = float(ends[first - 1]), float(ends[last - 1])
+    first, last = skip[0], len(numbers) - skip[1]
+    start, end = between(trace, int(numbers[first - 1]), int(numbers[last - 1]))
     busy = [use.busy / (end - start) for use in stage_use(trace, start, end)]
     rate = float(np.sum(samples[first:last]) / (end - start))
     times = [[float(row["end"]) - began, float(row["accuracy"])] for row in evals]

@@ -1,6 +1,7 @@
 """Forecasts: long steps without simulating each micro-batch, messages that cost a shared core, runs simulated again."""
 
 import msgspec
+import numpy as np
 import pytest
 from test_planner import job as planner_job
 from test_planner import survey
@@ -12,6 +13,7 @@ from accept_mpi.outcome import forecast_of, replayed
 from accept_mpi.plan import make_plan
 from accept_mpi.planner import plan_for
 from accept_mpi.schedule import KINDS, Kind
+from accept_mpi.timeline import between
 
 FREE = {"none": 0.0}
 
@@ -37,6 +39,21 @@ def test_a_long_step_goes_on_as_it_began(kind: Kind, monkeypatch: pytest.MonkeyP
     assert found == pytest.approx(seconds, rel=0.01)
     assert load == pytest.approx(busy, abs=0.01)
     assert long.step(codecs(long)) == pytest.approx(found)
+
+
+@pytest.mark.parametrize("slow", range(4))
+def test_the_slowest_stage_sets_the_step_wherever_it_is(slow: int) -> None:
+    """Behind a slow first stage others catch up with what it sent ahead, for eight steps at 0.84 of its time."""
+    profiles = [Profile(0.04, 0.10, FREE, FREE, update=1e-3) for _ in range(4)]
+    profiles[slow] = Profile(0.06, 0.14, FREE, FREE, update=1e-3)
+    free = Forecast("1f1b-async", 4, 2, profiles, {(b, way): Crossing(10, 0, 1e9) for b in range(3) for way in "FB"})
+    seconds, busy = free.steady(codecs(free))
+    assert seconds == pytest.approx(4 * 0.2 + 1e-3, rel=0.01)
+    assert busy[slow] == pytest.approx(1.0, abs=0.01)
+    trace = free.trace(codecs(free), range(4))
+    steps = np.unique(trace["step"])
+    start, end = between(trace, int(steps[3]), int(steps[6]))
+    assert (end - start) / 3 == pytest.approx(seconds, rel=0.01)
 
 
 def test_messages_cost_a_shared_core() -> None:
