@@ -117,8 +117,8 @@ class Forecast:
         return total
 
     def step(self, codecs: Mapping[Direction, str]) -> float:
-        """Seconds of a step, with filling and draining in every third one of an asynchronous schedule."""
-        return self.steady(codecs)[0] if self._steps == 1 else float(self._timed(_STEPS, codecs)[1].max()) / _STEPS
+        """Seconds of a step in the middle of a run."""
+        return self.steady(codecs)[0]
 
     def steady(self, codecs: Mapping[Direction, str]) -> tuple[float, list[float]]:
         """Seconds of a step in the middle of a run, and the share of them that each stage computes."""
