@@ -3,11 +3,10 @@
 "Hides" is decided by the simulator, on measured compute times and link rates, over the schedule's own action lists: a
 choice is as good as hidden where a step takes at most ``TOLERANCE`` longer than with the strongest codecs allowed
 everywhere (an asynchronous schedule's in the middle of a run: it fills once in many steps), on links that carry
-``LINK_SHARE`` of what they were measured to: a link that is nearly full delays what
-computing waits for as soon as anything wavers. (A transfer that is shorter than a stage computes is hidden in the steady
-state, but a synchronous schedule's steps also begin and end with transfers that nothing hides; the simulator counts both.
-Where the data plane has no core of its own, a stage's time holds what its messages cost: a byte that need not be moved is
-worth coding even on a fast link.)
+``LINK_SHARE`` of what they were measured to: a link that is nearly full delays what computing waits for as soon as anything
+wavers. (A transfer that is shorter than a stage computes is hidden in the steady state, but a synchronous schedule's steps
+also begin and end with transfers that nothing hides; the simulator counts both. Where the data plane has no core of its
+own, a stage's time holds what its messages cost: a byte that need not be moved is worth coding even on a fast link.)
 """
 
 import msgspec
