@@ -26,6 +26,17 @@ class Kind(NamedTuple):
     """How much of it the device has."""
 
 
+class Handling(msgspec.Struct, frozen=True):
+    """What messages cost a device, in seconds of CPU."""
+
+    codecs: dict[str, tuple[float, float]]
+    """To encode and to decode a value, by codec."""
+    byte: float
+    """To send or receive a byte."""
+    message: float
+    """To send or receive a message, its bytes and coding apart."""
+
+
 def turns(order: Sequence[int], place: int, mates: int) -> list[int]:
     """The order for one of ``mates`` devices of a kind: the first of all, that they may be compared, then each begins
     elsewhere. What their budgets do not reach is another for each."""
@@ -72,6 +83,26 @@ def alike(times: Sequence[LayerTimes], kinds: Sequence[Kind], again: Sequence[Se
                 own = msgspec.structs.replace(one, seconds=times[n].seconds, observed=times[n].observed)
                 found[n] = msgspec.structs.replace(_scaled(own, stretches[n]), stretch=stretches[n])
     return found
+
+
+def handled_alike(costs: Sequence[Handling], kinds: Sequence[Kind], same: Sequence[bool]) -> list[Handling]:
+    """Devices of one kind that plan as one (``same``) handle messages alike, too: medians of what they measured."""
+    found = list(costs)
+    for processor in {kind.processor for kind in kinds}:
+        group = [n for n, kind in enumerate(kinds) if same[n] and kind.processor == processor]
+        those = [costs[n] for n in group]
+        if len(those) > 1:
+            usual = Handling(
+                {name: (_usual(those, name, 0), _usual(those, name, 1)) for name in those[0].codecs},
+                statistics.median(one.byte for one in those),
+                statistics.median(one.message for one in those),
+            )
+            found = [usual if n in group else one for n, one in enumerate(found)]
+    return found
+
+
+def _usual(those: Sequence[Handling], codec: str, way: int) -> float:
+    return statistics.median(one.codecs[codec][way] for one in those)
 
 
 def doubted(times: Sequence[LayerTimes], kinds: Sequence[Kind]) -> list[list[tuple[int, int]]]:

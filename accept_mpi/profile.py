@@ -4,12 +4,12 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
-from accept_mpi.codec import Signature, Tensors, TensorSpec, aligned, buffer_bytes, decode, encode
+from accept_mpi.codec import Bytes, Signature, Specs, Tensors, TensorSpec, aligned, buffer_bytes, decode, encode
 from accept_mpi.coding import NONE, Coding
 from accept_mpi.data import Dataset
 from accept_mpi.device import computing_takes_all
@@ -18,7 +18,8 @@ from accept_mpi.probe import stretch_of
 from accept_mpi.stage import Stage
 
 _CODEC_VALUES = 1 << 21  # more than caches hold, as boundaries' tensors are by the time they are coded
-_CODEC_ROUNDS = 3
+_CODEC_ROUNDS = 5
+_SAMPLES = 8  # that a message says it holds
 _MESSAGES = 20
 _FEW_VALUES = 512
 _CACHE_BYTES = 32 << 20
@@ -67,7 +68,7 @@ def profile(
     # as all rounds were: where a quota stops the rank now and then, that is part of its speed.
     forward, backward = (float(np.quantile(column, 0.25)) for column in zip(*times[1:], strict=True))
     stretch = stretch_of(wall, sum(map(sum, times[1:])))
-    costs = {name: codec_costs(coding) for name, coding in codings.items()}
+    costs = codec_costs(codings)
     return Profile(
         forward=stretch * forward,
         backward=stretch * backward,
@@ -78,22 +79,34 @@ def profile(
     )
 
 
-def codec_costs(coding: Coding) -> tuple[float, float]:
-    """CPU seconds a value to encode and to decode."""
-    if coding.kind == "none":
-        return 0.0, 0.0
-    x = torch.randn(_CODEC_VALUES, generator=torch.Generator().manual_seed(0)).numpy()
-    y, out = np.empty_like(x), np.empty(coding.nbytes(x.size), np.uint8)
-
-    def seconds(call: Callable[[], object]) -> float:
-        times = []
-        for _ in range(_CODEC_ROUNDS):
+def codec_costs(codings: Mapping[str, Coding]) -> dict[str, tuple[float, float]]:
+    """CPU seconds a value to make a message of float32 values, and to make values of a message, by codec: coding, or, where
+    there is no codec, copying, which costs as much as few bits do; and the checksum. Codecs take turns, so that a moment in
+    which the machine is slow is not one codec's."""
+    specs = (TensorSpec((_CODEC_VALUES,), (1,), "float32"),)
+    values = (torch.randn(_CODEC_VALUES, generator=torch.Generator().manual_seed(0)),)
+    buffer = aligned(max((buffer_bytes(specs, coding) for coding in codings.values()), default=0))
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in codings}
+    for _ in range(_CODEC_ROUNDS):
+        for name, coding in codings.items():
             began = time.thread_time()
-            call()
-            times.append(time.thread_time() - began)
-        return statistics.median(times) / x.size
+            wire = _encoded(specs, values, buffer, coding)
+            halfway = time.thread_time()
+            decode({_SAMPLES: specs}, buffer[:wire], coding)
+            times[name].append((halfway - began, time.thread_time() - halfway))
+    ways = {name: list(zip(*each, strict=True)) for name, each in times.items()}
+    return {name: (_each(encoding), _each(decoding)) for name, (encoding, decoding) in ways.items()}
 
-    return seconds(lambda: coding.encode(x, out, 1)), seconds(lambda: coding.decode(out, y))
+
+def _each(times: Sequence[float]) -> float:
+    """Seconds a value."""
+    return statistics.median(times) / _CODEC_VALUES
+
+
+def _encoded(specs: Specs, values: Tensors, buffer: Bytes, coding: Coding) -> int:
+    """Write a message; its length in bytes."""
+    fields = {"step": 0, "micro_batch": 0, "samples": _SAMPLES, "flags": 0, "direction": 0, "boundary": 0, "term": 0}
+    return encode(specs, values, buffer, coding, 0, now=time.monotonic, **fields)
 
 
 def message_cost(coding: Coding = NONE) -> float:
@@ -122,14 +135,13 @@ def message_cost(coding: Coding = NONE) -> float:
     for _ in range(_MESSAGES):
         compute()  # which has filled all caches, with its code too, by the time a message comes: that takes 4 x as long
         began = time.process_time()
-        wire = encode(specs, (spec.flatten(values),), buffer, coding, 0, now=time.monotonic, step=0, micro_batch=0,
-                      samples=8, flags=0, direction=0, boundary=0, term=0)  # fmt: skip
+        wire = _encoded(specs, (spec.flatten(values),), buffer, coding)
         there.put(1)
         back.get()
         half = time.process_time() - began
         compute()
         began = time.process_time()
-        decode({8: specs}, buffer[:wire], coding)
+        decode({_SAMPLES: specs}, buffer[:wire], coding)
         times.append(half + time.process_time() - began)
     there.put(None)
     other.join()

@@ -31,7 +31,7 @@ from accept_mpi.latency import (
 )
 from accept_mpi.log import open_log
 from accept_mpi.losses import Loss
-from accept_mpi.mates import Kind, alike, doubted, together, turns
+from accept_mpi.mates import Handling, Kind, alike, doubted, handled_alike, together, turns
 from accept_mpi.memory import available_memory, planned
 from accept_mpi.models import Chain
 from accept_mpi.outcome import settled
@@ -118,11 +118,11 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
             else nothing_measured(model)
         ),
     )
-    costs = {name: codec_costs(coding) for name, coding in codings.items()}
     shared = computing_takes_all(cores)
     coded = max(codings.values(), key=lambda coding: coding.kind != "none")
     copies = runtime.survives and runtime.size > 1 and job.recovery.replicate_every != 0
-    mine = _Report(times, rates, costs, message_cost(coded), data[0] is not None, room, shared, copies)
+    handling = Handling(codec_costs(codings), rates.cpu, rates.message + message_cost(coded))
+    mine = _Report(times, rates, handling, data[0] is not None, room, shared, copies)
     gathered = messenger.allgather(msgspec.to_builtins(mine), seconds, "what each device has measured")
     ranks_of = {key: [n for n in range(runtime.size) if keys[n] == key] for key in keys}
     reports = [msgspec.convert(one, _Report) for one in gathered] if runtime.rank == 0 else []
@@ -138,7 +138,12 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
         pooled = alike(first, kinds, again)
         # What a second look did not find again is not remembered.
         times = {key: pooled[same[0]] if doubts[same[0]] else by_key[key] for key, same in ranks_of.items()}
-        said = [msgspec.structs.replace(report, times=one) for report, one in zip(reports, pooled, strict=True)]
+        same = [one is not measured for one, measured in zip(pooled, first, strict=True)]
+        handled = handled_alike([report.handling for report in reports], kinds, same)
+        said = [
+            msgspec.structs.replace(report, times=one, handling=costs)
+            for report, one, costs in zip(reports, pooled, handled, strict=True)
+        ]
         if path:
             there = {key: (everyone[ranks_of[key][0]], one) for key, one in times.items() if any(one.measured)}
             remember(path, model, there)
@@ -212,10 +217,7 @@ class _Report(msgspec.Struct, frozen=True):
 
     times: LayerTimes
     rates: PairRates
-    costs: dict[str, tuple[float, float]]
-    """Seconds of CPU to encode and to decode a value, by codec."""
-    message: float
-    """Seconds of CPU that a message takes besides, this side of MPI."""
+    handling: Handling
     data: bool
     memory: float
     shared: bool
@@ -236,10 +238,10 @@ def survey_of(model: Outline, reports: list[_Report], hosts: list[str], predicto
                 backward=backward[n],
                 weights=weights[n],
                 update=update[n],
-                encode={name: stretch * encode for name, (encode, _) in report.costs.items()},
-                decode={name: stretch * decode for name, (_, decode) in report.costs.items()},
-                byte=stretch * report.rates.cpu,
-                message=stretch * (report.rates.message + report.message),
+                encode={name: stretch * encode for name, (encode, _) in report.handling.codecs.items()},
+                decode={name: stretch * decode for name, (_, decode) in report.handling.codecs.items()},
+                byte=stretch * report.handling.byte,
+                message=stretch * report.handling.message,
                 shared=report.shared,
                 memory=report.memory,
                 snapshots=report.snapshots,

@@ -198,7 +198,7 @@ def _measure(path: Path, overrides: list[str]) -> _Measured:
     model = outline_of(chain, job, inputs)
     times = probe(Subject(chain, model, job, find_loss(job.train.loss), inputs, target), job.pipeline.probe_seconds)
     codings = codings_of(job)
-    costs = {name: codec_costs(coding) for name, coding in codings.items()}
+    costs = codec_costs(codings)
     coded = max(codings.values(), key=lambda coding: coding.kind != "none")
     return _Measured(model, times, costs, message_cost(coded))
 

@@ -7,7 +7,7 @@ import warnings
 import msgspec
 import pytest
 
-from accept_mpi.mates import Kind, alike, doubted, together, turns
+from accept_mpi.mates import Handling, Kind, alike, doubted, handled_alike, together, turns
 from accept_mpi.probe import LayerTimes, scattered
 
 
@@ -55,6 +55,17 @@ def test_devices_of_one_kind_that_measured_much_the_same_are_the_same() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert alike(apart, kinds("aa")) == apart
+
+
+def test_devices_that_plan_as_one_handle_messages_alike() -> None:
+    def device(factor: float) -> Handling:
+        return Handling({"none": (factor, 2 * factor), "bf16": (3 * factor, 4 * factor)}, 5 * factor, 6 * factor)
+
+    costs = [device(1.0), device(3.0), device(1.2), device(9.0), device(4.0)]
+    found = handled_alike(costs, kinds("aaaab"), [True, True, True, False, True])
+    assert found[:3] == [device(1.2)] * 3
+    assert found[3:] == costs[3:]
+    assert handled_alike(costs, kinds("aaaab"), [False] * 5) == costs
 
 
 def test_one_that_measured_otherwise_than_its_mates_is_asked_again() -> None:

@@ -46,8 +46,9 @@ libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 ctypes.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 
-def mib():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+def mib():  # of its own: the kernel takes pages of files back whenever it likes
+    resident, of_files = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return (resident - of_files) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 assert keep_memory()
 before = mib()
