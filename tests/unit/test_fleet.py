@@ -125,6 +125,24 @@ def test_version_2(tmp_path: Path) -> None:
     assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu +cpuset +memory"
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_a_host_could_not_use_of_a_quota_is_not_lost(tmp_path: Path, version: int) -> None:
+    """Hosts that share a core run over their quotas in turn, by up to a tick; what the other one lost stayed lost."""
+    if version == 2:
+        (tmp_path / "cgroup.controllers").write_text("cpuset cpu memory")
+    for tree in ("cpu", "cpuset", "memory"):
+        (tmp_path / tree).mkdir()
+    groups = Groups("x", tmp_path)
+    group = groups.of("edge")[0]
+    group.mkdir(parents=True)
+    burst = group / ("cpu.max.burst" if version == 2 else "cpu.cfs_burst_us")
+    groups.set_cpu("edge", 0.4)
+    assert not burst.exists()  # a kernel that knows none
+    burst.write_text("0")
+    groups.set_cpu("edge", 0.4)
+    assert burst.read_text() == "2000"
+
+
 def test_no_control_groups(tmp_path: Path) -> None:
     with pytest.raises(LabError, match="no control groups"):
         Groups("x", tmp_path)
