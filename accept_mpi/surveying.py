@@ -11,6 +11,7 @@ import torch
 
 from accept_mpi import config
 from accept_mpi.cgroups import cpu_share
+from accept_mpi.codec import Tensors
 from accept_mpi.coding import prepare
 from accept_mpi.comm.measure import PairRates, pair_rates
 from accept_mpi.comm.runtime import Runtime
@@ -87,29 +88,16 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     inputs, target = micro_batch(data[0], job)
     codings = codings_of(job)
     prepare(list(codings.values()))  # a slow device takes as long for this as rank 0 for the model's layers
-    drawn = runtime.agree("the model's layers", lambda: outline_of(chain, job, inputs) if runtime.rank == source else None)
-    told = messenger.allgather(msgspec.to_builtins(drawn), seconds, "the model's layers")
-    model = msgspec.convert(told[source], Outline)
+    model = _outlined(runtime, chain, job, inputs, source)
     rates = pair_rates(runtime.world)
     linked = time.monotonic()
     path = database_path(job.pipeline.latency_db) if runtime.rank == 0 and not given else None
-    facts = _facts(runtime, job)
-    everyone = messenger.allgather(facts, seconds, "the kind of each device")
-    keys = [device_key(one) for one in everyone]
-    known, order = recall(path, model, keys) if path else [None] * runtime.size, []
-    if path and not all(one and all(one.measured) for one in known):
-        order = _order(path, model)
-    told = messenger.broadcast([msgspec.to_builtins(known), order], seconds, "what is known of each device")
-    known, order = told
-    before = msgspec.convert(known[runtime.rank], LayerTimes | None)
-    kinds = [_kind(one) for one in everyone]
-    mates = [n for n, kind in enumerate(kinds) if kind.processor == kinds[runtime.rank].processor]
-    order = turns(order or scattered(len(pieces(model))), mates.index(runtime.rank), len(mates))
+    devices = _introduced(runtime, job, model, path)
     give_back_memory()  # of a run before this one in the same process
     room = planned(available_memory() / runtime.ranks_on_host)
-    cores = runtime.cores
-    crowded = cores < torch.get_num_threads()
+    crowded = runtime.cores < torch.get_num_threads()
     subject = Subject(chain, model, job, loss, inputs, target)
+    before, order = devices.known[runtime.rank], devices.order(runtime.rank, len(pieces(model)))
     times = runtime.agree(
         "the time of each layer",
         lambda: (
@@ -118,56 +106,100 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
             else nothing_measured(model)
         ),
     )
-    shared = computing_takes_all(cores)
+    shared = computing_takes_all(runtime.cores)
     coded = max(codings.values(), key=lambda coding: coding.kind != "none")
     copies = runtime.survives and runtime.size > 1 and job.recovery.replicate_every != 0
     handling = Handling(codec_costs(codings), rates.cpu, rates.message + message_cost(coded))
     mine = _Report(times, rates, handling, data[0] is not None, room, shared, copies)
     gathered = messenger.allgather(msgspec.to_builtins(mine), seconds, "what each device has measured")
-    ranks_of = {key: [n for n in range(runtime.size) if keys[n] == key] for key in keys}
     reports = [msgspec.convert(one, _Report) for one in gathered] if runtime.rank == 0 else []
-    by_key = {key: together([reports[n].times for n in same]) for key, same in ranks_of.items()} if reports else {}
-    first = [by_key[key] for key in keys] if reports else []
-    doubts = messenger.broadcast(doubted(first, kinds) if reports else None, seconds, "whom to ask again")
+    first = devices.together([report.times for report in reports])
+    doubts = messenger.broadcast(doubted(first, devices.kinds) if first else None, seconds, "whom to ask again")
     again = _second_look(runtime, subject, doubts, room) if any(doubts) else []
     measured = time.monotonic()
 
     def decide() -> Surveyed | None:
         if runtime.rank:
             return None
-        pooled = alike(first, kinds, again)
+        pooled = alike(first, devices.kinds, again)
         # What a second look did not find again is not remembered.
-        times = {key: pooled[same[0]] if doubts[same[0]] else by_key[key] for key, same in ranks_of.items()}
-        same = [one is not measured for one, measured in zip(pooled, first, strict=True)]
-        handled = handled_alike([report.handling for report in reports], kinds, same)
-        said = [
-            msgspec.structs.replace(report, times=one, handling=costs)
-            for report, one, costs in zip(reports, pooled, handled, strict=True)
-        ]
+        kept = [one if doubt else own for one, own, doubt in zip(pooled, first, doubts, strict=True)]
+        leaders = {key: devices.keys.index(key) for key in devices.keys}  # of each host the first rank
+        times = {key: kept[n] for key, n in leaders.items()}
         if path:
-            there = {key: (everyone[ranks_of[key][0]], one) for key, one in times.items() if any(one.measured)}
+            there = {key: (devices.facts[n], kept[n]) for key, n in leaders.items() if any(kept[n].measured)}
             remember(path, model, there)
         predictor = None
         if not given and not all(all(one.measured) for one in pooled):  # nor any of their kind
             predictor = _learned(path, model, times)
+        same = [one is not own for one, own in zip(pooled, first, strict=True)]
+        handled = handled_alike([report.handling for report in reports], devices.kinds, same)
+        said = [
+            msgspec.structs.replace(report, times=one, handling=costs)
+            for report, one, costs in zip(reports, pooled, handled, strict=True)
+        ]
         survey = survey_of(model, said, [host["host"] for host in runtime.hosts], predictor)
+        keys = tuple(devices.keys)
         if given:
             assumed = [msgspec.structs.replace(device, assumed=n > 0) for n, device in enumerate(survey.devices)]
             survey = msgspec.structs.replace(survey, devices=assumed)
-            return Surveyed(given, data, [], survey, None, model, time.monotonic() - began, tuple(keys))
+            return Surveyed(given, data, [], survey, None, model, time.monotonic() - began, keys)
         found, even = plans_for(survey, job)
         looked = sum(map(bool, again))
         lines = table(survey, job, found, even)
         lines.append(
-            f"measuring took {measured - began:.1f} s (layers {measured - linked:.1f} s; {sum(map(bool, known))} of "
+            f"measuring took {measured - began:.1f} s (layers {measured - linked:.1f} s; {sum(map(bool, devices.known))} of "
             f"{runtime.size} devices were known{f', {looked} looked twice' if looked else ''}), "
             f"planning {time.monotonic() - measured:.1f} s"
         )
-        return Surveyed(settled(found), data, lines, survey, found.step, model, time.monotonic() - began, tuple(keys))
+        return Surveyed(settled(found), data, lines, survey, found.step, model, time.monotonic() - began, keys)
 
     decided = runtime.agree("the plan", decide)
     plan = Plan.from_json(messenger.broadcast(decided.plan.to_json() if decided else None, seconds, "the plan"))
     return decided or Surveyed(plan, data, [], None, None, model)
+
+
+def _outlined(runtime: Runtime, chain: Chain, job: config.Job, inputs: Tensors, source: int) -> Outline:
+    """The model as rank ``source``, which has data for it, draws it."""
+    drawn = runtime.agree("the model's layers", lambda: outline_of(chain, job, inputs) if runtime.rank == source else None)
+    told = runtime.messenger.allgather(msgspec.to_builtins(drawn), runtime.startup_seconds, "the model's layers")
+    return msgspec.convert(told[source], Outline)
+
+
+class _Devices(NamedTuple):
+    """All ranks' devices, by rank, as they introduce themselves."""
+
+    facts: list[dict[str, Any]]
+    """What their times depend on."""
+    keys: list[str]
+    """In the latency database; the same for ranks that share a host."""
+    kinds: list[Kind]
+    known: list[LayerTimes | None]
+    """What the latency database knows of them."""
+    wanted: list[int]
+    """In which order the model's pieces tell most, as the predictor thinks; empty without one."""
+
+    def order(self, rank: int, count: int) -> list[int]:
+        """In which order a rank should time the model's ``count`` pieces."""
+        mates = [n for n, kind in enumerate(self.kinds) if kind.processor == self.kinds[rank].processor]
+        return turns(self.wanted or scattered(count), mates.index(rank), len(mates))
+
+    def together(self, times: Sequence[LayerTimes]) -> list[LayerTimes]:
+        """What all ranks measured, with what those of one host measured made one."""
+        hosts = {key: [one for one, own in zip(times, self.keys, strict=True) if own == key] for key in self.keys if times}
+        return [together(hosts[key]) for key in self.keys if times]
+
+
+def _introduced(runtime: Runtime, job: config.Job, model: Outline, path: Path | None) -> _Devices:
+    """Who is there, and what rank 0's database, if there is one, knows of them."""
+    messenger, seconds = runtime.messenger, runtime.startup_seconds
+    facts = messenger.allgather(_facts(runtime, job), seconds, "the kind of each device")
+    keys = [device_key(one) for one in facts]
+    known = recall(path, model, keys) if path else [None] * runtime.size
+    wanted = _wanted(path, model) if path and not all(one and all(one.measured) for one in known) else []
+    told = messenger.broadcast([msgspec.to_builtins(known), wanted], seconds, "what is known of each device")
+    known, wanted = msgspec.convert(told, tuple[list[LayerTimes | None], list[int]])
+    return _Devices(facts, keys, [_kind(one) for one in facts], known, wanted)
 
 
 def _second_look(
@@ -190,7 +222,7 @@ def _learned(path: Path | None, model: Outline, times: dict[str, LayerTimes]) ->
     return predictor
 
 
-def _order(path: Path, model: Outline) -> list[int]:
+def _wanted(path: Path, model: Outline) -> list[int]:
     """In which order devices never seen probe the model's pieces, as what is known of others suggests."""
     predictor = recall_predictor(path)
     return predictor.order(model, np.array(pieces(model))) if predictor else []
