@@ -25,7 +25,7 @@ _PROGRAMS = {"alone": "harness.alone", "ours": "harness.ours", "pipelining": "ha
              "submodels": "harness.submodels"}  # fmt: skip
 _GLOO = ("pipelining", "ddp")
 _MOST_SECONDS = 300.0
-_NEW_CUTS = 3  # more first steps that do not count
+_NEW_CUTS, _NEW_CUTS_SECONDS = 3, 6.0  # more first steps, and so long, that do not count
 
 
 class Experiment:
@@ -136,8 +136,8 @@ class Experiment:
     ) -> Result:
         """accept_mpi with these keys changed, for about so many seconds. ``turn``: once more, with the same plan.
 
-        Where cuts or the order of ranks are other ones than those before, three more steps do not count: until the pipeline
-        is full, a rank whose stage has grown takes memory from the kernel.
+        Where cuts or the order of ranks are other ones than those before, more first steps do not count: a rank whose stage has
+        grown takes memory from the kernel, a gigabyte of it at 0.4 core for five to eight seconds.
         """
         batch = int(settings.get("train.batch_size", self.batch))
         rate = self._last[1] if self._last is not None and self._last[0] == settings else batch
@@ -157,7 +157,7 @@ class Experiment:
         pipeline = self._job(settings | more).pipeline
         cuts = (pipeline.cuts, pipeline.ranks or list(range(self._hosts)))
         if "ours" in self._sessions and cuts != self._cuts:
-            skip += _NEW_CUTS
+            skip += max(_NEW_CUTS, round(_NEW_CUTS_SECONDS * rate / batch))
         drain = self._drain(settings)
         steps = skip + count + drain
         if turn is not None:
