@@ -1,6 +1,7 @@
 """What a plan's step takes, before it is run: the simulator on times and rates that devices have measured.
 
-Where the data plane has no core of its own, a stage's time holds what its messages cost: coding, and CPU for each byte.
+Where the data plane has no core of its own, a stage's time holds what its messages cost: coding, CPU for each byte, and
+looks while something large is sent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from accept_mpi.coding import parse
 from accept_mpi.log import BACKWARD, FORWARD, KINDS, TRACE, Rows
+from accept_mpi.looks import OF_A_MESSAGE, SENDING_SECONDS, SOCKET_BYTES
 from accept_mpi.schedule import Action, Kind, actions, depth
 from accept_mpi.simulate import Packed, Simulated, action_seconds, simulate, simulate_packed
 
@@ -66,6 +68,11 @@ class Crossing(msgspec.Struct, frozen=True):
         """On the link, with codec ``name``."""
         return self.nbytes(name) / self.rate + self.latency
 
+    def looks(self, name: str) -> float:
+        """How often the sender looks after a message with codec ``name`` until the link has taken it."""
+        nbytes = self.nbytes(name)
+        return nbytes / self.rate / SENDING_SECONDS if nbytes > SOCKET_BYTES else 0.0
+
 
 class Forecast:
     """A pipeline of stages with these profiles and crossings."""
@@ -108,12 +115,14 @@ class Forecast:
         if not here.shared or way not in "FB":
             return 0.0
         ahead = int(way == "F")
+        incoming, outgoing = (stage - ahead, way), (stage - 1 + ahead, way)
         total = 0.0
-        for crossing, costs in (((stage - ahead, way), here.decode), ((stage - 1 + ahead, way), here.encode)):
-            if crossing in codecs:
-                name = codecs[crossing]
-                total += self.crossings[crossing].values * costs[name] + self.crossings[crossing].nbytes(name) * here.byte
-                total += here.message
+        for place, costs in ((incoming, here.decode), (outgoing, here.encode)):
+            if place in codecs:
+                name, crossing = codecs[place], self.crossings[place]
+                total += crossing.values * costs[name] + crossing.nbytes(name) * here.byte + here.message
+                if place == outgoing:
+                    total += crossing.looks(name) * OF_A_MESSAGE * here.message
         return total
 
     def step(self, codecs: Mapping[Direction, str]) -> float:

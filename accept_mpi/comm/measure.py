@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from accept_mpi.codec import Bytes
 from accept_mpi.errors import DeadlineError
+from accept_mpi.looks import SENDING_SECONDS
 
 _PINGS = 20
 _SECONDS = 120.0  # deadline of one exchange
@@ -18,7 +19,6 @@ _ENOUGH_SECONDS = 0.05  # a message that takes this long measures bandwidth well
 _BUSY_SECONDS = 0.25  # traffic on all links: long beside what a link passes at once before it slows down
 _REPEATS = 3  # of the exchange that tells a pair's rate, at most: a quota may stop either of them for half of one
 _USUAL = 0.9  # of what either has seen before: such a rate needs no other look
-_BULK_POLL = 0.002  # as the data plane does while it sends
 
 
 def clock_offset(world: MPI.Intracomm) -> float:
@@ -204,7 +204,7 @@ def _exchange(
             took[i] = time.monotonic() - began
         if time.monotonic() - began > _SECONDS:
             raise DeadlineError(f"waited {_SECONDS:.0f} s for ranks {before} and {after} while measuring links")
-        time.sleep(_BULK_POLL)
+        time.sleep(SENDING_SECONDS)  # as the data plane does
     return took[2], took[3], time.thread_time() - cpu
 
 

@@ -20,6 +20,7 @@ from accept_mpi.coding import Coding
 from accept_mpi.comm.background import Background
 from accept_mpi.comm.messenger import Message, Messenger
 from accept_mpi.errors import DeadlineError, ProtocolError
+from accept_mpi.looks import SENDING_SECONDS, SOCKET_BYTES
 from accept_mpi.recorder import Recorder
 from accept_mpi.seeds import CODE, mix
 
@@ -28,8 +29,8 @@ from accept_mpi.seeds import CODE, mix
 # computes: what has arrived is decoded when a send or a wait wakes this thread. A look costs some 0.1 ms of that core, for
 # its caches are cold.
 _LIVELY_SECONDS = 0.2
-_POLL_AWAITED, _POLL_SENDING, _POLL_IDLE, _POLL_ALONE, _POLL_RARE = 0.0002, 0.002, 0.008, 0.02, 0.032
-_SOCKET_BYTES, _BUFFERED_BYTES = 1 << 17, 1 << 19
+_POLL_AWAITED, _POLL_SENDING, _POLL_IDLE, _POLL_ALONE, _POLL_RARE = 0.0002, SENDING_SECONDS, 0.008, 0.02, 0.032
+_BUFFERED_BYTES = 1 << 19
 _ABANDON_SECONDS = 5.0
 _SWITCH_SECONDS = 0.0005
 _UNCODED_REPORTED = 10
@@ -84,7 +85,7 @@ class Outgoing:
     @property
     def sends_bulk(self) -> bool:
         """Whether something is under way that MPI must be called for again and again."""
-        return any(wire > _SOCKET_BYTES for _, _, wire in self.active)
+        return any(wire > SOCKET_BYTES for _, _, wire in self.active)
 
     def send(
         self,

@@ -136,8 +136,8 @@ class Experiment:
     ) -> Result:
         """accept_mpi with these keys changed, for about so many seconds. ``turn``: once more, with the same plan.
 
-        Where cuts or the order of ranks are other ones than those before, more first steps do not count: a rank whose stage has
-        grown takes memory from the kernel, a gigabyte of it at 0.4 core for five to eight seconds.
+        Where cuts or the order of ranks are other ones than those before, more first steps do not count: a rank whose stage
+        has grown takes memory from the kernel, a gigabyte of it at 0.4 core for five to eight seconds.
         """
         batch = int(settings.get("train.batch_size", self.batch))
         rate = self._last[1] if self._last is not None and self._last[0] == settings else batch

@@ -6,7 +6,19 @@ from conftest import ROOT
 
 # From the bottom up. A module may import from lower levels, and from its own level only within a package.
 LEVELS = [
-    {"version", "errors", "seeds", "schedule", "faults", "kernels", "cgroups", "supervised", "pulse", "stop_signals"},
+    {
+        "version",
+        "errors",
+        "seeds",
+        "schedule",
+        "faults",
+        "kernels",
+        "cgroups",
+        "supervised",
+        "pulse",
+        "stop_signals",
+        "looks",
+    },
     {"imports", "memory", "spill", "fleet", "plan", "log", "simulate", "partition"},
     {"config", "models", "data", "timeline", "recorder", "coding", "spread", "losses"},
     {"replay"},

@@ -65,6 +65,17 @@ def test_messages_cost_a_shared_core() -> None:
     assert shared.steady(codecs(shared))[0] > 1.3 * free.steady(codecs(free))[0]
 
 
+def test_who_sends_more_than_a_socket_takes_looks_after_it() -> None:
+    """2 ms a message, so 0.5 ms a look, one for each 2 ms of the link: not for what arrives, nor for little."""
+    pipe = pipeline("1f1b-async", 2, 8, message=2e-3, shared=True)
+    place, crossing = (0, "F"), pipe.crossings[0, "F"]
+    for values, looks in ((1 << 15, 0), (1 << 18, 50)):
+        pipe.crossings[place] = msgspec.structs.replace(crossing, values=values, other_bytes=0, rate=values * 4 / 0.1)
+        assert pipe.crossings[place].looks("none") == pytest.approx(looks)
+        assert pipe.handling(0, "F", {place: "none"}) == pytest.approx(2e-3 + looks * 0.5e-3)
+        assert pipe.handling(1, "F", {place: "none"}) == pytest.approx(2e-3)
+
+
 def test_a_message_waits_for_its_latency() -> None:
     quick, late = pipeline("1f1b", 2, 4), pipeline("1f1b", 2, 4)
     late.crossings = {at: msgspec.structs.replace(crossing, latency=0.05) for at, crossing in late.crossings.items()}
