@@ -123,7 +123,7 @@ def counted(*args):
     return found
 
 Piece.measure = counted
-probe(Subject(chain, outline_of(chain, job, inputs), job, cross_entropy, inputs, targets), 2.0)
+probe(Subject(chain, outline_of(chain, job, inputs), job, cross_entropy, inputs, targets), 12.0)  # for all, if busy
 print(len(taken), max(taken))
 """
 
