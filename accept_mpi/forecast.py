@@ -121,8 +121,8 @@ class Forecast:
             if place in codecs:
                 name, crossing = codecs[place], self.crossings[place]
                 total += crossing.values * costs[name] + crossing.nbytes(name) * here.byte + here.message
-                if place == outgoing:
-                    total += crossing.looks(name) * OF_A_MESSAGE * here.message
+        if outgoing in codecs:
+            total += self.crossings[outgoing].looks(codecs[outgoing]) * OF_A_MESSAGE * here.message
         return total
 
     def step(self, codecs: Mapping[Direction, str]) -> float:
