@@ -29,9 +29,9 @@ class Choice(msgspec.Struct, frozen=True):
 
     name: str
     seconds: float
-    """A message takes this long, coding included."""
+    """A message takes this long, coding included, beside what else the link carries."""
     uncoded: float
-    """It would take this long as it is."""
+    """It would take this long as it is, beside the same."""
 
 
 def ladder(floor: int) -> dict[str, Coding]:
@@ -85,4 +85,6 @@ def _choose_alike(
 
 
 def _choices(forecast: Forecast, chosen: dict[Direction, str]) -> dict[Direction, Choice]:
-    return {c: Choice(name, forecast.message(c, name), forecast.message(c, "none")) for c, name in chosen.items()}
+    return {
+        c: Choice(name, forecast.message(c, name, chosen), forecast.message(c, "none", chosen)) for c, name in chosen.items()
+    }

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from accept_mpi.coding import parse
 from accept_mpi.log import BACKWARD, FORWARD, KINDS, TRACE, Rows
-from accept_mpi.looks import OF_A_MESSAGE, SENDING_SECONDS, SOCKET_BYTES
+from accept_mpi.looks import SOCKET_BYTES, per_message, while_sending
 from accept_mpi.schedule import Action, Kind, actions, depth
 from accept_mpi.simulate import Packed, Simulated, action_seconds, simulate, simulate_packed
 
@@ -56,22 +56,13 @@ class Crossing(msgspec.Struct, frozen=True):
     other_bytes: int
     """Bytes of a message besides."""
     rate: float
-    """Bytes a second, while all links carry traffic both ways."""
+    """Bytes a second from one end to the other, both ways at once."""
     latency: float = 0.0
     """Seconds that a short message takes."""
 
     def nbytes(self, name: str) -> float:
         """Of a message with codec ``name``."""
         return self.values * bits_of(name) / 8 + self.other_bytes
-
-    def seconds(self, name: str) -> float:
-        """On the link, with codec ``name``."""
-        return self.nbytes(name) / self.rate + self.latency
-
-    def looks(self, name: str) -> float:
-        """How often the sender looks after a message with codec ``name`` until the link has taken it."""
-        nbytes = self.nbytes(name)
-        return nbytes / self.rate / SENDING_SECONDS if nbytes > SOCKET_BYTES else 0.0
 
 
 class Forecast:
@@ -84,8 +75,11 @@ class Forecast:
         slack: int,
         profiles: Sequence[Profile],
         crossings: Mapping[Direction, Crossing],
+        nics: Sequence[float] = (),
     ) -> None:
-        self.kind, self.profiles, self.crossings = kind, profiles, crossings
+        """``nics``: bytes/s of each stage's own link, each way, which what it sends ahead and back share; without, only what
+        crossings say holds."""
+        self.kind, self.profiles, self.crossings, self._nics = kind, profiles, crossings, nics
         self._all, self._slack = micro_batches, slack
         stages = len(profiles)
         # A long step has a beginning, an end, and in between every micro-batch takes what the one before it took.
@@ -94,20 +88,44 @@ class Forecast:
         self._packed: dict[int, Packed] = {}
         self._steps = _STEPS if self._micro_batches == micro_batches else 1
 
+    def with_profiles(self, profiles: Sequence[Profile]) -> "Forecast":
+        """The same where stages take this long."""
+        return Forecast(self.kind, self._all, self._slack, profiles, self.crossings, self._nics)
+
     def with_links(self, share: float) -> "Forecast":
         """The same on links that carry only this share of what they were measured to."""
         crossings = {
             place: msgspec.structs.replace(crossing, rate=share * crossing.rate)
             for place, crossing in self.crossings.items()
         }
-        return Forecast(self.kind, self._all, self._slack, self.profiles, crossings)
+        nics = [share * nic for nic in self._nics]
+        return Forecast(self.kind, self._all, self._slack, self.profiles, crossings, nics)
 
-    def message(self, crossing: Direction, name: str) -> float:
-        """Seconds from a tensor here to a tensor there, with codec ``name``."""
-        boundary, way = crossing
-        ends = (boundary, boundary + 1) if way == "F" else (boundary + 1, boundary)
-        coding = self.profiles[ends[0]].encode[name] + self.profiles[ends[1]].decode[name]
-        return self.crossings[crossing].seconds(name) + self.crossings[crossing].values * coding
+    def message(self, place: Direction, name: str, codecs: Mapping[Direction, str] | None = None) -> float:
+        """Seconds from a tensor here to a tensor there, with codec ``name``, while other crossings have ``codecs``; without
+        them, as if nothing else were sent."""
+        source, target = self._ends(place)
+        crossing = self.crossings[place]
+        coding = self.profiles[source].encode[name] + self.profiles[target].decode[name]
+        return self._carried(place, name, codecs or {}) + crossing.latency + crossing.values * coding
+
+    @staticmethod
+    def _ends(place: Direction) -> tuple[int, int]:
+        """The stage that sends and the one that receives."""
+        boundary, way = place
+        return (boundary, boundary + 1) if way == "F" else (boundary + 1, boundary)
+
+    def _carried(self, place: Direction, name: str, codecs: Mapping[Direction, str]) -> float:
+        """Seconds on the link: at its rate, or, if that is longer, as long as either end's own link takes for this and for
+        what crosses that stage's other boundary beside it, out or in as this."""
+        nbytes = self.crossings[place].nbytes(name)
+        seconds = nbytes / self.crossings[place].rate
+        boundary, other_way = place[0], "B" if place[1] == "F" else "F"
+        for stage, beside in ((boundary, boundary - 1), (boundary + 1, boundary + 1)) if self._nics else ():
+            codec = codecs.get((beside, other_way))
+            both = nbytes + (self.crossings[beside, other_way].nbytes(codec) if codec else 0.0)
+            seconds = max(seconds, both / self._nics[stage])
+        return seconds
 
     def handling(self, stage: int, way: str, codecs: Mapping[Direction, str]) -> float:
         """Seconds that the data plane takes from the computing core for the messages of one F or B."""
@@ -120,9 +138,11 @@ class Forecast:
         for place, costs in ((incoming, here.decode), (outgoing, here.encode)):
             if place in codecs:
                 name, crossing = codecs[place], self.crossings[place]
-                total += crossing.values * costs[name] + crossing.nbytes(name) * here.byte + here.message
+                total += crossing.values * costs[name] + crossing.nbytes(name) * here.byte + per_message(here.message)
         if outgoing in codecs:
-            total += self.crossings[outgoing].looks(codecs[outgoing]) * OF_A_MESSAGE * here.message
+            nbytes = self.crossings[outgoing].nbytes(codecs[outgoing])
+            if nbytes > SOCKET_BYTES:
+                total += while_sending(self._carried(outgoing, codecs[outgoing], {}), here.message)
         return total
 
     def step(self, codecs: Mapping[Direction, str]) -> float:
@@ -199,7 +219,7 @@ class Forecast:
         """(stages, 4) of F, B, W and U; (boundaries, 2) of transfers."""
         stages = range(len(self.profiles))
         compute = [[self._compute(s, kind) + self.handling(s, kind, codecs) for kind in Packed.KINDS] for s in stages]
-        took = [[self.message((b, way), codecs[b, way]) for way in "FB"] for b in stages[:-1]]
+        took = [[self.message((b, way), codecs[b, way], codecs) for way in "FB"] for b in stages[:-1]]
         return np.array(compute), np.array(took).reshape(-1, 2)
 
     def _timed(self, steps: int, codecs: Mapping[Direction, str]) -> tuple[Floats, Floats]:

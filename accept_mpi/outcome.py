@@ -84,7 +84,8 @@ def forecast_of(survey: Survey, job: config.Job, plan: Plan) -> Forecast:
                 update=sum(device.update[mine]),
             )
         )
-    return Forecast(kind, micro_batches_of(job), job.pipeline.transfer_slack, profiles, _crossings(survey, plan))
+    nics = [max(survey.nic(stage.ranks[0]), 1.0) for stage in plan.stages]
+    return Forecast(kind, micro_batches_of(job), job.pipeline.transfer_slack, profiles, _crossings(survey, plan), nics)
 
 
 class Replayed(NamedTuple):
@@ -101,7 +102,8 @@ def replayed(survey: Survey, job: config.Job, plan: Plan, trace: Rows) -> Replay
     """What the simulator makes of a run, with the computing that its trace holds, on the links of the survey: whatever the
     devices' speeds were foreseen to be. Raises UserError where the trace holds fewer than three finished steps."""
     foreseen = forecast_of(survey, job, plan)
-    run = rerun(trace, lambda boundary, way: foreseen.message((boundary, way), plan.codecs[boundary, way]))
+    codecs = plan.codecs
+    run = rerun(trace, lambda boundary, way: foreseen.message((boundary, way), codecs[boundary, way], codecs))
     if run is None:
         raise UserError("the trace holds fewer than three finished steps")
     profiles = [
@@ -115,29 +117,19 @@ def replayed(survey: Survey, job: config.Job, plan: Plan, trace: Rows) -> Replay
         )
         for took, profile in zip(mean_times(trace), foreseen.profiles, strict=True)
     ]
-    forecast = Forecast(
-        job.pipeline.schedule, micro_batches_of(job), job.pipeline.transfer_slack, profiles, foreseen.crossings
-    )
-    return Replayed(run.took / run.steps, run.seconds / run.steps, forecast.steady(plan.codecs)[0])
+    forecast = foreseen.with_profiles(profiles)
+    return Replayed(run.took / run.steps, run.seconds / run.steps, forecast.steady(codecs)[0])
 
 
 def _crossings(survey: Survey, plan: Plan) -> dict[Direction, Crossing]:
-    """Traffic of all boundaries. A device's own link is shared by what it sends ahead and back, in proportion."""
+    """Traffic of all boundaries."""
     ranks = [stage.ranks[0] for stage in plan.stages]
-    starts = [stage.start for stage in plan.stages[1:]]
-    sizes = {"F": list(map(survey.outline.crossing, starts)), "B": list(map(survey.outline.returning, starts))}
-    weights = {way: [4 * values + other for values, other in both] for way, both in sizes.items()}
     found = {}
-    for boundary, (a, b) in enumerate(itertools.pairwise(ranks)):
-        for way, (source, target, beside) in {"F": (a, b, boundary - 1), "B": (b, a, boundary + 1)}.items():
-            # The sender's other boundary carries traffic the other way round, and so does the receiver's.
-            other_side = boundary + 1 if way == "F" else boundary - 1
-            rate, weight = survey.rate[source][target], weights[way]
-            for host, neighbour in ((source, beside), (target, other_side)):
-                if 0 <= neighbour < len(weight):
-                    share = weight[boundary] / max(1.0, weight[boundary] + weight[neighbour])
-                    rate = min(rate, survey.nic(host) * share)
-            found[boundary, way] = Crossing(*sizes[way][boundary], max(rate, 1.0), survey.latency[source][target])
+    for boundary, (stage, (a, b)) in enumerate(zip(plan.stages[1:], itertools.pairwise(ranks), strict=True)):
+        sizes = {"F": survey.outline.crossing(stage.start), "B": survey.outline.returning(stage.start)}
+        for way, (source, target) in {"F": (a, b), "B": (b, a)}.items():
+            rate = max(survey.rate[source][target], 1.0)
+            found[boundary, way] = Crossing(*sizes[way], rate, survey.latency[source][target])
     return found
 
 

@@ -10,6 +10,7 @@ from accept_mpi.bits import AUTO, ladder
 from accept_mpi.coding import Coding, parse
 from accept_mpi.errors import UserError
 from accept_mpi.forecast import bits_of
+from accept_mpi.looks import per_message, while_sending
 from accept_mpi.outline import LayerOutline
 from accept_mpi.partition import Problem
 from accept_mpi.replicas import most_held
@@ -36,11 +37,12 @@ def problem_of(survey: Survey, job: config.Job, share: float = 1.0) -> tuple[Pro
     for n, device in enumerate(devices):
         if device.shared:  # two messages a micro-batch less for a stage at an end (``_messages``)
             ends = seconds[n, [0, -1]]
-            seconds[n, [0, -1]] = np.maximum(ends / 10, ends - 2 * device.message)
+            seconds[n, [0, -1]] = np.maximum(ends / 10, ends - 2 * per_message(device.message))
         if not device.data:
             seconds[n, [0, -1]] = NEVER
     crossings = [outline.crossing(layer) for layer in range(layers)] + [(0, 0)]
     names, pairs = _codecs(job.pipeline)
+    nics = share * np.array([min(survey.nic(n), 1e15) for n in range(count)])
     rate = np.array(survey.rate, float)
     np.fill_diagonal(rate, 1e15)
     needs = Needs(survey, job, count)
@@ -50,10 +52,10 @@ def problem_of(survey: Survey, job: config.Job, share: float = 1.0) -> tuple[Pro
         values=np.array([values for values, _ in crossings], float),
         other=np.array([other for _, other in crossings], float),
         rate=share * np.minimum(rate, 1e15),
-        nic=share * np.array([min(survey.nic(n), 1e15) for n in range(count)]),
+        nic=nics,
         codecs=tuple(names),
         bits=np.array([max(map(bits_of, pair)) / 8 for pair in pairs]),
-        coding=np.array([[_handling(device, *pair) for pair in pairs] for device in devices]),
+        coding=np.array([[_handling(d, float(nic), *pair) for pair in pairs] for d, nic in zip(devices, nics, strict=True)]),
         state=np.array([needs.state(layer) for layer in outline.layers]),
         held=np.array([float(layer.held) for layer in outline.layers]),
         capacity=np.array([device.memory for device in devices], float),
@@ -73,7 +75,7 @@ def codings_of(job: config.Job) -> dict[str, Coding]:
 def _messages(devices: Sequence[Device], layers: int) -> np.ndarray | None:
     """(devices, layers + 1, layers + 1): seconds that the four messages of a stage between two others take from its device's
     computing core each micro-batch. None where none do, or runs of layers are too many to list."""
-    each = np.array([4 * device.message if device.shared else 0.0 for device in devices])
+    each = np.array([4 * per_message(device.message) if device.shared else 0.0 for device in devices])
     if not each.any() or len(devices) * (layers + 1) ** 2 >= _MOST_RUNS:
         return None
     return each[:, None, None] * np.triu(np.ones((layers + 1, layers + 1)), 1)
@@ -90,12 +92,14 @@ def _codecs(pipeline: config.Pipeline) -> tuple[list[str], list[tuple[str, str]]
     return ["/".join(dict.fromkeys(pair)) for pair in pairs], pairs
 
 
-def _handling(device: Device, forward: str, backward: str) -> float:
-    """Seconds that a boundary takes from a device's computing core for each value: one message out, another in."""
+def _handling(device: Device, nic: float, forward: str, backward: str) -> float:
+    """Seconds that a boundary takes from a device's computing core for each value: one message out, another in. Each
+    counts as one that must be looked after while it is sent; where it need not be, it is small, and that costs little."""
     if not device.shared:
         return 0.0
     coding = sum(costs[name] for costs in (device.encode, device.decode) for name in (forward, backward)) / 2
-    return coding + (bits_of(forward) + bits_of(backward)) / 8 * device.byte
+    nbytes = (bits_of(forward) + bits_of(backward)) / 8  # in and out
+    return coding + nbytes * device.byte + while_sending(nbytes / 2 / nic, device.message)
 
 
 class Needs:

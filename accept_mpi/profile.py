@@ -69,14 +69,21 @@ def profile(
     forward, backward = (float(np.quantile(column, 0.25)) for column in zip(*times[1:], strict=True))
     stretch = stretch_of(wall, sum(map(sum, times[1:])))
     costs = codec_costs(codings)
+    shared = computing_takes_all(cores)
     return Profile(
         forward=stretch * forward,
         backward=stretch * backward,
         encode={name: stretch * encode for name, (encode, _) in costs.items()},
         decode={name: stretch * decode for name, (_, decode) in costs.items()},
         byte=stretch * byte_cpu,
-        shared=computing_takes_all(cores),
+        message=stretch * message_cost(one_that_codes(codings)) if shared else 0.0,
+        shared=shared,
     )
+
+
+def one_that_codes(codings: Mapping[str, Coding]) -> Coding:
+    """One of them that codes, if there is one: what a message takes whatever its size, it takes with any codec."""
+    return max(codings.values(), key=lambda coding: coding.kind != "none", default=NONE)
 
 
 def codec_costs(codings: Mapping[str, Coding]) -> dict[str, tuple[float, float]]:

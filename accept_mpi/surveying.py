@@ -43,7 +43,7 @@ from accept_mpi.planner import plans_for
 from accept_mpi.predictor import Predictor
 from accept_mpi.probe import LayerTimes, Run, Subject, look, micro_batch, nothing_measured, pieces, probe, scattered
 from accept_mpi.problem import codings_of
-from accept_mpi.profile import codec_costs, message_cost
+from accept_mpi.profile import codec_costs, message_cost, one_that_codes
 from accept_mpi.replay import mean_times
 from accept_mpi.survey import Device, Survey
 from accept_mpi.unmeasured import fill, learned
@@ -107,9 +107,8 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
         ),
     )
     shared = computing_takes_all(runtime.cores)
-    coded = max(codings.values(), key=lambda coding: coding.kind != "none")
     copies = runtime.survives and runtime.size > 1 and job.recovery.replicate_every != 0
-    handling = Handling(codec_costs(codings), rates.cpu, rates.message + message_cost(coded))
+    handling = Handling(codec_costs(codings), rates.cpu, rates.message + message_cost(one_that_codes(codings)))
     mine = _Report(times, rates, handling, data[0] is not None, room, shared, copies)
     gathered = messenger.allgather(msgspec.to_builtins(mine), seconds, "what each device has measured")
     reports = [msgspec.convert(one, _Report) for one in gathered] if runtime.rank == 0 else []

@@ -8,7 +8,8 @@ from test_planner import survey
 
 from accept_mpi import forecast as module
 from accept_mpi.errors import UserError
-from accept_mpi.forecast import Crossing, Forecast, Profile
+from accept_mpi.forecast import Crossing, Forecast, Profile, bits_of
+from accept_mpi.looks import per_message, while_sending
 from accept_mpi.outcome import forecast_of, replayed
 from accept_mpi.plan import make_plan
 from accept_mpi.planner import plan_for
@@ -57,23 +58,40 @@ def test_the_slowest_stage_sets_the_step_wherever_it_is(slow: int) -> None:
 
 
 def test_messages_cost_a_shared_core() -> None:
-    """2 ms a message: a stage between two others has four a micro-batch."""
+    """A stage between two others has four a micro-batch."""
     free, shared = (pipeline("1f1b-async", 4, 8, message=2e-3, shared=flag) for flag in (False, True))
-    assert shared.handling(1, "F", codecs(shared)) == pytest.approx(4e-3)
-    assert shared.handling(0, "F", codecs(shared)) == pytest.approx(2e-3)
+    each = per_message(2e-3)
+    assert each > 2e-3
+    assert shared.handling(1, "F", codecs(shared)) == pytest.approx(2 * each)
+    assert shared.handling(0, "F", codecs(shared)) == pytest.approx(each)
     assert free.handling(1, "F", codecs(free)) == 0
     assert shared.steady(codecs(shared))[0] > 1.3 * free.steady(codecs(free))[0]
 
 
 def test_who_sends_more_than_a_socket_takes_looks_after_it() -> None:
-    """2 ms a message, so 0.5 ms a look, one for each 2 ms of the link: not for what arrives, nor for little."""
+    """As long as the link takes for it; not for what arrives, nor for little."""
     pipe = pipeline("1f1b-async", 2, 8, message=2e-3, shared=True)
     place, crossing = (0, "F"), pipe.crossings[0, "F"]
-    for values, looks in ((1 << 15, 0), (1 << 18, 50)):
+    for values, looks in ((1 << 15, 0.0), (1 << 18, while_sending(0.1, 2e-3))):
         pipe.crossings[place] = msgspec.structs.replace(crossing, values=values, other_bytes=0, rate=values * 4 / 0.1)
-        assert pipe.crossings[place].looks("none") == pytest.approx(looks)
-        assert pipe.handling(0, "F", {place: "none"}) == pytest.approx(2e-3 + looks * 0.5e-3)
-        assert pipe.handling(1, "F", {place: "none"}) == pytest.approx(2e-3)
+        assert pipe.handling(0, "F", {place: "none"}) == pytest.approx(per_message(2e-3) + looks)
+        assert pipe.handling(1, "F", {place: "none"}) == pytest.approx(per_message(2e-3))
+    assert looks > 10 * 2e-3
+
+
+def test_a_stages_boundaries_share_its_link_as_they_are_coded() -> None:
+    """4 MB a second; 0.4 MB across boundary 0 and 40 KB across boundary 1, 100 and 10 ms alone. By what they would be
+    uncoded, the small one beside the large one with 4 bits seemed to take all of 110 ms."""
+    costs = dict.fromkeys(("none", "uniform:4"), 0.0)
+    crossings = {(b, way): Crossing(size, 0, 4e6) for b, size in enumerate((100_000, 10_000)) for way in "FB"}
+    pipe = Forecast("1f1b-async", 4, 2, [Profile(0.1, 0.2, costs, costs)] * 3, crossings, [4e6] * 3)
+    names = codecs(pipe)
+    assert pipe.message((1, "F"), "none") == pytest.approx(0.01)
+    for place in crossings:
+        assert pipe.message(place, "none", names) == pytest.approx(0.11), "the middle stage's link carries both"
+    large = {place: "uniform:4" for place in crossings if place[0] == 0}
+    assert pipe.message((1, "B"), "none", names | large) == pytest.approx(0.01 + 0.1 * bits_of("uniform:4") / 32)
+    assert pipe.with_links(0.5).message((1, "F"), "none", names) == pytest.approx(0.22)
 
 
 def test_a_message_waits_for_its_latency() -> None:

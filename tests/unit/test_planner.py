@@ -7,6 +7,7 @@ from torch import nn
 
 from accept_mpi import config, planner
 from accept_mpi.errors import UserError
+from accept_mpi.looks import while_sending
 from accept_mpi.models import as_chain
 from accept_mpi.outcome import outcome
 from accept_mpi.outline import outline
@@ -186,6 +187,21 @@ def test_a_device_whose_messages_cost_more_than_its_layers_save_stays_idle() -> 
     for message, layers in ((0.0, [5, 2, 5]), (3e-3, [6, 0, 6])):
         fleet = survey(1, 2.5, 1, shared=[True] * 3, message=[0.0, message, 0.0], data=[True, False, True])
         assert layers_by_rank(plan_for(fleet, job()), 3) == layers
+
+
+def test_what_is_sent_slowly_is_looked_after() -> None:
+    """One core computes and sends: a value costs it more on a slow link, most uncoded; not where it has another."""
+    fast, slow, free = (
+        problem_of(survey(1, 1, rate=rate, shared=[shared] * 2, message=[1e-3] * 2), job())[0].coding
+        for rate, shared in ((1e12, True), (1e6, True), (1e6, False))
+    )
+    assert fast is not None
+    assert slow is not None
+    assert free is not None
+    assert slow[0, 0] == pytest.approx(while_sending(4 / 1e6, 1e-3), rel=0.01)
+    assert (slow[0, 1:] < slow[0, 0]).all()
+    assert fast.max() < 1e-3 * slow.min()
+    assert not free.any()
 
 
 def test_uneven_batches_have_fewer_micro_batches() -> None:
