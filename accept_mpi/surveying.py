@@ -120,28 +120,9 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     def decide() -> Surveyed | None:
         if runtime.rank:
             return None
-        pooled = alike(first, devices.kinds, again)
-        # What a second look did not find again is not remembered.
-        kept = [one if doubt else own for one, own, doubt in zip(pooled, first, doubts, strict=True)]
-        leaders = {key: devices.keys.index(key) for key in devices.keys}  # of each host the first rank
-        times = {key: kept[n] for key, n in leaders.items()}
-        if path:
-            there = {key: (devices.facts[n], kept[n]) for key, n in leaders.items() if any(kept[n].measured)}
-            remember(path, model, there)
-        predictor = None
-        if not given and not all(all(one.measured) for one in pooled):  # nor any of their kind
-            predictor = _learned(path, model, times)
-        same = [one is not own for one, own in zip(pooled, first, strict=True)]
-        handled = handled_alike([report.handling for report in reports], devices.kinds, same)
-        said = [
-            msgspec.structs.replace(report, times=one, handling=costs)
-            for report, one, costs in zip(reports, pooled, handled, strict=True)
-        ]
-        survey = survey_of(model, said, [host["host"] for host in runtime.hosts], predictor)
+        survey = _surveyed(model, devices, _Seen(reports, first, doubts, again), path, given is not None)
         keys = tuple(devices.keys)
         if given:
-            assumed = [msgspec.structs.replace(device, assumed=n > 0) for n, device in enumerate(survey.devices)]
-            survey = msgspec.structs.replace(survey, devices=assumed)
             return Surveyed(given, data, [], survey, None, model, time.monotonic() - began, keys)
         found, even = plans_for(survey, job)
         looked = sum(map(bool, again))
@@ -209,6 +190,44 @@ def _second_look(
     seen = runtime.agree("a second look", lambda: look(subject, asked, room) if asked else [])
     gathered = runtime.messenger.allgather(seen, runtime.startup_seconds, "a second look")
     return msgspec.convert(gathered, list[list[Run]])
+
+
+class _Seen(NamedTuple):
+    """What all ranks measured, by rank."""
+
+    reports: "list[_Report]"
+    times: list[LayerTimes]
+    """Of the reports, with what ranks of one host measured made one."""
+    doubts: Sequence[Sequence[Sequence[int]]]
+    """Pieces that a second look was for."""
+    again: list[list[Run]]
+    """What that found."""
+
+
+def _surveyed(model: Outline, devices: _Devices, seen: _Seen, path: Path | None, assumed: bool) -> Survey:
+    """Devices of a kind pooled, what is new kept in the database, what nobody has measured predicted. ``assumed``: all but
+    rank 0, which alone has measured, are taken to be as fast."""
+    pooled = alike(seen.times, devices.kinds, seen.again)
+    # What a second look did not find again is not remembered.
+    kept = [one if doubt else own for one, own, doubt in zip(pooled, seen.times, seen.doubts, strict=True)]
+    leaders = {key: devices.keys.index(key) for key in devices.keys}  # of each host the first rank
+    if path:
+        there = {key: (devices.facts[n], kept[n]) for key, n in leaders.items() if any(kept[n].measured)}
+        remember(path, model, there)
+    predictor = None
+    if not assumed and not all(all(one.measured) for one in pooled):  # nor any of their kind
+        predictor = _learned(path, model, {key: kept[n] for key, n in leaders.items()})
+    same = [one is not own for one, own in zip(pooled, seen.times, strict=True)]
+    handled = handled_alike([report.handling for report in seen.reports], devices.kinds, same)
+    said = [
+        msgspec.structs.replace(report, times=one, handling=costs)
+        for report, one, costs in zip(seen.reports, pooled, handled, strict=True)
+    ]
+    survey = survey_of(model, said, [facts["host"] for facts in devices.facts], predictor)
+    if assumed:
+        others = [msgspec.structs.replace(device, assumed=n > 0) for n, device in enumerate(survey.devices)]
+        return msgspec.structs.replace(survey, devices=others)
+    return survey
 
 
 def _learned(path: Path | None, model: Outline, times: dict[str, LayerTimes]) -> Predictor | None:
