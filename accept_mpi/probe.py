@@ -242,7 +242,7 @@ class Timed(NamedTuple):
     """What a piece took."""
 
     layers: np.ndarray
-    """(4, layers) seconds of CPU: forward, backward, weights, update."""
+    """Seconds of CPU, by layer: rows forward, backward and, of all of its rounds, weights and update."""
     wall: float
     """Seconds of the clock for all of it."""
     cpu: float
@@ -326,6 +326,13 @@ class Piece:
         self._forth()
         self._back()
         return time.monotonic() - began
+
+    def lap(self) -> Timed:
+        """One round: of CPU (2, layers), forward of one micro-batch and backward of the oldest."""
+        began, cpu = time.monotonic(), time.thread_time()
+        self.round()
+        layers = np.stack([self._forwards[-1][1], self._backwards[-1][1][0]])
+        return Timed(layers, time.monotonic() - began, time.thread_time() - cpu)
 
     def _forth(self) -> None:
         """A micro-batch forward."""

@@ -49,10 +49,10 @@ def measured(job: config.Job, count: int) -> dict[str, Any]:
     for visit in range(-1, _VISITS):
         for at in generator.permutation(len(built)):
             built[at].round()  # the others have filled the caches
-            layers, took, used = built[at].round()
+            timed = built[at].lap()
             if visit >= 0:
-                rows[at].append(layers[:2])
-                wall, cpu = wall + took, cpu + used
+                rows[at].append(timed.layers)
+                wall, cpu = wall + timed.wall, cpu + timed.cpu
     found: dict[str, Any] = {"probes": [], "intervals": [], "passes": [], "layers": [[0.0, 0.0]] * last}
     stretch = stretch_of(wall, cpu)
     for (kind, (start, stop)), visits in zip(asked, rows, strict=True):

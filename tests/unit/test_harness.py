@@ -18,6 +18,7 @@ from accept_mpi.plan import make_plan
 from harness import sweep
 from harness.experiment import Experiment, combined
 from harness.store import Store, table
+from harness.submodels import measured
 from harness.sweep import result
 
 
@@ -86,6 +87,22 @@ def test_an_experiment_that_need_not_measure_has_a_folder_too(tmp_path: Path, mo
     monkeypatch.setattr(sys, "argv", ["experiment.py"])
     assert Experiment(str(tmp_path / "some" / "experiment.py")).out.resolve() == tmp_path / "runs" / "experiments" / "some"
     assert (tmp_path / "runs" / "experiments" / "some").is_dir()
+
+
+def test_sub_models_are_timed() -> None:
+    """A piece's rounds had changed what they return; only measuring the predictor's data anew showed it."""
+    job = config.parse(
+        '[model]\nname = "cnn"\n[data]\nname = "digits"\n[train]\nbatch_size = 8\nmicro_batches = 1\nsteps = 1\n'
+        '[output]\ndirectory = "r"\n', "job", []
+    )  # fmt: skip
+    found = measured(job, 2)
+    layers = len(found["layers"])
+    assert [run[0] for run in found["probes"]] == [0, *(run[1] for run in found["probes"][:-1])]
+    assert found["probes"][-1][1] == layers
+    assert len(found["intervals"]) == len(found["passes"]) == 2
+    assert (np.array(found["layers"]) > 0).all()
+    whole = next(run for run in found["intervals"] if run[:2] == [0, layers])
+    assert sum(whole[2:]) == pytest.approx(np.sum(found["layers"]), rel=0.6), "pieces and the whole model"
 
 
 def test_what_ranks_answer_becomes_one_result() -> None:
