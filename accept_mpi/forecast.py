@@ -104,23 +104,19 @@ class Forecast:
     def message(self, place: Direction, name: str, codecs: Mapping[Direction, str] | None = None) -> float:
         """Seconds from a tensor here to a tensor there, with codec ``name``, while other crossings have ``codecs``; without
         them, as if nothing else were sent."""
-        source, target = self._ends(place)
+        boundary, way = place
+        source, target = (boundary, boundary + 1) if way == "F" else (boundary + 1, boundary)
         crossing = self.crossings[place]
         coding = self.profiles[source].encode[name] + self.profiles[target].decode[name]
         return self._carried(place, name, codecs or {}) + crossing.latency + crossing.values * coding
-
-    @staticmethod
-    def _ends(place: Direction) -> tuple[int, int]:
-        """The stage that sends and the one that receives."""
-        boundary, way = place
-        return (boundary, boundary + 1) if way == "F" else (boundary + 1, boundary)
 
     def _carried(self, place: Direction, name: str, codecs: Mapping[Direction, str]) -> float:
         """Seconds on the link: at its rate, or, if that is longer, as long as either end's own link takes for this and for
         what crosses that stage's other boundary beside it, out or in as this."""
         nbytes = self.crossings[place].nbytes(name)
         seconds = nbytes / self.crossings[place].rate
-        boundary, other_way = place[0], "B" if place[1] == "F" else "F"
+        boundary, way = place
+        other_way = "B" if way == "F" else "F"
         for stage, beside in ((boundary, boundary - 1), (boundary + 1, boundary + 1)) if self._nics else ():
             codec = codecs.get((beside, other_way))
             both = nbytes + (self.crossings[beside, other_way].nbytes(codec) if codec else 0.0)
@@ -138,11 +134,10 @@ class Forecast:
         for place, costs in ((incoming, here.decode), (outgoing, here.encode)):
             if place in codecs:
                 name, crossing = codecs[place], self.crossings[place]
-                total += crossing.values * costs[name] + crossing.nbytes(name) * here.byte + per_message(here.message)
-        if outgoing in codecs:
-            nbytes = self.crossings[outgoing].nbytes(codecs[outgoing])
-            if nbytes > SOCKET_BYTES:
-                total += while_sending(self._carried(outgoing, codecs[outgoing], {}), here.message)
+                nbytes = crossing.nbytes(name)
+                total += crossing.values * costs[name] + nbytes * here.byte + per_message(here.message)
+                if place == outgoing and nbytes > SOCKET_BYTES:
+                    total += while_sending(self._carried(place, name, {}), here.message)
         return total
 
     def step(self, codecs: Mapping[Direction, str]) -> float:

@@ -120,7 +120,7 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     def decide() -> Surveyed | None:
         if runtime.rank:
             return None
-        survey = _surveyed(model, devices, _Seen(reports, first, doubts, again), path, given is not None)
+        survey = _pooled_survey(model, devices, _Measured(reports, first, doubts, again), path, given is not None)
         keys = tuple(devices.keys)
         if given:
             return Surveyed(given, data, [], survey, None, model, time.monotonic() - began, keys)
@@ -192,44 +192,6 @@ def _second_look(
     return msgspec.convert(gathered, list[list[Run]])
 
 
-class _Seen(NamedTuple):
-    """What all ranks measured, by rank."""
-
-    reports: "list[_Report]"
-    times: list[LayerTimes]
-    """Of the reports, with what ranks of one host measured made one."""
-    doubts: Sequence[Sequence[Sequence[int]]]
-    """Pieces that a second look was for."""
-    again: list[list[Run]]
-    """What that found."""
-
-
-def _surveyed(model: Outline, devices: _Devices, seen: _Seen, path: Path | None, assumed: bool) -> Survey:
-    """Devices of a kind pooled, what is new kept in the database, what nobody has measured predicted. ``assumed``: all but
-    rank 0, which alone has measured, are taken to be as fast."""
-    pooled = alike(seen.times, devices.kinds, seen.again)
-    # What a second look did not find again is not remembered.
-    kept = [one if doubt else own for one, own, doubt in zip(pooled, seen.times, seen.doubts, strict=True)]
-    leaders = {key: devices.keys.index(key) for key in devices.keys}  # of each host the first rank
-    if path:
-        there = {key: (devices.facts[n], kept[n]) for key, n in leaders.items() if any(kept[n].measured)}
-        remember(path, model, there)
-    predictor = None
-    if not assumed and not all(all(one.measured) for one in pooled):  # nor any of their kind
-        predictor = _learned(path, model, {key: kept[n] for key, n in leaders.items()})
-    same = [one is not own for one, own in zip(pooled, seen.times, strict=True)]
-    handled = handled_alike([report.handling for report in seen.reports], devices.kinds, same)
-    said = [
-        msgspec.structs.replace(report, times=one, handling=costs)
-        for report, one, costs in zip(seen.reports, pooled, handled, strict=True)
-    ]
-    survey = survey_of(model, said, [facts["host"] for facts in devices.facts], predictor)
-    if assumed:
-        others = [msgspec.structs.replace(device, assumed=n > 0) for n, device in enumerate(survey.devices)]
-        return msgspec.structs.replace(survey, devices=others)
-    return survey
-
-
 def _learned(path: Path | None, model: Outline, times: dict[str, LayerTimes]) -> Predictor | None:
     """A predictor of what devices have not measured, kept in the database; without one, from this run's devices alone."""
     known = library(path) if path else [known_of(model, key, one) for key, one in times.items() if one.pieces]
@@ -272,6 +234,44 @@ class _Report(msgspec.Struct, frozen=True):
     memory: float
     shared: bool
     snapshots: bool = False
+
+
+class _Measured(NamedTuple):
+    """What all ranks measured, by rank."""
+
+    reports: list[_Report]
+    times: list[LayerTimes]
+    """Of the reports, with what ranks of one host measured made one."""
+    doubts: Sequence[Sequence[Sequence[int]]]
+    """Pieces that a second look was for."""
+    again: list[list[Run]]
+    """What that found."""
+
+
+def _pooled_survey(model: Outline, devices: _Devices, seen: _Measured, path: Path | None, assumed: bool) -> Survey:
+    """Devices of a kind pooled, what is new kept in the database, what nobody has measured predicted. ``assumed``: all but
+    rank 0, which alone has measured, are taken to be as fast."""
+    pooled = alike(seen.times, devices.kinds, seen.again)
+    # What a second look did not find again is not remembered.
+    kept = [one if doubt else own for one, own, doubt in zip(pooled, seen.times, seen.doubts, strict=True)]
+    leaders = {key: devices.keys.index(key) for key in devices.keys}  # of each host the first rank
+    if path:
+        there = {key: (devices.facts[n], kept[n]) for key, n in leaders.items() if any(kept[n].measured)}
+        remember(path, model, there)
+    predictor = None
+    if not assumed and not all(all(one.measured) for one in pooled):  # nor any of their kind
+        predictor = _learned(path, model, {key: kept[n] for key, n in leaders.items()})
+    same = [one is not own for one, own in zip(pooled, seen.times, strict=True)]
+    handled = handled_alike([report.handling for report in seen.reports], devices.kinds, same)
+    said = [
+        msgspec.structs.replace(report, times=one, handling=costs)
+        for report, one, costs in zip(seen.reports, pooled, handled, strict=True)
+    ]
+    survey = survey_of(model, said, [facts["host"] for facts in devices.facts], predictor)
+    if assumed:
+        others = [msgspec.structs.replace(device, assumed=n > 0) for n, device in enumerate(survey.devices)]
+        return msgspec.structs.replace(survey, devices=others)
+    return survey
 
 
 def survey_of(model: Outline, reports: list[_Report], hosts: list[str], predictor: Predictor | None = None) -> Survey:
