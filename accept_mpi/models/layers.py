@@ -1,6 +1,6 @@
 """The layers that a rank holds, built."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -37,16 +37,3 @@ def build_layer(chain: Chain, index: int, seed: int) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise UserError(f"{what} is a {type(module).__name__}, not an nn.Module")
     return module
-
-
-def call_layer(index: int, name: str, layer: nn.Module, values: Any) -> Any:
-    """What a layer gives. Raises UserError where it cannot take ``values``, a tensor or a tuple."""
-    try:
-        return layer(values)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        tensors = values if isinstance(values, tuple | list) else (values,)
-        shapes = ", ".join(f"{tuple(v.shape)} {str(v.dtype)[6:]}" for v in tensors)
-        raise UserError(
-            f'layer {index} "{name}" cannot take what the layer before gives '
-            f"({shapes}): {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error

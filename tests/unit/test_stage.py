@@ -7,10 +7,12 @@ from torch import nn
 from accept_mpi import config
 from accept_mpi.codec import TensorSpec
 from accept_mpi.errors import UserError
-from accept_mpi.losses import cross_entropy, find_loss
+from accept_mpi.losses import find_loss
 from accept_mpi.models import as_chain
 from accept_mpi.models.layers import Layers, build_layers
 from accept_mpi.stage import Stage
+
+cross_entropy = find_loss("cross_entropy")
 
 BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirectory="r"\n'
 
@@ -153,7 +155,7 @@ def test_probe_leaves_no_trace() -> None:
     stage = make([nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)], last=True)
     before = {k: v.clone() for layer in stage.layers for k, v in layer.state_dict().items()}
     x = TensorSpec.of(torch.randn(2, 3, 8, 8, requires_grad=True)).zeros()
-    specs = stage.probe((x,), torch.tensor([0, 1]), lambda specs: ())
+    specs = stage.probe((x,), torch.tensor([0, 1]), lambda specs, of: ())
     assert specs[0].shape == (2, 3, 8, 8)
     after = {k: v for layer in stage.layers for k, v in layer.state_dict().items()}
     assert all(torch.equal(before[k], after[k]) for k in before)
