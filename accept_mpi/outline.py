@@ -4,7 +4,6 @@ Found on torch's "meta" device, where tensors have shapes and no values, so a mo
 in little time. Layers that need values (a user's own may) are run for real, one after another.
 """
 
-import copy
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,6 @@ from accept_mpi import config, tree
 from accept_mpi.codec import HEADER_BYTES, Specs, Tensors, TensorSpec
 from accept_mpi.errors import UserError
 from accept_mpi.models.base import Chain
-from accept_mpi.models.layers import build_layer
 from accept_mpi.seeds import init_seed, seeded
 from accept_mpi.tree import Tree
 from accept_mpi.users_code import call_layer
@@ -98,7 +96,7 @@ def outline(
     """
     with seeded(init_seed(seed, len(chain))):
         if channels_last is None:
-            channels_last = any(_has_conv2d(_abstract(chain, index, seed)) for index in range(len(chain)))
+            channels_last = any(_has_conv2d(chain.abstract(index, seed)) for index in range(len(chain)))
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         given = [x.contiguous(memory_format=memory_format) if x.dim() == 4 else x for x in inputs if x is not None]
         value = tree.unflatten(of or tree.packed(len(given)), given)
@@ -115,7 +113,7 @@ def _outline(chain: Chain, seed: int, value: Any, channels_last: bool, samples: 
     device = torch.device("meta" if abstract else "cpu")
     layers, held = [], _Held(abstract)
     for index in range(len(chain)):
-        module = _abstract(chain, index, seed) if abstract else build_layer(chain, index, seed)
+        module = chain.abstract(index, seed) if abstract else chain.build(index, seed)
         if channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         tensors, of = _taken_apart(value, index, chain)
@@ -187,15 +185,6 @@ class _Held:
         if _storage(before) in self._seen:
             self._seen[_storage(after)] = after.untyped_storage()
         return after
-
-
-def _abstract(chain: Chain, index: int, seed: int) -> nn.Module:
-    """A layer on the meta device."""
-    with torch.device("meta"):
-        module = build_layer(chain, index, seed)
-    if any(not tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        module = copy.deepcopy(module).to("meta")
-    return module
 
 
 def _has_conv2d(module: nn.Module) -> bool:

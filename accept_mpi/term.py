@@ -29,7 +29,7 @@ from accept_mpi.feed import Drawn, checksum
 from accept_mpi.log import BACKWARD, FORWARD
 from accept_mpi.losses import Loss
 from accept_mpi.models import Chain
-from accept_mpi.models.layers import Layers, build_layers
+from accept_mpi.models.layers import Layers, build_layers, build_stage
 from accept_mpi.outline import Outline
 from accept_mpi.plan import Place, Plan
 from accept_mpi.pulse import Pulse
@@ -269,7 +269,7 @@ def _agree_on_data(runtime: Runtime, data: Data) -> tuple[int, int]:
 
 
 def _make_stage(runtime: Runtime, job: config.Job, chain: Chain, mine: range, loss: Loss | None) -> Stage:
-    layers = runtime.agree("the layers", lambda: build_layers(chain, mine.start, mine.stop, job.train.seed))
+    layers = runtime.agree("the layers", lambda: build_stage(chain, mine.start, mine.stop, job.train.seed))
     convolutional = runtime.messenger.allgather(layers.has_conv2d, runtime.startup_seconds, "the memory format")
     memory_format = job.train.memory_format
     channels_last = any(convolutional) if memory_format == "auto" else memory_format == "channels_last"

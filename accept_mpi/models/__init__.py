@@ -1,13 +1,14 @@
 """Models as chains of layers: a small zoo, and the user's own by import path."""
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from accept_mpi.errors import UserError
 from accept_mpi.imports import call, find_function
-from accept_mpi.models.base import Chain, copies
+from accept_mpi.models.base import Chain, Entry
 from accept_mpi.models.cnn import cnn
 from accept_mpi.models.gpt import gpt
 from accept_mpi.models.mobilenet import mobilenetv2
@@ -29,20 +30,46 @@ def load(name: str, args: Mapping[str, Any], seed: int) -> Chain:
     """The chain that a job names. Raises UserError with one sentence.
 
     A user's function returns an ``nn.Sequential``, or a list of layers, or (to build only what a rank holds) a list of
-    functions that each make one; list entries may be ``(name, layer)``. It runs under ``seed``.
+    functions that each make one; list entries may be ``(name, layer)``. It runs under ``seed``, and runs again whenever
+    layers are needed anew.
     """
     function = find_function(name, ZOO, "model.name")
-    result = call(function, args, "model.args", seed)
+
+    def make() -> list[tuple[str, Entry]]:
+        model = call(function, args, "model.args", seed)
+        try:
+            return entries_of(model)
+        except (TypeError, ValueError) as error:
+            raise UserError(f'model.name: "{name}": {error}') from error
+
+    if name in ZOO:
+        chain: Chain = call(function, args, "model.args", seed)
+        return chain
     try:
-        return as_chain(result)
-    except (TypeError, ValueError) as error:
+        return Chain(make(), make)
+    except ValueError as error:
         raise UserError(f'model.name: "{name}": {error}') from error
 
 
 def as_chain(model: object) -> Chain:
-    """A user's model as a chain. Raises TypeError or ValueError with a sentence where it is not one."""
+    """A chain of layers that are there already, of which it hands out copies. (A job's model is made by its function.)
+
+    Raises TypeError or ValueError with a sentence where it is none.
+    """
     if isinstance(model, Chain):
         return model
+
+    def make() -> list[tuple[str, Entry]]:
+        return entries_of(copy.deepcopy(model))
+
+    return Chain(make(), make)
+
+
+def entries_of(model: object) -> list[tuple[str, Entry]]:
+    """The named layers, or functions that make them, of what a user's function gives. Raises TypeError or ValueError with a
+    sentence where it is no model."""
+    if isinstance(model, Chain):
+        return list(model.layers)
     if isinstance(model, nn.Sequential):
         if type(model).forward is not nn.Sequential.forward:
             raise TypeError(f"{type(model).__name__} has a forward of its own, so its layers cannot be run one by one")
@@ -53,20 +80,8 @@ def as_chain(model: object) -> Chain:
     for layer_name, layer in named:
         if not isinstance(layer, nn.Module) and not callable(layer):
             raise TypeError(f'layer "{layer_name}" is a {type(layer).__name__}, not an nn.Module')
-    _refuse_tied((name, layer) for name, layer in named if isinstance(layer, nn.Module))
-    return Chain((name, copies(layer) if isinstance(layer, nn.Module) else layer) for name, layer in named)
+    return named
 
 
 def _is_named(entry: object) -> bool:
     return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
-
-
-def _refuse_tied(layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse parameters and buffers shared between layers: two stages could not both own one."""
-    owner: dict[int, str] = {}
-    for name, layer in layers:
-        for what, tensors in (("parameter", layer.parameters()), ("buffer", layer.buffers())):
-            for tensor in tensors:
-                first = owner.setdefault(id(tensor), name)
-                if first != name:
-                    raise ValueError(f'layers "{first}" and "{name}" share a {what}, so they cannot be cut apart')

@@ -2,54 +2,201 @@
 
 A layer is an ``nn.Module`` that takes and gives a tensor or a tuple of tensors, as one argument. The whole model is the
 ``nn.Sequential`` of all of them under their names, so ``state_dict()`` names are the same whole or cut.
+
+Layers are never copied: a copy loses hooks on parameters, and functions that know a module still know the original. Who
+needs layers anew has the model's function called anew. What one call gives is a generation; each layer of it is handed out
+once.
 """
 
-import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import nn
 
+from accept_mpi.errors import UserError
+from accept_mpi.models.shared import Finder, Handed, Shared, refuse_lazy, unfilled
 from accept_mpi.seeds import init_seed, seeded
 
 Factory = Callable[[], nn.Module]
 Named = tuple[str, Factory]
+Entry = nn.Module | Factory
+Entries = Sequence[tuple[str, Entry]]
 
 
 class Chain:
-    """Named layer factories, built layer by layer from a seed.
+    """Named layers, built from a seed.
 
-    A layer's initial weights depend on the seed and its position alone, so any cut of the chain starts from the same model.
+    What a factory makes depends on the seed and the layer's position alone, so any cut of the chain starts from the same
+    model.
     """
 
-    def __init__(self, layers: Iterable[Named]) -> None:
+    def __init__(self, layers: Iterable[Named] | Entries, again: Callable[[], Entries] | None = None) -> None:
+        """``layers``: factories, which may be called as often as one likes. With ``again`` they are what a user's function
+        has given, modules or factories that may share what they know; each is then used once, and ``again`` makes others."""
         self.layers = list(layers)
         if not self.layers:
             raise ValueError("a model needs at least one layer")
-        names = [name for name, _ in self.layers]
-        if wrong := [n for n in names if not n or "." in n or "/" in n]:
+        self.names = [name for name, _ in self.layers]
+        if wrong := [n for n in self.names if not n or "." in n or "/" in n]:
             raise ValueError(f'layer name "{wrong[0]}" must not contain "." or "/" and not be empty')
-        if doubled := sorted({n for n in names if names.count(n) > 1}):
+        if doubled := sorted({n for n in self.names if self.names.count(n) > 1}):
             raise ValueError(f"layer names must differ, but these come twice: {', '.join(doubled)}")
-
-    @property
-    def names(self) -> list[str]:
-        return [name for name, _ in self.layers]
+        self._again = again
+        self._made: _Generation | None = None
+        self._drawn: _Generation | None = None
+        self._handed = Handed()
+        self._shared: tuple[Shared, ...] | None = None if again else ()
+        if again:  # they are held by their generation alone, which lets go of them
+            self._made = _Generation(self.names, self.layers)
+            self.layers = []
 
     def __len__(self) -> int:
-        return len(self.layers)
+        return len(self.names)
 
     def build(self, index: int, seed: int) -> nn.Module:
-        """Layer ``index`` with its initial weights, a new module each time."""
-        with seeded(init_seed(seed, index)):
-            return self.layers[index][1]()
+        """Layer ``index`` with its initial weights, a new module each time. Raises UserError where it cannot be built."""
+        return self.build_range(index, index + 1, seed)[0]
+
+    def build_range(self, start: int, stop: int, seed: int) -> list[nn.Module]:
+        """Layers ``start <= i < stop`` with their initial weights, new modules each time; what they share with each other
+        they share here. Raises UserError where one cannot be built."""
+        indices = range(start, stop)
+        if self._again is None:
+            return [_make(self.names, index, self.layers[index][1], seed) for index in indices]
+        while True:
+            if self._made is None or not self._made.has(indices):
+                self._made = None  # what is left of the last one goes before the next comes
+                self._made = self._call_again()
+            fresh = self._made.whole
+            layers = [self._made.take(index, seed) for index in indices]
+            used = [(index, part) for index, layer in zip(indices, layers, strict=True) for part in self._handed.used(layer)]
+            if not used and (fresh or not any(layer in self._handed for layer in layers)):
+                return self._handed.add(layers)
+            if fresh:
+                index, part = used[0]
+                raise UserError(
+                    f"model.name: the function gives the same {self.names[index]}.{part} whenever it is called, and "
+                    "training changes that: it must make it anew, or clone it"
+                )
+            self._made = None  # these share something with others of their generation
+
+    def abstract(self, index: int, seed: int) -> nn.Module:
+        """Layer ``index`` on torch's meta device: shapes without values. Raises UserError where it cannot be built."""
+        if self._again is None:
+            with torch.device("meta"):
+                layer = _make(self.names, index, self.layers[index][1], seed)
+        else:
+            with unfilled():
+                if self._drawn is None or not self._drawn.has([index]):
+                    self._drawn = None
+                    self._drawn = self._call_again()
+                layer = self._drawn.take(index, seed)
+                if self._drawn.empty:
+                    self._drawn = None
+        if any(not tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())):
+            layer = layer.to("meta")
+        return layer
+
+    def shared(self) -> tuple[Shared, ...]:
+        """What layers share, found once. Raises UserError where a layer cannot be built."""
+        if self._shared is None:
+            self._shared = self._find_shared()
+        return self._shared
+
+    def release(self) -> None:
+        """Let go of layers that have been made and that nobody has asked for; who asks later gets new ones."""
+        if self._again:
+            self._made = self._drawn = None
 
     def whole(self, seed: int = 0) -> nn.Sequential:
         """The whole model, plain PyTorch: what an exported checkpoint loads into with ``strict=True``."""
-        return nn.Sequential(OrderedDict((name, self.build(i, seed)) for i, name in enumerate(self.names)))
+        return nn.Sequential(OrderedDict(zip(self.names, self.build_range(0, len(self), seed), strict=True)))
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _call_again(self) -> "_Generation":
+        assert self._again is not None
+        entries = list(self._again())
+        if (names := [name for name, _ in entries]) != self.names:
+            raise UserError(
+                f"model.name: the function gives other layers when it is called again: {_show(names)} instead of "
+                f"{_show(self.names)}"
+            )
+        return _Generation(self.names, entries)
+
+    def _find_shared(self) -> tuple[Shared, ...]:
+        every = range(len(self))
+        if self._made is not None and self._made.modules is not None:  # they are there already
+            finder = Finder(self.names)
+            for index, layer in zip(every, self._made.modules, strict=True):
+                finder.show(index, layer)
+            return finder.found()
+
+        def find() -> tuple[Shared, ...]:
+            finder, generation = Finder(self.names), self._call_again()
+            for index in every:
+                finder.show(index, generation.take(index, 0))
+            return finder.found()
+
+        try:
+            with unfilled():
+                return find()
+        except UserError:  # a function may need the values, or say what is wrong
+            return find()
 
 
-def copies(layer: nn.Module) -> Factory:
-    """Makes copies of a layer that exists already (in a user's ``nn.Sequential``). It stays as it is: a run begins anew
-    from it after a loss."""
-    return lambda: copy.deepcopy(layer)
+class _Generation:
+    """What one call of a model's function has given."""
+
+    def __init__(self, names: Sequence[str], entries: Entries) -> None:
+        self._names = names
+        self._entries: list[Entry | None] = [entry for _, entry in entries]
+
+    def has(self, indices: Iterable[int]) -> bool:
+        """Whether these layers have not been taken yet."""
+        return all(self._entries[index] is not None for index in indices)
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing has been taken yet."""
+        return all(entry is not None for entry in self._entries)
+
+    @property
+    def empty(self) -> bool:
+        return all(entry is None for entry in self._entries)
+
+    @property
+    def modules(self) -> list[nn.Module] | None:
+        """All layers, if each is a module and none has been taken."""
+        found = [entry for entry in self._entries if isinstance(entry, nn.Module)]
+        return found if len(found) == len(self._entries) else None
+
+    def take(self, index: int, seed: int) -> nn.Module:
+        """A layer, once."""
+        entry, self._entries[index] = self._entries[index], None
+        assert entry is not None
+        return _make(self._names, index, entry, seed)
+
+
+def _make(names: Sequence[str], index: int, entry: Entry, seed: int) -> nn.Module:
+    """A layer of what makes it, or of itself. Raises UserError where that is none, or fails."""
+    what = f'model: layer {index} "{names[index]}"'
+    layer: object = entry
+    if not isinstance(entry, nn.Module):
+        try:
+            with seeded(init_seed(seed, index)):
+                layer = entry()
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"{what} cannot be built: {type(error).__name__}: {error}") from error
+    if not isinstance(layer, nn.Module):
+        raise UserError(f"{what} is a {type(layer).__name__}, not an nn.Module")
+    refuse_lazy(what, layer)
+    return layer
+
+
+def _show(names: Sequence[str]) -> str:
+    some = ", ".join(names[:4])
+    return f"{len(names)} ({some}{', ...' if len(names) > 4 else ''})"

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from accept_mpi.errors import UserError
 from accept_mpi.models.base import Chain
+from accept_mpi.models.shared import watched
 
 
 class Layers(NamedTuple):
@@ -22,18 +22,14 @@ class Layers(NamedTuple):
 
 def build_layers(chain: Chain, start: int, stop: int, seed: int) -> Layers:
     """Layers ``start <= i < stop`` with their initial weights. Raises UserError where one cannot be built."""
-    return Layers(start, chain.names[start:stop], [build_layer(chain, index, seed) for index in range(start, stop)])
+    return Layers(start, chain.names[start:stop], chain.build_range(start, stop, seed))
 
 
-def build_layer(chain: Chain, index: int, seed: int) -> nn.Module:
-    """One layer with its initial weights. Raises UserError where it cannot be built."""
-    what = f'model: layer {index} "{chain.names[index]}"'
-    try:
-        module = chain.build(index, seed)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{what} cannot be built: {type(error).__name__}: {error}") from error
-    if not isinstance(module, nn.Module):
-        raise UserError(f"{what} is a {type(module).__name__}, not an nn.Module")
-    return module
+def build_stage(chain: Chain, start: int, stop: int, seed: int) -> Layers:
+    """The same for a stage that is going to train: what it shares with other stages, it must not write to (a forward that
+    does raises UserError), and the chain lets go of the other layers that were made with these."""
+    layers = build_layers(chain, start, stop, seed)
+    if stop - start < len(chain):
+        watched(layers.modules, start, chain.shared())
+    chain.release()
+    return layers

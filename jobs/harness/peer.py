@@ -39,7 +39,7 @@ class Setting:
 
     def layers(self, start: int, stop: int) -> nn.Sequential:
         """Layers of the model, in the memory format of this setting."""
-        built = nn.Sequential(*(self.chain.build(i, self.job.train.seed) for i in range(start, stop)))
+        built = nn.Sequential(*self.chain.build_range(start, stop, self.job.train.seed))
         return self.format(built)
 
     def format(self, what: Any) -> Any:

@@ -1,0 +1,276 @@
+"""What layers share: parameters, buffers, and other tensors on the same memory, which one stage alone can train.
+
+A tensor is known by its memory, so one that comes twice is found as well as another one that was made from it
+(``nn.Parameter(embedding.weight.data)``). Memory is remembered by weak references: layers may be built, looked at and let go
+one after another, since what is shared lives on in whoever shares it.
+"""
+
+import copy
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from xxhash import xxh3_64_intdigest
+
+from accept_mpi.errors import UserError
+
+_FILLS: set[Any] = {
+    nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_,
+    torch.Tensor.uniform_, torch.Tensor.normal_,
+}  # fmt: skip
+"""What torch's own layers begin with, as a ``TorchFunctionMode`` meets it."""
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """What two or more layers share."""
+
+    first: int
+    last: int
+    """The outermost of them."""
+    text: str
+    """For people: who shares what, as half a sentence."""
+    constant: bool = False
+    """Whether nobody trains it: buffers, frozen parameters. Layers may be parted then, as long as none writes to it."""
+    places: tuple[tuple[int, str], ...] = ()
+    """Of what is constant: layers and its names in them."""
+
+
+def uncuttable(shared: Iterable[Shared]) -> frozenset[int]:
+    """Layers in front of which the model must not be cut."""
+    return frozenset(cut for one in shared if not one.constant for cut in range(one.first + 1, one.last + 1))
+
+
+class Part(NamedTuple):
+    """A parameter or buffer of a layer."""
+
+    name: str
+    tensor: torch.Tensor
+    kind: str
+    written: bool
+    """Whether training changes it, as far as its kind says."""
+
+
+def parts(layer: nn.Module) -> Iterator[Part]:
+    """A layer's parameters and buffers, each once."""
+    for prefix, module in layer.named_modules():
+        # Running statistics are written in forward; other buffers hardly ever (``watched`` sees to those).
+        statistics = isinstance(module, _NormBase) and module.training
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    written = tensor.requires_grad if kind == "parameter" else statistics
+                    yield Part(f"{prefix}.{name}" if prefix else name, tensor, kind, written)
+
+
+def refuse_lazy(what: str, layer: nn.Module) -> None:
+    """Raise UserError where parameters or buffers of a layer have no shape yet."""
+    for module in layer.modules():
+        if any(
+            is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
+        ):
+            raise UserError(
+                f"{what} has parameters without a shape yet ({type(module).__name__}): run the model once on a sample "
+                f"inside your function, before it returns"
+            )
+
+
+class _Unfilled(TorchFunctionMode):
+    """Within: parameters keep whatever their memory holds instead of their initial values. What is not written takes no
+    memory either. (torch's meta device would do that, too, but a user's function may keep what it has once made.)"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FILLS:
+            target = args[0] if args else kwargs.get("tensor")
+            if isinstance(target, nn.Parameter):
+                return target
+        return func(*args, **(kwargs or {}))
+
+
+def unfilled() -> TorchFunctionMode:
+    """Within: layers are made for their shapes, without initial values."""
+    return _Unfilled()
+
+
+def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Where a tensor's values lie. None: it has several places (a sparse one), or none."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte, and last + 1, that a tensor has of its memory."""
+    size = tensor.element_size()
+    begin = int(tensor.storage_offset()) * size
+    reach = sum(int(n - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (reach + 1) * size if tensor.numel() else begin
+
+
+class _Tie(NamedTuple):
+    span: tuple[int, int]
+    places: list[tuple[int, Part]]
+
+
+class Finder:
+    """Finds what layers share, as they are shown to it one after another."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._memory: dict[int, tuple[Any, list[_Tie]]] = {}
+
+    def show(self, index: int, layer: nn.Module) -> None:
+        """A layer, which may be let go afterwards. Raises UserError where it has no shape yet."""
+        refuse_lazy(f'model: layer {index} "{self._names[index]}"', layer)
+        for part in parts(layer):
+            storage = memory_of(part.tensor)
+            if storage is None:
+                alive: Any = weakref.ref(part.tensor)
+                key, span = id(part.tensor), (0, 1)
+            else:
+                alive = StorageWeakRef(storage)
+                key, span = alive.cdata, _span(part.tensor)
+            reference, ties = self._memory.get(key, (None, []))
+            if isinstance(reference, weakref.ref) and reference() is not part.tensor:  # another one at its place
+                ties = []
+            if span[0] == span[1]:
+                continue
+            # No place of a storage is used again while a weak reference knows of it.
+            self._memory[key] = (reference if ties else alive), ties
+            place = (index, part._replace(tensor=torch.empty(0)))
+            tie = next((tie for tie in ties if tie.span[0] < span[1] and span[0] < tie.span[1]), None)
+            if tie is None:
+                ties.append(_Tie(span, [place]))
+            else:
+                tie.places.append(place)
+
+    def found(self) -> tuple[Shared, ...]:
+        """What layers share, those that cannot be parted first; what the same layers share is one."""
+        by_layers: dict[tuple[bool, int, int], list[list[tuple[int, Part]]]] = {}
+        for _, ties in self._memory.values():
+            for tie in ties:
+                layers = [index for index, _ in tie.places]
+                if min(layers) < max(layers):
+                    constant = not any(part.written for _, part in tie.places)
+                    by_layers.setdefault((constant, min(layers), max(layers)), []).append(tie.places)
+        return tuple(
+            Shared(first, last, self._text(first, last, all_places), constant, _places(all_places) if constant else ())
+            for (constant, first, last), all_places in sorted(by_layers.items(), key=lambda item: item[0])
+        )
+
+    def _text(self, first: int, last: int, all_places: list[list[tuple[int, Part]]]) -> str:
+        names = self._names
+        ends = [next(place for place in all_places[0] if place[0] == index) for index in (first, last)]
+        called = ", ".join(f"{names[index]}.{part.name}" for index, part in ends)
+        kind = ends[0][1].kind
+        more = f" and {len(all_places) - 1} more" if len(all_places) > 1 else ""
+        return f'layers {first} "{names[first]}" and {last} "{names[last]}" share a {kind} ({called}){more}'
+
+
+def _places(all_places: list[list[tuple[int, Part]]]) -> tuple[tuple[int, str], ...]:
+    return tuple(sorted({(index, part.name) for places in all_places for index, part in places}))
+
+
+class Handed:
+    """What layers have been handed out, remembered weakly, so that nothing is handed out a second time."""
+
+    def __init__(self) -> None:
+        self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._memory: dict[int, tuple[StorageWeakRef, int | None]] = {}
+
+    def add(self, layers: Iterable[nn.Module]) -> list[nn.Module]:
+        """Layers that are handed out now; a copy of one that has been before (a function may know one ``nn.ReLU`` for ever,
+        and what is done to a layer, hooks say, is done to this one alone)."""
+        self._memory = {key: known for key, known in self._memory.items() if not known[0].expired()}
+        given = [copy.deepcopy(layer) if layer in self._layers else layer for layer in layers]
+        for layer in given:
+            self._layers.add(layer)
+            for part in parts(layer):
+                if (storage := memory_of(part.tensor)) is not None:
+                    reference = StorageWeakRef(storage)
+                    if part.written or reference.cdata not in self._memory:
+                        self._memory[reference.cdata] = (reference, None if part.written else _checksum(storage))
+        return given
+
+    def used(self, layer: nn.Module) -> list[str]:
+        """Names of what a layer has that has been handed out before and may have changed since."""
+        found = []
+        for part in parts(layer):
+            storage = memory_of(part.tensor)
+            if storage is None or storage._cdata not in self._memory:
+                continue
+            _, values = self._memory[storage._cdata]
+            if part.written or values is None or values != _checksum(storage):
+                found.append(part.name)
+        return found
+
+    def __contains__(self, layer: nn.Module) -> bool:
+        return layer in self._layers
+
+
+def _checksum(storage: torch.UntypedStorage | None) -> int | None:
+    """Of values; None where there are none to see."""
+    if storage is None or storage.device.type != "cpu":
+        return None
+    values = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return xxh3_64_intdigest(values.numpy().data)
+
+
+class Watch:
+    """Sees to it that a layer does not write to what it shares with layers of other stages: hooks around its forward.
+
+    Values are compared in the first forward, later whether torch saw a write. What changes its size is a table that grows.
+    """
+
+    def __init__(self, names: Sequence[str], text: str) -> None:
+        self._names, self._text = list(names), text
+        self._first = True
+        self._before: list[tuple[torch.Tensor, int, int | None]] = []
+
+    def put_on(self, layer: nn.Module) -> None:
+        layer.register_forward_pre_hook(self._look)
+        layer.register_forward_hook(self._compare)
+
+    def _tensors(self, layer: nn.Module) -> list[torch.Tensor | None]:
+        found = []
+        for name in self._names:
+            module, _, last = name.rpartition(".")
+            holder = layer.get_submodule(module)
+            found.append(holder._buffers.get(last, holder._parameters.get(last)))
+        return found
+
+    def _look(self, layer: nn.Module, inputs: Any) -> None:
+        self._before = [
+            (tensor, tensor._version, self._sum(tensor)) if tensor is not None else (torch.empty(0), 0, None)
+            for tensor in self._tensors(layer)
+        ]
+
+    def _compare(self, layer: nn.Module, inputs: Any, result: Any) -> None:
+        before, self._before = self._before, []
+        for now, (then, version, values) in zip(self._tensors(layer), before, strict=False):
+            if now is None or now.shape != then.shape:
+                continue
+            if now is not then or now._version != version or self._sum(now) != values:
+                raise UserError(f"{self._text} and write to it in forward, so they must be in one stage")
+        self._first = False
+
+    def _sum(self, tensor: torch.Tensor) -> int | None:
+        return _checksum(memory_of(tensor)) if self._first else None
+
+
+def watched(layers: Sequence[nn.Module], start: int, shared: Iterable[Shared]) -> None:
+    """Watch over what layers ``start``, ``start`` + 1, ... share with layers of other stages. A forward that writes to it
+    raises UserError."""
+    stop = start + len(layers)
+    for one in shared:
+        if not one.constant or (start <= one.first and one.last < stop):
+            continue
+        for index in sorted({index for index, _ in one.places if start <= index < stop}):
+            Watch([name for at, name in one.places if at == index], one.text).put_on(layers[index - start])
