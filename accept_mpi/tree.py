@@ -147,6 +147,9 @@ def _node(value: Any, tensors: list[torch.Tensor], places: dict[int, int], depth
     def nodes(of: Any) -> list[Any]:
         return [_node(child, tensors, places, depth + 1) for child in of]
 
+    if isinstance(value, dict) and (strange := [key for key in value if type(key) not in _CONSTANTS]):
+        raise NotATree(f"a dict with a {type(strange[0]).__name__} as a key")
+
     if kind in (tuple, list):
         return [_TUPLE if kind is tuple else _LIST, *nodes(value)]
     if kind in (dict, OrderedDict):
@@ -196,6 +199,8 @@ def _instance(kind: str, cls: Any, rest: list[Any], tensors: Sequence[Any]) -> A
     if kind == _FIELDS:
         fields, rest = rest[0], rest[1:]
     children = [_build(child, tensors, True) for child in rest]
+    if not isinstance(cls, type):
+        raise TypeError(f"{cls} is not a class")
     fits = {_NAMED: hasattr(cls, "_fields"), _MAPPING: issubclass(cls, dict), _FIELDS: dataclasses.is_dataclass(cls)}
     if not fits[kind]:
         raise TypeError(f"{cls} is no such class")
@@ -228,7 +233,7 @@ def _parts(value: Any) -> tuple[list[Any], Tree]:
         if depth > _MOST_DEEP:
             raise NotATree(f"values nested more than {_MOST_DEEP} deep")
         kind = type(one)
-        if kind in (tuple, list):
+        if kind is tuple or (kind is list and _is_structure(one)):
             return [_TUPLE if kind is tuple else _LIST, *(visit(child, depth + 1) for child in one)]
         if kind in (dict, OrderedDict):
             keys = [[_CONSTANT, key] for key in one]

@@ -29,8 +29,8 @@ class Kept(NamedTuple):
 
 
 class Weights:
-    """The values of some parameters: by version, where ``versions``; else there is one of each. They show the newest, but for
-    the time from ``begin`` to ``end`` and from ``meet`` to ``leave``."""
+    """The values of some parameters: by version, where ``versions``; else there is one of each. They show the newest, but
+    for the time from ``begin`` to ``end`` and from ``meet`` to ``leave``."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], versions: bool) -> None:
         self.parameters = list(parameters)

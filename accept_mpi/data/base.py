@@ -58,7 +58,7 @@ def fetch(data: Dataset, indices: Indices, seed: int | None, inputs: bool, targe
     """
     try:
         if isinstance(data, MapDataset):
-            return data.samples(indices, seed)
+            return data.samples(indices, seed, inputs, targets)
         own = mix(AUGMENT, EVALUATION if seed is None else seed, *indices[:1].tolist())
         seed_all(own)
         x = data.inputs(indices, seed) if inputs else None
@@ -106,19 +106,19 @@ class MapDataset:
         return len(self.items)
 
     def inputs(self, indices: Indices, seed: int | None = None) -> Any:
-        return self.samples(indices, seed).inputs
+        return self.samples(indices, seed, targets=False).inputs
 
     def targets(self, indices: Indices, seed: int | None = None) -> Any:
-        return self.samples(indices, seed).targets
+        return self.samples(indices, seed, inputs=False).targets
 
-    def samples(self, indices: Indices, seed: int | None = None) -> Samples:
-        """Inputs and targets by one call for each sample."""
+    def samples(self, indices: Indices, seed: int | None = None, inputs: bool = True, targets: bool = True) -> Samples:
+        """Inputs and targets, where wanted, by one call for each sample."""
         pairs = []
         for i in indices.tolist():
             seed_all(mix(AUGMENT, EVALUATION if seed is None else seed, i))
             pairs.append(self._sample(i))
         x, y = zip(*pairs, strict=True)
-        return Samples(_stack(x, "x"), _stack(y, "y"))
+        return Samples(_stack(x, "x") if inputs else None, _stack(y, "y") if targets else None)
 
     def _sample(self, index: int) -> Any:
         sample = self.items[index]

@@ -224,11 +224,13 @@ def test_layers_that_cannot_be_built() -> None:
 )
 def test_targets_that_a_loss_cannot_take(name: str, target: torch.Tensor, message: str) -> None:
     with pytest.raises(UserError, match=f"^train.loss: .*{message}"):
-        find_loss(name)(torch.zeros(3, 3), target)
+        find_loss(name)(torch.zeros(3, 3), target, 3, setting_up=True)
 
 
 def test_losses_are_torchs() -> None:
     output, target = torch.randn(4, 3), torch.randn(4, 3)
-    assert torch.equal(find_loss("mse")(output, target), nn.functional.mse_loss(output, target))
+    assert torch.equal(find_loss("mse")(output, target, 4).value, nn.functional.mse_loss(output, target))
     classes = torch.tensor([0, 2, 1, -100])
-    assert torch.equal(find_loss("cross_entropy")(output, classes), nn.functional.cross_entropy(output, classes))
+    found = find_loss("cross_entropy")(output, classes, 4)
+    assert torch.equal(found.value, nn.functional.cross_entropy(output, classes))
+    assert found.count == 3
