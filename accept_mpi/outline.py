@@ -17,6 +17,7 @@ from accept_mpi.codec import HEADER_BYTES, Specs, Tensors, TensorSpec
 from accept_mpi.errors import UserError
 from accept_mpi.models.base import Chain
 from accept_mpi.models.layers import call_layer
+from accept_mpi.models.shared import Shared
 from accept_mpi.seeds import init_seed, seeded
 
 
@@ -39,13 +40,15 @@ class LayerOutline(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the parameters' bytes, those that are not trained."""
 
 
-class Outline(msgspec.Struct, frozen=True):
+class Outline(msgspec.Struct, frozen=True, omit_defaults=True):
     """A model at one size of micro-batch."""
 
     samples: int
     names: tuple[str, ...]
     layers: tuple[LayerOutline, ...]
     channels_last: bool
+    shared: tuple[Shared, ...] = ()
+    """What layers share."""
 
     @property
     def key(self) -> str:
@@ -85,9 +88,10 @@ def outline(chain: Chain, seed: int, inputs: Tensors, channels_last: bool | None
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         given = tuple(x.contiguous(memory_format=memory_format) if x is not None and x.dim() == 4 else x for x in inputs)
         try:
-            return _outline(chain, seed, given, channels_last, abstract=True)
+            found = _outline(chain, seed, given, channels_last, abstract=True)
         except (UserError, RuntimeError, TypeError, ValueError):
-            return _outline(chain, seed, given, channels_last, abstract=False)
+            found = _outline(chain, seed, given, channels_last, abstract=False)
+    return msgspec.structs.replace(found, shared=chain.shared())
 
 
 def _outline(chain: Chain, seed: int, inputs: Tensors, channels_last: bool, abstract: bool) -> Outline:

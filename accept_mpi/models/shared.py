@@ -42,9 +42,10 @@ class Shared(msgspec.Struct, frozen=True):
     """Of what is constant: layers and its names in them."""
 
 
-def uncuttable(shared: Iterable[Shared]) -> frozenset[int]:
-    """Layers in front of which the model must not be cut."""
-    return frozenset(cut for one in shared if not one.constant for cut in range(one.first + 1, one.last + 1))
+def uncuttable(shared: Iterable[Shared], layers: int) -> frozenset[int]:
+    """Of so many layers those in front of which the model must not be cut."""
+    runs = [range(max(one.first, 0) + 1, min(one.last + 1, layers)) for one in shared if not one.constant]
+    return frozenset(cut for run in runs for cut in run)
 
 
 class Part(NamedTuple):
