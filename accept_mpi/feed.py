@@ -134,8 +134,7 @@ class Feed:
     def _fetch(self, step: int, indices: Indices) -> Samples:
         assert self._data is not None
         seed = mix(AUGMENT, self._batches.seed, self._batches.epoch(step))
-        found = fetch(self._data, indices, seed, inputs=self._place.first, targets=self._place.last)
-        return found if self._place.first else Samples(None, found.targets)
+        return fetch(self._data, indices, seed, inputs=self._place.first, targets=self._place.last or self._compares)
 
 
 def checksum(targets: Any) -> int:

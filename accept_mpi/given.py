@@ -1,14 +1,20 @@
 """The plan that a job itself gives: cuts, ranks and codecs."""
 
+from collections.abc import Callable, Sequence
+
 from accept_mpi import config
 from accept_mpi.bits import AUTO
 from accept_mpi.coding import parse
 from accept_mpi.errors import UserError
+from accept_mpi.models.shared import Shared, uncuttable
 from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
 
+_MOST_SHOWN = 8  # cuts, one by one
 
-def given_plan(job: config.Job, layers: int, size: int) -> Plan:
-    """The plan that a job's cuts and ranks ask for, of ``size`` ranks. Raises UserError with one sentence."""
+
+def given_plan(job: config.Job, layers: int, size: int, shared: Callable[[], Sequence[Shared]] = tuple) -> Plan:
+    """The plan that a job's cuts and ranks ask for, of ``size`` ranks. ``shared`` tells what layers share, where there are
+    cuts. Raises UserError with one sentence."""
     ranks = job.pipeline.ranks or list(range(size))
     if wrong := [rank for rank in ranks if rank >= size or ranks.count(rank) > 1]:
         raise UserError(
@@ -21,14 +27,35 @@ def given_plan(job: config.Job, layers: int, size: int) -> Plan:
         )
     codecs = _codecs(job, len(ranks) - 1)
     cuts = job.pipeline.cuts
-    if isinstance(cuts, str):  # one rank has nothing to choose
-        return make_plan(layers, even_cuts(layers, len(ranks)), codecs, ranks)
-    if len(cuts) != len(ranks) - 1:
+    if isinstance(cuts, str):  # "auto": one rank has nothing to choose
+        cuts = even_cuts(layers, len(ranks))
+    elif len(cuts) != len(ranks) - 1:
         raise UserError(f"pipeline.cuts: {cuts} makes {len(cuts) + 1} stages, but there are {len(ranks)} ranks")
     try:
-        return make_plan(layers, cuts, codecs, ranks)
+        plan = make_plan(layers, cuts, codecs, ranks)
     except ValueError as error:
         raise UserError(f"pipeline.cuts: {error}") from error
+    if cuts:
+        _refuse_parting(list(cuts), layers, shared())
+    return plan
+
+
+def _refuse_parting(cuts: list[int], layers: int, shared: Sequence[Shared]) -> None:
+    """Raise UserError where layers that share what is trained would be in two stages."""
+    together = uncuttable(shared, layers)
+    if not (wrong := [cut for cut in cuts if cut in together]):
+        return
+    one = next(one for one in shared if not one.constant and one.first < wrong[0] <= one.last)
+    possible = [cut for cut in range(1, layers) if cut not in together]
+    if possible:
+        ways = "cuts that keep such layers together are " + ", ".join(map(str, possible[:_MOST_SHOWN]))
+        ways += ", ..." if len(possible) > _MOST_SHOWN else ""
+        ways += f" (for {len(possible) + 1} ranks at most: pipeline.ranks)" if len(possible) < len(cuts) else ""
+    else:
+        ways = (
+            "no cut keeps such layers together, so one rank must hold the model (pipeline.cuts = [], pipeline.ranks = [0])"
+        )
+    raise UserError(f'pipeline.cuts: {one.text}, so no cut may part them, as {wrong[0]} does; {ways}, or "auto"')
 
 
 def _codecs(job: config.Job, boundaries: int) -> list[Codec]:

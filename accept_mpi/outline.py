@@ -17,6 +17,7 @@ from accept_mpi import config, tree
 from accept_mpi.codec import HEADER_BYTES, Specs, Tensors, TensorSpec
 from accept_mpi.errors import UserError
 from accept_mpi.models.base import Chain
+from accept_mpi.models.shared import Shared
 from accept_mpi.seeds import init_seed, seeded
 from accept_mpi.tree import Tree
 from accept_mpi.users_code import call_layer
@@ -43,13 +44,15 @@ class LayerOutline(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the inputs belong to; None: a tensor alone, or a tuple of several."""
 
 
-class Outline(msgspec.Struct, frozen=True):
+class Outline(msgspec.Struct, frozen=True, omit_defaults=True):
     """A model at one size of micro-batch."""
 
     samples: int
     names: tuple[str, ...]
     layers: tuple[LayerOutline, ...]
     channels_last: bool
+    shared: tuple[Shared, ...] = ()
+    """What layers share."""
 
     @property
     def key(self) -> str:
@@ -102,9 +105,10 @@ def outline(
         value = tree.unflatten(of or tree.packed(len(given)), given)
         count = samples if samples is not None else len(given[0]) if given else 0
         try:
-            return _outline(chain, seed, value, channels_last, count, abstract=True)
+            found = _outline(chain, seed, value, channels_last, count, abstract=True)
         except Exception:  # some layers need values
-            return _outline(chain, seed, value, channels_last, count, abstract=False)
+            found = _outline(chain, seed, value, channels_last, count, abstract=False)
+    return msgspec.structs.replace(found, shared=chain.shared())
 
 
 def _outline(chain: Chain, seed: int, value: Any, channels_last: bool, samples: int, abstract: bool) -> Outline:

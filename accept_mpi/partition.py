@@ -72,6 +72,8 @@ class Problem:
     """Of a step; without an end for asynchronous schedules."""
     fill: float = 0.0
     """Share of a stage's time that filling and draining the pipeline adds: 0 asynchronous, 1 for 1F1B and GPipe."""
+    uncuttable: frozenset[int] = frozenset()
+    """Layers that the one before must stay with: no stage begins with one of them."""
 
     @property
     def devices(self) -> int:
@@ -122,7 +124,7 @@ class Cost:
 
 def cost(problem: Problem, plan: Solution) -> Cost:
     """What a plan costs."""
-    stages, nics, fits = [], [], True
+    stages, nics, fits = [], [], problem.uncuttable.isdisjoint(plan.edges)
     last = len(plan.devices) - 1
     messages = [
         problem.values[i] * problem.bits[c] + problem.other[i] for i, c in zip(plan.edges[1:-1], plan.codecs, strict=True)
@@ -261,8 +263,9 @@ def _why(problem: Problem) -> str:
             f"layer {layer} alone needs {needs / 2**20:.1f} MiB and the largest device has {most / 2**20:.1f} MiB; "
             "smaller micro-batches or another device would help"
         )
+    together = " (layers that share what is trained stay together)" if problem.uncuttable else ""
     return (
-        f"no cuts fit: the model takes {whole / 2**20:.1f} MiB of weights, gradients and optimizer state and "
+        f"no cuts fit{together}: the model takes {whole / 2**20:.1f} MiB of weights, gradients and optimizer state and "
         f"{held / 2**20:.1f} MiB of activations a micro-batch, times those in flight, and all devices have "
         f"{room / 2**20:.1f} MiB together; smaller micro-batches or another device would help"
     )
@@ -281,8 +284,10 @@ class _Kernel:
         n = problem.devices
         extra = problem.extra_seconds if problem.extra_seconds is not None else np.zeros((n, 1, 1))
         coding = problem.coding if problem.coding is not None else np.zeros((n, len(problem.bits)))
+        other = problem.other.copy()
+        other[list(problem.uncuttable)] = np.inf
         shared = (
-            _sums(problem.layer_seconds), extra, problem.values, problem.other, problem.rate, problem.nic, problem.bits,
+            _sums(problem.layer_seconds), extra, problem.values, other, problem.rate, problem.nic, problem.bits,
             coding, _sums(problem.state), _sums(problem.held), problem.capacity, problem.kept, problem.copies,
         )  # fmt: skip
         self.shared = tuple(np.ascontiguousarray(array, np.float64) for array in shared)

@@ -96,9 +96,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.decode(text, type=Plan)
 
 
-def even_cuts(layers: int, stages: int) -> list[int]:
-    """First layers of stages 1, 2, ... so that the numbers of layers differ by at most one."""
-    return [layers * s // stages for s in range(1, stages)]
+def even_cuts(layers: int, stages: int, uncuttable: Container[int] = ()) -> list[int]:
+    """First layers of stages 1, 2, ... so that the numbers of layers differ by at most one.
+
+    ``uncuttable``: layers that the one before must stay with. Cuts are then those nearest to even ones, and fewer where
+    there are too few others.
+    """
+    possible = [layer for layer in range(1, layers) if layer not in uncuttable]
+    stages = min(stages, len(possible) + 1)
+    cuts: list[int] = []
+    for s in range(1, stages):
+        first = possible.index(cuts[-1]) + 1 if cuts else 0
+        cuts.append(min(possible[first : len(possible) - (stages - 1 - s)], key=lambda cut: abs(cut - layers * s // stages)))
+    return cuts
 
 
 def make_plan(

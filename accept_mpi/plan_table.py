@@ -36,9 +36,11 @@ def stage_table(survey: Survey, found: Outcome) -> list[str]:
 def verdict(survey: Survey, job: config.Job, found: Outcome, even: Outcome) -> list[str]:
     """Who stays idle, what a step should take, what it would with even cuts, and what no plan can be faster than."""
     idle = [f"{device.host} (rank {n})" for n, device in enumerate(survey.devices) if found.plan.place(n).idle]
+    lines = [f"idle, since they would cost more than they save, or save little: {', '.join(idle)}"] if idle else []
+    if len(survey.devices) > 1:
+        lines += [f"{one.text}, so they are in one stage" for one in survey.outline.shared if not one.constant]
     problem, _ = problem_of(survey, job)
     bound = lower_bound(problem) * micro_batches_of(job)
-    lines = [f"idle, since they would cost more than they save, or save little: {', '.join(idle)}"] if idle else []
     lines.append(
         f"a step should take {1e3 * found.step:.0f} ms ({job.train.batch_size / found.step:.1f} samples/s); "
         f"with even cuts {1e3 * even.step:.0f} ms ({even.step / found.step:.1f} x); "

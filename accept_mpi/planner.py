@@ -14,6 +14,7 @@ import numpy as np
 from accept_mpi import config
 from accept_mpi.bits import LINK_SHARE
 from accept_mpi.errors import UserError
+from accept_mpi.models.shared import uncuttable
 from accept_mpi.outcome import Outcome, outcome
 from accept_mpi.partition import NoPlan, Problem, Solution, cost, solve
 from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
@@ -49,7 +50,7 @@ def plans_for(survey: Survey, job: config.Job, held: Layers = ()) -> tuple[Outco
             candidates.append(spread(one, solve(one, ordered)))
         except NoPlan as error:
             why = str(error)
-    if problem.devices <= problem.layers:
+    if problem.devices <= problem.layers - len(problem.uncuttable):
         candidates.append(_even_solution(problem))
     possible = _possible(problem, candidates, survey, job)
     evenly = even_plan(survey, job)
@@ -161,7 +162,7 @@ def moving(survey: Survey, plan: Plan, held: Layers) -> tuple[float, float]:
 
 def _even_solution(problem: Problem) -> Solution:
     """Even cuts with the codec that has fewest bits."""
-    edges = (0, *even_cuts(problem.layers, problem.devices), problem.layers)
+    edges = (0, *even_cuts(problem.layers, problem.devices, problem.uncuttable), problem.layers)
     strongest = int(np.argmin(problem.bits))
     return Solution(tuple(range(problem.devices)), edges, (strongest,) * (problem.devices - 1))
 
@@ -174,7 +175,8 @@ def _as_plan(solution: Solution, job: config.Job) -> Plan:
 
 
 def even_plan(survey: Survey, job: config.Job) -> Plan:
-    """All devices in their order, the same number of layers each."""
-    layers, count = len(survey.outline.layers), min(len(survey.devices), len(survey.outline.layers))
+    """All devices in their order, the same number of layers each; layers that must stay together do."""
+    layers = len(survey.outline.layers)
+    cuts = even_cuts(layers, len(survey.devices), uncuttable(survey.outline.shared, layers))
     codec = Codec(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
-    return make_plan(layers, even_cuts(layers, count), [codec] * (count - 1))
+    return make_plan(layers, cuts, [codec] * len(cuts))

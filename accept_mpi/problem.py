@@ -11,6 +11,7 @@ from accept_mpi.coding import Coding, parse
 from accept_mpi.errors import UserError
 from accept_mpi.forecast import bits_of
 from accept_mpi.looks import per_message, while_sending
+from accept_mpi.models.shared import uncuttable
 from accept_mpi.outline import LayerOutline
 from accept_mpi.partition import Problem
 from accept_mpi.replicas import most_held
@@ -58,6 +59,7 @@ def problem_of(survey: Survey, job: config.Job, share: float = 1.0) -> tuple[Pro
         coding=np.array([[_handling(d, float(nic), *pair) for pair in pairs] for d, nic in zip(devices, nics, strict=True)]),
         state=np.array([needs.state(layer) for layer in outline.layers]),
         held=np.array([float(layer.held) for layer in outline.layers]),
+        uncuttable=uncuttable(outline.shared, layers),
         capacity=np.array([device.memory for device in devices], float),
         kept=needs.kept,
         copies=needs.copies,

@@ -225,7 +225,7 @@ class _Run:
         pass_by("plan")
         given = None
         if job.pipeline.cuts != "auto" or runtime.size == 1:
-            given = runtime.agree("the plan", lambda: self._given_plan(runtime, len(work.chain)))
+            given = runtime.agree("the plan", lambda: self._given_plan(runtime, work.chain))
             if not job.pipeline.adapt or runtime.size == 1:
                 return given
         if known := self._survey_of_last_start(runtime):
@@ -273,9 +273,9 @@ class _Run:
         self._share_survey(runtime, found.survey if found else None)
         self._next, self._told, self._found = Plan.from_json(plan), [f"moved layers: {text}"], time.monotonic()
 
-    def _given_plan(self, runtime: Runtime, layers: int) -> Plan:
+    def _given_plan(self, runtime: Runtime, chain: Chain) -> Plan:
         """As the job says, for the ranks that it began with; those that are lost by now leave their layers to the others."""
-        plan = given_plan(self.job, layers, len(self.members))
+        plan = given_plan(self.job, len(chain), len(self.members), chain.shared)
         if runtime.members == self.members:
             return plan
         return successor(self.job, plan.renamed(dict(enumerate(self.members))), None, runtime.members)

@@ -58,6 +58,7 @@ def _evenly(problem: Problem, order: Sequence[int], cap: float, rate: float) -> 
     codecs = handling.argmin(axis=1)
     place = np.arange(layers + 1)
     size, possible = messages[place, codecs], np.isfinite(handling[place, codecs])
+    possible[list(problem.uncuttable)] = False
     size[[0, -1]], possible[[0, -1]] = 0.0, True
     own = problem.values * coding[:, codecs]  # (n, layers + 1)
     own[:, [0, -1]] = 0.0

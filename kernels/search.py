@@ -7,9 +7,10 @@ the stage must hold in flight, is known. A point is "layers ``i`` and all behind
 Arguments that all kernels share (N devices, L layers, C codecs; seconds and bytes are a micro-batch's):
 ``prefix`` (N, L+1), seconds of the layers before each; ``extra`` (N, L+1, L+1), seconds of layers i..j-1 together that
 their sum lacks, or (N, 1, 1) where nothing is known; ``values`` and ``other`` (L+1), values that codecs code and bytes
-besides that cross in front of a layer, each way; ``rate`` (N, N), bytes/s from one device to another; ``nic`` (N), bytes/s
-of a device's own link, each way; ``bits`` (C), bytes a value; ``coding`` (N, C), seconds to encode one value and decode
-another; ``state`` and ``held`` (L+1), bytes before each layer of weights and what goes with them, and of activations;
+besides that cross in front of a layer, each way (``other`` infinite: no stage begins there); ``rate`` (N, N), bytes/s from
+one device to another; ``nic`` (N), bytes/s of a device's own link, each way; ``bits`` (C), bytes a value; ``coding`` (N, C),
+seconds to encode one value and decode another; ``state`` and ``held`` (L+1), bytes before each layer of weights and what
+goes with them, and of activations;
 ``capacity`` (N), bytes; ``kept`` and ``copies`` (N), micro-batches in flight and versions of the weights, by number of
 stages behind. A stage also holds what it received of each micro-batch in flight, 4 bytes a value.
 """
@@ -60,7 +61,7 @@ def extend(  # type: ignore[no-untyped-def]
     for codec in range(bits.size):
         coded, whole_bytes = 1e300, 1e300
         for j in range(max(first, 1), min(i, most + 1)):
-            if not every and values[j] >= coded and other[j] >= whole_bytes:
+            if other[j] == np.inf or (not every and values[j] >= coded and other[j] >= whole_bytes):
                 continue
             seconds = prefix[a, i] - prefix[a, j] + base + values[j] * coding[a, codec]
             if whole:

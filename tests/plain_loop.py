@@ -12,7 +12,7 @@ from accept_mpi import config, tree
 from accept_mpi.data import adapt
 from accept_mpi.imports import find_function
 from accept_mpi.losses import cross_entropy
-from accept_mpi.seeds import AUGMENT, ORDER, forward_seed, mix, seed_all, seeded
+from accept_mpi.seeds import AUGMENT, ORDER, forward_seed, init_seed, mix, seed_all, seeded
 
 
 def _samples(data: Any, indices: np.ndarray, seed: int) -> tuple[Any, Any]:
@@ -27,6 +27,11 @@ def _samples(data: Any, indices: np.ndarray, seed: int) -> tuple[Any, Any]:
     return tuple(tree.stack(part) for part in zip(*pairs, strict=True))  # type: ignore[return-value]
 
 
+def _built(layer: Any, index: int, seed: int) -> nn.Module:
+    with seeded(init_seed(seed, index)):
+        return layer if isinstance(layer, nn.Module) else layer()
+
+
 def plain_loop(path: Path, *overrides: str, whole: bool = False) -> tuple[dict[str, Any], list[float]]:
     """``state_dict()`` at the end and the loss of each step. ``whole``: one forward for each batch."""
     job = config.parse(path.read_text(), str(path), overrides)
@@ -34,7 +39,7 @@ def plain_loop(path: Path, *overrides: str, whole: bool = False) -> tuple[dict[s
     with seeded(train.seed):
         model = find_function(job.model.name, {}, "model.name")(**job.model.args)
     if not isinstance(model, nn.Module):
-        model = nn.Sequential(*[layer if isinstance(layer, nn.Module) else layer() for layer in model])
+        model = nn.Sequential(*[_built(layer, index, train.seed) for index, layer in enumerate(model)])
     with seeded(0):
         data, _ = find_function(job.data.name, {}, "data.name")(**job.data.args)
     loss_of = cross_entropy if train.loss == "cross_entropy" else find_function(train.loss, {}, "train.loss")

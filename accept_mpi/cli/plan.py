@@ -41,7 +41,9 @@ def main(options: argparse.Namespace) -> int:
     best, even = plans_for(survey, job)
     given = None
     if job.pipeline.cuts != "auto":
-        given = outcome(survey, job, given_plan(job, len(survey.outline.layers), len(survey.devices)))
+        given = outcome(
+            survey, job, given_plan(job, len(survey.outline.layers), len(survey.devices), lambda: survey.outline.shared)
+        )
     if options.json:
         found = {"plan": _plain(best), "even": _plain(even)} | ({"given": _plain(given)} if given else {})
         print(msgspec.json.format(msgspec.json.encode(found)).decode())

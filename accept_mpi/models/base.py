@@ -33,7 +33,10 @@ class Chain:
 
     def __init__(self, layers: Iterable[Named] | Entries, again: Callable[[], Entries] | None = None) -> None:
         """``layers``: factories, which may be called as often as one likes. With ``again`` they are what a user's function
-        has given, modules or factories that may share what they know; each is then used once, and ``again`` makes others."""
+        has given, modules or factories that may share what they know; each is then used once, and ``again`` makes others.
+
+        Raises ValueError with a sentence where names are wrong, UserError where a layer has no shape yet.
+        """
         self.layers = list(layers)
         if not self.layers:
             raise ValueError("a model needs at least one layer")
@@ -50,6 +53,8 @@ class Chain:
         if again:  # they are held by their generation alone, which lets go of them
             self._made = _Generation(self.names, self.layers)
             self.layers = []
+            if self._made.modules is not None:  # they are there to be looked at
+                self._shared = self._find_shared()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -127,7 +132,7 @@ class Chain:
 
     def _find_shared(self) -> tuple[Shared, ...]:
         every = range(len(self))
-        if self._made is not None and self._made.modules is not None:  # they are there already
+        if self._made is not None and self._made.modules is not None:
             finder = Finder(self.names)
             for index, layer in zip(every, self._made.modules, strict=True):
                 finder.show(index, layer)

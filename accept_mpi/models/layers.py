@@ -28,8 +28,8 @@ def build_layers(chain: Chain, start: int, stop: int, seed: int) -> Layers:
 def build_stage(chain: Chain, start: int, stop: int, seed: int) -> Layers:
     """The same for a stage that is going to train: what it shares with other stages, it must not write to (a forward that
     does raises UserError), and the chain lets go of the other layers that were made with these."""
+    shared = chain.shared() if 0 < stop - start < len(chain) else ()
     layers = build_layers(chain, start, stop, seed)
-    if stop - start < len(chain):
-        watched(layers.modules, start, chain.shared())
+    watched(layers.modules, start, shared)
     chain.release()
     return layers

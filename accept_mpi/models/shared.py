@@ -5,7 +5,6 @@ A tensor is known by its memory, so one that comes twice is found as well as ano
 one after another, since what is shared lives on in whoever shares it.
 """
 
-import copy
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -42,9 +41,10 @@ class Shared(msgspec.Struct, frozen=True):
     """Of what is constant: layers and its names in them."""
 
 
-def uncuttable(shared: Iterable[Shared]) -> frozenset[int]:
-    """Layers in front of which the model must not be cut."""
-    return frozenset(cut for one in shared if not one.constant for cut in range(one.first + 1, one.last + 1))
+def uncuttable(shared: Iterable[Shared], layers: int) -> frozenset[int]:
+    """Of so many layers those in front of which the model must not be cut."""
+    runs = [range(max(one.first, 0) + 1, min(one.last + 1, layers)) for one in shared if not one.constant]
+    return frozenset(cut for run in runs for cut in run)
 
 
 class Part(NamedTuple):
@@ -182,16 +182,17 @@ class Handed:
     """What layers have been handed out, remembered weakly, so that nothing is handed out a second time."""
 
     def __init__(self) -> None:
-        self._layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._layers: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+        """And what a layer that nobody trains was like."""
         self._memory: dict[int, tuple[StorageWeakRef, int | None]] = {}
 
     def add(self, layers: Iterable[nn.Module]) -> list[nn.Module]:
-        """Layers that are handed out now; a copy of one that has been before (a function may know one ``nn.ReLU`` for ever,
-        and what is done to a layer, hooks say, is done to this one alone)."""
+        """Layers that are handed out now. One that has been before comes as it was then: a function may know one ``nn.ReLU``
+        for ever, and hooks, say, are put on this one alone."""
         self._memory = {key: known for key, known in self._memory.items() if not known[0].expired()}
-        given = [copy.deepcopy(layer) if layer in self._layers else layer for layer in layers]
+        given = [_another(layer, self._layers[layer]) if layer in self._layers else layer for layer in layers]
         for layer in given:
-            self._layers.add(layer)
+            self._layers[layer] = {} if any(part.written for part in parts(layer)) else _own(vars(layer))
             for part in parts(layer):
                 if (storage := memory_of(part.tensor)) is not None:
                     reference = StorageWeakRef(storage)
@@ -213,6 +214,18 @@ class Handed:
 
     def __contains__(self, layer: nn.Module) -> bool:
         return layer in self._layers
+
+
+def _own(state: dict[str, Any]) -> dict[str, Any]:
+    """Attributes of a layer, with dictionaries (hooks, layers within) of their own."""
+    return {name: value.copy() if isinstance(value, dict) else value for name, value in state.items()}
+
+
+def _another(layer: nn.Module, state: dict[str, Any]) -> nn.Module:
+    """A layer like this one, which nobody trains, was when it had these attributes."""
+    other = type(layer).__new__(type(layer))
+    vars(other).update(_own(state))
+    return other
 
 
 def _checksum(storage: torch.UntypedStorage | None) -> int | None:

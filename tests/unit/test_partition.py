@@ -22,6 +22,7 @@ def random_problem(rng: np.random.Generator, devices: int, layers: int, codecs: 
         extra = rng.uniform(0, 0.2, devices)[:, None, None] * np.maximum(0, length[None, None, :] - length[None, :, None])
     values = np.concatenate([[0], rng.integers(1, 8, layers - 1) * 100, [0]]).astype(float)
     kept = np.arange(1.0, devices + 1) if rng.random() < 0.5 else np.ones(devices)
+    uncuttable = frozenset(np.flatnonzero(rng.random(layers) < 0.4)[1:].tolist()) if rng.random() < 0.3 else frozenset()
     return Problem(
         layer_seconds=seconds,
         extra_seconds=extra,
@@ -39,6 +40,7 @@ def random_problem(rng: np.random.Generator, devices: int, layers: int, codecs: 
         copies=kept if rng.random() < 0.3 else np.ones(devices),
         micro_batches=float(rng.integers(1, 9)),
         fill=float(rng.choice([0.0, 0.0, 1.0])),
+        uncuttable=uncuttable,
     )
 
 
@@ -62,7 +64,7 @@ def least(problem: Problem, ordered: bool = False) -> float | None:
 def test_equals_trying_everything() -> None:
     """Any order and subset for asynchronous schedules; the given order, where filling counts, too."""
     rng = np.random.default_rng(1)
-    none, idle, coded = 0, 0, 0
+    none, idle, coded, kept = 0, 0, 0, 0
     for number in range(INSTANCES):
         devices = int(rng.integers(1, 5 if number % 10 == 0 else 4))
         problem = random_problem(rng, devices, int(rng.integers(2, 6)), int(rng.integers(1, 3 if devices < 4 else 2)))
@@ -80,7 +82,10 @@ def test_equals_trying_everything() -> None:
         assert found.bottleneck >= lower_bound(problem) * (1 - 1e-9)
         idle += len(plan.devices) < problem.devices
         coded += any(plan.codecs)
-    assert min(none / 50, idle / 200, coded / 200) > 1, "the instances exercise memory, idle devices and codecs"
+        if problem.uncuttable:
+            kept += not problem.uncuttable.isdisjoint(solve(replace(problem, uncuttable=frozenset()), ordered).edges)
+    seen = (none / 50, idle / 200, coded / 200, kept / 30)
+    assert min(seen) > 1, "the instances exercise memory, idle devices, codecs and layers that stay together"
 
 
 def test_what_is_not_at_the_bottleneck_is_spread_evenly() -> None:
@@ -94,11 +99,12 @@ def test_what_is_not_at_the_bottleneck_is_spread_evenly() -> None:
         free = replace(problem, values=0 * problem.values, other=0 * problem.other, capacity=np.full(3, 1e9))
         plan = solve(free, True)
         cap = 1.02 * cost(free, plan).bottleneck
-        good = [p for p in everything(free, True) if not any(p.codecs) and cost(free, p).bottleneck <= cap]
-        least_norm = min(norm(cost(free, p)) for p in good)
+        good = [cost(free, p) for p in everything(free, True) if not any(p.codecs)]
+        least_norm = min(norm(c) for c in good if c.fits and c.bottleneck <= cap)
         even = spread(free, plan)
         assert norm(cost(free, even)) <= least_norm / 0.97 * (1 + 1e-9)
         assert norm(cost(free, even)) <= norm(cost(free, plan))
+        assert cost(free, even).fits
         assert cost(free, even).bottleneck <= cap * (1 + 1e-9)
         changed += even != plan
         try:
@@ -125,7 +131,9 @@ def test_the_beam_is_near_the_exact_search(monkeypatch: pytest.MonkeyPatch) -> N
         problem = replace(random_problem(rng, 5, 14, 2), capacity=np.full(5, 1e9), fill=0.0, extra_seconds=None)
         exact = cost(problem, solve(problem)).bottleneck
         monkeypatch.setattr(partition, "MOST_EXACT", 1)
-        ratios.append(cost(problem, solve(problem)).bottleneck / exact)
+        found = cost(problem, solve(problem))
+        assert found.fits
+        ratios.append(found.bottleneck / exact)
         monkeypatch.undo()
     assert min(ratios) >= 1 - 1e-3
     assert np.mean(ratios) < 1.05, ratios

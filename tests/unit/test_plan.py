@@ -15,6 +15,18 @@ def test_even_cuts_differ_by_one_layer_at_most() -> None:
             assert [plan.place(rank).stage for rank in range(stages)] == list(range(stages))
 
 
+def test_even_cuts_keep_layers_together() -> None:
+    assert even_cuts(12, 3, {3, 4, 5}) == [2, 8]
+    assert even_cuts(12, 2, range(1, 10)) == [10]
+    assert even_cuts(12, 4, range(1, 10)) == [10, 11]
+    assert even_cuts(12, 3, range(1, 12)) == []
+    for layers in range(1, 12):
+        for stages in range(1, 8):
+            cuts = even_cuts(layers, stages, {2, 3, 7})
+            assert not {2, 3, 7} & set(cuts)
+            assert len(make_plan(layers, cuts).stages) == min(stages, len({*range(1, layers)} - {2, 3, 7}) + 1)
+
+
 @pytest.mark.parametrize("cuts", [[0, 3], [3, 3], [4, 2], [2, 6], [2, 9]])
 def test_cuts_that_leave_a_stage_empty(cuts: list[int]) -> None:
     with pytest.raises(ValueError, match=r"leave a stage empty: they must increase strictly and lie within 1\.\.5"):

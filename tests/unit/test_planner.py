@@ -9,6 +9,7 @@ from accept_mpi import config, planner
 from accept_mpi.errors import UserError
 from accept_mpi.looks import while_sending
 from accept_mpi.models import as_chain
+from accept_mpi.models.shared import Shared
 from accept_mpi.outcome import outcome
 from accept_mpi.outline import outline
 from accept_mpi.partition import NoPlan, Problem, Solution, lower_bound, solve
@@ -89,6 +90,43 @@ def test_a_device_that_would_cost_more_stays_idle() -> None:
     found, even = plans_for(devices, job())
     assert layers_by_rank(found, 3) == [6, 0, 6]
     assert any("idle" in line and "edge1" in line for line in table(devices, job(), found, even))
+
+
+def sharing(found: Survey, *shared: Shared) -> Survey:
+    return msgspec.structs.replace(found, outline=msgspec.structs.replace(found.outline, shared=shared))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-async", "1f1b"])
+def test_layers_that_share_stay_together(schedule: str) -> None:
+    """Wherever a plan comes from: found, even cuts, after a loss, on many devices, without a device that is far slower."""
+    wanted = job(f"pipeline.schedule={schedule}")
+    ties = Shared(0, 7, "layers 0 and 7 share a parameter"), Shared(8, 9, "more"), Shared(0, 11, "a table", True)
+    for speeds, held in (
+        ((1, 1, 1), ()),
+        ((1, 30, 1), ()),
+        ((1, 1, 1), [range(8, 12), range(4), range(4, 8)]),
+        ([1] * 12, ()),
+    ):
+        fleet = sharing(survey(*speeds), *ties)
+        assert plan_for(survey(*speeds), wanted, held).plan.stages[1].start < 8
+        found, even = plan_for(fleet, wanted, held), plans_for(fleet, wanted)[1]
+        for plan in (found.plan, even.plan):
+            assert {stage.start for stage in plan.stages} <= {0, 8, 10, 11}
+            assert len(plan.stages) > 1
+    assert layers_by_rank(plan_for(sharing(survey(1, 2, 1), *ties), wanted), 3) == [8, 0, 4]
+
+
+def test_devices_stay_idle_where_layers_cannot_be_parted() -> None:
+    fleet = sharing(survey(1, 1, 1), Shared(0, 11, "layers 0 and 11 share a parameter"))
+    found, even = plans_for(fleet, job())
+    assert layers_by_rank(found, 3) == layers_by_rank(even, 3) == [12, 0, 0]
+    assert "layers 0 and 11 share a parameter, so they are in one stage" in table(fleet, job(), found, even)
+    memory: list[object] = [4e5, 4e5]
+    wanted = job("pipeline.schedule=1f1b")
+    assert plan_for(survey(1, 1, memory=memory), wanted)
+    small = sharing(survey(1, 1, memory=memory), Shared(0, 11, "layers 0 and 11 share a parameter"))
+    with pytest.raises(UserError, match=r"no cuts fit \(layers that share what is trained stay together\)"):
+        plan_for(small, wanted)
 
 
 def test_a_far_slower_device_must_be_worth_its_stage() -> None:
