@@ -37,7 +37,7 @@ _DONE_SECONDS = 60.0
 """After rank 0's last line, until an mpirun that does not end is ended."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Its standard input ends with this process, however that ends; then so does mpirun, and with it all it started.
-_WATCHER = 'read word; [ "$word" = over ] && exit; kill -TERM -- "-$1"; sleep "$2"; kill -KILL -- "-$1"'
+_WATCHER = 'read word; [ "$word" = over ] && exit; kill -TERM "-$1"; sleep "$2"; kill -KILL "-$1"'
 _NO_USE_AGAIN = 2  # exit code of a mistake that a person must mend
 _WITHOUT_PROGRESS = 3  # starts in a row
 _STEP = re.compile(rb"step \d+(/\d+|  (done: ))")  # as ``progress`` prints it
