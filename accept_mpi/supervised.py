@@ -1,6 +1,11 @@
 """What ``launch`` tells the ranks of a run that it begins, and begins again."""
 
+import re
+
 import msgspec
+
+# A name becomes a folder's, so it may lead nowhere else.
+_TIME, _NAME, _NUMBER = (re.compile(p, re.ASCII) for p in (r"[0-9T:.+Z-]{1,64}", r"\w[\w.-]{0,200}", r"\d{1,9}"))
 
 
 class Supervised(msgspec.Struct, frozen=True):
@@ -20,4 +25,6 @@ class Supervised(msgspec.Struct, frozen=True):
     def parse(text: str) -> "Supervised":
         """Raises ValueError."""
         began, name, number = text.split("/")
+        if not (_TIME.fullmatch(began) and _NAME.fullmatch(name) and _NUMBER.fullmatch(number)):
+            raise ValueError(f'"{text}" is no BEGAN/NAME/NUMBER')
         return Supervised(began, name, int(number))
