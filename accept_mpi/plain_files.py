@@ -3,9 +3,11 @@
 A device or a pipe under a name that is only to be read would be waited for, or read, without end.
 """
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -46,3 +48,24 @@ def is_regular(path: Path) -> bool:
         return stat.S_ISREG(path.stat().st_mode)
     except (OSError, ValueError):
         return False
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Another name, beside ``path``, for a file that takes its place once it is whole. Raises OSError, with a reason in
+    words, where something else than a file has that name: a device is not to be replaced."""
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error), os.fspath(path)) from error
+    else:
+        if not stat.S_ISREG(there.st_mode):
+            raise OSError(errno.EINVAL, "something else than a file has this name", os.fspath(path))
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
