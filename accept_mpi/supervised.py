@@ -1,10 +1,13 @@
 """What ``launch`` tells the ranks of a run that it begins, and begins again."""
 
 import os
+import re
 
 import msgspec
 
 _RANKS_HERE = "OMPI_COMM_WORLD_LOCAL_SIZE"
+# A name becomes a folder's, so it may lead nowhere else.
+_TIME, _NAME, _NUMBER = (re.compile(p, re.ASCII) for p in (r"[0-9T:.+Z-]{1,64}", r"\w[\w.-]{0,200}", r"\d{1,9}"))
 
 
 class Supervised(msgspec.Struct, frozen=True):
@@ -26,7 +29,10 @@ class Supervised(msgspec.Struct, frozen=True):
     def parse(text: str) -> "Supervised":
         """Raises ValueError."""
         began, name, number, *more = text.split("/", 3)
-        slots = tuple(int(count) for count in more[0].split(",")) if more and more[0] else ()
+        counts = more[0].split(",") if more and more[0] else []
+        if not (_TIME.fullmatch(began) and _NAME.fullmatch(name) and all(map(_NUMBER.fullmatch, (number, *counts)))):
+            raise ValueError(f'"{text}" is no BEGAN/NAME/NUMBER')
+        slots = tuple(int(count) for count in counts)
         return Supervised(began, name, int(number), slots)
 
     def misplaced(self, rank: int) -> str | None:

@@ -7,6 +7,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from accept_mpi.errors import UserError
+from accept_mpi.plain_files import replacing
 from accept_mpi.snapshot import Checkpoint
 
 _TORCH = (".pt", ".pth")
@@ -21,16 +22,14 @@ def export(source: Path, out: Path) -> int:
         raise UserError(f"{out}: expected a file name that ends in .safetensors, {' or '.join(_TORCH)}")
     checkpoint = Checkpoint(source)
     state = checkpoint.whole()
-    beside = out.with_name(f".{out.name}")
     try:
-        if out.suffix in _TORCH:
-            torch.save(state, beside)
-        else:
-            about = {"step": str(checkpoint.manifest.step), "model": checkpoint.manifest.model}
-            save_file(state, beside, metadata=about)
-        beside.replace(out)
+        with replacing(out) as beside:
+            if out.suffix in _TORCH:
+                torch.save(state, beside)
+            else:
+                about = {"step": str(checkpoint.manifest.step), "model": checkpoint.manifest.model}
+                save_file(state, beside, metadata=about)
     except (OSError, RuntimeError, SafetensorError) as error:
-        beside.unlink(missing_ok=True)
-        raise UserError(f"{out}: cannot write: {error}") from error
+        raise UserError(f"{out}: cannot write: {getattr(error, 'strerror', None) or error}") from error
     print(f"{out}: {len(state)} tensors of step {checkpoint.manifest.step}")
     return 0
