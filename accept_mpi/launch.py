@@ -104,9 +104,7 @@ class Supervisor:
         config.parse(config.read_text(request.job), str(request.job), request.overrides)
         self._all = _hosts(request.hostfile) if request.hostfile else []
         began = datetime.now(UTC)
-        self._supervised = Supervised(
-            began.isoformat(timespec="seconds"), f"{began:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", 1
-        )
+        self._supervised = Supervised(f"{began:%Y%m%d-%H%M%S}-{secrets.token_hex(6)}", 1)
         self._signal = 0
         self._scratch = tempfile.TemporaryDirectory(prefix="accept_mpi-launch-")
 

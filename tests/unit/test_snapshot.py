@@ -83,7 +83,7 @@ def test_an_unfinished_one_is_not_taken_for_one(tmp_path: Path) -> None:
     [
         (lambda c: (c / "stage-1.weights.safetensors").unlink(), "No such file"),
         (lambda c: (c / "stage-1.weights.safetensors").write_bytes(b"short"), "has 5 bytes, not"),
-        (lambda c: _flip(c / "stage-0.optimizer.safetensors"), "does not match its checksum"),
+        (lambda c: _flip(c / "stage-1.weights.safetensors"), "does not match its checksum"),
         (lambda c: (c / "manifest.json").write_text("{"), "manifest.json"),
         (lambda c: _version(c / "manifest.json"), "of version 99"),
     ],
