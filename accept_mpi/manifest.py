@@ -98,16 +98,24 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{shown(head.format)} of version {head.version}; this program reads {FORMAT} of version {VERSION}"
             )
         manifest = msgspec.json.decode(data, type=Manifest)
-        job = msgspec.json.decode(manifest.job)
+        check_job(manifest.job)
     except RecursionError as error:
         raise ValueError(f"nested more than {_MOST_DEPTH} deep") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(str(error)) from error
-    _check(manifest, job)
+    _check(manifest)
     return manifest
 
 
-def _check(manifest: Manifest, job: Any) -> None:
+def check_job(text: str) -> None:
+    """Raises ValueError or RecursionError where ``text`` is no job's JSON."""
+    job = msgspec.json.decode(text)
+    if not isinstance(job, dict):
+        raise ValueError("job is not an object")
+    _check_values("job", job)
+
+
+def _check(manifest: Manifest) -> None:
     """Raises ValueError where fields contradict each other, or cannot be what a run has written."""
     layers, stages = manifest.layers, manifest.stages
     texts = {"created": manifest.created, "model": manifest.model, "run": manifest.run}
@@ -124,15 +132,12 @@ def _check(manifest: Manifest, job: Any) -> None:
         raise ValueError(f'it names "{shown(elsewhere[0])}", which is no file of its folder')
     if len(set(files)) < len(files):
         raise ValueError("it names a file twice")
-    if not isinstance(job, dict):
-        raise ValueError("job is not an object")
     if manifest.epoch > manifest.step or (manifest.seen or 0) >= manifest.samples:
         raise ValueError(
             f"{manifest.seen or 0} samples of epoch {manifest.epoch} seen after {manifest.step} steps "
             f"of {manifest.samples} samples an epoch cannot be"
         )
     _check_values("model_args", manifest.model_args)
-    _check_values("job", job)
 
 
 def _check_values(name: str, values: dict[str, Any]) -> None:

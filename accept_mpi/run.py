@@ -281,13 +281,11 @@ class _Run:
         told = runtime.messenger.allgather(mine, runtime.startup_seconds, "what an earlier start has measured")
         wanted = [host["host"] for host in runtime.hosts]
         for found in filter(None, told):
-            try:
+            with contextlib.suppress(msgspec.ValidationError, IndexError):  # damaged
                 survey = msgspec.convert(found, Survey)
-            except msgspec.ValidationError:
-                continue  # damaged
-            there = [device.host for device in survey.devices]
-            if len(set(there)) == len(there) and set(wanted) <= set(there):
-                return survey.only([there.index(host) for host in wanted])
+                there = [device.host for device in survey.devices]
+                if len(set(there)) == len(there) and set(wanted) <= set(there):
+                    return survey.only([there.index(host) for host in wanted])
         return None
 
     def _of_now(self, runtime: Runtime) -> Survey | None:

@@ -51,20 +51,20 @@ def export(source: Path, out: Path) -> int:
 def _write(target: Path, state: dict[str, torch.Tensor], about: dict[str, str]) -> None:
     """Whole or not at all, beside whatever else is there."""
     handle, name = tempfile.mkstemp(prefix=f".{target.stem[:40]}-", suffix=target.suffix, dir=target.parent)
+    os.close(handle)
     beside = Path(name)
     try:
-        mask = os.umask(0)
-        os.umask(mask)
-        os.fchmod(handle, 0o666 & ~mask)  # mkstemp's are for this user alone
         if target.suffix in _TORCH:
             torch.save(state, beside)
         else:
             save_file(state, beside, metadata=about)
-        os.fsync(handle)
+        mask = os.umask(0)
+        os.umask(mask)
+        beside.chmod(0o666 & ~mask)  # until here for this user alone
+        with open(beside, "rb") as file:
+            os.fsync(file.fileno())
         beside.replace(target)
     except BaseException:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
-    finally:
-        os.close(handle)
