@@ -16,7 +16,8 @@ from conftest import environment, mpirun_command
 from watch import wait_for_step
 
 from accept_mpi.log import open_log
-from accept_mpi.snapshot import Checkpoint, complete
+from accept_mpi.manifest import complete
+from accept_mpi.snapshot import Checkpoint
 
 RANKS, MOMENTS, SECONDS = 4, 20, 10.0
 SEED = int(os.environ.get("ACCEPT_MPI_FAULT_SEED", "20"))

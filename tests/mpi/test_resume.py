@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from accept_mpi import models
 from accept_mpi.cli import main
 from accept_mpi.log import open_log
-from accept_mpi.snapshot import Checkpoint, complete
+from accept_mpi.manifest import complete
+from accept_mpi.snapshot import Checkpoint
 
 ADAM = 'name = "gpt"\nargs = { context = 16, layers = 2, width = 32, heads = 2, dropout = 0.1 }'
 
