@@ -163,7 +163,10 @@ def complete(run: Path) -> list[Path]:
     among them, where the times of their files put them."""
     sound: list[tuple[int, str, str, Path]] = []
     damaged: list[tuple[int, Path]] = []
-    for path in (run / "checkpoints").glob("step-*"):
+    inside: list[Path] = []
+    with contextlib.suppress(OSError):
+        inside = list((run / "checkpoints").iterdir())
+    for path in inside:
         with contextlib.suppress(OSError):
             if re.fullmatch(r"step-\d{8,}", path.name) and (path / "manifest.json").is_file():
                 try:
@@ -178,13 +181,14 @@ def complete(run: Path) -> list[Path]:
     return found
 
 
-def newest_of(run: Path, who: str) -> Path | None:
-    """The newest checkpoint in a run's directory that ``who`` has made; not checked."""
+def made_by(run: Path, who: str) -> list[Path]:
+    """The checkpoints in a run's directory that ``who`` has made, newest first; their tensors are not checked."""
+    found = []
     for path in reversed(complete(run)):
         with contextlib.suppress(OSError, ValueError):
             if read_manifest(path).run == who:
-                return path
-    return None
+                found.append(path)
+    return found
 
 
 def last_number(run: Path) -> int:

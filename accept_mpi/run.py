@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import secrets
 import time
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from accept_mpi.faults import pass_by
 from accept_mpi.given import given_plan
 from accept_mpi.logging_observer import LogObserver
 from accept_mpi.losses import find_loss
-from accept_mpi.manifest import Manifest, newest_of
+from accept_mpi.manifest import Manifest, made_by
 from accept_mpi.models import load as load_model
 from accept_mpi.observers import Observer
 from accept_mpi.plan import Plan
@@ -114,7 +115,7 @@ class _Run:
     def term(self, runtime: Runtime) -> bool:
         """One term; whether the run is at its end then, or another plan is to go on."""
         work = self._work = self._work or self._prepare(runtime)
-        stored = runtime.agree("the checkpoint", lambda: self._checkpoint() if runtime.rank == 0 else None)
+        stored = runtime.agree("the checkpoint", lambda: self._checkpoint(runtime) if runtime.rank == 0 else None)
         manifest = share_manifest(runtime, stored)
         plan = self._next or self._again or self._first_plan(runtime, work)
         if self._term:
@@ -237,14 +238,17 @@ class _Run:
                     work.replicas.keep(step, fitting(blobs, chain.names))
         return work
 
-    def _checkpoint(self) -> Checkpoint | None:
+    def _checkpoint(self, runtime: Runtime) -> Checkpoint | None:
         """Rank 0: the one to resume from; after a loss or another start the newest that this run has written."""
+        memory = {facts["machine_id"]: facts["memory_bytes"] or math.inf for facts in runtime.hosts}
+        most = sum(memory.values())
         if self._lost or self.options.supervised:
-            newest = newest_of(Path(self.job.output.directory), self._name)
-            if newest:
-                with contextlib.suppress(UserError):  # damaged
-                    return Checkpoint(newest)
-        return Checkpoint(self.options.resume) if self.options.resume else None
+            for path in made_by(Path(self.job.output.directory), self._name):
+                try:
+                    return Checkpoint(path, most)
+                except UserError as mistake:
+                    log.warning("passed over: %s", mistake)
+        return Checkpoint(self.options.resume, most) if self.options.resume else None
 
     def _first_plan(self, runtime: Runtime, work: Work) -> Plan:
         job = self.job

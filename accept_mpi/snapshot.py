@@ -13,12 +13,14 @@ ranks nor the same cuts: rank 0 sends each rank the tensors of the layers that i
 import contextlib
 import errno
 import fcntl
+import math
 import os
+import re
 import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -76,7 +78,7 @@ class CheckpointWriter:
         self.error: UserError | None = None
         for left in (run / "checkpoints").glob(".*step-*"):  # of a run that was killed
             with contextlib.suppress(OSError):
-                handle = _lock(left)
+                handle = _lock(left) if re.fullmatch(r"\.(old-\.?)?step-\d{8,}", left.name) else None
                 if handle is not None:
                     shutil.rmtree(left, ignore_errors=True)
                     os.close(handle)
@@ -219,10 +221,10 @@ class _Growing:
 class Checkpoint:
     """A checkpoint on disk, checked."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most: float = math.inf, of: Sequence[Part] = PARTS) -> None:
         """Open ``path``: a checkpoint's directory, or a run's (its newest checkpoint).
 
-        Raises UserError where there is none, or it is damaged.
+        Raises UserError where there is none, it is damaged, or its tensors ``of`` some kinds have more than ``most`` bytes.
         """
         try:
             if not (path / "manifest.json").is_file():
@@ -238,12 +240,12 @@ class Checkpoint:
             raise UserError(f"{path}: damaged checkpoint: manifest.json: {error}") from error
         except OSError as error:
             raise UserError(f"{path}: cannot read the checkpoint: {error.strerror or error}") from error
-        self.nbytes = 0
-        """Of all its tensors."""
-        for look in (self._check_header, self._check_sum):
-            for stage in self.manifest.stages:
-                for part in PARTS:
-                    look(stage, part)
+        files = [(stage, part) for stage in self.manifest.stages for part in PARTS]
+        sizes = [(part, self._check_header(stage, part)) for stage, part in files]
+        if (size := sum(nbytes for part, nbytes in sizes if part in of)) > most:
+            raise UserError(f"{path}: holds {size / 1e9:.1f} GB, more than the {most / 1e9:.1f} GB of memory that there are")
+        for stage, part in files:
+            self._check_sum(stage, part)
 
     def tensors(self, part: Part, layers: range) -> dict[str, torch.Tensor]:
         """Tensors of ``layers``, under their names in the files."""
@@ -266,8 +268,8 @@ class Checkpoint:
         """The whole model's state_dict."""
         return self.tensors("weights", range(len(self.manifest.layers)))
 
-    def _check_header(self, stage: StageFiles, part: Part) -> None:
-        """The file's size, and which tensors it says that it holds."""
+    def _check_header(self, stage: StageFiles, part: Part) -> int:
+        """The file's size, and which tensors it says that it holds; returns their bytes."""
         file = _file(stage, part)
         with self._opened(file) as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -281,7 +283,7 @@ class Checkpoint:
         strange = next((name for name in entries if _layer(name, part) not in own), None)
         if strange is not None:
             raise self._damaged(file, f'holds "{shown(strange)}", which is of none of its layers')
-        self.nbytes += sum(end - begin for begin, end in (entry.data_offsets for entry in entries.values()))
+        return sum(end - begin for begin, end in (entry.data_offsets for entry in entries.values()))
 
     def _check_sum(self, stage: StageFiles, part: Part) -> None:
         file, crc = _file(stage, part), 0

@@ -24,18 +24,13 @@ def export(source: Path, out: Path) -> int:
     """
     if out.suffix not in (".safetensors", *_TORCH):
         raise UserError(f"{out}: expected a file name that ends in .safetensors, {' or '.join(_TORCH)}")
-    checkpoint = Checkpoint(source)
+    checkpoint = Checkpoint(source, available_memory(), ("weights",))
     try:
         target = Path(os.path.realpath(out))  # what a link leads to
         if target.parent == checkpoint.path.resolve():
             raise UserError(f"{out}: cannot write: it is in the checkpoint itself; choose another folder")
         if target.exists() and not target.is_file():
             raise UserError(f"{out}: cannot write: it is there already, and is no file")
-        if (most := available_memory()) < checkpoint.nbytes:
-            raise UserError(
-                f"{checkpoint.path}: holds {checkpoint.nbytes / 1e9:.1f} GB, and this machine has "
-                f"{most / 1e9:.1f} GB of memory left"
-            )
         state = checkpoint.whole()
         if not state:
             raise UserError(f"{checkpoint.path}: damaged checkpoint: it holds no weights of any layer")

@@ -9,7 +9,7 @@ import torch
 
 from accept_mpi import snapshot
 from accept_mpi.errors import UserError
-from accept_mpi.manifest import complete, newest_of
+from accept_mpi.manifest import complete, made_by
 from accept_mpi.snapshot import Checkpoint, CheckpointWriter, chunks, directory_of, new_manifest
 
 
@@ -78,12 +78,12 @@ def test_the_newest_is_what_was_made_last(tmp_path: Path, monkeypatch: pytest.Mo
     write(tmp_path, 2, 3, who="second")
     assert [c.name[-2:] for c in complete(tmp_path)] == ["08", "09", "02", "03"]
     assert Checkpoint(tmp_path).manifest.step == 3
-    assert newest_of(tmp_path, "first") == directory_of(tmp_path, 9)
-    assert newest_of(tmp_path, "second") == directory_of(tmp_path, 3)
-    assert newest_of(tmp_path, "third") is None
+    assert [c.name[-2:] for c in made_by(tmp_path, "first")] == ["09", "08"]
+    assert [c.name[-2:] for c in made_by(tmp_path, "second")] == ["03", "02"]
+    assert made_by(tmp_path, "third") == []
     write(tmp_path, 9, who="third")  # goes on from step 8, say
-    assert Checkpoint(tmp_path).path == newest_of(tmp_path, "third") == directory_of(tmp_path, 9)
-    assert newest_of(tmp_path, "first") == directory_of(tmp_path, 8)
+    assert [Checkpoint(tmp_path).path] == made_by(tmp_path, "third") == [directory_of(tmp_path, 9)]
+    assert made_by(tmp_path, "first") == [directory_of(tmp_path, 8)]
     write(tmp_path / "elsewhere", 1, after=Checkpoint(tmp_path).manifest.number)
     assert Checkpoint(tmp_path / "elsewhere").manifest.number == 6
 
