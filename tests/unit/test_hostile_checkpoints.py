@@ -284,7 +284,7 @@ def test_names_that_lead_elsewhere(sound: Path, name: str) -> None:
 def test_more_than_there_is_memory(sound: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Perhaps a file of holes, which takes no disk: refused before it is read, so nobody comes to see its checksum."""
     file = sound / "stage-0.weights.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
     monkeypatch.setattr("accept_mpi.cli.export.available_memory", lambda: 1000.0)
     assert main(["export", str(sound), str(sound.parent / "out.pt")]) == 2
     assert "GB of memory that there are" in capsys.readouterr().err
