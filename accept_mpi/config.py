@@ -157,7 +157,7 @@ class Output(Section, frozen=True):
 
 _EITHER = ((("train", "epochs"), ("train", "steps")), (("train", "lr"), ("train", "optimizer", "lr")))
 """Pairs of keys that say the same: one of them is given."""
-_GOES_WITH = {
+GOES_WITH = {
     "momentum": ("name", ("sgd",)),
     "nesterov": ("name", ("sgd",)),
     "betas": ("name", ("adam", "adamw")),
@@ -337,7 +337,7 @@ def _paths(section: type[msgspec.Struct], before: str) -> Iterator[str]:
 
 def _check_optimizer(optimizer: Optimizer, given: Mapping[str, Any], source: str) -> None:
     for key in given:
-        by, choices = _GOES_WITH.get(key, ("name", (optimizer.name,)))
+        by, choices = GOES_WITH.get(key, ("name", (optimizer.name,)))
         chosen = getattr(optimizer, by)
         if chosen not in choices:
             words = " or ".join(f'"{choice}"' for choice in choices)

@@ -22,6 +22,11 @@ def one_line(text: str, most: int = _LONGEST) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def shown(text: str) -> str:
+    """A text of unknown origin as a part of a sentence."""
+    return one_line(text, 80)
+
+
 class _Sentence(Exception):
     """Its text is one line, whatever a user's code or a file has put into it."""
 

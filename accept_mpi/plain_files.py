@@ -1,7 +1,5 @@
-"""Reading files that another person or machine may have written: regular files only, no more of them than was asked for.
-
-A device or a pipe under a name that is only to be read would be waited for, or read, without end.
-"""
+"""Files that another person or machine may have written: regular ones only, inside their folder, of a size that is known
+before anything of them is read. A link may lead anywhere, a device never ends, a pipe never begins."""
 
 import contextlib
 import errno
@@ -11,35 +9,38 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-_PART = 1 << 20
 
-
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """A regular file, open for reading. Raises OSError, with a reason in words, where there is none."""
+def open_regular(path: str | os.PathLike[str], most: int | None = None, links: bool = True) -> BinaryIO:
+    """A regular file, open for reading. Raises OSError, with a reason in words, where there is none, where it has more than
+    ``most`` bytes, or where it is a link and ``links`` are not to be followed."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe is not waited for
     try:
-        number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))  # a pipe is not waited for
+        number = os.open(path, flags if links else flags | os.O_NOFOLLOW)
     except ValueError as error:  # a NUL in the name
         raise OSError(errno.EINVAL, str(error), os.fspath(path)) from error
+    except OSError as error:
+        if error.errno == errno.ELOOP and not links:
+            raise OSError(error.errno, "a symbolic link, not a file", os.fspath(path)) from error
+        raise
     try:
-        if not stat.S_ISREG(os.fstat(number).st_mode):
-            kind = "a directory" if stat.S_ISDIR(os.fstat(number).st_mode) else "a device or a pipe"
+        about = os.fstat(number)
+        if not stat.S_ISREG(about.st_mode):
+            kind = "a directory" if stat.S_ISDIR(about.st_mode) else "a device or a pipe"
             raise OSError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
+        if most is not None and about.st_size > most:
+            raise OSError(
+                errno.EFBIG, f"it has {about.st_size} bytes, more than the {most} that it may have", os.fspath(path)
+            )
         return open(number, "rb")
     except BaseException:
         os.close(number)
         raise
 
 
-def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
+def read_regular(path: str | os.PathLike[str], most: int, links: bool = True) -> bytes:
     """All of a regular file of at most ``most`` bytes. Raises OSError, with a reason in words."""
-    with open_regular(path) as file:
-        parts, left = [], most + 1
-        while left and (part := file.read(min(left, _PART))):
-            parts.append(part)
-            left -= len(part)
-    if not left:
-        raise OSError(errno.EFBIG, f"it is larger than the {most} bytes that such a file may have", os.fspath(path))
-    return b"".join(parts)
+    with open_regular(path, most, links) as file:
+        return file.read(most)
 
 
 def is_regular(path: Path) -> bool:
@@ -48,6 +49,17 @@ def is_regular(path: Path) -> bool:
         return stat.S_ISREG(path.stat().st_mode)
     except (OSError, ValueError):
         return False
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether it names something in a folder, and nothing elsewhere."""
+    return 0 < len(name) <= 255 and name.isprintable() and not {"/", "\\"} & set(name) and name not in (".", "..")
+
+
+def is_private(path: Path) -> bool:
+    """Whether a file or folder is this user's own, and nobody else may write to it; a link is not. Raises OSError."""
+    about = os.lstat(path)
+    return not stat.S_ISLNK(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o022
 
 
 @contextlib.contextmanager

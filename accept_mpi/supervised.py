@@ -7,33 +7,29 @@ import msgspec
 
 _RANKS_HERE = "OMPI_COMM_WORLD_LOCAL_SIZE"
 # A name becomes a folder's, so it may lead nowhere else.
-_TIME, _NAME, _NUMBER = (re.compile(p, re.ASCII) for p in (r"[0-9T:.+Z-]{1,64}", r"\w[\w.-]{0,200}", r"\d{1,9}"))
+_TEXT = re.compile(r"([\w-]{1,100})/(\d{1,9})(?:/(\d{1,5}(?:,\d{1,5})*)?)?", re.ASCII)
 
 
 class Supervised(msgspec.Struct, frozen=True):
-    """``BEGAN/NAME/NUMBER/SLOTS``, an option of ``train``'s command line."""
+    """``NAME/NUMBER/SLOTS``, an option of ``train``'s command line."""
 
-    began: str
-    """When the supervisor began (UTC, as a manifest has it): checkpoints made since then are this run's."""
     name: str
-    """Of the run, the same at each start."""
+    """Of the run, the same at each start: what bears it is this run's, whatever clocks say."""
     number: int
     """Of the start, counting those that made a step: 1, 2, ..."""
     slots: tuple[int, ...] = ()
     """Ranks that each host was to get, in the order of the host file; empty: all are on one machine."""
 
     def __str__(self) -> str:
-        return "/".join([self.began, self.name, str(self.number), ",".join(map(str, self.slots))])
+        return "/".join([self.name, str(self.number), ",".join(map(str, self.slots))])
 
     @staticmethod
     def parse(text: str) -> "Supervised":
         """Raises ValueError."""
-        began, name, number, *more = text.split("/", 3)
-        counts = more[0].split(",") if more and more[0] else []
-        if not (_TIME.fullmatch(began) and _NAME.fullmatch(name) and all(map(_NUMBER.fullmatch, (number, *counts)))):
-            raise ValueError(f'"{text}" is no BEGAN/NAME/NUMBER')
-        slots = tuple(int(count) for count in counts)
-        return Supervised(began, name, int(number), slots)
+        found = _TEXT.fullmatch(text)
+        if not found:
+            raise ValueError(f'expected NAME/NUMBER, got "{text}"')
+        return Supervised(found[1], int(found[2]), tuple(map(int, found[3].split(","))) if found[3] else ())
 
     def misplaced(self, rank: int) -> str | None:
         """What is wrong where mpirun has started other ranks beside this one than the host file asks for; else None."""

@@ -16,7 +16,8 @@ from conftest import environment, mpirun_command
 from watch import wait_for_step
 
 from accept_mpi.log import open_log
-from accept_mpi.snapshot import Checkpoint, complete
+from accept_mpi.manifest import complete
+from accept_mpi.snapshot import Checkpoint
 
 RANKS, MOMENTS, SECONDS = 4, 20, 10.0
 SEED = int(os.environ.get("ACCEPT_MPI_FAULT_SEED", "20"))
@@ -109,7 +110,7 @@ def test_kill_all_ranks_at_once(tmp_path: Path) -> None:
     job = samples.write_job(
         tmp_path / "job.toml", samples.CNN, train_steps=160, train_evaluate_every=0, recovery_replicate_every=8
     )
-    first = start(tmp_path, job, "--run", "2026-01-02T00:00:00+00:00/run/1", ulfm=True)
+    first = start(tmp_path, job, "--run", "run/1", ulfm=True)
     try:
         killed = wait_for_step(tmp_path / "run", 40, first)
         for pid in children(first.pid).values():
@@ -119,7 +120,7 @@ def test_kill_all_ranks_at_once(tmp_path: Path) -> None:
         os.killpg(first.pid, signal.SIGKILL)
         raise
     assert not complete(tmp_path / "run")
-    out, _ = start(tmp_path, job, "--run", "2026-01-02T00:00:00+00:00/run/2", ulfm=True).communicate(timeout=120)
+    out, _ = start(tmp_path, job, "--run", "run/2", ulfm=True).communicate(timeout=120)
     resumed = re.search(r"step (\d+)  resumed from the snapshot that hosts have kept", out)
     assert resumed, out
     assert int(resumed[1]) >= killed - 24

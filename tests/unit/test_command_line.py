@@ -57,7 +57,8 @@ def test_one_sentence(capsys: pytest.CaptureFixture[str], line: str, message: st
 class _Checkpoint:
     """Enough of a checkpoint to export."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *_: object) -> None:
+        self.path = path
         self.manifest = type("Manifest", (), {"step": 3, "model": "cnn"})
 
     def whole(self) -> dict[str, torch.Tensor]:
