@@ -1,12 +1,11 @@
 """What the tests that kill ranks share."""
 
-import sys
 from functools import cache
 from pathlib import Path
 
 import samples
 import torch
-from conftest import finish, mpirun_command
+from conftest import finish, mpirun_command, python
 
 from accept_mpi.faults import VARIABLE
 
@@ -23,7 +22,7 @@ def run(folder: Path, arguments: list[object], faults: str, ranks: int, deadline
     mpirun, *count = mpirun_command(ranks)
     # A killed rank leaves Open MPI's shared memory behind: let it lie in the test's own folder.
     more = {VARIABLE: faults, "OMPI_MCA_btl_sm_backing_directory": str(folder)}
-    command = [mpirun, "--with-ft", "ulfm", *count, sys.executable, *map(str, arguments)]
+    command = [mpirun, "--with-ft", "ulfm", *count, *python(), *map(str, arguments)]
     found = finish(command, folder, more, deadline)
     return found.code, found.out
 

@@ -2,13 +2,12 @@
 (ARCHITECTURE, invariants)."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import samples
-from conftest import environment, mpirun_command
+from conftest import environment, mpirun_command, python
 from watch import wait_for_step
 
 from accept_mpi.log import open_log
@@ -24,7 +23,7 @@ def test_layers_move_away_from_a_slow_device(tmp_path: Path, schedule: str, ulfm
         tmp_path / "job.toml", sleepy, train_steps=STEPS, train_evaluate_every=0, pipeline_cuts="auto", pipeline_adapt=True,
         pipeline_latency_db="none", pipeline_probe_seconds=1.0, pipeline_schedule=schedule,
     )  # fmt: skip
-    command = [*mpirun_command(3), sys.executable, "-m", "accept_mpi", "train", str(job)]
+    command = [*mpirun_command(3), *python(), "-m", "accept_mpi", "train", str(job)]
     if ulfm:
         command[1:1] = ["--with-ft", "ulfm"]
     process = subprocess.Popen(
