@@ -2,8 +2,8 @@
 
 
 class Clock:
-    """In place of the module ``time``: moves on as it is told (``clock.now += ...``), and by ``tick`` seconds at every look, so
-    that what is measured is the number of looks in between."""
+    """In place of the module ``time``: moves on as it is told (``clock.now += ...``), and by ``tick`` seconds at every look,
+    so that what is measured is the number of looks in between."""
 
     def __init__(self, tick: float = 0.0) -> None:
         self.now, self.tick = 0.0, tick

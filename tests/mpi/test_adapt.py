@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import samples
-from conftest import environment, mpirun_command, python
+from conftest import HANGS, environment, mpirun_command, python
 from watch import wait_for_step
 
 from accept_mpi.log import open_log
@@ -32,7 +32,7 @@ def test_layers_move_away_from_a_slow_device(tmp_path: Path, schedule: str, ulfm
     )  # fmt: skip
     wait_for_step(tmp_path / "run", 10, process)
     (tmp_path / "slow-1").touch()
-    out, _ = process.communicate(timeout=200)
+    out, _ = process.communicate(timeout=HANGS)
     assert process.returncode == 0, out
     assert "moved layers: rank 1" in out, out
     with open_log(tmp_path / "run" / "log.h5") as log:

@@ -22,7 +22,7 @@ from accept_mpi.plan import Place
 from accept_mpi.signature import agree_on_shapes
 from accept_mpi.stage import Stage
 
-SECONDS = 60.0
+SECONDS = 600.0
 
 
 def job_of(schedule: str = "1f1b") -> config.Job:
