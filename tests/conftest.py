@@ -25,6 +25,7 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 ROOT = Path(__file__).resolve().parent.parent
+RANK = str(ROOT / "tests" / "rank.py")
 HANGS = 600.0
 """Seconds after which something is taken to hang. Nothing that is tested depends on it: a busy machine is slow."""
 
@@ -86,6 +87,12 @@ def python() -> list[str]:
                 [sys.executable, str(ROOT / "tests" / "template.py"), str(folder)],
                 env=environment(), stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
+        alone = folder / "python"  # as one file, for who asks for that
+        alone.write_text(
+            f"#!{sys.executable} -SE\nimport sys\nsys.argv[1:1] = [{sys.executable!r}]\n"
+            f"exec(compile(open({RANK!r}).read(), {RANK!r}, 'exec'))\n"
+        )
+        alone.chmod(0o700)
         _templates.append((process, folder))
         os.environ["ACCEPT_MPI_TEMPLATE"] = str(folder)
     process, folder = _templates[0]
@@ -94,7 +101,7 @@ def python() -> list[str]:
         assert process.poll() is None, (folder / "output").read_text()
         assert time.monotonic() < until, "tests/template.py does not begin"
         time.sleep(0.02)
-    return [sys.executable, "-S", "-E", str(ROOT / "tests" / "rank.py"), sys.executable]
+    return [sys.executable, "-S", "-E", RANK, sys.executable]
 
 
 _templates: list[tuple["subprocess.Popen[bytes]", Path]] = []
