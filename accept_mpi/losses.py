@@ -19,7 +19,7 @@ from torch import nn
 from accept_mpi import tree
 from accept_mpi.errors import UserError
 from accept_mpi.imports import find_function
-from accept_mpi.users_code import blame, does_not_fit, one_line
+from accept_mpi.users_code import blame, does_not_fit, in_words
 
 IGNORED = -100
 """The class that does not count, as torch's losses have it."""
@@ -68,7 +68,7 @@ class Loss:
         except Exception as error:
             if self._main or (setting_up and (isinstance(error, _Unfit) or does_not_fit(error))):
                 given = f"outputs {tree.describe(output)} and targets {tree.describe(target)}"
-                reason = str(error) if isinstance(error, _Unfit) else one_line(error)
+                reason = str(error) if isinstance(error, _Unfit) else in_words(error)
                 wants = _WANTS if self._function is cross_entropy else ""
                 raise UserError(f'train.loss: "{self.name}" cannot take {given}{wants}: {reason}') from error
             if isinstance(error, _Unfit):

@@ -42,7 +42,7 @@ def call_layer(index: int, name: str, layer: nn.Module, value: Any, setting_up: 
         if setting_up and does_not_fit(error):
             source = "what the layer before gives" if index else "what the data set gives"
             raise UserError(
-                f'layer {index} "{name}" cannot take {source} ({tree.describe(value)}): {one_line(error)}{_place(error)}'
+                f'layer {index} "{name}" cannot take {source} ({tree.describe(value)}): {in_words(error)}{_place(error)}'
             ) from error
         blame(error, f'layer {index} "{name}"')
 
@@ -64,7 +64,7 @@ def lacks_memory(error: BaseException) -> bool:
     )
 
 
-def one_line(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
     """ "ValueError: what it says", on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
