@@ -42,6 +42,20 @@ class Judgement:
         return value if self.summed or not self.count else value * self.count
 
 
+@dataclass
+class Result:
+    """What the last stage learns from one micro-batch."""
+
+    loss: float
+    """Sum over all that counts."""
+    count: float
+    """How much counts."""
+    correct: int
+    targets: int
+    """That it was asked for and that count."""
+    samples: int
+
+
 class Loss:
     """``loss(output, target, samples)``: ``output`` is all that the last layer gives, ``target`` what the data set has."""
 
@@ -100,6 +114,29 @@ class Loss:
             return float(target.numel() / max(1, target.shape[1 if target.dim() > 1 else 0]))
         counting = target[target != self.ignored]
         return float(counting.numel()) if weight is None else float(weight[counting].sum())
+
+
+class Divisors:
+    """What sums of losses are divided by, step by step: an estimate, until all that counts in a step is known."""
+
+    def __init__(self) -> None:
+        self._assumed: dict[int, float] = {}
+        self._counted: dict[int, float] = {}
+
+    def share(self, step: int, count: float, samples: int, share: float) -> float:
+        """What the sum of a micro-batch, of which so much counts, is multiplied with; its samples have this ``share`` in the
+        step's. Others of the step are taken to count as much as its first."""
+        for old in [known for known in self._assumed if known < step - 1]:
+            del self._assumed[old], self._counted[old]
+        assumed = self._assumed.setdefault(step, (count or samples) / share)
+        self._counted[step] = self._counted.get(step, 0.0) + count
+        return 1 / assumed
+
+    def scale(self, step: int) -> float:
+        """What the step's gradients are to be multiplied with, as far as that is known."""
+        if step not in self._assumed:
+            return 1.0
+        return self._assumed[step] / self._counted[step] if self._counted[step] else 0.0
 
 
 def scores(output: Any) -> Any:

@@ -47,6 +47,19 @@ def call_layer(index: int, name: str, layer: nn.Module, value: Any, setting_up: 
         blame(error, f'layer {index} "{name}"')
 
 
+def taken_apart(index: int, name: str, value: Any) -> tuple[list[torch.Tensor], tree.Tree]:
+    """The tensors of what a layer gives (-1: the data set), and the tree. Raises UserError for what cannot cross to another
+    stage."""
+    try:
+        return tree.flatten(value)
+    except tree.NotATree as error:
+        who = f'layer {index} "{name}"' if index >= 0 else "the data set"
+        raise UserError(
+            f"{who} gives {error}, which cannot cross to another stage; tensors, arrays, numbers, text, None, and tuples, "
+            "lists, dicts, named tuples and dataclasses of them can"
+        ) from error
+
+
 def blame(error: Exception, where: str) -> NoReturn:
     """Raise what a user is to see of an exception in his own code: ``where`` it was, and its traceback without our
     frames."""

@@ -22,6 +22,7 @@ LEVELS = [
         "plain_files",
         "tree",
         "weights",
+        "graph_ends",
     },
     {"hdf5_files", "users_code"},
     {
