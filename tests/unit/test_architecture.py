@@ -24,10 +24,9 @@ LEVELS = [
         "weights",
         "graph_ends",
     },
-    {"hdf5_files", "users_code"},
+    {"hdf5_files", "plain_values", "users_code"},
     {
         "hostfile",
-        "plain_values",
         "imports",
         "memory",
         "manifest",
