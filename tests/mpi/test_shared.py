@@ -204,7 +204,7 @@ def test_plans_keep_together_what_is_shared(mpirun, tmp_path: Path) -> None:
         ),
         (
             "masked", {"writes": True}, [2],
-            'layers 1 "1" and 3 "3" share a buffer (1.table, 3.table) and write to it in forward, so they must be in one stage',
+            'layers 1 "1" and 3 "3" share a buffer (1.table, 3.table) and write to it in forward, so they must be in one',
         ),
     ],
 )  # fmt: skip
