@@ -1,14 +1,16 @@
 """Tensors <-> bytes on the wire: the header, and what a boundary agrees on once per plan.
 
 A message is one boundary's tensors of one micro-batch in one direction: a 64-byte header, then each tensor's bytes in
-memory order, each padded to 64. Shapes, dtypes and strides are not in it; both ends have agreed on them beforehand
-(``Signature``), for each number of samples that a micro-batch can have.
+memory order, each padded to 64. Shapes, dtypes, strides and the tree that the tensors belong to (``tree``) are not in it
+where they are what both ends have agreed on beforehand (``Signature``), for each number of samples that a micro-batch can
+have. Where a micro-batch differs, a description lies between header and tensors.
 """
 
 import math
 import struct
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,14 +22,15 @@ from xxhash import xxh3_64_intdigest
 from accept_mpi.coding import KINDS, NONE, Coding
 from accept_mpi.errors import ProtocolError
 from accept_mpi.seeds import mix
+from accept_mpi.tree import LONE, Tree
 
 Bytes = npt.NDArray[np.uint8]
 
 MAGIC = 0x4D504941  # "AIPM"
-VERSION = 2
+VERSION = 3
 ALIGN = 64
 
-_HEADER = struct.Struct("<IBBHIHHQIIQQdQ")
+_HEADER = struct.Struct("<IBBHIHHQIIQddQ")
 HEADER_BYTES = _HEADER.size
 assert HEADER_BYTES == ALIGN
 _GUARDED = HEADER_BYTES - 8  # bytes before the checksum
@@ -38,7 +41,8 @@ class Header(msgspec.Struct, frozen=True):
 
     direction: int
     codec: int
-    term: int
+    described: int
+    """Bytes of the description; 0: all is as agreed."""
     boundary: int
     flags: int
     """Activations: ``Forward.suspect``."""
@@ -47,8 +51,8 @@ class Header(msgspec.Struct, frozen=True):
     samples: int
     length: int
     """Payload bytes after the header."""
-    raw: int
-    """Bytes before coding."""
+    scale: float
+    """Gradients: what the last stage multiplies the step's gradients with (``Stage.update``), once it knows."""
     sent: float
     """When it was given to MPI, in seconds on rank 0's clock."""
 
@@ -72,13 +76,29 @@ class Header(msgspec.Struct, frozen=True):
         if version != VERSION:
             raise ProtocolError(f"a message has format version {version}; this rank speaks {VERSION}")
         header = Header(*fields)
-        if header.length != buffer.size - HEADER_BYTES:
+        if header.length != buffer.size - HEADER_BYTES and not _announces(header, buffer):
             raise ProtocolError(
                 f"a message announces {header.length} bytes after its header and has {buffer.size - HEADER_BYTES}"
             )
         if guard != _checksum(buffer):
             raise ProtocolError(f"a message has a wrong checksum ({header})")
         return header
+
+    def announce(self) -> Bytes:
+        """A message without its payload: the whole one comes by itself, too large for the buffer that waits for this."""
+        message = aligned(HEADER_BYTES)
+        self.pack_into(message)
+        return message
+
+
+def _announces(header: Header, buffer: Bytes) -> bool:
+    return buffer.size == HEADER_BYTES and header.length > 0
+
+
+def announced(message: Bytes) -> int:
+    """Bytes of the whole message that a received one announces; 0: it is whole itself. Raises ProtocolError."""
+    header = Header.unpack(message)
+    return HEADER_BYTES + header.length if _announces(header, message) else 0
 
 
 def _checksum(message: Bytes) -> int:
@@ -135,20 +155,24 @@ class TensorSpec(msgspec.Struct, frozen=True):
         dense = torch.empty_strided(self.sent_shape, self.stride, dtype=self.torch_dtype).zero_()
         return dense.expand(self.shape).requires_grad_(self.grad)
 
+    def fits(self, tensor: torch.Tensor | None, training: bool = True) -> bool:
+        """Whether this is the spec of a tensor; in evaluation no gradient is wanted, whatever was agreed."""
+        if tensor is None or self.dtype == "absent":
+            return tensor is None and self.dtype == "absent"
+        if (
+            tensor.shape != self.shape
+            or tensor.dtype != self.torch_dtype
+            or (training and tensor.requires_grad != self.grad)
+        ):
+            return False
+        return tensor.stride() == self.stride or _same_layout(self.shape, TensorSpec.of(tensor).stride, self.stride)
+
     def flatten(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """The values to send, in memory order: a 1-D view, or a copy where ``tensor`` is laid out otherwise."""
+        """The values to send of a tensor that ``fits``, in memory order: a 1-D view, or a copy where it is not dense."""
         if self.dtype == "absent":
-            if tensor is not None:
-                raise ProtocolError("a gradient is there that the first micro-batch did not have")
             return None
-        if tensor is None:
-            tensor = self.zeros()
-            assert tensor is not None
+        assert tensor is not None, "ask ``fits`` first"
         tensor = tensor.detach()
-        if tuple(tensor.shape) != self.shape or tensor.dtype != self.torch_dtype:
-            raise ProtocolError(
-                f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} where {self.shape} and {self.dtype} was agreed"
-            )
         if tensor.stride() == self.stride and 0 not in self.stride:
             return tensor.as_strided((tensor.numel(),), (1,))
         for dim, (full, sent) in enumerate(zip(self.shape, self.sent_shape, strict=True)):
@@ -185,6 +209,8 @@ class Signature(msgspec.Struct, frozen=True):
 
     forward: dict[int, Specs]
     backward: dict[int, Specs]
+    trees: dict[int, Tree] = {}
+    """What activations belong to; gradients are just as many as inputs want one."""
 
     def direction(self, direction: int) -> dict[int, Specs]:
         return self.backward if direction else self.forward
@@ -233,7 +259,7 @@ class _Layout(NamedTuple):
     """Bytes of the tensors, uncoded."""
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _layout(specs: Specs, coding: Coding) -> _Layout:
     parts, at = [], HEADER_BYTES
     for spec in specs:
@@ -254,9 +280,9 @@ def wire_bytes(specs: Specs, coding: Coding = NONE) -> int:
     return _layout(specs, coding).wire
 
 
-def buffer_bytes(specs: Specs, coding: Coding) -> int:
+def buffer_bytes(specs: Specs, coding: Coding, description: bytes = b"") -> int:
     """Room for a message, coded or (where values are not finite) not."""
-    return max(wire_bytes(specs), wire_bytes(specs, coding))
+    return max(wire_bytes(specs), wire_bytes(specs, coding)) + _padded(len(description))
 
 
 def aligned(nbytes: int) -> Bytes:
@@ -264,6 +290,19 @@ def aligned(nbytes: int) -> Bytes:
     block = np.empty(nbytes + ALIGN, np.uint8)
     offset = -block.ctypes.data % ALIGN
     return block[offset : offset + nbytes]
+
+
+def describe(specs: Specs, tree: Tree) -> bytes:
+    """What a message says of itself where it is not as agreed."""
+    return msgspec.msgpack.encode((tree, specs))
+
+
+@lru_cache(maxsize=1024)
+def _described(description: bytes) -> tuple[Tree, Specs]:
+    try:
+        return msgspec.msgpack.decode(description, type=tuple[Tree, Specs])
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a message's description cannot be read: {error}") from error
 
 
 def encode(
@@ -274,50 +313,76 @@ def encode(
     key: int = 0,
     *,
     now: Callable[[], float],
+    description: bytes = b"",
     **fields: Any,
-) -> int:
-    """Write a message of ``flat`` tensors (from ``TensorSpec.flatten``) into ``buffer``; returns its length in bytes.
+) -> Header:
+    """Write a message of ``flat`` tensors (from ``TensorSpec.flatten``) into ``buffer``; returns its header.
 
-    ``key`` decides stochastic rounding; ``now`` is asked for the header's ``sent`` when all is coded; ``fields`` are its
-    direction, boundary, step, micro_batch, samples, flags and term. A message with values that cannot be coded (not finite)
-    goes as it is, and its header says so.
+    ``key`` decides stochastic rounding; ``now`` is asked for the header's ``sent`` when all is coded; ``description`` is
+    that of ``describe`` where the message is not as agreed; ``fields`` are the header's direction, boundary, step,
+    micro_batch, samples, flags and scale. A message with values that cannot be coded (not finite) goes as it is, and its
+    header says so.
     """
-    layout = _layout(specs, coding)
+    layout, offset = _layout(specs, coding), _padded(len(description))
     for number, (tensor, part) in enumerate(zip(flat, layout.parts, strict=True)):
-        into = buffer[part.start : part.end]
+        into = buffer[offset + part.start : offset + part.end]
         if part.coded:
             assert tensor is not None
             values = tensor.float()
             fits = tensor.dtype != torch.float64 or bool(values.isfinite().all())
             if not (fits and coding.encode(values.numpy(), into, mix(key, number))):
-                return encode(specs, flat, buffer, NONE, key, now=now, **fields)
+                return encode(specs, flat, buffer, NONE, key, now=now, description=description, **fields)
         elif tensor is not None and tensor.numel():
             np.copyto(into, tensor.view(torch.uint8).numpy())
         if part.end < part.padded:
-            buffer[part.end : part.padded] = 0
-    header = Header(codec=coding.number, length=layout.wire - HEADER_BYTES, raw=layout.raw, sent=now(), **fields)
-    header.pack_into(buffer[: layout.wire])
-    return layout.wire
+            buffer[offset + part.end : offset + part.padded] = 0
+    if description:
+        buffer[HEADER_BYTES : HEADER_BYTES + offset] = 0
+        buffer[HEADER_BYTES : HEADER_BYTES + len(description)] = np.frombuffer(description, np.uint8)
+    wire = layout.wire + offset
+    header = Header(codec=coding.number, described=len(description), length=wire - HEADER_BYTES, sent=now(), **fields)
+    header.pack_into(buffer[:wire])
+    return header
 
 
-def decode(by_samples: dict[int, Specs], message: Bytes, agreed: Coding = NONE) -> tuple[Header, Tensors]:
-    """Header and tensors of a received message. Raises ProtocolError with a sentence where it cannot be right."""
+class Decoded(NamedTuple):
+    """A message as received."""
+
+    header: Header
+    tensors: Tensors
+    tree: Tree
+    raw: int
+    """Bytes of the tensors, uncoded."""
+
+
+def decode(
+    by_samples: dict[int, Specs], message: Bytes, agreed: Coding = NONE, trees: Mapping[int, Tree] = MappingProxyType({})
+) -> Decoded:
+    """A received message. Raises ProtocolError with a sentence where it cannot be right."""
     header = Header.unpack(message)
-    specs = by_samples.get(header.samples)
-    if specs is None:
+    offset, tree = _padded(header.described), trees.get(header.samples, LONE)
+    if header.described:
+        if header.described > header.length:
+            raise ProtocolError(f"a message of {header.length} bytes has a description of {header.described}")
+        tree, specs = _described(message[HEADER_BYTES : HEADER_BYTES + header.described].tobytes())
+    elif header.samples in by_samples:
+        specs = by_samples[header.samples]
+    else:
         raise ProtocolError(f"a message holds {header.samples} samples; agreed were {sorted(by_samples)}")
     if header.codec not in (agreed.number, NONE.number):
         name = KINDS[header.codec] if header.codec < len(KINDS) else f"number {header.codec}"
         raise ProtocolError(f"a message has codec {name} where {agreed.kind} was agreed")
     coding = agreed if header.codec else NONE
     layout = _layout(specs, coding)
-    if message.size != layout.wire:
-        raise ProtocolError(f"a message has {message.size} bytes where its {header.samples} samples make {layout.wire}")
+    if message.size != layout.wire + offset:
+        raise ProtocolError(
+            f"a message has {message.size} bytes where its {header.samples} samples make {layout.wire + offset}"
+        )
     tensors = (
-        spec.unflatten(message[part.start : part.end], coding if part.coded else NONE)
+        spec.unflatten(message[offset + part.start : offset + part.end], coding if part.coded else NONE)
         for spec, part in zip(specs, layout.parts, strict=True)
     )
-    return header, tuple(tensors)
+    return Decoded(header, tuple(tensors), tree, layout.raw)
 
 
 def _is_coded(spec: TensorSpec, coding: Coding) -> bool:

@@ -8,6 +8,7 @@ same to the bit. Everything else (norms, embeddings, modules of other types) com
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,12 +28,35 @@ class DeferredWeights:
         """Teach every suitable module below ``modules`` to defer."""
         self._anchor = torch.zeros((), requires_grad=True)
         self._waiting: list[_Work] = []
-        self.on = True
-        """Whether forwards of now defer."""
-        for module in modules:
-            for part in module.modules():
-                if type(part) in _TYPES and not _is_hooked(part):
-                    part.forward = _deferring(part, part.forward, self)
+        self._on = True
+        self._parts: list[nn.Module] = []
+        self._used: set[int] = set()
+        self._twice: set[int] = set()
+        every = {id(part): part for module in modules for part in module.modules()}.values()
+        owners = Counter(id(p) for part in every for p in part._parameters.values() if p is not None)
+        for part in every:
+            if isinstance(part.__dict__.get("forward"), _Deferred):
+                del part.forward  # a copy's, which would call the original
+            if type(part) in _TYPES and not _is_hooked(part) and all(owners[id(p)] == 1 for p in part.parameters()):
+                part.forward = _Deferred(part, len(self._parts), self)
+                self._parts.append(part)
+
+    def begin(self, on: bool) -> None:
+        """Another forward, which defers or not."""
+        self._on = on
+        self._used.clear()
+
+    def use(self, number: int) -> bool:
+        """Whether a module's forward of now defers. One that is called twice in a forward does not: the gradients of both
+        calls are added to each other first, and then to what is there."""
+        if number in self._used:
+            self._twice.add(number)
+        self._used.add(number)
+        return self._on and number not in self._twice
+
+    def learn(self, trial: "DeferredWeights") -> None:
+        """From the same modules' first forward."""
+        self._twice |= trial._twice
 
     @property
     def anchor(self) -> torch.Tensor:
@@ -54,24 +78,35 @@ class DeferredWeights:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether its forward is not all there is to it (hooks, weight norm, tied or frozen parameters)."""
+    """Whether its type's forward is not all there is to it (hooks, weight norm, a forward of its own)."""
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooked) or hasattr(module, "parametrizations")
+    return bool(hooked) or "forward" in module.__dict__ or hasattr(module, "parametrizations")
 
 
-def _deferring(module: nn.Module, forward: Callable[..., torch.Tensor], store: DeferredWeights) -> Callable[..., Any]:
-    def deferred(x: torch.Tensor) -> torch.Tensor:
+class _Deferred:
+    """A module's forward."""
+
+    def __init__(self, module: nn.Module, number: int, store: DeferredWeights) -> None:
+        self._module, self._number, self._store = module, number, store
+        self._plain = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        store, module = self._store, self._module
         parameters = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        if not store.on or not parameters or not torch.is_grad_enabled():
-            return forward(x)
+        defers = parameters and torch.is_grad_enabled() and len(args) == 1 and not kwargs
         result: torch.Tensor
+        if not defers or not store.use(self._number):
+            result = self._plain(*args, **kwargs)
+            return result
+        (x,) = args
         if _is_plain_convolution(module, x, parameters):
             result = _Convolution.apply(x, store.anchor, module, store)
         else:
-            result = _InputGradientOnly.apply(x, store.anchor, forward, parameters, store)
+            result = _InputGradientOnly.apply(x, store.anchor, self._plain, parameters, store)
         return result
 
-    return deferred
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Deferred":
+        return self  # the copy's stage finds it, and takes it away
 
 
 def _is_plain_convolution(module: nn.Module, x: torch.Tensor, parameters: list[nn.Parameter]) -> bool:

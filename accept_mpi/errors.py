@@ -34,6 +34,17 @@ class NonFiniteLoss(Exception):
     exit_code = 1
 
 
+class UsersBug(Exception):
+    """An exception in the user's own code while it ran: a layer, a loss, a data set, a hook. Shown with its traceback, since
+    only the user can find it. Exit code 1."""
+
+    exit_code = 1
+
+
+class OutOfMemory(UsersBug):
+    """This device's memory did not suffice. Exit code 1; ``launch`` begins again with less on this device."""
+
+
 class DeadlineError(Exception):
     """A wait passed its deadline. The message says what was awaited, from whom, where. Exit code 1."""
 

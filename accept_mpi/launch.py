@@ -6,37 +6,44 @@ import contextlib
 import os
 import re
 import secrets
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
+from typing import IO, TextIO
 
 import msgspec
 
-from accept_mpi import config
-from accept_mpi.errors import UserError
+from accept_mpi import config, hostfile
+from accept_mpi.errors import Stopped, UserError
+from accept_mpi.hostfile import Host, answering
+from accept_mpi.ownership import Lock
 from accept_mpi.supervised import Supervised
 
 _POLL = 0.5
-_ASK_SECONDS = 5.0
-"""A host that does not answer for so long is gone; and so often hosts are asked."""
+_ASK_EVERY = 5.0
 _END_SECONDS, _LOST_SECONDS = 5.0, 1.0
 """After SIGTERM, until SIGKILL; an mpirun that has lost a host waits for its daemon in vain."""
 _LAST_WORDS_SECONDS = 1.0
 _CHECKPOINT_SECONDS = 30.0
-_AGENT = "PRTE_MCA_plm_ssh_agent"
-_MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
+_DONE_SECONDS = 60.0
+"""After rank 0's last line, until an mpirun that does not end is ended."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Its standard input ends with this process, however that ends; then so does mpirun, and with it all it started.
+_WATCHER = 'read word; [ "$word" = over ] && exit; kill -TERM "-$1"; sleep "$2"; kill -KILL "-$1"'
 _NO_USE_AGAIN = 2  # exit code of a mistake that a person must mend
 _WITHOUT_PROGRESS = 3  # starts in a row
 _STEP = re.compile(rb"step \d+(/\d+|  (done: ))")  # as ``progress`` prints it
+_LAST_WORD = re.compile(rb"accept_mpi: (?!note: )(.*stopped by a signal after step )?")  # as ``runtime`` prints it
+_KEEP_NAMES = {"PRTE_MCA_prte_keep_fqdn_hostnames": "1"}
+"""Else pi.kitchen.lan and pi.attic.lan are one host to mpirun."""
 
 
 @dataclass(frozen=True)
@@ -54,45 +61,56 @@ class Request:
 
 
 @dataclass
-class _Host:
-    """A line of the host file."""
-
-    name: str
-    line: str
-    slots: int
-
-
-@dataclass
 class _Start:
     """One mpirun."""
 
     process: "subprocess.Popen[bytes]"
-    hosts: list[_Host]
+    hosts: list[Host]
     asked: float = field(default_factory=time.monotonic)
     steps: int = 0
     """That it has told of."""
     done: bool = False
     moved: float = field(default_factory=time.monotonic)
-    there: list[_Host] = field(default_factory=list)
+    """When it last told of a step."""
+    last_word: float | None = None
+    """When it told of its end, good or bad."""
+    stopped: bool = False
+    """By a signal, after a checkpoint."""
+    there: list[Host] = field(default_factory=list)
     """Who answered when last asked."""
     unheard: int = 0
-    """How often in a row nobody did."""
+    """How often in a row nobody did but this machine itself."""
 
     def __post_init__(self) -> None:
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
+        pairs = ((self.process.stdout, sys.stdout, self._told), (self.process.stderr, sys.stderr, self._warned))
+        self.readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in pairs]
+        for reader in self.readers:
+            reader.start()
 
-    def _read(self) -> None:
-        """Hand on what rank 0 prints, wherever it runs, and note from it how far it is."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if found := _STEP.match(line):
-                self.steps += not found[2]
-                self.moved = time.monotonic()
-                self.done = self.done or found[2] is not None
+    def _read(self, source: IO[bytes], target: TextIO, note: Callable[[bytes], None]) -> None:
+        """Hand on what ranks print, wherever they run, also where nobody sees it any more."""
+        for line in source:
+            note(line)
             with contextlib.suppress(OSError, ValueError):
-                sys.stdout.buffer.write(line)
-                sys.stdout.buffer.flush()
+                target.buffer.write(line)
+                target.buffer.flush()
+
+    def _told(self, line: bytes) -> None:
+        """How far rank 0 is."""
+        if found := _STEP.match(line):
+            self.steps += not found[2]
+            self.moved = time.monotonic()
+            if found[2]:
+                self.done, self.last_word = True, self.moved
+
+    def _warned(self, line: bytes) -> None:
+        if found := _LAST_WORD.match(line):
+            self.last_word, self.stopped = time.monotonic(), found[1] is not None
+
+    def close(self) -> None:
+        """After mpirun's end: its last lines. What a lost host's agent holds open does not end."""
+        for reader in self.readers:
+            reader.join(_LAST_WORDS_SECONDS)
 
 
 class Supervisor:
@@ -101,38 +119,71 @@ class Supervisor:
     def __init__(self, request: Request) -> None:
         """Raises UserError where job or host file are wrong."""
         self.request = request
-        config.parse(config.read_text(request.job), str(request.job), request.overrides)
-        self._all = _hosts(request.hostfile) if request.hostfile else []
+        self._job = config.parse(config.read_text(request.job), str(request.job), request.overrides)
+        self._all = hostfile.read_hosts(request.hostfile) if request.hostfile else []
+        self._lock = Lock(Path(self._job.output.directory), "launch")
         began = datetime.now(UTC)
         self._supervised = Supervised(
             began.isoformat(timespec="seconds"), f"{began:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", 1
         )
-        self._signal = 0
+        self._signals: list[int] = []
         self._scratch = tempfile.TemporaryDirectory(prefix="accept_mpi-launch-")
 
     def run(self) -> int:
         """The exit code of the last start; 0 where the job came to its end."""
-        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        # A hangup that this process was told to ignore (nohup) is none.
+        heeded = [number for number in _SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._stop) for number in heeded}
         try:
+            self._own()
             return self._run()
         finally:
+            self._lock.release()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    def _own(self) -> None:
+        """Nobody else begins a run in its directory meanwhile, even where no rank runs. Raises UserError where one has."""
+        with contextlib.suppress(OSError):  # of another machine's disk, perhaps; rank 0 says what is wrong
+            self._lock.directory.mkdir(parents=True, exist_ok=True)
+            self._lock.take(self._supervised.name)
+
+    def _first_hosts(self) -> list[Host]:
+        """Those that answer. Raises UserError where one lacks what mpirun starts there, or none answers."""
+        found = hostfile.ask(self._all)
+        there = [host for host, why in found.items() if why is None]
+        for host, why in found.items():
+            if hostfile.missing(why):
+                text = "the checkout and its .venv must lie at the same path on all hosts"
+                raise UserError(f"{self.request.hostfile}: {host.name} answers, but {why}; {text}")
+            if why is not None and there:
+                _say(f"{host.name}: {why}")
+        if self._all and not there:
+            raise UserError(
+                f"{self.request.hostfile}: none of the hosts answers ({self._all[0].name}: {found[self._all[0]]})"
+            )
+        return there
+
     def _run(self) -> int:
         restarts = idle = 0
-        hosts, patience = answering(self._all), 0.0
+        hosts, patience = self._first_hosts(), 0.0
         while True:
             if self._all and not hosts:
                 hosts = self._wait_for_any(patience)
-            if self._signal:
+            if self._signals:
                 return 1
             start, patience = self._start(hosts), self.request.stall
-            why = self._watch(start)
-            code = start.process.wait()
-            if why == "done" or self._signal or code == _NO_USE_AGAIN:
+            with _end_with_us(start.process):
+                why = self._watch(start)
+                code = start.process.wait()
+            start.close()
+            if why == "done":
+                return 0
+            if self._signals:
+                return Stopped.exit_code if start.stopped else code
+            if code == _NO_USE_AGAIN:
                 return code
             idle = 0 if start.steps else idle + 1
             self._supervised = msgspec.structs.replace(self._supervised, number=self._supervised.number + (start.steps > 0))
@@ -145,56 +196,64 @@ class Supervisor:
                 _say(f"given up after {restarts} restarts, {idle} of them without a step")
                 return code or 1
 
-    def _wait_for_any(self, seconds: float) -> list[_Host]:
+    def _wait_for_any(self, seconds: float) -> list[Host]:
         """Hosts that answer, once there are any. Raises UserError where that takes longer."""
         _say("none of the hosts answers")
         until = time.monotonic() + seconds
-        hosts: list[_Host] = []
-        while not hosts and not self._signal:
+        hosts: list[Host] = []
+        while not hosts and not self._signals:
             if time.monotonic() >= until:
                 raise UserError(f"{self.request.hostfile}: none of the hosts answers")
             time.sleep(_POLL)
             hosts = answering(self._all)
         return hosts
 
-    def _start(self, hosts: list[_Host]) -> _Start:
+    def _start(self, hosts: list[Host]) -> _Start:
         command = [_mpirun(), *_flags()]
         ranks = self.request.ranks
         if hosts:
-            hostfile = Path(self._scratch.name) / "hosts"
-            hostfile.write_text("".join(f"{host.line}\n" for host in hosts))
+            file = Path(self._scratch.name) / "hosts"
+            file.write_text("".join(f"{host.line}\n" for host in hosts))
             slots = sum(host.slots for host in hosts)
-            command += ["-hostfile", str(hostfile)]
+            command += ["-hostfile", str(file)]
             ranks = min(ranks or slots, slots)
         command += ["-n", str(ranks or 1), sys.executable, "-m", "accept_mpi", "train", str(self.request.job)]
         command += [word for override in self.request.overrides for word in ("--set", override)]
-        command += ["--run", str(self._supervised), *(["--resume", str(self.request.resume)] if self.request.resume else [])]
+        run = msgspec.structs.replace(self._supervised, slots=tuple(host.slots for host in hosts))
+        command += ["--run", str(run), *(["--resume", str(self.request.resume)] if self.request.resume else [])]
         missing = [host.name for host in self._all if host not in hosts]
         without = f" without {', '.join(missing)}" if missing else ""
         _say(f"starting {ranks or 1} ranks{without}")
         # A group of its own: Ctrl-C reaches mpirun only through this process.
-        return _Start(subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE), hosts)
+        pipe = subprocess.PIPE
+        environment = _KEEP_NAMES | os.environ
+        return _Start(subprocess.Popen(command, start_new_session=True, stdout=pipe, stderr=pipe, env=environment), hosts)
 
     def _watch(self, start: _Start) -> str:
         """Until the job is over or must be ended: "done", "ended", "lost", "stalled", "back" or "stopped"."""
         while True:
             code = start.process.poll()
             if code is not None:
-                start.reader.join(_LAST_WORDS_SECONDS)  # what a lost host's agent holds open does not end
+                start.close()
                 if code == 0 and start.done:  # mpirun's exit code is 0, too, where it lost a host's daemon
                     return "done"
                 _say(f"mpirun ended with exit code {code} before the job was done")
                 return "ended"
-            if self._signal:
+            if self._signals:
                 self._end(start, checkpoint=True)
                 return "stopped"
+            if start.last_word is not None and time.monotonic() - start.last_word > _DONE_SECONDS:
+                _say("mpirun does not end")
+                self._end(start)
+                return "done" if start.done else "ended"
             if time.monotonic() - start.moved > self.request.stall:
                 _say(f"no step for {self.request.stall:.0f} s")
                 self._end(start)
                 return "stalled"
-            if self._all and time.monotonic() - start.asked > _ASK_SECONDS:
+            if self._all and time.monotonic() - start.asked > _ASK_EVERY:
                 there = answering(self._all)
-                start.asked, start.unheard = time.monotonic(), start.unheard + 1 if not there else 0
+                heard = not any(not host.here for host in start.hosts) or any(not host.here for host in there)
+                start.asked, start.unheard = time.monotonic(), 0 if heard else start.unheard + 1
                 if start.unheard == 1:
                     continue  # more likely it is this machine that nobody hears for a moment
                 start.there = there
@@ -211,49 +270,44 @@ class Supervisor:
             time.sleep(_POLL)
 
     def _end(self, start: _Start, checkpoint: bool = False, seconds: float = _END_SECONDS) -> None:
-        """SIGUSR1, which mpirun hands on and ranks answer with a checkpoint; SIGTERM; SIGKILL to what heeds neither."""
+        """SIGUSR1, which mpirun hands on and ranks answer with a checkpoint; SIGTERM, at once where a second signal asks for
+        it; SIGKILL to what heeds neither."""
+        asked = len(self._signals)
         signals = [(signal.SIGUSR1, _CHECKPOINT_SECONDS)] if checkpoint else []
         for number, most in [*signals, (signal.SIGTERM, seconds)]:
             start.process.send_signal(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                start.process.wait(most)
+            until = time.monotonic() + most
+            while start.process.poll() is None and time.monotonic() < until:
+                if number == signal.SIGUSR1 and (len(self._signals) > max(asked, 1) or _ended(start)):
+                    break
+                time.sleep(_POLL / 10)
+            if start.process.poll() is not None:
                 return
         os.killpg(start.process.pid, signal.SIGKILL)
         start.process.wait()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
+        if number != signal.SIGHUP or not self._signals:  # a terminal's end comes more than once, by its shell, too
+            self._signals.append(number)
 
 
-def answering(hosts: Sequence[_Host]) -> list[_Host]:
-    """Those that start a command within some seconds, asked in the way in which mpirun starts its daemons."""
-    agent = shlex.split(os.environ.get(_AGENT, "ssh -o BatchMode=yes -o ConnectTimeout=4"))
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    asked = [(host, subprocess.Popen([*agent, host.name, "true"], **quiet)) for host in hosts]  # type: ignore[call-overload]
-    until, found = time.monotonic() + _ASK_SECONDS, []
-    for host, process in asked:
-        try:
-            if process.wait(max(0.0, until - time.monotonic())) == 0:
-                found.append(host)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    return found
+def _ended(start: _Start) -> bool:
+    """Whether the ranks should have ended by now, and mpirun with them."""
+    return start.last_word is not None and time.monotonic() - start.last_word > _END_SECONDS
 
 
-def _hosts(path: Path) -> list[_Host]:
+@contextlib.contextmanager
+def _end_with_us(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """In this block ``process`` and its group end when this process does, even by SIGKILL: a watcher's standard input is
+    then at its end. Once mpirun is gone ranks end by themselves."""
+    command = ["/bin/sh", "-c", _WATCHER, "sh", str(process.pid), str(int(_END_SECONDS))]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    watcher = subprocess.Popen(command, start_new_session=True, stdin=subprocess.PIPE, **quiet)  # type: ignore[call-overload]
     try:
-        lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the host file: {error.strerror}") from error
-    found = []
-    for line in filter(None, lines):
-        slots = re.search(r"slots\s*=\s*(\d+)", line)
-        # Left to itself mpirun takes a line without slots as a rank a core.
-        found.append(_Host(line.split()[0], line if slots else f"{line} slots=1", int(slots[1]) if slots else 1))
-    if not found:
-        raise UserError(f"{path}: no hosts in it")
-    return found
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            watcher.communicate(b"over\n")
 
 
 def _mpirun() -> str:
@@ -273,10 +327,11 @@ def _flags() -> list[str]:
     flags = ["--with-ft", "ulfm"] if version and int(version[1]) >= 5 else []
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         flags.append("--allow-run-as-root")
-    if _MAPPING not in os.environ:
-        flags += ["--map-by", ":oversubscribe"]
-    return flags
+    # Slot after slot, as the host file has them. ":oversubscribe" alone, here or in the environment, names no policy, and
+    # all ranks start on the first host.
+    return [*flags, "--map-by", "slot:oversubscribe", "--bind-to", "none"]
 
 
 def _say(text: str) -> None:
-    print(f"accept_mpi launch: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a closed terminal
+        print(f"accept_mpi launch: {text}", file=sys.stderr, flush=True)

@@ -6,19 +6,21 @@ in little time. Layers that need values (a user's own may) are run for real, one
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from accept_mpi import config
+from accept_mpi import config, tree
 from accept_mpi.codec import HEADER_BYTES, Specs, Tensors, TensorSpec
 from accept_mpi.errors import UserError
 from accept_mpi.models.base import Chain
-from accept_mpi.models.layers import call_layer
 from accept_mpi.models.shared import Shared
 from accept_mpi.seeds import init_seed, seeded
+from accept_mpi.tree import Tree
+from accept_mpi.users_code import call_layer
 
 
 class LayerOutline(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -38,6 +40,8 @@ class LayerOutline(msgspec.Struct, frozen=True, omit_defaults=True):
     """Bytes kept from F to B that no layer before keeps already."""
     frozen_bytes: int = 0
     """Of the parameters' bytes, those that are not trained."""
+    tree: Tree | None = None
+    """What the inputs belong to; None: a tensor alone, or a tuple of several."""
 
 
 class Outline(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,14 +75,25 @@ def crossing_sizes(specs: Specs) -> tuple[int, int]:
     return values, HEADER_BYTES + other
 
 
-def outline_of(chain: Chain, job: config.Job, inputs: Tensors) -> Outline:
+def outline_of(
+    chain: Chain, job: config.Job, inputs: Tensors, of: Tree | None = None, samples: int | None = None
+) -> Outline:
     """The outline of a job's model."""
     memory_format = job.train.memory_format
-    return outline(chain, job.train.seed, inputs, None if memory_format == "auto" else memory_format == "channels_last")
+    channels_last = None if memory_format == "auto" else memory_format == "channels_last"
+    return outline(chain, job.train.seed, inputs, channels_last, of, samples)
 
 
-def outline(chain: Chain, seed: int, inputs: Tensors, channels_last: bool | None = None) -> Outline:
-    """The outline of a model that is fed ``inputs`` (a micro-batch's). ``channels_last``: None, if it has convolutions.
+def outline(
+    chain: Chain,
+    seed: int,
+    inputs: Tensors,
+    channels_last: bool | None = None,
+    of: Tree | None = None,
+    samples: int | None = None,
+) -> Outline:
+    """The outline of a model that is fed ``inputs`` (a micro-batch's of so many ``samples``), the tensors ``of`` a tree.
+    ``channels_last``: None, if it has convolutions.
 
     Raises UserError where a layer cannot be built or cannot take what the one before gives.
     """
@@ -86,34 +101,38 @@ def outline(chain: Chain, seed: int, inputs: Tensors, channels_last: bool | None
         if channels_last is None:
             channels_last = any(_has_conv2d(chain.abstract(index, seed)) for index in range(len(chain)))
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        given = tuple(x.contiguous(memory_format=memory_format) if x is not None and x.dim() == 4 else x for x in inputs)
+        given = [x.contiguous(memory_format=memory_format) if x.dim() == 4 else x for x in inputs if x is not None]
+        value = tree.unflatten(of or tree.packed(len(given)), given)
+        count = samples if samples is not None else len(given[0]) if given else 0
         try:
-            found = _outline(chain, seed, given, channels_last, abstract=True)
-        except (UserError, RuntimeError, TypeError, ValueError):
-            found = _outline(chain, seed, given, channels_last, abstract=False)
+            found = _outline(chain, seed, value, channels_last, count, abstract=True)
+        except Exception:  # some layers need values
+            found = _outline(chain, seed, value, channels_last, count, abstract=False)
     return msgspec.structs.replace(found, shared=chain.shared())
 
 
-def _outline(chain: Chain, seed: int, inputs: Tensors, channels_last: bool, abstract: bool) -> Outline:
-    given = [x for x in inputs if x is not None]
-    values = [torch.empty_like(x, device="meta") for x in given] if abstract else given
+def _outline(chain: Chain, seed: int, value: Any, channels_last: bool, samples: int, abstract: bool) -> Outline:
+    if abstract:
+        value = tree.replace(value, lambda x: torch.empty_like(x, device="meta"))
     device = torch.device("meta" if abstract else "cpu")
     layers, held = [], _Held(abstract)
     for index in range(len(chain)):
         module = chain.abstract(index, seed) if abstract else chain.build(index, seed)
         if channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        specs = tuple(TensorSpec.of(value) for value in values)
+        tensors, of = _taken_apart(value, index, chain)
+        specs = tuple(map(TensorSpec.of, tensors))
         parameters, buffers = list(module.parameters()), list(module.buffers())
         held.begin([*parameters, *buffers])
         counter = FlopCounterMode(display=False)
         with device, counter, torch.autograd.graph.saved_tensors_hooks(held, lambda tensor: tensor):
-            result = call_layer(index, chain.names[index], module, values[0] if len(values) == 1 else tuple(values))
-        values = list(result) if isinstance(result, tuple | list) else [result]
+            value = call_layer(index, chain.names[index], module, value, setting_up=True)
         if abstract and channels_last:  # convolutions on the meta device forget the layout
-            values = [held.same(v, v.contiguous(memory_format=torch.channels_last)) if v.dim() == 4 else v for v in values]
+            value = tree.replace(value, held.laid_out)
         if not abstract:  # let go of what this layer holds; a layer may work in place, so not on leaves
-            values = [value.detach().requires_grad_(value.requires_grad) * 1 for value in values]
+            value = tree.replace(
+                value, lambda x: x.detach().requires_grad_(x.requires_grad) * 1 if x.requires_grad else x.detach()
+            )
         layers.append(
             LayerOutline(
                 inputs=specs,
@@ -124,9 +143,19 @@ def _outline(chain: Chain, seed: int, inputs: Tensors, channels_last: bool, abst
                 operations=float(counter.get_total_flops()),
                 held=held.bytes,
                 frozen_bytes=_bytes([p for p in parameters if not p.requires_grad]),
+                tree=None if of == tree.packed(len(specs)) else of,
             )
         )
-    return Outline(len(given[0]) if given else 0, tuple(chain.names), tuple(layers), channels_last)
+    return Outline(samples, tuple(chain.names), tuple(layers), channels_last)
+
+
+def _taken_apart(value: Any, index: int, chain: Chain) -> tuple[list[torch.Tensor], Tree]:
+    """What crosses in front of a layer. What is no tree cannot: stages would say so (``Stage``)."""
+    try:
+        return tree.flatten(value)
+    except tree.NotATree as error:
+        before = f'layer {index - 1} "{chain.names[index - 1]}" gives' if index else "the data set gives"
+        raise UserError(f"{before} {error}, which cannot cross to another stage") from error
 
 
 class _Held:
@@ -152,8 +181,11 @@ class _Held:
             self.bytes += self._seen[at].nbytes()
         return tensor
 
-    def same(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        """``after``, which stands for ``before``."""
+    def laid_out(self, before: torch.Tensor) -> torch.Tensor:
+        """The same tensor in channels_last, if it can be."""
+        if before.dim() != 4:
+            return before
+        after = before.contiguous(memory_format=torch.channels_last)
         if _storage(before) in self._seen:
             self._seen[_storage(after)] = after.untyped_storage()
         return after

@@ -16,15 +16,16 @@ import msgspec
 import numpy as np
 import torch
 
-from accept_mpi import config
+from accept_mpi import config, tree
 from accept_mpi.codec import Tensors
-from accept_mpi.data import Dataset
+from accept_mpi.data import Dataset, fetch
 from accept_mpi.device import memory_taken, take_memory
 from accept_mpi.losses import Loss
 from accept_mpi.models import Chain
 from accept_mpi.models.layers import build_layers
 from accept_mpi.outline import Outline
 from accept_mpi.stage import Stage
+from accept_mpi.tree import Tree
 
 PIECES = 10
 _MOST_ROUNDS, _LEAST_PASSES = 40, 3
@@ -35,6 +36,7 @@ _HEAP = 3  # times what a piece is known to hold: gradients, scratch and the all
 _FEW = 32  # pages: a pass finds as much new wherever it looks
 _COPIES = 6  # of weights, at most: a version and the optimizer's own, gradients, two of its moments, one on the way
 _SECOND = 0.4  # of the budget, for a second look
+_LOOKED_AT = 4  # micro-batches
 _QUICK = 0.1  # share of the budget for a device that is known
 _SAME = 0.12  # the logarithm of now / then up to which it is what it was
 
@@ -74,8 +76,20 @@ class Subject(NamedTuple):
     job: config.Job
     loss: Loss
     inputs: Tensors
-    target: torch.Tensor | None
+    target: Any
     """None: the device has no data, and the pieces that need it wait for a guess."""
+    tree: Tree | None = None
+    """What the inputs are the tensors of; None: a tensor alone, or a tuple of several."""
+    samples: int | None = None
+
+
+class MicroBatch(NamedTuple):
+    """Inputs and targets of some micro-batch; nothing without data."""
+
+    inputs: Tensors = ()
+    target: Any = None
+    tree: Tree | None = None
+    samples: int | None = None
 
 
 def nothing_measured(outline: Outline) -> LayerTimes:
@@ -154,7 +168,7 @@ def _measure(
     subject: Subject, chosen: list[tuple[int, int]], budget: float, room: float, brief: bool = False
 ) -> tuple[np.ndarray, list[Run], float]:
     """(4, layers) seconds, NaN outside the pieces that the budget allows; whole pieces; and the stretch."""
-    chain, outline, job, loss, inputs, target = subject
+    chain, outline, job, loss, inputs, target, of, samples = subject
     began = time.monotonic()
     count = len(outline.layers)
     found = np.full((4, count), np.nan)
@@ -174,7 +188,7 @@ def _measure(
             continue
         piece = Piece(chain, outline, job, start, stop, loss if stop == count else None)
         seconds = remaining * work[number] / sum(work[number:])
-        timed = piece.measure(given, target, seconds, brief)
+        timed = piece.measure(given, target, seconds, brief, of if start == 0 else outline.layers[start].tree, samples)
         found[:, start:stop] = timed.layers
         wall, cpu = wall + timed.wall, cpu + timed.cpu
         measured.append((start, stop))
@@ -204,13 +218,18 @@ def stretch_of(wall: float, cpu: float) -> float:
     return max(1.0, wall / max(cpu, 1e-9))
 
 
-def micro_batch(train: Dataset | None, job: config.Job) -> tuple[Tensors, torch.Tensor | None]:
-    """Inputs and targets of some micro-batch; nothing without data."""
+def micro_batch(train: Dataset | None, job: config.Job) -> MicroBatch:
+    """The largest of the first few micro-batches: samples may be of different lengths."""
     if train is None:
-        return (), None
-    sample = np.arange(-(-job.train.batch_size // job.train.micro_batches)) % len(train)
-    inputs: Any = train.inputs(sample)
-    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), train.targets(sample)
+        return MicroBatch()
+    size = -(-job.train.batch_size // job.train.micro_batches)
+    found: list[MicroBatch] = []
+    for begin in range(0, min(len(train), _LOOKED_AT * size), size):
+        sample = np.arange(begin, begin + size) % len(train)
+        samples = fetch(train, sample, 0, inputs=True, targets=True)
+        inputs, of = tree.flatten(samples.inputs)
+        found.append(MicroBatch(tuple(inputs), samples.targets, of, size))
+    return max(found, key=lambda one: sum(x.numel() for x in one.inputs if x is not None))
 
 
 def scattered(count: int) -> list[int]:
@@ -284,17 +303,25 @@ class Piece:
             self._backward.setdefault(position, time.thread_time())
 
         def after(module: Any, inputs: Any, output: Any) -> None:
-            for value in output if isinstance(output, tuple | list) else (output,):
+            for value in tree.leaves(output):
                 if value.requires_grad:
                     value.register_hook(ready)
             self._forward.append(time.thread_time())
 
         return after
 
-    def measure(self, inputs: Tensors, target: torch.Tensor | None, seconds: float, brief: bool = False) -> Timed:
+    def measure(
+        self,
+        inputs: Tensors,
+        target: Any,
+        seconds: float,
+        brief: bool = False,
+        of: Tree | None = None,
+        samples: int | None = None,
+    ) -> Timed:
         """Train it for so many seconds, some rounds in any case. ``brief``: without the optimizer's steps."""
         began, cpu = time.monotonic(), time.thread_time()
-        self.begin(inputs, target)
+        self.begin(inputs, target, of, samples)
         rounds: list[float] = []
         while len(rounds) < _MOST_ROUNDS:
             rounds.append(self.round())
@@ -312,9 +339,9 @@ class Piece:
         update = np.zeros(len(forward)) if brief else self._updates()
         return Timed(np.stack([forward, backward, weights, update]), time.monotonic() - began, time.thread_time() - cpu)
 
-    def begin(self, inputs: Tensors, target: torch.Tensor | None) -> None:
+    def begin(self, inputs: Tensors, target: Any, of: Tree | None = None, samples: int | None = None) -> None:
         """Take micro-batches in flight: a backward does not find its activations in the cache, as in training."""
-        self._given = inputs, target
+        self._given = inputs, target, of, samples
         self._first = self._next = 0
         self._forwards, self._backwards = [], []
         for _ in range(_in_flight(self._held)):
@@ -337,12 +364,12 @@ class Piece:
     def _forth(self) -> None:
         """A micro-batch forward."""
         k, self._next = self._next, self._next + 1
-        inputs, target = self._given
+        inputs, target, of, samples = self._given
         self._forward = []
         # Its own copy, since a layer may work in place.
         given = tuple(x.detach().clone().requires_grad_(x.requires_grad) if x is not None else None for x in inputs)
         pages, began = memory_taken(), time.thread_time()
-        out = self.stage.forward(0, k, given, 0, target)
+        out = self.stage.forward(0, k, given, 0, target, of=of, samples=samples)
         if out.result:  # the loss belongs to the last layer
             self._forward[-1] = time.thread_time()
         taken = memory_taken() - pages

@@ -9,13 +9,26 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from accept_mpi.codec import Bytes, Signature, Specs, Tensors, TensorSpec, aligned, buffer_bytes, decode, encode
+from accept_mpi import tree
+from accept_mpi.codec import (
+    HEADER_BYTES,
+    Bytes,
+    Signature,
+    Specs,
+    Tensors,
+    TensorSpec,
+    aligned,
+    buffer_bytes,
+    decode,
+    encode,
+)
 from accept_mpi.coding import NONE, Coding
-from accept_mpi.data import Dataset
+from accept_mpi.data import Dataset, Samples, fetch
 from accept_mpi.device import computing_takes_all
 from accept_mpi.forecast import Profile
 from accept_mpi.probe import stretch_of
-from accept_mpi.stage import Stage
+from accept_mpi.stage import Inputs, Stage
+from accept_mpi.tree import LONE, Tree
 
 _CODEC_VALUES = 1 << 21  # more than caches hold, as boundaries' tensors are by the time they are coded
 _CODEC_ROUNDS = 5
@@ -42,28 +55,26 @@ def profile(
     stage need ``train``. ``byte_cpu``: CPU seconds to send or receive a byte. ``cores`` that this rank has. All
     ranks do this at the same time, since that is how they will share what they share.
     """
-    sample = np.arange(size) % (len(train) if train is not None else 1)
-    target = train.targets(sample) if train is not None and not ahead.forward else None
+    data = Samples(None, None)
+    if train is not None:
+        data = fetch(train, np.arange(size) % len(train), 0, inputs=not behind.forward, targets=not ahead.forward)
     times: list[tuple[float, float]] = []
     wall = 0.0
     until = time.perf_counter() + budget
-    while len(times) < 2 or time.perf_counter() < until:
-        if behind.forward:
-            inputs: Tensors = tuple(spec.zeros() for spec in behind.forward[size])
-        else:
-            assert train is not None
-            inputs = stage.from_data(train.inputs(sample))
-        halfway: list[float] = []
+    with stage.trial() as trial:
+        while len(times) < 2 or time.perf_counter() < until:
+            given = _given(stage, size, behind, data)
+            halfway: list[float] = []
 
-        def gradients(_: Sequence[TensorSpec], halfway: list[float] = halfway) -> Tensors:
-            given = tuple(spec.zeros() for spec in ahead.backward[size]) if ahead.forward else ()
-            halfway.append(time.thread_time())
-            return given
+            def gradients(_: Sequence[TensorSpec], of: Tree, halfway: list[float] = halfway) -> Tensors:
+                zeros = tuple(spec.zeros() for spec in ahead.backward[size]) if ahead.forward else ()
+                halfway.append(time.thread_time())
+                return zeros
 
-        began, cpu = time.perf_counter(), time.thread_time()
-        stage.probe(inputs, target, gradients)
-        times.append((halfway[0] - cpu, time.thread_time() - halfway[0]))
-        wall += time.perf_counter() - began if len(times) > 1 else 0.0
+            began, cpu = time.perf_counter(), time.thread_time()
+            trial.probe(given.tensors, data.targets, gradients, given.tree, size)
+            times.append((halfway[0] - cpu, time.thread_time() - halfway[0]))
+            wall += time.perf_counter() - began if len(times) > 1 else 0.0
     # Of CPU, in a fast round: a process's first ones take memory from the kernel, up to three times as long. Then stretched
     # as all rounds were: where a quota stops the rank now and then, that is part of its speed.
     forward, backward = (float(np.quantile(column, 0.25)) for column in zip(*times[1:], strict=True))
@@ -79,6 +90,13 @@ def profile(
         message=stretch * message_cost(one_that_codes(codings)) if shared else 0.0,
         shared=shared,
     )
+
+
+def _given(stage: Stage, size: int, behind: Signature, data: Samples) -> Inputs:
+    """Inputs of the shapes that training has, new ones each time: a layer may work in place."""
+    if behind.forward:
+        return Inputs(tuple(spec.zeros() for spec in behind.forward[size]), behind.trees.get(size, LONE))
+    return stage.from_data(tree.replace(data.inputs, torch.clone))
 
 
 def one_that_codes(codings: Mapping[str, Coding]) -> Coding:
@@ -112,8 +130,9 @@ def _each(times: Sequence[float]) -> float:
 
 def _encoded(specs: Specs, values: Tensors, buffer: Bytes, coding: Coding) -> int:
     """Write a message; its length in bytes."""
-    fields = {"step": 0, "micro_batch": 0, "samples": _SAMPLES, "flags": 0, "direction": 0, "boundary": 0, "term": 0}
-    return encode(specs, values, buffer, coding, 0, now=time.monotonic, **fields)
+    fields = {"step": 0, "micro_batch": 0, "samples": _SAMPLES, "flags": 0, "direction": 0, "boundary": 0, "scale": 1.0}
+    header = encode(specs, values, buffer, coding, 0, now=time.monotonic, **fields)  # type: ignore[arg-type]
+    return HEADER_BYTES + header.length
 
 
 def message_cost(coding: Coding = NONE) -> float:

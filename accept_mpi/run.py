@@ -23,6 +23,7 @@ from accept_mpi.losses import find_loss
 from accept_mpi.models import Chain
 from accept_mpi.models import load as load_model
 from accept_mpi.observers import Observer
+from accept_mpi.ownership import Ownership, own
 from accept_mpi.plan import Plan
 from accept_mpi.progress import ProgressObserver
 from accept_mpi.recovery import Held, find_together, last_held, next_plan, successor
@@ -57,28 +58,29 @@ def train(runtime: Runtime, options: Options) -> None:
     """
     job = read_job(runtime, options)
     runtime.startup_seconds = job.pipeline.startup_timeout
-    run = _Run(job, options, list(runtime.members))
-    while True:
-        try:
-            done = run.term(runtime)
-        except Exception as error:
-            if not runtime.lost_one(error):
-                raise
-        else:
-            if not done:
-                continue
-            if runtime.all_done():
-                break
-        run.recover(runtime)
-    run.close(runtime)
+    with own(runtime, Path(job.output.directory), options.supervised) as ownership:
+        run = _Run(job, options, list(runtime.members), ownership)
+        while True:
+            try:
+                done = run.term(runtime)
+            except Exception as error:
+                if not runtime.lost_one(error):
+                    raise
+            else:
+                if not done:
+                    continue
+                if runtime.all_done():
+                    break
+            run.recover(runtime)
+        run.close(runtime)
 
 
 class _Run:
     """A run on this rank, term after term."""
 
-    def __init__(self, job: config.Job, options: Options, members: list[int]) -> None:
+    def __init__(self, job: config.Job, options: Options, members: list[int], ownership: Ownership) -> None:
         """``members``: who begins it, by their ranks when mpirun began."""
-        self.job, self.options, self.members = job, options, members
+        self.job, self.options, self.members, self._ownership = job, options, members, ownership
         self._work: Work | None = None
         self._planned: Surveyed | None = None
         self._survey: Survey | None = None
@@ -285,6 +287,7 @@ class _Run:
         job, course, plan = self.job, term.course, term.plan
         directory = Path(job.output.directory)
         prepare_directory(directory)
+        self._ownership.take()
 
         def manifest(step: int) -> Manifest:
             return new_manifest(

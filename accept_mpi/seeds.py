@@ -10,7 +10,7 @@ import torch
 _MASK = (1 << 64) - 1
 
 # What a seed is for: the first word of every mix, so that no two uses can share a stream.
-INIT, FORWARD, ORDER, AUGMENT, CODE = 1, 2, 3, 4, 5
+INIT, FORWARD, ORDER, AUGMENT, CODE, EVALUATE, BACKWARD = 1, 2, 3, 4, 5, 6, 7
 
 
 def mix(*words: int) -> int:
@@ -33,16 +33,38 @@ def forward_seed(seed: int, step: int, micro_batch: int, layer: int) -> int:
     return mix(FORWARD, seed, step, micro_batch, layer)
 
 
+def evaluation_seed(seed: int, micro_batch: int, layer: int) -> int:
+    """Seed of what a layer draws in the evaluation of one micro-batch of the test set."""
+    return mix(EVALUATE, seed, micro_batch, layer)
+
+
+def backward_seed(seed: int, step: int, micro_batch: int, layer: int) -> int:
+    """Seed of what the layers of a stage, ``layer`` its first, draw in the backward of one micro-batch."""
+    return mix(BACKWARD, seed, step, micro_batch, layer)
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch's, NumPy's and Python's global random numbers."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Torch's, NumPy's and Python's global random numbers are afterwards as they were."""
+    python, numpy, own = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.default_generator.set_state(own)
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed torch's, NumPy's and Python's global random numbers, and put them back as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+    with kept():
+        seed_all(seed)
+        yield

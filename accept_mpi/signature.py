@@ -1,4 +1,7 @@
-"""Agreement on what crosses each boundary: shapes, dtypes and strides, once per plan.
+"""Agreement on what crosses each boundary: shapes, dtypes, strides and the tree that they belong to, once per plan.
+
+What a micro-batch has otherwise than agreed its message says itself, so this is about what is usual: it makes messages small
+and their buffers large enough.
 
 Every stage runs one forward and backward for each size that a micro-batch can have, on data of the right shape. That also
 builds the kernels' caches before the first step is timed. What stages take is known only when those before have run. But
@@ -14,12 +17,17 @@ from typing import Any
 import msgspec
 import torch
 
+from accept_mpi import tree
 from accept_mpi.codec import Signature, Specs, Tensors, TensorSpec
 from accept_mpi.comm.messenger import Messenger
-from accept_mpi.data import Dataset
-from accept_mpi.outline import Outline
+from accept_mpi.data import Dataset, fetch
+from accept_mpi.outline import LayerOutline, Outline
 from accept_mpi.plan import Place
-from accept_mpi.stage import Stage
+from accept_mpi.stage import Inputs, Stage
+from accept_mpi.tree import Tree
+
+Taken = tuple[Specs, Tree]
+"""What crosses forwards: the tensors and what they belong to."""
 
 Sizes = tuple[Sequence[int], Sequence[int]]
 """Numbers of samples a micro-batch can have, in training and in evaluation."""
@@ -40,24 +48,25 @@ def agree_on_shapes(
     """
     if found := _all_at_once(messenger, stage, place, sizes, train, deadline, outline):
         return found
-    behind, ahead = Signature({}, {}), Signature({}, {})
+    behind, ahead = Signature({}, {}, {}), Signature({}, {}, {})
     before, after = place.before, place.after
     if place.idle:
         return behind, ahead
 
-    def taken(size: int, training: bool) -> Specs:
+    def taken(size: int, training: bool) -> Taken:
         assert before is not None
         return _hear(messenger, before, "activations", size, deadline)
 
-    def returned(size: int, training: bool, outputs: Specs) -> Specs:
+    def returned(size: int, training: bool, outputs: Specs, of: Tree) -> Specs:
         assert after is not None
-        _tell(messenger, after, "activations", outputs)
-        return _hear(messenger, after, "gradients", size, deadline) if training else ()
+        _tell(messenger, after, "activations", outputs, of)
+        return _hear(messenger, after, "gradients", size, deadline)[0] if training else ()
 
-    for size in dict.fromkeys([*sizes[0], *sizes[1]]):
-        gradients = _run(stage, place, train, size, size in sizes[0], (behind, ahead), taken, returned)
-        if before is not None and size in sizes[0]:
-            _tell(messenger, before, "gradients", gradients)
+    with stage.trial() as trial:
+        for size in dict.fromkeys([*sizes[0], *sizes[1]]):
+            gradients = _run(trial, place, train, size, size in sizes[0], (behind, ahead), taken, returned)
+            if before is not None and size in sizes[0]:
+                _tell(messenger, before, "gradients", gradients, tree.LONE)
     messenger.flush(deadline, "the shapes at this stage's boundaries")
     return behind, ahead
 
@@ -69,39 +78,41 @@ def _run(
     size: int,
     training: bool,
     signatures: tuple[Signature, Signature],
-    taken: Callable[[int, bool], Specs],
-    returned: Callable[[int, bool, Specs], Specs],
+    taken: Callable[[int, bool], Taken],
+    returned: Callable[[int, bool, Specs, Tree], Specs],
 ) -> Specs:
-    """Let the stage run on so many samples, and write down in ``signatures`` what it takes and gives.
+    """Let a trial stage run on so many samples, and write down in ``signatures`` what it takes and gives.
 
     ``taken`` says what comes in over the boundary behind, ``returned`` what comes back for outputs. Returns the specs of the
     inputs' gradients.
     """
     behind, ahead = signatures
-    sample = torch.arange(size).numpy() % (len(train) if train is not None else 1)
-    target = train.targets(sample) if place.last and train is not None else None
-    if place.first:
-        assert train is not None
-        inputs: Tensors = stage.from_data(train.inputs(sample))
-    else:
-        behind.forward[size] = taken(size, training)
-        inputs = tuple(spec.zeros() for spec in behind.forward[size])
+    target, inputs = None, Inputs((), tree.LONE)
+    if train is not None and (place.first or place.last):
+        sample = torch.arange(size).numpy() % len(train)
+        found = fetch(train, sample, 0, inputs=place.first, targets=place.last)
+        target = found.targets
+        if place.first:
+            inputs = stage.from_data(found.inputs)
+    if not place.first:
+        behind.forward[size], behind.trees[size] = taken(size, training)
+        inputs = Inputs(tuple(spec.zeros() for spec in behind.forward[size]), behind.trees[size])
 
-    def gradients_of(outputs: Sequence[TensorSpec]) -> Tensors:
+    def gradients_of(outputs: Sequence[TensorSpec], of: Tree) -> Tensors:
         if place.last:
             return ()
-        ahead.forward[size] = tuple(outputs)
-        back = returned(size, training, ahead.forward[size])
+        ahead.forward[size], ahead.trees[size] = tuple(outputs), of
+        back = returned(size, training, ahead.forward[size], of)
         if training:
             ahead.backward[size] = back
         return tuple(spec.zeros() for spec in back)
 
     if not training:  # forward only: BatchNorm may refuse to train on it
         with stage.evaluating():
-            outputs, _ = stage.evaluate(inputs, target)
-        gradients_of([TensorSpec.of(out) for out in outputs])
+            out = stage.evaluate(inputs.tensors, target, inputs.tree, samples=size)
+        gradients_of([TensorSpec.of(value) for value in out.outputs], out.tree)
         return ()
-    gradients = stage.probe(inputs, target, gradients_of)
+    gradients = stage.probe(inputs.tensors, target, gradients_of, inputs.tree, size)
     if not place.first:
         behind.backward[size] = gradients
     return gradients
@@ -122,6 +133,8 @@ class _Tried(msgspec.Struct, frozen=True):
     back: dict[int, Specs]
     """Gradients that were assumed to come back for what it gives."""
     returned: dict[int, Specs]
+    taken_trees: dict[int, Tree]
+    given_trees: dict[int, Tree]
 
 
 def _all_at_once(
@@ -134,36 +147,44 @@ def _all_at_once(
     outline: Outline | None,
 ) -> tuple[Signature, Signature] | None:
     """The signatures, where every stage took what the one before gave; else nothing, on all ranks alike."""
-    behind, ahead = Signature({}, {}), Signature({}, {})
+    behind, ahead = Signature({}, {}, {}), Signature({}, {}, {})
     mine: Any = _IDLE if place.idle else None
     if outline is not None and not place.idle:
-        come = outline.layers[stage.start].inputs, outline.samples
-        with contextlib.suppress(Exception):  # a mistake of the user's is met again, and told, one after the other
+        come = _suggested(outline.layers[stage.start], outline.samples)
+        with (
+            contextlib.suppress(Exception),
+            stage.trial() as trial,
+        ):  # a mistake of the user's is met again one after the other
             for size in dict.fromkeys([*sizes[0], *sizes[1]]):
-                _run(stage, place, train, size, size in sizes[0], (behind, ahead), _suggested(*come), _likely)
-            mine = msgspec.to_builtins(_Tried(place.stage, behind.forward, ahead.forward, ahead.backward, behind.backward))
+                _run(trial, place, train, size, size in sizes[0], (behind, ahead), come, _likely)
+            tried = behind.forward, ahead.forward, ahead.backward, behind.backward, behind.trees, ahead.trees
+            mine = msgspec.to_builtins(_Tried(place.stage, *tried))
     told = messenger.allgather(mine, deadline, "the shapes at all boundaries")
     if None in told:
         return None
     stages = sorted((msgspec.convert(one, _Tried) for one in told if one != _IDLE), key=lambda one: one.stage)
-    fits = all(one.given == two.taken and one.back == two.returned for one, two in itertools.pairwise(stages))
+    fits = all(
+        one.given == two.taken and one.back == two.returned and one.given_trees == two.taken_trees
+        for one, two in itertools.pairwise(stages)
+    )
     return (behind, ahead) if fits else None
 
 
-def _suggested(specs: Specs, samples: int) -> Callable[[int, bool], Specs]:
-    """What an outline has for so many samples, for other numbers of them: they are the first dimension."""
+def _suggested(layer: LayerOutline, samples: int) -> Callable[[int, bool], Taken]:
+    """What an outline has in front of a layer for so many samples, for other numbers of them: they are the first
+    dimension."""
 
-    def taken(size: int, training: bool) -> Specs:
+    def taken(size: int, training: bool) -> Taken:
         found = []
-        for spec in specs:
+        for spec in layer.inputs:
             shape = (size, *spec.shape[1:]) if spec.shape[:1] == (samples,) else spec.shape
             found.append(msgspec.structs.replace(spec, shape=shape, grad=spec.grad and training))
-        return tuple(found)
+        return tuple(found), layer.tree or tree.packed(len(found))
 
     return taken
 
 
-def _likely(size: int, training: bool, outputs: Specs) -> Specs:
+def _likely(size: int, training: bool, outputs: Specs, of: Tree) -> Specs:
     """Gradients mostly have the layout of what they are of."""
     return tuple(msgspec.structs.replace(spec, grad=False) for spec in outputs if spec.grad)
 
@@ -171,10 +192,10 @@ def _likely(size: int, training: bool, outputs: Specs) -> Specs:
 # -- one after the other ---------------------------------------------------------------------------------------------------
 
 
-def _tell(messenger: Messenger, peer: int, what: str, specs: Sequence[TensorSpec]) -> None:
-    messenger.send(peer, f"{what} specs", msgspec.to_builtins(list(specs)))
+def _tell(messenger: Messenger, peer: int, what: str, specs: Sequence[TensorSpec], of: Tree) -> None:
+    messenger.send(peer, f"{what} specs", [msgspec.to_builtins(list(specs)), of])
 
 
-def _hear(messenger: Messenger, peer: int, what: str, size: int, deadline: float) -> Specs:
+def _hear(messenger: Messenger, peer: int, what: str, size: int, deadline: float) -> Taken:
     body: Any = messenger.expect(f"{what} specs", {peer}, deadline, f"the shapes of {what} for {size} samples")[peer]
-    return msgspec.convert(body, tuple[TensorSpec, ...])
+    return msgspec.convert(body, tuple[tuple[TensorSpec, ...], bytes])

@@ -1,10 +1,4 @@
-"""One stage's compute: forward, backward, what is stashed in between, and the optimizer.
-
-Weights of the asynchronous schedule are versions: after an update the modules get fresh leaf tensors, while each
-micro-batch in flight keeps the ones that its graph was built with (PipeDream's weight stashing). The optimizer owns one
-more copy, the newest. (Assigning ``p.data`` would not do: graphs hold the parameter, not its storage, and would compute
-their gradients with the new weights.)
-"""
+"""One stage's compute: forward, backward, what is kept in between, and the optimizer."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -15,25 +9,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accept_mpi import config
+from accept_mpi import config, tree
 from accept_mpi.codec import Tensors, TensorSpec
 from accept_mpi.defer import DeferredWeights
 from accept_mpi.errors import UserError
 from accept_mpi.losses import Loss
-from accept_mpi.models.layers import Layers, call_layer
+from accept_mpi.models.layers import Layers
 from accept_mpi.optimizer import make_optimizer, update
-from accept_mpi.seeds import forward_seed
+from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, kept, seed_all
+from accept_mpi.state import check_state, load_layer, state_of
+from accept_mpi.tree import Tree
+from accept_mpi.users_code import blame, call_layer
+from accept_mpi.weights import Kept, Weights
 
 Key = tuple[int, int]  # step, micro-batch
 
 
 @dataclass
 class Result:
-    """What the last stage learns from one micro-batch: sums over its samples, and how many targets it was asked for."""
+    """What the last stage learns from one micro-batch."""
 
     loss: float
+    """Sum over all that counts."""
+    count: float
+    """How much counts."""
     correct: int
     targets: int
+    """That it was asked for and that count."""
     samples: int
 
 
@@ -43,9 +45,17 @@ class _InFlight:
 
     boxes: list["_Box"]
     outputs: list[torch.Tensor]
-    leaves: list[nn.Parameter]
+    weights: Kept
     whole: bool
     work: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class _Divisor:
+    """Of a step whose loss is a sum: what is divided by meanwhile, and what should have been."""
+
+    assumed: float
+    counted: float = 0.0
 
 
 class Forward(NamedTuple):
@@ -57,49 +67,80 @@ class Forward(NamedTuple):
     """On the last stage."""
     suspect: int
     """1 + the first layer that made NaN or infinity out of finite values for this micro-batch; 0: none seen so far."""
+    tree: Tree = tree.LONE
+    """What the outputs are the tensors of."""
+
+
+class Inputs(NamedTuple):
+    """What a stage takes of a micro-batch."""
+
+    tensors: Tensors
+    tree: Tree
 
 
 class Stage:
     """A contiguous run of layers, ready to train."""
 
-    def __init__(self, layers: Layers, job: config.Job, loss: Loss | None, channels_last: bool) -> None:
-        """``loss`` (mean over samples) is given on the last stage; ``channels_last`` must be the same on all stages."""
+    def __init__(
+        self,
+        layers: Layers,
+        job: config.Job,
+        loss: Loss | None,
+        channels_last: bool,
+        again: Callable[[], Layers] | None = None,
+    ) -> None:
+        """``loss`` is given on the last stage; ``channels_last`` must be the same on all stages. ``again`` builds the
+        layers once more, for a trial, where they cannot be copied."""
         self.start, self.names, self.layers = layers.start, layers.names, layers.modules
-        self._seed = job.train.seed
+        self._job, self._seed, self._again = job, job.train.seed, again
         self._loss = loss
+        self._channels_last = channels_last
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
         if channels_last:
             for layer in self.layers:
                 layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._draws = [_may_draw(layer) for layer in self.layers]
         self.parameters: list[nn.Parameter] = []
-        self._places: list[list[tuple[nn.Module, str]]] = []
         self._parameter_names: list[str] = []
         self._find_parameters()
-        self.optimizer = make_optimizer(job.train.optimizer, job.lr, [p for p in self.parameters if p.requires_grad])
-        self._versions: dict[int, list[nn.Parameter]] | None = None
-        if job.pipeline.schedule == "1f1b-async":
-            self._versions = {}
-            self._publish(0)
+        self._weights = Weights(self.parameters, job.pipeline.schedule == "1f1b-async")
+        trained = [p for p in self._weights.updated if p.requires_grad]
+        self.optimizer = make_optimizer(job.train.optimizer, job.lr, trained)
         self._deferred = DeferredWeights(self.layers) if job.pipeline.schedule == "zero-bubble" else None
         self._anchor = torch.zeros((), requires_grad=True)
         self.in_flight: dict[Key, _InFlight] = {}
+        self._divisors: dict[int, _Divisor] = {}
         self._searches = 3
+        self._setting_up = False
+        self._made: set[str] = set()
+        """Names of buffers that a first forward makes."""
+        self._written: set[tuple[int, int]] = set()
+        """Which parameters (0) and buffers (1), by their place among them, a forward writes to."""
+        for name, layer in zip(self.names, self.layers, strict=True):
+            check_state(name, layer)  # what cannot be kept is said now, not at the first checkpoint
+
+    @property
+    def shares(self) -> Callable[[Sequence[Any], Sequence[int]], list[float]] | None:
+        """``Loss.shares`` on the last stage."""
+        return self._loss.shares if self._loss is not None else None
 
     @property
     def size(self) -> int:
         """Number of parameters."""
         return sum(p.numel() for p in self.parameters)
 
-    def from_data(self, values: torch.Tensor | tuple[torch.Tensor, ...]) -> Tensors:
+    def from_data(self, value: Any) -> Inputs:
         """A data set's inputs as the first stage takes them: images in the model's memory format."""
-        return tuple(v.contiguous(memory_format=self._memory_format) if v.dim() == 4 else v for v in _unpack(values))
+        tensors, of = tree.flatten(value)
+        laid_out = (v.contiguous(memory_format=self._memory_format) if v.dim() == 4 else v for v in tensors)
+        return Inputs(tuple(laid_out), of)
 
     def close(self) -> None:
         """Give the memory back, whoever still knows this object: another stage is to be built from it."""
         self.in_flight.clear()
-        self._versions = {} if self._versions is not None else None
         self.optimizer = self._deferred = None
-        self.layers, self.parameters, self._places = [], [], []  # the modules may be a user's own: they stay as they are
+        self.layers, self.parameters, self._weights = [], [], Weights([], False)
+        self._again = None
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -109,33 +150,36 @@ class Stage:
         micro_batch: int,
         inputs: Tensors,
         version: int = 0,
-        target: torch.Tensor | None = None,
-        weight: float = 1.0,
+        target: Any = None,
+        share: float = 1.0,
         suspect: int = 0,
         whole: bool = False,
+        of: Tree | None = None,
+        samples: int | None = None,
     ) -> Forward:
-        """F. ``inputs`` come from the wire or the data set; ``version`` counts updates since the segment began; on the last
-        stage ``target`` is wanted, and the micro-batch's loss counts with ``weight`` in the step's. ``whole``: in the
+        """F. ``inputs`` come from the wire or the data set, and are the tensors ``of`` a tree (by default one alone, or a
+        tuple of several); ``version`` counts updates since the segment began; on the last stage ``target`` is wanted, and
+        ``samples``, and the micro-batch's loss has this ``share`` in the step's (``Loss.shares``). ``whole``: in the
         zero-bubble schedule, that B is to leave nothing to W."""
         boxes = [_Box(x) for x in inputs]
-        leaves = self._use(version)
+        self._weights.begin(version)
         if self._deferred is not None:
-            self._deferred.on = not whole
-        values = _pack([box.open(self._anchor) for box in boxes])
+            self._deferred.begin(not whole)
+        value = tree.unflatten(of or tree.packed(len(boxes)), [box.open(self._anchor) for box in boxes])
         for index, layer in enumerate(self.layers, self.start):
-            torch.default_generator.manual_seed(forward_seed(self._seed, step, micro_batch, index))
-            values = self._call(index, layer, values)
-        outputs = _unpack(values)
-        result = None
+            self._seed_layer(index, forward_seed(self._seed, step, micro_batch, index))
+            value = call_layer(index, self.names[index - self.start], layer, value, self._setting_up)
+        result, given = None, tree.LONE
         if self._loss is not None:
-            assert target is not None
-            loss = self._loss(outputs[0], target)
-            result = Result(loss.item() * len(target), *_hits(outputs[0], target), len(target))
-            outputs = [loss * weight]
+            result, outputs = self._judge(step, value, target, share, len(target) if samples is None else samples)
+            value = outputs[0]
+        else:
+            outputs, given = self._taken_apart(value)
+        weights = self._weights.end(version)
         if suspect == 0 and not _finite(outputs):
-            suspect = self._search(step, micro_batch, inputs)
-        self.in_flight[step, micro_batch] = _InFlight(boxes, outputs, leaves, whole)
-        return Forward(() if result else tuple(outputs), result, suspect)
+            suspect = self._search(step, micro_batch, inputs, of)
+        self.in_flight[step, micro_batch] = _InFlight(boxes, outputs, weights, whole)
+        return Forward(() if result else tuple(outputs), result, suspect, given)
 
     def backward(self, step: int, micro_batch: int, gradients: Tensors) -> Tensors:
         """B: gradients of the inputs that want one, for the stage before; ``gradients`` is empty on the last stage."""
@@ -147,87 +191,139 @@ class Stage:
             pairs = [(out, g) for out, g in zip(wanting, gradients, strict=True) if g is not None]
             roots, seeds = [out for out, _ in pairs], [g for _, g in pairs]
         if roots and roots[0].requires_grad:
-            _Seeded.apply(seeds, *roots).backward()
+            seed_all(backward_seed(self._seed, step, micro_batch, self.start))
+            if self._deferred is not None:
+                self._deferred.begin(not flight.whole)  # forwards may be computed once more
+            newest = self._weights.meet(flight.weights)
+            try:
+                _Seeded.apply(seeds, *roots).backward()
+            except Exception as error:
+                blame(error, f"the backward of layers {self.start} to {self.start + len(self.layers) - 1}")
+            finally:
+                self._weights.leave(newest)
         flight.outputs = []
         if self._deferred is not None and not flight.whole:
             flight.work = self._deferred.collect()
         else:
-            self._finish(step, micro_batch)
+            del self.in_flight[step, micro_batch]
         return tuple(box.gradient for box in flight.boxes if box.wants_gradient)
 
     def weight_gradient(self, step: int, micro_batch: int) -> None:
         """W: what B left to do."""
-        DeferredWeights.run(self.in_flight[step, micro_batch].work)
-        self._finish(step, micro_batch)
+        flight = self.in_flight.pop((step, micro_batch))
+        newest = self._weights.meet(flight.weights)
+        try:
+            DeferredWeights.run(flight.work)
+        except Exception as error:
+            blame(error, f"the backward of layers {self.start} to {self.start + len(self.layers) - 1}")
+        finally:
+            self._weights.leave(newest)
 
-    def update(self, lr: float, version: int) -> None:
-        """U: one optimizer step; from here on the weights are version ``version`` + 1 of the segment."""
+    def scale(self, step: int) -> float:
+        """What the step's gradients are to be multiplied with in ``update``, as far as the last stage knows by now."""
+        divisor = self._divisors.get(step)
+        if divisor is None:
+            return 1.0
+        return divisor.assumed / divisor.counted if divisor.counted else 0.0
+
+    def update(self, lr: float, version: int, scale: float = 1.0) -> None:
+        """U: one optimizer step with ``scale`` times the gradients; from here on the weights are version ``version`` + 1 of
+        the segment."""
         if self.optimizer is not None:
+            if scale != 1.0:
+                for parameter in self.parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(scale)
+            self._weights.before_update()
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             update(self.optimizer)
-        if self._versions is not None:
-            self._publish(version + 1)
+        self._weights.publish(version + 1)
 
     def drained(self) -> None:
         """A segment is over: nothing is in flight, and versions count from 0 again."""
         assert not self.in_flight, f"micro-batches {sorted(self.in_flight)} are still in flight"
-        if self._versions is not None:
-            newest = self._versions[max(self._versions)]
-            self._versions = {0: newest}
+        self._weights.restart()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within: the newest weights, no dropout, BatchNorm's running statistics."""
-        if self._versions is not None:
-            self._install(self._versions[max(self._versions)])
+        """Within: the newest weights, no dropout, BatchNorm's running statistics. Modules have their own modes
+        afterwards."""
+        self._weights.newest()
+        modes = [(module, module.training) for layer in self.layers for module in layer.modules()]
         for layer in self.layers:
             layer.eval()
         try:
             yield
         finally:
-            for layer in self.layers:
-                layer.train()
+            for module, training in modes:
+                module.training = training
 
     @torch.no_grad()
-    def evaluate(self, inputs: Tensors, target: torch.Tensor | None) -> tuple[Tensors, Result | None]:
+    def evaluate(
+        self, inputs: Tensors, target: Any, of: Tree | None = None, micro_batch: int = 0, samples: int | None = None
+    ) -> Forward:
         """E, within ``evaluating``: outputs for the next stage, or the result on the last."""
-        values = _pack(list(inputs))
+        value = tree.unflatten(of or tree.packed(len(inputs)), inputs)
         for index, layer in enumerate(self.layers, self.start):
-            values = self._call(index, layer, values)
-        outputs = _unpack(values)
+            self._seed_layer(index, evaluation_seed(self._seed, micro_batch, index))
+            value = call_layer(index, self.names[index - self.start], layer, value, self._setting_up)
         if self._loss is None:
-            return tuple(outputs), None
-        assert target is not None
-        loss = self._loss(outputs[0], target).item() * len(target)
-        return (), Result(loss, *_hits(outputs[0], target), len(target))
+            outputs, given = self._taken_apart(value)
+            return Forward(tuple(outputs), None, 0, given)
+        result, _ = self._judge(-1, value, target, 1.0, len(target) if samples is None else samples)
+        return Forward((), result, 0)
 
-    # -- agreement on shapes -------------------------------------------------------------------------------------------
+    # -- the first forward of all --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def trial(self) -> Iterator["Stage"]:
+        """A stage of the same layers to try things on. It shares nothing with this one: whatever a forward does to modules
+        (buffers made, replaced or resized, attributes, counters) happens to copies."""
+        with kept():
+            try:
+                modules = copy.deepcopy(self.layers)
+            except Exception:  # some modules cannot be copied
+                if self._again is None:
+                    raise
+                modules = self._again().modules
+            stage = Stage(Layers(self.start, self.names, modules), self._job, self._loss, self._channels_last)
+            stage._setting_up = True
+            try:
+                yield stage
+            finally:
+                self._learn(stage)
+                stage.close()
 
     def probe(
-        self, inputs: Tensors, target: torch.Tensor | None, gradients_of: Callable[[Sequence[TensorSpec]], Tensors]
+        self,
+        inputs: Tensors,
+        target: Any,
+        gradients_of: Callable[[Sequence[TensorSpec], Tree], Tensors],
+        of: Tree | None = None,
+        samples: int | None = None,
     ) -> tuple[TensorSpec, ...]:
-        """One forward and backward for the shapes of what crosses, leaving no trace in weights, statistics or gradients.
+        """One forward and backward, on a ``trial`` stage, for the shapes of what crosses.
 
-        ``gradients_of`` is asked, with the outputs' specs, for gradients of the same layout as training will send.
+        ``gradients_of`` is asked, with the outputs' specs and tree, for gradients of the same layout as training will send.
         Returns the specs of the inputs' gradients.
         """
-        saved = [{name: buffer.clone() for name, buffer in layer.named_buffers()} for layer in self.layers]
-        try:
-            outputs = self.forward(0, 0, inputs, target=target).outputs
-            gradients = gradients_of([TensorSpec.of(out) for out in outputs])
-            result = self.backward(0, 0, gradients)
-            if self._deferred is not None:
-                self.weight_gradient(0, 0)
-        finally:
-            self.in_flight.clear()
-            if self._deferred is not None:
-                self._deferred.collect()
-            for layer, buffers in zip(self.layers, saved, strict=True):
-                for name, buffer in layer.named_buffers():
-                    buffer.copy_(buffers[name])
-            for parameter in self.parameters:
-                parameter.grad = None
+        if not self._setting_up:
+            with self.trial() as trial:
+                return trial.probe(inputs, target, gradients_of, of, samples)
+        parameters, buffers = self._may_be_written()
+        before = [(tensor.data.clone(), tensor._version, tensor.data_ptr()) for tensor in parameters]
+        counts = [buffer._version for buffer in buffers]
+        out = self.forward(0, 0, inputs, target=target, of=of, samples=samples)
+        for position, (tensor, (data, count, at)) in enumerate(zip(parameters, before, strict=True)):
+            if tensor._version != count or tensor.data_ptr() != at or not torch.equal(tensor.data, data):
+                self._written.add((0, position))
+        self._written |= {(1, n) for n, (b, count) in enumerate(zip(buffers, counts, strict=True)) if b._version != count}
+        result = self.backward(0, 0, gradients_of([TensorSpec.of(out) for out in out.outputs], out.tree))
+        if self._deferred is not None:
+            self.weight_gradient(0, 0)
+        for parameter in self.parameters:
+            parameter.grad = None
         return tuple(TensorSpec.of(g) for g in result)
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -237,12 +333,13 @@ class Stage:
         yield from zip(self._parameter_names, self.parameters, strict=True)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of weights and buffers, contiguous, under their names in the whole model."""
-        state = {}
-        for name, layer in zip(self.names, self.layers, strict=True):
-            for key, value in layer.state_dict().items():
-                state[f"{name}.{key}"] = value.detach().contiguous().clone()
-        return state
+        """Copies of all state of the layers, contiguous, under its names in the whole model."""
+        self._weights.newest()
+        return {
+            f"{name}.{key}": value
+            for name, layer in zip(self.names, self.layers, strict=True)
+            for key, value in state_of(name, layer).items()
+        }
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """Copies of the optimizer's tensors as "<what>/<parameter's name>"."""
@@ -250,28 +347,25 @@ class Stage:
             return {}
         return {
             f"{what}/{name}": value.detach().contiguous().clone()
-            for name, parameter in self.named_parameters()
+            for name, parameter in zip(self._parameter_names, self._weights.updated, strict=True)
             for what, value in self.optimizer.state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor)
         }
 
     def load(self, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> None:
         """Take over weights and optimizer state. Raises UserError where they are another model's."""
+        self._weights.newest()
         with torch.no_grad():
             for name, layer in zip(self.names, self.layers, strict=True):
                 prefix = f"{name}."
                 own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-                try:
-                    layer.load_state_dict(own, strict=True)
-                except RuntimeError as error:
-                    reason = " ".join(str(error).split())
-                    raise UserError(f'the checkpoint does not fit layer "{name}" of this model: {reason}') from error
-            if self._versions is not None:  # modules hold the newest version's leaves, the optimizer its own copy
-                for parameter, leaf in zip(self.parameters, self._leaves(), strict=True):
-                    parameter.copy_(leaf)
+                made = {key.removeprefix(prefix) for key in self._made if key.startswith(prefix)}
+                load_layer(name, layer, own, made)
+            self._weights.adopt()
+            self._watch_written()
             if self.optimizer is None:
                 return
-            for name, parameter in self.named_parameters():
+            for name, parameter in zip(self._parameter_names, self._weights.updated, strict=True):
                 for key, value in optimizer.items():
                     what, _, of = key.partition("/")
                     if of == name:
@@ -281,69 +375,96 @@ class Stage:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _find_parameters(self) -> None:
-        """Parameters once each, and every place in a module where one sits (a layer may use one twice)."""
-        position: dict[int, int] = {}
+        """Parameters once each (a layer may use one twice, and so may two layers), under the first of their names."""
+        seen: set[int] = set()
         for layer_name, layer in zip(self.names, self.layers, strict=True):
-            for module_name, module in layer.named_modules(prefix=layer_name):
-                for name, parameter in module._parameters.items():
-                    if parameter is None:
-                        continue
-                    if id(parameter) not in position:
-                        position[id(parameter)] = len(self.parameters)
-                        self.parameters.append(parameter)
-                        self._places.append([])
-                        self._parameter_names.append(f"{module_name}.{name}")
-                    self._places[position[id(parameter)]].append((module, name))
+            for name, parameter in layer.named_parameters(prefix=layer_name):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    self.parameters.append(parameter)
+                    self._parameter_names.append(name)
 
-    def _publish(self, version: int) -> None:
-        """Give the modules fresh leaves with the newest weights, under a version number."""
-        assert self._versions is not None
-        self._versions[version] = [nn.Parameter(p.detach().clone()) if p.requires_grad else p for p in self.parameters]
-        self._install(self._versions[version])
+    def _seed_layer(self, index: int, seed: int) -> None:
+        """Torch's own layers ask torch alone for random numbers."""
+        if self._draws[index - self.start]:
+            seed_all(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
 
-    def _install(self, leaves: list[nn.Parameter]) -> None:
-        for places, leaf in zip(self._places, leaves, strict=True):
-            for module, name in places:
-                module._parameters[name] = leaf
+    def _taken_apart(self, value: Any) -> tuple[list[torch.Tensor], Tree]:
+        """The tensors of what the last layer here gives, and the tree. Raises UserError for what cannot cross to a stage."""
+        try:
+            return tree.flatten(value)
+        except tree.NotATree as error:
+            index = self.start + len(self.layers) - 1
+            raise UserError(
+                f'layer {index} "{self.names[-1]}" gives {error}, which cannot cross to another stage; tensors, arrays, '
+                "numbers, text, None, and tuples, lists, dicts, named tuples and dataclasses of them can"
+            ) from error
 
-    def _leaves(self) -> list[nn.Parameter]:
-        return [places[0][0]._parameters[places[0][1]] for places in self._places]  # type: ignore[misc]
+    def _judge(self, step: int, value: Any, target: Any, share: float, samples: int) -> tuple[Result, list[torch.Tensor]]:
+        """What the loss says of what the last layer gives, and what backward begins with."""
+        assert self._loss is not None
+        judged = self._loss(value, target, samples, self._setting_up)
+        if judged.summed:
+            # Of the same number of samples as much counts, for all that is known by now.
+            assumed = (judged.count or samples) / share
+            for old in [known for known in self._divisors if known < step - 1]:
+                del self._divisors[old]
+            divisor = self._divisors.setdefault(step, _Divisor(assumed))
+            divisor.counted += judged.count
+            share = 1 / divisor.assumed
+        result = Result(judged.total, judged.count, *self._loss.hits(value, target), samples)
+        return result, [judged.value * share]
 
-    def _use(self, version: int) -> list[nn.Parameter]:
-        """The parameters that version ``version`` computes with. Older ones live on only in graphs in flight."""
-        if self._versions is None:
-            return self.parameters
-        for old in [v for v in self._versions if v < version]:
-            del self._versions[old]
-        self._install(self._versions[version])
-        return self._versions[version]
+    def _may_be_written(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parameters, and buffers that may be part of a graph."""
+        buffers = {id(b): b for layer in self.layers for b in layer.buffers() if b.is_floating_point()}
+        return list(self.parameters), list(buffers.values())
 
-    def _finish(self, step: int, micro_batch: int) -> None:
-        """A micro-batch's gradients are complete: hand them to the optimizer's parameters."""
-        flight = self.in_flight.pop((step, micro_batch))
-        if self._versions is None:
-            return  # autograd has accumulated them there
-        for parameter, leaf in zip(self.parameters, flight.leaves, strict=True):
-            if leaf.grad is not None:
-                parameter.grad = leaf.grad if parameter.grad is None else parameter.grad.add_(leaf.grad)
-                leaf.grad = None
+    def _learn(self, trial: "Stage") -> None:
+        """From a stage of the same layers on which things were tried."""
+        self._made |= {
+            f"{name}.{key}"
+            for name, own, other in zip(self.names, self.layers, trial.layers, strict=True)
+            for key in check_state(name, other) - check_state(name, own)
+        }
+        self._written |= trial._written
+        if self._written and self._job.pipeline.vertical_sync:
+            raise UserError(
+                "pipeline.vertical_sync: a layer writes into its own parameters or buffers in its forward, which would be "
+                "those of an older version; leave vertical_sync out"
+            )
+        self._watch_written()
+        if self._deferred is not None and trial._deferred is not None:
+            self._deferred.learn(trial._deferred)
 
-    def _call(self, index: int, layer: nn.Module, values: Any) -> Any:
-        return call_layer(index, self.names[index - self.start], layer, values)
+    def _watch_written(self) -> None:
+        both = self._may_be_written()
+        self._weights.written = [both[kind][position] for kind, position in sorted(self._written)]
 
-    def _search(self, step: int, micro_batch: int, inputs: Tensors) -> int:
+    def _search(self, step: int, micro_batch: int, inputs: Tensors, of: Tree | None) -> int:
         """Outputs are not finite: find the layer by running a copy of the stage once more, layer by layer."""
         if self._searches == 0 or not _finite([x for x in inputs if x is not None]):
             return 0
         self._searches -= 1  # a model may mean its infinities (masks); do not search for ever
-        with torch.no_grad():
-            values = _pack(list(inputs))
-            for index, layer in enumerate(self.layers, self.start):
-                torch.default_generator.manual_seed(forward_seed(self._seed, step, micro_batch, index))
-                values = copy.deepcopy(layer)(values)
-                if not _finite(_unpack(values)):
+        with torch.no_grad(), self.trial() as trial:
+            value = tree.unflatten(of or tree.packed(len(inputs)), inputs)
+            for index, layer in enumerate(trial.layers, self.start):
+                self._seed_layer(index, forward_seed(self._seed, step, micro_batch, index))
+                value = layer(value)
+                if not _finite(tree.leaves(value)):
                     return index + 1
-        return self.start + len(self.layers)
+        return 0  # the loss, then
+
+
+def _may_draw(layer: nn.Module) -> bool:
+    """Whether a layer may ask NumPy or Python for random numbers: all but torch's own and ours, without hooks."""
+    for module in layer.modules():
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        if hooked or not type(module).__module__.startswith(("torch.nn.", "accept_mpi.models.")):
+            return True
+    return False
 
 
 class _Box:
@@ -390,25 +511,9 @@ class _Enter(torch.autograd.Function):
         return None, None
 
 
-def _pack(values: Sequence[Any]) -> Any:
-    """What a layer is called with: a lone tensor as it is, several as a tuple."""
-    return values[0] if len(values) == 1 else tuple(values)
-
-
-def _unpack(values: Any) -> list[torch.Tensor]:
-    return list(values) if isinstance(values, tuple | list) else [values]
-
-
 def _finite(values: Sequence[torch.Tensor]) -> bool:
     """Whether all values are finite: by their sum first, which is one pass, and only then one by one."""
     for value in values:
         if value.is_floating_point() and not torch.isfinite(value.detach().sum()) and not value.isfinite().all():
             return False
     return True
-
-
-def _hits(output: torch.Tensor, target: torch.Tensor) -> tuple[int, int]:
-    """Targets that the highest of the last dimension's scores hits, and how many there are (0: means nothing here)."""
-    if target.is_floating_point() or output.shape[:-1] != target.shape:
-        return 0, 0
-    return int((output.detach().argmax(-1) == target).sum()), target.numel()

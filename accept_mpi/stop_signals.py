@@ -1,11 +1,12 @@
-"""SIGTERM (Slurm, before a time limit), SIGUSR1 (which mpirun hands on) and Ctrl-C ask a run to end with a checkpoint."""
+"""SIGTERM (Slurm, before a time limit), SIGUSR1 (which mpirun hands on), SIGHUP (a closed terminal) and Ctrl-C ask a run to
+end with a checkpoint."""
 
 import signal
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignals:
@@ -24,7 +25,9 @@ class StopSignals:
         """``tell`` is called when it is asked for, at once where it was before; None: nobody can be told now."""
         self._tell = tell
         if not self._before:
-            self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+            ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
+            heeded = [number for number in _SIGNALS if not (ignored and number == signal.SIGHUP)]
+            self._before = {number: signal.signal(number, self._hear) for number in heeded}
         if self._asked and tell:
             tell()
 
@@ -36,7 +39,7 @@ class StopSignals:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         tell, self._asked = self._tell, True
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
+        for each in _SIGNALS:  # a terminal's end comes more than once, by its shell, too
+            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
         if tell:
             tell()

@@ -11,7 +11,6 @@ import torch
 
 from accept_mpi import config
 from accept_mpi.cgroups import cpu_share
-from accept_mpi.codec import Tensors
 from accept_mpi.coding import prepare
 from accept_mpi.comm.measure import PairRates, pair_rates
 from accept_mpi.comm.runtime import Runtime
@@ -41,7 +40,18 @@ from accept_mpi.plan import Plan
 from accept_mpi.plan_table import table
 from accept_mpi.planner import plans_for
 from accept_mpi.predictor import Predictor
-from accept_mpi.probe import LayerTimes, Run, Subject, look, micro_batch, nothing_measured, pieces, probe, scattered
+from accept_mpi.probe import (
+    LayerTimes,
+    MicroBatch,
+    Run,
+    Subject,
+    look,
+    micro_batch,
+    nothing_measured,
+    pieces,
+    probe,
+    scattered,
+)
 from accept_mpi.problem import codings_of
 from accept_mpi.profile import codec_costs, message_cost, one_that_codes
 from accept_mpi.replay import mean_times
@@ -85,10 +95,10 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     messenger, seconds = runtime.messenger, runtime.startup_seconds
     data, source = _load(runtime, job)
     began = time.monotonic()
-    inputs, target = micro_batch(data[0], job)
+    batch = runtime.agree("a micro-batch", lambda: micro_batch(data[0], job))
     codings = codings_of(job)
     prepare(list(codings.values()))  # a slow device takes as long for this as rank 0 for the model's layers
-    model = _outlined(runtime, chain, job, inputs, source)
+    model = _outlined(runtime, chain, job, batch, source)
     rates = pair_rates(runtime.world)
     linked = time.monotonic()
     path = database_path(job.pipeline.latency_db) if runtime.rank == 0 and not given else None
@@ -96,7 +106,7 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     give_back_memory()  # of a run before this one in the same process
     room = planned(available_memory() / runtime.ranks_on_host)
     crowded = runtime.cores < torch.get_num_threads()
-    subject = Subject(chain, model, job, loss, inputs, target)
+    subject = Subject(chain, model, job, loss, *batch)
     before, order = devices.known[runtime.rank], devices.order(runtime.rank, len(pieces(model)))
     times = runtime.agree(
         "the time of each layer",
@@ -139,9 +149,13 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     return decided or Surveyed(plan, data, [], None, None, model)
 
 
-def _outlined(runtime: Runtime, chain: Chain, job: config.Job, inputs: Tensors, source: int) -> Outline:
+def _outlined(runtime: Runtime, chain: Chain, job: config.Job, batch: MicroBatch, source: int) -> Outline:
     """The model as rank ``source``, which has data for it, draws it."""
-    drawn = runtime.agree("the model's layers", lambda: outline_of(chain, job, inputs) if runtime.rank == source else None)
+
+    def draw() -> Outline | None:
+        return outline_of(chain, job, batch.inputs, batch.tree, batch.samples) if runtime.rank == source else None
+
+    drawn = runtime.agree("the model's layers", draw)
     told = runtime.messenger.allgather(msgspec.to_builtins(drawn), runtime.startup_seconds, "the model's layers")
     return msgspec.convert(told[source], Outline)
 

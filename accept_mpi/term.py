@@ -20,15 +20,16 @@ from accept_mpi.comm.messenger import Message
 from accept_mpi.comm.plane import DataPlane, Endpoint
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.controller import Bystander, Controller
-from accept_mpi.data import Dataset
+from accept_mpi.data import Dataset, fetch
 from accept_mpi.data import load as load_data
 from accept_mpi.device import computing_takes_all
 from accept_mpi.errors import Agreed, DeadlineError
 from accept_mpi.faults import pass_by
+from accept_mpi.feed import Drawn, checksum
 from accept_mpi.log import BACKWARD, FORWARD
 from accept_mpi.losses import Loss
 from accept_mpi.models import Chain
-from accept_mpi.models.layers import build_stage
+from accept_mpi.models.layers import Layers, build_layers, build_stage
 from accept_mpi.outline import Outline
 from accept_mpi.plan import Place, Plan
 from accept_mpi.pulse import Pulse
@@ -92,7 +93,6 @@ class Term:
         runtime, job, self.course = self.runtime, self.job, course
         loss = self.work.loss if self.place.last else None
         self.stage = self._built = _make_stage(runtime, job, self.work.chain, self.plan.layers_of(runtime.rank), loss)
-        restore(self.stage)
         counts = runtime.messenger.allgather(self.stage.size, runtime.startup_seconds, "the number of parameters")
         self.parameters = sum(counts)
         sizes = _sizes(self.batches, self.test_samples if course.evaluate_every else 0)
@@ -103,12 +103,15 @@ class Term:
         self.plan, self.codecs_why = settle_codecs(
             runtime, job, self.plan, self.stage, max(sizes[0]), self._signatures, train_set
         )
+        restore(self.stage)  # after the first forward, which says what buffers there will be
 
     def start(self, controller: Controller | None) -> None:
         """Connect to the neighbours. ``controller``: on rank 0."""
         runtime, work = self.runtime, self.work
         self.recorder = Recorder(runtime.clock, runtime.rank, self.place.stage, runtime.members)
         self.role: Controller | Bystander = controller or Bystander()
+        last = self.plan.stages[-1].ranks[0]
+        self._drawn = Drawn(lambda step, sums: plane.post(last, "drawn", [step, sums]))
         plane = self._plane = DataPlane(
             runtime.circle.data, runtime.messenger, self.recorder, self._handle, computing_takes_all(runtime.cores)
         )
@@ -140,7 +143,7 @@ class Term:
             worker = Worker(
                 self.job, self.place, self.stage, self._links, self._plane, self.recorder, self.batches, self._data,
                 self.work.chain.names, self.runtime.lifeline.begin_step, self.replication, self.work.told,
-                self.work.pulse,
+                self.work.pulse, self._drawn,
             )  # fmt: skip
             deliver = self.role.deliver if isinstance(self.role, Controller) else lambda: None
             made = worker.train(self.course, deliver, self.test_samples)
@@ -169,6 +172,9 @@ class Term:
         return self.work.data if self.place.first or self.place.last else (None, None)
 
     def _handle(self, message: Message) -> bool:
+        if message.kind == "drawn":
+            self._drawn.hear(*message.body)
+            return True
         return self.replication.handle(message) or self.role.handle(message)
 
     def _tell_again(self) -> None:
@@ -192,7 +198,8 @@ class Term:
             limit = depth(kind, boundary, len(plan.stages), in_step if kind != "1f1b-async" else 1 << 30, slack)
             names = plan.boundaries[boundary]
             coding = parse(names.backward, True) if direction == BACKWARD else parse(names.forward, False)
-            return Endpoint(peer, boundary, direction, signature.direction(direction), limit, coding, job.train.seed)
+            trees = signature.trees if direction == FORWARD else {}
+            return Endpoint(peer, boundary, direction, signature.direction(direction), limit, coding, job.train.seed, trees)
 
         behind, ahead = self._signatures
         s, before, after = place.stage, place.before, place.after
@@ -248,14 +255,15 @@ def _agree_on_data(runtime: Runtime, data: Data) -> tuple[int, int]:
     """Numbers of training and test samples; first and last stage must have found the same data."""
     mine = None
     if data[0] is not None and data[1] is not None:
-        some = list(range(min(64, len(data[0]))))
-        mine = [len(data[0]), len(data[1]), data[0].targets(np.array(some)).double().sum().item()]
+        some = np.arange(min(64, len(data[0])))
+        mine = [len(data[0]), len(data[1]), checksum(fetch(data[0], some, 0, inputs=False, targets=True).targets)]
     found = [d for d in runtime.messenger.allgather(mine, runtime.startup_seconds, "the sizes of the data") if d]
     if any(other != found[0] for other in found):
         raise Agreed(
             "data.name: the first and the last stage's hosts have different data: "
             f"{found[0][0]} and {found[0][1]} samples on rank 0, {found[-1][0]} and {found[-1][1]} on the last, "
-            "or other targets; give both the same files",
+            "or other targets; give both the same files, and let the data set draw with torch's, NumPy's or Python's global "
+            "random numbers, which are seeded for each sample",
         )
     return found[0][0], found[0][1]
 
@@ -265,7 +273,11 @@ def _make_stage(runtime: Runtime, job: config.Job, chain: Chain, mine: range, lo
     convolutional = runtime.messenger.allgather(layers.has_conv2d, runtime.startup_seconds, "the memory format")
     memory_format = job.train.memory_format
     channels_last = any(convolutional) if memory_format == "auto" else memory_format == "channels_last"
-    return Stage(layers, job, loss, channels_last)
+
+    def again() -> Layers:
+        return build_layers(chain, mine.start, mine.stop, job.train.seed)
+
+    return runtime.agree("the layers' state", lambda: Stage(layers, job, loss, channels_last, again))
 
 
 def _sizes(batches: Batches, test_samples: int) -> tuple[list[int], list[int]]:

@@ -25,7 +25,7 @@ from accept_mpi.losses import find_loss
 from accept_mpi.memory import planned
 from accept_mpi.models import load as load_model
 from accept_mpi.outline import Outline, outline_of
-from accept_mpi.probe import LayerTimes, Subject, micro_batch, probe
+from accept_mpi.probe import LayerTimes, MicroBatch, Subject, micro_batch, probe
 from accept_mpi.problem import codings_of
 from accept_mpi.profile import codec_costs, message_cost
 from accept_mpi.survey import Device, Survey
@@ -103,11 +103,13 @@ def _same_model(timed: Outline, job: config.Job, ran: dict[str, Any]) -> bool:
     if model and data and job.train.memory_format == ran["train"]["memory_format"]:
         return True
     with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is no plan
-        inputs = tuple(spec.zeros() for spec in timed.layers[0].inputs)
+        first = timed.layers[0]
+        batch = MicroBatch(tuple(spec.zeros() for spec in first.inputs), None, first.tree, timed.samples)
         if not data:
-            inputs, _ = micro_batch(load_data(job.data.name, job.data.args)[0], job)
+            batch = micro_batch(load_data(job.data.name, job.data.args)[0], job)
         chain = load_model(job.model.name, job.model.args, job.train.seed)
-        return chain.names == list(timed.names) and _sizes(outline_of(chain, job, inputs)) == _sizes(timed)
+        found = outline_of(chain, job, batch.inputs, batch.tree, batch.samples)
+        return chain.names == list(timed.names) and _sizes(found) == _sizes(timed)
 
 
 def _sizes(model: Outline) -> tuple[bool, list[tuple[int, list[tuple[int, ...]]]]]:
@@ -194,9 +196,9 @@ def _measure(path: Path, overrides: list[str]) -> _Measured:
     keep_memory()
     chain = load_model(job.model.name, job.model.args, job.train.seed)
     train, _ = load_data(job.data.name, job.data.args)
-    inputs, target = micro_batch(train, job)
-    model = outline_of(chain, job, inputs)
-    times = probe(Subject(chain, model, job, find_loss(job.train.loss), inputs, target), job.pipeline.probe_seconds)
+    batch = micro_batch(train, job)
+    model = outline_of(chain, job, batch.inputs, batch.tree, batch.samples)
+    times = probe(Subject(chain, model, job, find_loss(job.train.loss), *batch), job.pipeline.probe_seconds)
     codings = codings_of(job)
     costs = codec_costs(codings)
     coded = max(codings.values(), key=lambda coding: coding.kind != "none")

@@ -13,11 +13,12 @@ from typing import Any
 
 from accept_mpi import config
 from accept_mpi.batches import Batches, in_order, segments
-from accept_mpi.codec import Tensors
+from accept_mpi.codec import Decoded, Tensors
 from accept_mpi.comm.plane import DataPlane, Incoming, Outgoing
-from accept_mpi.data import Dataset
+from accept_mpi.data import Dataset, Samples, fetch
 from accept_mpi.errors import NonFiniteLoss
 from accept_mpi.faults import pass_by
+from accept_mpi.feed import Drawn, Feed
 from accept_mpi.optimizer import learning_rate
 from accept_mpi.plan import Place
 from accept_mpi.pulse import EVERY_BESIDE_A_STAGE, Pulse
@@ -25,9 +26,9 @@ from accept_mpi.recorder import Recorder
 from accept_mpi.replication import CHECKPOINT, EXTRA, FLAGS, REPLAN, SNAPSHOT, Replication
 from accept_mpi.schedule import depth, forward_only
 from accept_mpi.schedule import walk as schedule_walk
-from accept_mpi.seeds import AUGMENT, mix
 from accept_mpi.snapshot import chunks
-from accept_mpi.stage import Result, Stage
+from accept_mpi.stage import Inputs, Result, Stage
+from accept_mpi.tree import LONE
 
 _TRACE_SECONDS = 1.0
 
@@ -84,6 +85,7 @@ class Worker:
         replication: Replication,
         told: deque[tuple[str, dict[str, Any]]],
         pulse: Pulse | None,
+        drawn: Drawn,
     ) -> None:
         """``data``: training and test set, where this stage needs them. ``begin_step`` is told
         the number of each step (from 1) as it begins."""
@@ -98,6 +100,9 @@ class Worker:
         self._deadline = job.pipeline.startup_timeout
         self._final: int | None = None
         """The step that the plan ends with, once that is known."""
+        self._feed = Feed(batches, self.train_set, place, stage.shares, drawn)
+        self._scale = 1.0
+        """Of the gradients of the step that is being made (``Stage.scale``)."""
         self._results: list[Result] = []
         self._step_began = recorder.clock.now()
         self._traced = time.monotonic()
@@ -121,7 +126,9 @@ class Worker:
                 self.checkpoint(stop)
             deliver()
             if self._final is not None:
+                self._feed.close(self._deadline)
                 return stop
+        self._feed.close(self._deadline)
         return course.last
 
     def walk(self, segment: range, steps: int, deliver: Callable[[], None]) -> None:
@@ -142,6 +149,7 @@ class Worker:
                     if self.s == 0 and step + 1 < steps:
                         self._flag(step, self._replication.flags(step))
                     indices[step], sizes[step] = self.batches.indices(step), self.batches.sizes(step)
+                    self._feed.begin(step, indices[step])
                 self.forward(step, k, indices[step][k], version, sizes[step], whole)
                 assert len(self.stage.in_flight) <= bound, f"more than {bound} micro-batches in flight"
             elif kind == "B":
@@ -158,6 +166,7 @@ class Worker:
                 if flags & CHECKPOINT and not self._course.checkpoints(step + 1):
                     self.checkpoint(step + 1)
                 self._deadline = pipeline.timeout
+                self._feed.end(step)
                 del indices[step], sizes[step]
                 self._beat()
                 deliver()
@@ -174,23 +183,25 @@ class Worker:
         """F of micro-batch ``k``: its inputs, the stage, its outputs. Loading data counts to it, so that a host slow
         at that is given fewer layers."""
         pass_by("forward")
-        inputs: Tensors = ()
+        given = Inputs((), LONE)
         suspect = 0
         if self.links.activations_in:
-            inputs, flags = self._receive(self.links.activations_in, step, k)
+            message = self._receive(self.links.activations_in, step, k)
+            given, flags = Inputs(message.tensors, message.tree), message.header.flags
             suspect = flags & ~FLAGS
             if k == 0:
                 self._flag(step, flags - suspect)
         with self.recorder.span("F", step + 1, k):
+            data = self._feed.take(step, k, samples)
             if not self.links.activations_in:
-                assert self.train_set is not None
-                seed = mix(AUGMENT, self.job.train.seed, self.batches.epoch(step))
-                inputs = self.stage.from_data(self.train_set.inputs(samples, seed))
-            last = self.links.activations_out is None
-            target = self.train_set.targets(samples) if last and self.train_set is not None else None
-            out = self.stage.forward(step, k, inputs, version, target, sizes[k] / sum(sizes), suspect, whole)
+                given = self.stage.from_data(data.inputs)
+            share = self._feed.share(step, k)
+            out = self.stage.forward(
+                step, k, given.tensors, version, data.targets, share, suspect, whole, given.tree, sizes[k]
+            )
         if self.links.activations_out:
-            self.links.activations_out.send(step, k, sizes[k], out.outputs, out.suspect | self._flags.get(step, 0))
+            flags = out.suspect | self._flags.get(step, 0)
+            self.links.activations_out.send(step, k, sizes[k], out.outputs, flags, tree=out.tree)
         if out.result:
             self._results.append(out.result)
             if not math.isfinite(out.result.loss):
@@ -206,18 +217,21 @@ class Worker:
         pass_by("backward")
         gradients: Tensors = ()
         if self.links.gradients_in:
-            gradients, _ = self._receive(self.links.gradients_in, step, k)
+            message = self._receive(self.links.gradients_in, step, k)
+            gradients, self._scale = message.tensors, message.header.scale
+        else:
+            self._scale = self.stage.scale(step)
         with self.recorder.span("B", step + 1, k):
             result = self.stage.backward(step, k, gradients)
         if self.links.gradients_out:
-            self.links.gradients_out.send(step, k, samples, result)
+            self.links.gradients_out.send(step, k, samples, result, scale=self._scale)
 
     def update(self, step: int, version: int, steps: int) -> None:
         """U: the optimizer's step; the last stage reports what the step gave."""
         pass_by("update")
         lr = learning_rate(self.job.train.optimizer, self.job.lr, step, steps)
         with self.recorder.span("U", step + 1):
-            self.stage.update(lr, version)
+            self.stage.update(lr, version, self._scale)
         if self._results:
             now = self.recorder.clock.now()
             summary = self._summary(step + 1, self.batches.epoch(step), self._results[: len(self.batches.sizes(step))])
@@ -246,19 +260,22 @@ class Worker:
     def forward_test(self, step: int, k: int, samples: Any) -> Result | None:
         """E of micro-batch ``k`` of the test set, after ``step`` steps."""
         pass_by("evaluate")
-        inputs: Tensors = ()
+        given = Inputs((), LONE)
         if self.links.activations_in:
-            inputs, _ = self.links.activations_in.receive(step - 1, k, self._deadline, self.recorder)
+            message = self.links.activations_in.receive(step - 1, k, self._deadline, self.recorder)
+            given = Inputs(message.tensors, message.tree)
         with self.recorder.span("E", step, k):
-            if not self.links.activations_in:
+            first, last = self.links.activations_in is None, self.links.activations_out is None
+            data = Samples(None, None)
+            if first or last:
                 assert self.test_set is not None
-                inputs = self.stage.from_data(self.test_set.inputs(samples))
-            last = self.links.activations_out is None
-            target = self.test_set.targets(samples) if last and self.test_set is not None else None
-            outputs, result = self.stage.evaluate(inputs, target)
+                data = fetch(self.test_set, samples, None, inputs=first, targets=last)
+            if first:
+                given = self.stage.from_data(data.inputs)
+            out = self.stage.evaluate(given.tensors, data.targets, given.tree, k, len(samples))
         if self.links.activations_out:
-            self.links.activations_out.send(step - 1, k, len(samples), outputs, deadline=self._deadline)
-        return result
+            self.links.activations_out.send(step - 1, k, len(samples), out.outputs, deadline=self._deadline, tree=out.tree)
+        return out.result
 
     def checkpoint(self, step: int) -> None:
         """Copy the stage's state and have it sent to rank 0 in the background."""
@@ -278,7 +295,7 @@ class Worker:
         self.plane.post(0, kind, body)
         self._told.append((kind, body))
 
-    def _receive(self, link: Incoming, step: int, k: int) -> tuple[Tensors, int]:
+    def _receive(self, link: Incoming, step: int, k: int) -> Decoded:
         began = time.monotonic()
         try:
             return link.receive(step, k, self._deadline, self.recorder)
@@ -295,11 +312,12 @@ class Worker:
 
     def _summary(self, step: int, epoch: int, results: list[Result]) -> dict[str, Any]:
         samples, targets = sum(r.samples for r in results), sum(r.targets for r in results)
+        count = sum(r.count for r in results)
         return {
             "step": step,
             "epoch": epoch,
             "samples": samples,
-            "loss": sum(r.loss for r in results) / samples,
+            "loss": sum(r.loss for r in results) / count if count else math.nan,
             "accuracy": sum(r.correct for r in results) / targets if targets else math.nan,
             "end": self.recorder.clock.now(),
         }

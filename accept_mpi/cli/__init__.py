@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from accept_mpi.errors import INTERRUPTED, UserError
 from accept_mpi.supervised import Supervised
+from accept_mpi.terminal import outlive_terminal
 from accept_mpi.version import __version__
 
 _START, _LONGEST_START = "ACCEPT_MPI_START_SECONDS", 1e9
@@ -171,6 +172,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _train(options: argparse.Namespace) -> int:
     # MPI starts when it is imported, holds the interpreter while it waits for all ranks, and would wait for ever for one
     # that died before.
+    outlive_terminal()
     faulthandler.dump_traceback_later(_start_seconds(), exit=True)
     from accept_mpi.cli.train import main
 
@@ -192,6 +194,7 @@ def _start_seconds() -> float:
 def _launch(options: argparse.Namespace) -> int:
     from accept_mpi.launch import Request, Supervisor
 
+    outlive_terminal()
     return Supervisor(
         Request(
             options.job, tuple(options.set), options.hostfile, options.ranks, options.restarts, options.stall, options.resume

@@ -1,20 +1,27 @@
 """What a data set owes the pipeline: its length, inputs for the first stage, targets for the last, by sample index.
 
 A host needs a data set only where its stage uses it: the first stage asks for inputs, the last for targets, the stages
-between for neither. So the two are asked for apart, and loading one must not need the other where that can be helped.
+between for neither. So the two may be asked for apart, and loading one must not need the other where that can be helped.
+
+Random augmentation may concern both. So torch's, NumPy's and Python's generators are seeded for each sample by epoch and
+index before a torch-style data set is asked for it, and one call gives x and y; first and last stage, on two ranks, make
+the same call.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import TensorDataset
 
+from accept_mpi import tree
 from accept_mpi.errors import UserError
+from accept_mpi.seeds import AUGMENT, mix, seed_all
+from accept_mpi.users_code import blame
 
 Indices = npt.NDArray[np.int64]
-Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 @runtime_checkable
@@ -24,14 +31,51 @@ class Dataset(Protocol):
     def __len__(self) -> int:
         """Number of samples."""
 
-    def inputs(self, indices: Indices, seed: int | None = None) -> Tensors:
-        """Inputs of these samples, stacked along dimension 0.
+    def inputs(self, indices: Indices, seed: int | None = None) -> Any:
+        """Inputs of these samples, stacked along dimension 0: a tensor, or a tuple, list or dict of tensors.
 
         ``seed`` (None at evaluation) is all that random augmentation may depend on, together with the sample's index.
         """
 
-    def targets(self, indices: Indices) -> torch.Tensor:
+    def targets(self, indices: Indices) -> Any:
         """Targets of these samples, stacked along dimension 0."""
+
+
+class Samples(NamedTuple):
+    """A micro-batch."""
+
+    inputs: Any
+    """None where only targets were asked for, perhaps."""
+    targets: Any
+    """None where only inputs were asked for, perhaps."""
+
+
+def fetch(data: Dataset, indices: Indices, seed: int | None, inputs: bool, targets: bool) -> Samples:
+    """Inputs and targets of these samples, where wanted. ``seed``: of what is drawn, None at evaluation, where the same is
+    drawn each time.
+
+    Raises UsersBug for what the user's data set raises, UserError for samples that do not fit together.
+    """
+    try:
+        if isinstance(data, MapDataset):
+            return data.samples(indices, seed, inputs, targets)
+        own = mix(AUGMENT, EVALUATION if seed is None else seed, *indices[:1].tolist())
+        seed_all(own)
+        x = data.inputs(indices, seed) if inputs else None
+        seed_all(own)
+        return Samples(x, data.targets(indices) if targets else None)
+    except Exception as error:
+        blame(error, f"the data set, asked for samples {_some(indices)},")
+
+
+def draws_both(data: Dataset | None) -> bool:
+    """Whether what is drawn at random may concern inputs and targets alike, so that two ranks must draw the same."""
+    return isinstance(data, MapDataset)
+
+
+def _some(indices: Indices) -> str:
+    shown = ", ".join(map(str, indices[:4].tolist()))
+    return f"{shown}, ..." if len(indices) > 4 else shown
 
 
 class ArrayDataset:
@@ -61,16 +105,20 @@ class MapDataset:
     def __len__(self) -> int:
         return len(self.items)
 
-    def inputs(self, indices: Indices, seed: int | None = None) -> Tensors:
-        samples = [self._sample(i)[0] for i in indices.tolist()]
-        if not isinstance(samples[0], tuple):
-            return _stack(samples, "x")
-        if len({len(sample) if isinstance(sample, tuple) else -1 for sample in samples}) > 1:
-            raise UserError("data.name: the x of some samples is a tuple of other length than that of others")
-        return tuple(_stack(parts, f"x[{place}]") for place, parts in enumerate(zip(*samples, strict=True)))
+    def inputs(self, indices: Indices, seed: int | None = None) -> Any:
+        return self.samples(indices, seed, targets=False).inputs
 
-    def targets(self, indices: Indices) -> torch.Tensor:
-        return _stack([self._sample(i)[1] for i in indices.tolist()], "y")
+    def targets(self, indices: Indices, seed: int | None = None) -> Any:
+        return self.samples(indices, seed, inputs=False).targets
+
+    def samples(self, indices: Indices, seed: int | None = None, inputs: bool = True, targets: bool = True) -> Samples:
+        """Inputs and targets, where wanted, by one call for each sample."""
+        pairs = []
+        for i in indices.tolist():
+            seed_all(mix(AUGMENT, EVALUATION if seed is None else seed, i))
+            pairs.append(self._sample(i))
+        x, y = zip(*pairs, strict=True)
+        return Samples(_stack(x, "x") if inputs else None, _stack(y, "y") if targets else None)
 
     def _sample(self, index: int) -> Any:
         sample = self.items[index]
@@ -80,13 +128,16 @@ class MapDataset:
         return sample
 
 
-def _stack(values: Sequence[Any], what: str) -> torch.Tensor:
+def _stack(values: Sequence[Any], what: str) -> Any:
     try:
-        return torch.stack([torch.as_tensor(value) for value in values])
+        return tree.stack(values)
     except (RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"data.name: the {what} of samples must be tensors or arrays of one shape: {reason}") from error
 
+
+EVALUATION = 0
+"""In place of a seed, at evaluation."""
 
 Loader = Callable[..., tuple[Any, Any]]
 
@@ -99,7 +150,9 @@ def adapt(data: object) -> Dataset:
     if isinstance(data, Dataset):
         return data
     if isinstance(data, Sequence) and len(data) == 2 and all(isinstance(d, torch.Tensor | np.ndarray) for d in data):
-        return ArrayDataset(torch.as_tensor(data[0]), torch.as_tensor(data[1]))
+        return ArrayDataset(tree.as_tensor(data[0]), tree.as_tensor(data[1]))
+    if type(data) is TensorDataset and len(data.tensors) == 2:  # draws nothing, and gives rows
+        return ArrayDataset(*data.tensors)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return MapDataset(data)
     raise TypeError(f"expected a data set with __len__ and __getitem__, or a pair (x, y), got {type(data).__name__}")

@@ -1,10 +1,9 @@
 """The layers that a rank holds, built."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
-from accept_mpi.errors import UserError
 from accept_mpi.models.base import Chain
 from accept_mpi.models.shared import watched
 
@@ -34,16 +33,3 @@ def build_stage(chain: Chain, start: int, stop: int, seed: int) -> Layers:
     watched(layers.modules, start, shared)
     chain.release()
     return layers
-
-
-def call_layer(index: int, name: str, layer: nn.Module, values: Any) -> Any:
-    """What a layer gives. Raises UserError where it cannot take ``values``, a tensor or a tuple."""
-    try:
-        return layer(values)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        tensors = values if isinstance(values, tuple | list) else (values,)
-        shapes = ", ".join(f"{tuple(v.shape)} {str(v.dtype)[6:]}" for v in tensors)
-        raise UserError(
-            f'layer {index} "{name}" cannot take what the layer before gives '
-            f"({shapes}): {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error

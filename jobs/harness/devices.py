@@ -102,7 +102,7 @@ def _outline(settings: list[str], kind: str) -> Outline:
     """The model's layers; its key does not depend on the memory format, which is the device's."""
     job = config.parse(JOB.read_text(), str(JOB), [*settings, f"train.memory_format={kind}"])
     chain = load_model(job.model.name, job.model.args, job.train.seed)
-    inputs, _ = micro_batch(load_data(job.data.name, job.data.args)[0], job)
+    inputs = micro_batch(load_data(job.data.name, job.data.args)[0], job).inputs
     found = outline_of(chain, job, inputs)
     layers = tuple(
         msgspec.structs.replace(layer, inputs=tuple(_laid_out(spec) for spec in layer.inputs)) for layer in found.layers

@@ -36,7 +36,7 @@ def main() -> None:
 def measured(job: config.Job, count: int) -> dict[str, Any]:
     """All sub-models in turn, many times: what disturbs for a while disturbs all alike."""
     chain, loss = load_model(job.model.name, job.model.args, job.train.seed), find_loss(job.train.loss)
-    inputs, target = micro_batch(load_data(job.data.name, job.data.args)[0], job)
+    inputs, target, *_ = micro_batch(load_data(job.data.name, job.data.args)[0], job)
     model = outline_of(chain, job, inputs)
     last = len(model.layers)
     asked = [("probes", run) for run in pieces(model)] + [("intervals", run) for run in sub_models(last, count)]

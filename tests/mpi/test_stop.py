@@ -1,14 +1,24 @@
 """A signal ends a run after a checkpoint, and the run can go on from there as if nothing had happened."""
 
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
 import signal
+import socket
 import subprocess
 import sys
+import termios
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import samples
-from conftest import environment, mpirun_command
+from conftest import environment, finish, mpirun_command
 from watch import wait_for_step
 
 from accept_mpi.faults import VARIABLE
@@ -60,3 +70,132 @@ def test_sigusr1_leaves_a_checkpoint(tmp_path: Path, schedule: str) -> None:
         more = [*command, "--resume", str(tmp_path / "run"), "--set", f"train.steps={step + 5}"]
         subprocess.run(more, cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=60)
         samples.assert_equal(Checkpoint(tmp_path / "run").whole(), samples.plain(samples.CNN).train(step + 5, 24, 5))
+
+
+def command_of(how: str, job: Path) -> list[str]:
+    train = [sys.executable, "-m", "accept_mpi", "train", str(job)]
+    if how == "alone":
+        return train
+    launch = [sys.executable, "-m", "accept_mpi", "launch", "-n", "2", str(job)]
+    return launch if how == "launch" else [*mpirun_command(2), *train]
+
+
+@contextlib.contextmanager
+def terminal(command: list[str], folder: Path) -> Iterator[tuple["subprocess.Popen[bytes]", Callable[[], None]]]:
+    """A command on a terminal of its own, and what closes that."""
+    master, slave = pty.openpty()
+    closing = threading.Event()
+
+    def own() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    def look() -> None:
+        while not closing.is_set():
+            if select.select([master], [], [], 0.05)[0]:
+                with contextlib.suppress(OSError):  # nobody writes any more
+                    os.read(master, 1 << 16)
+
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment() | {"TERM": "xterm"}, stdin=slave, stdout=slave, stderr=slave,
+        start_new_session=True, preexec_fn=own,
+    )  # fmt: skip
+    os.close(slave)
+    reader = threading.Thread(target=look)
+    reader.start()
+
+    def close() -> None:
+        closing.set()
+        reader.join()
+        os.close(master)
+
+    try:
+        yield process, close
+    finally:
+        closing.set()
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def ranks_in(folder: Path) -> list[int]:
+    """Processes that train here and have not ended."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes()
+            if b"train" in words and os.readlink(entry / "cwd") == str(folder):
+                found.append(int(entry.name))
+    return found
+
+
+def until_all_have_ended(folder: Path, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while left := ranks_in(folder):
+        assert time.monotonic() < end, f"{left} still run"
+        time.sleep(0.1)
+
+
+def one_of_many_steps(folder: Path) -> Path:
+    """A job that goes on for long enough to be stopped."""
+    return samples.write_job(folder / "job.toml", samples.CNN, train_steps=20 * STEPS, train_evaluate_every=0)
+
+
+@pytest.mark.parametrize("how", ["launch", "mpirun", "alone"])
+def test_a_closed_terminal(tmp_path: Path, how: str) -> None:
+    """A checkpoint, and the end of all that was started; a shell hands its hangup on, so it comes twice."""
+    with terminal(command_of(how, one_of_many_steps(tmp_path)), tmp_path) as (process, close):
+        wait_for_step(tmp_path / "run", 10, process)
+        close()
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGHUP)
+        code = process.wait(60)
+    assert code == (1 if how == "mpirun" else 3)  # mpirun's own, which has its ranks end
+    until_all_have_ended(tmp_path)
+    assert 10 <= Checkpoint(tmp_path / "run").manifest.step < 20 * STEPS
+
+
+def test_nohup(tmp_path: Path) -> None:
+    """Who asks for it goes on when the terminal is closed."""
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN, train_steps=60, train_evaluate_every=0)
+    with terminal(["nohup", *command_of("alone", job)], tmp_path) as (process, close):
+        wait_for_step(tmp_path / "run", 1, process)
+        close()
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(60) == 0
+    assert Checkpoint(tmp_path / "run").manifest.step == 60
+
+
+def test_a_killed_supervisor_and_two_runs_in_one_directory(tmp_path: Path) -> None:
+    """A second run ends with one sentence and touches nothing; mpirun and ranks end with their supervisor, even where that
+    is killed; then the directory is free."""
+    job = one_of_many_steps(tmp_path)
+    with terminal(command_of("launch", job), tmp_path) as (process, close):
+        wait_for_step(tmp_path / "run", 10, process)
+        before = sorted((tmp_path / "run").rglob("*"))
+        for how in ("launch", "mpirun"):
+            done = finish(command_of(how, job), tmp_path, {}, 60)
+            assert done.code == 2, done.out
+            assert re.search(
+                rf"^accept_mpi: .*is in use by process \d+ on host {socket.gethostname()} since 20", done.out
+            ), done.out
+        assert sorted((tmp_path / "run").rglob("*")) == before
+        process.kill()
+        until_all_have_ended(tmp_path)
+        close()
+    first = Checkpoint(tmp_path / "run").manifest.step  # mpirun asked its ranks to end
+    last = f"train.steps={first + 2}"
+    done = finish([*command_of("alone", job), "--resume", "run", "--set", last], tmp_path, {}, 60)
+    assert done.code == 0, done.out
+
+
+def test_ranks_end_with_mpirun(tmp_path: Path) -> None:
+    """Also where that is killed, and cannot tell them."""
+    process = subprocess.Popen(
+        [*command_of("mpirun", one_of_many_steps(tmp_path)), "--quiet"], cwd=tmp_path, env=environment(),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    wait_for_step(tmp_path / "run", 10, process)
+    process.kill()
+    process.communicate(timeout=60)
+    until_all_have_ended(tmp_path)

@@ -6,13 +6,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accept_mpi.codec import HEADER_BYTES, Header, TensorSpec, aligned, decode, encode, wire_bytes
+from accept_mpi.codec import (
+    HEADER_BYTES,
+    Header,
+    TensorSpec,
+    aligned,
+    announced,
+    buffer_bytes,
+    decode,
+    describe,
+    encode,
+    wire_bytes,
+)
+from accept_mpi.coding import NONE
 from accept_mpi.errors import ProtocolError
+from accept_mpi.tree import flatten, unflatten
 
 FIELDS = {
     "direction": 0,
     "boundary": 1,
-    "term": 0,
+    "scale": 1.0,
     "step": 7,
     "micro_batch": 3,
     "samples": 4,
@@ -25,8 +38,8 @@ def there_and_back(*tensors: torch.Tensor | None) -> tuple[Header, tuple[torch.T
     specs = tuple(TensorSpec.of(t) for t in tensors)
     buffer = aligned(wire_bytes(specs))
     flat = tuple(spec.flatten(t) for spec, t in zip(specs, tensors, strict=True))
-    assert encode(specs, flat, buffer, **FIELDS) == buffer.size
-    return decode({4: specs}, buffer)
+    assert HEADER_BYTES + encode(specs, flat, buffer, **FIELDS).length == buffer.size
+    return decode({4: specs}, buffer)[:2]
 
 
 LAYOUTS = {
@@ -113,14 +126,45 @@ def test_truncated_and_foreign_messages() -> None:
         decode({4: (TensorSpec.of(torch.zeros(50)),)}, buffer)
 
 
-def test_other_shapes_than_agreed_are_refused() -> None:
-    spec = TensorSpec.of(torch.zeros(3))
-    with pytest.raises(ProtocolError, match="was agreed"):
-        spec.flatten(torch.zeros(4))
-    with pytest.raises(ProtocolError, match="was agreed"):
-        spec.flatten(torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(ProtocolError, match="did not have"):
-        TensorSpec.of(None).flatten(torch.zeros(3))
+def test_what_differs_from_what_was_agreed_is_seen() -> None:
+    spec = TensorSpec.of(torch.zeros(3, 2))
+    assert spec.fits(torch.ones(3, 2))
+    others = torch.zeros(4, 2), torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, 3).t(), torch.zeros(1).expand(3, 2)
+    assert not any(spec.fits(other) for other in (*others, None, torch.zeros(3, 2, requires_grad=True)))
+    assert spec.fits(torch.zeros(3, 2, requires_grad=True), training=False)
+    assert TensorSpec.of(None).fits(None)
+    assert not TensorSpec.of(None).fits(torch.zeros(3))
+    assert TensorSpec.of(torch.zeros(1, 3)).fits(torch.zeros(3, 1).t()), "strides of dimensions of 1 mean nothing"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_message_may_say_itself_what_it_is(name: str) -> None:
+    """Whatever was agreed for its number of samples, or nothing at all."""
+    tensor = LAYOUTS[name]
+    specs = TensorSpec.of(tensor), TensorSpec.of(None)
+    _, tree = flatten({"a": (None, True), "b": tensor})
+    description = describe(specs, tree)
+    buffer = aligned(buffer_bytes(specs, NONE, description))
+    header = encode(specs, (specs[0].flatten(tensor), None), buffer, description=description, **FIELDS)
+    for agreed in ({}, {4: (TensorSpec.of(torch.zeros(9)),)}):
+        found = decode(agreed, buffer[: HEADER_BYTES + header.length])
+        assert found.tree == tree
+        assert found.raw == sum(spec.nbytes for spec in specs)
+        assert found.tensors[1] is None
+        back = unflatten(found.tree, found.tensors)
+        assert back["a"] == (None, True)
+        assert back["b"].nan_to_num(nan=7.0).equal(tensor.nan_to_num(nan=7.0))
+        assert TensorSpec.of(back["b"]) == specs[0]
+
+
+def test_a_message_too_large_for_its_buffer_is_announced() -> None:
+    specs = (TensorSpec.of(torch.zeros(100)),)
+    buffer = aligned(wire_bytes(specs))
+    header = encode(specs, (torch.zeros(100),), buffer, **FIELDS)
+    assert announced(buffer) == 0
+    assert announced(header.announce()) == buffer.size
+    with pytest.raises(ProtocolError):
+        announced(buffer[:-64])
 
 
 def test_a_gradient_laid_out_otherwise_is_copied_into_the_agreed_layout() -> None:

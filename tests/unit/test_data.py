@@ -191,7 +191,7 @@ def test_tuples_of_inputs() -> None:
         (torch.zeros(3), r"sample 0 must be a pair \(x, y\), got a Tensor"),
         ((1, 2, 3), r"sample 0 must be a pair \(x, y\), got a tuple of 3"),
         (("text", 1), "the x of samples must be tensors or arrays"),
-        (((torch.zeros(1), "text"), 1), r"the x\[1\] of samples must be tensors or arrays"),
+        (((torch.zeros(1), "text"), 1), "the x of samples must be tensors or arrays"),
     ],
 )
 def test_samples_that_are_no_pairs(sample: object, message: str) -> None:
@@ -203,7 +203,7 @@ def test_samples_of_different_shapes() -> None:
     items = data.MapDataset([(torch.zeros(2), torch.zeros(1)), ((torch.zeros(2),), torch.zeros(2))])
     with pytest.raises(UserError, match="the y of samples must be tensors or arrays of one shape"):
         items.targets(np.array([0, 1]))
-    with pytest.raises(UserError, match="tuple of other length"):
+    with pytest.raises(UserError, match="made up of other parts"):
         items.inputs(np.array([1, 0]))
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import samples
 
-from accept_mpi import launch
+from accept_mpi import hostfile, launch
 from accept_mpi.errors import TooFewDevices, UserError
-from accept_mpi.launch import Request, Supervisor, answering
+from accept_mpi.hostfile import answering, read_hosts
+from accept_mpi.launch import Request, Supervisor
 
 
 def script(path: Path, *lines: str) -> Path:
@@ -50,6 +51,29 @@ def test_it_begins_again_until_the_job_is_done(tmp_path: Path, mpirun: Path) -> 
     assert code == 0
     assert len(calls) == 3
     assert all("--with-ft ulfm" in call and "-n 3 " in call and "--set train.steps=3" in call for call in calls)
+
+
+def test_one_rank_a_line_on_its_own_host(tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that names no place, as ":oversubscribe" does, fills the first host, from the environment, too."""
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", "true")
+    monkeypatch.setenv("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
+    mpirun.write_text(mpirun.read_text().replace("code=$(", f"env > {tmp_path}/env; cat $6 > {tmp_path}/hosts; code=$(", 1))
+    mpirun.write_text(mpirun.read_text().replace("cat $6", 'while [ "$1" != -hostfile ]; do shift; done; cat $2'))
+    (tmp_path / "edges").write_text("pi.kitchen.lan\npi.attic.lan slots=2\n")
+    code, calls = supervised(tmp_path, [0], hostfile=tmp_path / "edges", ranks=None)
+    assert code == 0
+    assert "--map-by slot:oversubscribe --bind-to none" in calls[0]
+    assert "-n 3 " in calls[0]
+    assert re.search(r"--run \S+/1/1,2\b", calls[0])
+    assert (tmp_path / "hosts").read_text() == "pi.kitchen.lan slots=1\npi.attic.lan slots=2\n"
+    assert "PRTE_MCA_prte_keep_fqdn_hostnames=1\n" in (tmp_path / "env").read_text()
+
+
+def test_a_host_without_the_checkout(tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", "false")  # exit code 1, as of "test -x"
+    (tmp_path / "edges").write_text("pi1\n")
+    with pytest.raises(UserError, match=r"pi1 answers, but it has no .*same path on all hosts"):
+        supervised(tmp_path, [0], hostfile=tmp_path / "edges", ranks=None)
 
 
 def test_it_gives_up_where_no_start_makes_a_step(tmp_path: Path, mpirun: Path) -> None:
@@ -96,10 +120,10 @@ def test_restarts_have_a_limit(tmp_path: Path, mpirun: Path) -> None:
 def test_hosts_that_do_not_answer_are_left_out(tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = script(tmp_path / "agent", 'case "$1" in dead) exit 255 ;; silent) exec sleep 60 ;; *) shift; exec "$@" ;; esac')
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(agent))
-    monkeypatch.setattr(launch, "_ASK_SECONDS", 2.0)
+    monkeypatch.setattr(hostfile, "ASK_SECONDS", 2.0)
     hosts = tmp_path / "edges"
     hosts.write_text("one slots=2  # the fast one\ndead\nsilent slots=1\ntwo\n\n")
-    found = launch._hosts(hosts)
+    found = read_hosts(hosts)
     assert [(host.name, host.slots) for host in found] == [("one", 2), ("dead", 1), ("silent", 1), ("two", 1)]
     assert [host.line for host in found] == ["one slots=2", "dead slots=1", "silent slots=1", "two slots=1"]
     began = time.monotonic()
@@ -129,7 +153,7 @@ def test_one_look_without_any_answer_does_not_end_a_job(
 ) -> None:
     agent = script(tmp_path / "agent", f"echo x >> {tmp_path}/asked", f"[ $(wc -l < {tmp_path}/asked) != 2 ] || exit 255")
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(agent))
-    monkeypatch.setattr(launch, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(launch, "_ASK_EVERY", 0.2)
     mpirun.write_text(mpirun.read_text().replace("code=$(", "sleep 1; code=$("))
     hosts = tmp_path / "edges"
     hosts.write_text("one\n")

@@ -105,7 +105,7 @@ from accept_mpi import config
 from accept_mpi.device import keep_memory, memory_taken
 keep_memory()
 import torch
-from accept_mpi.losses import cross_entropy
+from accept_mpi.losses import find_loss
 from accept_mpi.models import load
 from accept_mpi.outline import outline_of
 from accept_mpi.probe import Piece, Subject, probe
@@ -123,7 +123,7 @@ def counted(*args):
     return found
 
 Piece.measure = counted
-probe(Subject(chain, outline_of(chain, job, inputs), job, cross_entropy, inputs, targets), 12.0)  # for all, if busy
+probe(Subject(chain, outline_of(chain, job, inputs), job, find_loss("cross_entropy"), inputs, targets), 12.0)
 print(len(taken), max(taken))
 """
 

@@ -87,8 +87,8 @@ def test_a_layer_that_needs_values_is_run_for_real() -> None:
 def test_meta_and_real_agree() -> None:
     args, inputs = MODELS["cnn"]
     chain = models.load("cnn", args, 0)
-    given = (inputs.contiguous(memory_format=torch.channels_last),)
-    abstract, real = (_outline(chain, 0, given, True, abstract=kind) for kind in (True, False))
+    given = inputs.contiguous(memory_format=torch.channels_last)
+    abstract, real = (_outline(chain, 0, given, True, len(given), abstract=kind) for kind in (True, False))
     for one, other in zip(abstract.layers, real.layers, strict=True):
         assert (one.inputs, one.parameters, one.operations) == (other.inputs, other.parameters, other.operations)
     assert abstract.key == Outline(abstract.samples, abstract.names, abstract.layers, True).key

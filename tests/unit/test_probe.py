@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from accept_mpi import config, models
-from accept_mpi.losses import cross_entropy
+from accept_mpi.losses import find_loss
 from accept_mpi.models import as_chain
 from accept_mpi.outline import Outline, outline
 from accept_mpi.probe import Subject, _usual, look, pieces, probe, scattered
 from accept_mpi.stage import Stage
+
+cross_entropy = find_loss("cross_entropy")
 
 JOB = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\noptimizer.momentum=0.9\n[output]\ndirectory="r"\n'
 

@@ -1,6 +1,8 @@
 """What a stage takes, measured in a second before the first step."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ import torch
 from accept_mpi.codec import Signature
 from accept_mpi.coding import parse
 from accept_mpi.profile import codec_costs, profile
+from accept_mpi.stage import Inputs
+from accept_mpi.tree import LONE
 
 COLD, WARM, COLD_ROUNDS = 0.006, 0.001, 4
 
@@ -19,14 +23,18 @@ class Warming:
 
     rounds = 0
 
-    def from_data(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (values,)
+    def from_data(self, value: torch.Tensor) -> Inputs:
+        return Inputs((value,), LONE)
 
-    def probe(self, inputs: Any, target: Any, gradients: Any) -> None:
+    @contextmanager
+    def trial(self) -> Iterator["Warming"]:
+        yield self
+
+    def probe(self, inputs: Any, target: Any, gradients: Any, *_: Any) -> None:
         self.rounds += 1
         seconds = COLD if self.rounds <= COLD_ROUNDS else WARM
         burn(seconds)
-        gradients([])
+        gradients([], LONE)
         burn(2 * seconds)
 
 
@@ -34,7 +42,7 @@ class Zeros:
     def __len__(self) -> int:
         return 8
 
-    def inputs(self, indices: np.ndarray) -> torch.Tensor:
+    def inputs(self, indices: np.ndarray, seed: int | None = None) -> torch.Tensor:
         return torch.zeros(len(indices), 1)
 
     targets = inputs

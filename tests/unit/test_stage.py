@@ -7,10 +7,12 @@ from torch import nn
 from accept_mpi import config
 from accept_mpi.codec import TensorSpec
 from accept_mpi.errors import UserError
-from accept_mpi.losses import cross_entropy, find_loss
+from accept_mpi.losses import find_loss
 from accept_mpi.models import as_chain
 from accept_mpi.models.layers import Layers, build_layers
 from accept_mpi.stage import Stage
+
+cross_entropy = find_loss("cross_entropy")
 
 BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirectory="r"\n'
 
@@ -153,7 +155,7 @@ def test_probe_leaves_no_trace() -> None:
     stage = make([nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)], last=True)
     before = {k: v.clone() for layer in stage.layers for k, v in layer.state_dict().items()}
     x = TensorSpec.of(torch.randn(2, 3, 8, 8, requires_grad=True)).zeros()
-    specs = stage.probe((x,), torch.tensor([0, 1]), lambda specs: ())
+    specs = stage.probe((x,), torch.tensor([0, 1]), lambda specs, of: ())
     assert specs[0].shape == (2, 3, 8, 8)
     after = {k: v for layer in stage.layers for k, v in layer.state_dict().items()}
     assert all(torch.equal(before[k], after[k]) for k in before)
@@ -222,11 +224,13 @@ def test_layers_that_cannot_be_built() -> None:
 )
 def test_targets_that_a_loss_cannot_take(name: str, target: torch.Tensor, message: str) -> None:
     with pytest.raises(UserError, match=f"^train.loss: .*{message}"):
-        find_loss(name)(torch.zeros(3, 3), target)
+        find_loss(name)(torch.zeros(3, 3), target, 3, setting_up=True)
 
 
 def test_losses_are_torchs() -> None:
     output, target = torch.randn(4, 3), torch.randn(4, 3)
-    assert torch.equal(find_loss("mse")(output, target), nn.functional.mse_loss(output, target))
+    assert torch.equal(find_loss("mse")(output, target, 4).value, nn.functional.mse_loss(output, target))
     classes = torch.tensor([0, 2, 1, -100])
-    assert torch.equal(find_loss("cross_entropy")(output, classes), nn.functional.cross_entropy(output, classes))
+    found = find_loss("cross_entropy")(output, classes, 4)
+    assert torch.equal(found.value, nn.functional.cross_entropy(output, classes))
+    assert found.count == 3

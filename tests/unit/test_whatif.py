@@ -133,7 +133,7 @@ def test_plan_where_no_time_was_left_to_measure_all_layers(tmp_path: Path, capsy
 def log_of_a_run(directory: Path, weights: float = 1e-3) -> Path:
     """Of the job above, on two devices that take 1 ms for each layer. ``weights``: seconds of what can be put off."""
     job = config.parse(JOB, "job")
-    inputs, _ = micro_batch(load_data(job.data.name, job.data.args)[0], job)
+    inputs = micro_batch(load_data(job.data.name, job.data.args)[0], job).inputs
     model = outline_of(load_model(job.model.name, job.model.args, job.train.seed), job, inputs)
     times, costs = [1e-3] * len(model.layers), dict.fromkeys(codings_of(job), 0.0)
     devices = [

@@ -1,0 +1,121 @@
+"""All that ``state_dict()`` of a layer gives, as tensors, so that checkpoints and snapshots can hold it; and back.
+
+State that is no tensor (what ``get_extra_state`` gives, say) becomes bytes in a uint8 tensor of its name: a tree (``tree``)
+with its tensors in safetensors' format, never pickle.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from accept_mpi import tree
+from accept_mpi.errors import UserError
+from accept_mpi.users_code import blame
+
+_MAGIC = b"accept-mpi state\n"
+_TREE = "tree"
+
+
+def state_of(name: str, layer: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of a layer's state, contiguous, by its own names. Raises UserError where something of it cannot be kept."""
+    return {key: _kept(name, key, value) for key, value in _state_dict(name, layer).items()}
+
+
+def check_state(name: str, layer: nn.Module) -> set[str]:
+    """The names of a layer's state. Raises UserError where something of it cannot be kept."""
+    state = _state_dict(name, layer)
+    for key, value in state.items():
+        if not _is_plain(value):
+            _packed(name, key, value)
+    return set(state)
+
+
+def load_layer(name: str, layer: nn.Module, state: Mapping[str, torch.Tensor], made: Collection[str] = ()) -> None:
+    """Give a layer its state. ``made``: names of buffers that its first forward makes.
+
+    Raises UserError where it is another layer's.
+    """
+    _make_room(layer, state, made)
+    given = {key: unpacked(value) for key, value in state.items()}
+    try:
+        layer.load_state_dict(given, strict=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f'the checkpoint does not fit layer "{name}" of this model: {reason}') from error
+    except Exception as error:
+        blame(error, f'load_state_dict() of layer "{name}"')
+
+
+def is_packed(value: torch.Tensor) -> bool:
+    """Whether this is state that was no tensor."""
+    return value.dtype == torch.uint8 and value.dim() == 1 and bytes(value[: len(_MAGIC)].tolist()) == _MAGIC
+
+
+def unpacked(value: torch.Tensor) -> Any:
+    """State as ``state_dict()`` gave it. Raises UserError for what is damaged."""
+    if not is_packed(value):
+        return value
+    data = value[len(_MAGIC) :].numpy().tobytes()
+    try:
+        tensors = safetensors.torch.load(data)
+        of = tensors.pop(_TREE).numpy().tobytes()
+        return tree.unflatten(of, [tensors[str(n)] for n in range(len(tensors))], classes=False)
+    except (SafetensorError, KeyError, tree.NotATree) as error:
+        raise UserError(f"the checkpoint holds state that cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _state_dict(name: str, layer: nn.Module) -> Mapping[str, Any]:
+    try:
+        state: Mapping[str, Any] = layer.state_dict()
+    except Exception as error:
+        blame(error, f'state_dict() of layer "{name}"')
+    return state
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized
+
+
+def _kept(name: str, key: str, value: Any) -> torch.Tensor:
+    if not _is_plain(value):
+        return _packed(name, key, value)
+    kept: torch.Tensor = value.detach().contiguous().clone()
+    return kept
+
+
+def _packed(name: str, key: str, value: Any) -> torch.Tensor:
+    try:
+        tensors, of = tree.flatten(value)
+        named = {str(n): tensor.detach().contiguous().clone() for n, tensor in enumerate(tensors)}
+        data = safetensors.torch.save({_TREE: _bytes(of), **named})
+        tree.unflatten(of, tensors, classes=False)
+    except (tree.NotATree, SafetensorError) as error:
+        raise UserError(
+            f'layer "{name}" cannot be kept in a checkpoint: "{key}" of its state_dict() is or holds {error}; '
+            "tensors, numbers, text, None, and tuples, lists and dicts of them can be kept"
+        ) from error
+    return _bytes(_MAGIC + data)
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _make_room(layer: nn.Module, state: Mapping[str, torch.Tensor], made: Collection[str]) -> None:
+    """Let a layer have the buffers that its forwards had made, replaced or resized when its state was kept."""
+    for key, value in state.items():
+        path, _, name = key.rpartition(".")
+        try:
+            module = layer.get_submodule(path)
+        except AttributeError:
+            continue
+        if name in module._buffers:
+            there = module._buffers[name]
+            if there is None or there.shape != value.shape or there.dtype != value.dtype:
+                module._buffers[name] = torch.empty_like(value)
+        elif key in made and not hasattr(module, name):
+            module.register_buffer(name, torch.empty_like(value))

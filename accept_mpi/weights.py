@@ -1,0 +1,132 @@
+"""Which values a stage's parameters have at the moment.
+
+Parameters stay the same objects for the whole of a run, so that hooks on them, parametrizations and whoever else knows them
+go on working; what changes is the memory behind them. In the asynchronous schedule each update makes a new version in
+memory of its own, while each micro-batch in flight keeps the one that its forward met (PipeDream's weight stashing): before
+its backward the parameters show that one again, so that whatever computes then (recomputed activations, hooks) meets it,
+too. The newest version is the optimizer's own memory, so that what a layer writes into its parameters in a forward is not
+lost.
+
+A layer that writes into its own parameters in every forward (a norm that it keeps, say) gets memory of its own for each
+micro-batch, in every schedule: the forwards of later micro-batches must not change what the backward of an earlier one
+meets.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class Kept(NamedTuple):
+    """What a micro-batch keeps of weights from its F to its B."""
+
+    values: list[torch.Tensor] | None
+    """Of all parameters; None where there are no versions."""
+    own: list[tuple[torch.Tensor, int]]
+    """Of what forwards write to: memory, and how often it had been written to."""
+
+
+class Weights:
+    """The values of some parameters: by version, where ``versions``; else there is one of each. They show the newest, but
+    for the time from ``begin`` to ``end`` and from ``meet`` to ``leave``."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], versions: bool) -> None:
+        self.parameters = list(parameters)
+        self.updated = self.parameters
+        """What the optimizer updates."""
+        self._versions: dict[int, list[torch.Tensor]] | None = None
+        self._shown: list[torch.Tensor] | None = None
+        if versions:
+            # Of their own, since an update in place must not count as written to what graphs in flight have kept.
+            self.updated = [nn.Parameter(p.data, requires_grad=p.requires_grad) for p in self.parameters]
+            self._shown = [p.data for p in self.parameters]
+            self._versions = {0: self._shown}
+        self.written: list[torch.Tensor] = []
+        """Parameters and buffers that forwards write to."""
+
+    def begin(self, version: int) -> None:
+        """F: parameters have the values of this version. Older ones live on only with micro-batches in flight."""
+        if self._versions is not None:
+            for old in [v for v in self._versions if v < version]:
+                del self._versions[old]
+            self._show(self._versions[version])
+        for tensor in self.written:
+            tensor.data = tensor.data.clone()
+
+    def end(self, version: int) -> Kept:
+        """F is done."""
+        own = [(tensor.data, tensor._version) for tensor in self.written]
+        if self._versions is None:
+            return Kept(None, own)
+        values = self._versions[version]
+        if self.written:  # they have become this version's newest
+            values = self._versions[version] = self._shown = [p.data for p in self.parameters]
+        self.newest()
+        return Kept(values, own)
+
+    def meet(self, kept: Kept) -> list[tuple[torch.Tensor, int]]:
+        """B: parameters have the values that F met. Returns what ``leave`` wants."""
+        if kept.values is not None:
+            self._show(kept.values)
+        newest = [(tensor.data, tensor._version) for tensor in self.written]
+        for tensor, (data, count) in zip(self.written, kept.own, strict=True):
+            tensor.data = data
+            _set_version(tensor, count)
+        return newest
+
+    def leave(self, newest: list[tuple[torch.Tensor, int]]) -> None:
+        """B is done."""
+        for tensor, (data, count) in zip(self.written, newest, strict=True):
+            tensor.data = data
+            _set_version(tensor, max(count, tensor._version))
+        self.newest()
+
+    def newest(self) -> None:
+        """Parameters have the newest values, and what is written to them stays."""
+        if self._versions is not None:
+            self._show(self._versions[max(self._versions)])
+
+    def before_update(self) -> None:
+        """Gradients go to what the optimizer updates, in new memory."""
+        if self._versions is None:
+            return
+        self.newest()
+        for parameter, own in zip(self.parameters, self.updated, strict=True):
+            own.data = parameter.data.clone() if parameter.requires_grad else parameter.data
+            own.grad, parameter.grad = parameter.grad, None
+
+    def publish(self, version: int) -> None:
+        """The optimizer's values are a version now."""
+        if self._versions is not None:
+            self._versions[version] = [own.data for own in self.updated]
+            self._show(self._versions[version])
+
+    def restart(self) -> None:
+        """Nothing is in flight: the newest values are version 0."""
+        if self._versions is not None:
+            self.newest()
+            assert self._shown is not None
+            self._versions = {0: self._shown}
+
+    def adopt(self) -> None:
+        """Parameters were given other values from outside, nothing is in flight: these are the newest, and the
+        optimizer's."""
+        if self._versions is not None:
+            values = [p.data for p in self.parameters]
+            for own, data in zip(self.updated, values, strict=True):
+                own.data = data
+            self._versions, self._shown = {max(self._versions): values}, values
+
+    def _show(self, values: list[torch.Tensor]) -> None:
+        if values is not self._shown:
+            for parameter, data in zip(self.parameters, values, strict=True):
+                parameter.data = data
+            self._shown = values
+
+
+def _set_version(tensor: torch.Tensor, count: int) -> None:
+    """Autograd refuses what was written to after a forward kept it: this memory was not."""
+    if tensor._version != count:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (count,))
