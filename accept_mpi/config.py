@@ -1,8 +1,8 @@
 """The job file: TOML -> typed, validated ``Job``. Every mistake is one sentence that names the file and the key."""
 
+import codecs
 import difflib
 import json
-import math
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, one_line
 from accept_mpi.imports import nearest
+from accept_mpi.plain_files import read_regular
+from accept_mpi.plain_values import check_values
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
@@ -22,6 +24,11 @@ Positive = Annotated[float, Meta(gt=0)]
 PositiveOrZero = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
 MOST_THREADS = 1024
+_MOST_BYTES = 1 << 20  # of a job file
+_MOST_SAMPLES = 1 << 24  # a step
+_MOST_ENTRIES = 4096  # of a list: no pipeline has so many stages
+_FOR_EVER = 2e6  # seconds: more is too much for the kernel's clocks, which count milliseconds in 31 bits
+_LARGEST = 1e30  # of what is computed with in single precision
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,9 +58,9 @@ class Optimizer(Section, frozen=True):
     lr: Positive = 0.05
     momentum: Share = 0.0
     nesterov: bool = False
-    weight_decay: PositiveOrZero = 0.0
+    weight_decay: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     betas: tuple[Share, Share] = (0.9, 0.999)
-    eps: Positive = 1e-8
+    eps: Annotated[float, Meta(gt=0, le=_LARGEST)] = 1e-8
     schedule: Literal["constant", "cosine", "step"] = "constant"
     warmup_steps: CountOrZero = 0
     """Steps over which the rate rises linearly to ``lr``, before the schedule begins."""
@@ -61,17 +68,17 @@ class Optimizer(Section, frozen=True):
     """Steps between two decays of the "step" schedule."""
     decay: Annotated[float, Meta(gt=0, le=1)] = 0.1
     """Factor of one decay of the "step" schedule."""
-    final_lr: PositiveOrZero = 0.0
+    final_lr: Annotated[float, Meta(ge=0, le=_LARGEST)] = 0.0
     """Where the "cosine" schedule ends."""
 
 
 class Train(Section, frozen=True):
     """``[train]``."""
 
-    batch_size: Count = 64
+    batch_size: Annotated[int, Meta(ge=1, le=_MOST_SAMPLES)] = 64
     """Samples a step (one optimizer update)."""
-    micro_batches: Count = 8
-    epochs: Count | None = None
+    micro_batches: Annotated[int, Meta(ge=1, le=65536)] = 8
+    epochs: Annotated[int, Meta(ge=1, le=10**8)] | None = None
     steps: Count | None = None
     """Length of the run: either ``epochs`` or ``steps``."""
     optimizer: Optimizer = Optimizer()
@@ -94,10 +101,10 @@ class Pipeline(Section, frozen=True):
     """``[pipeline]``."""
 
     schedule: Literal["gpipe", "1f1b", "1f1b-async", "zero-bubble"] = "1f1b"
-    cuts: Literal["auto", "even"] | list[Count] = "auto"
+    cuts: Literal["auto", "even"] | Annotated[list[Count], Meta(max_length=_MOST_ENTRIES)] = "auto"
     """ "auto": measure the devices and their links, and cut where training is fastest; "even" (by number of layers); or
     the first layers of stages 1, 2, ..."""
-    ranks: list[CountOrZero] = []
+    ranks: Annotated[list[CountOrZero], Meta(max_length=_MOST_ENTRIES)] = []
     """Ranks that hold stages 0, 1, ...; the others stay idle. Empty: all ranks, in order. "auto" cuts choose their own."""
     adapt: bool | Count = False
     """While training, cut anew where devices turn out so much faster or slower that it pays. A number: look every so many
@@ -110,10 +117,10 @@ class Pipeline(Section, frozen=True):
     """Micro-batches that a stage may have in flight beyond the published 1F1B bound, for each boundary behind it, so that
     transfers hide behind computing: 0 is the published bound, 1 Asteroid's K_p = 2(P-p)-1, and 2 hides a transfer each way
     that takes as long as a stage computes."""
-    forward: str | list[str] = "none"
+    forward: str | Annotated[list[str], Meta(max_length=_MOST_ENTRIES)] = "none"
     """Codec of activations, for all boundaries or one each: "none", "bf16", "fp16", "uniform:4", "mbq:2", ...
     (``coding``), or "auto": the mildest that hides the transfer behind computing (``bits``)."""
-    backward: str | list[str] = "none"
+    backward: str | Annotated[list[str], Meta(max_length=_MOST_ENTRIES)] = "none"
     """Codec of gradients."""
     min_bits: Annotated[int, Meta(ge=1, le=8)] = 2
     """"auto" codecs have at least this many bits a value."""
@@ -132,7 +139,7 @@ class Recovery(Section, frozen=True):
     """Steps between two snapshots that each stage sends to the next one's rank: a loss costs no more steps than that.
     "auto": from what a snapshot takes and ``mean_time_between_failures`` (Young 1974); 0: none, a loss goes back to the
     last checkpoint."""
-    mean_time_between_failures: Positive = 3600.0
+    mean_time_between_failures: Annotated[float, Meta(gt=0, le=1e12)] = 3600.0
     """Seconds until one of the devices fails, on average."""
 
 
@@ -150,7 +157,7 @@ class Output(Section, frozen=True):
 
 _EITHER = ((("train", "epochs"), ("train", "steps")), (("train", "lr"), ("train", "optimizer", "lr")))
 """Pairs of keys that say the same: one of them is given."""
-_GOES_WITH = {
+GOES_WITH = {
     "momentum": ("name", ("sgd",)),
     "nesterov": ("name", ("sgd",)),
     "betas": ("name", ("adam", "adamw")),
@@ -160,6 +167,14 @@ _GOES_WITH = {
     "final_lr": ("schedule", ("cosine",)),
 }
 """Keys of ``train.optimizer`` that only some of its choices heed."""
+_FREE = ("model.args", "data.args")
+"""Tables of what the user's own functions take."""
+_SECONDS = ("probe_seconds", "timeout", "startup_timeout")
+_MARKS = {
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # begins with UTF-16's
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
+"""What a file of another encoding begins with."""
 
 
 class Job(Section, frozen=True):
@@ -174,7 +189,8 @@ class Job(Section, frozen=True):
 
     @property
     def lr(self) -> float:
-        return self.train.lr if self.train.lr is not None else self.train.optimizer.lr
+        """At most what torch can multiply by in single precision; weights are not finite long before."""
+        return min(self.train.lr if self.train.lr is not None else self.train.optimizer.lr, _LARGEST)
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -185,11 +201,31 @@ class Job(Section, frozen=True):
 
 
 def read_text(path: Path) -> str:
-    """A job file's text. Raises UserError with one sentence."""
+    """A job file's text: UTF-8, with a byte order mark or without. Raises UserError with one sentence."""
     try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot read the job file: {getattr(error, 'strerror', None) or error}") from error
+        data = read_regular(path, _MOST_BYTES)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the job file: {error.strerror}") from error
+    for encoding, marks in _MARKS.items():
+        if data.startswith(marks):
+            raise UserError(f"{path}: cannot read the job file: it is {encoding}; save it as UTF-8")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        wrong = f"byte {error.start} (0x{data[error.start]:02x}) is not UTF-8"
+        raise UserError(f"{path}: cannot read the job file: {wrong}; save it as UTF-8") from error
+
+
+def _loads(text: str) -> dict[str, Any]:
+    """TOML. Raises ValueError for all that is none, or too much of it."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError as error:  # of int and datetime
+        raise ValueError(f"a number or a date in it is none: {error}") from error
 
 
 def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
@@ -199,8 +235,8 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
     Raises UserError with one sentence that begins with ``source``.
     """
     try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        tree = _loads(text)
+    except ValueError as error:
         raise UserError(f"{source}: not valid TOML: {error}") from error
     given: dict[str, Any] = {}
     for override in overrides:
@@ -210,6 +246,7 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
         for one, other in (pair, pair[::-1]):
             if _has(given, one) and not _has(given, other) and _has(tree, other):
                 del _table(tree, other[:-1])[other[-1]]
+    check_values(tree, source, free=_FREE)
     _check_keys(tree, Job, source, "")
     try:
         job = msgspec.convert(tree, Job)
@@ -229,23 +266,33 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
         raise UserError(f'{source}: pipeline.ranks goes with given cuts; cuts = "auto" chooses the ranks')
     if job.pipeline.vertical_sync and job.pipeline.schedule != "1f1b-async":
         raise UserError(f'{source}: pipeline.vertical_sync goes with schedule = "1f1b-async" only')
-    return job
+    if not job.output.directory:
+        raise UserError(f'{source}: output.directory: expected a directory, such as "runs/first", got ""')
+    seconds = {key: min(getattr(job.pipeline, key), _FOR_EVER) for key in _SECONDS}
+    return msgspec.structs.replace(job, pipeline=msgspec.structs.replace(job.pipeline, **seconds))
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
     path, equals, value = override.partition("=")
     if not equals or not path.strip():
         raise UserError(f'--set {override}: expected "section.key=value"')
-    *sections, key = path.strip().split(".")
+    *sections, key = (part.strip() for part in path.split("."))
+    if not all((*sections, key)):
+        raise UserError(f'--set {override}: expected "section.key=value"')
     table = tree
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise UserError(f'--set {override}: "{section}" is not a table')
     try:
-        table[key] = tomllib.loads(f"value = {value}")["value"]
+        found = _loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
-        table[key] = value.strip()
+        found = {"value": value.strip()}
+    except ValueError as error:
+        raise UserError(f"--set {override}: {error}") from error
+    if len(found) != 1:
+        raise UserError(f"--set {override}: expected one value")
+    table[key] = found["value"]
 
 
 def _table(tree: Any, keys: Sequence[str]) -> dict[str, Any]:
@@ -260,15 +307,11 @@ def _has(tree: Mapping[str, Any], keys: Sequence[str]) -> bool:
 
 
 def _check_keys(table: Mapping[str, Any], section: type[msgspec.Struct], source: str, path: str) -> None:
-    """Refuse what msgspec lets pass or explains less well: unknown keys, and numbers that JSON has no way to write."""
+    """Refuse what msgspec lets pass or explains less well: unknown keys."""
     fields = {field.name: field.type for field in msgspec.structs.fields(section)}
     for key, value in table.items():
         if key not in fields:
             raise UserError(f'{source}: unknown key "{path}{key}"{_nearest_key(key, list(fields))}')
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{source}: {path}{key}: expected a finite number, got {value}")
-        if isinstance(value, int) and abs(value) >> 63:
-            raise UserError(f"{source}: {path}{key}: expected a number of at most 64 bits, got {value}")
         if isinstance(value, dict) and isinstance(fields[key], type) and issubclass(fields[key], msgspec.Struct):
             _check_keys(value, fields[key], source, f"{path}{key}.")
 
@@ -294,7 +337,7 @@ def _paths(section: type[msgspec.Struct], before: str) -> Iterator[str]:
 
 def _check_optimizer(optimizer: Optimizer, given: Mapping[str, Any], source: str) -> None:
     for key in given:
-        by, choices = _GOES_WITH.get(key, ("name", (optimizer.name,)))
+        by, choices = GOES_WITH.get(key, ("name", (optimizer.name,)))
         chosen = getattr(optimizer, by)
         if chosen not in choices:
             words = " or ".join(f'"{choice}"' for choice in choices)
@@ -316,11 +359,13 @@ def _explain(error: str, tree: Mapping[str, Any]) -> str:
             value = value[int(part)] if isinstance(value, list) else value[part]
         except (KeyError, IndexError, ValueError, TypeError):
             return f"{path}: {message[0].lower()}{message[1:]}"
+    if isinstance(value, list) and len(value) > _MOST_ENTRIES:
+        return f"{path}: {len(value)} entries; at most {_MOST_ENTRIES}"
     return f"{path}: expected {_words(_kind(path))}, got {_show(value)}"
 
 
 def _show(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return one_line(json.dumps(value, ensure_ascii=False, default=str), 200)
 
 
 def _kind(path: str) -> Any:
@@ -328,7 +373,7 @@ def _kind(path: str) -> Any:
     kind: Any = Job
     for part in re.findall(r"[^.\[\]]+", path):
         if part.isdigit():
-            lists = [one for one in _alternatives(kind) if get_origin(one) in (list, tuple)]
+            lists = [one for one in map(_bare, _alternatives(kind)) if get_origin(one) in (list, tuple)]
             kind = get_args(lists[0])[0]
         else:
             kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == part)
@@ -337,6 +382,11 @@ def _kind(path: str) -> Any:
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _bare(kind: Any) -> Any:
+    """The type without its limits."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def _words(kind: Any) -> str:
@@ -351,7 +401,7 @@ def _words(kind: Any) -> str:
         bounds = [
             f"{signs[name]} {bound}" for limit in limits for name in signs if (bound := getattr(limit, name)) is not None
         ]
-        return f"{_words(plain)} {' and '.join(bounds)}"
+        return f"{_words(plain)} {' and '.join(bounds)}".rstrip()
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(f'"{word}"' for word in get_args(kind))
     if get_origin(kind) is list:

@@ -1,6 +1,7 @@
 """Rank 0's second job: what is decided for all ranks, and what comes in from all of them."""
 
 import contextlib
+import json
 import math
 import queue
 import threading
@@ -39,21 +40,21 @@ def begin_log(
     facts: dict[str, Any],
     resumed_step: int,
     survey: Survey | None = None,
-    since: str | None = None,
+    run: str | None = None,
 ) -> LogWriter:
     """A new log in ``directory``, with the ``survey`` that the plan rests on.
 
     A log that is there already is kept under another name; a resumed run's begins with the steps and evaluations that led to
-    its checkpoint. ``since``: after a loss, when this run began: a log made since then is its own, whose writer was lost,
-    and all of it goes on here.
+    its checkpoint. ``run``: after a loss, this run's name: a log that bears it is its own, whose writer was lost, and all of
+    it goes on here.
     """
     path = directory / "log.h5"
     earlier: dict[str, Rows] = {}
     try:
         if path.exists():
-            if resumed_step or since:
+            if resumed_step or run:
                 with contextlib.suppress(UserError):  # kept under its other name, whatever it is
-                    earlier = _earlier(path, resumed_step, since)
+                    earlier = _earlier(path, resumed_step, run)
             number = 1
             while (kept := directory / f"log.{number}.h5").exists():
                 number += 1
@@ -68,11 +69,11 @@ def begin_log(
         raise UserError(f"output.directory: cannot write {path}: {error}") from error
 
 
-def _earlier(path: Path, step: int, since: str | None) -> dict[str, Rows]:
+def _earlier(path: Path, step: int, run: str | None) -> dict[str, Rows]:
     """What led to a checkpoint, or to the loss of the writer. Raises UserError where it cannot be read."""
     with open_log(path) as old:
         earlier = {name: old[name][old[name]["step"] <= step] for name in ("steps", "evals")}
-        if since and str(old.attrs["created"]) >= since:
+        if run and json.loads(old.attrs["facts"]).get("run") == run:
             return earlier | {name: old[name][:] for name in ("trace", "events", "plans") if name in old}
     # Times count from the beginning of this run: what came before it happened at negative times.
     ends = [rows["end"].max() for rows in earlier.values() if len(rows)]

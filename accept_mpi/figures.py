@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, one_line
 from accept_mpi.log import BACKWARD, FORWARD, Rows
 from accept_mpi.timeline import of_kind, window
 
@@ -21,6 +21,9 @@ COLOURS = {
 }
 _SENDS = {FORWARD: ("#1B6E9C", "activations sent"), BACKWARD: ("#A85C00", "gradients sent")}
 _MOST_BOXES = 4000  # a picture with more cannot be read
+_MOST_RANKS, _MOST_LOSSES, _MOST_POINTS = 64, 100, 20_000
+_MOST = 1e30  # what is larger, axes cannot show
+_LABEL = 60  # characters
 
 
 def pyplot() -> Any:
@@ -42,7 +45,7 @@ def draw_timeline(path: Path, trace: Rows, hosts: dict[int, str], start: float, 
     if len(rows) > _MOST_BOXES:
         end = float(np.sort(rows["start"])[_MOST_BOXES])
         rows = window(rows, start, end)
-    ranks = np.unique(rows["rank"]).tolist()
+    ranks = np.unique(rows["rank"]).tolist()[:_MOST_RANKS]
     figure, axes = plt.subplots(figsize=(13, 1.4 + 0.75 * max(1, len(ranks))), layout="constrained")
     for y, rank in enumerate(ranks):
         mine = rows[rows["rank"] == rank]
@@ -60,7 +63,7 @@ def draw_timeline(path: Path, trace: Rows, hosts: dict[int, str], start: float, 
             axes.broken_barh(spans, (y + 0.28 + 0.07 * direction, 0.06), facecolor=colour, zorder=3)
     axes.set_ylim(len(ranks) - 0.4, -0.5)
     axes.set_xlim(start, end)
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}\n{hosts.get(rank, '')}" for rank in ranks])
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}\n{_plain(hosts.get(rank, ''))}" for rank in ranks])
     axes.set_xlabel("seconds since the run began")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -73,8 +76,9 @@ def draw_timeline(path: Path, trace: Rows, hosts: dict[int, str], start: float, 
 def draw_course(path: Path, trace: Rows, steps: Rows, losses: Rows, hosts: dict[int, str]) -> None:
     """The whole run: samples/s, and below it which rank held which stage when. ``losses``: events that ended a plan."""
     plt = pyplot()
+    steps, losses = _shown(steps), losses[np.isfinite(losses["time"])][:_MOST_LOSSES]
     actions = of_kind(trace, "F", "B", "W", "U")
-    ranks = np.unique(actions["rank"]).tolist()
+    ranks = np.unique(actions["rank"]).tolist()[:_MOST_RANKS]
     figure, (above, below) = plt.subplots(
         2, 1, sharex=True, figsize=(13, 3.6 + 0.45 * len(ranks)), height_ratios=(2.2, 0.6 * max(2, len(ranks))),
         layout="constrained",
@@ -83,7 +87,7 @@ def draw_course(path: Path, trace: Rows, steps: Rows, losses: Rows, hosts: dict[
         term = steps[(steps["end"] >= begin) & (steps["end"] < end)]
         above.plot(term["end"], term["samples_per_s"], color="#0072B2", linewidth=1.2)
     above.set_ylabel("samples/s")
-    above.set_ylim(0, 1.15 * np.percentile(steps["samples_per_s"], 99))
+    above.set_ylim(0, _top(steps["samples_per_s"], 99))
     edges = [-np.inf, *losses["time"].tolist(), np.inf]
     palette = plt.get_cmap("tab10")
     for y, rank in enumerate(ranks):
@@ -99,12 +103,12 @@ def draw_course(path: Path, trace: Rows, steps: Rows, losses: Rows, hosts: dict[
     for number, loss in enumerate(losses):
         for axes in (above, below):
             axes.axvline(loss["time"], color="#D55E00", linestyle="--", linewidth=1)
-        text = loss["text"].decode(errors="replace").partition(";")[0].partition(" (")[0]
+        text = _plain(loss["text"].decode(errors="replace").partition(";")[0].partition(" (")[0])
         above.annotate(text, (loss["time"], 1.0 - 0.12 * (number % 3)), xycoords=("data", "axes fraction"), fontsize=8,
                        xytext=(6, -10), textcoords="offset points", color="#A8480F",
                        bbox={"color": "white", "pad": 1})  # fmt: skip
     below.set_ylim(len(ranks) - 0.4, -0.6)
-    below.set_yticks(range(len(ranks)), [f"rank {rank}  {hosts.get(rank, '')}" for rank in ranks])
+    below.set_yticks(range(len(ranks)), [f"rank {rank}  {_plain(hosts.get(rank, ''))}" for rank in ranks])
     below.set_xlabel("seconds since the run began")
     for axes in (above, below):
         for side in ("top", "right"):
@@ -133,6 +137,7 @@ def _legend(plt: Any, figure: Any, rows: Rows) -> None:
 def draw_loss(path: Path, steps: Rows, evaluations: Rows) -> None:
     """Training loss by step, its running mean where there are many, and what the evaluations gave."""
     plt = pyplot()
+    steps, evaluations = _shown(steps), _shown(evaluations)
     figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
     many = len(steps) > 40
     axes.plot(steps["step"], steps["loss"], color="#0072B2", alpha=0.3 if many else 1.0, linewidth=1.2,
@@ -146,10 +151,7 @@ def draw_loss(path: Path, steps: Rows, evaluations: Rows) -> None:
         axes.plot(evaluations["step"], evaluations["loss"], "o-", color="#D55E00", markersize=4, label="test loss")
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
-    top = np.concatenate([steps["loss"], evaluations["loss"]])
-    top = top[np.isfinite(top)]
-    if len(top):
-        axes.set_ylim(0, 1.15 * np.percentile(top, 98))
+    axes.set_ylim(0, _top(np.concatenate([steps["loss"], evaluations["loss"]]), 98))
     handles, labels = axes.get_legend_handles_labels()
     if len(evaluations) and np.isfinite(evaluations["accuracy"]).all():
         right = axes.twinx()
@@ -164,3 +166,23 @@ def draw_loss(path: Path, steps: Rows, evaluations: Rows) -> None:
     axes.grid(alpha=0.25)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _plain(text: str) -> str:
+    """A text from a log as a label: a short line, in which a dollar is a dollar."""
+    return one_line(text, _LABEL).replace("$", r"\$")
+
+
+def _shown(rows: Rows) -> Rows:
+    """Of very many rows some, evenly; what no axis can show as NaN."""
+    rows = rows[:: -(-len(rows) // _MOST_POINTS) or 1].copy()
+    for column in rows.dtype.names or ():
+        if rows.dtype[column].kind == "f":
+            rows[column][~(np.abs(rows[column]) < _MOST)] = np.nan
+    return rows
+
+
+def _top(values: Rows, percent: int) -> float:
+    """The end of an axis from 0 that shows so many percent of the values."""
+    values = values[np.isfinite(values)]
+    return max(1.15 * float(np.percentile(values, percent)), 1e-12) if len(values) else 1.0

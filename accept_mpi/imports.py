@@ -32,11 +32,13 @@ def find_function(name: str, zoo: Mapping[str, Callable[..., Any]], key: str) ->
             f'(known: {", ".join(known)}; your own: "package.module:function")'
         )
     module_name, _, function_name = name.partition(":")
+    if not (function_name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
+        raise UserError(f'{key}: expected "package.module:function", got "{name}"')
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f'{key}: cannot import "{module_name}": {type(error).__name__}: {error}') from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -55,7 +57,7 @@ def call(function: Callable[..., Any], args: Mapping[str, Any], key: str, seed: 
             return function(**args)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         name = getattr(function, "__qualname__", str(function))
         raise UserError(f"{key}: {name}({_show(args)}) failed: {type(error).__name__}: {error}") from error
 

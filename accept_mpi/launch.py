@@ -123,9 +123,7 @@ class Supervisor:
         self._all = hostfile.read_hosts(request.hostfile) if request.hostfile else []
         self._lock = Lock(Path(self._job.output.directory), "launch")
         began = datetime.now(UTC)
-        self._supervised = Supervised(
-            began.isoformat(timespec="seconds"), f"{began:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", 1
-        )
+        self._supervised = Supervised(f"{began:%Y%m%d-%H%M%S}-{secrets.token_hex(6)}", 1)
         self._signals: list[int] = []
         self._scratch = tempfile.TemporaryDirectory(prefix="accept_mpi-launch-")
 

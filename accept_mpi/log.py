@@ -5,7 +5,7 @@ Layout, version 1 (attribute ``version`` of the root; ``format`` is "accept-mpi 
 ====================  ====================================================================================
 ``/`` attributes      ``job`` (JSON text), ``plan`` (JSON), ``facts`` (JSON: versions, hosts, clock offsets,
                       ...), ``created`` (ISO 8601, UTC)
-``/steps``            one row an optimizer step: STEPS below
+``/steps``            one row an optimizer step: STEPS of ``log_layout``
 ``/evals``            one row an evaluation on the test set: EVALS
 ``/trace``            one row an action or transfer: TRACE. Times are seconds on rank 0's clock since the
                       run began
@@ -32,60 +32,20 @@ import numpy as np
 import numpy.typing as npt
 
 from accept_mpi.errors import UserError
+from accept_mpi.hdf5_files import number_in, open_file, text_in
+from accept_mpi.log_layout import BACKWARD, EVALS, EVENTS, FORWARD, KINDS, PLANS, STEPS, TABLES, TRACE, check_log
+from accept_mpi.plain_files import is_regular
+
+__all__ = [
+    "BACKWARD", "EVALS", "EVENTS", "FORMAT", "FORWARD", "KINDS", "PLANS", "STEPS", "TRACE", "VERSION", "LogWriter", "Rows",
+    "open_log", "read_facts",
+]  # fmt: skip
 
 FORMAT = "accept-mpi log"
 VERSION = 1
 
-#: Kinds of trace row, in the order of their number in the column ``kind``. F, B, W, U: forward, backward (of inputs, where
-#: W is apart), weight gradient, update. E: forward of evaluation. On the data plane: encode, send (given to MPI here to
-#: arrived there; both on rank 0's clock), decode (arrived to tensor). Pauses: wait (for a message), checkpoint, snapshot
-#: (both: a copy is made, to be sent in the background).
-KINDS = ("F", "B", "W", "U", "E", "encode", "send", "decode", "wait", "checkpoint", "snapshot")
-FORWARD, BACKWARD = 0, 1
-
-TRACE = np.dtype(
-    [
-        ("start", "f8"),  # seconds
-        ("end", "f8"),
-        ("rank", "i4"),
-        ("stage", "i4"),
-        ("kind", "u1"),  # index into KINDS
-        ("boundary", "i2"),  # between stage `boundary` and the next; -1 for actions
-        ("direction", "i1"),  # FORWARD or BACKWARD; -1 for actions
-        ("step", "i8"),
-        ("micro_batch", "i4"),  # -1 for U and checkpoint
-        ("bytes_raw", "i8"),  # before coding; 0 for actions
-        ("bytes_wire", "i8"),  # after coding, header included
-    ]
-)
-STEPS = np.dtype(
-    [
-        ("step", "i8"),  # counted from 1: this many updates have been made
-        ("epoch", "i4"),  # counted from 0
-        ("samples", "i4"),
-        ("loss", "f8"),  # mean over the step's samples, before its update
-        ("accuracy", "f8"),  # share of targets hit, NaN where that means nothing
-        ("lr", "f8"),
-        ("end", "f8"),  # seconds since the run began
-        ("samples_per_s", "f8"),
-    ]
-)
-EVALS = np.dtype([("step", "i8"), ("epoch", "i4"), ("samples", "i4"), ("loss", "f8"), ("accuracy", "f8"), ("end", "f8")])
-_TEXT_BYTES = 480
-EVENTS = np.dtype([("time", "f8"), ("step", "i8"), ("text", f"S{_TEXT_BYTES}")])
-PLANS = np.dtype(
-    [
-        ("time", "f8"),  # when it began, in seconds: a row for each rank of each stage
-        ("step", "i8"),  # steps made before
-        ("stage", "i4"),
-        ("rank", "i4"),
-        ("start", "i4"),  # first layer
-        ("stop", "i4"),
-    ]
-)
-_TABLES = {"steps": STEPS, "evals": EVALS, "trace": TRACE, "events": EVENTS, "plans": PLANS}
-
 Rows = npt.NDArray[Any]
+_TEXT_BYTES = EVENTS["text"].itemsize
 
 
 class LogWriter:
@@ -106,7 +66,7 @@ class LogWriter:
         Raises OSError where the directory cannot be written.
         """
         self.path = path
-        self._pending: dict[str, list[Rows]] = {name: [] for name in _TABLES}
+        self._pending: dict[str, list[Rows]] = {name: [] for name in TABLES}
         self._last_flush = time.monotonic()
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         file = h5py.File(temporary, "w", libver="latest")
@@ -119,7 +79,7 @@ class LogWriter:
                 facts=json.dumps(facts),
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
             )
-            for name, dtype in _TABLES.items():
+            for name, dtype in TABLES.items():
                 rows = (earlier or {}).get(name, np.empty(0, dtype))
                 chunk = max(64, (32 << 10) // dtype.itemsize)
                 file.create_dataset(name, data=rows, dtype=dtype, maxshape=(None,), chunks=(chunk,))
@@ -141,7 +101,7 @@ class LogWriter:
 
     def event(self, seconds: float, step: int, text: str) -> None:
         """Note what happened at ``seconds`` of the run."""
-        self.append("events", np.array([(seconds, step, text.encode()[:_TEXT_BYTES])], EVENTS))
+        self.append("events", np.array([(seconds, step, text.encode(errors="backslashreplace")[:_TEXT_BYTES])], EVENTS))
 
     def flush(self) -> None:
         """Write all buffered rows out."""
@@ -165,23 +125,28 @@ class LogWriter:
 
 
 def open_log(path: str | os.PathLike[str]) -> h5py.File:
-    """Open a log for reading: finished, growing, or left behind by a killed run.
+    """Open a log for reading: finished, growing, or left behind by a killed run. What is in it is as ``log_layout`` says.
 
     Raises UserError with one sentence where there is none, or the file is not a log of a version known here.
     """
-    if not Path(path).is_file():
+    if not is_regular(Path(path)):
         raise UserError(f"{path}: there is no such log file")
     try:
-        file = h5py.File(path, "r", libver="latest", swmr=True, locking=False)
+        file = open_file(path, libver="latest", swmr=True, locking=False)
     except OSError as error:
-        raise UserError(f"{path}: not a readable HDF5 file ({error})") from error
-    if file.attrs.get("format") != FORMAT:
+        raise UserError(f"{path}: not a readable HDF5 file ({error.strerror or error})") from error
+    try:
+        if "format" not in file.attrs or text_in(file, "format") != FORMAT:
+            raise UserError(f"{path}: an HDF5 file, but not a log of accept-mpi")
+        if (found := number_in(file, "version")) != VERSION:
+            raise UserError(f"{path}: log layout version {found}; this program reads version {VERSION}")
+        check_log(file)
+    except UserError:
         file.close()
-        raise UserError(f"{path}: an HDF5 file, but not a log of accept-mpi")
-    if file.attrs["version"] != VERSION:
-        found = file.attrs["version"]
+        raise
+    except Exception as error:  # HDF5 says in many ways what it finds damaged
         file.close()
-        raise UserError(f"{path}: log layout version {found}; this program reads version {VERSION}")
+        raise UserError(f"{path}: a damaged log: {error}") from error
     return file
 
 

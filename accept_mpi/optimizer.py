@@ -42,6 +42,17 @@ def make_optimizer(options: config.Optimizer, lr: float, parameters: Sequence[nn
     return kind(parameters, **arguments)
 
 
+COUNTER = "step"
+"""Of a parameter's updates, among the optimizer's state."""
+
+
+def state_names(options: config.Optimizer) -> frozenset[str]:
+    """What the optimizer keeps of each parameter that has been updated."""
+    if options.name == "sgd":
+        return frozenset({"momentum_buffer"} if options.momentum else ())
+    return frozenset({COUNTER, "exp_avg", "exp_avg_sq"})
+
+
 def update(optimizer: torch.optim.Optimizer) -> None:
     """One step with the gradients that parameters have, which are gone afterwards."""
     with torch.no_grad():

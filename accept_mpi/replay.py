@@ -71,8 +71,12 @@ def rerun(trace: Rows, transfer: Callable[[int, str], float] = lambda boundary, 
 
 
 def link_cost(trace: Rows) -> LinkCost:
-    """What transfers cost in the middle steps of a run; zeros where fewer than three steps have been finished."""
-    run = rerun(trace)
+    """What transfers cost in the middle steps of a run; zeros where fewer than three steps have been finished, or the trace
+    has actions that wait for others which are not in it."""
+    try:
+        run = rerun(trace)
+    except RuntimeError:
+        run = None
     if run is None:
         return LinkCost(0.0, 0.0, 0.0)
     return LinkCost(run.took, max(0.0, run.took - run.seconds), _busiest(run.trace, run.start, run.end))
@@ -129,8 +133,10 @@ def _finished(trace: Rows) -> list[int]:
     best: list[int] = []
     mine: list[int] = []
     before = 0
-    for step in np.unique(updates["step"]).tolist():
-        stages = np.sort(updates["stage"][updates["step"] == step])
+    updates = updates[np.argsort(updates["step"], kind="stable")]
+    numbers, begins = np.unique(updates["step"], return_index=True)
+    for step, of_step in zip(numbers.tolist(), np.split(updates["stage"], begins[1:]), strict=bool(len(numbers))):
+        stages = np.sort(of_step)
         whole = np.array_equal(stages, np.arange(len(stages)))
         if not (whole and mine and step == mine[-1] + 1 and len(stages) == before):
             mine = []

@@ -4,7 +4,6 @@ import base64
 import html
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ import numpy as np
 from accept_mpi.errors import UserError
 from accept_mpi.figures import draw_course, draw_loss, draw_timeline, pyplot
 from accept_mpi.log import Rows, open_log, read_facts
+from accept_mpi.plain_files import replacing
 from accept_mpi.replay import link_cost
-from accept_mpi.timeline import plans_of, stage_use, steady_window
+from accept_mpi.timeline import plans_of, stage_use, steady_window, timed
 
 
 def write_report(log: Path, out: Path | None = None) -> list[Path]:
@@ -28,7 +28,8 @@ def write_report(log: Path, out: Path | None = None) -> list[Path]:
     folder = out or log.parent
     with open_log(log) as file:
         facts = read_facts(file)
-        tables = {name: file[name][:] for name in ("steps", "evals", "trace", "events")}
+        tables = {name: file[name][:] for name in ("steps", "evals", "events")}
+        tables["trace"] = timed(file["trace"][:])
         tables["plans"] = plans_of(file)
         created = str(file.attrs["created"])
     written = []
@@ -38,27 +39,23 @@ def write_report(log: Path, out: Path | None = None) -> list[Path]:
         hosts = {host["rank"]: host.get("host", "") for host in facts.get("hosts", [])}
         if end > start:
             written.append(_beside(folder / "timeline.png", lambda p: draw_timeline(p, tables["trace"], hosts, start, end)))
-        losses = tables["events"][[event["text"].startswith((b"lost ", b"moved ")) for event in tables["events"]]]
+        texts = tables["events"]["text"]
+        losses = tables["events"][np.char.startswith(texts, b"lost ") | np.char.startswith(texts, b"moved ")]
         if len(losses) and len(tables["steps"]):
             draw = lambda p: draw_course(p, tables["trace"], tables["steps"], losses, hosts)  # noqa: E731
             written.append(_beside(folder / "course.png", draw))
         if len(tables["steps"]):
             written.append(_beside(folder / "loss.png", lambda p: draw_loss(p, tables["steps"], tables["evals"])))
         page = _page(facts, tables, created, (start, end), {path.stem: path for path in written})
-        written.append(_beside(folder / "report.html", lambda p: p.write_text(page, "utf-8")))
+        written.append(_beside(folder / "report.html", lambda p: p.write_text(page, "utf-8", "backslashreplace")))
     except OSError as error:
-        raise UserError(f"{folder}: cannot write the report: {error.strerror}") from error
+        raise UserError(f"{folder}: cannot write the report: {error.strerror or error}") from error
     return written
 
 
 def _beside(path: Path, write: Callable[[Path], Any]) -> Path:
-    """Write a file under another name first, so that it is whole or absent."""
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
+    with replacing(path) as temporary:
         write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 
@@ -89,9 +86,11 @@ def _page(
             ((f"{e['time']:.1f}", e["step"], e["text"].decode(errors="replace")) for e in tables["events"]),
         ),
         "<details><summary>Job</summary><pre>" + html.escape(json.dumps(job, indent=1)) + "</pre></details>",
-        "<details><summary>Versions</summary>" + _table(("package", "version"), facts["versions"].items()) + "</details>",
+        "<details><summary>Versions</summary>"
+        + _table(("package", "version"), facts.get("versions", {}).items())
+        + "</details>",
     ]
-    return _FRAME.replace("TITLE", html.escape(title)).replace("BODY", "\n".join(body))
+    return "\n".join([_HEAD.replace("TITLE", html.escape(title)), *body, _FOOT])
 
 
 def _links(trace: Rows) -> str:
@@ -111,7 +110,9 @@ def _cards(facts: dict[str, Any], tables: dict[str, Rows]) -> str:
     cards = [("steps", f"{steps['step'][-1]} of {facts.get('last_step', '?')}" if len(steps) else "none")]
     if len(steps):
         half = steps[len(steps) // 2 :]
-        cards.append(("samples/s", f"{sum(half['samples']) / sum(half['samples'] / half['samples_per_s']):.1f}"))
+        with np.errstate(all="ignore"):
+            rate = half["samples"].sum(dtype=float) / (half["samples"] / half["samples_per_s"]).sum()
+        cards.append(("samples/s", f"{rate:.1f}"))
         cards.append(("last training loss", f"{steps['loss'][-1]:.4f}"))
         cards.append(("time", f"{steps['end'][-1]:.0f} s"))
     if len(evals):
@@ -192,7 +193,7 @@ def _bytes(raw: int, wire: int) -> str:
 
 _LOSSES = "Dashed: a rank was lost and the others went on from the newest snapshot, or layers moved between ranks."
 
-_FRAME = """<!doctype html>
+_HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>TITLE</title><style>
 :root { color-scheme: light dark }
@@ -205,7 +206,6 @@ dt { opacity: .7; font-size: .85rem } dd { margin: 0; font-size: 1.3rem; font-va
 .wide { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid #8883; vertical-align: top }
 pre { overflow-x: auto; font-size: .85rem } details { margin-top: 1rem }
-</style></head><body>
-BODY
-</body></html>
+</style></head><body>"""
+_FOOT = """</body></html>
 """

@@ -1,9 +1,11 @@
 """From a job file to a running pipeline: what all ranks agree on, in order, and then the training loop."""
 
 import contextlib
+import logging
+import math
+import secrets
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,15 @@ import msgspec
 
 from accept_mpi import config
 from accept_mpi.adapting import Adapter
-from accept_mpi.batches import Batches
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.controller import Controller, begin_log, facts_of, prepare_directory, summary_line
 from accept_mpi.device import give_back_memory, keep_memory, set_threads
-from accept_mpi.errors import UserError
+from accept_mpi.errors import Agreed, UserError
 from accept_mpi.faults import pass_by
 from accept_mpi.given import given_plan
 from accept_mpi.logging_observer import LogObserver
 from accept_mpi.losses import find_loss
+from accept_mpi.manifest import Manifest, made_by
 from accept_mpi.models import Chain
 from accept_mpi.models import load as load_model
 from accept_mpi.observers import Observer
@@ -27,9 +29,10 @@ from accept_mpi.ownership import Ownership, own
 from accept_mpi.plan import Plan
 from accept_mpi.progress import ProgressObserver
 from accept_mpi.recovery import Held, find_together, last_held, next_plan, successor
-from accept_mpi.replicas import Replicas, load
+from accept_mpi.replicas import Replicas, fitting, load
 from accept_mpi.restore import Stored, fetch, origin
-from accept_mpi.snapshot import Checkpoint, CheckpointWriter, Manifest, directory_of, new_manifest, newest_since
+from accept_mpi.resuming import calendar, check, course_of, share_manifest
+from accept_mpi.snapshot import Checkpoint, CheckpointWriter, directory_of, new_manifest
 from accept_mpi.spill import Spill
 from accept_mpi.stage import Stage
 from accept_mpi.supervised import Supervised
@@ -37,6 +40,8 @@ from accept_mpi.survey import Survey
 from accept_mpi.surveying import Surveyed, learn, plan_by_measuring
 from accept_mpi.term import Term, Work
 from accept_mpi.worker import Course
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,8 @@ class _Run:
         """Of the term; the same on all ranks that build one together."""
         self._held: Held | None = None
         """The last term that this rank has built."""
+        self._again: Plan | None = None
+        """Where the first term has to begin once more."""
         self._next: Plan | None = None
         """After a loss or a proposal, in the ranks of now."""
         self._lost = False
@@ -97,6 +104,12 @@ class _Run:
         self._term: Term | None = None
         self._spill: Spill | None = None
         self._controller: Controller | None = None
+        self._name = ""
+        """The same on all ranks and, under ``launch``, in all starts; nobody else's."""
+        self._number_before = 0
+        """Of the checkpoint that the run goes on from."""
+        self._changes: list[str] = []
+        """What is otherwise than when that was made."""
         self._told: list[str] = []
         """What happened since the last term, for the log."""
         self._found = 0.0
@@ -105,37 +118,52 @@ class _Run:
     def term(self, runtime: Runtime) -> bool:
         """One term; whether the run is at its end then, or another plan is to go on."""
         work = self._work = self._work or self._prepare(runtime)
-        stored = runtime.agree("the checkpoint", lambda: self._checkpoint() if runtime.rank == 0 else None)
-        manifest = _share_manifest(runtime, stored)
-        plan = self._next or self._first_plan(runtime, work)
+        stored = runtime.agree("the checkpoint", lambda: self._checkpoint(runtime) if runtime.rank == 0 else None)
+        manifest = share_manifest(runtime, stored)
+        plan = self._next or self._again or self._first_plan(runtime, work)
         if self._term:
             self._term.close()
         self._term = term = Term(runtime, work, plan)
         if self._next and runtime.ranks_on_host > 1:
             give_back_memory()  # the term's before, which other ranks here may need now
         begin = origin(runtime, work.replicas, manifest.step if manifest else 0, len(work.chain))
-        course = _course(self.job, term.batches, begin.step)
+        term.batches = calendar(term.batches, manifest)
+        course = course_of(self.job, term.batches, begin.step)
+        self._number_before = manifest.number if manifest else 0
         if manifest and not self._next:
-            if self.options.supervised and manifest.step == course.last:
+            if manifest.run == self._name and manifest.step == course.last:
                 if runtime.rank == 0:
                     print(f"step {course.last}  done: an earlier start has made the last checkpoint", flush=True)
                 self._planned = None
                 return True
-            samples = term.batches.samples
-            runtime.agree("the checkpoint", lambda: _check(manifest, self.job, work.chain, samples, course.last))
+            self._changes = runtime.agree(
+                "the checkpoint",
+                lambda: check(manifest, self.job, self.options.overrides, work.chain, term.batches.samples, course.last),
+            )
         store = Stored(stored) if begin.on_disk and stored else work.replicas
 
         took: dict[str, float] = {}
+        fits = not begin.step
 
         def restore(stage: Stage) -> None:
+            nonlocal fits
             took["planned"] = time.monotonic()
             if begin.step:
                 blobs = fetch(runtime.messenger, plan, begin, store, runtime.startup_seconds)
-                runtime.agree("the checkpoint's weights", lambda: load(stage, blobs))
+                runtime.agree("the checkpoint's weights", lambda: load(stage, blobs, self.job.train.optimizer))
+                fits = True
             work.replicas.back_to(begin.step)
             took["had their layers' state"] = time.monotonic()
 
-        term.build(course, restore)
+        try:
+            term.build(course, restore)
+        except Agreed as mistake:
+            if fits or begin.on_disk or not self.options.supervised:
+                raise
+            log.warning("what hosts have kept of step %d is passed over: %s", begin.step, mistake)
+            work.replicas.clear()
+            self._again = plan
+            return False
         if self._told:
             took["could begin"] = time.monotonic()
             self._told[-1] += "".join(f", {what} {1e3 * (at - self._found):.0f} ms later" for what, at in took.items())
@@ -156,7 +184,7 @@ class _Run:
     def recover(self, runtime: Runtime) -> None:
         """After a loss: find together and agree on what is next. Another loss meanwhile begins that anew."""
         while True:
-            self._lost = True
+            self._lost, self._again = True, None
             if self._term:
                 self._term.abandon()
             try:
@@ -200,8 +228,8 @@ class _Run:
         keep_memory()
         self._threads = set_threads(job.train.threads, runtime.hosts[runtime.rank]["cores"], runtime.ranks_on_host)
         run = self.options.supervised
-        now = run.began if run else datetime.now(UTC).isoformat(timespec="seconds")
-        self._began = runtime.messenger.broadcast(now, runtime.startup_seconds, "when the run began")
+        name = run.name if run else secrets.token_hex(8)
+        self._name = runtime.messenger.broadcast(name, runtime.startup_seconds, "the run's name")
         chain = runtime.agree("the model", lambda: load_model(job.model.name, job.model.args, job.train.seed))
         runtime.same("layers of the model", chain.names)
         work = Work(job, chain, runtime.agree("the loss", lambda: find_loss(job.train.loss)))
@@ -210,17 +238,20 @@ class _Run:
             work.replicas.disk = self._spill = Spill(run, mine["host"])
             if mine == next(facts for facts in runtime.hosts if facts["machine_id"] == mine["machine_id"]):
                 for step, blobs in self._spill.read().items():
-                    work.replicas.keep(step, blobs)
+                    work.replicas.keep(step, fitting(blobs, chain.names))
         return work
 
-    def _checkpoint(self) -> Checkpoint | None:
+    def _checkpoint(self, runtime: Runtime) -> Checkpoint | None:
         """Rank 0: the one to resume from; after a loss or another start the newest that this run has written."""
+        memory = {facts["machine_id"]: facts["memory_bytes"] or math.inf for facts in runtime.hosts}
+        most = sum(memory.values())
         if self._lost or self.options.supervised:
-            newest = newest_since(Path(self.job.output.directory), self._began)
-            if newest:
-                with contextlib.suppress(UserError):  # damaged
-                    return Checkpoint(newest)
-        return Checkpoint(self.options.resume) if self.options.resume else None
+            for path in made_by(Path(self.job.output.directory), self._name):
+                try:
+                    return Checkpoint(path, most)
+                except UserError as mistake:
+                    log.warning("passed over: %s", mistake)
+        return Checkpoint(self.options.resume, most) if self.options.resume else None
 
     def _first_plan(self, runtime: Runtime, work: Work) -> Plan:
         job = self.job
@@ -257,10 +288,11 @@ class _Run:
         told = runtime.messenger.allgather(mine, runtime.startup_seconds, "what an earlier start has measured")
         wanted = [host["host"] for host in runtime.hosts]
         for found in filter(None, told):
-            survey = msgspec.convert(found, Survey)
-            there = [device.host for device in survey.devices]
-            if len(set(there)) == len(there) and set(wanted) <= set(there):
-                return survey.only([there.index(host) for host in wanted])
+            with contextlib.suppress(msgspec.ValidationError, IndexError):  # damaged
+                survey = msgspec.convert(found, Survey)
+                there = [device.host for device in survey.devices]
+                if len(set(there)) == len(there) and set(wanted) <= set(there):
+                    return survey.only([there.index(host) for host in wanted])
         return None
 
     def _of_now(self, runtime: Runtime) -> Survey | None:
@@ -290,9 +322,13 @@ class _Run:
         self._ownership.take()
 
         def manifest(step: int) -> Manifest:
+            at = term.batches.position(step)
             return new_manifest(
+                run=self._name,
                 step=step,
-                epoch=term.batches.epoch(step),
+                epoch=at.epoch,
+                seen=at.seen,
+                order=at.order,
                 model=job.model.name,
                 model_args=job.model.args,
                 layers=work.chain.names,
@@ -304,7 +340,8 @@ class _Run:
         edges = [(stage.start, stage.stop) for stage in plan.stages]
         if self._controller:
             self._controller.wait_for_disk(runtime.startup_seconds)
-        writer = CheckpointWriter(directory, edges, manifest, job.output.keep)
+            self._controller.writer.close()
+        writer = CheckpointWriter(directory, edges, manifest, job.output.keep, self._number_before)
         if self._controller:
             controller = self._controller
             controller.renew(writer)
@@ -313,15 +350,15 @@ class _Run:
             facts = facts_of(
                 runtime.hosts, plan, work.chain.names, term.parameters, threads=self._threads, first_step=course.first,
                 last_step=course.last, compile_s=term.compile_seconds, plan_why=planned.lines if planned else [],
-                forecast_step_s=planned.step if planned else None, codecs_why=term.codecs_why,
+                forecast_step_s=planned.step if planned else None, codecs_why=term.codecs_why, run=self._name,
             )  # fmt: skip
             survey = planned.survey if planned else None
-            since = self._began if self._next else None
-            self._log = log = LogObserver(begin_log(directory, job, plan, facts, course.first, survey, since))
-            controller = Controller(self._observers(facts, course, log), writer)
+            mine = self._name if self._next else None
+            self._log = records = LogObserver(begin_log(directory, job, plan, facts, course.first, survey, mine))
+            controller = Controller(self._observers(facts, course, records), writer)
 
             def before_end(text: str) -> None:
-                log.event(runtime.clock.now(), runtime.lifeline.steps.get(0, 0), text)
+                records.event(runtime.clock.now(), runtime.lifeline.steps.get(0, 0), text)
                 controller.each("close")
 
             runtime.before_end = before_end
@@ -333,7 +370,10 @@ class _Run:
             controller.watch("adapter", self._adapter)
             controller.on_pulse = self._adapter.pulse
         if course.first and not self._next:
-            controller.each("event", runtime.clock.now(), course.first, f"resumed from {where}")
+            for text in [f"resumed from {where}", *self._changes]:
+                if self.options.quiet and text in self._changes:
+                    print(text, flush=True)
+                controller.each("event", runtime.clock.now(), course.first, text)
         for text in self._told:
             cuts = [stage.start for stage in plan.stages[1:]]
             after = f"{len(plan.stages)} stages go on from step {course.first}, cuts {cuts}"
@@ -342,8 +382,8 @@ class _Run:
             controller.each("event", runtime.clock.now(), course.first, f"{text}; {after}")
         return controller
 
-    def _observers(self, facts: dict[str, Any], course: Course, log: LogObserver) -> dict[str, Observer]:
-        observers: dict[str, Observer] = {"log": log}
+    def _observers(self, facts: dict[str, Any], course: Course, records: LogObserver) -> dict[str, Observer]:
+        observers: dict[str, Observer] = {"log": records}
         if not self.options.quiet:
             if facts["compile_s"] > 0.05:
                 print(f"kernels ready after {facts['compile_s']:.1f} s", flush=True)
@@ -369,30 +409,3 @@ def read_job(runtime: Runtime, options: Options) -> config.Job:
         return config.parse(text, str(options.job), options.overrides)
 
     return runtime.agree("the job file", check)
-
-
-def _share_manifest(runtime: Runtime, checkpoint: Checkpoint | None) -> Manifest | None:
-    mine = msgspec.to_builtins(checkpoint.manifest) if checkpoint else None
-    shared = runtime.messenger.broadcast(mine, runtime.startup_seconds, "the checkpoint's manifest")
-    return msgspec.convert(shared, Manifest) if shared else None
-
-
-def _check(manifest: Manifest, job: config.Job, chain: Chain, samples: int, last: int) -> None:
-    """Raises UserError where a checkpoint to resume from is another model's or already at the end."""
-    if manifest.layers != chain.names:
-        raise UserError(
-            f"--resume: the checkpoint holds another model ({manifest.model}, {len(manifest.layers)} layers) "
-            f"than the job names ({job.model.name}, {len(chain)} layers)"
-        )
-    if manifest.samples != samples:
-        raise UserError(f"--resume: the checkpoint was trained on {manifest.samples} samples, the job's data has {samples}")
-    if manifest.step >= last:
-        raise UserError(f"--resume: the checkpoint is at step {manifest.step}, and the job ends at step {last}")
-
-
-def _course(job: config.Job, batches: Batches, first: int) -> Course:
-    """How many steps, from where."""
-    per_epoch, output = batches.steps_per_epoch, job.output
-    last = job.train.steps if job.train.steps is not None else (job.train.epochs or 1) * per_epoch
-    evaluate_every = job.train.evaluate_every * per_epoch
-    return Course(first, last, evaluate_every, output.checkpoint_every, checkpoint_at_end=output.checkpoint_at_end)

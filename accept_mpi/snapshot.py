@@ -11,67 +11,31 @@ ranks nor the same cuts: rank 0 sends each rank the tensors of the layers that i
 """
 
 import contextlib
+import errno
+import fcntl
+import math
 import os
 import re
 import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, shown
+from accept_mpi.manifest import PARTS, File, Manifest, OtherVersion, Part, StageFiles, complete, last_number, read_manifest
+from accept_mpi.plain_files import open_regular
+from accept_mpi.tensor_file import read_header
 
-FORMAT = "accept-mpi checkpoint"
-VERSION = 1
 _CHUNK = 1 << 20
-Part = Literal["weights", "optimizer"]
-PARTS: tuple[Part, ...] = ("weights", "optimizer")
-
-
-class File(msgspec.Struct, frozen=True):
-    """A file of a checkpoint and how to know that it is whole."""
-
-    name: str
-    nbytes: int
-    crc32: int
-
-
-class StageFiles(msgspec.Struct, frozen=True):
-    """What one stage left: layers ``start <= i < stop``."""
-
-    start: int
-    stop: int
-    weights: File
-    optimizer: File
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """``manifest.json``."""
-
-    format: str = FORMAT
-    version: int = VERSION
-    created: str
-    step: int
-    """Updates made."""
-    epoch: int
-    model: str
-    model_args: dict[str, Any]
-    layers: list[str]
-    seed: int
-    """With the step, all there is to the state of the random numbers: every draw is seeded by what it is for."""
-    samples: int
-    """Size of the training set."""
-    job: str
-    """The job as JSON."""
-    stages: list[StageFiles]
 
 
 def directory_of(run: Path, step: int) -> Path:
@@ -97,18 +61,27 @@ def chunks(
 class CheckpointWriter:
     """Rank 0: puts the stages' chunks together, checkpoint by checkpoint."""
 
-    def __init__(self, run: Path, edges: list[tuple[int, int]], manifest: Callable[[int], Manifest], keep: int) -> None:
-        """``edges`` are each stage's first layer and end; ``manifest(step)`` gives all of a manifest but its stages."""
+    def __init__(
+        self, run: Path, edges: list[tuple[int, int]], manifest: Callable[[int], Manifest], keep: int, after: int = 0
+    ) -> None:
+        """``edges`` are each stage's first layer and end; ``manifest(step)`` gives all of a manifest but its stages and its
+        number; ``after``: the number of the checkpoint that the run goes on from."""
         self.run, self._edges, self._manifest, self._keep = run, edges, manifest, keep
         self._open: dict[int, dict[tuple[int, Part], _Growing]] = {}
         self._finished: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
         self._committing: set[int] = set()
-        self._made: list[Path] = []
-        """Checkpoints of this writer, in order."""
+        self._number = max(after, last_number(run))
+        self._counting = threading.Lock()
+        self._held: dict[int, int] = {}
+        """Open folders of unfinished checkpoints by step: locked, so that no other run takes them for left behind."""
         self.error: UserError | None = None
         for left in (run / "checkpoints").glob(".*step-*"):  # of a run that was killed
-            shutil.rmtree(left, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                handle = _lock(left) if re.fullmatch(r"\.(old-\.?)?step-\d{8,}", left.name) else None
+                if handle is not None:
+                    shutil.rmtree(left, ignore_errors=True)
+                    os.close(handle)
 
     def expect(self, step: int) -> None:
         """Announce a checkpoint, before any chunk of it can come."""
@@ -124,6 +97,8 @@ class CheckpointWriter:
             if (stage, part) not in files:
                 folder = self._temporary(step)
                 folder.mkdir(parents=True, exist_ok=True)
+                if step not in self._held:
+                    self._held[step] = _hold(folder)
                 files[stage, part] = _Growing(folder / f"stage-{stage}.{part}.safetensors", body["total"])
             files[stage, part].add(body["data"])
         except OSError as error:
@@ -150,6 +125,15 @@ class CheckpointWriter:
         """Whether the checkpoint of ``step`` is on the disk."""
         return step in self._finished and self._finished[step].is_set()
 
+    def close(self) -> None:
+        """Leave what has not come in whole: nobody will finish it, and whoever writes here next may clear it away."""
+        for step, files in self._open.items():
+            for file in files.values():
+                file.abandon()
+            if step in self._held:
+                os.close(self._held.pop(step))
+        self._open = {}
+
     def _temporary(self, step: int) -> Path:
         final = directory_of(self.run, step)
         return final.with_name(f".{final.name}")
@@ -162,32 +146,49 @@ class CheckpointWriter:
                 for stage, (start, stop) in enumerate(self._edges)
             ]
             folder, final = self._temporary(step), directory_of(self.run, step)
-            manifest = msgspec.structs.replace(self._manifest(step), stages=stages)
-            with open(folder / "manifest.json", "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-                file.flush()
-                os.fsync(file.fileno())
             old = final.with_name(f".old-{final.name}")
-            if final.exists():  # a resumed run comes by here again
-                os.rename(final, old)
-            os.rename(folder, final)
-            _fsync_directory(final.parent)
-            shutil.rmtree(old, ignore_errors=True)
-            self._forget_old(final)
+            with self._counting:
+                self._number += 1
+                manifest = msgspec.structs.replace(self._manifest(step), stages=stages, number=self._number)
+                with open(folder / "manifest.json", "wb") as file:
+                    file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+                    file.flush()
+                    os.fsync(file.fileno())
+                if final.exists():  # a resumed run comes by here again
+                    os.rename(final, old)
+                os.rename(folder, final)
+                _fsync_directory(final.parent)
+                shutil.rmtree(old, ignore_errors=True)
+                if self._keep:
+                    for path in complete(self.run)[: -self._keep]:
+                        shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
             self.error = UserError(f"cannot write the checkpoint of step {step} to {self.run}: {error}")
         finally:
+            os.close(self._held.pop(step))
             self._finished[step].set()
 
-    def _forget_old(self, newest: Path) -> None:
-        """What others have made is older, whatever their steps and clocks say."""
-        with self._lock:
-            self._made = [*(path for path in self._made if path != newest), newest]
-            kept = [*(path for path in complete(self.run) if path not in self._made), *self._made]
-            self._made = [path for path in self._made if path in kept[-self._keep :]]
-        if self._keep:
-            for path in kept[: -self._keep]:
-                shutil.rmtree(path, ignore_errors=True)
+
+def _hold(folder: Path) -> int:
+    """Raises OSError where another process writes to the same folder."""
+    handle = _lock(folder)
+    if handle is None:
+        raise OSError(errno.EBUSY, "another run writes the same checkpoint")
+    return handle
+
+
+def _lock(folder: Path) -> int | None:
+    """The folder, open and locked until it is closed; None where another process has it. Where the file system knows no
+    locks it counts as free."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:
+        pass
+    return handle
 
 
 class _Growing:
@@ -207,6 +208,9 @@ class _Growing:
         self._written += len(data)
         self._crc = zlib.crc32(data, self._crc)
 
+    def abandon(self) -> None:
+        self._file.close()
+
     def close(self) -> File:
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -214,57 +218,34 @@ class _Growing:
         return File(self._path.name, self._written, self._crc)
 
 
-def complete(run: Path) -> list[Path]:
-    """A run's checkpoints in the order in which they were made: a directory may hold those of several runs."""
-    found = (run / "checkpoints").glob("step-*")
-    whole = [path for path in found if re.fullmatch(r"step-\d{8,}", path.name) and (path / "manifest.json").is_file()]
-    return sorted(whole, key=lambda path: (_made_at(path), path.name))
-
-
-def _made_at(path: Path) -> str:
-    """As its manifest says; of a damaged one, as its file does."""
-    try:
-        return msgspec.json.decode((path / "manifest.json").read_bytes(), type=Manifest).created
-    except (msgspec.DecodeError, OSError):
-        return _utc(path.stat().st_mtime)
-
-
-def newest_since(run: Path, began: str) -> Path | None:
-    """A run's newest checkpoint that was made at ``began`` (UTC, as a manifest has it) or later; not checked."""
-    for path in reversed(complete(run)):
-        with contextlib.suppress(msgspec.DecodeError, OSError):
-            manifest = msgspec.json.decode((path / "manifest.json").read_bytes(), type=Manifest)
-            if manifest.created >= began:
-                return path
-    return None
-
-
 class Checkpoint:
     """A checkpoint on disk, checked."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most: float = math.inf, of: Sequence[Part] = PARTS) -> None:
         """Open ``path``: a checkpoint's directory, or a run's (its newest checkpoint).
 
-        Raises UserError where there is none, or it is damaged.
+        Raises UserError where there is none, it is damaged, or its tensors ``of`` some kinds have more than ``most`` bytes.
         """
-        if not (path / "manifest.json").is_file():
-            found = complete(path)
-            if not found:
-                raise UserError(f"{path}: neither a checkpoint nor a run with one")
-            path = found[-1]
-        self.path = path
         try:
-            self.manifest = msgspec.json.decode((path / "manifest.json").read_bytes(), type=Manifest)
-        except (msgspec.DecodeError, OSError) as error:
+            if not (path / "manifest.json").is_file():
+                found = complete(path)
+                if not found:
+                    raise UserError(f"{path}: neither a checkpoint nor a run with one")
+                path = found[-1]
+            self.path = path
+            self.manifest = read_manifest(path)
+        except OtherVersion as error:
+            raise UserError(f"{path}: {error}") from error
+        except ValueError as error:
             raise UserError(f"{path}: damaged checkpoint: manifest.json: {error}") from error
-        if self.manifest.format != FORMAT or self.manifest.version != VERSION:
-            raise UserError(
-                f"{path}: {self.manifest.format} of version {self.manifest.version}; "
-                f"this program reads {FORMAT} of version {VERSION}"
-            )
-        for stage in self.manifest.stages:
-            self._check(stage.weights)
-            self._check(stage.optimizer)
+        except OSError as error:
+            raise UserError(f"{path}: cannot read the checkpoint: {error.strerror or error}") from error
+        files = [(stage, part) for stage in self.manifest.stages for part in PARTS]
+        sizes = [(part, self._check_header(stage, part)) for stage, part in files]
+        if (size := sum(nbytes for part, nbytes in sizes if part in of)) > most:
+            raise UserError(f"{path}: holds {size / 1e9:.1f} GB, more than the {most / 1e9:.1f} GB of memory that there are")
+        for stage, part in files:
+            self._check_sum(stage, part)
 
     def tensors(self, part: Part, layers: range) -> dict[str, torch.Tensor]:
         """Tensors of ``layers``, under their names in the files."""
@@ -273,11 +254,11 @@ class Checkpoint:
         for stage in self.manifest.stages:
             if stage.stop <= layers.start or layers.stop <= stage.start:
                 continue
-            file = stage.weights if part == "weights" else stage.optimizer
+            file = _file(stage, part)
             try:
                 with safe_open(self.path / file.name, framework="pt") as opened:
                     for key in opened.keys():  # noqa: SIM118  # not a dict
-                        if key.rpartition("/")[2].partition(".")[0] in wanted:
+                        if _layer(key, part) in wanted:
                             found[key] = opened.get_tensor(key)
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{self.path}: damaged checkpoint: {file.name}: {error}") from error
@@ -287,20 +268,50 @@ class Checkpoint:
         """The whole model's state_dict."""
         return self.tensors("weights", range(len(self.manifest.layers)))
 
-    def _check(self, file: File) -> None:
-        path = self.path / file.name
-        try:
-            crc = 0
-            with open(path, "rb") as opened:
-                while data := opened.read(_CHUNK):
-                    crc = zlib.crc32(data, crc)
-            size = path.stat().st_size
-        except OSError as error:
-            raise UserError(f"{self.path}: damaged checkpoint: {file.name}: {error.strerror}") from error
-        if size != file.nbytes:
-            raise UserError(f"{self.path}: damaged checkpoint: {file.name} has {size} bytes, not {file.nbytes}")
+    def _check_header(self, stage: StageFiles, part: Part) -> int:
+        """The file's size, and which tensors it says that it holds; returns their bytes."""
+        file = _file(stage, part)
+        with self._opened(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size != file.nbytes:
+                raise self._damaged(file, f"has {size} bytes, not {file.nbytes}")
+            try:
+                entries = read_header(opened, size)
+            except ValueError as error:
+                raise self._damaged(file, str(error)) from error
+        own = set(self.manifest.layers[stage.start : stage.stop])
+        strange = next((name for name in entries if _layer(name, part) not in own), None)
+        if strange is not None:
+            raise self._damaged(file, f'holds "{shown(strange)}", which is of none of its layers')
+        return sum(end - begin for begin, end in (entry.data_offsets for entry in entries.values()))
+
+    def _check_sum(self, stage: StageFiles, part: Part) -> None:
+        file, crc = _file(stage, part), 0
+        with self._opened(file) as opened:
+            while data := opened.read(_CHUNK):
+                crc = zlib.crc32(data, crc)
         if crc != file.crc32:
-            raise UserError(f"{self.path}: damaged checkpoint: {file.name} does not match its checksum")
+            raise self._damaged(file, "does not match its checksum")
+
+    @contextlib.contextmanager
+    def _opened(self, file: File) -> Iterator[BinaryIO]:
+        try:
+            with open_regular(self.path / file.name, links=False) as opened:
+                yield opened
+        except OSError as error:
+            raise self._damaged(file, error.strerror or str(error)) from error
+
+    def _damaged(self, file: File, how: str) -> UserError:
+        return UserError(f"{self.path}: damaged checkpoint: {file.name}: {how}")
+
+
+def _file(stage: StageFiles, part: Part) -> File:
+    return stage.weights if part == "weights" else stage.optimizer
+
+
+def _layer(key: str, part: Part) -> str:
+    """ "features-3" of "features-3.conv.weight", "exp_avg/features-3.conv.weight" in the optimizer's file."""
+    return (key if part == "weights" else key.partition("/")[2]).partition(".")[0]
 
 
 def new_manifest(**fields: Any) -> Manifest:

@@ -2,10 +2,12 @@
 
 Each rank writes what it holds of the last two snapshots that were whole everywhere, to
 ``~/.cache/accept_mpi/replicas/RUN/HOST/STEP-PID``: a CRC-32 (4 bytes) and MessagePack of {layer: state}. Two, since not all
-ranks may have written the newest when they end. Nothing is synchronized: a host that loses its power is not asked.
+ranks may have written the newest when they end. Nothing is synchronized: a host that loses its power is not asked. Only
+this user's own files are read, in folders to which nobody else may write.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -19,6 +21,8 @@ from typing import Any
 import msgspec
 
 from accept_mpi.kernels.options import cache_directory
+from accept_mpi.memory import available_memory
+from accept_mpi.plain_files import is_private, read_regular
 from accept_mpi.supervised import Supervised
 
 log = logging.getLogger(__name__)
@@ -28,6 +32,7 @@ Blobs = dict[int, bytes]
 
 _OLD = 7 * 24 * 3600.0  # seconds after which another run's replicas are thrown away
 _ATTENDED, _SURVEY = "attended", "survey"
+_MOST_DIGITS, _MOST_SURVEY = 20, 64 << 20
 
 
 class Spill:
@@ -60,13 +65,12 @@ class Spill:
             with contextlib.suppress(OSError):
                 left.unlink()
         for path in self._kept() if self._attended() else []:
-            with contextlib.suppress(OSError, msgspec.DecodeError):
+            try:
                 found.setdefault(_step(path), {}).update(_decoded(path))
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            (self._directory / _ATTENDED).write_text(str(self._number))
-        except OSError as error:
-            self._warn(error)
+            except (OSError, ValueError, MemoryError, RecursionError) as error:
+                log.warning("%s: a damaged replica is passed over: %s", path, getattr(error, "strerror", None) or error)
+        with self._disk:
+            self._put(self._directory / _ATTENDED, str(self._number).encode(), bare=True)
         return {step: blobs for step, blobs in found.items() if blobs}
 
     def write(self, step: int, layers: Blobs) -> None:
@@ -98,9 +102,8 @@ class Spill:
 
     def survey(self) -> Any:
         """What the last ``keep_survey`` was given; None where there is none, or it is damaged."""
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            if data := _checked(self._directory / _SURVEY):
-                return msgspec.msgpack.decode(data)
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            return msgspec.msgpack.decode(_checked(self._directory / _SURVEY, _MOST_SURVEY))
         return None
 
     def clear(self) -> None:
@@ -131,12 +134,14 @@ class Spill:
             self._remove(0, self._before)
             self._before = step
 
-    def _put(self, path: Path, data: bytes) -> bool:
+    def _put(self, path: Path, data: bytes, bare: bool = False) -> bool:
+        """``bare``: without a checksum."""
         beside = path.with_name(f".{path.name}")
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            with open(beside, "wb") as file:
-                file.write(zlib.crc32(data).to_bytes(4, "little"))
+            self._make()
+            with open(beside, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                if not bare:
+                    file.write(zlib.crc32(data).to_bytes(4, "little"))
                 file.write(data)
             beside.replace(path)
         except OSError as error:
@@ -146,15 +151,25 @@ class Spill:
             return False
         return True
 
+    def _make(self) -> None:
+        """The folder. Raises OSError where it is not this user's alone."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        for folder in (self._directory.parent, self._directory):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(0o700)
+            if not is_private(folder):
+                raise PermissionError(errno.EPERM, "others may write to it", str(folder))
+
     def _attended(self) -> bool:
         """Whether this host had a part in the start before, or in this one."""
         with contextlib.suppress(OSError, ValueError):
-            return int((self._directory / _ATTENDED).read_text()) >= self._number - 1
+            self._make()
+            return int(_own(self._directory / _ATTENDED, _MOST_DIGITS)) >= self._number - 1
         return False
 
     def _kept(self) -> list[Path]:
         """Files of states, oldest step first."""
-        return sorted(path for path in self._directory.glob("*-*") if re.fullmatch(r"\d+-\d+", path.name))
+        return sorted(path for path in self._directory.glob("*-*") if re.fullmatch(r"\d{12}-\d{1,10}", path.name))
 
     def _remove(self, first: int, end: int | None) -> None:
         for path in self._kept():
@@ -165,7 +180,9 @@ class Spill:
     def _forget_old_runs(self) -> None:
         with contextlib.suppress(OSError):
             for run in self._root.iterdir():
-                newest = max((path.stat().st_mtime for path in [run, *run.rglob("*")]), default=0.0)
+                if run == self._directory.parent:  # whose last start may have been before the clock was set
+                    continue
+                newest = max((path.lstat().st_mtime for path in [run, *run.rglob("*")]), default=0.0)
                 if time.time() - newest > _OLD:
                     shutil.rmtree(run, ignore_errors=True)
 
@@ -180,12 +197,20 @@ def _step(path: Path) -> int:
 
 
 def _decoded(path: Path) -> Blobs:
-    """Nothing where the file is damaged."""
-    data = _checked(path)
-    return msgspec.msgpack.decode(data, type=Blobs) if data else {}
+    """Raises OSError or ValueError where the file is damaged."""
+    blobs = msgspec.msgpack.decode(_checked(path, int(min(available_memory() / 2, 1 << 50))), type=Blobs)
+    return {layer: blob for layer, blob in blobs.items() if blob}
 
 
-def _checked(path: Path) -> bytes:
-    """What follows the checksum; nothing where it is another's."""
-    data = path.read_bytes()
-    return data[4:] if len(data) > 4 and zlib.crc32(data[4:]) == int.from_bytes(data[:4], "little") else b""
+def _checked(path: Path, most: int) -> bytes:
+    """What follows the checksum. Raises OSError, or ValueError where it is another's."""
+    data = _own(path, most)
+    if len(data) <= 4 or zlib.crc32(data[4:]) != int.from_bytes(data[:4], "little"):
+        raise ValueError("it does not match its checksum")
+    return data[4:]
+
+
+def _own(path: Path, most: int) -> bytes:
+    if not is_private(path):
+        raise PermissionError(errno.EPERM, "others may write to it", str(path))
+    return read_regular(path, most, links=False)

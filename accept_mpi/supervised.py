@@ -1,33 +1,35 @@
 """What ``launch`` tells the ranks of a run that it begins, and begins again."""
 
 import os
+import re
 
 import msgspec
 
 _RANKS_HERE = "OMPI_COMM_WORLD_LOCAL_SIZE"
+# A name becomes a folder's, so it may lead nowhere else.
+_TEXT = re.compile(r"([\w-]{1,100})/(\d{1,9})(?:/(\d{1,5}(?:,\d{1,5})*)?)?", re.ASCII)
 
 
 class Supervised(msgspec.Struct, frozen=True):
-    """``BEGAN/NAME/NUMBER/SLOTS``, an option of ``train``'s command line."""
+    """``NAME/NUMBER/SLOTS``, an option of ``train``'s command line."""
 
-    began: str
-    """When the supervisor began (UTC, as a manifest has it): checkpoints made since then are this run's."""
     name: str
-    """Of the run, the same at each start."""
+    """Of the run, the same at each start: what bears it is this run's, whatever clocks say."""
     number: int
     """Of the start, counting those that made a step: 1, 2, ..."""
     slots: tuple[int, ...] = ()
     """Ranks that each host was to get, in the order of the host file; empty: all are on one machine."""
 
     def __str__(self) -> str:
-        return "/".join([self.began, self.name, str(self.number), ",".join(map(str, self.slots))])
+        return "/".join([self.name, str(self.number), ",".join(map(str, self.slots))])
 
     @staticmethod
     def parse(text: str) -> "Supervised":
         """Raises ValueError."""
-        began, name, number, *more = text.split("/", 3)
-        slots = tuple(int(count) for count in more[0].split(",")) if more and more[0] else ()
-        return Supervised(began, name, int(number), slots)
+        found = _TEXT.fullmatch(text)
+        if not found:
+            raise ValueError(f'expected NAME/NUMBER, got "{text}"')
+        return Supervised(found[1], int(found[2]), tuple(map(int, found[3].split(","))) if found[3] else ())
 
     def misplaced(self, rank: int) -> str | None:
         """What is wrong where mpirun has started other ranks beside this one than the host file asks for; else None."""

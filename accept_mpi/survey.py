@@ -5,14 +5,19 @@ Layout in HDF5 (group ``survey`` of a log, version 1): datasets ``outline`` and 
 ``latency`` (seconds).
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import torch
+from msgspec import Meta
 
 from accept_mpi.errors import UserError
+from accept_mpi.hdf5_files import Damaged, number_in, values_in
 from accept_mpi.outline import Outline
 
+_MOST_DEVICES, _MOST_LAYERS = 4096, 1 << 16
+_LARGEST = 1e18  # bytes, operations
 _TIMES = ("forward", "backward", "weights", "update")
 
 
@@ -94,16 +99,49 @@ class Survey(msgspec.Struct, frozen=True):
     @staticmethod
     def read(group: Any) -> "Survey":
         """From an HDF5 group. Raises UserError where it holds no survey."""
+        where = group.file.filename
         try:
-            if group.attrs["version"] != 1:
-                raise UserError(f"{group.file.filename}: survey layout version {group.attrs['version']} is not known here")
-            outline = msgspec.json.decode(group["outline"][:].tobytes(), type=Outline)
-            bare = msgspec.json.decode(group["devices"][:].tobytes(), type=list[Device])
-            times = group["times"][:]
+            if (version := number_in(group, "version")) != 1:
+                raise UserError(f"{where}: survey layout version {version} is not known here")
+            outline = outline_in(group)
+            said = values_in(group, "devices", dtype=np.uint8, shape=(None,)).tobytes()
+            devices = msgspec.json.decode(said, type=Annotated[list[Device], Meta(min_length=1, max_length=_MOST_DEVICES)])
+            times = values_in(group, "times", kinds="f", shape=(len(_TIMES), len(devices), len(outline.layers)))
             devices = [
                 msgspec.structs.replace(device, **{name: times[k, n].tolist() for k, name in enumerate(_TIMES)})
-                for n, device in enumerate(bare)
+                for n, device in enumerate(devices)
             ]
-            return Survey(outline, devices, group["rate"][:].tolist(), group["latency"][:].tolist())
-        except (KeyError, IndexError, ValueError, msgspec.MsgspecError) as error:
-            raise UserError(f"{group.file.filename}: the survey in it cannot be read: {error}") from error
+            pairs = (len(devices), len(devices))
+            rate, latency = (values_in(group, name, kinds="f", shape=pairs) for name in ("rate", "latency"))
+            _check_numbers(msgspec.to_builtins([*devices, latency.tolist()]), "devices")
+            if not (rate > 0).all():  # infinite from a device to itself
+                raise Damaged("a rate in it is none")
+        except (Damaged, RecursionError, msgspec.MsgspecError) as error:
+            raise UserError(f"{where}: the survey in it cannot be read: {error}") from error
+        return Survey(outline, devices, rate.tolist(), latency.tolist())
+
+
+def outline_in(group: Any, name: str = "outline") -> Outline:
+    """A model's outline, as bytes of JSON in a group. Raises Damaged."""
+    try:
+        outline = msgspec.json.decode(values_in(group, name, dtype=np.uint8, shape=(None,)).tobytes(), type=Outline)
+    except (RecursionError, msgspec.MsgspecError) as error:
+        raise Damaged(f"an outline that is none: {error}") from error
+    if not 1 <= len(outline.names) == len(outline.layers) <= _MOST_LAYERS:
+        raise Damaged(f"an outline of {len(outline.layers)} layers and {len(outline.names)} names")
+    _check_numbers(msgspec.to_builtins(outline), "an outline")
+    return outline
+
+
+def _check_numbers(value: Any, what: str) -> None:
+    """Raises Damaged where a number, however deep in plain data, is no size and no time; or a dtype is not torch's."""
+    if isinstance(value, dict):
+        if not isinstance(getattr(torch, value.get("dtype", "float32"), None), torch.dtype) and value["dtype"] != "absent":
+            raise Damaged(f'{what} with a dtype "{value["dtype"]}"')
+        for each in value.values():
+            _check_numbers(each, what)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _check_numbers(each, what)
+    elif isinstance(value, int | float) and not 0 <= value <= _LARGEST:
+        raise Damaged(f"{what} with the number {value}")

@@ -194,8 +194,7 @@ class Term:
 
         def end(peer: int, boundary: int, direction: int, signature: Signature) -> Endpoint:
             kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
-            in_step = len(self.batches.sizes(0))
-            limit = depth(kind, boundary, len(plan.stages), in_step if kind != "1f1b-async" else 1 << 30, slack)
+            limit = depth(kind, boundary, len(plan.stages), self.batches.most if kind != "1f1b-async" else 1 << 30, slack)
             names = plan.boundaries[boundary]
             coding = parse(names.backward, True) if direction == BACKWARD else parse(names.forward, False)
             trees = signature.trees if direction == FORWARD else {}
@@ -282,5 +281,4 @@ def _make_stage(runtime: Runtime, job: config.Job, chain: Chain, mine: range, lo
 
 def _sizes(batches: Batches, test_samples: int) -> tuple[list[int], list[int]]:
     """Every number of samples that a micro-batch of this run can have: in training, in evaluation."""
-    training = {*batches.sizes(0), *batches.sizes(batches.steps_per_epoch - 1)}
-    return sorted(training, reverse=True), sorted(set(cut(test_samples, batches.micro)), reverse=True)
+    return sorted(batches.every_size(), reverse=True), sorted(set(cut(test_samples, batches.micro)), reverse=True)

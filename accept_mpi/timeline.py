@@ -20,6 +20,11 @@ def of_kind(trace: Rows, *kinds: str) -> Rows:
     return trace[np.isin(trace["kind"], [NUMBER[kind] for kind in kinds])]
 
 
+def timed(trace: Rows) -> Rows:
+    """Rows whose times are known."""
+    return trace[np.isfinite(trace["start"]) & np.isfinite(trace["end"])]
+
+
 def window(trace: Rows, start: float, end: float) -> Rows:
     """Rows that overlap the seconds ``start`` to ``end``."""
     return trace[(trace["end"] > start) & (trace["start"] < end)]

@@ -1,7 +1,6 @@
 """A log's trace in the format of Chrome's and Perfetto's trace viewers (Trace Event Format, JSON)."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ import numpy as np
 
 from accept_mpi.errors import UserError
 from accept_mpi.log import KINDS, TRACE, open_log, read_facts
-from accept_mpi.timeline import plans_of
+from accept_mpi.plain_files import replacing
+from accept_mpi.timeline import plans_of, timed
 
 _CHUNK = 50_000  # rows held in memory at once
 _LANES = {"compute": 0, "encode, decode": 1, "send forward": 2, "send backward": 8}
@@ -23,19 +23,16 @@ def export_chrome(log: Path, out: Path) -> None:
     Times are microseconds since the run began; an arrow leads from each send to the decoding on the other side. Raises
     UserError where the log cannot be read or ``out`` not be written.
     """
-    beside = out.with_name(f".{out.name}.{os.getpid()}")
     with open_log(log) as file:
         facts = read_facts(file)
         try:
-            with open(beside, "w") as stream:
+            with replacing(out) as beside, open(beside, "w") as stream:
                 stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
                 for number, event in enumerate(_events(file, facts)):
                     stream.write((",\n" if number else "") + json.dumps(event))
                 stream.write("\n]}\n")
-            beside.replace(out)
         except OSError as error:
-            beside.unlink(missing_ok=True)
-            raise UserError(f"{out}: cannot write: {error.strerror}") from error
+            raise UserError(f"{out}: cannot write: {error.strerror or error}") from error
 
 
 def _events(file: Any, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -51,7 +48,7 @@ def _events(file: Any, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _lane(rank, number, lane)
     rows = file["trace"]
     for begin in range(0, len(rows), _CHUNK):
-        for row in rows[begin : begin + _CHUNK]:
+        for row in timed(rows[begin : begin + _CHUNK]):
             yield from _event(dict(zip(TRACE.names or (), row.tolist(), strict=True)), until)
 
 

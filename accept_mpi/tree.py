@@ -209,7 +209,7 @@ def _instance(kind: str, cls: Any, rest: list[Any], tensors: Sequence[Any]) -> A
     if kind == _MAPPING:
         half = len(children) // 2
         return cls(**dict(zip(children[:half], children[half:], strict=True)))
-    made = cls.__new__(cls)  # as copy.copy does it: __init__ and __post_init__ have run where the value was made
+    made: Any = object.__new__(cls)  # as copy.copy does it: __init__ and __post_init__ have run where the value was made
     for name, child in zip(fields, children, strict=True):
         object.__setattr__(made, name, child)
     return made

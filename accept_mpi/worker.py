@@ -52,9 +52,11 @@ class Course:
     evaluate_every: int
     checkpoint_every: int
     checkpoint_at_end: bool
+    evaluate_from: int = 0
+    """A step from which ``evaluate_every`` counts: an epoch may end elsewhere since the batch size has changed."""
 
     def evaluates(self, step: int) -> bool:
-        return self.evaluate_every > 0 and (step % self.evaluate_every == 0 or step == self.last)
+        return self.evaluate_every > 0 and ((step - self.evaluate_from) % self.evaluate_every == 0 or step == self.last)
 
     def checkpoints(self, step: int) -> bool:
         if step == self.last and self.checkpoint_at_end:
@@ -116,7 +118,9 @@ class Worker:
         """
         self._course = course
         asynchronous = self.job.pipeline.schedule == "1f1b-async"
-        pauses = [course.evaluate_every, course.checkpoint_every] if asynchronous else [1]
+        pauses = [(1, 0)]
+        if asynchronous:
+            pauses = [(course.evaluate_every, course.evaluate_from), (course.checkpoint_every, 0)]
         for segment in segments(course.first, course.last, pauses):
             self.walk(segment, course.last, deliver)
             stop = segment.stop if self._final is None else self._final + 1

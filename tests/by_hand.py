@@ -1,6 +1,7 @@
 """Ranks that do by hand what training does, also at a bad moment; ``python by_hand.py WHAT`` under mpirun with ULFM."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -15,10 +16,14 @@ from accept_mpi.comm.plane import DataPlane, Endpoint
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.recorder import Recorder
 
+LONG = 300.0
+"""Seconds that nothing takes."""
+PAUSES = 20
+
 
 def revoked(runtime: Runtime) -> None:
     """A rank that only looks for messages hears that the circle is broken."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + LONG
     try:
         if runtime.rank == 1:
             runtime.circle.revoke()
@@ -39,14 +44,21 @@ def late(runtime: Runtime) -> None:
         time.sleep(0.5)
         plane.post(1, "replica", b"x" * (1 << 16), True)
         time.sleep(0.2)
-    plane.stop(5.0)
+    plane.stop(LONG)
     assert runtime.all_done()
     print("done", flush=True)
 
 
 def twice(runtime: Runtime) -> None:
     """Another loss while the ranks find together: who has found together lives."""
-    module._REGROUP_SECONDS = 3.0
+    guards: list[threading.Timer] = []
+
+    class Guard(threading.Timer):
+        def start(self) -> None:
+            guards.append(self)
+            super().start()
+
+    module.threading.Timer = Guard  # type: ignore[misc]
     make, failed = module.Messenger, []
 
     def failing(comm: MPI.Intracomm) -> module.Messenger:
@@ -57,29 +69,39 @@ def twice(runtime: Runtime) -> None:
 
     module.Messenger = failing  # type: ignore[assignment, misc]
     runtime.regroup()
-    time.sleep(4.0)
+    assert guards
+    assert all(guard.finished.is_set() for guard in guards)  # nothing ends this process later
     print("lives", flush=True)
 
 
 def looks(runtime: Runtime) -> None:
-    """How often a data plane looks in a second in which its rank neither sends nor waits: while it shares the computing
+    """How long a data plane lets MPI be, in seconds, while its rank neither sends nor waits: while it shares the computing
     core, and nothing large is expected; something large; and on a core of its own."""
     specs = {1: (TensorSpec.of(torch.zeros(1, 4)),)}
     for shares_core, bulk in ((True, False), (True, True), (False, False)):
         recorder = Recorder(runtime.clock, runtime.rank, runtime.rank, runtime.members)
         plane = DataPlane(runtime.circle.data, runtime.messenger, recorder, lambda message: True, shares_core)
         plane.incoming(Endpoint(1 - runtime.rank, 0, 0, specs, 1, Coding(), 0)).brings_bulk = bulk
-        made, move = [], plane._move
+        looked, pauses, enough = [0], [], threading.Event()
+        move, interval = plane._move, plane._interval
 
-        def counted(made: list[int] = made, move: Callable[[], bool] = move) -> bool:
-            made.append(1)
+        def counted(looked: list[int] = looked, pauses: list[float] = pauses, move: Callable[[], bool] = move) -> bool:
+            looked[0] += len(pauses) < PAUSES
             return move()
 
-        plane._move = counted  # type: ignore[method-assign]
+        def noted(
+            pauses: list[float] = pauses, enough: threading.Event = enough, interval: Callable[[], float] = interval
+        ) -> float:
+            pauses.append(interval())
+            if len(pauses) == PAUSES:
+                enough.set()
+            return pauses[-1]
+
+        plane._move, plane._interval = counted, noted  # type: ignore[method-assign]
         plane.start()
-        time.sleep(1.0)
-        print("looks", len(made), flush=True)
-        plane.stop(5.0)
+        assert enough.wait(LONG)
+        print("looks", looked[0], min(pauses[:PAUSES]), flush=True)
+        plane.stop(LONG)
     assert runtime.all_done()
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,8 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch  # after OMP_NUM_THREADS
 
 torch.set_num_threads(1)
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 ROOT = Path(__file__).resolve().parent.parent
+RANK = str(ROOT / "tests" / "rank.py")
 HANGS = 600.0
 """Seconds after which something is taken to hang. Nothing that is tested depends on it: a busy machine is slow."""
 
@@ -71,27 +75,33 @@ def mpirun_command(ranks: int) -> list[str]:
 
 
 def python() -> list[str]:
-    """What stands for ``python`` in a command line of mpirun: ranks are forked by tests/template.py, which starts here once.
+    """What stands for ``python`` in a command line: the process is forked by tests/template.py, which starts here once.
 
-    Each is a process of its own, and its start takes 0.2 s instead of 2 s of CPU. Elsewhere than behind mpirun, and where
-    another host, interpreter or library is what is tested, ``sys.executable`` is right.
+    A rank is a process of its own, and its start takes 0.2 s of CPU instead of 2 s. Where another host, interpreter or
+    library is what is tested, or what a start imports, ``sys.executable`` is right.
     """
-    if "ACCEPT_MPI_TEMPLATE" not in os.environ:
+    if not _templates:
         folder = Path(tempfile.mkdtemp(prefix="template-"))
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, str(ROOT / "tests" / "template.py"), str(folder)],
                 env=environment(), stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
+        alone = folder / "python"  # as one file, for who asks for that
+        alone.write_text(
+            f"#!{sys.executable} -SE\nimport sys\nsys.argv[1:1] = [{sys.executable!r}]\n"
+            f"exec(compile(open({RANK!r}).read(), {RANK!r}, 'exec'))\n"
+        )
+        alone.chmod(0o700)
         _templates.append((process, folder))
         os.environ["ACCEPT_MPI_TEMPLATE"] = str(folder)
     process, folder = _templates[0]
     until = time.monotonic() + HANGS
-    while not (folder / "socket").exists():
+    while not (folder / "socket").exists() or process.poll() is not None:
         assert process.poll() is None, (folder / "output").read_text()
         assert time.monotonic() < until, "tests/template.py does not begin"
         time.sleep(0.02)
-    return [sys.executable, "-S", "-E", str(ROOT / "tests" / "rank.py"), sys.executable]
+    return [sys.executable, "-S", "-E", RANK, sys.executable]
 
 
 _templates: list[tuple["subprocess.Popen[bytes]", Path]] = []

@@ -1,12 +1,12 @@
 """What the tests that kill ranks share."""
 
-import sys
+import contextlib
 from functools import cache
 from pathlib import Path
 
 import samples
 import torch
-from conftest import finish, mpirun_command
+from conftest import HANGS, finish, mpirun_command, python
 
 from accept_mpi.faults import VARIABLE
 
@@ -18,12 +18,12 @@ def expected() -> dict[str, torch.Tensor]:
     return samples.plain(samples.CNN).train(train["steps"], train["batch_size"], train["micro_batches"])
 
 
-def run(folder: Path, arguments: list[object], faults: str, ranks: int, deadline: float = 100.0) -> tuple[int, str]:
+def run(folder: Path, arguments: list[object], faults: str, ranks: int, deadline: float = HANGS) -> tuple[int, str]:
     """Exit code and output of ``python *arguments`` under ULFM, with ranks that die as ``faults`` says."""
     mpirun, *count = mpirun_command(ranks)
     # A killed rank leaves Open MPI's shared memory behind: let it lie in the test's own folder.
     more = {VARIABLE: faults, "OMPI_MCA_btl_sm_backing_directory": str(folder)}
-    command = [mpirun, "--with-ft", "ulfm", *count, sys.executable, *map(str, arguments)]
+    command = [mpirun, "--with-ft", "ulfm", *count, *python(), *map(str, arguments)]
     found = finish(command, folder, more, deadline)
     return found.code, found.out
 
@@ -38,4 +38,15 @@ def left_behind(folder: Path) -> list[int]:
                     found.append(int(entry.name))
             except OSError:
                 continue
+    return found
+
+
+def ranks_of(folder: Path) -> dict[int, int]:
+    """Rank -> process id of the forked ranks (tests/template.py) that run in ``folder``."""
+    found = {}
+    for pid in left_behind(folder):
+        with contextlib.suppress(OSError):
+            name = Path(f"/proc/{pid}/comm").read_text().split()
+            if name[0] == "rank" and name[1].isdigit():
+                found[int(name[1])] = pid
     return found

@@ -244,7 +244,7 @@ class Second(nn.Module):
         return self.linear(
             {
                 "dict": lambda: v["h"] * v["scale"],
-                "ordered": lambda: list(v.values())[1] * list(v.values())[0],
+                "ordered": lambda: list(v.values())[1] * next(iter(v.values())),
                 "none": lambda: v[0] if v[1] is None else 0 * v[0],
                 "flag": lambda: 2 * v[0] if v[1] is True else 0 * v[0],
                 "varying": lambda: v[0] * (1 + v[1]),

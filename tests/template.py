@@ -30,7 +30,7 @@ LIBRARIES = (
 )  # fmt: skip
 FIXED = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "NUMBA_", "TORCH", "LD_PRELOAD", "MALLOC_", "GLIBC_")
 """Environment variables that interpreter and libraries read as they start: where one differs, nothing is forked."""
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _REQUEST_SECONDS = 60.0
 
 
@@ -71,7 +71,10 @@ def receive(peer: socket.socket) -> tuple[Request, list[int]]:
 
 
 def become(request: Request, files: list[int]) -> None:
-    """In the forked process: everything that a rank has of its own."""
+    """In the forked process: everything that a rank has of its own, and a name for ``ps``, "rank 2"."""
+    name = f"rank {request.environment.get('OMPI_COMM_WORLD_RANK', 'alone')}"
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -105,8 +108,10 @@ def serve(listener: socket.socket) -> Request | None:
                 ends.recv(4096)
                 for one, pid in list(forked.items()):
                     if (end := os.waitpid(pid, os.WNOHANG))[0]:
-                        tell(one, end[1])
-                        selector.unregister(one)
+                        with contextlib.suppress(OSError):  # nobody may ask any more
+                            one.sendall(struct.pack("<i", end[1]))
+                        with contextlib.suppress(KeyError):
+                            selector.unregister(one)
                         one.close()
                         del forked[one]
             elif peer is listener:
@@ -118,7 +123,6 @@ def serve(listener: socket.socket) -> Request | None:
                     continue
                 pid = os.fork()
                 if not pid:
-                    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     selector.close()
@@ -142,12 +146,6 @@ def serve(listener: socket.socket) -> Request | None:
                     os.kill(forked[peer], number)
                 if not signals:
                     selector.unregister(peer)
-
-
-def tell(peer: socket.socket, status: int) -> None:
-    """How the forked process ended, as ``os.wait`` has it."""
-    with contextlib.suppress(OSError):
-        peer.sendall(struct.pack("<i", status))
 
 
 def run(arguments: list[str]) -> None:

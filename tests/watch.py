@@ -18,7 +18,7 @@ def steps_done(directory: Path) -> int:
 
 
 def wait_for_step(
-    directory: Path, step: int, process: "subprocess.Popen[str] | subprocess.Popen[bytes]", deadline: float = 60.0
+    directory: Path, step: int, process: "subprocess.Popen[str] | subprocess.Popen[bytes]", deadline: float = 600.0
 ) -> int:
     """Wait until the log has this step; the last that it has. The test fails where the process ends or takes too long."""
     until = time.monotonic() + deadline

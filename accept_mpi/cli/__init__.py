@@ -2,6 +2,7 @@
 
 import argparse
 import faulthandler
+import io
 import math
 import os
 import re
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from accept_mpi.errors import INTERRUPTED, UserError
+from accept_mpi.errors import INTERRUPTED, UserError, one_line
 from accept_mpi.supervised import Supervised
 from accept_mpi.terminal import outlive_terminal
 from accept_mpi.version import __version__
@@ -23,11 +24,12 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(UserError.exit_code, f"accept_mpi: {message}; see {self.prog} --help\n")
+        self.exit(UserError.exit_code, f"accept_mpi: {one_line(message)}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code (2 for what the user can mend, 1 for a failed run)."""
+    _prepare_streams()
     options = _parser().parse_args(arguments)
     try:
         code: int = options.command(options)
@@ -41,6 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return code
+
+
+def _prepare_streams() -> None:
+    """Have two to write on, that take all texts: a path need not be UTF-8."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (as long as the process)
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _parser() -> argparse.ArgumentParser:

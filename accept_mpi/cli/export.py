@@ -1,5 +1,6 @@
 """``accept_mpi export``: a checkpoint as one file that the plain whole model loads."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -7,30 +8,46 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from accept_mpi.errors import UserError
+from accept_mpi.memory import available_memory
+from accept_mpi.plain_files import replacing
 from accept_mpi.snapshot import Checkpoint
+from accept_mpi.state import is_packed, unpacked
 
 _TORCH = (".pt", ".pth")
 
 
 def export(source: Path, out: Path) -> int:
-    """Write the whole model's state_dict to ``out``: .safetensors, or with ``torch.save`` .pt or .pth.
+    """Write the whole model's state_dict to ``out``: .safetensors, or with ``torch.save`` .pt or .pth. What is there already
+    stays until all of the new is on the disk.
 
     Raises UserError where ``out`` ends otherwise or cannot be written, or the checkpoint is missing or damaged.
     """
     if out.suffix not in (".safetensors", *_TORCH):
         raise UserError(f"{out}: expected a file name that ends in .safetensors, {' or '.join(_TORCH)}")
-    checkpoint = Checkpoint(source)
-    state = checkpoint.whole()
-    beside = out.with_name(f".{out.name}")
+    checkpoint = Checkpoint(source, available_memory(), ("weights",))
     try:
-        if out.suffix in _TORCH:
-            torch.save(state, beside)
-        else:
-            about = {"step": str(checkpoint.manifest.step), "model": checkpoint.manifest.model}
-            save_file(state, beside, metadata=about)
-        beside.replace(out)
+        target = Path(os.path.realpath(out))  # what a link leads to
+        if target.parent == checkpoint.path.resolve():
+            raise UserError(f"{out}: cannot write: it is in the checkpoint itself; choose another folder")
+        state = checkpoint.whole()
+        if not state:
+            raise UserError(f"{checkpoint.path}: damaged checkpoint: it holds no weights of any layer")
+        with replacing(target) as beside:
+            _write(beside, state, {"step": str(checkpoint.manifest.step), "model": checkpoint.manifest.model})
     except (OSError, RuntimeError, SafetensorError) as error:
-        beside.unlink(missing_ok=True)
-        raise UserError(f"{out}: cannot write: {error}") from error
-    print(f"{out}: {len(state)} tensors of step {checkpoint.manifest.step}")
+        raise UserError(f"{out}: cannot write: {getattr(error, 'strerror', None) or error}") from error
+    bad = sum(1 for value in state.values() if value.is_floating_point() and not torch.isfinite(value.float()).all())
+    note = f", {bad} of which hold values that are not finite" if bad else ""
+    print(f"{out}: {len(state)} tensors of step {checkpoint.manifest.step}{note}")
     return 0
+
+
+def _write(path: Path, state: dict[str, torch.Tensor], about: dict[str, str]) -> None:
+    """State that is no tensor is in a file of torch as it was; of a file that has tensors only it is told."""
+    odd = {name: unpacked(value) for name, value in state.items() if is_packed(value)}
+    if path.suffix in _TORCH:
+        torch.save(state | odd, path)
+        return
+    if odd:
+        print(f"left out, since they are no tensors: {', '.join(odd)}; a file that ends in .pt has them")
+    save_file({name: value for name, value in state.items() if name not in odd}, path, metadata=about)

@@ -17,6 +17,7 @@ from accept_mpi.fleet import Host, parse, read
 from accept_mpi.given import given_plan
 from accept_mpi.log import open_log
 from accept_mpi.outcome import Outcome, forecast_of, outcome
+from accept_mpi.plain_files import replacing
 from accept_mpi.plan_table import stage_table, verdict
 from accept_mpi.planner import plans_for
 from accept_mpi.survey import Survey
@@ -104,6 +105,7 @@ def _draw(path: Path, survey: Survey, job: config.Job, found: Outcome) -> None:
     trace = forecast_of(survey, job, found.plan).trace(codecs, ranks)
     hosts = {rank: survey.devices[rank].host for rank in ranks}
     try:
-        draw_timeline(path, trace, hosts, *steady_window(trace))
+        with replacing(path) as beside:
+            draw_timeline(beside, trace, hosts, *steady_window(trace))
     except (OSError, ValueError) as error:
-        raise UserError(f"--timeline {path}: {error}") from error
+        raise UserError(f"--timeline {path}: {getattr(error, 'strerror', None) or error}") from error

@@ -63,12 +63,12 @@ def test_alone_without_mpirun_and_quiet(tmp_path: Path, monkeypatch, capfd) -> N
     import subprocess
     import sys
 
-    from conftest import environment
+    from conftest import HANGS, environment
 
     path = samples.write_job(tmp_path / "job.toml", samples.CNN)
     done = subprocess.run(
         [sys.executable, "-m", "accept_mpi", "train", path, "--quiet"],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=HANGS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["log         run/log.h5", "checkpoint  run/checkpoints/step-00000006"]

@@ -39,7 +39,8 @@ CASES: list[Case] = [
     ("frozen_norm", "", {}),
     *(("recomputed", mode, {"micro": 4}) for mode in ("reentrant", "other")),
     *(("writing", how, {"micro": 4}) for how in ("clamp", "data", "new data", "shrink")),
-    *(("hooked", how, {"micro": 4}) for how in ("built", "functions", "module", "parameter", "accumulated", "forward", "backward")),
+    *(("hooked", how, {"micro": 4}) for how in ("built", "functions", "module", "parameter")),
+    *(("hooked", how, {"micro": 4}) for how in ("accumulated", "forward", "backward")),
     *(("twice", kind, {"micro": 4}) for kind in ("linear", "convolution")),
     *(("normed", kind, {}) for kind in ("old", "functions", "new", "spectral", "old spectral")),
     *(("first_seen", kind, {}) for kind in ("none", "transient", "replaced", "made", "attribute", "buffer")),
@@ -105,12 +106,10 @@ def losses(run: Path) -> list[float]:
         return [float(loss) for loss in log["steps"]["loss"]]
 
 
-KEPT = [case for case in CASES if case[0] in ("first_seen", "frozen_norm", "writing") or case[1] in ("spectral", "new", "old")]
+KEPT = [case for case in CASES if case[0] in ("first_seen", "frozen_norm", "writing", "normed")]
 
 
-def test_resuming_goes_on_as_if_nothing_had_been(
-    trained, plain: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_resuming_goes_on_as_if_nothing_had_been(trained, plain: list[dict[str, Any]], tmp_path: Path) -> None:
     """State of every kind is in a checkpoint: buffers made, replaced or resized in forward, extra state, modes, versions."""
     paths = [write(tmp_path, CASES.index(case), case) for case in KEPT]
     runs = {path: tmp_path / f"first-{path.stem}" for path in paths}
@@ -125,7 +124,8 @@ def test_resuming_goes_on_as_if_nothing_had_been(
 
 
 def test_asynchronous_versions_are_true_in_backward_too(trained, tmp_path: Path) -> None:
-    """What is recomputed in backward meets the weights of its forward; hooks on parameters run; what a forward writes stays."""
+    """What is recomputed in backward meets the weights of its forward; hooks on parameters run; what a forward writes
+    stays."""
     cases: dict[str, Case] = {
         **{mode: ("recomputed", mode, {"micro": 4}) for mode in ("no", "reentrant", "other")},
         **{how: ("hooked", how, {"micro": 4}) for how in ("built", "functions")},
@@ -142,15 +142,16 @@ def test_asynchronous_versions_are_true_in_backward_too(trained, tmp_path: Path)
         expected = Checkpoint(tmp_path / f"no-{sync}").whole()
         for mode in ("reentrant", "other"):
             assert not differences(Checkpoint(tmp_path / f"{mode}-{sync}").whole(), expected), (mode, sync)
-    before, _ = plain_loop(tmp_path / "3.toml", "train.optimizer.weight_decay=0.0", "train.steps=1")
-    runs = {how: Checkpoint(tmp_path / f"{how}-false").whole() for how in (*cases,) if how not in ("no", "reentrant", "other")}
-    assert not differences(runs["built"], {"0.weight": runs["built"]["0.weight"]})
+    runs = {name: Checkpoint(tmp_path / f"{name}-false").whole() for name in cases}
+    for how, number in (("built", 3), ("functions", 4)):
+        for name, value in plain_loop(tmp_path / f"{number}.toml")[0].items():
+            if name.endswith("weight"):  # pruned rows have no gradient, only weight decay, whatever is stale
+                assert torch.equal(runs[how][name][::2], value[::2]), (how, name)
     for how in ("clamp", "data", "new data"):
         # The last update comes after the last forward: nobody has clamped what that added.
         assert float(runs[how]["0.weight"].abs().max()) < 0.2 + 0.1
     assert not differences(runs["data"], runs["clamp"])
     assert not differences(runs["new data"], runs["clamp"])
-    del before
 
 
 def test_what_writes_to_weights_of_an_older_version_is_refused(trained, tmp_path: Path) -> None:
@@ -234,7 +235,9 @@ def test_what_cannot_cross_or_be_kept_is_said_before_the_first_step(trained, tmp
     kept = write(tmp_path, 1, ("unkept", "", {}))
     said = trained(2, tmp_path, [(crossing, "pipeline.cuts=[2]"), kept], code=2)
     assert 'layer 1 "1" gives a nets.Odd, which cannot cross' in said[0].out
-    assert 'layer "2" cannot be kept in a checkpoint: "_extra_state" of its state_dict() is or holds a nets.Odd' in said[1].out
+    assert (
+        'layer "2" cannot be kept in a checkpoint: "_extra_state" of its state_dict() is or holds a nets.Odd' in said[1].out
+    )
     trained(1, tmp_path, [crossing])
     for one in said:
         assert "Traceback" not in one.out
@@ -243,11 +246,14 @@ def test_what_cannot_cross_or_be_kept_is_said_before_the_first_step(trained, tmp
 
 def test_a_users_bug_is_his_traceback(trained, tmp_path: Path) -> None:
     cases = {
-        "scale": (("buggy", "forward", {}), ["in _look_up", "return x * table.scale", "'NoneType' object has no attribute 'scale'"]),
+        "scale": (
+            ("buggy", "forward", {}),
+            ["in _look_up", "return x * table.scale", "'NoneType' object has no attribute 'scale'"],
+        ),
         "backward": (("buggy", "backward", {}), ["in _look_up", "the backward of layers 1 to 1", "AttributeError"]),
         "memory": (("buggy", "memory", {}), ["in _look_up", "ran out of memory", "torch.empty(1 << 50)"]),
         "loss": (("buggy", "none", {"loss": "nets:buggy_loss"}), ["in buggy_loss", "KeyError: 'no such class'"]),
-        "data": (("buggy", "none", {"data": "buggy_data"}), ["in _read", "a scratch on the disk", f"samples "]),
+        "data": (("buggy", "none", {"data": "buggy_data"}), ["in _read", "a scratch on the disk", "samples "]),
     }
     jobs = [write(tmp_path, number, case) for number, (case, _) in enumerate(cases.values())]
     for ranks in (1, 2):

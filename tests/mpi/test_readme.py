@@ -18,7 +18,7 @@ def block(first_line: str) -> str:
 def test_your_own_model_and_data(mpirun, tmp_path: Path) -> None:
     (tmp_path / "my_net.py").write_text(block("# my_net.py"))
     (tmp_path / "my_job.toml").write_text(block("# my_job.toml"))
-    out = mpirun(3, "-m", "accept_mpi", "train", "my_job.toml").out
+    out = mpirun(3, "-m", "accept_mpi", "train", "my_job.toml", fresh=True).out
     assert "step 125/125" in out
     assert (tmp_path / "runs" / "my_net" / "checkpoints" / "step-00000125" / "manifest.json").is_file()
 

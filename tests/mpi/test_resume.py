@@ -1,16 +1,22 @@
 """A checkpoint resumes on any number of ranks and any cuts, bit for bit, and exports to the plain whole model."""
 
+import json
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import samples
 import torch
+from conftest import ROOT, finish, mpirun_command
 from safetensors.torch import load_file
 
-from accept_mpi import models
+from accept_mpi import data, models
 from accept_mpi.cli import main
 from accept_mpi.log import open_log
-from accept_mpi.snapshot import Checkpoint, complete
+from accept_mpi.manifest import complete
+from accept_mpi.seeds import ORDER, mix
+from accept_mpi.snapshot import Checkpoint
 
 ADAM = 'name = "gpt"\nargs = { context = 16, layers = 2, width = 32, heads = 2, dropout = 0.1 }'
 
@@ -65,3 +71,147 @@ def test_export_loads_into_the_plain_model(mpirun, tmp_path: Path) -> None:
         state = load_file(out) if out.suffix == ".safetensors" else torch.load(out, weights_only=True)
         model.load_state_dict(state, strict=True)
     assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "x.safetensors")]) == 2
+
+
+NET = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def model(width=6):
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def data():
+    x = torch.randn(64, 6)
+    return TensorDataset(x, x[:, :3].argmax(1)), TensorDataset(x, x[:, :3].argmax(1))
+"""
+SETTINGS = """
+[model]
+name = "net:model"
+[data]
+name = "net:data"
+[train]
+batch_size = 8
+micro_batches = 2
+steps = 5
+evaluate_every = 0
+optimizer = { name = "sgd", lr = 0.1, momentum = 0.9, weight_decay = 0.01 }
+[pipeline]
+cuts = [1]
+[output]
+directory = "run"
+"""
+ADAMW = 'train.optimizer={name = "adamw", lr = 0.001}'
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A folder of runs that go on, with other settings, from five steps in the middle of an epoch, and what each printed."""
+    folder = tmp_path_factory.mktemp("settings")
+    (folder / "net.py").write_text(NET)
+    job = folder / "job.toml"
+    job.write_text(SETTINGS)
+    runs: dict[str, list[str]] = {
+        "refused": ["train.steps=7", *(f"pipeline.{key}" for key in ("cuts=[2]", "forward=bf16"))],
+        "size": ["train.batch_size=16", "train.epochs=2"],
+        "size again": ["train.batch_size=40", "train.epochs=2"],
+        "seed": ["train.seed=7", "train.steps=8"],
+        "adamw": [ADAMW, "train.steps=7"],
+        "asynchronous": [ADAMW, "train.steps=7", "pipeline.schedule=1f1b-async"],
+        "wider": ["model.args.width=8", "train.steps=7"],
+        "same": ["train.steps=10"],
+        "straight": ["train.steps=10"],
+    }
+    changed = folder / "changed.toml"
+    changed.write_text(SETTINGS.replace("batch_size = 8", "batch_size = 16").replace("lr = 0.1", "lr = 0.2"))
+    calls: list[list[object]] = [[str(job), [], None]]
+    for name, overrides in runs.items():
+        source = None if name == "straight" else str(folder / ("size" if name == "size again" else "run"))
+        if name == "size again":
+            source = str(folder / "size" / "checkpoints" / "step-00000006")
+        text = str(changed if name == "refused" else job)
+        more = [f"output.directory={name}", "output.checkpoint_every=1", "output.keep=0"]
+        calls.append([text, [*overrides, *more], source])
+    command = [*mpirun_command(2), sys.executable, str(ROOT / "tests" / "go_on.py"), json.dumps(calls)]
+    found = finish(command, folder, {}, 240.0)
+    assert found.code == 0, found.out
+    parts = found.out.split("== ")[2:]
+    return folder, dict(zip(runs, parts, strict=True))
+
+
+def plain(folder: Path, *batches: tuple[int, int, list[int], int]) -> dict[str, torch.Tensor]:
+    """The plain loop over batches (epoch, first sample, samples of each micro-batch, seed of the order)."""
+    sys.path.insert(0, str(folder))
+    try:
+        model = models.load("net:model", {}, 0).whole(0)
+        train_set = data.load("net:data", {})[0]
+    finally:
+        sys.path.remove(str(folder))
+        sys.modules.pop("net", None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    for epoch, begin, sizes, seed in batches:
+        order = np.random.Generator(np.random.Philox(mix(ORDER, seed, epoch))).permutation(64)[begin:]
+        for size in sizes:
+            part, order = order[:size], order[size:]
+            loss = torch.nn.functional.cross_entropy(model(train_set.inputs(part)), train_set.targets(part))
+            (loss * (size / sum(sizes))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+FIVE = [(0, 8 * step, [4, 4], 0) for step in range(5)]
+
+
+def test_a_job_that_has_changed_is_refused(settings: tuple[Path, dict[str, str]]) -> None:
+    said = settings[1]["refused"]
+    assert "train.batch_size = 16 (was 8), train.lr = 0.2 (was 0.1)" in said
+    assert "add --set train.batch_size=16 --set train.lr=0.2" in said
+    assert "cuts" not in said.splitlines()[1]
+    assert not (settings[0] / "refused").exists()
+
+
+def test_with_another_batch_size_the_data_go_on_where_they_were(settings: tuple[Path, dict[str, str]]) -> None:
+    folder, said = settings
+    assert "goes on with train.batch_size = 16 (was 8)" in said["size"]
+    rest = [(0, 40, [8, 8], 0), (0, 56, [8], 0), *((1, 16 * step, [8, 8], 0) for step in range(4))]
+    samples.assert_equal(Checkpoint(folder / "size").whole(), plain(folder, *FIVE, *rest))
+    again = [(0, 40, [8, 8], 0), (0, 56, [8], 0), (1, 0, [20, 20], 0), (1, 40, [20, 4], 0)]
+    samples.assert_equal(Checkpoint(folder / "size again").whole(), plain(folder, *FIVE, *again))
+    with open_log(folder / "size" / "log.h5") as log:
+        assert log["steps"]["epoch"].tolist() == [0, 0, 1, 1, 1, 1]
+        assert log["steps"]["samples"].tolist() == [16, 8, 16, 16, 16, 16]
+        assert any(b"goes on with train.batch_size" in row["text"] for row in log["events"][:])
+
+
+def test_with_another_seed_the_epoch_is_seen_to_its_end(settings: tuple[Path, dict[str, str]]) -> None:
+    folder, said = settings
+    assert "goes on with train.seed = 7 (was 0)" in said["seed"]
+    rest = [(0, 8 * step, [4, 4], 0) for step in (5, 6, 7)]
+    samples.assert_equal(Checkpoint(folder / "seed").whole(), plain(folder, *FIVE, *rest))
+
+
+@pytest.mark.parametrize("name", ["adamw", "asynchronous"])
+def test_another_optimizer_begins_anew(settings: tuple[Path, dict[str, str]], name: str) -> None:
+    folder, said = settings
+    assert 'goes on with train.optimizer.name = "adamw" (was "sgd")' in said[name]
+    assert "the optimizer begins anew" in said[name]
+    state = Checkpoint(folder / name).tensors("optimizer", range(3))
+    assert {key.partition("/")[0] for key in state} == {"step", "exp_avg", "exp_avg_sq"}
+    assert state["step/0.weight"].item() == 2
+
+
+def test_weights_that_do_not_fit_are_a_sentence(settings: tuple[Path, dict[str, str]]) -> None:
+    assert 'holds "0.weight" as float32 (6, 6), this model has float32 (8, 6)' in settings[1]["wider"]
+
+
+def test_the_same_settings_go_on_without_a_word(settings: tuple[Path, dict[str, str]]) -> None:
+    folder, said = settings
+    assert "goes on with" not in said["same"]
+    samples.assert_equal(Checkpoint(folder / "same").whole(), Checkpoint(folder / "straight").whole())
+    samples.assert_equal(
+        Checkpoint(folder / "same").tensors("optimizer", range(3)),
+        Checkpoint(folder / "straight").tensors("optimizer", range(3)),
+    )

@@ -20,6 +20,6 @@ main()
 def test_given_cuts_and_no_codec_need_torch_and_mpi_alone(mpirun, tmp_path: Path) -> None:
     job = samples.write_job(tmp_path / "job.toml", samples.CNN, pipeline_cuts="even", train_steps=2, train_evaluate_every=0)
     (tmp_path / "watched.py").write_text(_WATCHED)
-    out = mpirun(2, "watched.py", "train", job).out
+    out = mpirun(2, "watched.py", "train", job, fresh=True).out
     assert "done" in out
     assert "imports" not in out, out

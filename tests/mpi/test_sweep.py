@@ -7,7 +7,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from conftest import ROOT, environment
+from conftest import HANGS, ROOT, environment, python
 from losses import left_behind
 from watch import wait_for_step
 
@@ -21,6 +21,8 @@ args = { size = 8 }
 batch_size = 32
 micro_batches = 2
 steps = 3
+[pipeline]
+cuts = "even"
 [output]
 directory = "elsewhere"
 """
@@ -38,11 +40,21 @@ repeat = "seed"
 """
 
 
+# It starts its runs with the interpreter that it runs in: one that forks them (conftest.python).
+SWEEP_COMMAND = f"""
+import os, runpy, sys
+sys.path.insert(0, {str(ROOT / "jobs")!r})
+sys.executable = os.path.join(os.environ["ACCEPT_MPI_TEMPLATE"], "python")
+sys.argv = ["sweep", "sweep.toml", *sys.argv[1:]]
+runpy.run_module("harness.sweep", run_name="__main__")
+"""
+
+
 def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "harness.sweep", "sweep.toml", *words],
+        [*python(), "-c", SWEEP_COMMAND, *words],
         cwd=folder,
-        env=environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "jobs")])},
+        env=environment() | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -51,7 +63,7 @@ def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
 
 def sweep(folder: Path, *words: str, code: int = 0) -> str:
     with start(folder, *words) as process:
-        said, _ = process.communicate(timeout=240)
+        said, _ = process.communicate(timeout=HANGS)
     assert process.returncode == code, said
     return said
 
@@ -112,7 +124,7 @@ def test_sigterm_leaves_no_ranks_behind(tmp_path: Path) -> None:
     with start(tmp_path) as process:
         wait_for_step(tmp_path / "out" / "none-none-0", 2, process)
         process.terminate()
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=HANGS)
     assert process.returncode != 0
     assert "2/4" not in said
     assert not left_behind(tmp_path), said

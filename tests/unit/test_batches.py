@@ -40,11 +40,13 @@ def test_test_set_in_order() -> None:
 @pytest.mark.parametrize(
     ("first", "last", "pauses", "expected"),
     [
-        (0, 10, [0, 0], [(0, 10)]),
-        (0, 10, [4, 0], [(0, 4), (4, 8), (8, 10)]),
-        (3, 10, [4, 3], [(3, 4), (4, 6), (6, 8), (8, 9), (9, 10)]),
-        (5, 5, [1], []),
+        (0, 10, [(0, 0), (0, 0)], [(0, 10)]),
+        (0, 10, [(4, 0), (0, 0)], [(0, 4), (4, 8), (8, 10)]),
+        (3, 10, [(4, 0), (3, 0)], [(3, 4), (4, 6), (6, 8), (8, 9), (9, 10)]),
+        (5, 5, [(1, 0)], []),
+        (3, 12, [(4, 1), (0, 0)], [(3, 5), (5, 9), (9, 12)]),
+        (3, 12, [(4, -3)], [(3, 5), (5, 9), (9, 12)]),
     ],
 )
-def test_segments(first: int, last: int, pauses: list[int], expected: list[tuple[int, int]]) -> None:
+def test_segments(first: int, last: int, pauses: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
     assert [(r.start, r.stop) for r in segments(first, last, pauses)] == expected

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, environment
+from conftest import HANGS, ROOT, environment
 from safetensors import SafetensorError
 
 from accept_mpi.cli import main
@@ -57,7 +57,8 @@ def test_one_sentence(capsys: pytest.CaptureFixture[str], line: str, message: st
 class _Checkpoint:
     """Enough of a checkpoint to export."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *_: object) -> None:
+        self.path = path
         self.manifest = type("Manifest", (), {"step": 3, "model": "cnn"})
 
     def whole(self) -> dict[str, torch.Tensor]:
@@ -95,7 +96,13 @@ def test_who_has_seen_enough_is_no_error(words: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, env=environment()
+        [sys.executable, *words],
+        cwd=ROOT,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=HANGS,
+        env=environment(),
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")

@@ -1,10 +1,16 @@
 """The job file: every mistake is one sentence that names the file and the key."""
 
+import os
+import random
+from pathlib import Path
+
 import pytest
 from conftest import ROOT
 
-from accept_mpi.config import Job, parse
-from accept_mpi.errors import UserError
+from accept_mpi.config import Job, parse, read_text
+from accept_mpi.errors import UserError, one_line
+from accept_mpi.imports import call, find_function
+from accept_mpi.supervised import Supervised
 
 GOOD = """
 [model]
@@ -78,7 +84,7 @@ def test_overrides() -> None:
         (["trian.steps=3"], 'job.toml: unknown key "trian"; did you mean "train"?'),
         (["train.optimizer.momentun=0.9"], 'unknown key "train.optimizer.momentun"; did you mean "momentum"?'),
         (["train.steps=ten"], 'job.toml: train.steps: expected a whole number >= 1, got "ten"'),
-        (["train.batch_size=0"], "train.batch_size: expected a whole number >= 1, got 0"),
+        (["train.batch_size=0"], "train.batch_size: expected a whole number >= 1 and <= 16777216, got 0"),
         (["train.optimizer.lr=-1"], "train.optimizer.lr: expected a number > 0, got -1"),
         (["pipeline.schedule=2f2b"], 'expected one of "gpipe", "1f1b", "1f1b-async", "zero-bubble", got "2f2b"'),
         (["train.micro_batches=100"], "a micro-batch needs at least one sample"),
@@ -89,7 +95,7 @@ def test_overrides() -> None:
         (["train.lr=inf"], "train.lr: expected a finite number, got inf"),
         (["pipeline.timeout=inf"], "pipeline.timeout: expected a finite number, got inf"),
         (["train.seed=99999999999999999999"], "train.seed: expected a number of at most 64 bits"),
-        (["train.optimizer={name='adam', betas=[0.9, nan]}"], "betas[1]: expected a number >= 0 and < 1, got NaN"),
+        (["train.optimizer={name='adam', betas=[0.9, nan]}"], "betas[1]: expected a finite number, got nan"),
         (["train.optimizer.betas=[0.9]"], "train.optimizer.betas: expected a list of 2 numbers, got [0.9]"),
         (["model=cnn"], 'model: expected a table, got "cnn"'),
         (["train.drop_last=1"], "train.drop_last: expected true or false, got 1"),
@@ -123,3 +129,149 @@ def test_missing_key_and_bad_toml() -> None:
         parse(GOOD.replace('name = "digits"', ""), "job.toml")
     with pytest.raises(UserError, match=r"job.toml: not valid TOML: .*line 2"):
         parse("[model]\nname = \n", "job.toml")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=" + "9" * 5000, "Exceeds the limit"),
+        ("train.steps=0x" + "f" * 9999, "expected a number of at most 64 bits, got one of 39996"),
+        ("pipeline.ranks=[0, 99999999999999999999]", "pipeline.ranks[1]: expected a number of at most 64 bits"),
+        ("model.args=" + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("model.args.a=" + "{a=" * 40 + "1" + "}" * 40, "nested more than 32 deep"),
+        ("model.args." + "a." * 5000 + "a=1", "nested more than 32 deep"),
+        ("model.args.a=nan", "model.args.a: expected a finite number, got nan"),
+        ("data.args.a=[{b=inf}]", "data.args.a[0].b: expected a finite number, got inf"),
+        ("model.args.a=1979-05-27", "got the date or time 1979-05-27"),
+        ('output.directory="a\\u0000b"', r'without control characters such as U+0000, got "a\x00b"'),
+        ('model.name="net\\u001b[31m:model"', r'got "net\x1b[31m:model"'),
+        ("output.directory=r\udcff", r'output.directory: expected a text in UTF-8, got "r\udcff"'),
+        ('output.directory=""', "output.directory: expected a directory"),
+        ("train.batch_size=999999999999999999", "train.batch_size: expected a whole number >= 1 and <= 16777216"),
+        (f"pipeline.cuts={list(range(1, 5000))}", "pipeline.cuts: 4999 entries; at most 4096"),
+        ("pipeline.ranks=[-1]", "pipeline.ranks[0]: expected a whole number >= 0, got -1"),
+        ("train.seed=1\nx = 5", "expected one value"),
+        ("..=3", 'expected "section.key=value"'),
+        ("train..lr=3", 'expected "section.key=value"'),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_hostile_values_are_sentences(override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(GOOD, "job.toml", [override])
+    assert message in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 2100
+
+
+def test_what_is_large_and_means_something() -> None:
+    changes = [
+        "pipeline.timeout=1e300",
+        "pipeline.startup_timeout=1e300",
+        "train.lr=1e308",
+        "output.keep=999999999999999999",
+    ]
+    job = parse(GOOD, "job.toml", [*changes, "train.steps=999999999999999999"])
+    assert job.pipeline.timeout * 1000 < 2**31
+    assert job.lr == 1e30
+    assert Job.from_json(job.to_json()) == job
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_byte_order_marks_and_line_ends(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(GOOD.replace("run", "rün").replace("\n", "\r\n").encode(encoding))
+    assert parse(read_text(path), "job.toml").output.directory == "rün"
+
+
+def test_what_is_no_job_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    for data, message in (
+        (GOOD.encode("utf-16"), "it is UTF-16; save it as UTF-8"),
+        (GOOD.encode("utf-32"), "it is UTF-32; save it as UTF-8"),
+        (GOOD.replace("run", "rün").encode("latin-1"), r"byte \d+ \(0xfc\) is not UTF-8"),
+        (b"#" * (1 << 20) + b"#", "larger than the 1048576 bytes"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=message):
+            read_text(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="a device or a pipe, not a file"):
+        read_text(path)
+    for other, message in (("/dev/zero", "a device or a pipe"), (tmp_path, "a directory"), ("a\0b", "null byte")):
+        with pytest.raises(UserError, match=message):
+            read_text(Path(other))
+
+
+@pytest.mark.parametrize("name", [":model", "..net:model", "net:model:x", "net\0:model", "net:", ":", "a..b:c", "net:a.b"])
+def test_names_that_no_function_has(name: str) -> None:
+    with pytest.raises(UserError, match=r'model.name: expected "package.module:function", got') as caught:
+        find_function(name, {}, "model.name")
+    assert str(caught.value).isprintable()
+
+
+def test_a_users_function_that_ends_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends() -> None:
+        raise SystemExit("bye")
+
+    def colours() -> None:
+        raise RuntimeError("two\nlines of \x1b[31mred\x1b[0m")
+
+    with pytest.raises(UserError, match="failed: SystemExit: bye"):
+        call(ends, {}, "data.args", 0)
+    with pytest.raises(UserError) as caught:
+        call(colours, {}, "data.args", 0)
+    assert str(caught.value).endswith(r"RuntimeError: two lines of \x1b[31mred\x1b[0m")
+    (tmp_path / "ends_when_imported.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match='cannot import "ends_when_imported": SystemExit: 3'):
+        find_function("ends_when_imported:model", {}, "model.name")
+
+
+def test_one_line() -> None:
+    assert one_line("plain  text, größer") == "plain  text, größer"
+    assert one_line(" a \r\n b\tc\u202e\udcff") == r"a b\tc\u202e\udcff"
+    assert one_line("x" * 5000, 100) == "x" * 50 + " ... " + "x" * 50
+
+
+@pytest.mark.parametrize(
+    "text", ["2026-01-01/../1", "2026-01-01/a/b/1", "2026-01-01/a", "x\n/a/1", "2026-01-01/a/-1", "2026-01-01//1"]
+)
+def test_names_of_runs_lead_nowhere_else(text: str) -> None:
+    with pytest.raises(ValueError, match=r"BEGAN/NAME/NUMBER|values to unpack"):
+        Supervised.parse(text)
+
+
+_PIECES = (
+    "nan", "1e400", "9" * 30, "-1", "0", "true", "[]", "{}", '""', '"\\u0000"', "1979-05-27", "07:32:00", "[[[[1]]]]",
+    '"a:b:c"', '"auto"', '[1, "a"]', "{a = {b = 3}}", "[-1]", "[true]", "[{}]", '{name = "adam", betas = [1, 2, 3]}',
+    "{lr = -1}", "\x00",
+)  # fmt: skip
+
+
+def test_a_mangled_job_is_a_job_or_a_sentence(tmp_path: Path) -> None:
+    path, ends = tmp_path / "job.toml", set()
+    for seed in range(300):
+        draw = random.Random(seed)
+        more = "batch_size = 8\noptimizer = { lr = 0.1 }\n[pipeline]\ncuts = [1]\n[output]"
+        lines = GOOD.replace("[output]", more).splitlines()
+        for _ in range(draw.randrange(3)):
+            place = draw.randrange(len(lines))
+            lines[place] = f"{lines[place].split('=')[0]} = {draw.choice(_PIECES)}"
+        data = bytearray("\n".join(lines).encode())
+        for _ in range(draw.randrange(3)):
+            place = draw.randrange(len(data))
+            data[place : place + draw.randrange(9)] = draw.randbytes(draw.randrange(4))
+        path.write_bytes(data)
+        try:
+            job = parse(read_text(path), "job.toml")
+        except UserError as mistake:
+            said = str(mistake)
+        else:
+            said = ""
+            assert Job.from_json(job.to_json()) == job
+        assert said.isprintable(), seed
+        assert len(said) < 2100, seed
+        ends.add(bool(said))
+    assert ends == {True, False}

@@ -6,6 +6,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from clocks import Clock
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "jobs"))
@@ -89,12 +90,13 @@ def test_an_experiment_that_need_not_measure_has_a_folder_too(tmp_path: Path, mo
     assert (tmp_path / "runs" / "experiments" / "some").is_dir()
 
 
-def test_sub_models_are_timed() -> None:
+def test_sub_models_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece's rounds had changed what they return; only measuring the predictor's data anew showed it."""
     job = config.parse(
         '[model]\nname = "cnn"\n[data]\nname = "digits"\n[train]\nbatch_size = 8\nmicro_batches = 1\nsteps = 1\n'
         '[output]\ndirectory = "r"\n', "job", []
     )  # fmt: skip
+    monkeypatch.setattr("accept_mpi.probe.time", Clock(tick=1e-3))
     found = measured(job, 2)
     layers = len(found["layers"])
     assert [run[0] for run in found["probes"]] == [0, *(run[1] for run in found["probes"][:-1])]

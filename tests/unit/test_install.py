@@ -8,14 +8,14 @@ import venv
 import zipfile
 from pathlib import Path
 
-from conftest import ROOT
+from conftest import HANGS, ROOT
 
 OUTSIDE = "import accept_mpi; from accept_mpi.kernels import packing; print(accept_mpi.__file__, packing.__file__)"
 
 
 def run(*command: object, cwd: Path) -> str:
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=clean, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=clean, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -106,7 +106,7 @@ def test_what_rank_0_prints_tells_how_far_it_is(
     (tmp_path / "steps").touch()
     code, calls = supervised(tmp_path, [1, 1, 1, 1, 0])
     assert (code, len(calls)) == (0, 5)  # more starts than three without a step
-    starts = [re.search(r"--run \S+/(\S+)/(\d+)", call) for call in calls]
+    starts = [re.search(r"--run (\S+)/(\d+)", call) for call in calls]
     assert [int(start[2]) for start in starts] == [1, 2, 3, 4, 5]
     assert len({start[1] for start in starts}) == 1
     assert capfdbinary.readouterr().out.count(b"step 3/5  epoch 0\n") == 5

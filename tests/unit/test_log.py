@@ -16,12 +16,15 @@ from conftest import environment
 
 from accept_mpi.errors import UserError
 from accept_mpi.log import STEPS, TRACE, LogWriter, open_log, read_facts
+from accept_mpi.plan import make_plan
 
-WRITER = """
+JOB = json.dumps({"model": {"name": "cnn"}, "data": {"name": "digits"}, "pipeline": {"schedule": "1f1b"}})
+PLAN = make_plan(6, [2, 4]).to_json()
+WRITER = f"""
 import sys, numpy as np
 from pathlib import Path
 from accept_mpi.log import LogWriter, STEPS, TRACE
-log = LogWriter(Path(sys.argv[1]), "{}", "{}", {})
+log = LogWriter(Path(sys.argv[1]), {JOB!r}, {PLAN!r}, {{}})
 n = 0
 while True:
     n += 1
@@ -32,14 +35,14 @@ while True:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    log = LogWriter(tmp_path / "log.h5", json.dumps({"a": 1}), json.dumps({"stages": []}), {"hosts": []})
+    log = LogWriter(tmp_path / "log.h5", JOB, PLAN, {"hosts": []})
     log.append("steps", np.array([(1, 0, 8, 2.5, 0.5, 0.1, 1.0, 80.0)], STEPS))
     log.append("trace", np.zeros(3, TRACE))
     log.event(1.5, 1, "something happened: naïve")
     log.close()
     log.close()
     with open_log(tmp_path / "log.h5") as file:
-        assert read_facts(file) == {"hosts": [], "job": {"a": 1}, "plan": {"stages": []}}
+        assert read_facts(file) == {"hosts": [], "job": json.loads(JOB), "plan": json.loads(PLAN)}
         assert file["steps"]["loss"].tolist() == [2.5]
         assert len(file["trace"]) == 3
         assert file["events"][0]["text"].decode() == "something happened: naïve"
@@ -98,7 +101,7 @@ def test_what_is_no_log(tmp_path: Path) -> None:
         file["x"] = 1
     with pytest.raises(UserError, match="not a log of accept-mpi"):
         open_log(tmp_path / "foreign.h5")
-    LogWriter(tmp_path / "new.h5", "{}", "{}", {}).close()
+    LogWriter(tmp_path / "new.h5", JOB, PLAN, {}).close()
     with h5py.File(tmp_path / "new.h5", "r+") as file:
         file.attrs["version"] = 99
     with pytest.raises(UserError, match="layout version 99"):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import HANGS
 
 from accept_mpi import memory
 from accept_mpi.cgroups import cpu_share, of_group, quota
@@ -67,7 +68,7 @@ print(json.dumps([*found, mib() - before]))
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc")
 def test_freed_memory_is_kept_until_it_is_given_back() -> None:
     """More than 1 GiB that was free at a time went back, and was taken from the kernel again in the next step."""
-    done = subprocess.run([sys.executable, "-c", _KEPT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", _KEPT], capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     taken, kept, after = json.loads(done.stdout)
     assert taken >= 1280
@@ -94,7 +95,7 @@ print(first, faults(lambda: [torch.ones(1 << 20) for _ in range(40)]))
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc")
 def test_memory_taken_in_advance_is_found_by_what_is_allocated_next() -> None:
     """160 MB of tensors after 200 MiB were taken: none of it comes from the kernel."""
-    done = subprocess.run([sys.executable, "-c", _TAKEN], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", _TAKEN], capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     first, later = map(int, done.stdout.split())
     assert later < 0.1 * first
@@ -131,7 +132,7 @@ print(len(taken), max(taken))
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc")
 def test_pieces_of_a_model_are_measured_in_memory_that_is_there() -> None:
     """Three layers of MobileNetV2 took 100 MiB from the kernel in their first six rounds, and twice their time."""
-    done = subprocess.run([sys.executable, "-c", _PROBED], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", _PROBED], capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     pieces, most = map(int, done.stdout.split())
     assert pieces == 10
@@ -199,7 +200,7 @@ directory = "r"
 def test_a_stage_takes_no_more_than_it_was_planned_to(stage: tuple[int, int, int]) -> None:
     """Resident memory, with all micro-batches in flight: what a device must have for a plan that gives it this stage."""
     command = [sys.executable, "-c", _GROWTH, *map(str, stage)]
-    done = subprocess.run(command, input=_JOB, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, input=_JOB, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     forecast, grown = json.loads(done.stdout)
     assert 0.5 * forecast < grown

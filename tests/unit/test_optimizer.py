@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import HANGS, ROOT
 from torch import nn
 
 from accept_mpi.config import Optimizer
@@ -83,4 +83,4 @@ for schedule in "1f1b", "1f1b-async", "zero-bubble":
 assert "torch._dynamo" not in sys.modules
 """
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "unit")])
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": path}, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": path}, timeout=HANGS)

@@ -54,7 +54,7 @@ def test_a_state_comes_back_to_the_bit_on_other_cuts() -> None:
     assert sorted(blobs) == [0, 1, 2, 3, 4]
     for start, stop in ((0, 2), (2, 5)):
         part = stage(start, stop, 2)
-        load(part, {layer: blobs[layer] for layer in range(start, stop)})
+        load(part, {layer: blobs[layer] for layer in range(start, stop)}, JOB.train.optimizer)
         samples.assert_equal(part.weights(), {k: v for k, v in whole.weights().items() if k in part.weights()})
         assert part.optimizer_state()
         samples.assert_equal(

@@ -105,7 +105,8 @@ def test_chrome_trace(log: Path, tmp_path: Path) -> None:
 
 def test_messages_under_way_at_once_have_lanes_of_their_own(tmp_path: Path) -> None:
     """Slices of a lane that overlap without being nested are dropped by the viewers."""
-    writer = LogWriter(tmp_path / "log.h5", "{}", make_plan(6, [2, 4]).to_json(), {"hosts": [{"rank": 0, "host": "a"}]})
+    job = json.dumps({"model": {"name": "cnn"}, "data": {"name": "digits"}, "pipeline": {"schedule": "1f1b"}})
+    writer = LogWriter(tmp_path / "log.h5", job, make_plan(6, [2, 4]).to_json(), {"hosts": [{"rank": 0, "host": "a"}]})
     sends = [(0.0, 3.0), (1.0, 4.0), (2.0, 5.0), (3.0, 6.0), (10.0, 11.0)]
     writer.append("trace", rows(*((start, end, 0, "send", 0, 0, 1, k, 9) for k, (start, end) in enumerate(sends))))
     writer.close()

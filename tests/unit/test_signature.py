@@ -24,7 +24,7 @@ from accept_mpi.stage import Stage
 
 cross_entropy = find_loss("cross_entropy")
 
-SECONDS = 60.0
+SECONDS = 600.0
 
 
 def job_of(schedule: str = "1f1b") -> config.Job:

@@ -1,6 +1,7 @@
 """Checkpoints appear whole or not at all, and say when they are damaged."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,19 +9,20 @@ import torch
 
 from accept_mpi import snapshot
 from accept_mpi.errors import UserError
-from accept_mpi.snapshot import Checkpoint, CheckpointWriter, chunks, complete, new_manifest
+from accept_mpi.manifest import complete, made_by
+from accept_mpi.snapshot import Checkpoint, CheckpointWriter, chunks, directory_of, new_manifest
 
 
 def weights(step: int) -> list[dict[str, torch.Tensor]]:
     return [{"a.weight": torch.full((3, 3), float(step)), "b.bias": torch.zeros(2)}, {"c.weight": torch.ones(400_000)}]
 
 
-def write(run: Path, *steps: int, keep: int = 0) -> None:
+def write(run: Path, *steps: int, keep: int = 0, who: str = "", after: int = 0) -> None:
     def manifest(step: int):
         about = {"model": "m", "model_args": {}, "layers": ["a", "b", "c"], "seed": 0, "samples": 9, "job": "{}"}
-        return new_manifest(step=step, epoch=0, **about)
+        return new_manifest(run=who, step=step, epoch=0, **about)
 
-    writer = CheckpointWriter(run, [(0, 2), (2, 3)], manifest, keep)
+    writer = CheckpointWriter(run, [(0, 2), (2, 3)], manifest, keep, after)
     for step in steps:
         first, second = weights(step)
         before = complete(run)
@@ -65,7 +67,67 @@ def test_a_clock_that_goes_back_costs_no_new_checkpoint(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(snapshot, "_now", lambda: "2000-01-01T00:00:00.000000+00:00")
         write(tmp_path, 2, 3, keep=2)
-    assert sorted(c.name[-2:] for c in complete(tmp_path)) == ["02", "03"]
+    assert [c.name[-2:] for c in complete(tmp_path)] == ["02", "03"]
+
+
+def test_the_newest_is_what_was_made_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the clock says, and whatever step a run goes on from."""
+    clock = iter(["2026-01-01", "2026-01-02", "1970-01-01", "1970-01-02", "2000-01-01", "1999-01-01"])
+    monkeypatch.setattr(snapshot, "_now", lambda: next(clock))
+    write(tmp_path, 8, 9, who="first")
+    write(tmp_path, 2, 3, who="second")
+    assert [c.name[-2:] for c in complete(tmp_path)] == ["08", "09", "02", "03"]
+    assert Checkpoint(tmp_path).manifest.step == 3
+    assert [c.name[-2:] for c in made_by(tmp_path, "first")] == ["09", "08"]
+    assert [c.name[-2:] for c in made_by(tmp_path, "second")] == ["03", "02"]
+    assert made_by(tmp_path, "third") == []
+    write(tmp_path, 9, who="third")  # goes on from step 8, say
+    assert [Checkpoint(tmp_path).path] == made_by(tmp_path, "third") == [directory_of(tmp_path, 9)]
+    assert made_by(tmp_path, "first") == [directory_of(tmp_path, 8)]
+    write(tmp_path / "elsewhere", 1, after=Checkpoint(tmp_path).manifest.number)
+    assert Checkpoint(tmp_path / "elsewhere").manifest.number == 6
+
+
+def test_what_nobody_has_numbered_is_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an earlier version: in the order of its times."""
+    for step, created in ((5, "2026-01-02"), (7, "2026-01-01")):
+        write(tmp_path, step)
+        file = directory_of(tmp_path, step) / "manifest.json"
+        whole = json.loads(file.read_text()) | {"created": created}
+        for key in ("run", "number", "seen", "order"):
+            del whole[key]
+        file.write_text(json.dumps(whole))
+    assert [c.name[-2:] for c in complete(tmp_path)] == ["07", "05"]
+    monkeypatch.setattr(snapshot, "_now", lambda: "1970-01-01")
+    write(tmp_path, 1)
+    assert [c.name[-2:] for c in complete(tmp_path)] == ["07", "05", "01"]
+
+
+def test_a_damaged_one_is_not_hidden_by_older_ones_nor_hides_newer_ones(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3)
+    for step in (1, 2, 3):
+        os.utime(directory_of(tmp_path, step) / "manifest.json", (100 * step, 100 * step))
+    (directory_of(tmp_path, 2) / "manifest.json").write_text("{")
+    os.utime(directory_of(tmp_path, 2) / "manifest.json", (200, 200))
+    assert [c.name[-1] for c in complete(tmp_path)] == ["1", "2", "3"]
+    (directory_of(tmp_path, 3) / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="step-00000003: damaged checkpoint"):
+        Checkpoint(tmp_path)
+    write(tmp_path, 4, keep=2)
+    assert Checkpoint(tmp_path).manifest.step == 4
+
+
+def test_what_another_run_is_writing_is_left_alone(tmp_path: Path) -> None:
+    first = CheckpointWriter(tmp_path, [(0, 3)], lambda step: None, 0)  # type: ignore[arg-type, return-value]
+    chunk = next(iter(chunks(1, 0, {"a.w": torch.zeros(1)}, {})))
+    first.take(chunk)
+    second = CheckpointWriter(tmp_path, [(0, 3)], lambda step: None, 0)  # type: ignore[arg-type, return-value]
+    assert (tmp_path / "checkpoints" / ".step-00000001").is_dir()
+    with pytest.raises(UserError, match="another run writes the same checkpoint"):
+        second.take(chunk)
+    first.close()
+    CheckpointWriter(tmp_path, [(0, 3)], lambda step: None, 0)  # type: ignore[arg-type, return-value]
+    assert not (tmp_path / "checkpoints" / ".step-00000001").exists()
 
 
 def test_an_unfinished_one_is_not_taken_for_one(tmp_path: Path) -> None:
@@ -83,7 +145,7 @@ def test_an_unfinished_one_is_not_taken_for_one(tmp_path: Path) -> None:
     [
         (lambda c: (c / "stage-1.weights.safetensors").unlink(), "No such file"),
         (lambda c: (c / "stage-1.weights.safetensors").write_bytes(b"short"), "has 5 bytes, not"),
-        (lambda c: _flip(c / "stage-0.optimizer.safetensors"), "does not match its checksum"),
+        (lambda c: _flip(c / "stage-1.weights.safetensors"), "does not match its checksum"),
         (lambda c: (c / "manifest.json").write_text("{"), "manifest.json"),
         (lambda c: _version(c / "manifest.json"), "of version 99"),
     ],

@@ -10,11 +10,11 @@ from accept_mpi import spill
 from accept_mpi.spill import Spill
 from accept_mpi.supervised import Supervised
 
-RUN = Supervised("2026-01-01T00:00:00+00:00", "run", 1)
+RUN = Supervised("run", 1)
 
 
 def start(tmp_path: Path, number: int = 1, host: str = "edge0") -> Spill:
-    return Spill(Supervised(RUN.began, RUN.name, number), host, tmp_path)
+    return Spill(Supervised(RUN.name, number), host, tmp_path)
 
 
 def written(kept: Spill, step: int, **layers: bytes) -> None:
@@ -24,7 +24,7 @@ def written(kept: Spill, step: int, **layers: bytes) -> None:
 
 def test_the_command_line() -> None:
     assert Supervised.parse(str(RUN)) == RUN
-    with pytest.raises(ValueError, match="unpack"):
+    with pytest.raises(ValueError, match="expected NAME"):
         Supervised.parse("x")
 
 
@@ -102,6 +102,35 @@ def test_what_devices_have_measured_is_there_for_the_next_start(tmp_path: Path) 
     assert start(tmp_path, 3).survey() == {"devices": [1, 2]}
     (tmp_path / "run" / "edge0" / "survey").write_bytes(b"damaged")
     assert kept.survey() is None
+
+
+def test_a_run_from_before_the_clock_was_set_keeps_its_replicas(tmp_path: Path) -> None:
+    kept = start(tmp_path)
+    kept.read()
+    written(kept, 5, l0=b"a")
+    for path in (tmp_path / "run", *(tmp_path / "run").rglob("*")):
+        os.utime(path, (60, 60))
+    assert start(tmp_path, 2).read() == {5: {0: b"a"}}
+
+
+def test_nobody_else_can_write_there(tmp_path: Path) -> None:
+    """Whatever this user's mask is."""
+    mask = os.umask(0)
+    try:
+        kept = start(tmp_path / "new" / "root")
+        kept.read()
+        written(kept, 5, l0=b"a")
+    finally:
+        os.umask(mask)
+    assert start(tmp_path / "new" / "root", 2).read() == {5: {0: b"a"}}
+    run = tmp_path / "new" / "root" / "run"
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (run, *run.rglob("*")))
+
+
+@pytest.mark.parametrize("text", ["", "run", "/1", "run/x", "../1", "a/b/1", "run/1/2", "run/-1", "run/99999999999"])
+def test_names_of_runs(text: str) -> None:
+    with pytest.raises(ValueError, match="expected NAME"):
+        Supervised.parse(text)
 
 
 def test_nothing_is_left_of_a_run_at_its_end_nor_of_old_ones(tmp_path: Path) -> None:

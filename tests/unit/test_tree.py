@@ -87,9 +87,15 @@ def test_what_another_wrote_makes_no_instances() -> None:
     import msgspec
 
     for node in (["named", "os:system", ["c", "true"]], ["mapping", "subprocess:Popen", ["c", "args"], ["c", "true"]]):
-        with pytest.raises(tree.NotATree, match="no such class|not a class"):
+        with pytest.raises(tree.NotATree, match=r"no such class|not a class"):
             tree.unflatten(msgspec.msgpack.encode(node), [])
-    for noise in (b"", b"\xff", msgspec.msgpack.encode([]), msgspec.msgpack.encode(["t", 9]), msgspec.msgpack.encode({"a": 1})):
+    for noise in (
+        b"",
+        b"\xff",
+        msgspec.msgpack.encode([]),
+        msgspec.msgpack.encode(["t", 9]),
+        msgspec.msgpack.encode({"a": 1}),
+    ):
         with pytest.raises(tree.NotATree):
             tree.unflatten(noise, [T])
     assert unpacked(T) is T

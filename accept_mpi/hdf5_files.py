@@ -1,0 +1,148 @@
+"""Reading HDF5 files that another person or machine may have written.
+
+HDF5 lets a file name others: external links, data sets whose bytes lie elsewhere, virtual ones. It also lets a few bytes
+stand for as many as one likes. None of that is followed here: what is read lies in the file itself, and is no larger.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from accept_mpi.plain_files import open_regular
+
+_SPARE = 64 << 20  # bytes: a growing file's last rows may not have reached the disk
+_PACKED = 4  # a file system that compresses says that a file takes less than it holds
+_MOST_TEXT = 16 << 20
+_DEEPEST = 64
+_NUMBERS = "biuf"
+
+
+class Damaged(ValueError):
+    """A file is not laid out as it should be. The message says what of it."""
+
+
+def open_file(path: str | os.PathLike[str], **how: Any) -> h5py.File:
+    """An HDF5 file, open for reading. Raises OSError, with a reason in words, where it is none or cannot be read."""
+    with open_regular(path):
+        pass
+    try:
+        return h5py.File(path, "r", **how)
+    except OSError:
+        raise
+    except Exception as error:  # HDF5 says what it finds in many ways
+        raise OSError(0, " ".join(str(error).split())) from error
+
+
+def group_in(parent: Any, name: str) -> h5py.Group:
+    """A group of this very file. Raises Damaged."""
+    found = _own(parent, name)
+    if not isinstance(found, h5py.Group):
+        raise Damaged(f'"{name}" is not a group')
+    return found
+
+
+def dataset_in(
+    parent: Any, name: str, kinds: str = _NUMBERS, shape: tuple[int | None, ...] | None = None, dtype: Any = None
+) -> h5py.Dataset:
+    """A data set of this very file, its size known to be within the file's. Raises Damaged.
+
+    ``kinds``: NumPy's letters of what it may hold, unless ``dtype`` says exactly. ``shape``: None stands for any length.
+    """
+    found = _own(parent, name)
+    if not isinstance(found, h5py.Dataset):
+        raise Damaged(f'"{name}" is not a data set')
+    held_here(found, name)
+    wanted = found.dtype == dtype if dtype is not None else found.dtype.kind in kinds
+    if not wanted:
+        raise Damaged(f'"{name}" holds {found.dtype}' + (f", not {dtype}" if dtype is not None else ""))
+    if found.shape is None:
+        raise Damaged(f'"{name}" is empty')
+    if shape is not None and not (
+        len(found.shape) == len(shape) and all(want in (None, has) for want, has in zip(shape, found.shape, strict=True))
+    ):
+        raise Damaged(f'"{name}" has the shape {found.shape}')
+    if found.id.get_create_plist().get_nfilters():
+        raise Damaged(f'"{name}" is compressed')
+    if (nbytes := found.size * found.dtype.itemsize) > _most_bytes(parent.file):
+        raise Damaged(f'"{name}" would have {nbytes} bytes, more than the file')
+    return found
+
+
+def held_here(dataset: h5py.Dataset, name: str) -> None:
+    """Raises Damaged where a data set's values lie in other files."""
+    how = dataset.id.get_create_plist()
+    if how.get_external_count() or how.get_layout() not in (h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED):
+        raise Damaged(f'"{name}" lies in another file')
+
+
+def values_in(parent: Any, name: str, **how: Any) -> np.ndarray:
+    """All that ``dataset_in`` finds. Raises Damaged."""
+    dataset = dataset_in(parent, name, **how)
+    try:
+        return np.asarray(dataset[()])
+    except (OSError, RuntimeError) as error:
+        raise Damaged(f'"{name}" cannot be read: {error}') from error
+
+
+def text_in(thing: Any, name: str) -> str:
+    """An attribute that is one text. Raises Damaged."""
+    if name not in thing.attrs:
+        raise Damaged(f'there is no attribute "{name}"')
+    found = thing.attrs.get_id(name)
+    value = thing.attrs[name] if found.shape == () and h5py.check_string_dtype(found.dtype) else None
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "surrogateescape")
+    if not isinstance(value, str) or value != value.encode(errors="replace").decode():
+        raise Damaged(f'the attribute "{name}" is not a text')
+    if len(value) > _MOST_TEXT:
+        raise Damaged(f'the attribute "{name}" is longer than {_MOST_TEXT} characters')
+    return value
+
+
+def number_in(thing: Any, name: str) -> float:
+    """An attribute that is one number. Raises Damaged."""
+    if name not in thing.attrs:
+        raise Damaged(f'there is no attribute "{name}"')
+    found = thing.attrs.get_id(name)
+    if found.shape != () or found.dtype.kind not in "iuf":
+        raise Damaged(f'the attribute "{name}" is not a number')
+    value: float = thing.attrs[name].item()
+    return value
+
+
+def json_in(text: str, what: str) -> Any:
+    """JSON that is not nested too deeply. Raises Damaged."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{what} is not JSON: {error}") from error
+    left = [(value, 0)]
+    while left:
+        part, depth = left.pop()
+        if depth > _DEEPEST:
+            raise Damaged(f"{what} is nested more than {_DEEPEST} deep")
+        inside = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        left += [(each, depth + 1) for each in inside]
+    return value
+
+
+def _own(parent: Any, name: str) -> Any:
+    """What a name in a group stands for, if it is there and no link to elsewhere."""
+    if not parent.id.links.exists(name.encode()):  # "in" would follow links
+        raise Damaged(f'there is no "{name}"')
+    if not isinstance(parent.get(name, getlink=True), h5py.HardLink):
+        raise Damaged(f'"{name}" is a link to elsewhere')
+    try:
+        return parent[name]
+    except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise Damaged(f'"{name}" cannot be opened: {error}') from error
+
+
+def _most_bytes(file: Any) -> int:
+    """What the data sets of a file may hold: what it takes on the disk, since holes in it are free."""
+    about = Path(file.filename).stat()
+    return _SPARE + min(about.st_size, _PACKED * 512 * getattr(about, "st_blocks", about.st_size))

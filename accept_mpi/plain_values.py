@@ -1,0 +1,55 @@
+"""Values of a TOML file that can be written down again as JSON: no dates, nothing endless, nothing too deep or too long."""
+
+import math
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accept_mpi.errors import UserError, one_line
+
+_DEEPEST = 32
+_MOST_VALUES = 100_000
+
+
+def check_values(tree: Mapping[str, Any], source: str, free: Sequence[str] = ()) -> None:
+    """Raises UserError, a sentence that begins with ``source`` and names the key, where something in ``tree`` is not finite,
+    larger than 64 bits, a date, nested more than 32 deep, or a text with control characters. In what lies below the keys
+    ``free`` texts may hold any character that UTF-8 can write."""
+    left: list[tuple[str, Any, int, bool]] = [("", tree, 0, False)]
+    values = 0
+    while left:
+        path, value, depth, own = left.pop()
+        at = f"{source}: {path}" if path else source
+        values += 1
+        if values > _MOST_VALUES:
+            raise UserError(f"{source}: more than {_MOST_VALUES} values")
+        if depth > _DEEPEST:
+            raise UserError(f"{one_line(at, 200)}: nested more than {_DEEPEST} deep")
+        if isinstance(value, dict):
+            for key in value:
+                _check_text(key, source, "a key", True)
+                inside = f"{path}.{key}" if path else key
+                left.append((inside, value[key], depth + 1, own or inside in free))
+        elif isinstance(value, list):
+            left += [(f"{path}[{number}]", entry, depth + 1, own) for number, entry in enumerate(value)]
+        elif isinstance(value, str):
+            _check_text(value, source, path, own)
+        elif isinstance(value, float):
+            if not math.isfinite(value):
+                raise UserError(f"{at}: expected a finite number, got {value}")
+        elif isinstance(value, int):
+            if not -(1 << 63) <= value < 1 << 63:
+                shown = value if abs(value) < 1 << 999 else f"one of {value.bit_length()}"
+                raise UserError(f"{at}: expected a number of at most 64 bits, got {shown}")
+        else:
+            raise UserError(f"{at}: expected a text, a number, true, false, a list or a table, got the date or time {value}")
+
+
+def _check_text(text: str, source: str, what: str, own: bool) -> None:
+    if text.isprintable():
+        return
+    for character in text:
+        kind = unicodedata.category(character)
+        if kind == "Cs" or (kind == "Cc" and not own):
+            wanted = "in UTF-8" if kind == "Cs" else f"without control characters such as U+{ord(character):04X}"
+            raise UserError(f'{source}: {what}: expected a text {wanted}, got "{one_line(text, 200)}"')
