@@ -16,6 +16,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.graph_ends import Box, Seeded, finite
 from accept_mpi.losses import Divisors, Loss, Result
 from accept_mpi.models.layers import Layers, may_draw
+from accept_mpi.models.shared import lay_out
 from accept_mpi.optimizer import make_optimizer, update
 from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, kept, seed_all
 from accept_mpi.state import check_state, load_layer, state_of
@@ -76,13 +77,13 @@ class Stage:
         self._channels_last = channels_last
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
         if channels_last:
-            for layer in self.layers:
-                layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            lay_out(self.layers, torch.channels_last)
         self._draws = [may_draw(layer) for layer in self.layers]
         self.parameters: list[nn.Parameter] = []
         self._parameter_names: list[str] = []
         self._find_parameters()
-        self._weights = Weights(self.parameters, job.pipeline.schedule == "1f1b-async")
+        buffers = [buffer for layer in self.layers for buffer in layer.buffers()]
+        self._weights = Weights(self.parameters, job.pipeline.schedule == "1f1b-async", buffers)
         trained = [p for p in self._weights.updated if p.requires_grad]
         self.optimizer = make_optimizer(job.train.optimizer, job.lr, trained)
         self._deferred = DeferredWeights(self.layers) if job.pipeline.schedule == "zero-bubble" else None

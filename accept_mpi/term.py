@@ -30,7 +30,7 @@ from accept_mpi.feed import Drawn, checksum
 from accept_mpi.log import BACKWARD, FORWARD
 from accept_mpi.losses import Loss
 from accept_mpi.models import Chain
-from accept_mpi.models.layers import Layers, build_layers, build_stage
+from accept_mpi.models.layers import Layers, build_stage
 from accept_mpi.outline import Outline
 from accept_mpi.plan import Place, Plan
 from accept_mpi.pulse import Pulse
@@ -275,7 +275,7 @@ def _make_stage(runtime: Runtime, job: config.Job, chain: Chain, mine: range, lo
     channels_last = any(convolutional) if memory_format == "auto" else memory_format == "channels_last"
 
     def again() -> Layers:
-        return build_layers(chain, mine.start, mine.stop, job.train.seed)
+        return build_stage(chain, mine.start, mine.stop, job.train.seed)
 
     return runtime.agree("the layers' state", lambda: Stage(layers, job, loss, channels_last, again))
 

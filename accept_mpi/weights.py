@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from accept_mpi.models.shared import common_memory, copies
+
 
 class Kept(NamedTuple):
     """What a micro-batch keeps of weights from its F to its B."""
@@ -32,15 +34,23 @@ class Weights:
     """The values of some parameters: by version, where ``versions``; else there is one of each. They show the newest, but
     for the time from ``begin`` to ``end`` and from ``meet`` to ``leave``."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], versions: bool) -> None:
-        self.parameters = list(parameters)
-        self.updated = self.parameters
+    def __init__(self, parameters: Sequence[nn.Parameter], versions: bool, buffers: Sequence[torch.Tensor] = ()) -> None:
+        """``buffers``: of the same layers; what lies on the memory of parameters goes with them."""
+        self.parameters: list[torch.Tensor] = list(parameters)
+        self.updated = list(parameters)
         """What the optimizer updates."""
         self._versions: dict[int, list[torch.Tensor]] | None = None
         self._shown: list[torch.Tensor] | None = None
         if versions:
+            every = [*parameters, *{id(buffer): buffer for buffer in buffers}.values()]
+            groups = [places for places in common_memory(every) if any(every[place].requires_grad for place in places)]
+            common = {place for places in groups for place in places}
+            taken = [place for place in range(len(every)) if place < len(parameters) or place in common]
+            self.parameters = [every[place] for place in taken]
+            self._copied = [place in common or every[place].requires_grad for place in taken]
             # Of their own, since an update in place must not count as written to what graphs in flight have kept.
-            self.updated = [nn.Parameter(p.data, requires_grad=p.requires_grad) for p in self.parameters]
+            self._own = [nn.Parameter(p.data, requires_grad=p.requires_grad) for p in self.parameters]
+            self.updated = self._own[: len(parameters)]
             self._shown = [p.data for p in self.parameters]
             self._versions = {0: self._shown}
         self.written: list[torch.Tensor] = []
@@ -52,8 +62,8 @@ class Weights:
             for old in [v for v in self._versions if v < version]:
                 del self._versions[old]
             self._show(self._versions[version])
-        for tensor in self.written:
-            tensor.data = tensor.data.clone()
+        for tensor, own in zip(self.written, copies([tensor.data for tensor in self.written]), strict=True):
+            tensor.data = own
 
     def end(self, version: int) -> Kept:
         """F is done."""
@@ -93,14 +103,15 @@ class Weights:
         if self._versions is None:
             return
         self.newest()
-        for parameter, own in zip(self.parameters, self.updated, strict=True):
-            own.data = parameter.data.clone() if parameter.requires_grad else parameter.data
+        copied = iter(copies([p.data for p, copied in zip(self.parameters, self._copied, strict=True) if copied]))
+        for parameter, own, is_copied in zip(self.parameters, self._own, self._copied, strict=True):
+            own.data = next(copied) if is_copied else parameter.data
             own.grad, parameter.grad = parameter.grad, None
 
     def publish(self, version: int) -> None:
         """The optimizer's values are a version now."""
         if self._versions is not None:
-            self._versions[version] = [own.data for own in self.updated]
+            self._versions[version] = [own.data for own in self._own]
             self._show(self._versions[version])
 
     def restart(self) -> None:
@@ -115,7 +126,7 @@ class Weights:
         optimizer's."""
         if self._versions is not None:
             values = [p.data for p in self.parameters]
-            for own, data in zip(self.updated, values, strict=True):
+            for own, data in zip(self._own, values, strict=True):
                 own.data = data
             self._versions, self._shown = {max(self._versions): values}, values
 

@@ -114,6 +114,58 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (reach + 1) * size if tensor.numel() else begin
 
 
+def common_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Places of tensors that lie on one memory, though they are not one tensor."""
+    places: dict[int, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if (storage := memory_of(tensor)) is not None:
+            places.setdefault(storage._cdata, []).append(place)
+    return [one for one in places.values() if len({id(tensors[place]) for place in one}) > 1]
+
+
+def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors' values in the same layout; those that lie on one memory have copies on one."""
+    found: list[torch.Tensor | None] = [None] * len(tensors)
+    for places in common_memory(tensors):
+        memory = tensors[places[0]].untyped_storage().clone()
+        for place in places:
+            old = tensors[place]
+            found[place] = torch.empty(0, dtype=old.dtype).set_(memory, old.storage_offset(), old.shape, old.stride())
+    return [tensor.detach().clone() if new is None else new for new, tensor in zip(found, tensors, strict=True)]
+
+
+def lay_out(layers: Sequence[nn.Module], memory_format: torch.memory_format) -> None:
+    """Give layers' parameters and buffers a memory format; what lies on one memory still does. Raises UserError where that
+    cannot be."""
+
+    def places() -> list[tuple[str, torch.Tensor]]:
+        return [
+            (f"{prefix}.{name}" if prefix else name, tensor)
+            for layer in layers
+            for prefix, module in layer.named_modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        ]
+
+    before = [tensor.detach() for _, tensor in places()]
+    for layer in layers:
+        layer.to(memory_format=memory_format)  # type: ignore[call-overload]
+    after = places()
+    for together in common_memory(before):
+        first, *others = together
+        for place in others:
+            (name, tensor), (of, like) = after[place], after[first]
+            moved = any(after[n][1].data_ptr() != before[n].data_ptr() for n in (place, first))
+            if tensor is like or not moved:
+                continue
+            if before[place].shape != before[first].shape or before[place].data_ptr() != before[first].data_ptr():
+                raise UserError(
+                    f"model: {of} and {name} lie on one memory, which cannot be in channels_last then: "
+                    f'train.memory_format = "contiguous"'
+                )
+            tensor.data = like.data
+
+
 class _Tie(NamedTuple):
     span: tuple[int, int]
     places: list[tuple[int, Part]]

@@ -16,9 +16,10 @@ from accept_mpi.errors import UserError
 from accept_mpi.given import given_plan
 from accept_mpi.models import as_chain, entries_of
 from accept_mpi.models.base import Chain
-from accept_mpi.models.layers import build_stage
+from accept_mpi.models.layers import build_layers, build_stage
 from accept_mpi.models.shared import Shared, uncuttable
 from accept_mpi.outline import outline
+from accept_mpi.stage import Stage
 
 TOKENS = torch.zeros(2, 3, dtype=torch.int64)
 
@@ -380,6 +381,67 @@ def test_who_writes_to_a_shared_table_must_not_be_parted(writes: str) -> None:
         layer(torch.ones(2, 4))
     whole = build_stage(chain, 0, 3, 0).modules
     whole[0](torch.ones(2, 4))
+
+
+# -- in one stage, what lies on one memory stays there -------------------------------------------------------------------
+
+
+class Looking(nn.Module):
+    """Has a weight of another layer's among its buffers."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(x, self.weight)
+
+
+def convolutions(kind: str) -> nn.Sequential:
+    first, last = nn.Conv2d(4, 4, 2), nn.Conv2d(4, 4, 2)
+    if kind == "data":
+        last.weight.data = first.weight.data
+    if kind == "parameter":
+        last.weight = nn.Parameter(first.weight.data)
+    if kind == "view":
+        last.weight = nn.Parameter(first.weight.data[:2])
+        last.bias = None
+    return nn.Sequential(first, nn.BatchNorm2d(4), Looking(first.weight) if kind == "buffer" else last)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "1f1b-async"])
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("kind", ["data", "parameter", "buffer"])
+def test_one_stage_trains_one_memory(kind: str, channels_last: bool, schedule: str) -> None:
+    model = convolutions(kind)
+    whole = job(f"pipeline.schedule={schedule}", "train.optimizer.momentum=0.9", "train.optimizer.weight_decay=0.1")
+    chain = Chain(entries_of(model), lambda: entries_of(model))
+    plain = convolutions(kind)
+    plain.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(plain.parameters(), whole.lr, momentum=0.9, weight_decay=0.1)
+    stage = Stage(build_layers(chain, 0, 3, 0), whole, None, channels_last)
+    for step in range(3):
+        x = torch.randn(2, 4, 4, 4)
+        inputs = x.contiguous(memory_format=torch.channels_last) if channels_last else x
+        out = stage.forward(step, 0, (inputs,), step).outputs
+        stage.backward(step, 0, tuple(torch.ones_like(value) for value in out))
+        if schedule == "zero-bubble":
+            stage.weight_gradient(step, 0)
+        stage.update(whole.lr, step)
+        plain(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, theirs = stage.weights(), plain.state_dict()
+    assert torch.equal(weights["0.weight"], weights["2.weight"])
+    for name, value in theirs.items():
+        torch.testing.assert_close(weights[name], value)
+
+
+def test_parts_of_one_memory_cannot_be_laid_out_anew() -> None:
+    model = convolutions("view")
+    chain = Chain(entries_of(model), lambda: entries_of(model))
+    with pytest.raises(UserError, match=r'one memory, .* train\.memory_format = "contiguous"'):
+        Stage(build_layers(chain, 0, 3, 0), job(), None, True)
 
 
 # -- cuts ----------------------------------------------------------------------------------------------------------------
