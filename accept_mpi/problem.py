@@ -14,6 +14,7 @@ from accept_mpi.looks import per_message, while_sending
 from accept_mpi.models.shared import uncuttable
 from accept_mpi.outline import LayerOutline
 from accept_mpi.partition import Problem
+from accept_mpi.plan import Plan
 from accept_mpi.replicas import most_held
 from accept_mpi.schedule import depth
 from accept_mpi.survey import Device, Survey
@@ -102,6 +103,18 @@ def _handling(device: Device, nic: float, forward: str, backward: str) -> float:
     coding = sum(costs[name] for costs in (device.encode, device.decode) for name in (forward, backward)) / 2
     nbytes = (bits_of(forward) + bits_of(backward)) / 8  # in and out
     return coding + nbytes * device.byte + while_sending(nbytes / 2 / nic, device.message)
+
+
+def need_of(survey: Survey, job: config.Job, plan: Plan, rank: int) -> float:
+    """Bytes that a rank's stage takes by what a plan rests on; 0 for an idle one."""
+    needs, stages = Needs(survey, job, len(plan.stages)), plan.stages
+    place = plan.place(rank)
+    if place.idle:
+        return 0.0
+    behind = len(stages) - 1 - place.stage
+    layers = survey.outline.layers[stages[place.stage].start : stages[place.stage].stop]
+    held, state = sum(layer.held for layer in layers), sum(map(needs.state, layers))
+    return float(needs.copies[behind] * state + needs.kept[behind] * held)
 
 
 class Needs:

@@ -16,7 +16,7 @@ from accept_mpi.adapting import Adapter
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.controller import Controller, begin_log, facts_of, prepare_directory, summary_line
 from accept_mpi.device import give_back_memory, keep_memory, set_threads
-from accept_mpi.errors import Agreed, UserError
+from accept_mpi.errors import Agreed, OutOfMemory, UserError
 from accept_mpi.faults import pass_by
 from accept_mpi.given import given_plan
 from accept_mpi.logging_observer import LogObserver
@@ -27,6 +27,7 @@ from accept_mpi.models import load as load_model
 from accept_mpi.observers import Observer
 from accept_mpi.ownership import Ownership, own
 from accept_mpi.plan import Plan
+from accept_mpi.problem import need_of
 from accept_mpi.progress import ProgressObserver
 from accept_mpi.recovery import Held, find_together, last_held, next_plan, successor
 from accept_mpi.replicas import Replicas, fitting, load
@@ -42,6 +43,10 @@ from accept_mpi.term import Term, Work
 from accept_mpi.worker import Course
 
 log = logging.getLogger(__name__)
+
+
+_LESS = 0.7
+"""Of the memory that a stage was to take, where there was not so much."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ def train(runtime: Runtime, options: Options) -> None:
         while True:
             try:
                 done = run.term(runtime)
+            except OutOfMemory:
+                run.lacked_memory(runtime)
+                raise
             except Exception as error:
                 if not runtime.lost_one(error):
                     raise
@@ -181,6 +189,13 @@ class _Run:
             self._take_proposal(runtime)
         return made == course.last
 
+    def lacked_memory(self, runtime: Runtime) -> None:
+        """Under ``launch`` the next start is to give this device less than what did not fit."""
+        survey = self._of_now(runtime)
+        if self._spill and survey and self._term:
+            need = need_of(survey, self.job, self._term.plan, runtime.rank)
+            self._spill.keep_room(_place_on_host(runtime), _LESS * need)
+
     def recover(self, runtime: Runtime) -> None:
         """After a loss: find together and agree on what is next. Another loss meanwhile begins that anew."""
         while True:
@@ -265,7 +280,7 @@ class _Run:
             self._share_survey(runtime, known)
             work.outline = known.outline
             return next_plan(runtime, job, Plan(stages=(), boundaries=()), known)
-        self._planned = plan_by_measuring(runtime, job, work.chain, work.loss, given)
+        self._planned = plan_by_measuring(runtime, job, work.chain, work.loss, given, self._room(runtime))
         work.data, work.outline = self._planned.data, self._planned.outline
         self._share_survey(runtime, self._planned.survey)
         return self._planned.plan
@@ -284,16 +299,20 @@ class _Run:
         """Under ``launch``: what an earlier start measured of the very hosts that are here now, if any of them knows."""
         if not self.options.supervised:
             return None
-        mine = self._spill.survey() if self._spill else None
+        mine = [self._spill.survey() if self._spill else None, self._room(runtime)]
         told = runtime.messenger.allgather(mine, runtime.startup_seconds, "what an earlier start has measured")
-        wanted = [host["host"] for host in runtime.hosts]
-        for found in filter(None, told):
+        wanted, rooms = [host["host"] for host in runtime.hosts], [room for _, room in told]
+        for found in filter(None, (kept for kept, _ in told)):
             with contextlib.suppress(msgspec.ValidationError, IndexError):  # damaged
                 survey = msgspec.convert(found, Survey)
                 there = [device.host for device in survey.devices]
                 if len(set(there)) == len(there) and set(wanted) <= set(there):
-                    return survey.only([there.index(host) for host in wanted])
+                    return survey.only([there.index(host) for host in wanted]).within(rooms)
         return None
+
+    def _room(self, runtime: Runtime) -> float:
+        """Bytes that this rank may take at most: an earlier start of the run has run out of memory here."""
+        return self._spill.room(_place_on_host(runtime)) if self._spill else math.inf
 
     def _of_now(self, runtime: Runtime) -> Survey | None:
         """What is known of the devices that are left, in their ranks of now."""
@@ -395,6 +414,12 @@ class _Run:
 
 
 # -- start ---------------------------------------------------------------------------------------------------------------
+
+
+def _place_on_host(runtime: Runtime) -> int:
+    """Which of its host's ranks this is."""
+    mine = runtime.hosts[runtime.rank]["machine_id"]
+    return [n for n, facts in enumerate(runtime.hosts) if facts["machine_id"] == mine].index(runtime.rank)
 
 
 def read_job(runtime: Runtime, options: Options) -> config.Job:

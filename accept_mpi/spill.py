@@ -9,6 +9,7 @@ this user's own files are read, in folders to which nobody else may write.
 import contextlib
 import errno
 import logging
+import math
 import os
 import re
 import shutil
@@ -31,7 +32,7 @@ Blobs = dict[int, bytes]
 """States by layer."""
 
 _OLD = 7 * 24 * 3600.0  # seconds after which another run's replicas are thrown away
-_ATTENDED, _SURVEY = "attended", "survey"
+_ATTENDED, _SURVEY, _ROOM = "attended", "survey", "room"
 _MOST_DIGITS, _MOST_SURVEY = 20, 64 << 20
 
 
@@ -105,6 +106,17 @@ class Spill:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             return msgspec.msgpack.decode(_checked(self._directory / _SURVEY, _MOST_SURVEY))
         return None
+
+    def keep_room(self, place: int, nbytes: float) -> None:
+        """So much memory the next start may plan for the host's rank at this place among its ranks."""
+        with self._disk, contextlib.suppress(OSError):
+            (self._directory / f"{_ROOM}-{place}").write_text(str(int(nbytes)))
+
+    def room(self, place: int) -> float:
+        """What the last ``keep_room`` was given for this place; infinite where there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            return float(int(read_regular(self._directory / f"{_ROOM}-{place}", 32, links=False)))
+        return math.inf
 
     def clear(self) -> None:
         """The run is at its end."""

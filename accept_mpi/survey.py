@@ -5,6 +5,7 @@ Layout in HDF5 (group ``survey`` of a log, version 1): datasets ``outline`` and 
 ``latency`` (seconds).
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -80,6 +81,14 @@ class Survey(msgspec.Struct, frozen=True):
     def snapshots(self) -> bool:
         """Whether devices keep copies of their stages' state and of others'."""
         return any(device.snapshots for device in self.devices)
+
+    def within(self, rooms: Sequence[float]) -> "Survey":
+        """The same, each device with so many bytes of memory at most."""
+        devices = [
+            msgspec.structs.replace(device, memory=min(device.memory, room))
+            for device, room in zip(self.devices, rooms, strict=True)
+        ]
+        return msgspec.structs.replace(self, devices=devices)
 
     def only(self, devices: list[int]) -> "Survey":
         """Of these devices, in this order."""

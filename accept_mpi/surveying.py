@@ -1,5 +1,6 @@
 """How rank 0 learns what the devices can do, and all ranks learn the plan that follows (``cuts = "auto"``)."""
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,11 +85,14 @@ class Surveyed(NamedTuple):
     """Rank 0: each rank's key in the latency database."""
 
 
-def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Loss, given: Plan | None = None) -> Surveyed:
+def plan_by_measuring(
+    runtime: Runtime, job: config.Job, chain: Chain, loss: Loss, given: Plan | None = None, most: float = math.inf
+) -> Surveyed:
     """Measure devices and links, and cut the model where training is fastest. All ranks call this together.
 
     Every rank that can load the data may be first or last. Where a plan is ``given``, it stays as it is, rank 0 alone times
-    layers and the others are taken to be as fast (FTPipeHD, section III-D: capacity 1 until training shows another).
+    layers and the others are taken to be as fast (FTPipeHD, section III-D: capacity 1 until training shows another). This
+    rank gets ``most`` bytes of memory at most.
 
     Raises Agreed where no plan fits or nobody has the data.
     """
@@ -104,7 +108,7 @@ def plan_by_measuring(runtime: Runtime, job: config.Job, chain: Chain, loss: Los
     path = database_path(job.pipeline.latency_db) if runtime.rank == 0 and not given else None
     devices = _introduced(runtime, job, model, path)
     give_back_memory()  # of a run before this one in the same process
-    room = planned(available_memory() / runtime.ranks_on_host)
+    room = min(most, planned(available_memory() / runtime.ranks_on_host))
     crowded = runtime.cores < torch.get_num_threads()
     subject = Subject(chain, model, job, loss, *batch)
     before, order = devices.known[runtime.rank], devices.order(runtime.rank, len(pieces(model)))

@@ -1,6 +1,7 @@
 """Models, data sets and losses as users have them: "nets:NAME" in a job file. Small, and odd in one way each."""
 
 import dataclasses
+import os
 import random
 from collections import OrderedDict, namedtuple
 from typing import Any
@@ -471,3 +472,29 @@ class BuggyData(Dataset):
 
 def buggy_data() -> tuple[BuggyData, TensorDataset]:
     return BuggyData(), pairs()[1]
+
+
+class Hungry(nn.Module):
+    """A fourth one of these in a row does not fit into rank 1's memory."""
+
+    run: list["Hungry"] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and not x.is_meta and os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+            if self in Hungry.run:
+                Hungry.run.clear()
+            Hungry.run.append(self)
+            if len(Hungry.run) > 3:
+                torch.empty(1 << 50)
+        work = torch.eye(160)
+        for _ in range(20):  # enough for two ranks
+            work = work @ work
+        return self.linear(x).tanh() * work[0, 0]
+
+
+def hungry() -> list[nn.Module]:
+    return [*(Hungry() for _ in range(8)), nn.Linear(6, 3)]

@@ -26,7 +26,7 @@ from accept_mpi.comm.lifeline import Lifeline
 from accept_mpi.comm.measure import clock_offset
 from accept_mpi.comm.membership import Circle, leave_together, survivable
 from accept_mpi.comm.messenger import Messenger
-from accept_mpi.errors import INTERRUPTED, Agreed, DeadlineError, NonFiniteLoss, ProtocolError, Stopped, UserError
+from accept_mpi.errors import INTERRUPTED, Agreed, DeadlineError, NonFiniteLoss, ProtocolError, Stopped, UserError, UsersBug
 from accept_mpi.memory import total_memory
 from accept_mpi.recorder import Clock
 from accept_mpi.version import __version__
@@ -184,8 +184,9 @@ class Runtime:
                 print(f"accept_mpi: {error}", file=sys.stderr, flush=True)
             self.finish(error.exit_code)
         exit_code = getattr(error, "exit_code", 1)
-        if isinstance(error, UserError | NonFiniteLoss | DeadlineError | ProtocolError | Stopped):
-            text = f"{self.who(self.rank)}: {error}" if self.size > 1 else str(error)
+        if isinstance(error, UserError | UsersBug | NonFiniteLoss | DeadlineError | ProtocolError | Stopped):
+            placed = self.size > 1 or isinstance(error, UsersBug)
+            text = f"{self.who(self.rank)}: {error}" if placed else str(error)
         elif isinstance(error, KeyboardInterrupt):
             text, exit_code = "interrupted", INTERRUPTED
         else:
