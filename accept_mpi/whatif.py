@@ -105,7 +105,7 @@ def _same_model(timed: Outline, job: config.Job, ran: dict[str, Any]) -> bool:
     with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is no plan
         inputs = tuple(spec.zeros() for spec in timed.layers[0].inputs)
         if not data:
-            inputs, _ = micro_batch(load_data(job.data.name, job.data.args)[0], job)
+            inputs, _ = micro_batch(load_data(job.data.name, job.data.args, job.model)[0], job)
         chain = load_model(job.model.name, job.model.args, job.train.seed)
         return chain.names == list(timed.names) and _sizes(outline_of(chain, job, inputs)) == _sizes(timed)
 
@@ -193,7 +193,7 @@ def _measure(path: Path, overrides: list[str]) -> _Measured:
     job = config.parse(path.read_text(), str(path), overrides)
     keep_memory()
     chain = load_model(job.model.name, job.model.args, job.train.seed)
-    train, _ = load_data(job.data.name, job.data.args)
+    train, _ = load_data(job.data.name, job.data.args, job.model)
     inputs, target = micro_batch(train, job)
     model = outline_of(chain, job, inputs)
     times = probe(Subject(chain, model, job, find_loss(job.train.loss), inputs, target), job.pipeline.probe_seconds)
