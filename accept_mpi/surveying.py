@@ -353,7 +353,7 @@ def _load(runtime: Runtime, job: config.Job) -> tuple[Data, int]:
     data: Data = (None, None)
     error = None
     try:
-        data = load_data(job.data.name, job.data.args)
+        data = load_data(job.data.name, job.data.args, job.model)
     except UserError as mistake:
         error = str(mistake)
     errors = runtime.messenger.allgather(error, runtime.startup_seconds, "the data")

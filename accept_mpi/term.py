@@ -248,7 +248,7 @@ def _data_for(job: config.Job, place: Place, loaded: Data) -> Data:
     """Training and test set where the stage needs inputs or targets."""
     if loaded[0] is not None or not (place.first or place.last):
         return loaded
-    return load_data(job.data.name, job.data.args)
+    return load_data(job.data.name, job.data.args, job.model)
 
 
 def _agree_on_data(runtime: Runtime, data: Data) -> tuple[int, int]:

@@ -106,7 +106,7 @@ def _same_model(timed: Outline, job: config.Job, ran: dict[str, Any]) -> bool:
         first = timed.layers[0]
         batch = MicroBatch(tuple(spec.zeros() for spec in first.inputs), None, first.tree, timed.samples)
         if not data:
-            batch = micro_batch(load_data(job.data.name, job.data.args)[0], job)
+            batch = micro_batch(load_data(job.data.name, job.data.args, job.model)[0], job)
         chain = load_model(job.model.name, job.model.args, job.train.seed)
         found = outline_of(chain, job, batch.inputs, batch.tree, batch.samples)
         return chain.names == list(timed.names) and _sizes(found) == _sizes(timed)
@@ -195,7 +195,7 @@ def _measure(path: Path, overrides: list[str]) -> _Measured:
     job = config.parse(path.read_text(), str(path), overrides)
     keep_memory()
     chain = load_model(job.model.name, job.model.args, job.train.seed)
-    train, _ = load_data(job.data.name, job.data.args)
+    train, _ = load_data(job.data.name, job.data.args, job.model)
     batch = micro_batch(train, job)
     model = outline_of(chain, job, batch.inputs, batch.tree, batch.samples)
     times = probe(Subject(chain, model, job, find_loss(job.train.loss), *batch), job.pipeline.probe_seconds)

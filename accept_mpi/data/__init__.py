@@ -8,7 +8,7 @@ from accept_mpi.data.cifar10 import cifar10
 from accept_mpi.data.digits import digits
 from accept_mpi.data.hdf5 import hdf5
 from accept_mpi.data.images import images
-from accept_mpi.data.text import text
+from accept_mpi.data.text import check_vocabulary, text
 from accept_mpi.errors import UserError
 from accept_mpi.imports import call, find_function
 
@@ -17,8 +17,9 @@ __all__ = ["ZOO", "ArrayDataset", "Dataset", "MapDataset", "Samples", "draws_bot
 ZOO: dict[str, Loader] = {"digits": digits, "text": text, "cifar10": cifar10, "images": images, "hdf5": hdf5}
 
 
-def load(name: str, args: Mapping[str, Any]) -> tuple[Dataset, Dataset]:
-    """The training and the test set that a job names. Raises UserError with one sentence.
+def load(name: str, args: Mapping[str, Any], model: Any = None) -> tuple[Dataset, Dataset]:
+    """The training and the test set that a job names. Raises UserError with one sentence, also where a text has more symbols
+    than the job's ``model`` (``config.Model``) knows.
 
     Always under the same seed: another ``train.seed`` is another run on the same data.
     """
@@ -35,4 +36,6 @@ def load(name: str, args: Mapping[str, Any]) -> tuple[Dataset, Dataset]:
     for which, data in zip(("training", "test"), adapted, strict=True):
         if len(data) == 0:
             raise UserError(f'data.name: the {which} set of "{name}" is empty')
+    if model is not None:
+        check_vocabulary(train, model.name, model.args)
     return adapted

@@ -10,9 +10,12 @@ import torch
 from accept_mpi.data.augment import crop_and_flip
 from accept_mpi.data.base import Indices
 from accept_mpi.errors import UserError
+from accept_mpi.plain_files import is_regular, open_regular
 from accept_mpi.seeds import ORDER, mix
 
 _ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm"}
+_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "PPM")  # Pillow's names; it would hand others to other programs
+_LARGEST_SIZE, _MOST_PIXELS = 4096, 1 << 26
 _Listing = list[tuple[Path, int]]
 
 
@@ -44,7 +47,7 @@ def images(path: str, size: int = 32, augment: bool = True, test_fraction: float
     missing or empty, and later for an image that cannot be decoded.
     """
     _pillow()
-    if not isinstance(size, int) or size < 1:
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST_SIZE:
         raise ValueError(f"size must be a whole number of pixels, got {size!r}")
     root = Path(path)
     if (root / "train").is_dir() and (root / "test").is_dir():
@@ -76,6 +79,9 @@ def _listing(root: Path, classes: list[str]) -> _Listing:
         for file in sorted((root / name).glob("*"))
         if file.suffix.lower() in _ENDINGS
     ]
+    for file, _ in found:
+        if not is_regular(file):
+            raise UserError(f"data.args: {file} is not a file, though it has an image's name")
     if not found:
         raise UserError(f"data.args: no images in the folders of {root}; expected {', '.join(sorted(_ENDINGS))}")
     return found
@@ -91,12 +97,17 @@ def _pillow() -> Any:
 
 def _decode(file: Path, size: int) -> npt.NDArray[np.uint8]:
     try:
-        with _pillow().open(file) as image:
-            image = image.convert("RGB")
+        with open_regular(file) as raw, _pillow().open(raw, formats=_FORMATS) as image:
             scale = size / min(image.size)
-            image = image.resize([max(size, round(side * scale)) for side in image.size])
+            scaled = [max(size, round(side * scale)) for side in image.size]
+            for width, height in (image.size, scaled):
+                if width * height > _MOST_PIXELS:
+                    raise OSError(f"{width} x {height} pixels are too many")
+            image = image.convert("RGB").resize(scaled)
             left, top = ((side - size) // 2 for side in image.size)
             pixels = np.asarray(image.crop((left, top, left + size, top + size)), np.uint8)
-    except (OSError, SyntaxError) as error:
-        raise UserError(f"data: cannot decode the image {file}: {error}") from error
+    except Exception as error:  # decoders of half a dozen formats meet anything
+        known = "cannot identify" not in str(error)
+        reason = str(error) if known else f"it is damaged or none of {', '.join(_FORMATS)}"
+        raise UserError(f"data: cannot decode the image {file}: {reason}") from error
     return pixels.transpose(2, 0, 1)

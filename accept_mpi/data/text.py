@@ -1,21 +1,42 @@
 """Character text from files, in windows of a fixed context."""
 
+import codecs
+import io
+import logging
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from accept_mpi.data.base import Indices
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, one_line
+from accept_mpi.plain_files import open_regular
+
+log = logging.getLogger(__name__)
+
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),  # begins with UTF-16's
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+"""What a text of an encoding that says so begins with."""
+_SNIFFED = 8192  # bytes in which a file that is no text has a NUL, as git takes it
+_CHARACTERS = 0x110000
+_SKIPPED = {"site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}
 
 
 class TextDataset:
     """Windows of a text that do not overlap: inputs (context,) and targets, the same one character on, int64."""
 
-    def __init__(self, tokens: npt.NDArray[np.uint8], context: int) -> None:
+    def __init__(self, tokens: npt.NDArray[Any], context: int, vocabulary: int) -> None:
         self.tokens, self.context = tokens, context
+        self.vocabulary = vocabulary
+        """Symbols that there are in training and test set together: what a model must know at least."""
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.context)
@@ -35,45 +56,116 @@ def text(
     path: str | None = None,
     context: int = 128,
     test_fraction: float = 0.1,
-    vocabulary: int = 128,
+    vocabulary: int | str = 128,
     limit: int = 4_000_000,
+    encoding: str | None = None,
 ) -> tuple[TextDataset, TextDataset]:
-    """Characters of a file, or of all text files below a directory in order of their names, ``limit`` at most.
+    """Characters of a file, or of all text files below a directory in order of their names, ``limit`` at most. Line ends of
+    any kind are one character.
 
-    Without a path: the sources of Python's standard library on this machine. A character is its ASCII code; those beyond
-    ``vocabulary`` become its last symbol, so that the vocabulary does not depend on the text. The test set is the end.
+    Files are what their byte order mark says, or ``encoding``, or UTF-8. Raises UserError, naming the file, for one that
+    cannot be decoded so. Of a directory, files and folders whose names begin with a dot do not count, and neither do files
+    that are no text (a NUL in their first 8 KiB and no mark), which is said in a warning.
+
+    Without a path: the sources of Python's standard library on this machine. A character is its code; those beyond
+    ``vocabulary`` become its last symbol, so that the vocabulary does not depend on the text. "auto": a character is its
+    place among those that there are, in the order of their codes. The test set is the end.
     """
-    if not 1 <= vocabulary <= 256 or context < 1 or not 0 < test_fraction < 1:
-        raise ValueError("expected 1 <= vocabulary <= 256, context >= 1 and 0 < test_fraction < 1")
+    if vocabulary != "auto" and not (_whole(vocabulary) and 1 <= vocabulary <= _CHARACTERS):  # type: ignore[operator]
+        raise ValueError(f'vocabulary must be a whole number from 1 to {_CHARACTERS} or "auto", got {vocabulary!r}')
+    if not (_whole(context) and context >= 1 and _whole(limit) and limit >= 1 and 0 < test_fraction < 1):
+        raise ValueError("expected context >= 1, limit >= 1 and 0 < test_fraction < 1")
     source = Path(path) if path is not None else Path(sysconfig.get_paths()["stdlib"])
-    characters = _read(source, limit, "*" if path is not None else "*.py")
-    codes = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
-    tokens = np.minimum(codes, vocabulary - 1).astype(np.uint8)
+    codes = _read(source, limit, encoding, "*" if path is not None else "*.py")
+    if vocabulary == "auto":
+        there, tokens = np.unique(codes, return_inverse=True)
+        symbols = len(there)
+    else:
+        tokens = np.minimum(codes, int(vocabulary) - 1)
+        symbols = int(tokens.max(initial=0)) + 1
+    tokens = tokens.astype(np.uint8 if symbols <= 256 else np.int32)
     held = int(len(tokens) * test_fraction)
-    train, test = TextDataset(tokens[: len(tokens) - held], context), TextDataset(tokens[len(tokens) - held :], context)
+    cut = len(tokens) - held
+    train, test = (TextDataset(part, context, symbols) for part in (tokens[:cut], tokens[cut:]))
     if not len(train) or not len(test):
         raise UserError(f"data.args: {source} has {len(tokens)} characters, too few for a context of {context}")
     return train, test
 
 
-def _read(source: Path, limit: int, pattern: str) -> str:
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _read(source: Path, limit: int, encoding: str | None, pattern: str) -> npt.NDArray[np.uint32]:
+    """Codes of at most ``limit`` characters."""
     if source.is_file():
-        files = [source]
+        files, alone = [source], True
     elif source.is_dir():
-        skipped = {"site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}
-        files = sorted(f for f in source.rglob(pattern) if not skipped & set(f.relative_to(source).parts) and f.is_file())
+        files, alone = _listing(source, pattern), False
     else:
         raise UserError(f"data.args: there is no file or directory {source}")
-    parts, length = [], 0
+    if encoding is not None:
+        _check(encoding)
+    parts: list[str] = []
+    length, other = 0, []
     for file in files:
-        try:
-            part = file.read_text("utf-8")
-        except UnicodeDecodeError:
-            continue  # not text
-        except OSError as error:
-            raise UserError(f"data.args: cannot read {file}: {error.strerror}") from error
-        parts.append(part[: limit - length])
-        length += len(parts[-1])
+        if (part := _characters(file, limit - length, encoding, alone)) is None:
+            other.append(file)
+            continue
+        parts.append(part)
+        length += len(part)
         if length >= limit:
             break
-    return "".join(parts)
+    if other:
+        log.warning("%s: %d files are no text and left out (%s, ...)", source, len(other), one_line(str(other[0])))
+    return np.frombuffer("".join(parts).encode("utf-32-le", "surrogatepass"), np.uint32)
+
+
+def _listing(source: Path, pattern: str) -> list[Path]:
+    """Files below a directory, in order of their names."""
+
+    def counts(file: Path) -> bool:
+        inside = file.relative_to(source).parts
+        return not (_SKIPPED & set(inside) or any(part.startswith(".") for part in inside)) and file.is_file()
+
+    return sorted(file for file in source.rglob(pattern) if counts(file))
+
+
+def _check(encoding: str) -> None:
+    """Raises ValueError where no text has an encoding."""
+    try:
+        b"".decode(encoding)
+        known = codecs.lookup(encoding).name not in ("idna", "punycode", "undefined")
+    except (LookupError, ValueError, TypeError):
+        known = False
+    if not known:
+        raise ValueError(f'encoding must be one that Python knows, such as "utf-8" or "latin-1", got {encoding!r}')
+
+
+def _characters(file: Path, most: int, encoding: str | None, alone: bool) -> str | None:
+    """The first characters of a file; None for one that is no text, unless it was asked for ``alone``. Raises UserError."""
+    try:
+        with open_regular(file) as raw:
+            head = raw.read(_SNIFFED)
+            marked = next((name for mark, name in _MARKS if head.startswith(mark)), None)
+            if not (marked or encoding or alone) and b"\0" in head:
+                return None
+            raw.seek(0)
+            with io.TextIOWrapper(raw, encoding=marked or encoding or "utf-8", newline=None) as stream:
+                return stream.read(most + 1).removeprefix("\ufeff")[:most]
+    except UnicodeError as error:
+        what = marked.removesuffix("-sig").upper() if marked else encoding or "UTF-8"
+        raise UserError(
+            f"data.args: {file} cannot be read as {what} text ({error}); give its encoding, such as "
+            f'encoding = "latin-1", or take the file away'
+        ) from error
+    except OSError as error:
+        raise UserError(f"data.args: cannot read {file}: {error.strerror}") from error
+
+
+def check_vocabulary(data: Any, model: str, args: dict[str, Any]) -> None:
+    """Raises UserError where a text has more symbols than the model of a job knows, as far as that can be said: of the
+    zoo's, and of users' that take a ``vocabulary``."""
+    needed, known = getattr(data, "vocabulary", None), args.get("vocabulary", 128 if model == "gpt" else None)
+    if isinstance(needed, int) and isinstance(known, int) and known < needed:
+        raise UserError(f"model.args: vocabulary = {known}, but the text has {needed} symbols: it must be {needed} or more")

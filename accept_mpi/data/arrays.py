@@ -1,0 +1,48 @@
+"""Arrays as people keep them, as tensors: any byte order, any width of integers and of floating-point numbers."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.uint16): np.dtype(np.int32),
+    np.dtype(np.uint32): np.dtype(np.int64),
+}
+"""Of what torch has no arithmetic for."""
+DTYPES = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+"""What a user may ask for."""
+
+
+def dtype_of(found: np.dtype[Any], floats: bool = True) -> np.dtype[Any]:
+    """The dtype of the tensor that an array of dtype ``found`` becomes, in this machine's byte order.
+
+    Floating-point numbers become float32, with ``floats`` false only those that torch does not have (float64); uint16 int32;
+    uint32 and uint64 int64; the rest stays. Raises TypeError with a sentence for what is no real number (texts, records).
+    """
+    plain = found.newbyteorder("=")
+    if plain.kind not in "biuf":
+        raise TypeError(f"holds {found}, not numbers" + (" (real ones)" if plain.kind == "c" else ""))
+    if plain.kind == "f":
+        return np.dtype(np.float32) if floats else np.dtype(np.float64) if plain.itemsize > 8 else plain
+    if plain == np.uint64:
+        return np.dtype(np.int64)
+    wider: np.dtype[Any] = _WIDER.get(plain, np.dtype(plain.str))
+    return wider
+
+
+def tensor_of(values: npt.NDArray[Any], asked: np.dtype[Any] | None = None, floats: bool = True) -> torch.Tensor:
+    """An array as a tensor, of dtype ``asked`` or ``dtype_of``. Raises TypeError or ValueError with a sentence."""
+    wanted = asked if asked is not None else dtype_of(values.dtype, floats)
+    if values.dtype.kind == "u" and values.dtype.itemsize == 8 and wanted.kind == "i":
+        check_fits(values)
+    with np.errstate(over="ignore"):
+        plain = np.ascontiguousarray(values, wanted).reshape(values.shape)
+    return torch.from_numpy(plain if plain.flags.writeable else plain.copy())
+
+
+def check_fits(values: npt.NDArray[Any]) -> None:
+    """Raises ValueError with a sentence where a number is too large for torch's whole numbers: 64 bits with a sign."""
+    if values.size and (most := int(values.max())) >= 1 << 63:
+        raise ValueError(f"holds {most}, which int64 cannot hold")
