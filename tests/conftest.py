@@ -115,8 +115,8 @@ def _template() -> Iterator[None]:
     yield
     for process, folder in _templates:
         os.environ.pop("ACCEPT_MPI_TEMPLATE", None)
-        process.communicate(timeout=HANGS)  # its standard input ends, and so does it
-        shutil.rmtree(folder)
+        process.communicate(timeout=HANGS)  # its standard input ends, and so does it; it takes its folder along
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def finish(command: list[str], folder: Path, more: dict[str, str], deadline: float) -> Finished:

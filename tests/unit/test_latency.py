@@ -105,7 +105,7 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(60)
+        writer.join(600)
     found = recall(path, model(), [f"device{number}" for number in range(6)])
     assert [one.forward[0] if one else None for one in found] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
