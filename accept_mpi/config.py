@@ -16,7 +16,7 @@ from msgspec import Meta
 from accept_mpi.errors import UserError, one_line
 from accept_mpi.imports import nearest
 from accept_mpi.plain_files import read_regular
-from accept_mpi.plain_values import check_values
+from accept_mpi.plain_values import check_values, loads
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
@@ -216,18 +216,6 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot read the job file: {wrong}; save it as UTF-8") from error
 
 
-def _loads(text: str) -> dict[str, Any]:
-    """TOML. Raises ValueError for all that is none, or too much of it."""
-    try:
-        return tomllib.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    except tomllib.TOMLDecodeError:
-        raise
-    except ValueError as error:  # of int and datetime
-        raise ValueError(f"a number or a date in it is none: {error}") from error
-
-
 def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
     """Job from TOML text; ``overrides`` are "section.key=value" with values in TOML (a bare word is a string). Of two keys
     that say the same an override drops the other, which the text gives.
@@ -235,7 +223,7 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
     Raises UserError with one sentence that begins with ``source``.
     """
     try:
-        tree = _loads(text)
+        tree = loads(text)
     except ValueError as error:
         raise UserError(f"{source}: not valid TOML: {error}") from error
     given: dict[str, Any] = {}
@@ -285,7 +273,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise UserError(f'--set {override}: "{section}" is not a table')
     try:
-        found = _loads(f"value = {value}")
+        found = loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
         found = {"value": value.strip()}
     except ValueError as error:

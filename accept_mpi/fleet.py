@@ -18,15 +18,19 @@ Only these keys are known; a mistake is a UserError of one sentence.
 import contextlib
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accept_mpi.errors import UserError
+from accept_mpi.plain_files import read_regular
+from accept_mpi.plain_values import check_values, loads
 
 PERSONAS = Path(__file__).with_name("personas.toml")
 MOST_HOSTS = 4096
+_MOST_BYTES, _MOST_THREADS = 1 << 20, 1024
 _WORDS: dict[type, str] = {str: "a text", int: "a whole number", float: "a number"}
 _KEYS: dict[str, type] = {
     "name": str, "count": int, "persona": str, "cpu": float, "threads": int, "isa": str, "memory": str, "link": float,
@@ -73,11 +77,12 @@ def _flags() -> set[str]:
 def read(path: Path) -> list[Host]:
     """Hosts of a fleet file. Raises UserError where it is wrong."""
     try:
-        content = tomllib.loads(path.read_text())
+        content = loads(read_regular(path, _MOST_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise UserError(f"{path}: cannot read the fleet: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from error
+    check_values(content, str(path))
     return parse(content, str(path))
 
 
@@ -103,12 +108,12 @@ def parse(content: dict[str, Any], where: str) -> list[Host]:
         if persona is not None and persona not in personas:
             raise UserError(f'{at}: no persona "{persona}"; there are {", ".join(personas)}')
         hosts += _expand(defaults | (personas[persona] if persona else {}) | entry, at)
+        if len(hosts) > MOST_HOSTS:
+            raise UserError(f"{where}: {len(hosts)} hosts; at most {MOST_HOSTS}")
     names = [host.name for host in hosts]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise UserError(f'{where}: two hosts are called "{name}"')
-    if len(hosts) > MOST_HOSTS:
-        raise UserError(f"{where}: {len(hosts)} hosts; at most {MOST_HOSTS}")
     return hosts
 
 
@@ -146,8 +151,8 @@ def _expand(given: dict[str, Any], at: str) -> Iterator[Host]:
         raise UserError(f"{at}: link = {link}: expected 0.01 to 100000 Mbit/s, or none for an unlimited link")
     if given.get("isa", "avx2") not in _ONEDNN:
         raise UserError(f"{at}: isa = {given['isa']!r}: expected one of {', '.join(_ONEDNN)}")
-    if threads < 1 or count < 1:
-        raise UserError(f"{at}: threads and count must be positive")
+    if not 1 <= threads <= _MOST_THREADS or count < 1:
+        raise UserError(f"{at}: threads and count must be positive, threads at most {_MOST_THREADS}")
     if count > MOST_HOSTS:
         raise UserError(f"{at}: count = {count}; at most {MOST_HOSTS}")
     for number in range(1, count + 1):
@@ -158,7 +163,7 @@ def _expand(given: dict[str, Any], at: str) -> Iterator[Host]:
 def _bytes(text: str | None, at: str) -> int | None:
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text)
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)([KMG]?)", text, re.ASCII)
     if not found or float(found[1]) * _UNITS[found[2]] < 1 << 20:
         raise UserError(f'{at}: memory = "{text}": expected e.g. "512M" or "2G"')
     return int(float(found[1]) * _UNITS[found[2]])

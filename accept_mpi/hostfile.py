@@ -17,7 +17,7 @@ from pathlib import Path
 
 from accept_mpi.errors import UserError
 
-ASK_SECONDS = 5.0
+ASK_SECONDS = 9.0
 """A host that does not answer for so long is gone."""
 _AGENT, _AGENT_FLAGS = "PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm_ssh_args"
 _MOST_BYTES, _MOST_SLOTS = 1 << 20, 1000
@@ -87,7 +87,7 @@ def answering(hosts: Sequence[Host]) -> list[Host]:
 
 def ask(hosts: Sequence[Host]) -> dict[Host, str | None]:
     """Why a host cannot take part, in the words of ssh; None where it can. Raises UserError where ssh itself is missing."""
-    agent = shlex.split(os.environ.get(_AGENT, "ssh -o BatchMode=yes -o ConnectTimeout=4"))
+    agent = shlex.split(os.environ.get(_AGENT, "ssh -o BatchMode=yes -o ConnectTimeout=8"))
     agent += shlex.split(os.environ.get(_AGENT_FLAGS, ""))
     question = ["test", "-x", shlex.quote(sys.executable)]
     asked = []

@@ -14,8 +14,10 @@ counts.
 """
 
 import contextlib
+import errno
 import hashlib
 import logging
+import math
 import os
 import shutil
 import time
@@ -28,11 +30,15 @@ import h5py
 import msgspec
 import numpy as np
 
-from accept_mpi.kernels.options import cache_directory, hold
+from accept_mpi.errors import UserError, one_line
+from accept_mpi.hdf5_files import Damaged, group_in, number_in, open_file, text_in, values_in
+from accept_mpi.kernels.options import cache_directory, hold, open_lock
 from accept_mpi.outline import Outline
+from accept_mpi.plain_files import is_regular
 from accept_mpi.predictor import Predictor
 from accept_mpi.probe import LayerTimes, Run
 from accept_mpi.submodels import Known
+from accept_mpi.survey import outline_in
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +49,14 @@ _LEAST = 1e-6  # seconds that a run of layers is taken to need at least: its log
 
 
 def database_path(asked: str) -> Path | None:
-    """Where a job's database lies ("auto": in the user's cache; "none": nowhere)."""
+    """Where a job's database lies ("auto": in the user's cache; "none": nowhere). Raises UserError where there is no such
+    place."""
     if asked == "none":
         return None
-    return cache_directory() / "latency.h5" if asked == "auto" else Path(asked).expanduser()
+    try:
+        return cache_directory() / "latency.h5" if asked == "auto" else Path(asked).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"pipeline.latency_db: {asked}: {error}") from error
 
 
 def device_key(facts: dict[str, Any]) -> str:
@@ -59,8 +69,9 @@ def recall(path: Path, outline: Outline, devices: list[str]) -> list[LayerTimes 
     found: list[LayerTimes | None] = [None] * len(devices)
     with _opened(path) as file:
         for n, key in enumerate(devices):
-            with contextlib.suppress(KeyError, OSError, ValueError, RuntimeError):
-                found[n] = _read(file[outline.key][key], len(outline.layers)) if file else None
+            if file and _has(file, outline.key) and _has(group_in(file, outline.key), key):
+                with _passed_over(path, f"{outline.key}/{key}"):
+                    found[n] = _read(group_in(group_in(file, outline.key), key), len(outline.layers))
     return found
 
 
@@ -68,11 +79,11 @@ def remember(path: Path, outline: Outline, entries: dict[str, tuple[dict[str, An
     """Put in what was measured, by device key. Warns, and goes on, where the file cannot be written."""
 
     def put(file: Any) -> None:
-        model = file.require_group(outline.key)
-        if "outline" not in model:
+        model = group_in(file, outline.key) if _has(file, outline.key) else file.create_group(outline.key)
+        if not _has(model, "outline"):
             model["outline"] = np.frombuffer(msgspec.json.encode(outline), np.uint8)
         for key, (facts, times) in entries.items():
-            if key in model:
+            if _has(model, key):
                 del model[key]
             _write(model.create_group(key), facts, times)
 
@@ -84,12 +95,18 @@ def library(path: Path) -> list[Known]:
     found = []
     with _opened(path) as file:
         for name in file or ():
-            with contextlib.suppress(KeyError, OSError, ValueError, RuntimeError, msgspec.MsgspecError):
-                outline = msgspec.json.decode(file[name]["outline"][:].tobytes(), type=Outline)
-                for device in file[name]:
-                    times = _read(file[name][device], len(outline.layers)) if device != "outline" else None
-                    if times is not None and times.pieces:
-                        found.append(known_of(outline, device, times))
+            if name == "predictor":
+                continue
+            with _passed_over(path, name):
+                model = group_in(file, name)
+                outline = outline_in(model)
+                for device in model:
+                    if device == "outline":
+                        continue
+                    with _passed_over(path, f"{name}/{device}"):
+                        times = _read(group_in(model, device), len(outline.layers))
+                        if times is not None and times.pieces:
+                            found.append(known_of(outline, device, times))
     return found
 
 
@@ -115,8 +132,9 @@ def known_of(outline: Outline, device: str, times: LayerTimes) -> Known:
 def recall_predictor(path: Path) -> Predictor | None:
     """The predictor that an earlier run has left; None where there is none that can be read."""
     with _opened(path) as file:
-        with contextlib.suppress(KeyError, OSError, ValueError, RuntimeError, msgspec.MsgspecError):
-            return Predictor.read(file["predictor"]) if file else None
+        if file and _has(file, "predictor"):
+            with _passed_over(path, "predictor"):
+                return Predictor.read(group_in(file, "predictor"))
     return None
 
 
@@ -124,7 +142,7 @@ def keep_predictor(path: Path, predictor: Predictor) -> None:
     """Leave it to later runs. Warns where the file cannot be written."""
 
     def put(file: Any) -> None:
-        if "predictor" in file:
+        if _has(file, "predictor"):
             del file["predictor"]
         predictor.write(file.create_group("predictor"))
 
@@ -140,6 +158,8 @@ def _change(path: Path, change: Callable[[Any], None]) -> None:
             try:
                 with _opened(path) as file:
                     pass
+                if path.exists() and not is_regular(path):
+                    raise OSError(errno.EINVAL, "something else than a file has this name")
                 if file is not None:
                     shutil.copyfile(path, temporary)
                 with h5py.File(temporary, "a") as changed:
@@ -148,36 +168,60 @@ def _change(path: Path, change: Callable[[Any], None]) -> None:
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
-    except OSError as error:
-        log.warning("%s: the latency database cannot be written: %s", path, error)
+    except (OSError, Damaged) as error:
+        log.warning("%s: the latency database cannot be written: %s", path, one_line(str(error)))
 
 
 def observe(path: Path, outline: Outline, runs: dict[str, list[Run]]) -> None:
     """Add what sub-models took in training, by device key, to devices that are known. Warns where that cannot be written."""
 
     def add(file: Any) -> None:
-        model = file.get(outline.key, {})
+        if not _has(file, outline.key):
+            return
+        model = group_in(file, outline.key)
         for key, rows in runs.items():
-            if key in model:
-                both = np.concatenate([model[key]["observed"][:], np.array(rows, float).reshape(-1, 4)])
-                del model[key]["observed"]
-                model[key]["observed"] = both[-_MOST_OBSERVED:]
+            if _has(model, key):
+                device = group_in(model, key)
+                before = values_in(device, "observed", kinds="f", shape=(None, 4))
+                del device["observed"]
+                device["observed"] = np.concatenate([before, np.array(rows, float).reshape(-1, 4)])[-_MOST_OBSERVED:]
 
     if path.exists():
         _change(path, add)
 
 
+def _has(group: Any, name: str) -> bool:
+    """Whether there is something of a name, a link to elsewhere too."""
+    return bool(group.id.links.exists(name.encode()))
+
+
+@contextlib.contextmanager
+def _passed_over(path: Path, what: str) -> Iterator[None]:
+    """What cannot be read in a database is not known; that is said."""
+    try:
+        yield
+    except (Damaged, KeyError, OSError, ValueError, TypeError, RuntimeError, msgspec.MsgspecError) as error:
+        log.warning("%s: %s in it cannot be read and does not count: %s", path, what, one_line(str(error), 300))
+
+
 def _read(group: Any, layers: int) -> LayerTimes | None:
-    times = group["times"][:]
+    """Raises Damaged."""
+    times = values_in(group, "times", kinds="f", shape=(4, layers))
     there = np.isfinite(times)
-    if times.shape != (4, layers) or (there != there[0]).any() or not there.any() or (times < 0).any():
-        return None
+    if (there != there[0]).any() or not there.any() or (times < 0).any() or np.isinf(times).any():
+        raise Damaged("times that there cannot be")
+    stretch = number_in(group, "stretch")
+    if not 0 <= stretch < math.inf:
+        raise Damaged("a stretch that there cannot be")
     rows = [tuple(map(float, row)) for row in times]
-    pieces, observed = (
-        tuple((int(a), int(b), float(forward), float(backward)) for a, b, forward, backward in group[name][:])
-        for name in ("pieces", "observed")
-    )
-    return LayerTimes(rows[0], rows[1], rows[2], rows[3], 0.0, pieces, float(group.attrs["stretch"]), observed)
+    runs = []
+    for name in ("pieces", "observed"):
+        found = values_in(group, name, kinds="f", shape=(None, 4))
+        first, stop = found[:, 0], found[:, 1]
+        if not (np.isfinite(found).all() and (found >= 0).all() and (first < stop).all() and (stop <= layers).all()):
+            raise Damaged(f"{name} that there cannot be")
+        runs.append(tuple((int(a), int(b), float(forward), float(backward)) for a, b, forward, backward in found))
+    return LayerTimes(rows[0], rows[1], rows[2], rows[3], 0.0, runs[0], stretch, runs[1])
 
 
 def _write(group: Any, facts: dict[str, Any], times: LayerTimes) -> None:
@@ -195,18 +239,19 @@ def _write(group: Any, facts: dict[str, Any], times: LayerTimes) -> None:
 def _opened(path: Path) -> Iterator[Any]:
     """The database for reading; None where there is none. What is not one is set aside."""
     file = None
-    if path.exists():
+    if path.exists() and not is_regular(path):
+        log.warning("%s is no file, so there is no latency database", path)
+    elif path.exists():
         try:
-            file = h5py.File(path, "r", locking=False)
-            if file.attrs.get("format") != FORMAT or file.attrs.get("version") != VERSION:
+            file = open_file(path)
+            if text_in(file, "format") != FORMAT or number_in(file, "version") != VERSION:
+                raise Damaged("it is not a latency database of a version known here")
+            file.visit(lambda name: None)
+        except (Damaged, OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+            if file is not None:
                 file.close()
-                file = None
-                _set_aside(path, "is not a latency database of a version known here")
-            else:
-                file.visit(lambda name: None)
-        except (OSError, RuntimeError, KeyError) as error:
             file = None
-            _set_aside(path, f"cannot be read ({' '.join(str(error).split())})")
+            _set_aside(path, f"cannot be read ({one_line(str(error), 300)})")
     try:
         yield file
     finally:
@@ -223,6 +268,6 @@ def _set_aside(path: Path, why: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with open(path.with_name(f"{path.name}.lock"), "w") as lock:
+    with open_lock(path.with_name(f"{path.name}.lock")) as lock:
         hold(lock.fileno(), _LOCK_SECONDS)
         yield

@@ -78,8 +78,8 @@ class _Start:
     """By a signal, after a checkpoint."""
     there: list[Host] = field(default_factory=list)
     """Who answered when last asked."""
-    unheard: int = 0
-    """How often in a row nobody did but this machine itself."""
+    silent: set[Host] = field(default_factory=set)
+    """Who did not."""
 
     def __post_init__(self) -> None:
         pairs = ((self.process.stdout, sys.stdout, self._told), (self.process.stderr, sys.stderr, self._warned))
@@ -248,14 +248,15 @@ class Supervisor:
                 _say(f"no step for {self.request.stall:.0f} s")
                 self._end(start)
                 return "stalled"
-            if self._all and time.monotonic() - start.asked > _ASK_EVERY:
+            if self._all and start.last_word is None and time.monotonic() - start.asked > _ASK_EVERY:
                 there = answering(self._all)
-                heard = not any(not host.here for host in start.hosts) or any(not host.here for host in there)
-                start.asked, start.unheard = time.monotonic(), 0 if heard else start.unheard + 1
-                if start.unheard == 1:
-                    continue  # more likely it is this machine that nobody hears for a moment
-                start.there = there
-                gone = [host.name for host in start.hosts if host not in there]
+                silent = {host for host in start.hosts if host not in there}
+                # Once is not enough: nobody hears this machine for a moment, or a busy host is slow to answer.
+                doubted, start.silent = bool(silent - start.silent), silent
+                if doubted:
+                    continue
+                start.asked, start.there = time.monotonic(), there
+                gone = [host.name for host in start.hosts if host in silent]
                 if gone:
                     _say(f"no answer from {', '.join(gone)}")
                     self._end(start, seconds=_LOST_SECONDS)

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accept_mpi.errors import UserError
-from accept_mpi.hdf5_files import number_in, open_file, text_in
+from accept_mpi.hdf5_files import is_followed, number_in, open_file, open_followed, open_still, text_in
 from accept_mpi.log_layout import BACKWARD, EVALS, EVENTS, FORWARD, KINDS, PLANS, STEPS, TABLES, TRACE, check_log
 from accept_mpi.plain_files import is_regular
 
@@ -43,6 +43,7 @@ __all__ = [
 
 FORMAT = "accept-mpi log"
 VERSION = 1
+_LOOKS, _BETWEEN_LOOKS = 5, 0.1  # seconds
 
 Rows = npt.NDArray[Any]
 _TEXT_BYTES = EVENTS["text"].itemsize
@@ -132,9 +133,24 @@ def open_log(path: str | os.PathLike[str]) -> h5py.File:
     if not is_regular(Path(path)):
         raise UserError(f"{path}: there is no such log file")
     try:
-        file = open_file(path, libver="latest", swmr=True, locking=False)
+        if not is_followed(path):
+            return _checked(path, open_file)
+        for left in reversed(range(_LOOKS)):
+            try:
+                _checked(path, open_still).close()
+                break
+            except UserError:
+                if not left:
+                    raise
+                time.sleep(_BETWEEN_LOOKS)  # its writer may have been in the middle of something
+        return open_followed(path)
     except OSError as error:
         raise UserError(f"{path}: not a readable HDF5 file ({error.strerror or error})") from error
+
+
+def _checked(path: str | os.PathLike[str], opened: Callable[[str | os.PathLike[str]], h5py.File]) -> h5py.File:
+    """A log, open, that has been looked through. Raises UserError, and OSError where it is no HDF5 file."""
+    file = opened(path)
     try:
         if "format" not in file.attrs or text_in(file, "format") != FORMAT:
             raise UserError(f"{path}: an HDF5 file, but not a log of accept-mpi")

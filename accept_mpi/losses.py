@@ -19,7 +19,7 @@ from torch import nn
 from accept_mpi import tree
 from accept_mpi.errors import UserError
 from accept_mpi.imports import find_function
-from accept_mpi.users_code import blame, does_not_fit, one_line
+from accept_mpi.users_code import blame, does_not_fit, in_words
 
 IGNORED = -100
 """The class that does not count, as torch's losses have it."""
@@ -40,6 +40,20 @@ class Judgement:
         """The sum over what counts."""
         value = float(self.value.detach())
         return value if self.summed or not self.count else value * self.count
+
+
+@dataclass
+class Result:
+    """What the last stage learns from one micro-batch."""
+
+    loss: float
+    """Sum over all that counts."""
+    count: float
+    """How much counts."""
+    correct: int
+    targets: int
+    """That it was asked for and that count."""
+    samples: int
 
 
 class Loss:
@@ -68,7 +82,7 @@ class Loss:
         except Exception as error:
             if self._main or (setting_up and (isinstance(error, _Unfit) or does_not_fit(error))):
                 given = f"outputs {tree.describe(output)} and targets {tree.describe(target)}"
-                reason = str(error) if isinstance(error, _Unfit) else one_line(error)
+                reason = str(error) if isinstance(error, _Unfit) else in_words(error)
                 wants = _WANTS if self._function is cross_entropy else ""
                 raise UserError(f'train.loss: "{self.name}" cannot take {given}{wants}: {reason}') from error
             if isinstance(error, _Unfit):
@@ -100,6 +114,29 @@ class Loss:
             return float(target.numel() / max(1, target.shape[1 if target.dim() > 1 else 0]))
         counting = target[target != self.ignored]
         return float(counting.numel()) if weight is None else float(weight[counting].sum())
+
+
+class Divisors:
+    """What sums of losses are divided by, step by step: an estimate, until all that counts in a step is known."""
+
+    def __init__(self) -> None:
+        self._assumed: dict[int, float] = {}
+        self._counted: dict[int, float] = {}
+
+    def share(self, step: int, count: float, samples: int, share: float) -> float:
+        """What the sum of a micro-batch, of which so much counts, is multiplied with; its samples have this ``share`` in the
+        step's. Others of the step are taken to count as much as its first."""
+        for old in [known for known in self._assumed if known < step - 1]:
+            del self._assumed[old], self._counted[old]
+        assumed = self._assumed.setdefault(step, (count or samples) / share)
+        self._counted[step] = self._counted.get(step, 0.0) + count
+        return 1 / assumed
+
+    def scale(self, step: int) -> float:
+        """What the step's gradients are to be multiplied with, as far as that is known."""
+        if step not in self._assumed:
+            return 1.0
+        return self._assumed[step] / self._counted[step] if self._counted[step] else 0.0
 
 
 def scores(output: Any) -> Any:

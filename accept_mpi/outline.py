@@ -15,12 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accept_mpi import config, tree
 from accept_mpi.codec import HEADER_BYTES, Specs, Tensors, TensorSpec
-from accept_mpi.errors import UserError
 from accept_mpi.models.base import Chain
 from accept_mpi.models.shared import Shared
 from accept_mpi.seeds import init_seed, seeded
 from accept_mpi.tree import Tree
-from accept_mpi.users_code import call_layer
+from accept_mpi.users_code import call_layer, taken_apart
 
 
 class LayerOutline(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -120,7 +119,7 @@ def _outline(chain: Chain, seed: int, value: Any, channels_last: bool, samples: 
         module = chain.abstract(index, seed) if abstract else chain.build(index, seed)
         if channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        tensors, of = _taken_apart(value, index, chain)
+        tensors, of = taken_apart(index - 1, chain.names[index - 1], value)
         specs = tuple(map(TensorSpec.of, tensors))
         parameters, buffers = list(module.parameters()), list(module.buffers())
         held.begin([*parameters, *buffers])
@@ -147,15 +146,6 @@ def _outline(chain: Chain, seed: int, value: Any, channels_last: bool, samples: 
             )
         )
     return Outline(samples, tuple(chain.names), tuple(layers), channels_last)
-
-
-def _taken_apart(value: Any, index: int, chain: Chain) -> tuple[list[torch.Tensor], Tree]:
-    """What crosses in front of a layer. What is no tree cannot: stages would say so (``Stage``)."""
-    try:
-        return tree.flatten(value)
-    except tree.NotATree as error:
-        before = f'layer {index - 1} "{chain.names[index - 1]}" gives' if index else "the data set gives"
-        raise UserError(f"{before} {error}, which cannot cross to another stage") from error
 
 
 class _Held:

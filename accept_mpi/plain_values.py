@@ -1,6 +1,7 @@
 """Values of a TOML file that can be written down again as JSON: no dates, nothing endless, nothing too deep or too long."""
 
 import math
+import tomllib
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,18 @@ from accept_mpi.errors import UserError, one_line
 
 _DEEPEST = 32
 _MOST_VALUES = 100_000
+
+
+def loads(text: str) -> dict[str, Any]:
+    """TOML. Raises ValueError (of it TOMLDecodeError) for all that is none, or too much of it."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError as error:  # of int and datetime
+        raise ValueError(f"a number or a date in it is none: {error}") from error
 
 
 def check_values(tree: Mapping[str, Any], source: str, free: Sequence[str] = ()) -> None:

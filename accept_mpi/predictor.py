@@ -12,7 +12,7 @@ spread how sure they are. All errors are relative, so everything is learned in l
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from accept_mpi.dual_stream import BETA, descend, mlp, some_of
+from accept_mpi.hdf5_files import Damaged, group_in, text_in, values_in
 from accept_mpi.outline import Outline
 from accept_mpi.submodels import (
     PROBES,
@@ -34,6 +35,7 @@ from accept_mpi.submodels import (
     interval_features,
     membership,
 )
+from accept_mpi.survey import outline_in
 
 _WIDTH = 48
 _MEMBERS = 4
@@ -245,21 +247,39 @@ class Predictor:
 
     @staticmethod
     def read(group: Any) -> "Predictor":
-        """From an HDF5 group that ``write`` has filled. Raises KeyError or RuntimeError where it was not."""
-        members = []
+        """From an HDF5 group that ``write`` has filled. Raises Damaged or RuntimeError where it was not."""
+        members, weights = [], group_in(group, "weights")
         for number in range(_MEMBERS):
             network = _Correction()
-            saved = group[f"weights/{number}"]
-            network.load_state_dict({name: torch.tensor(saved[name][()]) for name in network.state_dict()})
+            saved = group_in(weights, str(number))
+            shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
+            values = {name: values_in(saved, name, kinds="f", shape=shape) for name, shape in shapes.items()}
+            if not all(np.isfinite(value).all() for value in values.values()):
+                raise Damaged("a predictor with a weight that is not finite")
+            network.load_state_dict({name: torch.tensor(value) for name, value in values.items()})
             members.append(network)
-        models = {key: msgspec.json.decode(raw[:].tobytes(), type=Outline) for key, raw in group["models"].items()}
-        return Predictor(
-            members,
-            [
-                Known(models[entry.attrs["model"]], entry.attrs["device"], *(entry[name][:] for name in _SAVED))
-                for entry in group["data"].values()
-            ],
-        )
+        models = {key: outline_in(group_in(group, "models"), key) for key in group_in(group, "models")}
+        data = group_in(group, "data")
+        return Predictor(members, [_known_in(group_in(data, number), models) for number in data])
+
+
+def _known_in(entry: Any, models: Mapping[str, Outline]) -> Known:
+    """What a predictor has learned from, from an HDF5 group. Raises Damaged."""
+    model = models.get(text_in(entry, "model"))
+    if model is None:
+        raise Damaged("what was learned is of a model that is not there")
+    shapes: dict[str, tuple[int | None, ...]] = dict.fromkeys(_SAVED, (None, 2)) | {"own": (len(model.layers), 2)}
+    kinds = {"probes": "i", "intervals": "i"}
+    found = {name: values_in(entry, name, kinds=kinds.get(name, "f"), shape=shape) for name, shape in shapes.items()}
+    for name, times in (("probes", "probe_times"), ("intervals", "times")):
+        runs = found[name]
+        inside = (runs[:, 0] >= 0) & (runs[:, 0] < runs[:, 1]) & (runs[:, 1] <= len(model.layers))
+        known = np.isfinite(found[times]) & (found[times] > 0)
+        if len(runs) != len(found[times]) or not inside.all() or not known.all():
+            raise Damaged(f"{name} that there cannot be")
+    if not len(found["probes"]) or (found["own"] < 0).any() or np.isinf(found["own"]).any():
+        raise Damaged("times that there cannot be")
+    return Known(model, text_in(entry, "device"), *(found[name] for name in _SAVED))
 
 
 def _lessons(data: Sequence[Known], others: Sequence[Known], seed: int) -> list[_View]:

@@ -13,50 +13,29 @@ from accept_mpi import config, tree
 from accept_mpi.codec import Tensors, TensorSpec
 from accept_mpi.defer import DeferredWeights
 from accept_mpi.errors import UserError
-from accept_mpi.losses import Loss
-from accept_mpi.models.layers import Layers
+from accept_mpi.graph_ends import Box, Seeded, finite
+from accept_mpi.losses import Divisors, Loss, Result
+from accept_mpi.models.layers import Layers, may_draw
 from accept_mpi.models.shared import lay_out
 from accept_mpi.optimizer import make_optimizer, update
 from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, kept, seed_all
 from accept_mpi.state import check_state, load_layer, state_of
 from accept_mpi.tree import Tree
-from accept_mpi.users_code import blame, call_layer
-from accept_mpi.weights import Kept, Weights
+from accept_mpi.users_code import blame, call_layer, taken_apart
+from accept_mpi.weights import Kept, Weights, Writes
 
 Key = tuple[int, int]  # step, micro-batch
-
-
-@dataclass
-class Result:
-    """What the last stage learns from one micro-batch."""
-
-    loss: float
-    """Sum over all that counts."""
-    count: float
-    """How much counts."""
-    correct: int
-    targets: int
-    """That it was asked for and that count."""
-    samples: int
 
 
 @dataclass
 class _InFlight:
     """A micro-batch between its F and its B (or W)."""
 
-    boxes: list["_Box"]
+    boxes: list["Box"]
     outputs: list[torch.Tensor]
     weights: Kept
     whole: bool
     work: list[Any] = field(default_factory=list)
-
-
-@dataclass
-class _Divisor:
-    """Of a step whose loss is a sum: what is divided by meanwhile, and what should have been."""
-
-    assumed: float
-    counted: float = 0.0
 
 
 class Forward(NamedTuple):
@@ -99,7 +78,7 @@ class Stage:
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
         if channels_last:
             lay_out(self.layers, torch.channels_last)
-        self._draws = [_may_draw(layer) for layer in self.layers]
+        self._draws = [may_draw(layer) for layer in self.layers]
         self.parameters: list[nn.Parameter] = []
         self._parameter_names: list[str] = []
         self._find_parameters()
@@ -110,7 +89,7 @@ class Stage:
         self._deferred = DeferredWeights(self.layers) if job.pipeline.schedule == "zero-bubble" else None
         self._anchor = torch.zeros((), requires_grad=True)
         self.in_flight: dict[Key, _InFlight] = {}
-        self._divisors: dict[int, _Divisor] = {}
+        self._divisors = Divisors()
         self._searches = 3
         self._setting_up = False
         self._made: set[str] = set()
@@ -162,7 +141,7 @@ class Stage:
         tuple of several); ``version`` counts updates since the segment began; on the last stage ``target`` is wanted, and
         ``samples``, and the micro-batch's loss has this ``share`` in the step's (``Loss.shares``). ``whole``: in the
         zero-bubble schedule, that B is to leave nothing to W."""
-        boxes = [_Box(x) for x in inputs]
+        boxes = [Box(x) for x in inputs]
         self._weights.begin(version)
         if self._deferred is not None:
             self._deferred.begin(not whole)
@@ -175,9 +154,9 @@ class Stage:
             result, outputs = self._judge(step, value, target, share, len(target) if samples is None else samples)
             value = outputs[0]
         else:
-            outputs, given = self._taken_apart(value)
+            outputs, given = taken_apart(self.start + len(self.layers) - 1, self.names[-1], value)
         weights = self._weights.end(version)
-        if suspect == 0 and not _finite(outputs):
+        if suspect == 0 and not finite(outputs):
             suspect = self._search(step, micro_batch, inputs, of)
         self.in_flight[step, micro_batch] = _InFlight(boxes, outputs, weights, whole)
         return Forward(() if result else tuple(outputs), result, suspect, given)
@@ -197,7 +176,7 @@ class Stage:
                 self._deferred.begin(not flight.whole)  # forwards may be computed once more
             newest = self._weights.meet(flight.weights)
             try:
-                _Seeded.apply(seeds, *roots).backward()
+                Seeded.apply(seeds, *roots).backward()
             except Exception as error:
                 blame(error, f"the backward of layers {self.start} to {self.start + len(self.layers) - 1}")
             finally:
@@ -222,10 +201,7 @@ class Stage:
 
     def scale(self, step: int) -> float:
         """What the step's gradients are to be multiplied with in ``update``, as far as the last stage knows by now."""
-        divisor = self._divisors.get(step)
-        if divisor is None:
-            return 1.0
-        return divisor.assumed / divisor.counted if divisor.counted else 0.0
+        return self._divisors.scale(step)
 
     def update(self, lr: float, version: int, scale: float = 1.0) -> None:
         """U: one optimizer step with ``scale`` times the gradients; from here on the weights are version ``version`` + 1 of
@@ -270,7 +246,7 @@ class Stage:
             self._seed_layer(index, evaluation_seed(self._seed, micro_batch, index))
             value = call_layer(index, self.names[index - self.start], layer, value, self._setting_up)
         if self._loss is None:
-            outputs, given = self._taken_apart(value)
+            outputs, given = taken_apart(self.start + len(self.layers) - 1, self.names[-1], value)
             return Forward(tuple(outputs), None, 0, given)
         result, _ = self._judge(-1, value, target, 1.0, len(target) if samples is None else samples)
         return Forward((), result, 0)
@@ -312,14 +288,9 @@ class Stage:
         if not self._setting_up:
             with self.trial() as trial:
                 return trial.probe(inputs, target, gradients_of, of, samples)
-        parameters, buffers = self._may_be_written()
-        before = [(tensor.data.clone(), tensor._version, tensor.data_ptr()) for tensor in parameters]
-        counts = [buffer._version for buffer in buffers]
+        writes = Writes(*self._may_be_written())
         out = self.forward(0, 0, inputs, target=target, of=of, samples=samples)
-        for position, (tensor, (data, count, at)) in enumerate(zip(parameters, before, strict=True)):
-            if tensor._version != count or tensor.data_ptr() != at or not torch.equal(tensor.data, data):
-                self._written.add((0, position))
-        self._written |= {(1, n) for n, (b, count) in enumerate(zip(buffers, counts, strict=True)) if b._version != count}
+        self._written |= writes.found()
         result = self.backward(0, 0, gradients_of([TensorSpec.of(out) for out in out.outputs], out.tree))
         if self._deferred is not None:
             self.weight_gradient(0, 0)
@@ -392,29 +363,12 @@ class Stage:
         else:
             torch.default_generator.manual_seed(seed)
 
-    def _taken_apart(self, value: Any) -> tuple[list[torch.Tensor], Tree]:
-        """The tensors of what the last layer here gives, and the tree. Raises UserError for what cannot cross to a stage."""
-        try:
-            return tree.flatten(value)
-        except tree.NotATree as error:
-            index = self.start + len(self.layers) - 1
-            raise UserError(
-                f'layer {index} "{self.names[-1]}" gives {error}, which cannot cross to another stage; tensors, arrays, '
-                "numbers, text, None, and tuples, lists, dicts, named tuples and dataclasses of them can"
-            ) from error
-
     def _judge(self, step: int, value: Any, target: Any, share: float, samples: int) -> tuple[Result, list[torch.Tensor]]:
         """What the loss says of what the last layer gives, and what backward begins with."""
         assert self._loss is not None
         judged = self._loss(value, target, samples, self._setting_up)
         if judged.summed:
-            # Of the same number of samples as much counts, for all that is known by now.
-            assumed = (judged.count or samples) / share
-            for old in [known for known in self._divisors if known < step - 1]:
-                del self._divisors[old]
-            divisor = self._divisors.setdefault(step, _Divisor(assumed))
-            divisor.counted += judged.count
-            share = 1 / divisor.assumed
+            share = self._divisors.share(step, judged.count, samples, share)
         result = Result(judged.total, judged.count, *self._loss.hits(value, target), samples)
         return result, [judged.value * share]
 
@@ -446,7 +400,7 @@ class Stage:
 
     def _search(self, step: int, micro_batch: int, inputs: Tensors, of: Tree | None) -> int:
         """Outputs are not finite: find the layer by running a copy of the stage once more, layer by layer."""
-        if self._searches == 0 or not _finite([x for x in inputs if x is not None]):
+        if self._searches == 0 or not finite([x for x in inputs if x is not None]):
             return 0
         self._searches -= 1  # a model may mean its infinities (masks); do not search for ever
         with torch.no_grad(), self.trial() as trial:
@@ -454,67 +408,6 @@ class Stage:
             for index, layer in enumerate(trial.layers, self.start):
                 self._seed_layer(index, forward_seed(self._seed, step, micro_batch, index))
                 value = layer(value)
-                if not _finite(tree.leaves(value)):
+                if not finite(tree.leaves(value)):
                     return index + 1
         return 0  # the loss, then
-
-
-def _may_draw(layer: nn.Module) -> bool:
-    """Whether a layer may ask NumPy or Python for random numbers: all but torch's own and ours, without hooks."""
-    for module in layer.modules():
-        hooked = module._forward_hooks or module._forward_pre_hooks
-        if hooked or not type(module).__module__.startswith(("torch.nn.", "accept_mpi.models.")):
-            return True
-    return False
-
-
-class _Box:
-    """One input tensor of a micro-batch on its way into the graph, and its gradient on the way out."""
-
-    def __init__(self, tensor: torch.Tensor | None) -> None:
-        self.tensor = tensor
-        self.wants_gradient = tensor is not None and tensor.requires_grad
-        self.gradient: torch.Tensor | None = None
-
-    def open(self, anchor: torch.Tensor) -> torch.Tensor:
-        assert self.tensor is not None
-        tensor: torch.Tensor = _Enter.apply(anchor, self) if self.wants_gradient else self.tensor
-        self.tensor = None
-        return tensor
-
-
-class _Seeded(torch.autograd.Function):
-    """A scalar; its backward gives these outputs these gradients. (``torch.autograd.backward`` would, too, but imports sympy
-    to compare their shapes: 35 MB and a third of a second of CPU in every process.)"""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.gradients = gradients
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        return None, *ctx.gradients
-
-
-class _Enter(torch.autograd.Function):
-    """A stage's input as a non-leaf without a copy, so that a first layer may work in place, as it may when whole."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, box: _Box) -> torch.Tensor:
-        ctx.box = box
-        assert box.tensor is not None
-        return box.tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.box.gradient = gradients[0]
-        return None, None
-
-
-def _finite(values: Sequence[torch.Tensor]) -> bool:
-    """Whether all values are finite: by their sum first, which is one pass, and only then one by one."""
-    for value in values:
-        if value.is_floating_point() and not torch.isfinite(value.detach().sum()) and not value.isfinite().all():
-            return False
-    return True

@@ -16,8 +16,9 @@ from accept_mpi import config
 from accept_mpi.batches import Batches, cut
 from accept_mpi.codec import Signature
 from accept_mpi.coding import parse, prepare
+from accept_mpi.comm.links import Endpoint
 from accept_mpi.comm.messenger import Message
-from accept_mpi.comm.plane import DataPlane, Endpoint
+from accept_mpi.comm.plane import DataPlane
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.controller import Bystander, Controller
 from accept_mpi.data import Dataset, fetch

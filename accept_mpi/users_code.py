@@ -42,9 +42,22 @@ def call_layer(index: int, name: str, layer: nn.Module, value: Any, setting_up: 
         if setting_up and does_not_fit(error):
             source = "what the layer before gives" if index else "what the data set gives"
             raise UserError(
-                f'layer {index} "{name}" cannot take {source} ({tree.describe(value)}): {one_line(error)}{_place(error)}'
+                f'layer {index} "{name}" cannot take {source} ({tree.describe(value)}): {in_words(error)}{_place(error)}'
             ) from error
         blame(error, f'layer {index} "{name}"')
+
+
+def taken_apart(index: int, name: str, value: Any) -> tuple[list[torch.Tensor], tree.Tree]:
+    """The tensors of what a layer gives (-1: the data set), and the tree. Raises UserError for what cannot cross to another
+    stage."""
+    try:
+        return tree.flatten(value)
+    except tree.NotATree as error:
+        who = f'layer {index} "{name}"' if index >= 0 else "the data set"
+        raise UserError(
+            f"{who} gives {error}, which cannot cross to another stage; tensors, arrays, numbers, text, None, and tuples, "
+            "lists, dicts, named tuples and dataclasses of them can"
+        ) from error
 
 
 def blame(error: Exception, where: str) -> NoReturn:
@@ -64,7 +77,7 @@ def lacks_memory(error: BaseException) -> bool:
     )
 
 
-def one_line(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
     """ "ValueError: what it says", on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 

@@ -137,6 +137,26 @@ class Weights:
             self._shown = values
 
 
+class Writes:
+    """Finds out which tensors a forward writes to."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+        """Before it."""
+        self._parameters, self._buffers = parameters, buffers
+        self._before = [(tensor.data.clone(), tensor._version, tensor.data_ptr()) for tensor in parameters]
+        self._counts = [buffer._version for buffer in buffers]
+
+    def found(self) -> set[tuple[int, int]]:
+        """After it: places among parameters, as (0, place), and among buffers, as (1, place), of what torch saw a write to;
+        parameters are looked at, too."""
+        written = set()
+        for place, (tensor, (data, count, at)) in enumerate(zip(self._parameters, self._before, strict=True)):
+            if tensor._version != count or tensor.data_ptr() != at or not torch.equal(tensor.data, data):
+                written.add((0, place))
+        counts = enumerate(zip(self._buffers, self._counts, strict=True))
+        return written | {(1, place) for place, (buffer, count) in counts if buffer._version != count}
+
+
 def _set_version(tensor: torch.Tensor, count: int) -> None:
     """Autograd refuses what was written to after a forward kept it: this memory was not."""
     if tensor._version != count:

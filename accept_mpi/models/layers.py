@@ -20,6 +20,15 @@ class Layers(NamedTuple):
         return any(isinstance(part, nn.Conv2d) for module in self.modules for part in module.modules())
 
 
+def may_draw(layer: nn.Module) -> bool:
+    """Whether a layer may ask NumPy or Python for random numbers: all but torch's own and ours, without hooks."""
+    for module in layer.modules():
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        if hooked or not type(module).__module__.startswith(("torch.nn.", "accept_mpi.models.")):
+            return True
+    return False
+
+
 def build_layers(chain: Chain, start: int, stop: int, seed: int) -> Layers:
     """Layers ``start <= i < stop`` with their initial weights. Raises UserError where one cannot be built."""
     return Layers(start, chain.names[start:stop], chain.build_range(start, stop, seed))

@@ -36,6 +36,7 @@ import numpy as np
 from accept_mpi import config
 from accept_mpi.errors import UserError
 from accept_mpi.figures import pyplot
+from accept_mpi.hostfile import read_hosts
 from accept_mpi.log import open_log, read_facts
 from harness.store import Store, table
 
@@ -94,6 +95,8 @@ def run(path: Path, flags: list[str]) -> int:
     sweep, failed = read(path), 0
     out = Path(sweep.output)
     store = Store(out / "results.h5")
+    out.mkdir(parents=True, exist_ok=True)
+    flags = as_launch(flags, out)
     everything, rows = points(sweep), []
     for number, point in enumerate(everything, 1):
         where = out / re.sub(r"[^\w.]+", "-", "-".join(label(point[name]) for name in sweep.axes))
@@ -175,6 +178,18 @@ def _toml(value: Any) -> str:
     return json.dumps(value) if isinstance(value, list | dict | bool) else str(value)
 
 
+def as_launch(flags: list[str], folder: Path) -> list[str]:
+    """The flags with a host file that mpirun reads as ``launch`` does: one rank a line that says nothing else; mpirun takes
+    one a core. Raises UserError."""
+    found = list(flags)
+    for place, flag in enumerate(flags[:-1]):
+        if flag.lstrip("-") in ("hostfile", "machinefile"):
+            copy = folder / "hosts"
+            copy.write_text("".join(f"{host.line}\n" for host in read_hosts(Path(flags[place + 1]))))
+            found[place + 1] = str(copy)
+    return found
+
+
 def _mpirun(ranks: int) -> list[str]:
     beside = Path(sys.executable).with_name("mpirun")
     found = str(beside) if beside.exists() else shutil.which("mpirun")
@@ -241,7 +256,9 @@ def main() -> int:
     parser.add_argument("sweep", type=Path, metavar="SWEEP.toml")
     parser.add_argument("flags", nargs="*", metavar="-- MPIRUN FLAGS", help="e.g. -- -hostfile edges")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         return 1 if run(options.sweep, options.flags) else 0
     except UserError as error:

@@ -11,9 +11,10 @@ from conftest import ROOT, environment, mpirun_command
 sys.path.insert(0, str(ROOT / "jobs" / "lab"))
 
 from accept_mpi.fleet import Host
-from edgelab.laboratory import Laboratory, why_not
+from edgelab.laboratory import Laboratory, why_no_shells, why_not
 
 reason = why_not()
+no_ssh = why_no_shells()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from harness import sweep
 from harness.experiment import Experiment, combined
 from harness.store import Store, table
 from harness.submodels import measured
-from harness.sweep import result
+from harness.sweep import as_launch, result
 
 
 def test_results_survive(tmp_path: Path) -> None:
@@ -115,3 +115,11 @@ def test_what_ranks_answer_becomes_one_result() -> None:
     assert combined("ours", [answers[0], {}]) == {"samples_per_s": 4.0, "each": [4.0], "evals": evals}
     layers = [{"samples_per_s": 0.0, "layer_seconds": [1.0, 2.0]}, {"samples_per_s": 0.0, "layer_seconds": [3.0, 4.0]}]
     assert combined("alone", layers)["layer_seconds"] == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_a_sweep_reads_a_host_file_as_launch_does(tmp_path: Path) -> None:
+    """A line without slots is one rank; to mpirun it is one a core, and the first hosts get all ranks."""
+    (tmp_path / "edges").write_text("pi.kitchen.lan\n192.0.2.7 slots=2  # fast\n")
+    flags = ["--bind-to", "none", "-hostfile", str(tmp_path / "edges")]
+    assert as_launch(flags, tmp_path) == [*flags[:3], str(tmp_path / "hosts")]
+    assert (tmp_path / "hosts").read_text() == "pi.kitchen.lan slots=1\n192.0.2.7 slots=2\n"

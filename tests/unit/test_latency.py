@@ -174,10 +174,11 @@ def test_what_is_known_is_there_to_learn_from(tmp_path: Path, caplog: pytest.Log
     assert np.array_equal(again.layers(three)[0], predictor.layers(three)[0])
     assert len(library(path)) == 2
     assert recall(path, model(), [KEY])[0] is not None
+    assert not caplog.text
     with h5py.File(path, "a") as file:
         del file["predictor/weights/0"]
     assert recall_predictor(path) is None
-    assert not caplog.text
+    assert 'predictor in it cannot be read and does not count: there is no "0"' in caplog.text
 
 
 def test_layers_that_take_no_time_have_a_logarithm() -> None:

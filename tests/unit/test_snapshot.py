@@ -32,7 +32,7 @@ def write(run: Path, *steps: int, keep: int = 0, who: str = "", after: int = 0) 
             writer.take(message)
         assert complete(run) == before, "not there before it is whole"
         writer.take(messages[-1])
-        assert writer.wait(step, 10)
+        assert writer.wait(step, 600)
 
 
 def test_written_whole_and_read_by_layer(tmp_path: Path) -> None:

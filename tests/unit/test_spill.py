@@ -19,7 +19,7 @@ def start(tmp_path: Path, number: int = 1, host: str = "edge0") -> Spill:
 
 def written(kept: Spill, step: int, **layers: bytes) -> None:
     kept.write(step, {int(name[1:]): blob for name, blob in layers.items()})
-    kept.wait(10)
+    kept.wait(600)
 
 
 def test_the_command_line() -> None:

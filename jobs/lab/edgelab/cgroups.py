@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from edgelab import LabError
@@ -103,12 +104,15 @@ class Groups:
     def remove(self) -> None:
         """End all processes of the lab and remove its groups."""
         hosts = {path.name for tree in self.trees for path in (tree / self.name).glob("*") if path.is_dir()}
-        for host in hosts:
-            self.kill(host)
+        self._kill_all(hosts)
         for tree in self.trees:
             for path in [*(tree / self.name).glob("*/"), tree / self.name]:
                 if path.is_dir():
-                    _remove(path)
+                    _remove(path, lambda: self._kill_all(hosts))
+
+    def _kill_all(self, hosts: Iterable[str]) -> None:
+        for host in hosts:
+            self.kill(host)
 
 
 def kill(pid: int) -> None:
@@ -117,8 +121,8 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _remove(group: Path, seconds: float = 5.0) -> None:
-    """The kernel needs a moment after the last process has ended."""
+def _remove(group: Path, again: Callable[[], object], seconds: float = 5.0) -> None:
+    """The kernel needs a moment after the last process has ended; and one may have come in since."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -128,4 +132,5 @@ def _remove(group: Path, seconds: float = 5.0) -> None:
         except OSError as error:
             if time.monotonic() > until:
                 raise LabError(f"{group}: cannot remove the control group: {error.strerror}") from error
+            again()
             time.sleep(0.02)

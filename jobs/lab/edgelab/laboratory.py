@@ -24,6 +24,8 @@ from accept_mpi.fleet import Host, changed
 from edgelab import LabError
 from edgelab.cgroups import Groups, kill
 from edgelab.network import HEAD, NAMESPACES, Network, free_number
+from edgelab.shells import Shells
+from edgelab.shells import why_not as why_no_shells
 
 STATE = Path("/run/accept-lab")
 _SCRIPT = Path(__file__).resolve().parent.parent / "lab"
@@ -65,14 +67,19 @@ class Laboratory:
             raise LabError(f'"{name}": a lab is named with small letters, digits and hyphens')
         self.name = name
         self.folder = STATE / name
+        self.shells = Shells(self.folder)
         self._keeper: subprocess.Popen[bytes] | None = None
 
     # -- up and down ---------------------------------------------------------------------------------------------------
 
-    def up(self, hosts: list[Host], keep: bool = True) -> "Laboratory":
+    def up(
+        self, hosts: list[Host], keep: bool = True, ssh: bool | None = None, homes: dict[str, Path] | None = None
+    ) -> "Laboratory":
         """Make all hosts; on any error, Ctrl-C or death of this process what was made is removed again.
 
-        With ``keep`` the lab stays when this process ends. Raises LabError.
+        With ``keep`` the lab stays when this process ends. ``ssh``: hosts have an ssh server each (None: where this machine
+        has one); without, mpirun and ``launch`` reach them by a script. ``homes``: hosts whose root has another home.
+        Raises LabError.
         """
         reason = why_not()
         if reason:
@@ -83,7 +90,10 @@ class Laboratory:
         for host in hosts:
             if host.threads > len(cores):
                 raise LabError(f'host "{host.name}" has {host.threads} threads, this machine only {len(cores)} cores')
-        network = self._claim(hosts, spread(hosts, cores))
+        missing = why_no_shells()
+        if ssh and missing:
+            raise LabError(f"the lab {missing}")
+        network = self._claim(hosts, spread(hosts, cores), missing is None if ssh is None else ssh)
         self._keeper = subprocess.Popen(
             [sys.executable, str(_SCRIPT), "_keep", self.name], stdin=subprocess.PIPE, start_new_session=True
         )
@@ -96,7 +106,11 @@ class Laboratory:
                 network.make_host(host.name, place, self._names(host.name))
                 if host.link:
                     network.set_link(host.name, place, host.link)
+            if self.has_ssh:
+                self.shells.write(hosts, [network.address(place) for place in range(len(hosts))], homes or {})
             self._write_scripts(hosts, network, groups)
+            if self.has_ssh:
+                self.shells.serve({host.name: self._enter(host.name) for host in hosts})
         except BaseException:
             with contextlib.suppress(LabError):
                 self._release(keep=False)
@@ -106,9 +120,9 @@ class Laboratory:
         return self
 
     @contextlib.contextmanager
-    def using(self, hosts: list[Host]) -> Iterator["Laboratory"]:
-        """A lab that lasts as long as the block, whatever ends it."""
-        self.up(hosts, keep=False)
+    def using(self, hosts: list[Host], **options: Any) -> Iterator["Laboratory"]:
+        """A lab that lasts as long as the block, whatever ends it; ``options`` as of ``up``."""
+        self.up(hosts, keep=False, **options)
         try:
             yield self
         finally:
@@ -129,7 +143,7 @@ class Laboratory:
         if failed:
             raise LabError(f'the lab "{self.name}" could not be removed whole; "lab down --name {self.name}" tries again')
 
-    def _claim(self, hosts: list[Host], cores: dict[str, list[int]]) -> Network:
+    def _claim(self, hosts: list[Host], cores: dict[str, list[int]], ssh: bool) -> Network:
         """Take the lab's name and a number for its network, one process at a time."""
         STATE.mkdir(mode=0o755, exist_ok=True)
         with open(STATE / "lock", "w") as lock:
@@ -139,7 +153,7 @@ class Laboratory:
             taken = {Laboratory(other).state()["number"] for other in labs()}
             number = free_number(taken)
             (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
-            self._write_state({"number": number, "hosts": [asdict(host) for host in hosts], "cores": cores})
+            self._write_state({"number": number, "hosts": [asdict(host) for host in hosts], "cores": cores, "ssh": ssh})
         return Network(self.name, number)
 
     def down(self) -> None:
@@ -182,6 +196,11 @@ class Laboratory:
         return Network(self.name, self.state()["number"])
 
     @property
+    def has_ssh(self) -> bool:
+        """Whether hosts have an ssh server each."""
+        return bool(self.state()["ssh"])
+
+    @property
     def hostfile(self) -> Path:
         """One line a host, for ``mpirun -hostfile``."""
         return self.folder / "edges"
@@ -192,6 +211,10 @@ class Laboratory:
         if name not in names:
             raise LabError(f'the lab "{self.name}" has no host "{name}"; it has {", ".join(names)}')
         return names.index(name)
+
+    def _enter(self, host: str) -> Path:
+        """The script that runs a command on a host."""
+        return self.folder / f"enter-{host}"
 
     def _names(self, host: str) -> Path:
         return self.folder / f"{host}.uts"
@@ -224,26 +247,27 @@ class Laboratory:
     def mend(self, name: str) -> None:
         """Plug the cable in again; after a power-off, the host is on again with nothing running."""
         self.network.set_cable(self.place(name), plugged=True)
+        if self.has_ssh and self.shells.server(name) not in Groups(self.name).processes(name):
+            self.shells.serve({name: self._enter(name)})
 
     def processes(self, name: str) -> list[int]:
-        """Process ids on a host."""
+        """Process ids on a host, its ssh server left out."""
         self.place(name)
-        return Groups(self.name).processes(name)
+        server = self.shells.server(name)
+        return [pid for pid in Groups(self.name).processes(name) if pid != server]
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
     def environment(self) -> dict[str, str]:
-        """For commands that run beside the hosts, as on a head node: mpirun finds hosts, agent and network in it."""
+        """For commands that run beside the hosts, as on a head node: mpirun finds hosts and network in it; only where there
+        are no ssh servers, what stands in for them, too."""
         cidr = self.network.cidr
-        return {
-            "PRTE_MCA_plm_ssh_agent": str(self.folder / "agent"),
+        agent = {} if self.has_ssh else {"PRTE_MCA_plm_ssh_agent": str(self.folder / "agent")}
+        return agent | {
             "PRTE_MCA_prte_if_include": cidr,
             "PRTE_MCA_prte_default_hostfile": str(self.hostfile),
-            "PRTE_MCA_rmaps_default_mapping_policy": "node:oversubscribe",
             "PRTE_MCA_hwloc_default_binding_policy": "none",
             "OMPI_MCA_btl_tcp_if_include": cidr,
-            "OMPI_MCA_pml": "ob1",
-            "OMPI_MCA_btl": "tcp,self",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "TMPDIR": str(self.folder / "tmp"),
@@ -274,21 +298,25 @@ class Laboratory:
     def on(self, name: str, command: Sequence[object]) -> list[str]:
         """The command line that runs ``command`` on a host."""
         self.place(name)
-        return [str(self.folder / f"enter-{name}"), *map(str, command)]
+        return [str(self._enter(name)), *map(str, command)]
+
+    def inside(self) -> str:
+        """The beginning of a shell's line that runs a command beside the hosts."""
+        return f"exec {self.shells.inside()}" if self.has_ssh else "exec"
 
     def _write_scripts(self, hosts: list[Host], network: Network, groups: Groups) -> None:
-        """What enters a host, and the launch agent that mpirun starts instead of ssh."""
+        """What enters a host, and the launch agent that mpirun can start instead of ssh."""
         cases = []
         for place, host in enumerate(hosts):
-            lines = [f"echo $$ > {group}/cgroup.procs" for group in groups.of(host.name)]
+            lines = [f"echo $$ > {group}/cgroup.procs || exit 1" for group in groups.of(host.name)]
             lines += [f"export {key}={value}" for key, value in host.environment().items()]
             names = f"--net={NAMESPACES / network.namespace(host.name)} --uts={self._names(host.name)}"
-            enter = self.folder / f"enter-{host.name}"
-            _write_script(enter, [*lines, f'exec nsenter {names} -- "$@"'])
+            enter, inside = self._enter(host.name), self.shells.inside(host.name) if self.has_ssh else ""
+            _write_script(enter, [*lines, f'exec nsenter {names} -- {inside} "$@"'])
             cable = f"/sys/class/net/{network.port(place)}/operstate"
             there = f'grep -qx up {cable} || {{ echo "no answer from $1" >&2; exit 255; }}'
             cases.append(f'{network.address(place)}|{host.name}) {there}; shift; exec {enter} sh -c "$*" ;;')
-        agent = ['case "$1" in', *cases, '*) echo "no host $1 in this lab" >&2; exit 1 ;;', "esac"]
+        agent = ['case "$1" in', *cases, '*) echo "no host $1 in this lab" >&2; exit 255 ;;', "esac"]
         _write_script(self.folder / "agent", agent)
         lines = [f"{network.address(place)} slots=1" for place in range(len(hosts))]
         self.hostfile.write_text("\n".join(lines) + "\n")
@@ -303,7 +331,7 @@ class Running:
         given = options.pop("env", None)
         environment = (os.environ if given is None else given) | lab.environment() | {_RUN: self._id}
         heads = " && ".join(f"echo $$ > {group}/cgroup.procs" for group in Groups(lab.name).of(_HEAD_GROUP))
-        script = ["sh", "-c", f'{heads} && exec "$@"', "sh", *command]
+        script = ["sh", "-c", f'{heads} && {lab.inside()} "$@"', "sh", *command]
         self.process: subprocess.Popen[Any] = subprocess.Popen(script, env=environment, **options)
 
     def __enter__(self) -> "Running":

@@ -1,0 +1,58 @@
+"""Where a stage's autograd graph begins and ends: inputs enter it, gradients are given to its outputs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class Box:
+    """One input tensor of a micro-batch on its way into the graph, and its gradient on the way out."""
+
+    def __init__(self, tensor: torch.Tensor | None) -> None:
+        self.tensor = tensor
+        self.wants_gradient = tensor is not None and tensor.requires_grad
+        self.gradient: torch.Tensor | None = None
+
+    def open(self, anchor: torch.Tensor) -> torch.Tensor:
+        assert self.tensor is not None
+        tensor: torch.Tensor = Enter.apply(anchor, self) if self.wants_gradient else self.tensor
+        self.tensor = None
+        return tensor
+
+
+class Seeded(torch.autograd.Function):
+    """A scalar; its backward gives these outputs these gradients. (``torch.autograd.backward`` would, too, but imports sympy
+    to compare their shapes: 35 MB and a third of a second of CPU in every process.)"""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        return None, *ctx.gradients
+
+
+class Enter(torch.autograd.Function):
+    """A stage's input as a non-leaf without a copy, so that a first layer may work in place, as it may when whole."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, box: Box) -> torch.Tensor:
+        ctx.box = box
+        assert box.tensor is not None
+        return box.tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.box.gradient = gradients[0]
+        return None, None
+
+
+def finite(values: Sequence[torch.Tensor]) -> bool:
+    """Whether all values are finite: by their sum first, which is one pass, and only then one by one."""
+    for value in values:
+        if value.is_floating_point() and not torch.isfinite(value.detach().sum()) and not value.isfinite().all():
+            return False
+    return True

@@ -1,0 +1,129 @@
+"""What lets hosts reach each other as machines do: names in /etc/hosts, an OpenSSH server each, keys of the lab's own.
+
+All of it lies in the lab's folder and is seen only by what runs in the lab: each command gets a mount namespace of its own,
+with the lab's files over /etc/hosts and /etc/ssh/ssh_config, and nobody's home is touched.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from accept_mpi.fleet import Host
+from edgelab import LabError
+from edgelab.network import run
+
+_CONFIG, _NAMES, _USERS = Path("/etc/ssh/ssh_config"), Path("/etc/hosts"), Path("/etc/passwd")
+_EMPTY = Path("/run/sshd")  # where Debian's sshd locks its unprivileged part in
+_START_SECONDS = 30.0
+# Environment that a command's hosts are sent: the lab's mark of what belongs together, and what experiments set.
+_SENT = "ACCEPT_* PYTHONPATH LAB_* GLOO_* TMPDIR"
+
+
+def why_not() -> str | None:
+    """Why hosts get no ssh server, in one sentence; None where they do."""
+    if _sshd() is None or shutil.which("ssh") is None or shutil.which("ssh-keygen") is None:
+        return "needs ssh and sshd (Debian: openssh-server and openssh-client)"
+    return None if _CONFIG.is_file() else f"needs {_CONFIG}, over which a lab's own is laid"
+
+
+def _sshd() -> str | None:
+    return shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+
+
+class Shells:
+    """Files and servers of one lab's hosts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "ssh"
+
+    def write(self, hosts: Sequence[Host], addresses: Sequence[str], homes: dict[str, Path]) -> None:
+        """Keys, names and settings. ``homes``: hosts whose root has another home."""
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        known, names = [], [_NAMES.read_text().rstrip("\n") if _NAMES.is_file() else "127.0.0.1 localhost"]
+        for key in ("key", *(f"{host.name}.key" for host in hosts)):
+            run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "lab", "-f", self.folder / key)
+        for host, address in zip(hosts, addresses, strict=True):
+            names.append(f"{address} {host.name}")
+            public = (self.folder / f"{host.name}.key.pub").read_text()
+            known.append(f"{host.name},{address} {public}")
+            environment = host.environment() | {"TMPDIR": str(self.folder.parent / "tmp")}
+            settings = [
+                f"HostKey {self.folder / host.name}.key",
+                f"PidFile {self._pid_file(host.name)}",
+                f"AuthorizedKeysFile {self.folder / 'key.pub'}",
+                "UsePAM no",
+                "StrictModes no",
+                "UseDNS no",
+                "PrintMotd no",
+                "PasswordAuthentication no",
+                "PermitRootLogin prohibit-password",
+                "MaxStartups 200",
+                "MaxSessions 200",
+                f"AcceptEnv {_SENT}",
+                "SetEnv " + " ".join(f"{key}={value}" for key, value in environment.items()),
+            ]
+            (self.folder / f"{host.name}.conf").write_text("\n".join(settings) + "\n")
+            if host.name in homes:
+                users = [line.split(":") for line in _USERS.read_text().splitlines()]
+                lines = [
+                    ":".join([*user[:5], str(homes[host.name]), *user[6:]]) if user[2] == "0" else ":".join(user)
+                    for user in users
+                ]
+                (self.folder / f"{host.name}.passwd").write_text("\n".join(lines) + "\n")
+        (self.folder / "hosts").write_text("\n".join(names) + "\n")
+        (self.folder / "known_hosts").write_text("".join(known))
+        settings = [
+            "Host *",
+            f"IdentityFile {self.folder / 'key'}",
+            "IdentitiesOnly yes",
+            f"UserKnownHostsFile {self.folder / 'known_hosts'}",
+            "StrictHostKeyChecking yes",
+            f"SendEnv {_SENT}",
+        ]
+        (self.folder / "config").write_text("\n".join(settings) + "\n")
+
+    def inside(self, host: str | None = None) -> str:
+        """The beginning of a shell's line that runs a command where these files are in place."""
+        binds = [(self.folder / "hosts", _NAMES), (self.folder / "config", _CONFIG)]
+        if host and (self.folder / f"{host}.passwd").exists():
+            binds.append((self.folder / f"{host}.passwd", _USERS))
+        steps = [f"mount --bind {shlex.quote(str(ours))} {theirs} &&" for ours, theirs in binds if theirs.exists()]
+        steps.append('exec "$@"')
+        return f"unshare --mount sh -c {shlex.quote(' '.join(steps))} sh"
+
+    def serve(self, enter: dict[str, Path], seconds: float = _START_SECONDS) -> None:
+        """Start the servers of hosts, given what enters each. Raises LabError where one does not start."""
+        _EMPTY.mkdir(mode=0o755, exist_ok=True)
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        for host, way in enter.items():
+            self._pid_file(host).unlink(missing_ok=True)
+            words = [way, str(_sshd()), "-f", self.folder / f"{host}.conf", "-E", self.folder / f"{host}.log"]
+            done = subprocess.run([str(word) for word in words], **quiet)  # type: ignore[call-overload]
+            if done.returncode:
+                raise LabError(f'no ssh server on host "{host}": {self._said(host)}')
+        until = time.monotonic() + seconds
+        while left := [host for host in enter if self.server(host) is None]:
+            if time.monotonic() > until:
+                raise LabError(f'no ssh server on host "{left[0]}" within {seconds:.0f} s: {self._said(left[0])}')
+            time.sleep(0.01)
+
+    def server(self, host: str) -> int | None:
+        """Process id of a host's server; None before it listens."""
+        try:
+            return int(self._pid_file(host).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _pid_file(self, host: str) -> Path:
+        return self.folder / f"{host}.pid"
+
+    def _said(self, host: str) -> str:
+        try:
+            lines = (self.folder / f"{host}.log").read_text(errors="replace").strip().splitlines()
+        except OSError:
+            lines = []
+        return lines[-1] if lines else "it said nothing"
