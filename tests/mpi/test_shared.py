@@ -171,7 +171,7 @@ def test_a_resumed_run_keeps_what_is_shared(mpirun, tmp_path: Path) -> None:
     half = a_job(tmp_path, "half", "tied", {}, pipeline_cuts=[5], train_steps=3)
     mpirun(2, "-m", "accept_mpi", "train", half)
     whole = a_job(tmp_path, "whole", "tied", {"made": "functions"}, pipeline_cuts="even")
-    mpirun(1, "-m", "accept_mpi", "train", whole, "--resume", tmp_path / "half")
+    mpirun(1, "-m", "accept_mpi", "train", whole, "--resume", tmp_path / "half", "--set", "model.args.made=functions")
     found = Checkpoint(tmp_path / "whole").whole()
     assert_equal(found, plain("tied", {}, TRAIN["steps"]))
     net = importlib.import_module("shared_net")
