@@ -82,6 +82,9 @@ def become(request: Request, files: list[int]) -> None:
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
+    # The template's own streams believe that they are files.
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # type: ignore[misc]  # noqa: SIM115
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.folder)
