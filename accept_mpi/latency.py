@@ -69,9 +69,10 @@ def recall(path: Path, outline: Outline, devices: list[str]) -> list[LayerTimes 
     found: list[LayerTimes | None] = [None] * len(devices)
     with _opened(path) as file:
         for n, key in enumerate(devices):
-            if file and _has(file, outline.key) and _has(group_in(file, outline.key), key):
+            if file and _has(file, outline.key):
                 with _passed_over(path, f"{outline.key}/{key}"):
-                    found[n] = _read(group_in(group_in(file, outline.key), key), len(outline.layers))
+                    model = group_in(file, outline.key)
+                    found[n] = _read(group_in(model, key), len(outline.layers)) if _has(model, key) else None
     return found
 
 
@@ -79,7 +80,12 @@ def remember(path: Path, outline: Outline, entries: dict[str, tuple[dict[str, An
     """Put in what was measured, by device key. Warns, and goes on, where the file cannot be written."""
 
     def put(file: Any) -> None:
-        model = group_in(file, outline.key) if _has(file, outline.key) else file.create_group(outline.key)
+        try:
+            model = group_in(file, outline.key)
+        except Damaged:  # or not there
+            if _has(file, outline.key):
+                del file[outline.key]
+            model = file.create_group(outline.key)
         if not _has(model, "outline"):
             model["outline"] = np.frombuffer(msgspec.json.encode(outline), np.uint8)
         for key, (facts, times) in entries.items():

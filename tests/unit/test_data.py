@@ -1,8 +1,11 @@
 """Data sets: real formats on tiny files, damaged files, users' own."""
 
+import gzip
+import os
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -12,6 +15,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from accept_mpi import data
+from accept_mpi.config import Model
 from accept_mpi.errors import UserError
 
 SOME = np.array([3, 0, 5])
@@ -220,3 +224,186 @@ def test_pillow_is_named_as_pip_knows_it(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     with pytest.raises(UserError, match=r"pip install pillow$"):
         data.load("images", {"path": "."})
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "wanted"),
+    [
+        (">f4", ">i4", (torch.float32, torch.int64)),
+        (">f8", ">i8", (torch.float32, torch.int64)),
+        ("f2", "i1", (torch.float32, torch.int64)),
+        (np.longdouble, "bool", (torch.float32, torch.int64)),
+        (">u2", ">u2", (torch.int32, torch.int64)),
+        ("u4", "u4", (torch.int64, torch.int64)),
+        ("u8", ">u8", (torch.int64, torch.int64)),
+        ("u1", ">f8", (torch.uint8, torch.float32)),
+        ("bool", "u1", (torch.bool, torch.int64)),
+    ],
+    ids=str,
+)
+def test_hdf5_of_any_byte_order_and_width(tmp_path: Path, x: Any, y: Any, wanted: tuple[torch.dtype, torch.dtype]) -> None:
+    path = tmp_path / "set.h5"
+    with h5py.File(path, "w") as file:
+        file["x"], file["y"] = (np.arange(20).reshape(10, 2) % 2).astype(x), (np.arange(10) % 2).astype(y)
+    train, test = data.load("hdf5", {"path": str(path), "test_x": "x", "test_y": "y"})
+    found = train.inputs(np.arange(10)), test.targets(np.arange(10))
+    assert tuple(one.dtype for one in found) == wanted
+    assert found[0].float().tolist() == [[0.0, 1.0]] * 10
+    assert found[1].float().tolist() == [0.0, 1.0] * 5
+    asked, _ = data.load("hdf5", {"path": str(path), "x_dtype": "float32", "y_dtype": "int32"})
+    assert (asked.inputs(SOME).dtype, asked.targets(SOME).dtype) == (torch.float32, torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.zeros(10, [("a", "f4")]), r'"x" of .*set.h5 holds .*not numbers'),
+        (np.array([b"a"] * 10), "not numbers"),
+        (np.zeros(10, "c8"), "not numbers .real ones"),
+        (np.full(10, (1 << 63) + 5, "u8"), "holds 9223372036854775813, which int64 cannot hold"),
+        (np.float32(3), "is not an array of rows"),
+    ],
+    ids=["records", "texts", "complex", "large", "scalar"],
+)
+def test_hdf5_that_holds_no_samples_is_refused_at_once(tmp_path: Path, values: Any, message: str) -> None:
+    with h5py.File(tmp_path / "set.h5", "w") as file:
+        file["x"], file["y"] = values, np.zeros(10)
+    with pytest.raises(UserError, match=message):
+        data.load("hdf5", {"path": str(tmp_path / "set.h5")})
+
+
+def test_hdf5_that_leads_elsewhere_or_has_no_end(tmp_path: Path) -> None:
+    def load(**how: Any) -> None:
+        with h5py.File(tmp_path / "set.h5", "w") as file:
+            file.create_dataset("x", **how)
+            file["y"] = np.zeros(how["shape"][0] if how["shape"][0] < 100 else 1)
+        data.load("hdf5", {"path": str(tmp_path / "set.h5")})
+
+    with pytest.raises(UserError, match='"/x" lies in another file; copy it'):
+        load(shape=(32, 4), dtype="u1", external=[("/etc/passwd", 0, 128)])
+    with pytest.raises(UserError, match="has 10000000000000 rows"):
+        load(shape=(10**13, 4), dtype="f4", chunks=(64, 4))
+    with pytest.raises(UserError, match="has rows of 4000000000000 bytes"):
+        load(shape=(32, 10**12), dtype="f4", chunks=(1, 10**6))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="there is no file"):
+        data.load("hdf5", {"path": str(tmp_path / "pipe")})
+
+
+TEXT = "grün 😀\r\nxyz\n" * 40
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ("utf-8", None),
+        ("utf-8-sig", None),
+        ("utf-16", None),
+        ("utf-32", None),
+        ("utf-16-be", "utf-16-be"),
+        ("utf-8-sig", "latin-1"),
+    ],
+)
+def test_text_of_any_encoding_that_is_said(tmp_path: Path, kept: str, said: str | None) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(TEXT.encode(kept))
+    args = {"path": str(path), "context": 11, "vocabulary": "auto"} | ({"encoding": said} if said else {})
+    train, _ = data.load("text", args)
+    characters = TEXT.replace("\r\n", "\n")
+    there = sorted(set(characters))
+    assert train.vocabulary == len(there) == 10
+    assert "".join(there[k] for k in train.inputs(np.array([0]))[0].tolist()) == characters[:11]
+    limited, _ = data.load("text", args | {"limit": 40, "test_fraction": 0.5})
+    assert len(limited.tokens) == 20  # characters, not bytes
+
+
+def test_text_that_cannot_be_read_is_not_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text("abc" * 100)
+    (tmp_path / "b.txt").write_bytes("für".encode("latin-1") * 100)
+    (tmp_path / "c.bin").write_bytes(bytes(9))
+    (tmp_path / ".hidden").write_bytes(b"\xff\xff")
+    with pytest.raises(UserError, match=r"b\.txt cannot be read as UTF-8 text .*encoding = .latin-1."):
+        data.load("text", {"path": str(tmp_path), "context": 8})
+    train, test = data.load("text", {"path": str(tmp_path), "context": 8, "encoding": "latin-1", "vocabulary": 300})
+    assert len(train.tokens) + len(test.tokens) == 609
+    (tmp_path / "b.txt").write_bytes(b"")
+    caplog.clear()
+    data.load("text", {"path": str(tmp_path), "context": 8})
+    assert "1 files are no text and left out" in caplog.text
+    assert "c.bin" in caplog.text
+    for encoding in ("nope", "base64", "idna", 3):
+        with pytest.raises(UserError, match="encoding"):
+            data.load("text", {"path": str(tmp_path / "a.txt"), "context": 8, "encoding": encoding})
+
+
+def test_a_model_that_knows_too_few_symbols(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(chr(256 + n % 140) for n in range(3000)))
+    args = {"path": str(tmp_path / "a.txt"), "context": 8, "vocabulary": "auto"}
+    with pytest.raises(UserError, match="vocabulary = 128, but the text has 140 symbols: it must be 140 or more"):
+        data.load("text", args, Model(name="gpt"))
+    with pytest.raises(UserError, match="vocabulary = 139, but"):
+        data.load("text", args, Model(name="mine:model", args={"vocabulary": 139}))
+    data.load("text", args, Model(name="gpt", args={"vocabulary": 140}))
+    data.load("text", args | {"vocabulary": 128}, Model(name="gpt"))
+
+
+def member(name: str, size: int, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.size, info.type, info.linkname = size, kind, link
+    return info
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (member("data_batch_1.bin", 3073 * 1_000_000), "data_batch_1.bin has 3073000000 bytes; at most 67108864"),
+        (member("data_batch_1.bin", 0, tarfile.SYMTYPE, "data_batch_1.bin"), "holds no data_batch_1.bin"),
+        (member("../data_batch_1.bin", 0, tarfile.SYMTYPE, "/etc/passwd"), "holds no data_batch_1.bin"),
+        (member("data_batch_1.bin", 0, tarfile.FIFOTYPE), "holds no data_batch_1.bin"),
+        (member("long", 1 << 40, tarfile.GNUTYPE_LONGNAME), "damaged or truncated"),
+        (member("other", 1 << 40), "unpacks to more than"),
+    ],
+    ids=["bomb", "loop", "outside", "pipe", "header", "other"],
+)
+def test_hostile_archives(tmp_path: Path, head: tarfile.TarInfo, message: str) -> None:
+    path = tmp_path / "cifar.tar.gz"
+    path.write_bytes(gzip.compress(head.tobuf() + bytes(10_240)))
+    with pytest.raises(UserError, match=message):
+        data.load("cifar10", {"path": str(path)})
+
+
+def test_cifar10_of_other_classes_or_no_files(tmp_path: Path) -> None:
+    folder = cifar_files(tmp_path / "cifar")
+    (folder / "data_batch_2.bin").write_bytes(b"\x0b" * 3073)
+    with pytest.raises(UserError, match=r"data_batch_2\.bin has a class 11; expected 0 to 9"):
+        data.load("cifar10", {"path": str(folder)})
+    (folder / "data_batch_2.bin").unlink()
+    os.mkfifo(folder / "data_batch_2.bin")
+    with pytest.raises(UserError, match="a device or a pipe, not a file"):
+        data.load("cifar10", {"path": str(folder)})
+
+
+def test_hostile_images(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            Image.new("RGB", (9, 9)).save(tmp_path / name / f"{i}.png")
+    args = {"path": str(tmp_path)}
+    first = tmp_path / "a" / "0.png"
+    for make, message in (
+        (lambda: Image.new("1", (20_000, 20_000)).save(first), "exceeds limit|too many"),
+        (lambda: Image.new("1", (3_000_000, 1)).save(first), "96000000 x 32 pixels are too many"),
+        (lambda: first.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "damaged or none of JPEG"),
+        (lambda: first.write_bytes(b""), "damaged or none of JPEG"),
+    ):
+        make()
+        train, test = data.load("images", args)
+        with pytest.raises(UserError, match=f"cannot decode the image .*: .*({message})"):  # noqa: PT012
+            train.inputs(np.arange(len(train)))
+            test.inputs(np.arange(len(test)))
+    first.unlink()
+    os.mkfifo(first)
+    with pytest.raises(UserError, match="is not a file, though it has an image's name"):
+        data.load("images", args)
+    with pytest.raises(UserError, match="size must be a whole number of pixels, got 99999"):
+        data.load("images", args | {"size": 99999})
