@@ -19,6 +19,7 @@ from accept_mpi.device import give_back_memory, keep_memory, set_threads
 from accept_mpi.errors import Agreed, OutOfMemory, UserError
 from accept_mpi.faults import pass_by
 from accept_mpi.given import given_plan
+from accept_mpi.job_of_all import read_job
 from accept_mpi.logging_observer import LogObserver
 from accept_mpi.losses import find_loss
 from accept_mpi.manifest import Manifest, made_by
@@ -66,7 +67,7 @@ def train(runtime: Runtime, options: Options) -> None:
 
     Where MPI survives the loss of a rank, so does the run: those who are left go on from the newest snapshot.
     """
-    job = read_job(runtime, options)
+    job = read_job(runtime, options.job, options.overrides)
     runtime.startup_seconds = job.pipeline.startup_timeout
     with own(runtime, Path(job.output.directory), options.supervised) as ownership:
         run = _Run(job, options, list(runtime.members), ownership)
@@ -413,24 +414,7 @@ class _Run:
         return observers
 
 
-# -- start ---------------------------------------------------------------------------------------------------------------
-
-
 def _place_on_host(runtime: Runtime) -> int:
     """Which of its host's ranks this is."""
     mine = runtime.hosts[runtime.rank]["machine_id"]
     return [n for n, facts in enumerate(runtime.hosts) if facts["machine_id"] == mine].index(runtime.rank)
-
-
-def read_job(runtime: Runtime, options: Options) -> config.Job:
-    """Rank 0's job file, on every rank; a rank that has a file under the same path must have the same text there."""
-
-    mine = runtime.agree("the job file", lambda: config.read_text(options.job) if runtime.rank == 0 else None)
-    text = runtime.messenger.broadcast(mine, runtime.startup_seconds, "the job file")
-
-    def check() -> config.Job:
-        if runtime.rank and options.job.is_file() and config.read_text(options.job) != text:
-            raise UserError(f"{options.job}: differs from rank 0's file of the same name on {runtime.hosts[0]['host']}")
-        return config.parse(text, str(options.job), options.overrides)
-
-    return runtime.agree("the job file", check)

@@ -108,8 +108,9 @@ def _same_model(timed: Outline, job: config.Job, ran: dict[str, Any]) -> bool:
         if not data:
             batch = micro_batch(load_data(job.data.name, job.data.args, job.model)[0], job)
         chain = load_model(job.model.name, job.model.args, job.train.seed)
-        found = outline_of(chain, job, batch.inputs, batch.tree, batch.samples)
-        return chain.names == list(timed.names) and _sizes(found) == _sizes(timed)
+        if chain.names != list(timed.names):
+            return False
+        return _sizes(outline_of(chain, job, batch.inputs, batch.tree, batch.samples)) == _sizes(timed)
 
 
 def _sizes(model: Outline) -> tuple[bool, list[tuple[int, list[tuple[int, ...]]]]]:

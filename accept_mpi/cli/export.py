@@ -47,7 +47,10 @@ def _write(path: Path, state: dict[str, torch.Tensor], about: dict[str, str]) ->
     odd = {name: unpacked(value) for name, value in state.items() if is_packed(value)}
     if path.suffix in _TORCH:
         torch.save(state | odd, path)
-        return
-    if odd:
-        print(f"left out, since they are no tensors: {', '.join(odd)}; a file that ends in .pt has them")
-    save_file({name: value for name, value in state.items() if name not in odd}, path, metadata=about)
+    else:
+        if odd:
+            print(f"left out, since they are no tensors: {', '.join(odd)}; a file that ends in .pt has them")
+        save_file({name: value for name, value in state.items() if name not in odd}, path, metadata=about)
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)  # safetensors makes files for this user alone

@@ -47,7 +47,7 @@ LEVELS = [
     {"dual_stream", "outcome"},
     {"predictor", "planner", "plan_table"},
     {"latency"},
-    {"unmeasured", "recovery", "adapting", "ownership"},
+    {"unmeasured", "recovery", "adapting", "ownership", "job_of_all"},
     {"whatif", "signature", "settle", "surveying", "worker", "controller"},
     {"term", "resuming"},
     {"run", "launch"},

@@ -235,11 +235,9 @@ def test_one_line() -> None:
     assert one_line("x" * 5000, 100) == "x" * 50 + " ... " + "x" * 50
 
 
-@pytest.mark.parametrize(
-    "text", ["2026-01-01/../1", "2026-01-01/a/b/1", "2026-01-01/a", "x\n/a/1", "2026-01-01/a/-1", "2026-01-01//1"]
-)
+@pytest.mark.parametrize("text", ["../1", "a/b/1", "a", "x\n/1", "a/-1", "/1", "a/1/x", "a/1/1,", "a/1/2/3"])
 def test_names_of_runs_lead_nowhere_else(text: str) -> None:
-    with pytest.raises(ValueError, match=r"BEGAN/NAME/NUMBER|values to unpack"):
+    with pytest.raises(ValueError, match="expected NAME/NUMBER"):
         Supervised.parse(text)
 
 

@@ -330,7 +330,7 @@ def test_export_to_what_is_no_file(sound: Path, tmp_path: Path, capsys: pytest.C
     (tmp_path / "device.pt").symlink_to("/dev/null")
     for name in ("folder.pt", "pipe.pt", "device.pt"):
         assert main(["export", str(sound), str(tmp_path / name)]) == 2
-        assert "it is there already, and is no file" in capsys.readouterr().err
+        assert "something else than a file has this name" in capsys.readouterr().err
     assert main(["export", str(sound), str(sound / "stage-0.weights.safetensors")]) == 2
     assert "in the checkpoint itself" in capsys.readouterr().err
     assert outcome(Checkpoint, sound) == ""

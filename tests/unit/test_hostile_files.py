@@ -303,7 +303,7 @@ def test_a_database_that_is_no_file_stays_where_it_is(tmp_path: Path, caplog: py
         (b"[[hosts]]\nname = 'a'\nmemory = '" + b"9" * 400 + b"G'", "expected e.g."),
         (b"[[hosts]]\nname = 'a'\nlink = 0x" + b"f" * 5000, "at most 64 bits"),
         (b"\xff\xfe", "not valid TOML"),
-        (b"#" * (2 << 20), "larger than"),
+        (b"#" * (2 << 20), "more than the 1048576"),
     ],
 )
 def test_what_is_no_fleet_is_a_sentence(tmp_path: Path, text: bytes, message: str) -> None:

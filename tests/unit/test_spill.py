@@ -127,7 +127,7 @@ def test_nobody_else_can_write_there(tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o077 == 0 for path in (run, *run.rglob("*")))
 
 
-@pytest.mark.parametrize("text", ["", "run", "/1", "run/x", "../1", "a/b/1", "run/1/2", "run/-1", "run/99999999999"])
+@pytest.mark.parametrize("text", ["", "run", "/1", "run/x", "../1", "a/b/1", "run/1/x", "run/-1", "run/99999999999"])
 def test_names_of_runs(text: str) -> None:
     with pytest.raises(ValueError, match="expected NAME"):
         Supervised.parse(text)
