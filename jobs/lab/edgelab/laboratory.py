@@ -78,7 +78,7 @@ class Laboratory:
         """Make all hosts; on any error, Ctrl-C or death of this process what was made is removed again.
 
         With ``keep`` the lab stays when this process ends. ``ssh``: hosts have an ssh server each (None: where this machine
-        has one); without, mpirun and ``launch`` reach them by a script. ``homes``: hosts whose root has another home.
+        has one); without, mpirun and ``launch`` reach them by a script. ``homes``: of hosts' roots, where not the lab's.
         Raises LabError.
         """
         reason = why_not()

@@ -1,7 +1,7 @@
 """What lets hosts reach each other as machines do: names in /etc/hosts, an OpenSSH server each, keys of the lab's own.
 
 All of it lies in the lab's folder and is seen only by what runs in the lab: each command gets a mount namespace of its own,
-with the lab's files over /etc/hosts and /etc/ssh/ssh_config, and nobody's home is touched.
+with the lab's files over /etc/hosts, /etc/ssh/ssh_config and, on a host, /etc/passwd, which gives root another home.
 """
 
 import os
@@ -41,7 +41,7 @@ class Shells:
         self.folder = folder / "ssh"
 
     def write(self, hosts: Sequence[Host], addresses: Sequence[str], homes: dict[str, Path]) -> None:
-        """Keys, names and settings. ``homes``: hosts whose root has another home."""
+        """Keys, names and settings; ``homes``: those of hosts that lie outside the lab's folder."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
         known, names = [], [_NAMES.read_text().rstrip("\n") if _NAMES.is_file() else "127.0.0.1 localhost"]
         for key in ("key", *(f"{host.name}.key" for host in hosts)):
@@ -67,13 +67,12 @@ class Shells:
                 "SetEnv " + " ".join(f"{key}={value}" for key, value in environment.items()),
             ]
             (self.folder / f"{host.name}.conf").write_text("\n".join(settings) + "\n")
-            if host.name in homes:
-                users = [line.split(":") for line in _USERS.read_text().splitlines()]
-                lines = [
-                    ":".join([*user[:5], str(homes[host.name]), *user[6:]]) if user[2] == "0" else ":".join(user)
-                    for user in users
-                ]
-                (self.folder / f"{host.name}.passwd").write_text("\n".join(lines) + "\n")
+            # What lies in the user's own home, such as .bashrc, is no matter of the lab's hosts.
+            home = homes.get(host.name, self.folder / f"{host.name}.home")
+            home.mkdir(exist_ok=True)
+            users = [line.split(":") for line in _USERS.read_text().splitlines()]
+            moved = [[*user[:5], str(home), *user[6:]] if user[2:3] == ["0"] else user for user in users]
+            (self.folder / f"{host.name}.passwd").write_text("".join(":".join(user) + "\n" for user in moved))
         (self.folder / "hosts").write_text("\n".join(names) + "\n")
         (self.folder / "known_hosts").write_text("".join(known))
         settings = [
@@ -89,7 +88,7 @@ class Shells:
     def inside(self, host: str | None = None) -> str:
         """The beginning of a shell's line that runs a command where these files are in place."""
         binds = [(self.folder / "hosts", _NAMES), (self.folder / "config", _CONFIG)]
-        if host and (self.folder / f"{host}.passwd").exists():
+        if host:
             binds.append((self.folder / f"{host}.passwd", _USERS))
         steps = [f"mount --bind {shlex.quote(str(ours))} {theirs} &&" for ours, theirs in binds if theirs.exists()]
         steps.append('exec "$@"')
