@@ -67,6 +67,7 @@ def _cache(directory: Path) -> Iterator[None]:
     earlier = config.CACHE_DIR
     with open_lock(own / "lock") as lock:
         hold(lock.fileno(), _LOCK_SECONDS)
+        own.mkdir(exist_ok=True, mode=0o700)  # who had the lock may have thrown all away
         if why := foreign(own):
             _warn(f"{directory}: compiled kernels that are kept there are not used, since {why}")
             raise PermissionError(why)
