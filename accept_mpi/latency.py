@@ -159,13 +159,13 @@ def _change(path: Path, change: Callable[[Any], None]) -> None:
     """Change a copy of the file, which then takes its place."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not is_regular(path):
+            raise OSError(errno.EINVAL, "something else than a file has this name")
         with _locked(path):
             temporary = path.with_name(f".{path.name}.{os.getpid()}")
             try:
                 with _opened(path) as file:
                     pass
-                if path.exists() and not is_regular(path):
-                    raise OSError(errno.EINVAL, "something else than a file has this name")
                 if file is not None:
                     shutil.copyfile(path, temporary)
                 with h5py.File(temporary, "a") as changed:

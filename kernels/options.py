@@ -63,13 +63,14 @@ def _cache(directory: Path) -> Iterator[None]:
     digest = hashlib.sha256(sources + "\0".join(kind).encode()).hexdigest()[:16]
     own = directory / f"kernels-{platform.machine()}-{digest}"
     own.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if why := foreign(own):
-        _warn(f"{directory}: compiled kernels that are kept there are not used, since {why}")
-        raise PermissionError(why)
     config: Any = nb.config
     earlier = config.CACHE_DIR
     with open_lock(own / "lock") as lock:
         hold(lock.fileno(), _LOCK_SECONDS)
+        own.mkdir(exist_ok=True, mode=0o700)  # who had the lock may have thrown all away
+        if why := foreign(own):
+            _warn(f"{directory}: compiled kernels that are kept there are not used, since {why}")
+            raise PermissionError(why)
         config.CACHE_DIR, NJIT["cache"] = str(own), True
         try:
             yield

@@ -31,6 +31,7 @@ def vectors():
     return (torch.randn(40, 2), torch.zeros(40).long()), (torch.randn(8, 2), torch.zeros(8).long())
 def images(classes): return torch.randn(len(classes), 3, 8, 8), classes
 def a_class_too_many(): return images(torch.arange(40) % 11), images(torch.zeros(8).long())
+def ends(): raise SystemExit("two\\nlines of \\x1b[31mred")
 def no_pairs(): return [torch.randn(3, 8, 8)] * 40, [torch.randn(3, 8, 8)] * 8
 """
 
@@ -44,6 +45,7 @@ TWO_RANKS = [  # job keys, extra arguments, what is said
     ({}, ["--set", "data.name=cifar10", "--set", 'data.args={path="nope"}'], "there is no file or directory nope"),
     ({}, ["--set", "output.directory=/proc/nope"], "output.directory: cannot write to /proc/nope"),
     ({}, ["--resume", "nowhere"], "nowhere: neither a checkpoint nor a run with one"),
+    ({}, ["--set", "data.name=bad:ends", "--set", "data.args={}"], "failed: SystemExit: two lines of \\x1b[31mred"),
     ({}, ["--set", "train.loss=hinge"], 'train.loss: unknown name "hinge"'),
     ({}, ["--set", "train.optimizer.nesterov=true", "--set", "train.optimizer.momentum=0"], "nesterov = true needs"),
 ]
@@ -66,6 +68,18 @@ def said_once(out: str, sentence: str) -> None:
 def test_one_sentence_exit_code_2(mpirun, tmp_path: Path, job: Path, keys, arguments, sentence: str) -> None:
     done = mpirun(2, "-m", "accept_mpi", "train", job, *arguments, code=2)
     said_once(done.out, sentence)
+
+
+def test_a_job_file_whose_name_is_no_text(mpirun, tmp_path: Path, job: Path) -> None:
+    """Neither what is said of it nor how long one may wait ends a rank in an error of its own."""
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/j\xff.toml")
+    Path(odd).write_bytes(job.read_bytes())
+    for_ever = ("--set", "pipeline.timeout=1e300", "--set", "pipeline.startup_timeout=1e300")
+    done = mpirun(2, "-m", "accept_mpi", "train", odd, *for_ever, "--set", "train.lr=1e308", code=1)
+    assert "the loss is" in done.out, done.out
+    said_once(
+        mpirun(2, "-m", "accept_mpi", "train", odd, "--set", "train.steps=0", code=2).out, r"j\udcff.toml: train.steps"
+    )
 
 
 def test_no_job_file(mpirun, tmp_path: Path) -> None:

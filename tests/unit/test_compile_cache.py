@@ -74,3 +74,17 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ranks(tmp_path / "file", "half", 1)
     ranks(Path("/proc/no/such"), "half", 1)
+
+
+def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path) -> None:
+    """Numba would run what it finds there."""
+    ranks(tmp_path, "half", 1)
+    (own,) = tmp_path.glob("kernels-*")
+    own.chmod(0o777)
+    for path in tmp_path.rglob("*.nb?"):
+        path.write_bytes(b"another's")
+    ranks(tmp_path, "half", 1)
+    assert {path.read_bytes() for path in tmp_path.rglob("*.nb?")} == {b"another's"}
+    own.chmod(0o700)
+    ranks(tmp_path, "half", 1)
+    assert b"another's" not in {path.read_bytes() for path in tmp_path.rglob("*.nb?")}
