@@ -192,7 +192,7 @@ def _measure(
         found[:, start:stop] = timed.layers
         wall, cpu = wall + timed.wall, cpu + timed.cpu
         measured.append((start, stop))
-        del piece
+        piece.close()
     # One stretch for all: what a quota does to a piece depends on when its period began.
     stretch = stretch_of(wall, cpu)
     found *= stretch
@@ -295,8 +295,14 @@ class Piece:
         self._backwards: list[tuple[int, np.ndarray]] = []
         """The same of each backward: (2, layers), all of it and what of it the zero-bubble schedule can put off."""
         self._gradients: dict[int, Tensors] = {}
-        for position, layer in enumerate(self.stage.layers):
-            layer.register_forward_hook(self._stamp(position))
+        self._hooks = [layer.register_forward_hook(self._stamp(n)) for n, layer in enumerate(self.stage.layers)]
+
+    def close(self) -> None:
+        """Give the memory back at once: hooks know this object, so the next one would find it when the collector runs."""
+        for hook in self._hooks:
+            hook.remove()
+        self._gradients.clear()
+        self.stage.close()
 
     def _stamp(self, position: int) -> Callable[..., None]:
         def ready(_: torch.Tensor) -> None:

@@ -59,15 +59,7 @@ def unflatten(tree: Tree, tensors: Sequence[Any], classes: bool = True) -> Any:
 def leaves(value: Any) -> list[torch.Tensor]:
     """The tensors of a value, each once, as far as it is a tree: what is none is passed over."""
     found: dict[int, torch.Tensor] = {}
-
-    def visit(one: Any, depth: int) -> None:
-        if isinstance(one, torch.Tensor):
-            found.setdefault(id(one), one)
-        elif depth < _MOST_DEEP:
-            for child in _children(one):
-                visit(child, depth + 1)
-
-    visit(value, 0)
+    _find(value, found, 0)
     return list(found.values())
 
 
@@ -228,24 +220,36 @@ def _children(value: Any) -> Sequence[Any]:
 def _parts(value: Any) -> tuple[list[Any], Tree]:
     """A sample's parts, whatever they are, and how they are put together."""
     parts: list[Any] = []
+    return parts, msgspec.msgpack.encode(_part(value, parts, 0))
 
-    def visit(one: Any, depth: int) -> Any:
-        if depth > _MOST_DEEP:
-            raise NotATree(f"values nested more than {_MOST_DEEP} deep")
-        kind = type(one)
-        if kind is tuple or (kind is list and _is_structure(one)):
-            return [_TUPLE if kind is tuple else _LIST, *(visit(child, depth + 1) for child in one)]
-        if kind in (dict, OrderedDict):
-            keys = [[_CONSTANT, key] for key in one]
-            return [_DICT if kind is dict else _ORDERED, *keys, *(visit(child, depth + 1) for child in one.values())]
-        if isinstance(one, tuple) and hasattr(kind, "_fields"):
-            return [_NAMED, _name_of(kind), *(visit(child, depth + 1) for child in one)]
-        if one is None:
-            return [_CONSTANT, None]
-        parts.append(one)
-        return [_TENSOR, len(parts) - 1]
 
-    return parts, msgspec.msgpack.encode(visit(value, 0))
+# No functions within functions that call themselves: they would keep what they know until the collector runs.
+
+
+def _find(value: Any, found: dict[int, torch.Tensor], depth: int) -> None:
+    if isinstance(value, torch.Tensor):
+        found.setdefault(id(value), value)
+    elif depth < _MOST_DEEP:
+        for child in _children(value):
+            _find(child, found, depth + 1)
+
+
+def _part(one: Any, parts: list[Any], depth: int) -> Any:
+    if depth > _MOST_DEEP:
+        raise NotATree(f"values nested more than {_MOST_DEEP} deep")
+    kind = type(one)
+    if kind is tuple or (kind is list and _is_structure(one)):
+        return [_TUPLE if kind is tuple else _LIST, *(_part(child, parts, depth + 1) for child in one)]
+    if kind in (dict, OrderedDict):
+        keys = [[_CONSTANT, key] for key in one]
+        children = (_part(child, parts, depth + 1) for child in one.values())
+        return [_DICT if kind is dict else _ORDERED, *keys, *children]
+    if isinstance(one, tuple) and hasattr(kind, "_fields"):
+        return [_NAMED, _name_of(kind), *(_part(child, parts, depth + 1) for child in one)]
+    if one is None:
+        return [_CONSTANT, None]
+    parts.append(one)
+    return [_TENSOR, len(parts) - 1]
 
 
 def _name_of(cls: type) -> str:

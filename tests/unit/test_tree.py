@@ -101,6 +101,26 @@ def test_what_another_wrote_makes_no_instances() -> None:
     assert unpacked(T) is T
 
 
+def test_nothing_is_kept_until_the_collector_runs() -> None:
+    """Recursive closures kept all activations of a probe's rounds."""
+    import gc
+    import weakref
+
+    gc.collect()
+    gc.disable()
+    try:
+        value = {"a": [torch.zeros(3), (torch.ones(2), None)]}
+        known = [weakref.ref(one) for one in tree.leaves(value)]
+        tensors, of = tree.flatten(value)
+        tree.unflatten(of, tensors)
+        tree.stack([(value, 1), (value, 2)])
+        tree.describe(value)
+        del value, tensors
+        assert not any(one() is not None for one in known)
+    finally:
+        gc.enable()
+
+
 def test_samples_are_stacked_part_by_part() -> None:
     found = tree.stack([({"a": T, "b": 1}, [0.5, 1.5]), ({"a": T, "b": 2}, [2.5, 3.5])])
     assert found[0]["a"].shape == (2, 2, 3)
