@@ -86,7 +86,7 @@ def check_search() -> None:
 
     np.seterr(all="ignore")
     rng = np.random.default_rng(5)
-    for number in range(60):
+    for number in range(160):
         problem = random_problem(rng, 1 + number % 4, 2 + number % 4, 1 + number % 2)
         ordered = bool(problem.fill) or number % 3 == 0
         partition._ROOM = 1 if number % 2 else 160
