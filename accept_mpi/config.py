@@ -85,7 +85,8 @@ class Train(Section, frozen=True):
     lr: Positive | None = None
     """Short for ``optimizer.lr``; one of the two is given."""
     loss: str = "cross_entropy"
-    """"cross_entropy", "mse", or "package.module:function" of (output, target) that gives the mean over samples."""
+    """"cross_entropy", "mse", or "package.module:function" of (output, target) that gives the mean over samples, or
+    (sum, count)."""
     seed: CountOrZero = 0
     drop_last: bool = False
     """Leave out the short batch at the end of an epoch."""
