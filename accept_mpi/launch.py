@@ -40,7 +40,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WATCHER = 'read word; [ "$word" = over ] && exit; kill -TERM "-$1"; sleep "$2"; kill -KILL "-$1"'
 _NO_USE_AGAIN = 2  # exit code of a mistake that a person must mend
 _WITHOUT_PROGRESS = 3  # starts in a row
-_STEP = re.compile(rb"step \d+(/\d+|  (done: ))")  # as ``progress`` prints it
+_STUCK = 5  # starts in a row that end where those before have ended: a bug, mostly
+_STEP = re.compile(rb"step (\d+)(/\d+|  (done: ))")  # as ``progress`` prints it
 _LAST_WORD = re.compile(rb"accept_mpi: (?!note: )(.*stopped by a signal after step )?")  # as ``runtime`` prints it
 _KEEP_NAMES = {"PRTE_MCA_prte_keep_fqdn_hostnames": "1"}
 """Else pi.kitchen.lan and pi.attic.lan are one host to mpirun."""
@@ -69,6 +70,8 @@ class _Start:
     asked: float = field(default_factory=time.monotonic)
     steps: int = 0
     """That it has told of."""
+    step: int = 0
+    """The last of them."""
     done: bool = False
     moved: float = field(default_factory=time.monotonic)
     """When it last told of a step."""
@@ -98,9 +101,10 @@ class _Start:
     def _told(self, line: bytes) -> None:
         """How far rank 0 is."""
         if found := _STEP.match(line):
-            self.steps += not found[2]
+            self.steps += not found[3]
+            self.step = max(self.step, int(found[1]))
             self.moved = time.monotonic()
-            if found[2]:
+            if found[3]:
                 self.done, self.last_word = True, self.moved
 
     def _warned(self, line: bytes) -> None:
@@ -165,7 +169,7 @@ class Supervisor:
         return there
 
     def _run(self) -> int:
-        restarts = idle = 0
+        restarts = idle = stuck = furthest = 0
         hosts, patience = self._first_hosts(), 0.0
         while True:
             if self._all and not hosts:
@@ -184,14 +188,16 @@ class Supervisor:
             if code == _NO_USE_AGAIN:
                 return code
             idle = 0 if start.steps else idle + 1
+            stuck, furthest = (0, start.step) if start.step > furthest else (stuck + 1, furthest)
             self._supervised = msgspec.structs.replace(self._supervised, number=self._supervised.number + (start.steps > 0))
             if why != "lost":
                 start.there = answering(self._all)
             hosts = start.there
             if why != "back":
                 restarts += 1
-            if restarts > self.request.restarts or idle >= _WITHOUT_PROGRESS:
-                _say(f"given up after {restarts} restarts, {idle} of them without a step")
+            if restarts > self.request.restarts or idle >= _WITHOUT_PROGRESS or stuck >= _STUCK:
+                beyond = f", the last {stuck} of them not beyond step {furthest}" if stuck > idle else ""
+                _say(f"given up after {restarts} restarts, {idle} of them without a step{beyond}")
                 return code or 1
 
     def _wait_for_any(self, seconds: float) -> list[Host]:

@@ -161,6 +161,7 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor, reduction: str = "
         target = target.reshape(-1, target.shape[-1])
     else:
         target = target.reshape(-1)
+        target = target if target.is_floating_point() else target.long()
     return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), target, reduction=reduction)
 
 

@@ -78,8 +78,9 @@ def describe(value: Any) -> str:
     return ", ".join(shapes) or type(value).__name__
 
 
-def stack(values: Sequence[Any]) -> Any:
+def stack(values: Sequence[Any], tensor: Callable[[Any], torch.Tensor] | None = None) -> Any:
     """Samples' values as one value, each tensor (or array, or number) of them stacked along a new first dimension.
+    ``tensor`` makes one of an array or number (default: ``as_tensor``).
 
     Raises ValueError, RuntimeError or TypeError where they are not alike.
     """
@@ -87,8 +88,8 @@ def stack(values: Sequence[Any]) -> Any:
         parts, tree = zip(*map(_parts, values), strict=True)
         if len(set(tree)) > 1:
             raise ValueError("some samples are made up of other parts than others")
-        return _build(_nodes(tree[0]), [stack(part) for part in zip(*parts, strict=True)], True)
-    return torch.stack([as_tensor(value) for value in values])
+        return _build(_nodes(tree[0]), [stack(part, tensor) for part in zip(*parts, strict=True)], True)
+    return torch.stack([(tensor or as_tensor)(value) for value in values])
 
 
 def _is_structure(sample: Any) -> bool:

@@ -41,10 +41,19 @@ def call_layer(index: int, name: str, layer: nn.Module, value: Any, setting_up: 
     except Exception as error:
         if setting_up and does_not_fit(error):
             source = "what the layer before gives" if index else "what the data set gives"
+            given = f"({tree.describe(value)}){'' if index else _hint(value)}"
             raise UserError(
-                f'layer {index} "{name}" cannot take {source} ({tree.describe(value)}): {in_words(error)}{_place(error)}'
+                f'layer {index} "{name}" cannot take {source} {given}: {in_words(error)}{_place(error)}'
             ) from error
         blame(error, f'layer {index} "{name}"')
+
+
+def _hint(value: Any) -> str:
+    """What may be wrong with inputs of a model."""
+    tensors = tree.leaves(value)
+    if tensors and not any(one.is_floating_point() for one in tensors):
+        return '; for layers that want floats, data.args of "hdf5" take x_dtype = "float32"'
+    return ""
 
 
 def taken_apart(index: int, name: str, value: Any) -> tuple[list[torch.Tensor], tree.Tree]:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from accept_mpi import tree
+from accept_mpi.data.arrays import tensor_of
 from accept_mpi.errors import UserError
 from accept_mpi.seeds import AUGMENT, mix, seed_all
 from accept_mpi.users_code import blame
@@ -128,9 +129,16 @@ class MapDataset:
         return sample
 
 
+def _tensor(value: Any) -> torch.Tensor:
+    """Of an array of any byte order and width, or of a number. Raises TypeError or ValueError for anything else."""
+    return (
+        tensor_of(np.asarray(value), floats=False) if isinstance(value, np.ndarray | np.generic) else torch.as_tensor(value)
+    )
+
+
 def _stack(values: Sequence[Any], what: str) -> Any:
     try:
-        return tree.stack(values)
+        return tree.stack(values, _tensor)
     except (RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"data.name: the {what} of samples must be tensors or arrays of one shape: {reason}") from error
@@ -150,7 +158,7 @@ def adapt(data: object) -> Dataset:
     if isinstance(data, Dataset):
         return data
     if isinstance(data, Sequence) and len(data) == 2 and all(isinstance(d, torch.Tensor | np.ndarray) for d in data):
-        return ArrayDataset(tree.as_tensor(data[0]), tree.as_tensor(data[1]))
+        return ArrayDataset(_tensor(data[0]), _tensor(data[1]))
     if type(data) is TensorDataset and len(data.tensors) == 2:  # draws nothing, and gives rows
         return ArrayDataset(*data.tensors)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):

@@ -203,6 +203,15 @@ def test_samples_that_are_no_pairs(sample: object, message: str) -> None:
         data.MapDataset([sample]).inputs(np.array([0]))
 
 
+def test_arrays_of_any_byte_order_and_width() -> None:
+    x, y = np.arange(6, dtype=">f8").reshape(3, 2), np.array([0, 1, 2], dtype=">u2")
+    for found in (data.MapDataset(list(zip(x, y, strict=True))), data.base.adapt((x, y))):
+        indices = np.array([2, 0])
+        assert found.inputs(indices).tolist() == [[4.0, 5.0], [0.0, 1.0]]
+        assert found.inputs(indices).dtype == torch.float64
+        assert (found.targets(indices).tolist(), found.targets(indices).dtype) == ([2, 0], torch.int32)
+
+
 def test_samples_of_different_shapes() -> None:
     items = data.MapDataset([(torch.zeros(2), torch.zeros(1)), ((torch.zeros(2),), torch.zeros(2))])
     with pytest.raises(UserError, match="the y of samples must be tensors or arrays of one shape"):

@@ -111,6 +111,14 @@ def test_what_rank_0_prints_tells_how_far_it_is(
     assert capfdbinary.readouterr().out.count(b"step 3/5  epoch 0\n") == 5
 
 
+def test_a_bug_that_comes_again_and_again(tmp_path: Path, mpirun: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Twenty starts showed the same traceback."""
+    (tmp_path / "steps").touch()
+    code, calls = supervised(tmp_path, [1] * 9)
+    assert (code, len(calls)) == (1, 6)
+    assert "the last 5 of them not beyond step 3" in capfd.readouterr().err
+
+
 def test_restarts_have_a_limit(tmp_path: Path, mpirun: Path) -> None:
     code, calls = supervised(tmp_path, [1, 1, 0], restarts=1)
     assert (code, len(calls)) == (1, 2)
