@@ -155,7 +155,6 @@ class Worker:
                     if self.s == 0 and step + 1 < steps:
                         self._flag(step, self._replication.flags(step))
                     indices[step], sizes[step] = self.batches.indices(step), self.batches.sizes(step)
-                    self._feed.begin(step, indices[step])
                 self.forward(step, k, indices[step][k], version, sizes[step], whole)
                 assert len(self.stage.in_flight) <= bound, f"more than {bound} micro-batches in flight"
             elif kind == "B":
@@ -198,6 +197,8 @@ class Worker:
             if k == 0:
                 self._flag(step, flags - suspect)
         with self.recorder.span("F", step + 1, k):
+            if k == 0:
+                self._feed.begin(step, self.batches.indices(step))
             data = self._feed.take(step, k, samples)
             if not self.links.activations_in:
                 given = self.stage.from_data(data.inputs)
