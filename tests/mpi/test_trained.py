@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import pytest
 import samples
+from conftest import environment
 
 from accept_mpi.snapshot import Checkpoint
 
@@ -64,3 +66,9 @@ def test_forked_ranks_end_as_they_would_alone(mpirun, tmp_path: Path) -> None:
         assert "signal 9 (Killed)" in mpirun(1, "script.py", "kill", code=137, fresh=fresh).out
         assert mpirun(1, "-c", "import torch, sys; print(sys.argv)", "x", fresh=fresh).out == "['-c', 'x']\n"
         assert "ZeroDivisionError" in mpirun(1, "-c", "1 / 0", code=1, fresh=fresh).out
+
+
+def test_ranks_are_forked_whatever_torch_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a test had used torch's optimizers, which set this, all later ones started new interpreters."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "somewhere")
+    assert not [name for name in environment() if name.startswith("TORCHINDUCTOR_")]
