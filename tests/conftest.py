@@ -65,7 +65,7 @@ def environment() -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     }
-    # torch's compiler, which plain loops here import, sets some of its own; ranks would not be forked then (``python`` below).
+    # torch's compiler, which plain loops here import, sets some of its own; ranks would not be forked then (``python``).
     own = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR_")}
     return own | more
 

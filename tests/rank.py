@@ -35,8 +35,15 @@ def main() -> int:
     template = connect(os.environ.get("ACCEPT_MPI_TEMPLATE", ""))
     if template is None:
         os.execv(python, [python, *arguments])
+
+    def forward(number: int, _: object) -> None:
+        try:
+            template.send(bytes([number]))
+        except OSError:
+            return  # the rank has ended
+
     for number in FORWARDED:
-        signal.signal(number, lambda got, _: template.send(bytes([got])))
+        signal.signal(number, forward)
     request = marshal.dumps((arguments, os.getcwd(), dict(os.environ), list(os.sched_getaffinity(0))))
     files = array.array("i", [0, 1, 2])
     template.sendmsg([struct.pack("<i", len(request))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])

@@ -135,7 +135,7 @@ def test_resuming_another_model_or_a_damaged_checkpoint(mpirun, tmp_path: Path, 
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    said_once(resume("train.steps=9"), "stage-1.weights.safetensors does not match its checksum")
+    said_once(resume("train.steps=9"), "stage-1.weights.safetensors: does not match its checksum")
 
 
 def test_non_finite_loss_names_step_and_layer(mpirun, tmp_path: Path, job: Path) -> None:
