@@ -141,8 +141,8 @@ def one_of_many_steps(folder: Path) -> Path:
 
 @pytest.mark.parametrize("how", ["launch", "mpirun", "alone"])
 def test_a_closed_terminal(tmp_path: Path, how: str) -> None:
-    """A checkpoint, and the end of all that was started; a shell hands its hangup on, so it comes twice. (mpirun does not wait
-    for its ranks after a second one.)"""
+    """A checkpoint, and the end of all that was started; a shell hands its hangup on, so it comes twice. (After a second one
+    mpirun does not wait for its ranks.)"""
     with terminal(command_of(how, one_of_many_steps(tmp_path)), tmp_path) as (process, close):
         wait_for_step(tmp_path / "run", 10, process)
         close()
