@@ -25,6 +25,7 @@ Tree = bytes
 _MOST_DEEP = 64
 _TENSOR, _ARRAY, _CONSTANT, _COMPLEX, _SIZE, _TORCH = "t", "a", "c", "j", "size", "torch"
 _TUPLE, _LIST, _DICT, _ORDERED, _NAMED, _FIELDS, _MAPPING = "tuple", "list", "dict", "ordered", "named", "fields", "mapping"
+_LARGEST = 8  # bytes of a whole number
 _CONSTANTS = (type(None), bool, int, float, str, bytes)
 
 
@@ -88,7 +89,7 @@ def stack(values: Sequence[Any]) -> Any:
         if len(set(tree)) > 1:
             raise ValueError("some samples are made up of other parts than others")
         return _build(_nodes(tree[0]), [stack(part) for part in zip(*parts, strict=True)], True)
-    return torch.stack([as_tensor(value) for value in values])
+    return torch.stack([values_of(value) for value in values])
 
 
 def _is_structure(sample: Any) -> bool:
@@ -103,6 +104,15 @@ def as_tensor(value: Any) -> torch.Tensor:
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.isnative:
         value = np.asarray(value).astype(value.dtype.newbyteorder("="))
     return torch.as_tensor(value)
+
+
+def values_of(value: Any) -> torch.Tensor:
+    """The same of what a data set gives: whole numbers without a sign, with which torch cannot compute, are made wider."""
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind == "u" and value.dtype.itemsize > 1:
+        if value.dtype.itemsize == _LARGEST and value.size and int(value.max()) >= 1 << 63:
+            raise ValueError(f"{int(value.max())} is more than int64 can hold")
+        return torch.from_numpy(np.asarray(value).astype(np.int32 if value.dtype.itemsize == 2 else np.int64))
+    return as_tensor(value)
 
 
 # --------------------------------------------------------------------------------------------------------------------------
