@@ -34,6 +34,8 @@ class DeferredWeights:
         """Nothing defers; what never may is found out."""
         self._parts: list[nn.Module] = []
         self._used: set[int] = set()
+        self._called: set[int] = set()
+        """In a backward: what the forward before used."""
         self._never: set[int] = set()
         """Modules whose weights have other uses in a forward than one call: their gradients are added to each other first,
         and then to what is there."""
@@ -49,11 +51,13 @@ class DeferredWeights:
     def begin(self, on: bool, forward: bool = True) -> None:
         """Another forward, or a backward in which forwards may be computed once more, which defers or not."""
         self._on, self._forwarding = on, forward
+        self._called = set() if forward else self._used.copy()
         self._used.clear()
 
     def use(self, number: int) -> bool:
         """Whether a module's forward of now defers. One that is called twice in a forward does not."""
-        if number in self._used:
+        # Nor one whose forward is computed once more in backward, as what its graph keeps is (``torch.utils.checkpoint``).
+        if number in self._used or (self.looking and number in self._called):
             self._never.add(number)
         self._used.add(number)
         return self._on and not self.looking and number not in self._never
