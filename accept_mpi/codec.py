@@ -172,7 +172,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         if self.dtype == "absent":
             return None
         assert tensor is not None, "ask ``fits`` first"
-        tensor = tensor.detach()
+        tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.stride() == self.stride and 0 not in self.stride:
             return tensor.as_strided((tensor.numel(),), (1,))
         for dim, (full, sent) in enumerate(zip(self.shape, self.sent_shape, strict=True)):

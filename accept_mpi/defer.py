@@ -29,9 +29,16 @@ class DeferredWeights:
         self._anchor = torch.zeros((), requires_grad=True)
         self._waiting: list[_Work] = []
         self._on = True
+        self._forwarding = False
+        self.looking = False
+        """Nothing defers; what never may is found out."""
         self._parts: list[nn.Module] = []
         self._used: set[int] = set()
-        self._twice: set[int] = set()
+        self._called: set[int] = set()
+        """In a backward: what the forward before used."""
+        self._never: set[int] = set()
+        """Modules whose weights have other uses in a forward than one call: their gradients are added to each other first,
+        and then to what is there."""
         every = {id(part): part for module in modules for part in module.modules()}.values()
         owners = Counter(id(p) for part in every for p in part._parameters.values() if p is not None)
         for part in every:
@@ -41,22 +48,40 @@ class DeferredWeights:
                 part.forward = _Deferred(part, len(self._parts), self)
                 self._parts.append(part)
 
-    def begin(self, on: bool) -> None:
-        """Another forward, which defers or not."""
-        self._on = on
+    def begin(self, on: bool, forward: bool = True) -> None:
+        """Another forward, or a backward in which forwards may be computed once more, which defers or not."""
+        self._on, self._forwarding = on, forward
+        self._called = set() if forward else self._used.copy()
         self._used.clear()
 
     def use(self, number: int) -> bool:
-        """Whether a module's forward of now defers. One that is called twice in a forward does not: the gradients of both
-        calls are added to each other first, and then to what is there."""
-        if number in self._used:
-            self._twice.add(number)
+        """Whether a module's forward of now defers. One that is called twice in a forward does not."""
+        # Nor one whose forward is computed once more in backward, as what its graph keeps is (``torch.utils.checkpoint``).
+        if number in self._used or (self.looking and number in self._called):
+            self._never.add(number)
         self._used.add(number)
-        return self._on and number not in self._twice
+        return self._on and not self.looking and number not in self._never
+
+    def asked(self, number: int) -> None:
+        """A gradient goes through a module's forward. Within the stage's forward somebody wants it for himself
+        (``torch.autograd.grad`` in a layer), perhaps that of the weights, too."""
+        if self._forwarding:
+            self._never.add(number)
+
+    @property
+    def forwarding(self) -> bool:
+        return self._forwarding
+
+    def look(self, outputs: list[torch.Tensor]) -> None:
+        """After a first forward, which deferred nothing: modules whose weights are used elsewhere, too, defer nothing."""
+        uses = _uses(outputs)
+        for number, part in enumerate(self._parts):
+            if any(uses[id(parameter)] > 1 for parameter in part._parameters.values()):
+                self._never.add(number)
 
     def learn(self, trial: "DeferredWeights") -> None:
         """From the same modules' first forward."""
-        self._twice |= trial._twice
+        self._never |= trial._never
 
     @property
     def anchor(self) -> torch.Tensor:
@@ -83,6 +108,38 @@ def _is_hooked(module: nn.Module) -> bool:
     return bool(hooked) or "forward" in module.__dict__ or hasattr(module, "parametrizations")
 
 
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    """A module's parameters that are trained; none where something else has taken the place of one (a tensor that is
+    computed in each forward, ``torch.func.functional_call``): its gradient goes on."""
+    found = []
+    for name in ("weight", "bias"):
+        parameter = getattr(module, name)
+        if parameter is None:
+            continue
+        if not isinstance(parameter, nn.Parameter) or not parameter.is_leaf:
+            return []
+        if parameter.requires_grad:
+            found.append(parameter)
+    return found
+
+
+def _uses(outputs: list[torch.Tensor]) -> Counter[int]:
+    """How often each parameter, by its id, occurs in the graph behind these tensors."""
+    found: Counter[int] = Counter()
+    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is None:
+                continue
+            if (variable := getattr(node, "variable", None)) is not None:
+                found[id(variable)] += 1
+            elif node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return found
+
+
 class _Deferred:
     """A module's forward."""
 
@@ -92,11 +149,15 @@ class _Deferred:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         store, module = self._store, self._module
-        parameters = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        defers = parameters and torch.is_grad_enabled() and len(args) == 1 and not kwargs
+        parameters = _own(module)
+        # torch.func's transforms (vmap, jacrev, ...) take no autograd functions such as ours.
+        plain = torch._C._are_functorch_transforms_active() or not torch.is_grad_enabled()
+        defers = parameters and not plain and len(args) == 1 and not kwargs
         result: torch.Tensor
         if not defers or not store.use(self._number):
             result = self._plain(*args, **kwargs)
+            if defers and store.looking and result.requires_grad:
+                result.register_hook(partial(_asked, store, self._number))
             return result
         (x,) = args
         if _is_plain_convolution(module, x, parameters):
@@ -107,6 +168,10 @@ class _Deferred:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Deferred":
         return self  # the copy's stage finds it, and takes it away
+
+
+def _asked(store: DeferredWeights, number: int, gradient: torch.Tensor) -> None:
+    store.asked(number)
 
 
 def _is_plain_convolution(module: nn.Module, x: torch.Tensor, parameters: list[nn.Parameter]) -> bool:
@@ -139,7 +204,8 @@ class _Convolution(torch.autograd.Function):
         of_input = None
         if ctx.needs_input_grad[0]:
             of_input = _convolution_backward(gradient, x, ctx.module, (True, False, False))[0]
-        ctx.store.put(partial(_weight_gradients, gradient, x, ctx.module))
+        if not ctx.store.forwarding:
+            ctx.store.put(partial(_weight_gradients, gradient, x, ctx.module))
         return of_input, None, None, None
 
 
@@ -185,8 +251,11 @@ class _InputGradientOnly(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
         of_input = None
-        if ctx.inside.requires_grad:
-            (of_input,) = torch.autograd.grad(ctx.output, ctx.inside, gradient, retain_graph=True)
+        if ctx.inside.requires_grad:  # which is linear in the gradient, whatever the input
+            again = torch.is_grad_enabled()
+            (of_input,) = torch.autograd.grad(ctx.output, ctx.inside, gradient, retain_graph=True, create_graph=again)
+        if ctx.store.forwarding:  # a layer wants it for itself
+            return of_input, None, None, None, None
         ctx.store.put(partial(torch.autograd.backward, ctx.output, gradient, inputs=ctx.parameters))
         ctx.output = ctx.inside = None
         return of_input, None, None, None, None

@@ -61,12 +61,20 @@ class Loss:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         """``function(output, target)`` gives a mean over samples, or (sum, count)."""
-        self.name, self._function = name, function
+        self.name, self.function = name, function
         self.ignored = getattr(function, "ignore_index", IGNORED)
         """Targets of this class count neither in loss nor in accuracy."""
         self._weigh, self._main = next((known for one, known in _KNOWN.items() if one is function), (None, False))
-        if self._weigh is None and isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss) and function.reduction == "mean":
-            self._weigh = self._classes
+        if isinstance(function, nn.Module) and getattr(function, "reduction", "mean") == "sum":
+            raise UserError(
+                f'train.loss: "{name}" has reduction="sum", and a step\'s loss is a mean over what counts: use "mean", or a '
+                "function that gives (sum, count)"
+            )
+        if getattr(function, "reduction", None) == "mean":
+            if type(function) in (nn.CrossEntropyLoss, nn.NLLLoss):  # whoever inherits may count otherwise
+                self._weigh = self._classes
+            elif type(function) in _ELEMENTWISE:
+                self._weigh = _elements
 
     def __call__(self, output: Any, target: Any, samples: int, setting_up: bool = False) -> Judgement:
         """Raises UserError for what it cannot take while ``setting_up``, UsersBug for all else that goes wrong in it."""
@@ -74,20 +82,27 @@ class Loss:
             output = scores(output)
         try:
             if self._weigh is None:
-                return _judgement(self._function(output, target), samples)
+                return _judgement(self.function(output, target), samples)
             count = self._weigh(target)
             if count == 0:  # all of it is padding, of which a mean would be NaN
-                return Judgement(_sum_of(self._function)(output, target), 0.0, False)
-            return Judgement(_scalar(self._function(output, target)), count, False)
+                return Judgement(_sum_of(self.function)(output, target), 0.0, False)
+            return Judgement(_scalar(self.function(output, target)), count, False)
         except Exception as error:
             if self._main or (setting_up and (isinstance(error, _Unfit) or does_not_fit(error))):
                 given = f"outputs {tree.describe(output)} and targets {tree.describe(target)}"
                 reason = str(error) if isinstance(error, _Unfit) else in_words(error)
-                wants = _WANTS if self._function is cross_entropy else ""
+                wants = _WANTS if self.function is cross_entropy else ""
                 raise UserError(f'train.loss: "{self.name}" cannot take {given}{wants}: {reason}') from error
             if isinstance(error, _Unfit):
                 raise UserError(f'train.loss: "{self.name}": {error}') from error
             blame(error, f'the loss "{self.name}"')
+
+    def apart(self) -> "Loss":
+        """The same, for a trial: what a loss counts or keeps, it keeps of the training."""
+        try:
+            return Loss(self.name, copy.deepcopy(self.function))
+        except Exception:  # some modules cannot be copied
+            return self
 
     def shares(self, targets: Sequence[Any], samples: Sequence[int]) -> list[float]:
         """The share of each micro-batch of a step: of all that counts where that is known, else of the samples."""
@@ -109,7 +124,7 @@ class Loss:
 
     def _classes(self, target: torch.Tensor) -> float:
         """As torch's classes of losses count."""
-        weight = getattr(self._function, "weight", None)
+        weight = getattr(self.function, "weight", None)
         if target.is_floating_point():
             return float(target.numel() / max(1, target.shape[1 if target.dim() > 1 else 0]))
         counting = target[target != self.ignored]
@@ -216,12 +231,22 @@ def _elements(target: torch.Tensor) -> float:
     return float(target.numel())
 
 
+_ELEMENTWISE = (
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss,
+    nn.KLDivLoss, nn.SoftMarginLoss,
+)  # fmt: skip
+"""Torch's losses that are means over the elements of targets."""
+_MEANS_OF_ELEMENTS = (
+    nn.functional.mse_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss,
+    nn.functional.binary_cross_entropy, nn.functional.binary_cross_entropy_with_logits,
+    nn.functional.poisson_nll_loss, nn.functional.soft_margin_loss,
+)  # fmt: skip
 _KNOWN: dict[Any, tuple[Callable[[torch.Tensor], float] | None, bool]] = {
     cross_entropy: (_not_ignored, True),
     mse: (_elements, True),
     nn.functional.cross_entropy: (_not_ignored, False),
     nn.functional.nll_loss: (_not_ignored, False),
-    nn.functional.mse_loss: (_elements, False),
+    **dict.fromkeys(_MEANS_OF_ELEMENTS, (_elements, False)),
 }
 """What of a target counts in a loss, and whether it looks at the model's scores alone."""
 _LOSSES: dict[str, Callable[..., torch.Tensor]] = {"cross_entropy": cross_entropy, "mse": mse}

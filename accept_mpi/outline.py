@@ -19,6 +19,7 @@ from accept_mpi.models.base import Chain
 from accept_mpi.models.shared import Shared
 from accept_mpi.seeds import init_seed, seeded
 from accept_mpi.tree import Tree
+from accept_mpi.untouched import untouched
 from accept_mpi.users_code import call_layer, taken_apart
 
 
@@ -124,7 +125,7 @@ def _outline(chain: Chain, seed: int, value: Any, channels_last: bool, samples: 
         parameters, buffers = list(module.parameters()), list(module.buffers())
         held.begin([*parameters, *buffers])
         counter = FlopCounterMode(display=False)
-        with device, counter, torch.autograd.graph.saved_tensors_hooks(held, lambda tensor: tensor):
+        with untouched([module]), device, counter, torch.autograd.graph.saved_tensors_hooks(held, lambda tensor: tensor):
             value = call_layer(index, chain.names[index], module, value, setting_up=True)
         if abstract and channels_last:  # convolutions on the meta device forget the layout
             value = tree.replace(value, held.laid_out)

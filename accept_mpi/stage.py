@@ -15,14 +15,15 @@ from accept_mpi.defer import DeferredWeights
 from accept_mpi.errors import UserError
 from accept_mpi.graph_ends import Box, Seeded, finite
 from accept_mpi.losses import Divisors, Loss, Result
-from accept_mpi.models.layers import Layers, may_draw
+from accept_mpi.models.layers import Layers, may_draw, restore_modes
 from accept_mpi.models.shared import lay_out
 from accept_mpi.optimizer import make_optimizer, update
 from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, kept, seed_all
 from accept_mpi.state import check_state, load_layer, state_of
 from accept_mpi.tree import Tree
+from accept_mpi.untouched import untouched
 from accept_mpi.users_code import blame, call_layer, taken_apart
-from accept_mpi.weights import Kept, Weights, Writes
+from accept_mpi.weights import Kept, Weights, Writes, may_be_written
 
 Key = tuple[int, int]  # step, micro-batch
 
@@ -173,7 +174,7 @@ class Stage:
         if roots and roots[0].requires_grad:
             seed_all(backward_seed(self._seed, step, micro_batch, self.start))
             if self._deferred is not None:
-                self._deferred.begin(not flight.whole)  # forwards may be computed once more
+                self._deferred.begin(not flight.whole, forward=False)  # forwards may be computed once more
             newest = self._weights.meet(flight.weights)
             try:
                 Seeded.apply(seeds, *roots).backward()
@@ -233,8 +234,7 @@ class Stage:
         try:
             yield
         finally:
-            for module, training in modes:
-                module.training = training
+            restore_modes(modes)
 
     @torch.no_grad()
     def evaluate(
@@ -257,15 +257,18 @@ class Stage:
     def trial(self) -> Iterator["Stage"]:
         """A stage of the same layers to try things on. It shares nothing with this one: whatever a forward does to modules
         (buffers made, replaced or resized, attributes, counters) happens to copies."""
-        with kept():
+        with kept(), untouched(self.layers, self._loss and self._loss.function):
             try:
                 modules = copy.deepcopy(self.layers)
             except Exception:  # some modules cannot be copied
                 if self._again is None:
                     raise
                 modules = self._again().modules
-            stage = Stage(Layers(self.start, self.names, modules), self._job, self._loss, self._channels_last)
+            layers = Layers(self.start, self.names, modules)
+            stage = Stage(layers, self._job, self._loss and self._loss.apart(), self._channels_last)
             stage._setting_up = True
+            if stage._deferred is not None:
+                stage._deferred.looking = True
             try:
                 yield stage
             finally:
@@ -288,9 +291,11 @@ class Stage:
         if not self._setting_up:
             with self.trial() as trial:
                 return trial.probe(inputs, target, gradients_of, of, samples)
-        writes = Writes(*self._may_be_written())
+        writes = Writes(self.parameters, may_be_written(self.layers))
         out = self.forward(0, 0, inputs, target=target, of=of, samples=samples)
         self._written |= writes.found()
+        if self._deferred is not None:
+            self._deferred.look(self.in_flight[0, 0].outputs)
         result = self.backward(0, 0, gradients_of([TensorSpec.of(out) for out in out.outputs], out.tree))
         if self._deferred is not None:
             self.weight_gradient(0, 0)
@@ -318,7 +323,7 @@ class Stage:
         if self.optimizer is None:
             return {}
         return {
-            f"{what}/{name}": value.detach().contiguous().clone()
+            f"{what}/{name}": value.detach().to_dense().contiguous().clone()
             for name, parameter in zip(self._parameter_names, self._weights.updated, strict=True)
             for what, value in self.optimizer.state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor)
@@ -372,11 +377,6 @@ class Stage:
         result = Result(judged.total, judged.count, *self._loss.hits(value, target), samples)
         return result, [judged.value * share]
 
-    def _may_be_written(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Parameters, and buffers that may be part of a graph."""
-        buffers = {id(b): b for layer in self.layers for b in layer.buffers() if b.is_floating_point()}
-        return list(self.parameters), list(buffers.values())
-
     def _learn(self, trial: "Stage") -> None:
         """From a stage of the same layers on which things were tried."""
         self._made |= {
@@ -395,7 +395,7 @@ class Stage:
             self._deferred.learn(trial._deferred)
 
     def _watch_written(self) -> None:
-        both = self._may_be_written()
+        both = self.parameters, may_be_written(self.layers)
         self._weights.written = [both[kind][position] for kind, position in sorted(self._written)]
 
     def _search(self, step: int, micro_batch: int, inputs: Tensors, of: Tree | None) -> int:

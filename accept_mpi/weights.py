@@ -137,6 +137,14 @@ class Weights:
             self._shown = values
 
 
+def may_be_written(layers: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """Buffers, and tensors that are attributes of modules, that may be part of a graph."""
+    modules = [module for layer in layers for module in layer.modules()]
+    attributes = [value for module in modules for value in vars(module).values() if type(value) is torch.Tensor]
+    every = (*(buffer for layer in layers for buffer in layer.buffers()), *attributes)
+    return list({id(b): b for b in every if b.is_floating_point() and b.is_leaf and not b.requires_grad}.values())
+
+
 class Writes:
     """Finds out which tensors a forward writes to."""
 

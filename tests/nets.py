@@ -413,6 +413,106 @@ def mirrored(rng: str) -> tuple[Mirrored, Mirrored]:
     return Mirrored(rng), Mirrored(rng)
 
 
+# -- what is not in a layer's parameters and buffers ------------------------------------------------------------------------
+
+_TABLES: dict[int, torch.Tensor] = {}
+_forwards = 0
+
+
+class Merging(nn.Linear):
+    """Another function in evaluation, which it changes to and from when its mode changes."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> "Merging":
+        self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2.0 if self.merged else 1.0)
+
+
+class Keeping(nn.Module):
+    """Hands on what it goes on to change: a buffer, an attribute."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.mean = kind, torch.zeros(6)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.training:
+            self.count += 1
+            self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return x, (self.count if self.kind == "buffer" else self.mean)
+
+
+class Asking(nn.Module):
+    """Uses a module, or its weights, otherwise than by one call."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.one, self.two = kind, nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two = self.one, self.two
+        if self.kind == "functional":
+            return (
+                torch.func.functional_call(one, {"weight": two.weight.tanh(), "bias": two.bias * 2}, (x,)) + one.weight.sum()
+            )
+        if self.kind == "mapped":
+            return torch.vmap(lambda row: one(row))(x)
+        if self.kind == "beside":
+            return one(x) + 0.1 * nn.functional.linear(x, one.weight)
+        with torch.enable_grad():
+            z = x if x.requires_grad else x.detach().requires_grad_()
+            of = one.weight if self.kind == "of weights" else z
+            (found,) = torch.autograd.grad(two(one(z).tanh()).sum(), of, create_graph=self.kind == "gradient")
+        return x + found.mean()
+
+
+def _times(x: torch.Tensor, kind: str) -> torch.Tensor:
+    global _forwards
+    if kind == "table":
+        return x * _TABLES.setdefault(x.shape[1], torch.linspace(0.5, 1.5, x.shape[1]))
+    _forwards += 1
+    return x * (1 + 0.01 * _forwards)
+
+
+class Applied(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def _counting() -> nn.Linear:
+    linear, calls = nn.Linear(6, 6), [0]
+
+    def count(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        calls[0] += module.training
+        return output * (1 + 0.01 * calls[0])
+
+    linear.register_forward_hook(count)
+    return linear
+
+
+def outside(kind: str) -> nn.Sequential:
+    if kind in ("buffer", "attribute"):
+        odd: list[nn.Module] = [Keeping(kind), Applied(lambda v: v[0] * (1 + 0.1 * v[1]))]
+    elif kind == "conjugate":
+        odd = [Applied(lambda x: torch.complex(x, 2 * x).conj()), Applied(lambda x: x.imag)]
+    elif kind in ("functional", "mapped", "beside", "gradient", "of weights"):
+        odd = [Asking(kind), nn.Tanh(), Asking(kind)]
+    elif kind in ("table", "global"):
+        odd = [nn.Identity(), nn.Identity(), Applied(lambda x: _times(x, kind))]
+    else:
+        odd = [Merging(6, 6), nn.Tanh(), Merging(6, 6)] if kind == "merging" else [_counting(), nn.Tanh(), _counting()]
+    return nn.Sequential(nn.Linear(6, 6), *odd, nn.Linear(6, 3))
+
+
 # -- bugs ------------------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+import torch
 from mpi4py import MPI
 
 from accept_mpi.codec import (
@@ -162,9 +163,15 @@ class Outgoing:
             raise DeadlineError(f"waited {deadline:.0f} s for rank {self.end.peer} to take {self.end}")
         self._plane.check()
         specs, description = self._specs(samples, tensors, tree, training=deadline is None)
-        flat = tuple(spec.flatten(tensor) for spec, tensor in zip(specs, tensors, strict=True))
+        flat = tuple(self._values(spec, tensor) for spec, tensor in zip(specs, tensors, strict=True))
         self.waiting.append(_Item(step, micro_batch, samples, flags, scale, specs, flat, description))
         self._plane.wake()
+
+    def _values(self, spec: TensorSpec, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Activations without a gradient may be what a layer keeps, and goes on to change before they are under way."""
+        flat = spec.flatten(tensor)
+        may_change = self.end.direction == 0 and tensor is not None and not tensor.requires_grad
+        return flat.clone() if may_change and flat is not None else flat
 
     def _specs(self, samples: int, tensors: Tensors, tree: Tree | None, training: bool) -> tuple[Specs, bytes]:
         """The specs of these tensors, and their description where that is not what was agreed."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from accept_mpi import tree
 from accept_mpi.data.arrays import tensor_of
@@ -155,8 +155,10 @@ def adapt(data: object) -> Dataset:
 
     Raises TypeError with a sentence where it is none of these.
     """
-    if isinstance(data, Dataset):
+    if isinstance(data, Dataset) and callable(data.inputs) and callable(data.targets):
         return data
+    if isinstance(data, IterableDataset):
+        raise TypeError("expected a data set with __len__ and __getitem__: samples of an IterableDataset have no numbers")
     if isinstance(data, Sequence) and len(data) == 2 and all(isinstance(d, torch.Tensor | np.ndarray) for d in data):
         return ArrayDataset(_tensor(data[0]), _tensor(data[1]))
     if type(data) is TensorDataset and len(data.tensors) == 2:  # draws nothing, and gives rows

@@ -1,5 +1,6 @@
 """The layers that a rank holds, built."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -27,6 +28,16 @@ def may_draw(layer: nn.Module) -> bool:
         if hooked or not type(module).__module__.startswith(("torch.nn.", "accept_mpi.models.")):
             return True
     return False
+
+
+def restore_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Modules have the modes again that they had. A user's own ``train`` may do more than set one (low-rank weights are
+    merged for evaluation, and parted again), so it is called; what it does to others' modes does not stay."""
+    own = [(module, training) for module, training in modes if type(module).train is not nn.Module.train]
+    for module, training in sorted(own, key=lambda one: not one[1]):
+        module.train(training)
+    for module, training in modes:
+        module.training = training
 
 
 def build_layers(chain: Chain, start: int, stop: int, seed: int) -> Layers:

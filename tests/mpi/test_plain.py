@@ -51,6 +51,8 @@ CASES: list[Case] = [
             "no gradient",
         )
     ),
+    *(("outside", kind, {"micro": 4}) for kind in ("merging", "hook", "buffer", "attribute", "conjugate")),
+    *(("outside", kind, {"micro": 4}) for kind in ("functional", "mapped", "beside", "gradient", "of weights")),
     ("heads", "", {"loss": "nets:both"}),
     ("drawing", "", {}),
     *(("weighted_classes", "", {"data": f"mirrored:{rng}"}) for rng in ("torch", "numpy", "python")),
@@ -99,6 +101,17 @@ def test_equals_the_plain_loop(trained, plain: list[dict[str, Any]], tmp_path: P
         if found := differences(Checkpoint(run).whole(), plain[number]):
             wrong[f"{CASES[number][:2]} {schedule}"] = found
     assert not wrong
+
+
+def test_measuring_leaves_no_trace(trained, tmp_path: Path) -> None:
+    """In the caches and counters of a user's Python modules."""
+    for number, kind in enumerate(("table", "global")):
+        path = write(tmp_path, number, ("outside", kind, {}))
+        expected, _ = plain_loop(path, "train.steps=3")
+        measured = ("pipeline.cuts=auto", "pipeline.probe_seconds=0.1", "pipeline.latency_db=none")
+        steps = ("train.steps=3", "train.evaluate_every=0", f"output.directory={kind}")
+        trained(1 if kind == "global" else 2, tmp_path, [(path, *steps, *measured)])
+        assert not differences(Checkpoint(tmp_path / kind).whole(), expected), kind
 
 
 def losses(run: Path) -> list[float]:

@@ -22,6 +22,7 @@ LEVELS = [
         "plain_files",
         "tree",
         "graph_ends",
+        "untouched",
     },
     {"hdf5_files", "plain_values", "users_code"},
     {

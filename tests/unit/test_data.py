@@ -16,6 +16,7 @@ from sklearn.datasets import load_digits
 
 from accept_mpi import data
 from accept_mpi.config import Model
+from accept_mpi.data.base import adapt, fetch
 from accept_mpi.errors import UserError
 
 SOME = np.array([3, 0, 5])
@@ -416,3 +417,38 @@ def test_hostile_images(tmp_path: Path) -> None:
         data.load("images", args)
     with pytest.raises(UserError, match="size must be a whole number of pixels, got 99999"):
         data.load("images", args | {"size": 99999})
+
+
+class Attributes(torch.utils.data.Dataset):
+    """Has the names of our protocol, and means something else by them."""
+
+    def __init__(self) -> None:
+        self.inputs, self.targets = torch.rand(4, 2), np.arange(4, dtype=np.uint16)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, np.uint16]:
+        return self.inputs[i], self.targets[i]
+
+
+def test_a_map_data_set_may_have_attributes_of_our_names_and_unsigned_numbers() -> None:
+    data = adapt(Attributes())
+    found = fetch(data, np.arange(2), 0, True, True)
+    assert found.inputs.shape == (2, 2)
+    assert found.targets.dtype == torch.int32
+    pair = adapt((np.arange(4, dtype=np.uint16), np.arange(4, dtype=">u4")))
+    assert pair.inputs(np.array([3, 1])).tolist() == [3, 1]
+    assert pair.targets(np.array([3, 1])).dtype == torch.int64
+
+
+def test_an_iterable_data_set_with_a_length_is_refused() -> None:
+    class Endless(torch.utils.data.IterableDataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Any:
+            return iter(())
+
+    with pytest.raises(TypeError, match="samples of an IterableDataset have no numbers"):
+        adapt(Endless())

@@ -1,0 +1,116 @@
+"""What a trial must leave as it was though no copy of a module has its own: what functions, classes and Python modules keep.
+
+Hooks, functions that are a module's attributes, and a class's or Python module's own names are not copied with a layer. The
+counters, lists and caches that are known there are put back after the trial, as they were before.
+"""
+
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.Tensor)
+_LIBRARIES = ("torch", "numpy", "accept_mpi", "builtins")
+_DEEP = 4
+
+_Undo = Callable[[], None]
+
+
+@contextmanager
+def untouched(layers: Sequence[nn.Module], *others: Any) -> Iterator[None]:
+    """Afterwards what layers' functions and classes, and those of ``others`` (a loss), know is what it was."""
+    undo: list[_Undo] = []
+    seen: set[int] = set()
+    for one in (*(module for layer in layers for module in layer.modules()), *others):
+        for kind in type(one).__mro__:
+            _remember_class(kind, seen, undo)
+        values = [one, *getattr(one, "__dict__", {}).values()]
+        hooks = [hook for name in _HOOKS for hook in getattr(one, name, {}).values()]
+        for value in (*values, *hooks):
+            _remember_function(value, seen, undo, 0)
+    try:
+        yield
+    finally:
+        for back in undo:
+            back()
+
+
+def _remember_class(kind: type, seen: set[int], undo: list[_Undo]) -> None:
+    if id(kind) in seen or kind.__module__.split(".")[0] in _LIBRARIES:
+        return
+    seen.add(id(kind))
+    _remember_names(kind, seen, undo)
+    _remember_module(kind.__module__, seen, undo)
+
+
+def _remember_module(name: str | None, seen: set[int], undo: list[_Undo]) -> None:
+    module = sys.modules.get(name or "")
+    if module is None or name is None or id(module) in seen or name.split(".")[0] in _LIBRARIES:
+        return
+    seen.add(id(module))
+    _remember_names(module, seen, undo)
+
+
+def _remember_names(owner: Any, seen: set[int], undo: list[_Undo]) -> None:
+    for name, value in list(vars(owner).items()):
+        if name.startswith("__"):
+            continue
+        if (info := getattr(value, "cache_info", None)) is not None and callable(value):
+            undo.append(_emptied(value, info().currsize))
+        elif isinstance(value, _CONSTANT) or type(value) in (list, set) or isinstance(value, dict):
+            undo.append(_named(owner, name, value, _copied(value)))
+
+
+def _remember_function(function: Any, seen: set[int], undo: list[_Undo], depth: int) -> None:
+    """What a function, or one that it knows, keeps between two calls."""
+    if not isinstance(function, types.FunctionType) or depth > _DEEP or id(function) in seen:
+        return
+    seen.add(id(function))
+    _remember_module(function.__module__, seen, undo)
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # nothing in it yet
+            continue
+        if isinstance(value, _CONSTANT) or type(value) in (list, set) or isinstance(value, dict):
+            undo.append(_named(cell, "cell_contents", value, _copied(value)))
+        else:
+            _remember_function(value, seen, undo, depth + 1)
+
+
+def _named(owner: Any, name: str, value: Any, before: Any) -> _Undo:
+    def back() -> None:
+        if getattr(owner, name, None) is not value:
+            setattr(owner, name, value)
+        if isinstance(value, list) and not _same(value, before):
+            value[:] = before
+        elif isinstance(value, dict | set) and not _same(_items(value), _items(before)):
+            value.clear()
+            value.update(before)
+
+    return back
+
+
+def _emptied(cached: Any, size: int) -> _Undo:
+    """Of a function behind ``functools.lru_cache``: what it has kept since is forgotten."""
+    return lambda: cached.cache_clear() if cached.cache_info().currsize != size else None
+
+
+def _same(values: Any, others: Any) -> bool:
+    return len(values) == len(others) and all(one is other for one, other in zip(values, others, strict=True))
+
+
+def _items(value: Any) -> list[Any]:
+    return [part for pair in value.items() for part in pair] if isinstance(value, dict) else list(value)
+
+
+def _copied(value: Any) -> Any:
+    """A collection of the same things."""
+    if isinstance(value, dict):
+        return dict(value)
+    return value.copy() if type(value) in (list, set) else value
