@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from conftest import ROOT, environment, mpirun_command
+from conftest import HANGS, ROOT, environment, mpirun_command
 
 sys.path.insert(0, str(ROOT / "jobs" / "lab"))
 
@@ -25,7 +25,7 @@ def lab_of(count: int, mbit: float | None) -> Iterator[Laboratory]:
         yield lab
 
 
-def mpirun(lab: Laboratory, folder: Path, *arguments: object, deadline: float = 120.0) -> str:
+def mpirun(lab: Laboratory, folder: Path, *arguments: object, deadline: float = HANGS) -> str:
     """``python *arguments`` in ``folder``, one rank on each host; what was printed."""
     command = [*mpirun_command(len(lab.hosts)), sys.executable, *arguments]
     return lab.run(command, deadline, cwd=folder, env=environment())

@@ -1,16 +1,16 @@
-"""MobileNetV2 over four hosts on a link of 20 Mbit/s: few bits pay, and "auto" chooses few. How much exactly they pay is
-measured by ``jobs/experiments/run.sh low_bit``, in turns that a test has no time for."""
+"""MobileNetV2 over four hosts on a link of 20 Mbit/s: few bits are sent, and "auto" chooses few. How much they pay is measured
+by ``jobs/experiments/run.sh low_bit``, in turns that a test has no time for."""
 
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from conftest import HANGS
 from labs import lab_of, mpirun, reason
 
-from accept_mpi.log import open_log
+from accept_mpi.log import KINDS, open_log
 
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 
@@ -37,16 +37,17 @@ directory = "{name}"
 """
 
 
-def test_few_bits_pay_at_20_mbit(tmp_path: Path) -> None:
-    seconds = {}
+def test_few_bits_are_chosen_at_20_mbit(tmp_path: Path) -> None:
+    sent = {}
     with lab_of(HOSTS, MBIT) as lab:
         for codec in ("none", "uniform:4", "auto"):
             name = codec.replace(":", "")
             (tmp_path / f"{name}.toml").write_text(JOB.format(steps=STEPS, codec=codec, name=name))
-            out = mpirun(lab, tmp_path, "-m", "accept_mpi", "train", f"{name}.toml", deadline=240)
+            out = mpirun(lab, tmp_path, "-m", "accept_mpi", "train", f"{name}.toml", deadline=HANGS)
             with open_log(tmp_path / name / "log.h5") as log:
-                seconds[codec] = float(np.median(np.diff(log["steps"]["end"])))
+                rows = log["trace"][:]
+                sent[codec] = int(rows["bytes_wire"][rows["kind"] == KINDS.index("encode")].sum())
     assert "uniform:" in out or "bf16" in out  # the table of what was chosen
-    # Seen: 2.9 to 3.6 x.
-    assert seconds["none"] >= 1.8 * seconds["uniform:4"], seconds
-    assert seconds["none"] >= 1.8 * seconds["auto"], seconds
+    # How much faster that is depends on the machine; bytes do not.
+    assert sent["none"] >= 6 * sent["uniform:4"], sent
+    assert sent["none"] >= 1.9 * sent["auto"], sent
