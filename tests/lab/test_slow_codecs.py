@@ -1,5 +1,5 @@
-"""MobileNetV2 over four hosts on a link of 20 Mbit/s: few bits are sent, and "auto" chooses few. How much they pay is measured
-by ``jobs/experiments/run.sh low_bit``, in turns that a test has no time for."""
+"""MobileNetV2 over four hosts on a link of 20 Mbit/s: few bits are sent, and "auto" chooses few. How much they pay is
+measured by ``jobs/experiments/run.sh low_bit``, in turns that a test has no time for."""
 
 import sys
 from pathlib import Path
