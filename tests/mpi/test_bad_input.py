@@ -143,7 +143,7 @@ def test_non_finite_loss_names_step_and_layer(mpirun, tmp_path: Path, job: Path)
     model = ("--set", "model.name=bad:explodes", "--set", "model.args={}", "--set", "train.evaluate_every=0")
     done = mpirun(4, "-m", "accept_mpi", "train", job, *model, code=1)
     assert done.out.count("the loss is") == 1, done.out
-    assert "in step 4" in done.out, done.out
+    assert "in step 5" in done.out, done.out
     assert 'the first values that are not finite come out of layer 2 "2"' in done.out, done.out
 
 
