@@ -153,7 +153,6 @@ class Stage:
         result, given = None, tree.LONE
         if self._loss is not None:
             result, outputs = self._judge(step, value, target, share, len(target) if samples is None else samples)
-            value = outputs[0]
         else:
             outputs, given = taken_apart(self.start + len(self.layers) - 1, self.names[-1], value)
         weights = self._weights.end(version)

@@ -25,7 +25,6 @@ Tree = bytes
 _MOST_DEEP = 64
 _TENSOR, _ARRAY, _CONSTANT, _COMPLEX, _SIZE, _TORCH = "t", "a", "c", "j", "size", "torch"
 _TUPLE, _LIST, _DICT, _ORDERED, _NAMED, _FIELDS, _MAPPING = "tuple", "list", "dict", "ordered", "named", "fields", "mapping"
-_LARGEST = 8  # bytes of a whole number
 _CONSTANTS = (type(None), bool, int, float, str, bytes)
 
 

@@ -155,7 +155,7 @@ class Worker:
                     if self.s == 0 and step + 1 < steps:
                         self._flag(step, self._replication.flags(step))
                     indices[step], sizes[step] = self.batches.indices(step), self.batches.sizes(step)
-                self.forward(step, k, indices[step][k], version, sizes[step], whole)
+                self.forward(step, k, indices[step], version, sizes[step], whole)
                 assert len(self.stage.in_flight) <= bound, f"more than {bound} micro-batches in flight"
             elif kind == "B":
                 self.backward(step, k, sizes[step][k])
@@ -185,8 +185,8 @@ class Worker:
             self._final = step
 
     def forward(self, step: int, k: int, samples: Any, version: int, sizes: list[int], whole: bool) -> None:
-        """F of micro-batch ``k``: its inputs, the stage, its outputs. Loading data counts to it, so that a host slow
-        at that is given fewer layers."""
+        """F of micro-batch ``k``: its inputs, the stage, its outputs. ``samples``: of each micro-batch of the step. Loading
+        data counts to it, so that a host slow at that is given fewer layers."""
         pass_by("forward")
         given = Inputs((), LONE)
         suspect = 0
@@ -198,8 +198,8 @@ class Worker:
                 self._flag(step, flags - suspect)
         with self.recorder.span("F", step + 1, k):
             if k == 0:
-                self._feed.begin(step, self.batches.indices(step))
-            data = self._feed.take(step, k, samples)
+                self._feed.begin(step, samples)
+            data = self._feed.take(step, k, samples[k])
             if not self.links.activations_in:
                 given = self.stage.from_data(data.inputs)
             share = self._feed.share(step, k)
