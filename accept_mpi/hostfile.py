@@ -1,11 +1,11 @@
 """Host files as people write them, and which of their hosts answer."""
 
+import errno
 import ipaddress
 import os
 import re
 import shlex
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accept_mpi.errors import UserError
+from accept_mpi.plain_files import read_regular
 
 ASK_SECONDS = 9.0
 """A host that does not answer for so long is gone."""
@@ -131,16 +132,11 @@ def _answer(process: "subprocess.Popen[bytes]", said: Path, until: float) -> str
 
 def _text(path: Path) -> str:
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise UserError(f"{path}: cannot read the host file: not a regular file")
-        with open(path, "rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise UserError(f"{path}: cannot read the host file: larger than {_MOST_BYTES >> 20} MiB")
-        return data.decode("utf-8-sig")
+        return read_regular(path, _MOST_BYTES).decode("utf-8-sig")
     except OSError as error:
-        raise UserError(f"{path}: cannot read the host file: {error.strerror}") from error
-    except (UnicodeDecodeError, ValueError) as error:
+        why = {errno.EFBIG: f"larger than {_MOST_BYTES >> 20} MiB", errno.EINVAL: "not a regular file"}
+        raise UserError(f"{path}: cannot read the host file: {why.get(error.errno or 0, error.strerror)}") from error
+    except UnicodeDecodeError as error:
         raise UserError(f"{path}: cannot read the host file: not a text in UTF-8") from error
 
 

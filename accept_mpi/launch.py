@@ -25,6 +25,7 @@ from accept_mpi import config, hostfile
 from accept_mpi.errors import Stopped, UserError
 from accept_mpi.hostfile import Host, answering
 from accept_mpi.ownership import Lock
+from accept_mpi.stop_signals import heeded
 from accept_mpi.supervised import Supervised
 
 _POLL = 0.5
@@ -133,9 +134,7 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit code of the last start; 0 where the job came to its end."""
-        # A hangup that this process was told to ignore (nohup) is none.
-        heeded = [number for number in _SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, self._stop) for number in heeded}
+        before = {number: signal.signal(number, self._stop) for number in heeded(_SIGNALS)}
         try:
             self._own()
             return self._run()

@@ -11,7 +11,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.forecast import Crossing, Direction, Forecast, Profile
 from accept_mpi.log import Rows
 from accept_mpi.plan import Codec, Plan
-from accept_mpi.problem import Needs, micro_batches_of
+from accept_mpi.problem import memory_of, micro_batches_of
 from accept_mpi.replay import mean_times, rerun
 from accept_mpi.schedule import Kind
 from accept_mpi.survey import Survey
@@ -52,7 +52,7 @@ def outcome(survey: Survey, job: config.Job, plan: Plan) -> Outcome:
         profile.forward + profile.backward + sum(forecast.handling(s, way, codecs) for way in "FB")
         for s, profile in enumerate(forecast.profiles)
     ]
-    return Outcome(plan, step, loaded, busy, computes, choices, _memory(survey, job, plan))
+    return Outcome(plan, step, loaded, busy, computes, choices, memory_of(survey, job, plan))
 
 
 def settled(found: Outcome) -> Plan:
@@ -131,16 +131,3 @@ def _crossings(survey: Survey, plan: Plan) -> dict[Direction, Crossing]:
             rate = max(survey.rate[source][target], 1.0)
             found[boundary, way] = Crossing(*sizes[way], rate, survey.latency[source][target])
     return found
-
-
-def _memory(survey: Survey, job: config.Job, plan: Plan) -> list[float]:
-    needs = Needs(survey, job, len(plan.stages))
-    rows = []
-    for s, stage in enumerate(plan.stages):
-        layers = survey.outline.layers[stage.start : stage.stop]
-        behind = len(plan.stages) - 1 - s
-        state = sum(needs.state(layer) for layer in layers)
-        values, other = survey.outline.crossing(stage.start) if s else (0, 0)
-        held = sum(layer.held for layer in layers) + 4 * values + other
-        rows.append(float(needs.copies[behind] * state + needs.kept[behind] * held))
-    return rows

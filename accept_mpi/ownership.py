@@ -98,14 +98,14 @@ class Ownership:
     """The locks that one process of a run takes. They are held until ``release``, or the process's end."""
 
     def __init__(self, directory: Path, run: str, supervised: bool) -> None:
-        self.directory, self._run = directory, run
+        self.directory, self.run = directory, run
         self._locks = [Lock(directory, what) for what in (("run",) if supervised else ("launch", "run"))]
 
     def take(self) -> None:
         """The directory exists. Raises UserError where it is another run's, or cannot be written."""
         try:
             for lock in self._locks:
-                lock.take(self._run)
+                lock.take(self.run)
         except OSError as error:
             raise UserError(f"output.directory: cannot write to {self.directory}: {error.strerror}") from error
 

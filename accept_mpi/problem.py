@@ -105,16 +105,18 @@ def _handling(device: Device, nic: float, forward: str, backward: str) -> float:
     return coding + nbytes * device.byte + while_sending(nbytes / 2 / nic, device.message)
 
 
-def need_of(survey: Survey, job: config.Job, plan: Plan, rank: int) -> float:
-    """Bytes that a rank's stage takes by what a plan rests on; 0 for an idle one."""
-    needs, stages = Needs(survey, job, len(plan.stages)), plan.stages
-    place = plan.place(rank)
-    if place.idle:
-        return 0.0
-    behind = len(stages) - 1 - place.stage
-    layers = survey.outline.layers[stages[place.stage].start : stages[place.stage].stop]
-    held, state = sum(layer.held for layer in layers), sum(map(needs.state, layers))
-    return float(needs.copies[behind] * state + needs.kept[behind] * held)
+def memory_of(survey: Survey, job: config.Job, plan: Plan) -> list[float]:
+    """Bytes that each stage takes by what a plan rests on."""
+    needs = Needs(survey, job, len(plan.stages))
+    rows = []
+    for s, stage in enumerate(plan.stages):
+        layers = survey.outline.layers[stage.start : stage.stop]
+        behind = len(plan.stages) - 1 - s
+        state = sum(needs.state(layer) for layer in layers)
+        values, other = survey.outline.crossing(stage.start) if s else (0, 0)
+        held = sum(layer.held for layer in layers) + 4 * values + other
+        rows.append(float(needs.copies[behind] * state + needs.kept[behind] * held))
+    return rows
 
 
 class Needs:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import math
-import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from accept_mpi.models import load as load_model
 from accept_mpi.observers import Observer
 from accept_mpi.ownership import Ownership, own
 from accept_mpi.plan import Plan
-from accept_mpi.problem import need_of
+from accept_mpi.problem import memory_of
 from accept_mpi.progress import ProgressObserver
 from accept_mpi.recovery import Held, find_together, last_held, next_plan, successor
 from accept_mpi.replicas import Replicas, fitting, load
@@ -113,7 +112,7 @@ class _Run:
         self._term: Term | None = None
         self._spill: Spill | None = None
         self._controller: Controller | None = None
-        self._name = ""
+        self._name = ownership.run
         """The same on all ranks and, under ``launch``, in all starts; nobody else's."""
         self._number_before = 0
         """Of the checkpoint that the run goes on from."""
@@ -193,8 +192,8 @@ class _Run:
     def lacked_memory(self, runtime: Runtime) -> None:
         """Under ``launch`` the next start is to give this device less than what did not fit."""
         survey = self._of_now(runtime)
-        if self._spill and survey and self._term:
-            need = need_of(survey, self.job, self._term.plan, runtime.rank)
+        if self._spill and survey and self._term and not self._term.place.idle:
+            need = memory_of(survey, self.job, self._term.plan)[self._term.place.stage]
             self._spill.keep_room(_place_on_host(runtime), _LESS * need)
 
     def recover(self, runtime: Runtime) -> None:
@@ -244,15 +243,12 @@ class _Run:
         keep_memory()
         self._threads = set_threads(job.train.threads, runtime.hosts[runtime.rank]["cores"], runtime.ranks_on_host)
         run = self.options.supervised
-        name = run.name if run else secrets.token_hex(8)
-        self._name = runtime.messenger.broadcast(name, runtime.startup_seconds, "the run's name")
         chain = runtime.agree("the model", lambda: load_model(job.model.name, job.model.args, job.train.seed))
         runtime.same("layers of the model", chain.names)
         work = Work(job, chain, runtime.agree("the loss", lambda: find_loss(job.train.loss)))
         if run:
-            mine = runtime.hosts[runtime.rank]
-            work.replicas.disk = self._spill = Spill(run, mine["host"])
-            if mine == next(facts for facts in runtime.hosts if facts["machine_id"] == mine["machine_id"]):
+            work.replicas.disk = self._spill = Spill(run, runtime.hosts[runtime.rank]["host"])
+            if _place_on_host(runtime) == 0:
                 for step, blobs in self._spill.read().items():
                     work.replicas.keep(step, fitting(blobs, chain.names))
         return work

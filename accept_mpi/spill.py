@@ -109,13 +109,13 @@ class Spill:
 
     def keep_room(self, place: int, nbytes: float) -> None:
         """So much memory the next start may plan for the host's rank at this place among its ranks."""
-        with self._disk, contextlib.suppress(OSError):
-            (self._directory / f"{_ROOM}-{place}").write_text(str(int(nbytes)))
+        with self._disk:
+            self._put(self._directory / f"{_ROOM}-{place}", str(int(nbytes)).encode(), bare=True)
 
     def room(self, place: int) -> float:
         """What the last ``keep_room`` was given for this place; infinite where there is none."""
         with contextlib.suppress(OSError, ValueError):
-            return float(int(read_regular(self._directory / f"{_ROOM}-{place}", 32, links=False)))
+            return float(int(_own(self._directory / f"{_ROOM}-{place}", _MOST_DIGITS)))
         return math.inf
 
     def clear(self) -> None:

@@ -2,11 +2,16 @@
 end with a checkpoint."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+
+def heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+    """Those of some signals that a process is to hear of: not a hangup that it was told to ignore (nohup)."""
+    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 class StopSignals:
@@ -25,9 +30,7 @@ class StopSignals:
         """``tell`` is called when it is asked for, at once where it was before; None: nobody can be told now."""
         self._tell = tell
         if not self._before:
-            ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
-            heeded = [number for number in _SIGNALS if not (ignored and number == signal.SIGHUP)]
-            self._before = {number: signal.signal(number, self._hear) for number in heeded}
+            self._before = {number: signal.signal(number, self._hear) for number in heeded(_SIGNALS)}
         if self._asked and tell:
             tell()
 

@@ -151,7 +151,7 @@ keep_memory()
 import torch
 from accept_mpi.models import load
 from accept_mpi.models.layers import build_layers
-from accept_mpi.outcome import _memory
+from accept_mpi.problem import memory_of
 from accept_mpi.outline import outline_of
 from accept_mpi.plan import make_plan
 from accept_mpi.problem import Needs
@@ -165,7 +165,7 @@ chain = load(job.model.name, job.model.args, 0)
 model = outline_of(chain, job, (torch.randn(16, 3, 32, 32),))
 survey, plan = Survey(model, [], [], []), make_plan(len(chain), [start, stop] if start else [stop])
 depth = int(Needs(survey, job, behind + 1).kept[behind])
-forecast = _memory(survey, job, plan)[-1 - behind]
+forecast = memory_of(survey, job, plan)[-1 - behind]
 
 def like(shapes):
     return tuple(torch.randn(shape).contiguous(memory_format=torch.channels_last) for shape in shapes)
