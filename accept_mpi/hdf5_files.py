@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 
 from accept_mpi.plain_files import open_regular
+from accept_mpi.plain_values import every_value
 
 _SPARE = 4 << 20  # bytes: a growing file's last rows may not have reached the disk
 _PACKED = 4  # a file system that compresses says that a file takes less than it holds
@@ -201,13 +202,11 @@ def json_in(text: str, what: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{what} is not JSON: {error}") from error
-    left = [(value, 0)]
-    while left:
-        part, depth = left.pop()
-        if depth > _DEEPEST:
-            raise Damaged(f"{what} is nested more than {_DEEPEST} deep")
-        inside = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        left += [(each, depth + 1) for each in inside]
+    try:
+        for _ in every_value(value, _DEEPEST):
+            pass
+    except ValueError as error:
+        raise Damaged(f"{what} {error}") from error
     return value
 
 

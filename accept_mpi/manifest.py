@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from accept_mpi.errors import shown
 from accept_mpi.plain_files import is_plain_name, read_regular
+from accept_mpi.plain_values import every_value
 
 FORMAT = "accept-mpi checkpoint"
 VERSION = 1
@@ -143,62 +144,52 @@ def _check(manifest: Manifest) -> None:
 
 def _check_values(name: str, values: dict[str, Any]) -> None:
     """Raises ValueError where values are too many levels deep, or numbers of no job."""
-    level: list[Any] = [values]
-    for _ in range(_MOST_DEPTH):
-        for value in level:
+    try:
+        for value in every_value([values], _MOST_DEPTH):  # it is one level itself
             if isinstance(value, int) and abs(value) >> 63:
-                raise ValueError(f"{name} holds a number of more than 64 bits")
-        level = [
-            inner
-            for value in level
-            if isinstance(value, list | dict)
-            for inner in (value.values() if isinstance(value, dict) else value)
-        ]
-        if not level:
-            return
-    raise ValueError(f"{name} is nested more than {_MOST_DEPTH} deep")
+                raise ValueError("holds a number of more than 64 bits")
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from error
 
 
 def complete(run: Path) -> list[Path]:
     """A run's checkpoints in the order in which they were made: a directory may hold those of several runs. Damaged ones are
     among them, where the times of their files put them."""
-    sound: list[tuple[int, str, str, Path]] = []
+    return [path for path, _ in _in_order(run)]
+
+
+def made_by(run: Path, who: str) -> list[Path]:
+    """The checkpoints in a run's directory that ``who`` has made, newest first; their tensors are not checked."""
+    return [path for path, manifest in reversed(_in_order(run)) if manifest and manifest.run == who]
+
+
+def last_number(run: Path) -> int:
+    """The highest number of a checkpoint in a run's directory."""
+    return max((manifest.number for _, manifest in _in_order(run) if manifest), default=0)
+
+
+def _in_order(run: Path) -> list[tuple[Path, Manifest | None]]:
+    """Checkpoints with their manifests; None of damaged ones."""
+    sound: list[tuple[Path, Manifest | None]] = []
     damaged: list[tuple[int, Path]] = []
     inside: list[Path] = []
     with contextlib.suppress(OSError):
         inside = list((run / "checkpoints").iterdir())
+    keys: dict[Path, tuple[int, str, str]] = {}
     for path in inside:
         with contextlib.suppress(OSError):
             if re.fullmatch(r"step-\d{8,}", path.name) and (path / "manifest.json").is_file():
                 try:
                     manifest = read_manifest(path)
-                    sound.append((manifest.number, manifest.created, path.name, path))
+                    keys[path] = manifest.number, manifest.created, path.name
+                    sound.append((path, manifest))
                 except (OSError, ValueError):
                     damaged.append((_written(path), path))
-    found = [path for *_, path in sorted(sound)]
+    found = sorted(sound, key=lambda one: keys[one[0]])
     for at, path in sorted(damaged, reverse=True):
-        before = [index for index, other in enumerate(found) if _written(other) <= at]
-        found.insert(before[-1] + 1 if before else 0, path)
+        before = [index for index, (other, _) in enumerate(found) if _written(other) <= at]
+        found.insert(before[-1] + 1 if before else 0, (path, None))
     return found
-
-
-def made_by(run: Path, who: str) -> list[Path]:
-    """The checkpoints in a run's directory that ``who`` has made, newest first; their tensors are not checked."""
-    found = []
-    for path in reversed(complete(run)):
-        with contextlib.suppress(OSError, ValueError):
-            if read_manifest(path).run == who:
-                found.append(path)
-    return found
-
-
-def last_number(run: Path) -> int:
-    """The highest number of a checkpoint in a run's directory."""
-    numbers = [0]
-    for path in complete(run):
-        with contextlib.suppress(OSError, ValueError):
-            numbers.append(read_manifest(path).number)
-    return max(numbers)
 
 
 def _written(path: Path) -> int:

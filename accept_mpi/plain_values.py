@@ -1,9 +1,9 @@
-"""Values of a TOML file that can be written down again as JSON: no dates, nothing endless, nothing too deep or too long."""
+"""Values of files that another person may have written, TOML or JSON: no dates, nothing endless, too deep or too long."""
 
 import math
 import tomllib
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accept_mpi.errors import UserError, one_line
@@ -22,6 +22,19 @@ def loads(text: str) -> dict[str, Any]:
         raise
     except ValueError as error:  # of int and datetime
         raise ValueError(f"a number or a date in it is none: {error}") from error
+
+
+def every_value(value: Any, deepest: int) -> Iterator[Any]:
+    """A value of a JSON or TOML file and all that it holds. Raises ValueError where that is nested more than ``deepest``
+    deep."""
+    left = [(value, 0)]
+    while left:
+        part, depth = left.pop()
+        if depth > deepest:
+            raise ValueError(f"is nested more than {deepest} deep")
+        yield part
+        inside = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        left += [(each, depth + 1) for each in inside]
 
 
 def check_values(tree: Mapping[str, Any], source: str, free: Sequence[str] = ()) -> None:

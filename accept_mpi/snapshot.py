@@ -320,11 +320,7 @@ def new_manifest(**fields: Any) -> Manifest:
 
 
 def _now() -> str:
-    return _utc(time.time())
-
-
-def _utc(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds")
+    return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def _fsync_directory(path: Path) -> None:

@@ -24,7 +24,8 @@ LEVELS = [
         "graph_ends",
         "untouched",
     },
-    {"hdf5_files", "plain_values", "users_code"},
+    {"plain_values", "users_code"},
+    {"hdf5_files"},
     {
         "hostfile",
         "imports",
