@@ -29,7 +29,8 @@ class DeferredWeights:
         self._anchor = torch.zeros((), requires_grad=True)
         self._waiting: list[_Work] = []
         self._on = True
-        self._forwarding = False
+        self.forwarding = False
+        """Whether this is a forward of the stage."""
         self.looking = False
         """Nothing defers; what never may is found out."""
         self._parts: list[nn.Module] = []
@@ -50,7 +51,7 @@ class DeferredWeights:
 
     def begin(self, on: bool, forward: bool = True) -> None:
         """Another forward, or a backward in which forwards may be computed once more, which defers or not."""
-        self._on, self._forwarding = on, forward
+        self._on, self.forwarding = on, forward
         self._called = set() if forward else self._used.copy()
         self._used.clear()
 
@@ -65,12 +66,8 @@ class DeferredWeights:
     def asked(self, number: int) -> None:
         """A gradient goes through a module's forward. Within the stage's forward somebody wants it for himself
         (``torch.autograd.grad`` in a layer), perhaps that of the weights, too."""
-        if self._forwarding:
+        if self.forwarding:
             self._never.add(number)
-
-    @property
-    def forwarding(self) -> bool:
-        return self._forwarding
 
     def look(self, outputs: list[torch.Tensor]) -> None:
         """After a first forward, which deferred nothing: modules whose weights are used elsewhere, too, defer nothing."""
@@ -157,7 +154,7 @@ class _Deferred:
         if not defers or not store.use(self._number):
             result = self._plain(*args, **kwargs)
             if defers and store.looking and result.requires_grad:
-                result.register_hook(partial(_asked, store, self._number))
+                result.register_hook(lambda _: store.asked(self._number))
             return result
         (x,) = args
         if _is_plain_convolution(module, x, parameters):
@@ -168,10 +165,6 @@ class _Deferred:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Deferred":
         return self  # the copy's stage finds it, and takes it away
-
-
-def _asked(store: DeferredWeights, number: int, gradient: torch.Tensor) -> None:
-    store.asked(number)
 
 
 def _is_plain_convolution(module: nn.Module, x: torch.Tensor, parameters: list[nn.Parameter]) -> bool:

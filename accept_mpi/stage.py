@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ Key = tuple[int, int]  # step, micro-batch
 class _InFlight:
     """A micro-batch between its F and its B (or W)."""
 
-    boxes: list["Box"]
+    boxes: list[Box]
     outputs: list[torch.Tensor]
     weights: Kept
     whole: bool
@@ -76,7 +77,6 @@ class Stage:
         self._job, self._seed, self._again = job, job.train.seed, again
         self._loss = loss
         self._channels_last = channels_last
-        self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
         if channels_last:
             lay_out(self.layers, torch.channels_last)
         self._draws = [may_draw(layer) for layer in self.layers]
@@ -85,8 +85,7 @@ class Stage:
         self._find_parameters()
         buffers = [buffer for layer in self.layers for buffer in layer.buffers()]
         self._weights = Weights(self.parameters, job.pipeline.schedule == "1f1b-async", buffers)
-        trained = [p for p in self._weights.updated if p.requires_grad]
-        self.optimizer = make_optimizer(job.train.optimizer, job.lr, trained)
+        self.optimizer = make_optimizer(job.train.optimizer, job.lr, [p for p in self._weights.updated if p.requires_grad])
         self._deferred = DeferredWeights(self.layers) if job.pipeline.schedule == "zero-bubble" else None
         self._anchor = torch.zeros((), requires_grad=True)
         self.in_flight: dict[Key, _InFlight] = {}
@@ -97,8 +96,7 @@ class Stage:
         """Names of buffers that a first forward makes."""
         self._written: set[tuple[int, int]] = set()
         """Which parameters (0) and buffers (1), by their place among them, a forward writes to."""
-        for name, layer in zip(self.names, self.layers, strict=True):
-            check_state(name, layer)  # what cannot be kept is said now, not at the first checkpoint
+        self._kept = self._check_state()  # what cannot be kept is said now, not at the first checkpoint
 
     @property
     def shares(self) -> Callable[[Sequence[Any], Sequence[int]], list[float]] | None:
@@ -113,7 +111,8 @@ class Stage:
     def from_data(self, value: Any) -> Inputs:
         """A data set's inputs as the first stage takes them: images in the model's memory format."""
         tensors, of = tree.flatten(value)
-        laid_out = (v.contiguous(memory_format=self._memory_format) if v.dim() == 4 else v for v in tensors)
+        layout = torch.channels_last if self._channels_last else torch.contiguous_format
+        laid_out = (v.contiguous(memory_format=layout) if v.dim() == 4 else v for v in tensors)
         return Inputs(tuple(laid_out), of)
 
     def close(self) -> None:
@@ -146,15 +145,13 @@ class Stage:
         self._weights.begin(version)
         if self._deferred is not None:
             self._deferred.begin(not whole)
-        value = tree.unflatten(of or tree.packed(len(boxes)), [box.open(self._anchor) for box in boxes])
-        for index, layer in enumerate(self.layers, self.start):
-            self._seed_layer(index, forward_seed(self._seed, step, micro_batch, index))
-            value = call_layer(index, self.names[index - self.start], layer, value, self._setting_up)
+        opened = [box.open(self._anchor) for box in boxes]
+        value = self._through(opened, of, partial(forward_seed, self._seed, step, micro_batch))
         result, given = None, tree.LONE
         if self._loss is not None:
-            result, outputs = self._judge(step, value, target, share, len(target) if samples is None else samples)
+            result, outputs = self._judge(step, value, target, share, samples)
         else:
-            outputs, given = taken_apart(self.start + len(self.layers) - 1, self.names[-1], value)
+            outputs, given = taken_apart(self._last, self.names[-1], value)
         weights = self._weights.end(version)
         if suspect == 0 and not finite(outputs):
             suspect = self._search(step, micro_batch, inputs, of)
@@ -164,23 +161,16 @@ class Stage:
     def backward(self, step: int, micro_batch: int, gradients: Tensors) -> Tensors:
         """B: gradients of the inputs that want one, for the stage before; ``gradients`` is empty on the last stage."""
         flight = self.in_flight[step, micro_batch]
+        wanting = [out for out in flight.outputs if out.requires_grad]
         if self._loss is not None:
-            roots, seeds = flight.outputs, [torch.ones_like(flight.outputs[0])]
-        else:
-            wanting = [out for out in flight.outputs if out.requires_grad]
-            pairs = [(out, g) for out, g in zip(wanting, gradients, strict=True) if g is not None]
-            roots, seeds = [out for out, _ in pairs], [g for _, g in pairs]
-        if roots and roots[0].requires_grad:
+            gradients = tuple(map(torch.ones_like, wanting))
+        pairs = [(out, g) for out, g in zip(wanting, gradients, strict=True) if g is not None]
+        if pairs:
             seed_all(backward_seed(self._seed, step, micro_batch, self.start))
             if self._deferred is not None:
                 self._deferred.begin(not flight.whole, forward=False)  # forwards may be computed once more
-            newest = self._weights.meet(flight.weights)
-            try:
-                Seeded.apply(seeds, *roots).backward()
-            except Exception as error:
-                blame(error, f"the backward of layers {self.start} to {self.start + len(self.layers) - 1}")
-            finally:
-                self._weights.leave(newest)
+            with self._going_back(flight):
+                Seeded.apply([g for _, g in pairs], *(out for out, _ in pairs)).backward()
         flight.outputs = []
         if self._deferred is not None and not flight.whole:
             flight.work = self._deferred.collect()
@@ -191,13 +181,8 @@ class Stage:
     def weight_gradient(self, step: int, micro_batch: int) -> None:
         """W: what B left to do."""
         flight = self.in_flight.pop((step, micro_batch))
-        newest = self._weights.meet(flight.weights)
-        try:
+        with self._going_back(flight):
             DeferredWeights.run(flight.work)
-        except Exception as error:
-            blame(error, f"the backward of layers {self.start} to {self.start + len(self.layers) - 1}")
-        finally:
-            self._weights.leave(newest)
 
     def scale(self, step: int) -> float:
         """What the step's gradients are to be multiplied with in ``update``, as far as the last stage knows by now."""
@@ -224,8 +209,7 @@ class Stage:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within: the newest weights, no dropout, BatchNorm's running statistics. Modules have their own modes
-        afterwards."""
+        """Within: the newest weights, no dropout, BatchNorm's running statistics. Modules have their own modes later."""
         self._weights.newest()
         modes = [(module, module.training) for layer in self.layers for module in layer.modules()]
         for layer in self.layers:
@@ -240,14 +224,11 @@ class Stage:
         self, inputs: Tensors, target: Any, of: Tree | None = None, micro_batch: int = 0, samples: int | None = None
     ) -> Forward:
         """E, within ``evaluating``: outputs for the next stage, or the result on the last."""
-        value = tree.unflatten(of or tree.packed(len(inputs)), inputs)
-        for index, layer in enumerate(self.layers, self.start):
-            self._seed_layer(index, evaluation_seed(self._seed, micro_batch, index))
-            value = call_layer(index, self.names[index - self.start], layer, value, self._setting_up)
+        value = self._through(inputs, of, partial(evaluation_seed, self._seed, micro_batch))
         if self._loss is None:
-            outputs, given = taken_apart(self.start + len(self.layers) - 1, self.names[-1], value)
+            outputs, given = taken_apart(self._last, self.names[-1], value)
             return Forward(tuple(outputs), None, 0, given)
-        result, _ = self._judge(-1, value, target, 1.0, len(target) if samples is None else samples)
+        result, _ = self._judge(-1, value, target, 1.0, samples)
         return Forward((), result, 0)
 
     # -- the first forward of all --------------------------------------------------------------------------------------
@@ -360,6 +341,29 @@ class Stage:
                     self.parameters.append(parameter)
                     self._parameter_names.append(name)
 
+    @property
+    def _last(self) -> int:
+        return self.start + len(self.layers) - 1
+
+    def _through(self, inputs: Sequence[Any], of: Tree | None, seed: Callable[[int], int]) -> Any:
+        """What the last layer gives; each draws from the ``seed`` of its number."""
+        value = tree.unflatten(of or tree.packed(len(inputs)), inputs)
+        for index, layer in enumerate(self.layers, self.start):
+            self._seed_layer(index, seed(index))
+            value = call_layer(index, self.names[index - self.start], layer, value, self._setting_up)
+        return value
+
+    @contextmanager
+    def _going_back(self, flight: _InFlight) -> Iterator[None]:
+        """Within: weights are those of a micro-batch's F; what raises is the user's."""
+        newest = self._weights.meet(flight.weights)
+        try:
+            yield
+        except Exception as error:
+            blame(error, f"the backward of layers {self.start} to {self._last}")
+        finally:
+            self._weights.leave(newest)
+
     def _seed_layer(self, index: int, seed: int) -> None:
         """Torch's own layers ask torch alone for random numbers."""
         if self._draws[index - self.start]:
@@ -367,22 +371,26 @@ class Stage:
         else:
             torch.default_generator.manual_seed(seed)
 
-    def _judge(self, step: int, value: Any, target: Any, share: float, samples: int) -> tuple[Result, list[torch.Tensor]]:
+    def _judge(
+        self, step: int, value: Any, target: Any, share: float, samples: int | None
+    ) -> tuple[Result, list[torch.Tensor]]:
         """What the loss says of what the last layer gives, and what backward begins with."""
         assert self._loss is not None
+        samples = len(target) if samples is None else samples
         judged = self._loss(value, target, samples, self._setting_up)
         if judged.summed:
             share = self._divisors.share(step, judged.count, samples, share)
         result = Result(judged.total, judged.count, *self._loss.hits(value, target), samples)
         return result, [judged.value * share]
 
+    def _check_state(self) -> set[str]:
+        """The names of all state. Raises UserError where something of it cannot be kept."""
+        layers = zip(self.names, self.layers, strict=True)
+        return {f"{name}.{key}" for name, layer in layers for key in check_state(name, layer)}
+
     def _learn(self, trial: "Stage") -> None:
         """From a stage of the same layers on which things were tried."""
-        self._made |= {
-            f"{name}.{key}"
-            for name, own, other in zip(self.names, self.layers, trial.layers, strict=True)
-            for key in check_state(name, other) - check_state(name, own)
-        }
+        self._made |= trial._check_state() - self._kept
         self._written |= trial._written
         if self._written and self._job.pipeline.vertical_sync:
             raise UserError(
