@@ -64,12 +64,12 @@ class Drawn:
     def check_all(self, deadline: float) -> None:
         """Compare everything, waiting for what is under way. Raises UserError and DeadlineError."""
         until = time.monotonic() + deadline
+        self.check()
         while self._mine:
-            self.check()
-            if self._mine and time.monotonic() > until:
+            if time.monotonic() > until:
                 raise DeadlineError(f"waited {deadline:.0f} s for what the first stage drew")
-            if self._mine:
-                time.sleep(_POLL)
+            time.sleep(_POLL)
+            self.check()
 
 
 class Feed:

@@ -151,10 +151,8 @@ def _all_at_once(
     mine: Any = _IDLE if place.idle else None
     if outline is not None and not place.idle:
         come = _suggested(outline.layers[stage.start], outline.samples)
-        with (
-            contextlib.suppress(Exception),
-            stage.trial() as trial,
-        ):  # a mistake of the user's is met again one after the other
+        # A mistake of the user's is met again, and told, one after the other.
+        with contextlib.suppress(Exception), stage.trial() as trial:
             for size in dict.fromkeys([*sizes[0], *sizes[1]]):
                 _run(trial, place, train, size, size in sizes[0], (behind, ahead), come, _likely)
             tried = behind.forward, ahead.forward, ahead.backward, behind.backward, behind.trees, ahead.trees
