@@ -8,14 +8,14 @@ from collections.abc import Callable
 import torch
 from mpi4py import MPI
 
-from accept_mpi.codec import TensorSpec
-from accept_mpi.coding import Coding
-from accept_mpi.comm import measure
+from accept_mpi.codecs.coding import Coding
+from accept_mpi.codecs.message import TensorSpec
+from accept_mpi.comm import links as measure
 from accept_mpi.comm import runtime as module
-from accept_mpi.comm.links import Endpoint
-from accept_mpi.comm.plane import DataPlane
+from accept_mpi.comm.channels import Endpoint
+from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.recorder import Recorder
+from accept_mpi.logs.recorder import Recorder
 
 LONG = 300.0
 """Seconds that nothing takes."""

@@ -2,12 +2,12 @@
 
 from torch import nn
 
-from accept_mpi import surveying
+from accept_mpi.training import auto_plan
 
 
 def mlp(memory: float) -> nn.Sequential:
     """3.8 MB with gradients and momentum, and ``memory`` bytes for a plan on each machine."""
-    surveying.planned = lambda available: memory
+    auto_plan.planned = lambda available: memory
     layers: list[nn.Module] = [nn.Flatten(), nn.Linear(192, 256)]
     for _ in range(4):
         layers += [nn.ReLU(), nn.Linear(256, 256)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.errors import Agreed
-from accept_mpi.run import Options, train
+from accept_mpi.training.run import Options, train
 
 runtime = Runtime()
 try:

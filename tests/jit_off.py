@@ -82,23 +82,23 @@ def check_search() -> None:
     sys.path.insert(0, str(Path(__file__).parent / "unit"))
     from test_partition import least, random_problem
 
-    from accept_mpi import partition
+    from accept_mpi.planning import search
 
     np.seterr(all="ignore")
     rng = np.random.default_rng(5)
     for number in range(160):
         problem = random_problem(rng, 1 + number % 4, 2 + number % 4, 1 + number % 2)
         ordered = bool(problem.fill) or number % 3 == 0
-        partition._ROOM = 1 if number % 2 else 160
-        partition.MOST_EXACT = partition.MOST_ORDERED = 32 if number % 5 else 1
-        partition.BEAM = 24 if number % 10 else 2
+        search._ROOM = 1 if number % 2 else 160
+        search.MOST_EXACT = search.MOST_ORDERED = 32 if number % 5 else 1
+        search.BEAM = 24 if number % 10 else 2
         expected = least(problem, ordered)
         try:
-            plan = partition.solve(problem, ordered)
-        except partition.NoPlan:
+            plan = search.solve(problem, ordered)
+        except search.NoPlan:
             assert expected is None or not number % 5
             continue
-        found = partition.cost(problem, plan)
+        found = search.cost(problem, plan)
         reached = found.step if problem.fill else found.bottleneck
         assert expected is not None
         assert reached >= expected * (1 - 1e-9)
@@ -107,8 +107,8 @@ def check_search() -> None:
 
 def check_events() -> None:
     """The simulator's loop on a pipeline, and on lists that wait for each other."""
-    from accept_mpi.schedule import actions, parse
-    from accept_mpi.simulate import Packed, simulate, simulate_packed
+    from accept_mpi.pipeline.schedule import actions, parse
+    from accept_mpi.pipeline.simulator import Packed, simulate, simulate_packed
 
     lists = [actions("zero-bubble", s, 3, [4, 4], 1) for s in range(3)]
     _, ends = simulate_packed(Packed(lists, [4, 4]), np.ones((3, 4)), np.ones((2, 2)))

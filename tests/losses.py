@@ -8,7 +8,7 @@ import samples
 import torch
 from conftest import HANGS, finish, mpirun_command, python
 
-from accept_mpi.faults import VARIABLE
+from accept_mpi.failpoints import VARIABLE
 
 
 @cache

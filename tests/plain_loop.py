@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from accept_mpi import config, tree
+from accept_mpi import tree
 from accept_mpi.data import adapt
-from accept_mpi.imports import find_function
-from accept_mpi.losses import cross_entropy
+from accept_mpi.job import parse
+from accept_mpi.models.losses import cross_entropy
+from accept_mpi.registry import find_function
 from accept_mpi.seeds import AUGMENT, ORDER, forward_seed, init_seed, mix, seed_all, seeded
 
 
@@ -34,7 +35,7 @@ def _built(layer: Any, index: int, seed: int) -> nn.Module:
 
 def plain_loop(path: Path, *overrides: str, whole: bool = False) -> tuple[dict[str, Any], list[float]]:
     """``state_dict()`` at the end and the loss of each step. ``whole``: one forward for each batch."""
-    job = config.parse(path.read_text(), str(path), overrides)
+    job = parse(path.read_text(), str(path), overrides)
     train = job.train
     with seeded(train.seed):
         model = find_function(job.model.name, {}, "model.name")(**job.model.args)

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 from mpi4py import MPI
 
-from accept_mpi import surveying
 from accept_mpi.cli import main
-from accept_mpi.probe import LayerTimes, Run
+from accept_mpi.profiling.layer_timer import LayerTimes, Run
+from accept_mpi.training import auto_plan
 
 RANK = MPI.COMM_WORLD.rank
-facts, probe = surveying._facts, surveying.probe
+facts, probe = auto_plan._facts, auto_plan.probe
 
 
 def apart(*args: Any) -> dict[str, Any]:
@@ -31,5 +31,5 @@ def look(*args: Any) -> list[Run]:
     return [(start, stop, 1e-3, 2e-3) for start, stop in asked]
 
 
-surveying._facts, surveying.probe, surveying.look = apart, wrong, look  # type: ignore[assignment]
+auto_plan._facts, auto_plan.probe, auto_plan.look = apart, wrong, look  # type: ignore[assignment]
 sys.exit(main(["train", *sys.argv[1:]]))

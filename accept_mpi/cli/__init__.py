@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from accept_mpi.cli.terminal import outlive_terminal
 from accept_mpi.errors import INTERRUPTED, UserError, one_line
-from accept_mpi.supervised import Supervised
-from accept_mpi.terminal import outlive_terminal
+from accept_mpi.launch.run_identity import Supervised
 from accept_mpi.version import __version__
 
 _START, _LONGEST_START = "ACCEPT_MPI_START_SECONDS", 1e9
@@ -203,7 +203,7 @@ def _start_seconds() -> float:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    from accept_mpi.launch import Request, Supervisor
+    from accept_mpi.launch.supervisor import Request, Supervisor
 
     outlive_terminal()
     return Supervisor(
@@ -220,7 +220,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _trace(options: argparse.Namespace) -> int:
-    from accept_mpi.trace import export_chrome
+    from accept_mpi.logs.chrome_trace import export_chrome
 
     if not options.out.name:
         raise UserError(f"{options.out}: expected a file name such as trace.json")
@@ -230,7 +230,7 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from accept_mpi.report import write_report
+    from accept_mpi.logs.html_report import write_report
 
     for path in write_report(options.log, options.out):
         print(path)

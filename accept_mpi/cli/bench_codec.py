@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from accept_mpi.coding import Coding, Floats, parse, prepare
+from accept_mpi.codecs.coding import Coding, Floats, parse, prepare
 from accept_mpi.errors import UserError
 
 _CODECS = ("bf16", "fp16", "uniform:8", "uniform:4", "uniform:4/256", "uniform:4/256+sr", "uniform:3", "uniform:2",

@@ -6,9 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from accept_mpi.comm.measure import links
+from accept_mpi.comm.links import links
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.progress import on_terminal
+from accept_mpi.logs.progress import on_terminal
 
 
 def main(options: argparse.Namespace) -> int:

@@ -7,11 +7,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from accept_mpi.device.memory import available_memory
 from accept_mpi.errors import UserError
-from accept_mpi.memory import available_memory
-from accept_mpi.plain_files import replacing
-from accept_mpi.snapshot import Checkpoint
-from accept_mpi.state import is_packed, unpacked
+from accept_mpi.files.regular import replacing
+from accept_mpi.pipeline.state import is_packed, unpacked
+from accept_mpi.recovery.checkpoint import Checkpoint
 
 _TORCH = (".pt", ".pth")
 

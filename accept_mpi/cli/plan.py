@@ -10,24 +10,25 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from accept_mpi import config
+from accept_mpi.cli.whatif import joined, survey_of_fleet, survey_of_log, with_links
+from accept_mpi.device.fleet import Host, parse, read
 from accept_mpi.errors import UserError
-from accept_mpi.figures import draw_timeline
-from accept_mpi.fleet import Host, parse, read
-from accept_mpi.given import given_plan
-from accept_mpi.log import open_log
-from accept_mpi.outcome import Outcome, forecast_of, outcome
-from accept_mpi.plain_files import replacing
-from accept_mpi.plan_table import stage_table, verdict
-from accept_mpi.planner import plans_for
-from accept_mpi.survey import Survey
-from accept_mpi.timeline import steady_window
-from accept_mpi.whatif import joined, survey_of_fleet, survey_of_log, with_links
+from accept_mpi.files.regular import replacing
+from accept_mpi.job import Job, read_text
+from accept_mpi.job import parse as parse_job
+from accept_mpi.logs.figures import draw_timeline
+from accept_mpi.logs.log import open_log
+from accept_mpi.logs.timeline import steady_window
+from accept_mpi.planning.estimate import Outcome, forecast_of, outcome
+from accept_mpi.planning.job_plan import given_plan
+from accept_mpi.planning.planner import plans_for
+from accept_mpi.planning.tables import stage_table, verdict
+from accept_mpi.profiling.cluster_profile import Survey
 
 
 def main(options: argparse.Namespace) -> int:
     """Print the plan that a job would get on a run's devices or a fleet's, with changes."""
-    job = config.parse(config.read_text(options.job), str(options.job), options.set)
+    job = parse_job(read_text(options.job), str(options.job), options.set)
     hosts = _added(options.add)
     if options.log is not None:
         survey = survey_of_log(options.log, job)
@@ -99,7 +100,7 @@ def _measured(path: Path) -> list[str]:
     return [f"the run itself took {1e3 * np.median(np.diff(ends)):.0f} ms a step (median), over {stages} stages"]
 
 
-def _draw(path: Path, survey: Survey, job: config.Job, found: Outcome) -> None:
+def _draw(path: Path, survey: Survey, job: Job, found: Outcome) -> None:
     ranks = [stage.ranks[0] for stage in found.plan.stages]
     codecs = {crossing: choice.name for crossing, choice in found.choices.items()}
     trace = forecast_of(survey, job, found.plan).trace(codecs, ranks)

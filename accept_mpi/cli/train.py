@@ -3,7 +3,7 @@
 import argparse
 
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.run import Options, train
+from accept_mpi.training.run import Options, train
 
 
 def main(arguments: argparse.Namespace) -> int:

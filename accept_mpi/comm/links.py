@@ -1,340 +1,257 @@
-"""One direction of one boundary: what waits to be sent, and what has arrived, between computing thread and data plane.
+"""Measurements between pairs of ranks: clocks, latency, bandwidth. All ranks call these together."""
 
-Messages are as both ends have agreed, or say themselves how they differ. Each is received into one of a few buffers, in
-turn; one that does not fit is announced by its header alone and comes by itself.
-"""
-
-import queue
-import threading
+import math
 import time
-from collections import deque
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 from mpi4py import MPI
 
-from accept_mpi.codec import (
-    HEADER_BYTES,
-    Bytes,
-    Decoded,
-    Header,
-    Specs,
-    Tensors,
-    TensorSpec,
-    aligned,
-    announced,
-    buffer_bytes,
-    decode,
-    describe,
-    encode,
-    raw_bytes,
-)  # fmt: skip
-from accept_mpi.coding import Coding
-from accept_mpi.errors import DeadlineError, ProtocolError
-from accept_mpi.looks import SOCKET_BYTES
-from accept_mpi.recorder import Recorder
-from accept_mpi.seeds import CODE, mix
-from accept_mpi.tree import LONE, Tree
+from accept_mpi.codecs.message import Bytes
+from accept_mpi.errors import DeadlineError
+from accept_mpi.polling import SENDING_SECONDS
 
-_POLL = 0.008
-_BUFFERED_BYTES = 1 << 19
-_RECEIVES_POSTED = 3
-_SENDS_POSTED = 3
-_LARGER = 1 << 14  # tag of the messages that are larger than the buffer which waits for them, in front of the boundary's
-_GROWTH = 1 << 12  # buffers grow to a multiple of so many bytes
+_PINGS = 20
+_SECONDS = 120.0  # deadline of one exchange
+_FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 24
+_ENOUGH_SECONDS = 0.05  # a message that takes this long measures bandwidth well
+_BUSY_SECONDS = 0.25  # traffic on all links: long beside what a link passes at once before it slows down
+_REPEATS = 3  # of the exchange that tells a pair's rate, at most: a quota may stop either of them for half of one
+_USUAL = 0.9  # of what either has seen before: such a rate needs no other look
 
 
-class Plane(Protocol):
-    """What an endpoint asks of the data plane (``plane.DataPlane``)."""
-
-    awaited: bool
-    """Whether the computing thread waits for a message."""
-
-    def check(self) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def report_uncoded(self, header: Header, end: "Endpoint") -> None: ...
-
-
-class Endpoint(NamedTuple):
-    """One direction of one boundary as seen from one rank."""
-
-    peer: int
-    boundary: int
-    direction: int
-    specs: dict[int, Specs]
-    limit: int
-    """Most messages that the schedule can leave waiting."""
-    coding: Coding
-    seed: int
-    """The job's, for stochastic rounding."""
-    trees: Mapping[int, Tree] = MappingProxyType({})
-    """What activations belong to."""
-
-    @property
-    def tag(self) -> int:
-        return 2 * self.boundary + self.direction
-
-    @property
-    def buffer_bytes(self) -> int:
-        return max(buffer_bytes(specs, self.coding) for specs in self.specs.values())
-
-    def __str__(self) -> str:
-        return f"{('activations', 'gradients')[self.direction]} across boundary {self.boundary}"
+def clock_offset(world: MPI.Intracomm) -> float:
+    """Rank 0's ``time.monotonic()`` minus this rank's in seconds: the exchange with the shortest round trip of several
+    (Cristian 1989)."""
+    comm, offset = _own(world), 0.0
+    mine, theirs = np.zeros(1), np.zeros(1)
+    for rank in range(1, comm.size):
+        best = float("inf")
+        for _ in range(_PINGS):
+            if comm.rank == 0:
+                _wait(comm.Irecv(theirs, rank), rank)
+                mine[0] = time.monotonic()
+                _wait(comm.Isend(mine, rank), rank)
+            elif comm.rank == rank:
+                answer = comm.Irecv(theirs, 0)
+                sent = time.monotonic()
+                _wait(comm.Isend(mine, 0), 0)
+                _wait(answer, 0)
+                trip = time.monotonic() - sent
+                if trip < best:
+                    best, offset = trip, theirs[0] - (sent + trip / 2)
+    comm.Free()
+    return float(offset)
 
 
-class _Item(NamedTuple):
-    step: int
-    micro_batch: int
-    samples: int
-    flags: int
-    scale: float
-    specs: Specs
-    flat: Tensors
-    description: bytes
-    """Empty where all is as agreed."""
+def links(world: MPI.Intracomm) -> dict[tuple[int, int], tuple[float, float]]:
+    """Latency in seconds (half the median round trip of 8 bytes) and bandwidth in bytes/s of every pair (a, b), a < b.
 
-
-class Slots:
-    """How large the buffers are in which an endpoint's messages are received, one after another in turn.
-
-    A message that does not fit is announced by its header alone and comes under a tag of its own; from then on its slot has
-    room for such a one. Both ends count alike.
+    A rank learns the pairs that it is in. One pair measures at a time.
     """
-
-    def __init__(self, nbytes: int) -> None:
-        self._sizes = [nbytes] * _RECEIVES_POSTED
-        self._turn = 0
-
-    @property
-    def next(self) -> int:
-        """Bytes that the next message may have."""
-        return self._sizes[self._turn]
-
-    def pass_by(self, wire: int) -> int:
-        """The next message has so many bytes. Returns those of its slot afterwards."""
-        size = max(self.next, -(-wire // _GROWTH) * _GROWTH if wire > self.next else 0)
-        self._sizes[self._turn] = size
-        self._turn = (self._turn + 1) % _RECEIVES_POSTED
-        return size
+    comm = _own(world)
+    found = {}
+    for a in range(comm.size):
+        for b in range(a + 1, comm.size):
+            if comm.rank in (a, b):
+                found[a, b] = _pair(comm, b if comm.rank == a else a, comm.rank == a)
+            _wait(comm.Ibarrier(), a)
+    comm.Free()
+    return found
 
 
-class Outgoing:
-    """Where the computing thread puts tensors for a peer."""
-
-    def __init__(self, plane: Plane, end: Endpoint) -> None:
-        self.end = end
-        self._plane = plane
-        self._room = threading.Semaphore(end.limit + _SENDS_POSTED)
-        self.waiting: deque[_Item] = deque()
-        self.free = [aligned(end.buffer_bytes) for _ in range(_SENDS_POSTED)]
-        self._slots = Slots(end.buffer_bytes)
-        self.active: deque[tuple[list[MPI.Request], Bytes, int]] = deque()
-
-    @property
-    def sends_bulk(self) -> bool:
-        """Whether something is under way that MPI must be called for again and again."""
-        return any(wire > SOCKET_BYTES for _, _, wire in self.active)
-
-    def send(
-        self,
-        step: int,
-        micro_batch: int,
-        samples: int,
-        tensors: Tensors,
-        flags: int = 0,
-        deadline: float | None = None,
-        tree: Tree | None = None,
-        scale: float = 1.0,
-    ) -> None:
-        """Queue tensors. With ``deadline`` (evaluation) wait so long for room; in training the schedule guarantees room.
-        ``tree``: what activations belong to.
-
-        Raises AssertionError where the schedule broke that promise, DeadlineError where no room came.
-        """
-        self._plane.check()
-        if not self._room.acquire(blocking=deadline is not None, timeout=deadline):
-            self._plane.check()
-            if deadline is None:
-                raise AssertionError(f"more than {self.end.limit} messages wait to be sent: {self.end}")
-            raise DeadlineError(f"waited {deadline:.0f} s for rank {self.end.peer} to take {self.end}")
-        self._plane.check()
-        specs, description = self._specs(samples, tensors, tree, training=deadline is None)
-        flat = tuple(self._values(spec, tensor) for spec, tensor in zip(specs, tensors, strict=True))
-        self.waiting.append(_Item(step, micro_batch, samples, flags, scale, specs, flat, description))
-        self._plane.wake()
-
-    def _values(self, spec: TensorSpec, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Activations without a gradient may be what a layer keeps, and goes on to change before they are under way."""
-        flat = spec.flatten(tensor)
-        may_change = self.end.direction == 0 and tensor is not None and not tensor.requires_grad
-        return flat.clone() if may_change and flat is not None else flat
-
-    def _specs(self, samples: int, tensors: Tensors, tree: Tree | None, training: bool) -> tuple[Specs, bytes]:
-        """The specs of these tensors, and their description where that is not what was agreed."""
-        specs = self.end.specs.get(samples)
-        as_usual = specs is not None and len(specs) == len(tensors) and tree in (None, self.end.trees.get(samples))
-        if as_usual and all(spec.fits(tensor, training) for spec, tensor in zip(specs or (), tensors, strict=True)):
-            return specs or (), b""
-        specs = tuple(map(TensorSpec.of, tensors))
-        return specs, describe(specs, LONE if tree is None else tree)
-
-    def fail(self) -> None:
-        """Data-plane thread: it ends with an error; whoever waits for room is to learn that."""
-        self._room.release()
-
-    def drain(self, deadline: float) -> None:
-        """Wait until the peer has everything. Raises DeadlineError."""
-        until = time.monotonic() + deadline
-        while self.waiting or self.active:
-            self._plane.check()
-            if time.monotonic() > until:
-                raise DeadlineError(f"waited {deadline:.0f} s for rank {self.end.peer} to take {self.end}")
-            time.sleep(_POLL)
-
-    def move(self, comm: MPI.Intracomm, recorder: Recorder) -> bool:
-        """Data-plane thread: finish sends that are taken, begin those that wait."""
-        moved = False
-        while self.active and all(request.Test() for request in self.active[0][0]):
-            self.free.append(self.active.popleft()[1])
-            self._room.release()
-            moved = True
-        while self.waiting and self.free:
-            item, buffer = self.waiting[0], self.free.pop()
-            start = recorder.clock.now()
-            fields = item._asdict() | {"direction": self.end.direction, "boundary": self.end.boundary}
-            specs, flat, coding = fields.pop("specs"), fields.pop("flat"), self.end.coding
-            if (needed := buffer_bytes(specs, coding, item.description)) > buffer.size:
-                buffer = aligned(needed)
-            key = mix(CODE, self.end.seed, item.step, item.micro_batch, self.end.tag)
-            header = encode(specs, flat, buffer, coding, key, now=recorder.clock.now, **fields)
-            wire, raw = HEADER_BYTES + header.length, raw_bytes(specs)
-            recorder.add("encode", start, item.step + 1, item.micro_batch, self.end.boundary, self.end.direction, raw, wire)
-            self.active.append((self._begin(comm, header, buffer[:wire]), buffer, wire))
-            self.waiting.popleft()
-            moved = True
-        return moved
-
-    def _begin(self, comm: MPI.Intracomm, header: Header, message: Bytes) -> list[MPI.Request]:
-        """Synchronous mode: done when the peer has it, so that at most _SENDS_POSTED messages are ever under way."""
-        tag, requests = self.end.tag, []
-        if message.size > self._slots.next:
-            requests.append(comm.Issend([header.announce(), MPI.BYTE], self.end.peer, tag))
-            tag += _LARGER
-        self._slots.pass_by(message.size)
-        return [*requests, comm.Issend([message, MPI.BYTE], self.end.peer, tag)]
+def _own(world: MPI.Intracomm) -> MPI.Intracomm:
+    """A communicator of our own."""
+    comm, request = world.Idup()
+    _wait(request, world.rank)
+    return comm
 
 
-class Incoming:
-    """Where the computing thread takes a peer's tensors from, in the order of the schedule."""
+class NeighbourRates(NamedTuple):
+    """What a rank's links carry while all links are busy both ways, and what that costs it."""
 
-    def __init__(self, plane: Plane, end: Endpoint, comm: MPI.Intracomm) -> None:
-        self.end = end
-        self._plane = plane
-        self._comm = comm
-        self._ready: queue.SimpleQueue[Decoded | None] = queue.SimpleQueue()
-        self._posted: deque[tuple[MPI.Prequest, Bytes]] = deque()
-        self._slots = Slots(end.buffer_bytes)
-        self._larger: tuple[MPI.Request, Bytes] | None = None
-        """A message that was announced."""
-        self.brings_bulk = True
-        """Whether the last message was larger than what the kernel keeps until it is taken: the next one, too, comes only
-        as fast as this side looks."""
-        for _ in range(_RECEIVES_POSTED):
-            self._post(aligned(end.buffer_bytes))
+    before: float
+    """Bytes/s that come from the stage before; 0.0 where nothing comes."""
+    after: float
+    """Bytes/s that come from the stage after."""
+    cpu: float
+    """Seconds of CPU to send or receive a byte."""
 
-    def _post(self, buffer: Bytes) -> None:
-        request = self._comm.Recv_init([buffer, MPI.BYTE], self.end.peer, self.end.tag)
-        request.Start()
-        self._posted.append((request, buffer))
 
-    def receive(self, step: int, micro_batch: int, deadline: float, recorder: Recorder) -> Decoded:
-        """The message of this micro-batch, waiting ``deadline`` seconds at most.
+def neighbour_rates(
+    world: MPI.Intracomm, before: int | None, after: int | None, weights: tuple[int, int, int, int]
+) -> NeighbourRates:
+    """Rates from ranks ``before`` and ``after``.
 
-        Raises DeadlineError, and ProtocolError where another message comes first.
-        """
-        start = recorder.clock.now()
-        try:
-            item = self._ready.get_nowait()
-        except queue.Empty:
-            self._plane.awaited = True
-            self._plane.wake()
-            try:
-                item = self._ready.get(timeout=deadline)
-            except queue.Empty:
-                self._plane.check()
-                raise DeadlineError(
-                    f"waited {deadline:.0f} s for rank {self.end.peer} to send {self.end}, micro-batch {micro_batch}"
-                ) from None
-            finally:
-                self._plane.awaited = False
-            recorder.add("wait", start, step + 1, micro_batch, self.end.boundary, self.end.direction)
-        self._plane.check()
-        assert item is not None
-        header = item.header
-        if (header.step, header.micro_batch) != (step, micro_batch):
-            raise ProtocolError(
-                f"expected micro-batch {micro_batch} of step {step}, "
-                f"got {header.micro_batch} of step {header.step}: {self.end}"
-            )
-        return item
+    ``weights``: bytes that training sends to ``after`` and to ``before`` and receives from ``before`` and from ``after``;
+    what is sent here is in proportion, so that traffic shares a host's link as it will.
+    """
+    comm = _own(world)
+    most = np.zeros(1)
+    _wait(comm.Iallreduce(np.array([float(max(weights))]), most, MPI.MAX), comm.rank)
+    nbytes = float(_FIRST_BYTES)
+    while True:
+        sizes = [max(1, int(nbytes * weight / max(most[0], 1.0))) if weight else 0 for weight in weights]
+        *seconds, cpu = _exchange(comm, before, after, sizes)
+        slowest = np.zeros(1)
+        _wait(comm.Iallreduce(np.array([max(seconds)]), slowest, MPI.MAX), comm.rank)
+        if slowest[0] > _BUSY_SECONDS or nbytes >= _MOST_BYTES:
+            break
+        nbytes *= 4
+    comm.Free()
+    from_before, from_after = (n / max(t, 1e-9) if n else 0.0 for n, t in zip(sizes[2:], seconds, strict=True))
+    return NeighbourRates(from_before, from_after, cpu / max(1, sum(sizes)))
 
-    def move(self, recorder: Recorder) -> bool:
-        """Data-plane thread: decode what has arrived, as long as the computing thread has room for it."""
-        moved = False
-        while self._ready.qsize() < self.end.limit and (message := self._arrived()) is not None:
-            start = recorder.clock.now()
-            self.brings_bulk = message.size > _BUFFERED_BYTES
-            decoded = decode(self.end.specs, message, self.end.coding, self.end.trees)
-            header = decoded.header
-            if (header.boundary, header.direction) != (self.end.boundary, self.end.direction):
-                raise ProtocolError(f"a message for boundary {header.boundary} came as {self.end}")
-            if header.codec != self.end.coding.number:
-                self._plane.report_uncoded(header, self.end)
-            self._ready.put(decoded)
-            place = (header.step + 1, header.micro_batch, self.end.boundary, self.end.direction, decoded.raw, message.size)
-            recorder.add("send", header.sent, *place, end=start, of=(self.end.peer, self.end.boundary + self.end.direction))
-            recorder.add("decode", start, *place)
-            self._again(message.size)
-            moved = True
-        return moved
 
-    def _arrived(self) -> Bytes | None:
-        """The next message, once it is there."""
-        request, buffer = self._posted[0]
-        if self._larger is None:
-            status = MPI.Status()
-            if not request.Test(status):
-                return None
-            message = buffer[: status.Get_count(MPI.BYTE)]
-            nbytes = announced(message)
-            if not nbytes:
-                return message
-            larger = aligned(nbytes)
-            self._larger = self._comm.Irecv([larger, MPI.BYTE], self.end.peer, self.end.tag + _LARGER), larger
-        coming, larger = self._larger
-        return larger if coming.Test() else None
+class PairRates(NamedTuple):
+    """What a rank's links to each other rank carry, both ways at once, one pair at a time."""
 
-    def _again(self, wire: int) -> None:
-        """Wait in the same slot for the message after the next ones."""
-        self._larger = None
-        request, buffer = self._posted.popleft()
-        size = self._slots.pass_by(wire)
-        if size > buffer.size:
-            request.Free()
-            self._post(aligned(size))
-        else:
-            request.Start()
-            self._posted.append((request, buffer))
+    rate: list[float]
+    """Bytes/s that come from each rank; infinite from itself."""
+    latency: list[float]
+    """Seconds that a short message takes to come from each rank."""
+    cpu: float
+    """Seconds of CPU to send or receive a byte."""
+    message: float
+    """Seconds of CPU to send or receive a message, its bytes apart."""
 
-    def fail(self) -> None:
-        self._ready.put(None)
 
-    def close(self) -> None:
-        """Take back the posted receives."""
-        for request, _ in self._posted:
-            request.Cancel()
-            request.Test()
+def pair_rates(world: MPI.Intracomm) -> PairRates:
+    """Rates of all pairs, in rounds of a tournament: in each round every rank meets another one, so that N - 1 rounds do."""
+    comm = _own(world)
+    count = comm.size + comm.size % 2
+    rate, latency = [math.inf] * comm.size, [0.0] * comm.size
+    used: list[tuple[int, float]] = []  # bytes each way, seconds of CPU
+    fastest = 0.0  # that came from anyone yet
+    for turn in range(count - 1):
+        peer = _opponent(comm.rank, turn, count)
+        _wait(comm.Ibarrier(), comm.rank)
+        if peer >= comm.size:
+            continue
+        leads = comm.rank < peer
+        latency[peer] = float(np.median([_round_trip(comm, peer, leads, np.zeros(8, np.uint8)) for _ in range(_PINGS)])) / 2
+        nbytes, took, repeats = _FIRST_BYTES, math.inf, 0
+        while repeats < _REPEATS:
+            seconds, _, cpu = _exchange(comm, peer, None, [0, nbytes, nbytes, 0], apart=True)
+            used.append((nbytes, cpu))
+            took = min(took, max(seconds, 1e-9))
+            theirs, theirs_fastest = _swap(comm, peer, [took, fastest])
+            slower, seen = max(took, theirs), max(fastest, theirs_fastest)
+            if slower <= _BUSY_SECONDS / 2 and nbytes < _MOST_BYTES:
+                nbytes, took, repeats = 4 * nbytes, math.inf, 0
+            elif nbytes / slower >= _USUAL * seen > 0:
+                break
+            else:
+                repeats += 1
+        rate[peer] = nbytes / took
+        fastest = max(fastest, rate[peer])
+    _wait(comm.Ibarrier(), comm.rank)
+    comm.Free()
+    byte, message = _line(used)
+    return PairRates(rate, latency, byte / 2, message / 2)
+
+
+def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds a byte and seconds besides, of exchanges of so many bytes each way: the large ones tell the first, the small
+    ones the second."""
+    if not points:
+        return 0.0, 0.0
+    smallest, largest = min(points)[0], max(points)[0]
+    small = float(np.median([cpu for size, cpu in points if size == smallest]))
+    large = float(np.median([cpu for size, cpu in points if size == largest]))
+    if largest == smallest:
+        return small / smallest, 0.0
+    byte = max(0.0, (large - small) / (largest - smallest))
+    return byte, max(0.0, small - byte * smallest)
+
+
+def _opponent(rank: int, turn: int, count: int) -> int:
+    """Who meets ``rank`` in a round of the circle method: ``count`` (even) ranks, all pairs in ``count`` - 1 rounds."""
+    last = count - 1
+    if rank == last:
+        return turn * (count // 2) % last
+    other = (turn - rank) % last
+    return last if other == rank else other
+
+
+def _exchange(
+    comm: MPI.Intracomm, before: int | None, after: int | None, sizes: list[int], apart: bool = False
+) -> tuple[float, float, float]:
+    """Send to both neighbours at once; seconds until what they send is here, and of CPU for all of it.
+
+    ``apart``: other ranks are not waited for.
+    """
+    buffers = [np.full(size, 1, np.uint8) for size in sizes]  # zeros would all lie in one page, and so in the cache
+    ways: list[tuple[int | None, Any]] = [
+        (after, comm.Issend),
+        (before, comm.Issend),
+        (before, comm.Irecv),
+        (after, comm.Irecv),
+    ]
+    if not apart:
+        _wait(comm.Ibarrier(), comm.rank)
+    began, cpu = time.monotonic(), time.thread_time()
+    open_ = {
+        i: way(buffer, peer)
+        for i, ((peer, way), buffer) in enumerate(zip(ways, buffers, strict=True))
+        if peer is not None and buffer.size
+    }
+    took = [0.0] * 4
+    while open_:
+        for i in [i for i, request in open_.items() if request.Test()]:
+            del open_[i]
+            took[i] = time.monotonic() - began
+        if time.monotonic() - began > _SECONDS:
+            raise DeadlineError(f"waited {_SECONDS:.0f} s for ranks {before} and {after} while measuring links")
+        time.sleep(SENDING_SECONDS)  # as the data plane does
+    return took[2], took[3], time.thread_time() - cpu
+
+
+def _pair(comm: MPI.Intracomm, peer: int, leads: bool) -> tuple[float, float]:
+    latency = float(np.median([_round_trip(comm, peer, leads, np.zeros(8, np.uint8)) for _ in range(_PINGS)])) / 2
+    nbytes = _FIRST_BYTES
+    while True:
+        seconds = min(_round_trip(comm, peer, leads, np.zeros(nbytes, np.uint8)) for _ in range(3)) / 2
+        enough = np.array([seconds > _ENOUGH_SECONDS or nbytes >= _MOST_BYTES])
+        _to_follower(comm, peer, leads, enough)  # one of the two decides
+        if enough[0]:
+            return latency, nbytes / max(seconds - latency, 1e-9)
+        nbytes *= 4
+
+
+def _round_trip(comm: MPI.Intracomm, peer: int, leads: bool, data: Bytes) -> float:
+    back = np.empty_like(data)
+    incoming = comm.Irecv(back, peer)
+    began = time.monotonic()
+    if leads:
+        _wait(comm.Isend(data, peer), peer)
+        _wait(incoming, peer)
+    else:
+        _wait(incoming, peer)
+        _wait(comm.Isend(data, peer), peer)
+    return time.monotonic() - began
+
+
+def _to_follower(comm: MPI.Intracomm, peer: int, leads: bool, value: np.ndarray) -> None:
+    _wait(comm.Isend(value, peer) if leads else comm.Irecv(value, peer), peer)
+
+
+def _swap(comm: MPI.Intracomm, peer: int, values: list[float]) -> list[float]:
+    """The peer's for ours."""
+    theirs = np.empty(len(values))
+    incoming, outgoing = comm.Irecv(theirs, peer), comm.Isend(np.array(values), peer)
+    _wait(outgoing, peer)
+    _wait(incoming, peer)
+    return theirs.tolist()
+
+
+def _wait(request: MPI.Request, peer: int, pause: Callable[[float], None] = time.sleep) -> None:
+    """Spin a little, then sleep between looks, so that ranks that share a core let each other work."""
+    began = time.monotonic()
+    while not request.Test():
+        waited = time.monotonic() - began
+        if waited > _SECONDS:
+            raise DeadlineError(f"waited {_SECONDS:.0f} s for rank {peer} while measuring")
+        if waited > 0.001:
+            pause(0.0001)

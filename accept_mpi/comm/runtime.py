@@ -21,14 +21,14 @@ from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from accept_mpi.cgroups import cpu_share
 from accept_mpi.comm.lifeline import Lifeline
-from accept_mpi.comm.measure import clock_offset
+from accept_mpi.comm.links import clock_offset
 from accept_mpi.comm.membership import Circle, leave_together, survivable
 from accept_mpi.comm.messenger import Messenger
+from accept_mpi.device.cgroups import cpu_share
+from accept_mpi.device.memory import total_memory
 from accept_mpi.errors import INTERRUPTED, Agreed, DeadlineError, NonFiniteLoss, ProtocolError, Stopped, UserError, UsersBug
-from accept_mpi.memory import total_memory
-from accept_mpi.recorder import Clock
+from accept_mpi.logs.recorder import Clock
 from accept_mpi.version import __version__
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from accept_mpi.data.hdf5 import hdf5
 from accept_mpi.data.images import images
 from accept_mpi.data.text import check_vocabulary, text
 from accept_mpi.errors import UserError
-from accept_mpi.imports import call, find_function
+from accept_mpi.registry import call, find_function
 
 __all__ = ["ZOO", "ArrayDataset", "Dataset", "MapDataset", "Samples", "draws_both", "fetch", "load"]
 

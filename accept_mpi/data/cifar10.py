@@ -13,7 +13,7 @@ import torch
 from accept_mpi.data.augment import crop_and_flip
 from accept_mpi.data.base import Indices
 from accept_mpi.errors import UserError
-from accept_mpi.plain_files import is_regular, open_regular, read_regular
+from accept_mpi.files.regular import is_regular, open_regular, read_regular
 
 _RECORD = 1 + 3 * 32 * 32
 _TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))

@@ -12,9 +12,9 @@ import torch
 from accept_mpi.data.arrays import DTYPES, check_fits, dtype_of, tensor_of
 from accept_mpi.data.base import Indices
 from accept_mpi.errors import UserError
-from accept_mpi.hdf5_files import Damaged, held_here, open_file
-from accept_mpi.imports import nearest
-from accept_mpi.plain_files import is_regular
+from accept_mpi.files.hdf5 import Damaged, held_here, open_file
+from accept_mpi.files.regular import is_regular
+from accept_mpi.registry import nearest
 from accept_mpi.seeds import ORDER, mix
 
 _MOST_ROWS = 100_000_000

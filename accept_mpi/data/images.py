@@ -10,7 +10,7 @@ import torch
 from accept_mpi.data.augment import crop_and_flip
 from accept_mpi.data.base import Indices
 from accept_mpi.errors import UserError
-from accept_mpi.plain_files import is_regular, open_regular
+from accept_mpi.files.regular import is_regular, open_regular
 from accept_mpi.seeds import ORDER, mix
 
 _ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm"}

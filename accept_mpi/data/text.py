@@ -13,7 +13,7 @@ import torch
 
 from accept_mpi.data.base import Indices
 from accept_mpi.errors import UserError, one_line
-from accept_mpi.plain_files import open_regular
+from accept_mpi.files.regular import open_regular
 
 log = logging.getLogger(__name__)
 

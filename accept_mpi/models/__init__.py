@@ -7,13 +7,13 @@ from typing import Any
 from torch import nn
 
 from accept_mpi.errors import UserError
-from accept_mpi.imports import call, find_function
 from accept_mpi.models.base import Chain, Entry
 from accept_mpi.models.cnn import cnn
 from accept_mpi.models.gpt import gpt
 from accept_mpi.models.mobilenet import mobilenetv2
 from accept_mpi.models.resnet import resnet18
 from accept_mpi.models.vgg import vgg11
+from accept_mpi.registry import call, find_function
 
 __all__ = ["ZOO", "Chain", "load"]
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from accept_mpi.submodels import Floats, Intervals, Known, membership
+from accept_mpi.prediction.samples import Floats, Intervals, Known, membership
 
 
 def by_operations(known: Known, intervals: Intervals) -> Floats:

@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from accept_mpi import config
-from accept_mpi.codec import TensorSpec
+from accept_mpi.codecs.message import TensorSpec
 from accept_mpi.data import load as load_data
-from accept_mpi.fleet import Host
+from accept_mpi.device.fleet import Host
+from accept_mpi.job import parse
 from accept_mpi.models import load as load_model
-from accept_mpi.outline import Outline, outline_of
-from accept_mpi.probe import micro_batch
-from accept_mpi.submodels import Known
+from accept_mpi.prediction.samples import Known
+from accept_mpi.profiling.layer_timer import micro_batch
+from accept_mpi.profiling.outline import Outline, outline_of
 from harness.experiment import Experiment
 
 Floats = npt.NDArray[np.float64]
@@ -100,7 +100,7 @@ def _take_kept(experiment: Experiment) -> None:
 
 def _outline(settings: list[str], kind: str) -> Outline:
     """The model's layers; its key does not depend on the memory format, which is the device's."""
-    job = config.parse(JOB.read_text(), str(JOB), [*settings, f"train.memory_format={kind}"])
+    job = parse(JOB.read_text(), str(JOB), [*settings, f"train.memory_format={kind}"])
     chain = load_model(job.model.name, job.model.args, job.train.seed)
     inputs = micro_batch(load_data(job.data.name, job.data.args)[0], job).inputs
     found = outline_of(chain, job, inputs)

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from accept_mpi import config
+from accept_mpi.device.fleet import Host, read
 from accept_mpi.errors import UserError
-from accept_mpi.fleet import Host, read
+from accept_mpi.job import Job, parse
+from accept_mpi.pipeline.schedule import depth
 from accept_mpi.plan import Plan
-from accept_mpi.schedule import depth
 from edgelab import LabError
 from edgelab.laboratory import Laboratory
 from harness.session import Session
@@ -189,9 +189,9 @@ class Experiment:
         first = {one: cuts.index(one) for one in cuts}
         return sorted(range(len(points)), key=lambda n: first[cuts[n]])
 
-    def _job(self, settings: dict[str, Any]) -> config.Job:
+    def _job(self, settings: dict[str, Any]) -> Job:
         job = Path(self.job())
-        return config.parse(job.read_text(), str(job), [f"{key}={value}" for key, value in settings.items()])
+        return parse(job.read_text(), str(job), [f"{key}={value}" for key, value in settings.items()])
 
     def _drain(self, settings: dict[str, Any]) -> int:
         """Last steps in which an asynchronous pipeline only empties, faster than it can be filled."""

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from accept_mpi.errors import UserError
-from accept_mpi.figures import pyplot
-from accept_mpi.log import Rows, open_log
+from accept_mpi.logs.figures import pyplot
+from accept_mpi.logs.log import Rows, open_log
 from edgelab.laboratory import Laboratory, Running
 
 SECONDS = 300.0

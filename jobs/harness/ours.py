@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from accept_mpi import config
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.log import open_log, read_facts
-from accept_mpi.outcome import replayed
+from accept_mpi.job import Job, parse
+from accept_mpi.logs.log import open_log, read_facts
+from accept_mpi.logs.timeline import between, stage_use
 from accept_mpi.plan import Plan
-from accept_mpi.run import Options, train
-from accept_mpi.survey import Survey
-from accept_mpi.timeline import between, stage_use
+from accept_mpi.planning.estimate import replayed
+from accept_mpi.profiling.cluster_profile import Survey
+from accept_mpi.training.run import Options, train
 from harness.session import points
 
 
@@ -22,14 +22,14 @@ def main() -> None:
         for point, answer in points():
             overrides = tuple(point["set"])
             train(runtime, Options(Path(point["job"]), overrides, quiet=True))
-            job = config.parse(Path(point["job"]).read_text(), point["job"], overrides)
+            job = parse(Path(point["job"]).read_text(), point["job"], overrides)
             answer(measured(job, point["skip"], point.get("survey")) if runtime.rank == 0 else {})
     except BaseException as error:
         runtime.fail(error)
     runtime.finish(0)
 
 
-def measured(job: config.Job, skip: list[int] | None, planned: str | None) -> dict[str, object]:
+def measured(job: Job, skip: list[int] | None, planned: str | None) -> dict[str, object]:
     """samples/s over all steps but so many first and last ones (of the slowest stage: others may be catching up), the share
     of that time in which each stage computed (the busiest: ``busy``), and all hosts in the mean (``used``), evaluations as
     (seconds, accuracy), the plan, and, for cuts found by the run whose log is ``planned``, the step that it foresaw and the

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accept_mpi import config, data, models
-from accept_mpi.device import keep_memory
+from accept_mpi import data, models
+from accept_mpi.device.cpu import keep_memory
+from accept_mpi.job import parse
 from accept_mpi.plan import even_cuts
 from harness.session import points
 
@@ -24,7 +25,7 @@ class Setting:
     """A job as a peer runs it; ``tuned``: with our memory settings (glibc's allocator, channels_last)."""
 
     def __init__(self, point: dict[str, Any]) -> None:
-        self.job = config.parse(Path(point["job"]).read_text(), point["job"], tuple(point.get("set", ())))
+        self.job = parse(Path(point["job"]).read_text(), point["job"], tuple(point.get("set", ())))
         self.tuned = bool(point["tuned"])
         if self.tuned:
             keep_memory()  # holds for the whole process

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from accept_mpi.figures import pyplot
+from accept_mpi.logs.figures import pyplot
 from harness.experiment import Experiment
 from harness.store import Result, table
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from accept_mpi import config
 from accept_mpi.data import load as load_data
-from accept_mpi.device import keep_memory
-from accept_mpi.losses import find_loss
+from accept_mpi.device.cpu import keep_memory
+from accept_mpi.job import Job, parse
 from accept_mpi.models import load as load_model
-from accept_mpi.outline import outline_of
-from accept_mpi.probe import Piece, micro_batch, pieces, random_inputs, stretch_of
+from accept_mpi.models.losses import find_loss
+from accept_mpi.profiling.layer_timer import Piece, micro_batch, pieces, random_inputs, stretch_of
+from accept_mpi.profiling.outline import outline_of
 from harness.session import points
 
 _VISITS = 10
@@ -29,11 +29,11 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     keep_memory()
     for point, answer in points():
-        job = config.parse(Path(point["job"]).read_text(), point["job"], point["set"])
+        job = parse(Path(point["job"]).read_text(), point["job"], point["set"])
         answer(measured(job, point["count"]) | {"samples_per_s": 0.0})
 
 
-def measured(job: config.Job, count: int) -> dict[str, Any]:
+def measured(job: Job, count: int) -> dict[str, Any]:
     """All sub-models in turn, many times: what disturbs for a while disturbs all alike."""
     chain, loss = load_model(job.model.name, job.model.args, job.train.seed), find_loss(job.train.loss)
     inputs, target, *_ = micro_batch(load_data(job.data.name, job.data.args)[0], job)

@@ -33,11 +33,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from accept_mpi import config
 from accept_mpi.errors import UserError
-from accept_mpi.figures import pyplot
-from accept_mpi.hostfile import read_hosts
-from accept_mpi.log import open_log, read_facts
+from accept_mpi.job import Job, parse, read_text
+from accept_mpi.launch.host_file import read_hosts
+from accept_mpi.logs.figures import pyplot
+from accept_mpi.logs.log import open_log, read_facts
 from harness.store import Store, table
 
 METRICS = {"accuracy": "test accuracy, %", "loss": "test loss", "samples_per_s": "samples/s"}
@@ -102,7 +102,7 @@ def run(path: Path, flags: list[str]) -> int:
         where = out / re.sub(r"[^\w.]+", "-", "-".join(label(point[name]) for name in sweep.axes))
         changed = {key: value for overrides in point.values() for key, value in overrides.items()}
         settings = [f"{key}={_toml(value)}" for key, value in (changed | {"output.directory": str(where)}).items()]
-        job = config.parse(config.read_text(path.parent / sweep.job), sweep.job, tuple(settings))
+        job = parse(read_text(path.parent / sweep.job), sweep.job, tuple(settings))
         known = {"job": _identity(job), "ranks": sweep.ranks} | point
         found = store.get(known) or result(where / "log.h5", job, sweep.ranks)
         if found is None:
@@ -121,9 +121,7 @@ def run(path: Path, flags: list[str]) -> int:
     return failed
 
 
-def _train(
-    sweep: Sweep, path: Path, settings: list[str], flags: list[str], log: Path, job: config.Job
-) -> dict[str, Any] | None:
+def _train(sweep: Sweep, path: Path, settings: list[str], flags: list[str], log: Path, job: Job) -> dict[str, Any] | None:
     """Run one point; None, and why on standard error, where it failed."""
     words = [*_mpirun(sweep.ranks), *flags, sys.executable, "-m", "accept_mpi", "train", "--quiet", str(path)]
     words += [word for setting in settings for word in ("--set", setting)]
@@ -144,12 +142,12 @@ def _train(
     return found
 
 
-def result(log: Path, job: config.Job, ranks: int) -> dict[str, Any] | None:
+def result(log: Path, job: Job, ranks: int) -> dict[str, Any] | None:
     """What a finished run of this very job on so many ranks gave, wherever its files lie; None where there is none."""
     try:
         with open_log(log) as file:
             finished = any(text.startswith(b"done") for text in file["events"]["text"])
-            made_by = config.Job.from_json(file.attrs["job"])
+            made_by = Job.from_json(file.attrs["job"])
             facts = read_facts(file)
             if not finished or _identity(made_by) != _identity(job) or len(facts["hosts"]) != ranks:
                 return None
@@ -167,7 +165,7 @@ def result(log: Path, job: config.Job, ranks: int) -> dict[str, Any] | None:
     }
 
 
-def _identity(job: config.Job) -> str:
+def _identity(job: Job) -> str:
     """What decides a run's result: everything but where its files go."""
     content = json.loads(job.to_json())
     del content["output"]

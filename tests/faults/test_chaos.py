@@ -13,7 +13,7 @@ import samples
 from conftest import ROOT
 from losses import expected, left_behind, run
 
-from accept_mpi.snapshot import Checkpoint
+from accept_mpi.recovery.checkpoint import Checkpoint
 
 RANKS, JOBS = 6, 4
 LOSSES = int(os.environ.get("ACCEPT_MPI_CHAOS", "8"))

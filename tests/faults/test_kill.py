@@ -16,9 +16,9 @@ from conftest import HANGS, environment, mpirun_command, python
 from losses import ranks_of
 from watch import steps_done, wait_for_step
 
-from accept_mpi.log import open_log
-from accept_mpi.manifest import complete
-from accept_mpi.snapshot import Checkpoint
+from accept_mpi.logs.log import open_log
+from accept_mpi.recovery.checkpoint import Checkpoint
+from accept_mpi.recovery.manifest import complete
 
 RANKS, MOMENTS, SECONDS = 4, 20, 120.0
 SEED = int(os.environ.get("ACCEPT_MPI_FAULT_SEED", "20"))

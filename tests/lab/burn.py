@@ -56,17 +56,17 @@ def data():
 
 
 if __name__ == "__main__":
-    from accept_mpi.comm import plane
+    from accept_mpi.comm import data_plane
     from accept_mpi.comm.runtime import Runtime
-    from accept_mpi.run import Options, train
+    from accept_mpi.training.run import Options, train
 
-    send = plane.Outgoing.send
+    send = data_plane.Outgoing.send
 
     def blocking(self, *arguments, **keywords):
         send(self, *arguments, **keywords)
         self.drain(60)
 
-    plane.Outgoing.send = blocking
+    data_plane.Outgoing.send = blocking
     runtime = Runtime()
     try:
         train(runtime, Options(Path(sys.argv[1]), quiet=True))

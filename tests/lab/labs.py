@@ -10,7 +10,7 @@ from conftest import HANGS, ROOT, environment, mpirun_command
 
 sys.path.insert(0, str(ROOT / "jobs" / "lab"))
 
-from accept_mpi.fleet import Host
+from accept_mpi.device.fleet import Host
 from edgelab.laboratory import Laboratory, why_no_shells, why_not
 
 reason = why_not()

@@ -12,7 +12,7 @@ from conftest import environment
 from labs import lab_of, reason
 from watch import wait_for_step
 
-from accept_mpi.snapshot import Checkpoint
+from accept_mpi.recovery.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 from labs import Host, Laboratory, no_ssh, reason
 
-from accept_mpi.log import open_log, read_facts
+from accept_mpi.logs.log import open_log, read_facts
 
 why = reason or no_ssh
 pytestmark = pytest.mark.skipif(why is not None, reason=str(why))
@@ -111,7 +111,7 @@ def test_what_is_wrong_with_a_host_is_said(lab: Laboratory, checkout: Path) -> N
     """One that there is not, in the words of ssh; one without the checkout."""
     program = """
 import sys
-from accept_mpi.hostfile import Host, ask
+from accept_mpi.launch.host_file import Host, ask
 print(ask([Host("no-such-host", 1)]), ask([Host("pi1", 1)]))
 sys.executable = "/nowhere/python"
 print(ask([Host("pi2", 1)]))

@@ -9,8 +9,8 @@ import samples
 from conftest import HANGS, environment, mpirun_command, python
 from watch import wait_for_step
 
-from accept_mpi.log import open_log
-from accept_mpi.snapshot import Checkpoint
+from accept_mpi.logs.log import open_log
+from accept_mpi.recovery.checkpoint import Checkpoint
 
 STEPS = 80
 

@@ -8,8 +8,8 @@ from conftest import ROOT
 from torch.func import functional_call
 
 from accept_mpi.plan import even_cuts
+from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.seeds import forward_seed
-from accept_mpi.snapshot import Checkpoint
 
 
 def replay(job: dict, stages: int, slack: int, vertical_sync: bool) -> dict[str, torch.Tensor]:

@@ -6,8 +6,8 @@ import pytest
 import samples
 from conftest import ROOT
 
-from accept_mpi.log import KINDS, open_log, read_facts
-from accept_mpi.snapshot import Checkpoint
+from accept_mpi.logs.log import KINDS, open_log, read_facts
+from accept_mpi.recovery.checkpoint import Checkpoint
 
 CASES = (
     ("none", "none", "none"),

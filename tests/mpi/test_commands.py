@@ -7,8 +7,8 @@ import pytest
 import samples
 
 from accept_mpi.cli import main
-from accept_mpi.log import KINDS, open_log, read_facts
-from accept_mpi.schedule import actions
+from accept_mpi.logs.log import KINDS, open_log, read_facts
+from accept_mpi.pipeline.schedule import actions
 
 
 def test_doctor(mpirun) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from plain_loop import differences, plain_loop
 
-from accept_mpi.log import open_log
-from accept_mpi.snapshot import Checkpoint
+from accept_mpi.logs.log import open_log
+from accept_mpi.recovery.checkpoint import Checkpoint
 
 JOB = """
 [model]

@@ -9,10 +9,10 @@ import samples
 from conftest import ROOT
 
 from accept_mpi.cli import main
-from accept_mpi.latency import library
-from accept_mpi.log import open_log
+from accept_mpi.logs.log import open_log
 from accept_mpi.plan import Plan
-from accept_mpi.snapshot import Checkpoint
+from accept_mpi.prediction.database import library
+from accept_mpi.recovery.checkpoint import Checkpoint
 
 SPARSE = {"reversed": [3, 2, 1, 0], "idle-0": [2, 1], "idle-others": [0, 3], "one": [2]}
 

@@ -12,17 +12,18 @@ import torch
 from conftest import ROOT, finish, mpirun_command
 from safetensors.torch import load_file
 
-from accept_mpi import config, data, models
+from accept_mpi import data, models
 from accept_mpi.cli import main
-from accept_mpi.log import open_log
-from accept_mpi.manifest import complete
+from accept_mpi.job import parse
+from accept_mpi.launch.run_identity import Supervised
+from accept_mpi.logs.log import open_log
 from accept_mpi.models.layers import build_layers
-from accept_mpi.replicas import states
+from accept_mpi.pipeline.stage import Stage
+from accept_mpi.recovery.checkpoint import Checkpoint
+from accept_mpi.recovery.disk_replicas import Spill
+from accept_mpi.recovery.manifest import complete
+from accept_mpi.recovery.replicas import states
 from accept_mpi.seeds import ORDER, mix
-from accept_mpi.snapshot import Checkpoint
-from accept_mpi.spill import Spill
-from accept_mpi.stage import Stage
-from accept_mpi.supervised import Supervised
 
 ADAM = 'name = "gpt"\nargs = { context = 16, layers = 2, width = 32, heads = 2, dropout = 0.1 }'
 
@@ -227,7 +228,7 @@ def test_what_hosts_have_kept_of_another_model_is_passed_over(mpirun, tmp_path: 
     """Under the right names and checksums: the run goes on from its newest sound checkpoint, or begins."""
     job = samples.write_job(tmp_path / "job.toml", samples.CNN, train_steps=4, train_evaluate_every=0)
     wider = models.load("cnn", {"width": 12, "dropout": 0.2}, 0)
-    blobs = states(Stage(build_layers(wider, 0, len(wider), 0), config.parse(job.read_text(), "job"), None, True))
+    blobs = states(Stage(build_layers(wider, 0, len(wider), 0), parse(job.read_text(), "job"), None, True))
     spill = Spill(Supervised("run", 1), socket.gethostname())
     spill.read()
     spill.write(3, blobs)

@@ -14,10 +14,10 @@ from conftest import ROOT
 from samples import assert_equal, write_job
 from torch import nn
 
-from accept_mpi.log import open_log
+from accept_mpi.logs.log import open_log
 from accept_mpi.plan import Plan
+from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.seeds import ORDER, forward_seed, mix, seeded
-from accept_mpi.snapshot import Checkpoint
 
 NET = '''
 import torch

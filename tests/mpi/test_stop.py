@@ -21,8 +21,8 @@ import samples
 from conftest import HANGS, environment, finish, mpirun_command, python
 from watch import wait_for_step
 
-from accept_mpi.faults import VARIABLE
-from accept_mpi.snapshot import Checkpoint
+from accept_mpi.failpoints import VARIABLE
+from accept_mpi.recovery.checkpoint import Checkpoint
 
 STEPS = 400
 

@@ -6,7 +6,7 @@ import pytest
 import samples
 from conftest import environment
 
-from accept_mpi.snapshot import Checkpoint
+from accept_mpi.recovery.checkpoint import Checkpoint
 
 NET = """
 import os

@@ -8,7 +8,7 @@ import samples
 import torch
 from conftest import ROOT
 
-from accept_mpi.snapshot import Checkpoint
+from accept_mpi.recovery.checkpoint import Checkpoint
 
 JOBS = {"cnn": samples.CNN, "gpt": samples.GPT}
 SYNCHRONOUS = ("gpipe", "1f1b", "zero-bubble")

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from test_planner import job, survey
 
-from accept_mpi.adapting import WINDOW, Adapter
-from accept_mpi.log import KINDS, TRACE, Rows
+from accept_mpi.logs.log import KINDS, TRACE, Rows
 from accept_mpi.plan import Codec, Plan, make_plan
-from accept_mpi.planner import plan_for
+from accept_mpi.planning.adaptation import WINDOW, Adapter
+from accept_mpi.planning.planner import plan_for
 
 STEPS = 1000
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from accept_mpi.batches import Batches, in_order, segments
+from accept_mpi.data.calendar import Batches, in_order, segments
 
 
 def test_every_sample_once_an_epoch() -> None:

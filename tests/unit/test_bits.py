@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from accept_mpi.bits import choose, ladder
-from accept_mpi.forecast import Crossing, Forecast, Profile
-from accept_mpi.schedule import Kind
+from accept_mpi.pipeline.schedule import Kind
+from accept_mpi.planning.codec_choice import choose, ladder
+from accept_mpi.planning.forecast import Crossing, Forecast, Profile
 
 NAMES = [*ladder(1), "fp16"]
 FREE = dict.fromkeys(NAMES, 0.0)

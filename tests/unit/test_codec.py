@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accept_mpi.codec import (
+from accept_mpi.codecs.coding import NONE
+from accept_mpi.codecs.message import (
     HEADER_BYTES,
     Header,
     TensorSpec,
@@ -18,7 +19,6 @@ from accept_mpi.codec import (
     encode,
     wire_bytes,
 )
-from accept_mpi.coding import NONE
 from accept_mpi.errors import ProtocolError
 from accept_mpi.tree import flatten, unflatten
 

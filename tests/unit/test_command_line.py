@@ -11,7 +11,7 @@ from conftest import HANGS, ROOT, environment
 from safetensors import SafetensorError
 
 from accept_mpi.cli import main
-from accept_mpi.device import set_threads
+from accept_mpi.device.cpu import set_threads
 from accept_mpi.errors import UserError
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from accept_mpi.config import Job, parse, read_text
 from accept_mpi.errors import UserError, one_line
-from accept_mpi.imports import call, find_function
-from accept_mpi.supervised import Supervised
+from accept_mpi.job import Job, parse, read_text
+from accept_mpi.launch.run_identity import Supervised
+from accept_mpi.registry import call, find_function
 
 GOOD = """
 [model]

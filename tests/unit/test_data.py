@@ -15,9 +15,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from accept_mpi import data
-from accept_mpi.config import Model
 from accept_mpi.data.base import adapt, fetch
 from accept_mpi.errors import UserError
+from accept_mpi.job import Model
 
 SOME = np.array([3, 0, 5])
 

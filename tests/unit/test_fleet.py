@@ -8,8 +8,8 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "jobs" / "lab"))
 
+from accept_mpi.device.fleet import Host, changed, parse, read
 from accept_mpi.errors import UserError
-from accept_mpi.fleet import Host, changed, parse, read
 from edgelab import LabError
 from edgelab.cgroups import Groups, quota
 from edgelab.laboratory import spread
@@ -34,7 +34,7 @@ def test_defaults_count_and_personas() -> None:
 def test_a_cap_above_what_the_cpu_can_do(
     cpu: str | None, capped: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accept_mpi.fleet._CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("accept_mpi.device.fleet._CPUINFO", tmp_path / "cpuinfo")
     if cpu is not None:
         (tmp_path / "cpuinfo").write_text(cpu)
     isas = ("default", "avx2", "avx512")

@@ -6,15 +6,15 @@ import pytest
 from test_planner import job as planner_job
 from test_planner import survey
 
-from accept_mpi import forecast as module
 from accept_mpi.errors import UserError
-from accept_mpi.forecast import Crossing, Forecast, Profile, bits_of
-from accept_mpi.looks import per_message, while_sending
-from accept_mpi.outcome import forecast_of, replayed
+from accept_mpi.logs.timeline import between
+from accept_mpi.pipeline.schedule import KINDS, Kind
 from accept_mpi.plan import make_plan
-from accept_mpi.planner import plan_for
-from accept_mpi.schedule import KINDS, Kind
-from accept_mpi.timeline import between
+from accept_mpi.planning import forecast as module
+from accept_mpi.planning.estimate import forecast_of, replayed
+from accept_mpi.planning.forecast import Crossing, Forecast, Profile, bits_of
+from accept_mpi.planning.planner import plan_for
+from accept_mpi.polling import per_message, while_sending
 
 FREE = {"none": 0.0}
 

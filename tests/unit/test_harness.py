@@ -12,9 +12,9 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "jobs"))
 sys.path.insert(0, str(ROOT / "jobs" / "lab"))
 
-from accept_mpi import config
 from accept_mpi.errors import UserError
-from accept_mpi.log import STEPS, LogWriter
+from accept_mpi.job import parse
+from accept_mpi.logs.log import STEPS, LogWriter
 from accept_mpi.plan import make_plan
 from harness import sweep
 from harness.experiment import Experiment, combined
@@ -64,7 +64,7 @@ def test_table() -> None:
 
 def test_a_run_on_other_ranks_is_another_result(tmp_path: Path) -> None:
     text = '[model]\nname="cnn"\n[data]\nname="digits"\n[train]\nsteps=2\n[output]\ndirectory="r"\n'
-    job = config.parse(text, "job")
+    job = parse(text, "job")
     facts = {"hosts": [{"rank": 0}, {"rank": 1}], "versions": {}}
     writer = LogWriter(tmp_path / "log.h5", job.to_json(), make_plan(6, [2]).to_json(), facts)
     writer.append("steps", np.array([(n, 0, 8, 0.5, 0.5, 0.1, n, 8.0) for n in (1, 2)], STEPS))
@@ -74,7 +74,7 @@ def test_a_run_on_other_ranks_is_another_result(tmp_path: Path) -> None:
     assert found is not None
     assert (found["plan_cuts"], found["samples_per_s"]) == ("[2]", 8.0)
     assert result(tmp_path / "log.h5", job, 3) is None
-    assert result(tmp_path / "log.h5", config.parse(text, "job", ["train.seed=1"]), 2) is None
+    assert result(tmp_path / "log.h5", parse(text, "job", ["train.seed=1"]), 2) is None
 
 
 def test_a_sweep_whose_job_is_not_there(tmp_path: Path) -> None:
@@ -92,11 +92,11 @@ def test_an_experiment_that_need_not_measure_has_a_folder_too(tmp_path: Path, mo
 
 def test_sub_models_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece's rounds had changed what they return; only measuring the predictor's data anew showed it."""
-    job = config.parse(
+    job = parse(
         '[model]\nname = "cnn"\n[data]\nname = "digits"\n[train]\nbatch_size = 8\nmicro_batches = 1\nsteps = 1\n'
         '[output]\ndirectory = "r"\n', "job", []
     )  # fmt: skip
-    monkeypatch.setattr("accept_mpi.probe.time", Clock(tick=1e-3))
+    monkeypatch.setattr("accept_mpi.profiling.layer_timer.time", Clock(tick=1e-3))
     found = measured(job, 2)
     layers = len(found["layers"])
     assert [run[0] for run in found["probes"]] == [0, *(run[1] for run in found["probes"][:-1])]

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from accept_mpi import hostfile
 from accept_mpi.errors import UserError
-from accept_mpi.hostfile import Host, ask, missing, read_hosts
-from accept_mpi.supervised import Supervised
+from accept_mpi.launch import host_file
+from accept_mpi.launch.host_file import Host, ask, missing, read_hosts
+from accept_mpi.launch.run_identity import Supervised
 
 
 @pytest.fixture(autouse=True)
 def _no_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test asks a name server."""
     own = {"localhost", "127.0.0.1", "::1", "laptop"}
-    monkeypatch.setattr(hostfile, "is_here", own.__contains__)
+    monkeypatch.setattr(host_file, "is_here", own.__contains__)
 
 
 def read(tmp_path: Path, text: str | bytes) -> list[Host]:
@@ -114,7 +114,7 @@ def test_ranks_know_where_they_should_be(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_own_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert hostfile.is_here("localhost")
-    assert hostfile.is_here(socket.gethostname())
-    assert hostfile.is_here("127.0.0.1")
-    assert not hostfile.is_here("192.0.2.200")  # of the addresses for documentation
+    assert host_file.is_here("localhost")
+    assert host_file.is_here(socket.gethostname())
+    assert host_file.is_here("127.0.0.1")
+    assert not host_file.is_here("192.0.2.200")  # of the addresses for documentation

@@ -14,21 +14,22 @@ import msgspec
 import pytest
 import torch
 
-from accept_mpi import config, models
-from accept_mpi.batches import Batches
+from accept_mpi import models
 from accept_mpi.cli import main
+from accept_mpi.data.calendar import Batches
 from accept_mpi.errors import UserError
-from accept_mpi.manifest import Manifest, check_job, complete
+from accept_mpi.job import parse
+from accept_mpi.launch.run_identity import Supervised
 from accept_mpi.models.layers import build_layers
-from accept_mpi.replicas import fitting, load, states
-from accept_mpi.restore import Stored
-from accept_mpi.resuming import calendar, check, course_of
-from accept_mpi.snapshot import Checkpoint, CheckpointWriter, chunks, new_manifest
-from accept_mpi.spill import Spill
-from accept_mpi.stage import Stage
-from accept_mpi.supervised import Supervised
+from accept_mpi.pipeline.stage import Stage
+from accept_mpi.recovery.checkpoint import Checkpoint, CheckpointWriter, chunks, new_manifest
+from accept_mpi.recovery.disk_replicas import Spill
+from accept_mpi.recovery.manifest import Manifest, check_job, complete
+from accept_mpi.recovery.replicas import fitting, load, states
+from accept_mpi.recovery.restore import Stored
+from accept_mpi.training.resuming import calendar, check, course_of
 
-JOB = config.parse(
+JOB = parse(
     '[model]\nname = "cnn"\nargs = { width = 4 }\n[data]\nname = "digits"\n[train]\nsteps = 9\nbatch_size = 8\n'
     'optimizer = { name = "adamw" }\n[output]\ndirectory = "run"\n',
     "job",

@@ -15,17 +15,25 @@ from accept_mpi.kernels.options import foreign, open_lock
 from torch import nn
 
 from accept_mpi.cli import main
+from accept_mpi.device.fleet import read as read_fleet
 from accept_mpi.errors import UserError
-from accept_mpi.fleet import read as read_fleet
-from accept_mpi.hdf5_files import is_followed, open_followed
-from accept_mpi.latency import database_path, device_key, keep_predictor, library, recall, recall_predictor, remember
-from accept_mpi.log import EVENTS, STEPS, TRACE, LogWriter, open_log
+from accept_mpi.files.hdf5 import is_followed, open_followed
+from accept_mpi.logs.log import EVENTS, STEPS, TRACE, LogWriter, open_log
+from accept_mpi.logs.timeline import plan_rows
 from accept_mpi.models import as_chain
-from accept_mpi.outline import Outline, outline
 from accept_mpi.plan import make_plan
-from accept_mpi.predictor import Predictor
-from accept_mpi.probe import LayerTimes
-from accept_mpi.timeline import plan_rows
+from accept_mpi.prediction.database import (
+    database_path,
+    device_key,
+    keep_predictor,
+    library,
+    recall,
+    recall_predictor,
+    remember,
+)
+from accept_mpi.prediction.predictor import Predictor
+from accept_mpi.profiling.layer_timer import LayerTimes
+from accept_mpi.profiling.outline import Outline, outline
 
 JOB = {
     "model": {"name": "net:BODY <b>", "args": {}}, "data": {"name": "digits", "args": {}}, "pipeline": {"schedule": "1f1b"},

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from accept_mpi.latency import (
+from accept_mpi.models import as_chain
+from accept_mpi.prediction.database import (
     database_path,
     device_key,
     keep_predictor,
@@ -21,10 +22,9 @@ from accept_mpi.latency import (
     recall_predictor,
     remember,
 )
-from accept_mpi.models import as_chain
-from accept_mpi.outline import Outline, outline
-from accept_mpi.predictor import Predictor
-from accept_mpi.probe import LayerTimes
+from accept_mpi.prediction.predictor import Predictor
+from accept_mpi.profiling.layer_timer import LayerTimes
+from accept_mpi.profiling.outline import Outline, outline
 
 FACTS = {"host": "edge1", "cores": 4}
 KEY = device_key(FACTS)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import samples
 
-from accept_mpi import hostfile, launch
 from accept_mpi.errors import TooFewDevices, UserError
-from accept_mpi.hostfile import answering, read_hosts
-from accept_mpi.launch import Request, Supervisor
+from accept_mpi.launch import host_file, supervisor
+from accept_mpi.launch.host_file import answering, read_hosts
+from accept_mpi.launch.supervisor import Request, Supervisor
 
 
 def script(path: Path, *lines: str) -> Path:
@@ -30,8 +30,8 @@ def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f'[ "$code" = 0 -a -e {tmp_path}/done ] && echo "step 5  done: no evaluation"',
         "exit ${code:-1}",
     )
-    monkeypatch.setattr(launch, "_mpirun", lambda: str(found))
-    monkeypatch.setattr(launch, "_POLL", 0.01)
+    monkeypatch.setattr(supervisor, "_mpirun", lambda: str(found))
+    monkeypatch.setattr(supervisor, "_POLL", 0.01)
     (tmp_path / "done").touch()
     monkeypatch.chdir(tmp_path)
     return found
@@ -127,7 +127,7 @@ def test_restarts_have_a_limit(tmp_path: Path, mpirun: Path) -> None:
 def test_hosts_that_do_not_answer_are_left_out(tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = script(tmp_path / "agent", 'case "$1" in dead) exit 255 ;; silent) exec sleep 60 ;; *) shift; exec "$@" ;; esac')
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(agent))
-    monkeypatch.setattr(hostfile, "ASK_SECONDS", 2.0)
+    monkeypatch.setattr(host_file, "ASK_SECONDS", 2.0)
     hosts = tmp_path / "edges"
     hosts.write_text("one slots=2  # the fast one\ndead\nsilent slots=1\ntwo\n\n")
     found = read_hosts(hosts)
@@ -158,7 +158,7 @@ def test_one_look_without_any_answer_does_not_end_a_job(
 ) -> None:
     agent = script(tmp_path / "agent", f"echo x >> {tmp_path}/asked", f"[ $(wc -l < {tmp_path}/asked) != 2 ] || exit 255")
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(agent))
-    monkeypatch.setattr(launch, "_ASK_EVERY", 0.2)
+    monkeypatch.setattr(supervisor, "_ASK_EVERY", 0.2)
     mpirun.write_text(mpirun.read_text().replace("code=$(", "sleep 1; code=$("))
     hosts = tmp_path / "edges"
     hosts.write_text("one\n")

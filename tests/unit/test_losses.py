@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
-from accept_mpi.losses import Loss, find_loss
+from accept_mpi.models.losses import Loss, find_loss
 
 
 class Focal(nn.CrossEntropyLoss):

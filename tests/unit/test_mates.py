@@ -7,8 +7,8 @@ import warnings
 import msgspec
 import pytest
 
-from accept_mpi.mates import Handling, Kind, alike, doubted, handled_alike, together, turns
-from accept_mpi.probe import LayerTimes, scattered
+from accept_mpi.profiling.layer_timer import LayerTimes, scattered
+from accept_mpi.profiling.pooling import Handling, Kind, alike, doubted, handled_alike, together, turns
 
 
 def three(*forward: float) -> LayerTimes:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import HANGS, environment
 
-from accept_mpi import memory
-from accept_mpi.cgroups import cpu_share, of_group, quota
+from accept_mpi.device import memory
+from accept_mpi.device.cgroups import cpu_share, of_group, quota
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -42,7 +42,7 @@ def test_a_quota_of_cpu() -> None:
 _KEPT = """
 import ctypes, json, os
 from pathlib import Path
-from accept_mpi.device import give_back_memory, keep_memory
+from accept_mpi.device.cpu import give_back_memory, keep_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 ctypes.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
@@ -78,7 +78,7 @@ def test_freed_memory_is_kept_until_it_is_given_back() -> None:
 
 _TAKEN = """
 import resource, torch
-from accept_mpi.device import keep_memory, take_memory
+from accept_mpi.device.cpu import keep_memory, take_memory
 
 def faults(work):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -102,19 +102,19 @@ def test_memory_taken_in_advance_is_found_by_what_is_allocated_next() -> None:
 
 
 _PROBED = """
-from accept_mpi import config
-from accept_mpi.device import keep_memory, memory_taken
+from accept_mpi.job import parse
+from accept_mpi.device.cpu import keep_memory, memory_taken
 keep_memory()
 import torch
-from accept_mpi import probe as module
-from accept_mpi.losses import find_loss
+from accept_mpi.profiling import layer_timer as module
+from accept_mpi.models.losses import find_loss
 from accept_mpi.models import load
-from accept_mpi.outline import outline_of
-from accept_mpi.probe import Piece, Subject, probe
+from accept_mpi.profiling.outline import outline_of
+from accept_mpi.profiling.layer_timer import Piece, Subject, probe
 from clocks import Clock
 
 torch.set_num_threads(1)
-job = config.parse('[model]\\nname="m"\\n[data]\\nname="d"\\n[train]\\nsteps=1\\n[output]\\ndirectory="r"', "job")
+job = parse('[model]\\nname="m"\\n[data]\\nname="d"\\n[train]\\nsteps=1\\n[output]\\ndirectory="r"', "job")
 chain = load("mobilenetv2", {"classes": 10}, 0)
 inputs, targets = (torch.randn(8, 3, 32, 32),), torch.zeros(8, dtype=torch.int64)
 taken, measure = [], Piece.measure
@@ -145,22 +145,22 @@ def test_pieces_of_a_model_are_measured_in_memory_that_is_there() -> None:
 
 _GROWTH = """
 import json, re, sys
-from accept_mpi import config
-from accept_mpi.device import keep_memory
+from accept_mpi.job import parse
+from accept_mpi.device.cpu import keep_memory
 keep_memory()
 import torch
 from accept_mpi.models import load
 from accept_mpi.models.layers import build_layers
-from accept_mpi.problem import memory_of
-from accept_mpi.outline import outline_of
+from accept_mpi.planning.formulation import memory_of
+from accept_mpi.profiling.outline import outline_of
 from accept_mpi.plan import make_plan
-from accept_mpi.problem import Needs
-from accept_mpi.stage import Stage
-from accept_mpi.survey import Survey
+from accept_mpi.planning.formulation import Needs
+from accept_mpi.pipeline.stage import Stage
+from accept_mpi.profiling.cluster_profile import Survey
 
 torch.set_num_threads(1)
 start, stop, behind = map(int, sys.argv[1:])
-job = config.parse(sys.stdin.read(), "job")
+job = parse(sys.stdin.read(), "job")
 chain = load(job.model.name, job.model.args, 0)
 model = outline_of(chain, job, (torch.randn(16, 3, 32, 32),))
 survey, plan = Survey(model, [], [], []), make_plan(len(chain), [start, stop] if start else [stop])

@@ -9,8 +9,8 @@ import torch
 from conftest import HANGS, ROOT
 from torch import nn
 
-from accept_mpi.config import Optimizer
-from accept_mpi.optimizer import learning_rate, make_optimizer, update
+from accept_mpi.job import Optimizer
+from accept_mpi.pipeline.optimizer import learning_rate, make_optimizer, update
 
 
 def rates(options: Optimizer, steps: int = 10) -> list[float]:

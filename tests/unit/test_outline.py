@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from accept_mpi import models
-from accept_mpi.codec import TensorSpec
+from accept_mpi.codecs.message import TensorSpec
 from accept_mpi.errors import UserError
 from accept_mpi.models import as_chain
-from accept_mpi.outline import Outline, _outline, outline
+from accept_mpi.profiling.outline import Outline, _outline, outline
 
 MODELS = {
     "cnn": ({"width": 8}, torch.zeros(3, 3, 8, 8)),

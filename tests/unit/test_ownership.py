@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from accept_mpi import ownership
 from accept_mpi.errors import UserError
-from accept_mpi.ownership import Lock, Ownership
+from accept_mpi.launch import ownership
+from accept_mpi.launch.ownership import Lock, Ownership
 
 HOLD = """
 import sys
 from pathlib import Path
-from accept_mpi.ownership import Ownership
+from accept_mpi.launch.ownership import Ownership
 Ownership(Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "supervised").take()
 print("taken", flush=True)
 sys.stdin.read()

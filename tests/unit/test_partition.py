@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from accept_mpi.partition import Cost, NoPlan, Problem, Solution, cost, lower_bound, solve
-from accept_mpi.spread import spread
+from accept_mpi.planning.balance import spread
+from accept_mpi.planning.search import Cost, NoPlan, Problem, Solution, cost, lower_bound, solve
 
 INSTANCES = 2000
 
@@ -123,14 +123,14 @@ def norm(reached: Cost) -> float:
 
 
 def test_the_beam_is_near_the_exact_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accept_mpi import partition
+    from accept_mpi.planning import search
 
     rng = np.random.default_rng(2)
     ratios = []
     for _ in range(30):
         problem = replace(random_problem(rng, 5, 14, 2), capacity=np.full(5, 1e9), fill=0.0, extra_seconds=None)
         exact = cost(problem, solve(problem)).bottleneck
-        monkeypatch.setattr(partition, "MOST_EXACT", 1)
+        monkeypatch.setattr(search, "MOST_EXACT", 1)
         found = cost(problem, solve(problem))
         assert found.fits
         ratios.append(found.bottleneck / exact)

@@ -5,19 +5,20 @@ import pytest
 import torch
 from torch import nn
 
-from accept_mpi import config, planner
 from accept_mpi.errors import UserError
-from accept_mpi.looks import while_sending
+from accept_mpi.job import Job, parse
 from accept_mpi.models import as_chain
 from accept_mpi.models.shared import Shared
-from accept_mpi.outcome import outcome
-from accept_mpi.outline import outline
-from accept_mpi.partition import NoPlan, Problem, Solution, lower_bound, solve
 from accept_mpi.plan import make_plan
-from accept_mpi.plan_table import table
-from accept_mpi.planner import even_plan, plan_for, plans_for
-from accept_mpi.problem import codings_of, problem_of
-from accept_mpi.survey import Device, Survey
+from accept_mpi.planning import planner
+from accept_mpi.planning.estimate import outcome
+from accept_mpi.planning.formulation import codings_of, problem_of
+from accept_mpi.planning.planner import even_plan, plan_for, plans_for
+from accept_mpi.planning.search import NoPlan, Problem, Solution, lower_bound, solve
+from accept_mpi.planning.tables import table
+from accept_mpi.polling import while_sending
+from accept_mpi.profiling.cluster_profile import Device, Survey
+from accept_mpi.profiling.outline import outline
 
 JOB = """
 [model]
@@ -37,11 +38,11 @@ LAYERS = 12
 WIDTH = 64
 
 
-def job(*changes: str) -> config.Job:
-    return config.parse(JOB, "job", changes)
+def job(*changes: str) -> Job:
+    return parse(JOB, "job", changes)
 
 
-def survey(*speeds: float, rate: float = 1e9, of: config.Job | None = None, **changed: list[object]) -> Survey:
+def survey(*speeds: float, rate: float = 1e9, of: Job | None = None, **changed: list[object]) -> Survey:
     """Devices that take so many times 1 ms forward and 2 ms back for each of 12 equal layers of 64 x 64."""
     chain = as_chain([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
     codecs = codings_of(of or job())

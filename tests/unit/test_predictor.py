@@ -10,11 +10,11 @@ import torch
 from conftest import ROOT
 from torch import nn
 
-from accept_mpi.dual_stream import DualStream, train_dual_stream
 from accept_mpi.models import as_chain
-from accept_mpi.outline import Outline, outline
-from accept_mpi.predictor import Predictor
-from accept_mpi.submodels import Known, membership
+from accept_mpi.prediction.accept_network import DualStream, train_dual_stream
+from accept_mpi.prediction.predictor import Predictor
+from accept_mpi.prediction.samples import Known, membership
+from accept_mpi.profiling.outline import Outline, outline
 
 sys.path.insert(0, str(ROOT / "jobs"))
 from harness.baselines import by_capacity, by_layers, by_nearest, by_operations

@@ -11,20 +11,21 @@ import torch
 from clocks import Clock
 from torch import nn
 
-from accept_mpi import config, models
-from accept_mpi.losses import find_loss
+from accept_mpi import models
+from accept_mpi.job import Job, parse
 from accept_mpi.models import as_chain
-from accept_mpi.outline import Outline, outline
-from accept_mpi.probe import Subject, _usual, look, pieces, probe, scattered
-from accept_mpi.stage import Stage
+from accept_mpi.models.losses import find_loss
+from accept_mpi.pipeline.stage import Stage
+from accept_mpi.profiling.layer_timer import Subject, _usual, look, pieces, probe, scattered
+from accept_mpi.profiling.outline import Outline, outline
 
 cross_entropy = find_loss("cross_entropy")
 
 JOB = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\noptimizer.momentum=0.9\n[output]\ndirectory="r"\n'
 
 
-def job(schedule: str = "1f1b") -> config.Job:
-    return config.parse(JOB, "job", [f"pipeline.schedule={schedule}"])
+def job(schedule: str = "1f1b") -> Job:
+    return parse(JOB, "job", [f"pipeline.schedule={schedule}"])
 
 
 def mobile() -> tuple[models.Chain, Outline, torch.Tensor]:
@@ -35,7 +36,7 @@ def mobile() -> tuple[models.Chain, Outline, torch.Tensor]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async", "zero-bubble"])
 def test_every_layer_is_timed(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
-    monkeypatch.setattr("accept_mpi.probe.time", Clock(tick=1e-3))
+    monkeypatch.setattr("accept_mpi.profiling.layer_timer.time", Clock(tick=1e-3))
     chain, model, inputs = mobile()
     times = probe(Subject(chain, model, job(schedule), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)), 300.0)
     assert all(times.measured)
@@ -80,7 +81,7 @@ def test_nothing_is_left_in_a_users_modules() -> None:
 
 def test_a_known_device_is_only_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As fast as it was: what was known counts. Four times as fast: all is measured again."""
-    monkeypatch.setattr("accept_mpi.probe.time", Clock(tick=1e-3))
+    monkeypatch.setattr("accept_mpi.profiling.layer_timer.time", Clock(tick=1e-3))
     chain, model, inputs = mobile()
     arguments = (Subject(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)),)
     whole = probe(*arguments, 20.0)
@@ -123,7 +124,7 @@ def test_passes_that_took_memory_from_the_kernel_do_not_count() -> None:
 
 
 def test_pieces_that_do_not_fit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accept_mpi.probe.time", Clock(tick=1e-3))
+    monkeypatch.setattr("accept_mpi.profiling.layer_timer.time", Clock(tick=1e-3))
     chain, model, inputs = mobile()
     arguments = (Subject(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)), 300.0)
     needs = [sum(6 * x.parameter_bytes + 4 * x.held for x in model.layers[a:b]) for a, b in pieces(model)]
@@ -169,7 +170,7 @@ def test_in_a_crowd_what_is_known_counts() -> None:
 
 
 def test_a_second_look_times_the_pieces_that_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accept_mpi.probe.time", Clock(tick=1e-5))
+    monkeypatch.setattr("accept_mpi.profiling.layer_timer.time", Clock(tick=1e-5))
     chain, model, inputs = mobile()
     every = pieces(model)
     asked = [every[0], every[3], every[-1]]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from clocks import Clock
 
-from accept_mpi.codec import Signature
-from accept_mpi.coding import parse
-from accept_mpi.profile import codec_costs, profile
-from accept_mpi.stage import Inputs
+from accept_mpi.codecs.coding import parse
+from accept_mpi.codecs.message import Signature
+from accept_mpi.pipeline.stage import Inputs
+from accept_mpi.profiling.stage_timer import codec_costs, profile
 from accept_mpi.tree import LONE
 
 COLD, WARM, COLD_ROUNDS = 0.006, 0.001, 4
@@ -52,7 +52,7 @@ class Zeros:
 @pytest.fixture
 def warming(monkeypatch: pytest.MonkeyPatch) -> Warming:
     clock = Clock(tick=1e-6)
-    monkeypatch.setattr("accept_mpi.profile.time", clock)
+    monkeypatch.setattr("accept_mpi.profiling.stage_timer.time", clock)
     return Warming(clock)
 
 
@@ -67,7 +67,7 @@ def test_cold_rounds_do_not_count(warming: Warming) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_messages_cost_where_one_core_does_it_all(monkeypatch: pytest.MonkeyPatch, warming: Warming, shared: bool) -> None:
     """Counted as free, given cuts went uncoded at 100 Mbit/s: 0.78 of all hosts alone, where 4 bits make 0.85."""
-    monkeypatch.setattr("accept_mpi.profile.computing_takes_all", lambda cores: shared)
+    monkeypatch.setattr("accept_mpi.profiling.stage_timer.computing_takes_all", lambda cores: shared)
     nothing = Signature({}, {})
     codings = {"none": parse("none", False)}
     found = profile(warming, 4, nothing, nothing, Zeros(), codings, 0.0, 1.0, budget=0.1)  # type: ignore[arg-type]

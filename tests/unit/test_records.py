@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from accept_mpi import config
-from accept_mpi.controller import begin_log
-from accept_mpi.log import STEPS, TRACE, LogWriter, open_log
+from accept_mpi.job import parse
+from accept_mpi.logs.log import STEPS, TRACE, LogWriter, open_log
 from accept_mpi.plan import make_plan
+from accept_mpi.training.controller import begin_log
 
-JOB = config.parse('[model]\nname = "m"\n[data]\nname = "d"\n[train]\nsteps = 9\n[output]\ndirectory = "r"\n', "job")
+JOB = parse('[model]\nname = "m"\n[data]\nname = "d"\n[train]\nsteps = 9\n[output]\ndirectory = "r"\n', "job")
 PLAN = make_plan(4, [2])
 
 

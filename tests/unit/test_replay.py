@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from accept_mpi.log import BACKWARD, FORWARD, KINDS, TRACE, Rows
-from accept_mpi.replay import link_cost, mean_times, recorded
-from accept_mpi.schedule import Kind, actions
-from accept_mpi.simulate import simulate
+from accept_mpi.logs.log import BACKWARD, FORWARD, KINDS, TRACE, Rows
+from accept_mpi.logs.replay import link_cost, mean_times, recorded
+from accept_mpi.pipeline.schedule import Kind, actions
+from accept_mpi.pipeline.simulator import simulate
 
 STAGES, STEPS, MICRO = 3, 12, 4
 SECONDS = {"F": 1.0, "B": 2.0, "W": 1.0, "U": 0.1}

@@ -8,15 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accept_mpi import config, models
+from accept_mpi import models
 from accept_mpi.comm.messenger import Message
+from accept_mpi.job import Recovery, parse
 from accept_mpi.models.layers import build_layers
+from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Codec, Place, make_plan
-from accept_mpi.replicas import Arriving, Replicas, cut, load, newest, sources, states
-from accept_mpi.replication import CHECKPOINT, EXTRA, SNAPSHOT, Replication
-from accept_mpi.stage import Stage
+from accept_mpi.recovery.replicas import Arriving, Replicas, cut, load, newest, sources, states
+from accept_mpi.recovery.replication import CHECKPOINT, EXTRA, SNAPSHOT, Replication
 
-JOB = config.parse(
+JOB = parse(
     '[model]\nname = "cnn"\n[data]\nname = "digits"\n[train]\nsteps = 1\noptimizer = { name = "adamw" }\n'
     '[output]\ndirectory = "run"\n',
     "job",
@@ -96,7 +97,7 @@ class Ranks:
         ranks = list(range(count))
         self.all = [
             Replication(
-                config.Recovery(**recovery), self.stores[s], Place(s, count, None, None), ranks, count, True, self.post(s),
+                Recovery(**recovery), self.stores[s], Place(s, count, None, None), ranks, count, True, self.post(s),
                 lambda s=s: self.sending[s],  # type: ignore[misc]
             )
             for s in ranks
@@ -172,7 +173,7 @@ def test_between_two_snapshots_stages_that_can_send_extra_ones() -> None:
 
 def test_young_s_period_follows_what_a_snapshot_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("accept_mpi.replication.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("accept_mpi.recovery.replication.time.monotonic", lambda: now[0])
     ranks = Ranks(2, mean_time_between_failures=3600.0)
     now[0] += 2.5
     assert ranks.step(0) & SNAPSHOT

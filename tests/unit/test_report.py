@@ -7,15 +7,15 @@ import h5py
 import numpy as np
 import pytest
 
-from accept_mpi import figures
 from accept_mpi.cli import main
 from accept_mpi.errors import UserError
-from accept_mpi.log import EVALS, KINDS, STEPS, TRACE, LogWriter
+from accept_mpi.logs import figures
+from accept_mpi.logs.html_report import write_report
+from accept_mpi.logs.log import EVALS, KINDS, STEPS, TRACE, LogWriter
+from accept_mpi.logs.timeline import busy_seconds, plan_rows, stage_use, steady_window
+from accept_mpi.pipeline.schedule import actions
+from accept_mpi.pipeline.simulator import simulate
 from accept_mpi.plan import make_plan
-from accept_mpi.report import write_report
-from accept_mpi.schedule import actions
-from accept_mpi.simulate import simulate
-from accept_mpi.timeline import busy_seconds, plan_rows, stage_use, steady_window
 
 STAGES, COUNT, PERIOD = 3, 4, 30.0
 
@@ -198,7 +198,7 @@ def test_mistakes(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert main(["trace", str(log), str(tmp_path / "no" / "out.json")]) == 2
     assert "cannot write" in capsys.readouterr().err
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    from accept_mpi.figures import pyplot
+    from accept_mpi.logs.figures import pyplot
 
     with pytest.raises(UserError, match=r"pip install matplotlib$"):
         pyplot()

@@ -7,12 +7,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from accept_mpi import config, models
-from accept_mpi.batches import Batches, Position
+from accept_mpi import models
+from accept_mpi.data.calendar import Batches, Position
 from accept_mpi.errors import UserError
-from accept_mpi.manifest import Manifest
-from accept_mpi.resuming import calendar, check, course_of
-from accept_mpi.snapshot import new_manifest
+from accept_mpi.job import Job, parse
+from accept_mpi.recovery.checkpoint import new_manifest
+from accept_mpi.recovery.manifest import Manifest
+from accept_mpi.training.resuming import calendar, check, course_of
 
 CHAIN = models.load("cnn", {"width": 4}, 0)
 JOB = """
@@ -34,16 +35,16 @@ directory = "run"
 """
 
 
-def parsed(*overrides: str, text: str = JOB) -> config.Job:
-    return config.parse(text, "job", overrides)
+def parsed(*overrides: str, text: str = JOB) -> Job:
+    return parse(text, "job", overrides)
 
 
-def manifest(job: config.Job, **fields: Any) -> Manifest:
+def manifest(job: Job, **fields: Any) -> Manifest:
     about = {"model": "cnn", "model_args": {"width": 4}, "layers": CHAIN.names, "seed": job.train.seed, "samples": 24}
     return new_manifest(**({"step": 4, "epoch": 1, "seen": 8, "run": "r", "job": job.to_json()} | about | fields))
 
 
-def told(before: config.Job, now: config.Job, *overrides: str, last: int = 20) -> list[str]:
+def told(before: Job, now: Job, *overrides: str, last: int = 20) -> list[str]:
     return check(manifest(before), now, overrides, CHAIN, 24, last)
 
 

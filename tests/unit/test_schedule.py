@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from accept_mpi.schedule import KINDS, Action, _zero_bubble, actions, depth, forward_only, grid, parse
-from accept_mpi.simulate import Packed, simulate, simulate_packed
+from accept_mpi.pipeline.schedule import KINDS, Action, _zero_bubble, actions, depth, forward_only, grid, parse
+from accept_mpi.pipeline.simulator import Packed, simulate, simulate_packed
 
 SIZES = [(stages, count) for stages in range(1, 9) for count in range(1, 17)]
 UNIT = {"F": 1.0, "B": 1.0, "W": 1.0, "U": 0.0, "E": 1.0}

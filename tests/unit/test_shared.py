@@ -11,15 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from accept_mpi import config, models
+from accept_mpi import models
 from accept_mpi.errors import UserError
-from accept_mpi.given import given_plan
+from accept_mpi.job import Job, parse
 from accept_mpi.models import as_chain, entries_of
 from accept_mpi.models.base import Chain
 from accept_mpi.models.layers import build_layers, build_stage
 from accept_mpi.models.shared import Shared, uncuttable
-from accept_mpi.outline import outline
-from accept_mpi.stage import Stage
+from accept_mpi.pipeline.stage import Stage
+from accept_mpi.planning.job_plan import given_plan
+from accept_mpi.profiling.outline import outline
 
 TOKENS = torch.zeros(2, 3, dtype=torch.int64)
 
@@ -459,8 +460,8 @@ directory = "r"
 TIE = Shared(0, 3, 'layers 0 "a" and 3 "d" share a parameter (a.weight, d.weight)')
 
 
-def job(*changes: str) -> config.Job:
-    return config.parse(JOB, "job", changes)
+def job(*changes: str) -> Job:
+    return parse(JOB, "job", changes)
 
 
 @pytest.mark.parametrize(

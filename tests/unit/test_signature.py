@@ -11,25 +11,26 @@ import pytest
 import torch
 from torch import nn
 
-from accept_mpi import config, models
-from accept_mpi.codec import Signature, TensorSpec
+from accept_mpi import models
+from accept_mpi.codecs.message import Signature, TensorSpec
 from accept_mpi.data import ArrayDataset, Dataset
-from accept_mpi.losses import find_loss
+from accept_mpi.job import Job, parse
 from accept_mpi.models.base import Chain
 from accept_mpi.models.layers import Layers, build_layers
-from accept_mpi.outline import Outline, outline_of
+from accept_mpi.models.losses import find_loss
+from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place
-from accept_mpi.signature import agree_on_shapes
-from accept_mpi.stage import Stage
+from accept_mpi.profiling.outline import Outline, outline_of
+from accept_mpi.training.boundaries import agree_on_shapes
 
 cross_entropy = find_loss("cross_entropy")
 
 SECONDS = 600.0
 
 
-def job_of(schedule: str = "1f1b") -> config.Job:
+def job_of(schedule: str = "1f1b") -> Job:
     text = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirectory="r"\n'
-    return config.parse(text, "job", [f"pipeline.schedule={schedule}"])
+    return parse(text, "job", [f"pipeline.schedule={schedule}"])
 
 
 class Messages:
@@ -78,7 +79,7 @@ Agreed = tuple[list[tuple[Signature, Signature]], int, list[Stage]]
 Outlines = Callable[[int], Outline | None]
 
 
-def agreed(chain: Chain, job: config.Job, data: Dataset, cuts: list[int], outlines: Outlines) -> Agreed:
+def agreed(chain: Chain, job: Job, data: Dataset, cuts: list[int], outlines: Outlines) -> Agreed:
     """What stages in threads agree on, in how many messages; the last rank is idle."""
     edges = [0, *cuts, len(chain)]
     stages, found, ranks = [], {}, len(edges)

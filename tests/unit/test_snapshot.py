@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from accept_mpi import snapshot
 from accept_mpi.errors import UserError
-from accept_mpi.manifest import complete, made_by
-from accept_mpi.snapshot import Checkpoint, CheckpointWriter, chunks, directory_of, new_manifest
+from accept_mpi.recovery import checkpoint as snapshot
+from accept_mpi.recovery.checkpoint import Checkpoint, CheckpointWriter, chunks, directory_of, new_manifest
+from accept_mpi.recovery.manifest import complete, made_by
 
 
 def weights(step: int) -> list[dict[str, torch.Tensor]]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from accept_mpi import spill
-from accept_mpi.spill import Spill
-from accept_mpi.supervised import Supervised
+from accept_mpi.launch.run_identity import Supervised
+from accept_mpi.recovery import disk_replicas
+from accept_mpi.recovery.disk_replicas import Spill
 
 RUN = Supervised("run", 1)
 
@@ -137,7 +137,7 @@ def test_nothing_is_left_of_a_run_at_its_end_nor_of_old_ones(tmp_path: Path) -> 
     old = tmp_path / "old" / "edge0"
     old.mkdir(parents=True)
     for path in (old, old.parent):
-        os.utime(path, (time.time() - spill._OLD - 60,) * 2)
+        os.utime(path, (time.time() - disk_replicas._OLD - 60,) * 2)
     kept = start(tmp_path)
     kept.read()
     assert not old.parent.exists()

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from accept_mpi import config
-from accept_mpi.codec import TensorSpec
+from accept_mpi.codecs.message import TensorSpec
 from accept_mpi.errors import UserError
-from accept_mpi.losses import find_loss
+from accept_mpi.job import parse
 from accept_mpi.models import as_chain
 from accept_mpi.models.layers import Layers, build_layers
-from accept_mpi.stage import Stage
+from accept_mpi.models.losses import find_loss
+from accept_mpi.pipeline.stage import Stage
 
 cross_entropy = find_loss("cross_entropy")
 
@@ -18,7 +18,7 @@ BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirecto
 
 
 def make(layers: list[nn.Module], schedule: str = "1f1b", last: bool = False) -> Stage:
-    job = config.parse(BASE, "job", [f"pipeline.schedule={schedule}"])
+    job = parse(BASE, "job", [f"pipeline.schedule={schedule}"])
     built = Layers(0, [str(i) for i in range(len(layers))], layers)
     return Stage(built, job, cross_entropy if last else None, built.has_conv2d)
 

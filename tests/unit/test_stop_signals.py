@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from accept_mpi.stop_signals import StopSignals
+from accept_mpi.launch.stop_signals import StopSignals
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import sys
 
 PROGRAM = """
 import sys
-from accept_mpi.terminal import outlive_terminal
+from accept_mpi.cli.terminal import outlive_terminal
 outlive_terminal()
 print("seen", flush=True)
 sys.stdin.read()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accept_mpi import tree
-from accept_mpi.state import unpacked
+from accept_mpi.pipeline.state import unpacked
 
 T = torch.arange(6.0).reshape(2, 3)
 

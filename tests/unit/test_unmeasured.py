@@ -11,13 +11,13 @@ from test_predictor import model as made_up
 from test_probe import job, mobile
 from torch import nn
 
-from accept_mpi.losses import find_loss
 from accept_mpi.models import as_chain
-from accept_mpi.outline import outline
-from accept_mpi.predictor import Predictor
-from accept_mpi.probe import LayerTimes, Subject, nothing_measured, probe
-from accept_mpi.submodels import Known
-from accept_mpi.unmeasured import fill, learned
+from accept_mpi.models.losses import find_loss
+from accept_mpi.prediction.imputation import fill, learned
+from accept_mpi.prediction.predictor import Predictor
+from accept_mpi.prediction.samples import Known
+from accept_mpi.profiling.layer_timer import LayerTimes, Subject, nothing_measured, probe
+from accept_mpi.profiling.outline import outline
 
 cross_entropy = find_loss("cross_entropy")
 

@@ -11,20 +11,20 @@ import pytest
 from test_planner import job as planner_job
 from test_planner import survey
 
-from accept_mpi import config
 from accept_mpi.cli import main
+from accept_mpi.cli.whatif import joined, survey_of_fleet, with_links
 from accept_mpi.data import load as load_data
+from accept_mpi.device.fleet import Host
 from accept_mpi.errors import UserError
-from accept_mpi.fleet import Host
-from accept_mpi.log import LogWriter
+from accept_mpi.job import parse
+from accept_mpi.logs.log import LogWriter
 from accept_mpi.models import load as load_model
-from accept_mpi.outline import outline_of
 from accept_mpi.plan import make_plan
-from accept_mpi.planner import plan_for
-from accept_mpi.probe import micro_batch
-from accept_mpi.problem import codings_of
-from accept_mpi.survey import Device, Survey
-from accept_mpi.whatif import joined, survey_of_fleet, with_links
+from accept_mpi.planning.formulation import codings_of
+from accept_mpi.planning.planner import plan_for
+from accept_mpi.profiling.cluster_profile import Device, Survey
+from accept_mpi.profiling.layer_timer import micro_batch
+from accept_mpi.profiling.outline import outline_of
 
 JOB = """
 [model]
@@ -133,7 +133,7 @@ def test_plan_where_no_time_was_left_to_measure_all_layers(tmp_path: Path, capsy
 
 def log_of_a_run(directory: Path, weights: float = 1e-3) -> Path:
     """Of the job above, on two devices that take 1 ms for each layer. ``weights``: seconds of what can be put off."""
-    job = config.parse(JOB, "job")
+    job = parse(JOB, "job")
     inputs = micro_batch(load_data(job.data.name, job.data.args)[0], job).inputs
     model = outline_of(load_model(job.model.name, job.model.args, job.train.seed), job, inputs)
     times, costs = [1e-3] * len(model.layers), dict.fromkeys(codings_of(job), 0.0)

@@ -1,6 +1,6 @@
 """Seconds until a test accuracy is reached, at 20 Mbit/s: systems that differ in speed differ in what a step learns, too."""
 
-from accept_mpi.figures import pyplot
+from accept_mpi.logs.figures import pyplot
 from harness.experiment import Experiment, run
 from harness.store import Result, table
 

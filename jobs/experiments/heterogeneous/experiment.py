@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from accept_mpi.figures import pyplot
+from accept_mpi.logs.figures import pyplot
 from accept_mpi.plan import Plan, even_cuts
 from harness.experiment import Experiment, run
 from harness.store import table

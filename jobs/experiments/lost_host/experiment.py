@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accept_mpi.figures import pyplot
-from accept_mpi.fleet import read
+from accept_mpi.device.fleet import read
+from accept_mpi.logs.figures import pyplot
 from edgelab.laboratory import Laboratory
 from harness.experiment import run
 from harness.live import Lines, anew, begin, step_of, wait_for_step

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from accept_mpi.figures import pyplot
-from accept_mpi.log import open_log
-from accept_mpi.replay import mean_times
+from accept_mpi.logs.figures import pyplot
+from accept_mpi.logs.log import open_log
+from accept_mpi.logs.replay import mean_times
 from harness.experiment import Experiment, run
 from harness.store import table
 

@@ -1,15 +1,15 @@
 """What fraction of the links' time is hidden behind computing, and a picture of three steps that shows it.
 
 Hidden: what the busiest link's sending does not add to a step. What it does add is found by running the trace again with
-links that take no time (``accept_mpi.replay``).
+links that take no time (``accept_mpi.logs.replay``).
 """
 
 from pathlib import Path
 
-from accept_mpi.figures import draw_timeline
-from accept_mpi.log import open_log, read_facts
-from accept_mpi.replay import link_cost
-from accept_mpi.timeline import stage_use, steady_window
+from accept_mpi.logs.figures import draw_timeline
+from accept_mpi.logs.log import open_log, read_facts
+from accept_mpi.logs.replay import link_cost
+from accept_mpi.logs.timeline import stage_use, steady_window
 from harness.experiment import Experiment, run
 from harness.store import table
 

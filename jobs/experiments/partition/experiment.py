@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from accept_mpi.figures import pyplot
-from accept_mpi.partition import Problem, cost, solve
-from accept_mpi.predictor import Predictor
-from accept_mpi.spread import spread
-from accept_mpi.submodels import Floats
+from accept_mpi.logs.figures import pyplot
+from accept_mpi.planning.balance import spread
+from accept_mpi.planning.search import Problem, cost, solve
+from accept_mpi.prediction.predictor import Predictor
+from accept_mpi.prediction.samples import Floats
 from harness.devices import FORMATS, ISAS, MODELS, SHARES, Gathered, device_of, gathered, host_of
 from harness.experiment import Experiment, run
 from harness.store import table

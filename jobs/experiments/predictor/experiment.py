@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from accept_mpi.dual_stream import DualStream, train_dual_stream
-from accept_mpi.figures import pyplot
-from accept_mpi.predictor import Predictor
-from accept_mpi.probe import scattered
-from accept_mpi.submodels import Floats, Known
+from accept_mpi.logs.figures import pyplot
+from accept_mpi.prediction.accept_network import DualStream, train_dual_stream
+from accept_mpi.prediction.predictor import Predictor
+from accept_mpi.prediction.samples import Floats, Known
+from accept_mpi.profiling.layer_timer import scattered
 from harness.baselines import by_capacity, by_layers, by_nearest, by_operations
 from harness.devices import MODELS, Gathered, gathered
 from harness.experiment import Experiment, run

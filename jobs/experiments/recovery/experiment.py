@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from accept_mpi import config
+from accept_mpi.device.fleet import read
 from accept_mpi.errors import UserError
-from accept_mpi.fleet import read
-from accept_mpi.log import KINDS, Rows, open_log
+from accept_mpi.job import parse
+from accept_mpi.logs.log import KINDS, Rows, open_log
 from edgelab.laboratory import Laboratory
 from harness.experiment import run
 from harness.live import SECONDS, Lines, anew, start, wait_for_step
 from harness.store import table
 
 _FOLDER = Path(__file__).resolve().parent
-_JOB = config.parse((_FOLDER / "job.toml").read_text(), "job.toml")
+_JOB = parse((_FOLDER / "job.toml").read_text(), "job.toml")
 _EVERY = _JOB.recovery.replicate_every
 _OUT = Path("runs/experiments/recovery")
 _PARTS = ("detect", "find together", "plan", "move state", "build", "replay, and the new step")
@@ -209,7 +209,7 @@ def main() -> None:
 
 def draw(log: Path) -> None:
     """The first of our runs as its report draws it."""
-    from accept_mpi.figures import draw_course
+    from accept_mpi.logs.figures import draw_course
 
     with open_log(log) as file:
         trace, steps, events = file["trace"][:], file["steps"][:], file["events"][:]

@@ -8,7 +8,7 @@ seconds, is its speed a minute later (on a machine that others use, it is not).
 
 import numpy as np
 
-from accept_mpi.figures import pyplot
+from accept_mpi.logs.figures import pyplot
 from harness.experiment import Experiment, run
 from harness.store import table
 

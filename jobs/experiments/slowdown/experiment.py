@@ -5,9 +5,9 @@ that is planned for the slow host from its beginning.
 from pathlib import Path
 from typing import Any
 
-from accept_mpi.fleet import read
-from accept_mpi.log import Rows, open_log
-from accept_mpi.timeline import stage_use
+from accept_mpi.device.fleet import read
+from accept_mpi.logs.log import Rows, open_log
+from accept_mpi.logs.timeline import stage_use
 from edgelab.laboratory import Laboratory
 from harness.experiment import run
 from harness.live import anew, plot_rates, rate, start, wait_for_step

@@ -5,8 +5,8 @@ adaptation alone, when it pays, and with the paper's fixed period.
 from pathlib import Path
 from typing import Any
 
-from accept_mpi.fleet import read
-from accept_mpi.log import open_log
+from accept_mpi.device.fleet import read
+from accept_mpi.logs.log import open_log
 from edgelab.laboratory import Laboratory
 from harness.experiment import run
 from harness.live import anew, plot_rates, rate, start, wait_for_step

@@ -1,7 +1,7 @@
 """The edge lab: several unequal hosts on slow links in one machine. Standard library only; Linux, root.
 
-accept_mpi.fleet (what the hosts are) -> cgroups, network, shells (what they are made of) -> laboratory (up, run, change,
-down) -> cli.
+accept_mpi.device.fleet (what the hosts are) -> cgroups, network, shells (what they are made of) -> laboratory (up, run,
+change, down) -> cli.
 """
 
 from accept_mpi.errors import UserError

@@ -6,8 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+from accept_mpi.device.fleet import Host, read
 from accept_mpi.errors import UserError
-from accept_mpi.fleet import Host, read
 from edgelab import LabError
 from edgelab.laboratory import Laboratory, crowded, keep, labs
 

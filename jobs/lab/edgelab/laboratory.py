@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from accept_mpi.fleet import Host, changed
+from accept_mpi.device.fleet import Host, changed
 from edgelab import LabError
 from edgelab.cgroups import Groups, kill
 from edgelab.network import HEAD, NAMESPACES, Network, free_number

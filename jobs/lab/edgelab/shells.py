@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from accept_mpi.fleet import Host
+from accept_mpi.device.fleet import Host
 from edgelab import LabError
 from edgelab.network import run
 

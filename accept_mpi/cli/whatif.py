@@ -1,0 +1,217 @@
+"""Surveys of devices that are not there: a run's own, changed, or a fleet on paper.
+
+A device on paper is this machine, timed with the threads and the instruction set that the fleet gives it and then taken to
+be as slow as its share of a core says; so figures are in the proportion of personas, and as good as those.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from accept_mpi.data import load as load_data
+from accept_mpi.device.cpu import keep_memory
+from accept_mpi.device.fleet import Host
+from accept_mpi.device.memory import planned
+from accept_mpi.errors import UserError
+from accept_mpi.job import Job, parse
+from accept_mpi.logs.log import open_log
+from accept_mpi.models import load as load_model
+from accept_mpi.models.losses import find_loss
+from accept_mpi.planning.formulation import codings_of
+from accept_mpi.prediction.imputation import fill
+from accept_mpi.profiling.cluster_profile import Device, Survey
+from accept_mpi.profiling.layer_timer import LayerTimes, MicroBatch, Subject, micro_batch, probe
+from accept_mpi.profiling.outline import Outline, outline_of
+from accept_mpi.profiling.stage_timer import codec_costs, message_cost
+
+_CARRIED = 0.93  # of a link's rate, through TCP and MPI
+_UNLIMITED = 1e9  # bytes/s of a link without a limit
+_LATENCY = 2e-4  # seconds
+_BYTE_CPU = 2e-9  # seconds of a whole core to send or receive a byte through TCP
+_MESSAGE_CPU = 1e-4  # and a message, its bytes apart, on MPI's side
+_PROCESS = 450 << 20  # bytes of Python, torch, MPI and a small data set, before there is a model
+_DEADLINE = 300.0
+
+
+class _Measured(NamedTuple):
+    """What this machine tells of itself."""
+
+    model: Outline
+    times: LayerTimes
+    costs: dict[str, tuple[float, float]]
+    """Seconds of CPU to encode and to decode a value, by codec."""
+    message: float
+    """Seconds of CPU that a message takes besides, this side of MPI."""
+
+
+def survey_of_log(path: Path, job: Job) -> Survey:
+    """What a run was planned from. Raises UserError where it was not planned by measuring, or tells nothing of this job:
+    another model, another size of micro-batch, other threads, codecs that it did not measure."""
+    with open_log(path) as log:
+        if "survey" not in log:
+            raise UserError(f'{path}: this run was not planned by measuring (pipeline.cuts = "auto")')
+        survey, ran = Survey.read(log["survey"]), msgspec.json.decode(log.attrs["job"])
+    timed, batch, count = survey.outline.samples, job.train.batch_size, job.train.micro_batches
+    if (asked := -(-batch // count)) != timed:
+        raise UserError(
+            f"{path}: layers were timed with {timed} samples a micro-batch, but train.batch_size = {batch} and "
+            f"train.micro_batches = {count} make {asked}; keep their ratio, or run this job to measure anew"
+        )
+    try:
+        wanted = codings_of(job)
+    except ValueError as error:
+        raise UserError(f"pipeline.forward or backward: {error}") from error
+    known = set.intersection(*({*device.encode} & {*device.decode} for device in survey.devices))
+    if missing := [name for name in wanted if name not in known]:
+        raise UserError(
+            f"{path}: this run did not measure what coding with {', '.join(missing)} takes; "
+            f"run this job, which may use it, to measure anew"
+        )
+    threads, timed_threads = job.train.threads, ran["train"]["threads"]
+    if threads != timed_threads:
+        raise UserError(
+            f"{path}: layers were timed with train.threads = {timed_threads}, the job asks for {threads}; "
+            f"run this job to measure anew"
+        )
+    if not _same_model(survey.outline, job, ran):
+        raise UserError(
+            f"{path}: the layers timed were those of another model than the job's, or took data of another shape or memory "
+            f"format; run this job to measure anew"
+        )
+    return _with_weights(survey) if job.pipeline.schedule == "zero-bubble" else survey
+
+
+def _with_weights(survey: Survey) -> Survey:
+    """The same, where what zero-bubble puts off was not measured since another schedule ran: half of each backward then."""
+    devices = [
+        device if any(device.weights) else msgspec.structs.replace(device, weights=[v / 2 for v in device.backward])
+        for device in survey.devices
+    ]
+    return msgspec.structs.replace(survey, devices=devices)
+
+
+def _same_model(timed: Outline, job: Job, ran: dict[str, Any]) -> bool:
+    """Whether a job has the layers that were timed for the job that ran. Looks at them only where the jobs' words differ."""
+    model, data = (msgspec.to_builtins(section) == ran[key] for key, section in (("model", job.model), ("data", job.data)))
+    if model and data and job.train.memory_format == ran["train"]["memory_format"]:
+        return True
+    with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is no plan
+        first = timed.layers[0]
+        batch = MicroBatch(tuple(spec.zeros() for spec in first.inputs), None, first.tree, timed.samples)
+        if not data:
+            batch = micro_batch(load_data(job.data.name, job.data.args, job.model)[0], job)
+        chain = load_model(job.model.name, job.model.args, job.train.seed)
+        if chain.names != list(timed.names):
+            return False
+        return _sizes(outline_of(chain, job, batch.inputs, batch.tree, batch.samples)) == _sizes(timed)
+
+
+def _sizes(model: Outline) -> tuple[bool, list[tuple[int, list[tuple[int, ...]]]]]:
+    """Whether channels come last; parameters of each layer, and the shapes of what it takes."""
+    return model.channels_last, [(layer.parameters, [spec.shape for spec in layer.inputs]) for layer in model.layers]
+
+
+def survey_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str]) -> Survey:
+    """A fleet on paper; times come from this machine."""
+    measured: dict[tuple[str | None, int], _Measured] = {}
+    devices = []
+    for host in hosts:
+        kind = (host.isa, host.threads)
+        if kind not in measured:
+            measured[kind] = _measure_here(host, job, list(overrides))
+        model, times, costs, message = measured[kind]
+        forward, backward, weights, update = (host.threads / host.cpu * fill([times], model)[:, 0]).tolist()
+        devices.append(
+            Device(
+                host=host.name,
+                forward=forward,
+                backward=backward,
+                weights=weights,
+                update=update,
+                encode={name: encode / min(1.0, host.cpu) for name, (encode, _) in costs.items()},
+                decode={name: decode / min(1.0, host.cpu) for name, (_, decode) in costs.items()},
+                byte=_BYTE_CPU / min(1.0, host.cpu),
+                message=(_MESSAGE_CPU + message) / min(1.0, host.cpu),
+                shared=True,
+                memory=planned((host.memory or 1 << 40) - _PROCESS),
+            )
+        )
+    links = np.array([_bytes_per_second(host.link) for host in hosts])
+    rate = np.minimum(links[:, None], links[None, :])
+    return Survey(model, devices, rate.tolist(), np.full_like(rate, _LATENCY).tolist())
+
+
+def joined(survey: Survey, more: Survey) -> Survey:
+    """Both surveys' devices; a link between two of them is as fast as the slower one's own. Raises UserError."""
+    if more.outline.key != survey.outline.key:
+        raise UserError("the added devices were timed on another model or size of micro-batch than the log's")
+    both = Survey(survey.outline, survey.devices + more.devices, [], [])
+    count, before = len(both.devices), len(survey.devices)
+    nics = np.array([survey.nic(n) for n in range(before)] + [more.nic(n) for n in range(count - before)])
+    rate, latency = np.minimum(nics[:, None], nics[None, :]), np.full((count, count), _LATENCY)
+    rate[:before, :before], latency[:before, :before] = survey.rate, survey.latency
+    return msgspec.structs.replace(both, rate=rate.tolist(), latency=latency.tolist())
+
+
+def with_links(survey: Survey, links: Mapping[str, float]) -> Survey:
+    """The same with other links (Mbit/s) of some hosts, all at once: between two hosts the slower one's own link counts, and
+    ranks that share a host keep what they have. Raises UserError where there is no such host."""
+    hosts = [device.host for device in survey.devices]
+    for host in links:
+        if host not in hosts:
+            raise UserError(f"--link {host}: no such host; there are {', '.join(dict.fromkeys(hosts))}")
+    nics = np.array([_bytes_per_second(links[host]) if host in links else survey.nic(n) for n, host in enumerate(hosts)])
+    names, touched = np.array(hosts), np.isin(hosts, list(links))
+    crossing = (names[:, None] != names) & (touched[:, None] | touched)
+    return msgspec.structs.replace(survey, rate=np.where(crossing, np.minimum(nics[:, None], nics), survey.rate).tolist())
+
+
+def _bytes_per_second(mbit: float | None) -> float:
+    return _CARRIED * mbit * 1e6 / 8 if mbit else _UNLIMITED
+
+
+def _measure_here(host: Host, job: Path, overrides: list[str]) -> _Measured:
+    """This machine with a host's threads and instruction set, which a process takes at its start."""
+    command = [sys.executable, "-m", "accept_mpi.cli.whatif", str(job), *overrides]
+    environment = os.environ | host.environment()
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=_DEADLINE)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{job}: timing layers on this machine took longer than {_DEADLINE:.0f} s") from error
+    if done.returncode:
+        text = done.stderr.decode(errors="replace").strip().splitlines()
+        raise UserError(f"{job}: layers cannot be timed on this machine: {text[-1] if text else 'no message'}")
+    return msgspec.msgpack.decode(done.stdout, type=_Measured)
+
+
+def _measure(path: Path, overrides: list[str]) -> _Measured:
+    """Of this process."""
+    job = parse(path.read_text(), str(path), overrides)
+    keep_memory()
+    chain = load_model(job.model.name, job.model.args, job.train.seed)
+    train, _ = load_data(job.data.name, job.data.args, job.model)
+    batch = micro_batch(train, job)
+    model = outline_of(chain, job, batch.inputs, batch.tree, batch.samples)
+    times = probe(Subject(chain, model, job, find_loss(job.train.loss), *batch), job.pipeline.probe_seconds)
+    codings = codings_of(job)
+    costs = codec_costs(codings)
+    coded = max(codings.values(), key=lambda coding: coding.kind != "none")
+    return _Measured(model, times, costs, message_cost(coded))
+
+
+if __name__ == "__main__":
+    # The answer goes to standard output, and what a user's code prints to standard error.
+    with os.fdopen(os.dup(1), "wb") as answer:
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr
+        try:
+            answer.write(msgspec.msgpack.encode(_measure(Path(sys.argv[1]), sys.argv[2:])))
+        except UserError as mistake:
+            sys.exit(str(mistake))

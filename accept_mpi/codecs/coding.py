@@ -1,0 +1,108 @@
+"""Codecs by name: what is done to a floating-point tensor's values on the wire.
+
+``none``: as they are. ``bf16``, ``fp16``: half the bytes. ``uniform:B``: B = 1..8 bits a value in groups of 64 that share a
+zero point and a scale (kernels/uniform.py); ``uniform:B/G`` sets the group, 0 for the whole tensor; ``+sr`` rounds
+stochastically (unbiased; the default for gradients, AccEPT), ``+nr`` to nearest (the default for activations). ``mbq:B``,
+``mbq:B/G``: B = 1..4 bits a value, multi-bit quantization (kernels/mbq.py).
+"""
+
+import re
+import time
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from accept_mpi.kernels.options import compiled
+from accept_mpi.registry import nearest
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Kind = Literal["none", "bf16", "fp16", "uniform", "mbq"]
+KINDS: tuple[Kind, ...] = ("none", "bf16", "fp16", "uniform", "mbq")
+_EXAMPLES = "none, bf16, fp16, uniform:4, uniform:2/256+sr, mbq:2"
+_MODULES = {"bf16": "half", "uniform": "uniform", "mbq": "mbq"}
+_MOST_BITS = {"uniform": 8, "mbq": 4}
+
+
+class Coding(msgspec.Struct, frozen=True):
+    """A codec with its options."""
+
+    kind: Kind = "none"
+    bits: int = 0
+    group: int = 0
+    stochastic: bool = False
+
+    @property
+    def number(self) -> int:
+        """How headers call it."""
+        return KINDS.index(self.kind)
+
+    def nbytes(self, values: int) -> int:
+        """Bytes that ``encode`` writes for ``values`` values."""
+        if self.kind in ("bf16", "fp16"):
+            return 2 * values
+        return _kernels(self.kind).encoded_bytes(values, self.bits, self.group)
+
+    def encode(self, x: Floats, out: Bytes, key: int) -> bool:
+        """Code ``x`` (1-D float32) into ``out``; False where it cannot be coded: not finite, or too large.
+
+        ``key``: 64 bits that decide stochastic rounding.
+        """
+        if self.kind == "bf16":
+            _kernels("bf16").to_bf16(x.view(np.uint32), out.view(np.uint16))
+            return True
+        if self.kind == "fp16":
+            half = out.view(np.float16)
+            with np.errstate(over="ignore"):
+                np.copyto(half, x, casting="same_kind")
+            return bool(np.isfinite(half).all())
+        kernels = _kernels(self.kind)
+        if self.stochastic:
+            return kernels.encode(x, self.bits, self.group, out, key) == kernels.CODED
+        return kernels.encode(x, self.bits, self.group, out) == kernels.CODED
+
+    def decode(self, data: Bytes, x: Floats) -> None:
+        """The values that ``encode`` wrote, into ``x``."""
+        if self.kind == "bf16":
+            _kernels("bf16").from_bf16(data.view(np.uint16), x.view(np.uint32))
+        elif self.kind == "fp16":
+            np.copyto(x, data.view(np.float16))
+        else:
+            _kernels(self.kind).decode(data, self.bits, self.group, x)
+
+
+NONE = Coding()
+
+
+def parse(text: str, gradients: bool) -> Coding:
+    """A codec from its name. Raises ValueError with a sentence."""
+    if text in ("none", "bf16", "fp16"):
+        return Coding(text)  # type: ignore[arg-type]
+    found = re.fullmatch(r"(uniform|mbq):(\d+)(?:/(\d+))?(\+sr|\+nr)?", text)
+    if not found:
+        raise ValueError(f'unknown codec "{text}"{nearest(text.partition(":")[0], list(KINDS))} (examples: {_EXAMPLES})')
+    kind, bits, group = found[1], int(found[2]), int(found[3]) if found[3] else 64
+    if not 1 <= bits <= _MOST_BITS[kind]:
+        raise ValueError(f'codec "{text}": 1 to {_MOST_BITS[kind]} bits, not {bits}')
+    if group and (group < 8 or group > 16384 or group & (group - 1)):
+        raise ValueError(
+            f'codec "{text}": a group is a power of two from 8 to 16384, or 0 for the whole tensor, not {group}'
+        )
+    if kind == "mbq" and found[4]:
+        raise ValueError(f'codec "{text}": mbq always takes the nearest level, without {found[4]}')
+    stochastic = kind == "uniform" and (gradients if found[4] is None else found[4] == "+sr")
+    return Coding(kind, bits, group, stochastic)  # type: ignore[arg-type]
+
+
+def _kernels(kind: Kind) -> Any:
+    return compiled(f"accept_mpi.kernels.{_MODULES[kind]}")
+
+
+def prepare(codings: list[Coding]) -> float:
+    """Compile what these codecs need, before any clock starts, or take it from the cache. Returns the seconds it took."""
+    began = time.perf_counter()
+    for kind in sorted({coding.kind for coding in codings} - {"none", "fp16"}):
+        _kernels(kind)
+    return time.perf_counter() - began

@@ -1,0 +1,392 @@
+"""Tensors <-> bytes on the wire: the header, and what a boundary agrees on once per plan.
+
+A message is one boundary's tensors of one micro-batch in one direction: a 64-byte header, then each tensor's bytes in
+memory order, each padded to 64. Shapes, dtypes, strides and the tree that the tensors belong to (``tree``) are not in it
+where they are what both ends have agreed on beforehand (``Signature``), for each number of samples that a micro-batch can
+have. Where a micro-batch differs, a description lies between header and tensors.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from xxhash import xxh3_64_intdigest
+
+from accept_mpi.codecs.coding import KINDS, NONE, Coding
+from accept_mpi.errors import ProtocolError
+from accept_mpi.seeds import mix
+from accept_mpi.tree import LONE, Tree
+
+Bytes = npt.NDArray[np.uint8]
+
+MAGIC = 0x4D504941  # "AIPM"
+VERSION = 3
+ALIGN = 64
+
+_HEADER = struct.Struct("<IBBHIHHQIIQddQ")
+HEADER_BYTES = _HEADER.size
+assert HEADER_BYTES == ALIGN
+_GUARDED = HEADER_BYTES - 8  # bytes before the checksum
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What a message says of itself, in the order of its fields on the wire (little-endian, 64 bytes)."""
+
+    direction: int
+    codec: int
+    described: int
+    """Bytes of the description; 0: all is as agreed."""
+    boundary: int
+    flags: int
+    """Activations: ``Forward.suspect``."""
+    step: int
+    micro_batch: int
+    samples: int
+    length: int
+    """Payload bytes after the header."""
+    scale: float
+    """Gradients: what the last stage multiplies the step's gradients with (``Stage.update``), once it knows."""
+    sent: float
+    """When it was given to MPI, in seconds on rank 0's clock."""
+
+    def pack_into(self, message: Bytes) -> None:
+        """Write it in front of the payload, which is there already."""
+        fields = (MAGIC, VERSION, *msgspec.structs.astuple(self))
+        _HEADER.pack_into(message.data, 0, *fields, 0)
+        _HEADER.pack_into(message.data, 0, *fields, _checksum(message))
+
+    @staticmethod
+    def unpack(buffer: Bytes) -> "Header":
+        """Read and check the header of a received message, its payload's checksum included.
+
+        Raises ProtocolError with a sentence.
+        """
+        if buffer.size < HEADER_BYTES:
+            raise ProtocolError(f"a message of {buffer.size} bytes is shorter than its header of {HEADER_BYTES}")
+        magic, version, *fields, guard = _HEADER.unpack_from(buffer.data, 0)
+        if magic != MAGIC:
+            raise ProtocolError(f"a message begins with {magic:#010x} instead of {MAGIC:#010x}")
+        if version != VERSION:
+            raise ProtocolError(f"a message has format version {version}; this rank speaks {VERSION}")
+        header = Header(*fields)
+        if header.length != buffer.size - HEADER_BYTES and not _announces(header, buffer):
+            raise ProtocolError(
+                f"a message announces {header.length} bytes after its header and has {buffer.size - HEADER_BYTES}"
+            )
+        if guard != _checksum(buffer):
+            raise ProtocolError(f"a message has a wrong checksum ({header})")
+        return header
+
+    def announce(self) -> Bytes:
+        """A message without its payload: the whole one comes by itself, too large for the buffer that waits for this."""
+        message = aligned(HEADER_BYTES)
+        self.pack_into(message)
+        return message
+
+
+def _announces(header: Header, buffer: Bytes) -> bool:
+    return buffer.size == HEADER_BYTES and header.length > 0
+
+
+def announced(message: Bytes) -> int:
+    """Bytes of the whole message that a received one announces; 0: it is whole itself. Raises ProtocolError."""
+    header = Header.unpack(message)
+    return HEADER_BYTES + header.length if _announces(header, message) else 0
+
+
+def _checksum(message: Bytes) -> int:
+    """XXH3, 64 bits, of the header's other fields and the payload."""
+    return xxh3_64_intdigest(message.data[HEADER_BYTES:], seed=xxh3_64_intdigest(message.data[:_GUARDED]))
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """A tensor but for its values. ``dtype`` is torch's name ("float32"), or "absent" for a gradient that is None.
+
+    Strides cross the wire exactly, since kernels choose their order of summation by them: a dimension of stride 0 (an
+    expanded gradient) is sent once and expanded again on the other side.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    grad: bool = False
+    """Whether a gradient comes back for it."""
+
+    @staticmethod
+    def of(tensor: torch.Tensor | None) -> "TensorSpec":
+        if tensor is None:
+            return TensorSpec((0,), (1,), "absent")
+        stride = tensor.stride()
+        if not _is_dense(_sent_shape(tensor.shape, stride), stride):
+            stride = tensor.contiguous().stride()
+        grad = tensor.requires_grad
+        return TensorSpec(tuple(tensor.shape), tuple(stride), str(tensor.dtype).removeprefix("torch."), grad)
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """The shape of what is sent: dimensions of stride 0 reduced to 1."""
+        return _sent_shape(self.shape, self.stride)
+
+    @property
+    def numel(self) -> int:
+        """Number of values sent."""
+        return math.prod(self.sent_shape)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.dtype == "absent" else self.numel * self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def zeros(self) -> torch.Tensor | None:
+        """A tensor of this spec, all zeros."""
+        if self.dtype == "absent":
+            return None
+        dense = torch.empty_strided(self.sent_shape, self.stride, dtype=self.torch_dtype).zero_()
+        return dense.expand(self.shape).requires_grad_(self.grad)
+
+    def fits(self, tensor: torch.Tensor | None, training: bool = True) -> bool:
+        """Whether this is the spec of a tensor; in evaluation no gradient is wanted, whatever was agreed."""
+        if tensor is None or self.dtype == "absent":
+            return tensor is None and self.dtype == "absent"
+        if (
+            tensor.shape != self.shape
+            or tensor.dtype != self.torch_dtype
+            or (training and tensor.requires_grad != self.grad)
+        ):
+            return False
+        return tensor.stride() == self.stride or _same_layout(self.shape, TensorSpec.of(tensor).stride, self.stride)
+
+    def flatten(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """The values to send of a tensor that ``fits``, in memory order: a 1-D view, or a copy where it is not dense."""
+        if self.dtype == "absent":
+            return None
+        assert tensor is not None, "ask ``fits`` first"
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        if tensor.stride() == self.stride and 0 not in self.stride:
+            return tensor.as_strided((tensor.numel(),), (1,))
+        for dim, (full, sent) in enumerate(zip(self.shape, self.sent_shape, strict=True)):
+            if sent < full:
+                tensor = tensor.narrow(dim, 0, 1)
+        if not _same_layout(self.sent_shape, tensor.stride(), self.stride):
+            tensor = torch.empty_strided(self.sent_shape, self.stride, dtype=tensor.dtype).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+    def unflatten(self, data: Bytes, coding: Coding = NONE) -> torch.Tensor | None:
+        """A fresh tensor of this spec from the bytes of its values, or what ``coding`` made of them."""
+        if self.dtype == "absent":
+            return None
+        dense = torch.empty_strided(self.sent_shape, self.stride, dtype=self.torch_dtype)
+        flat = dense.as_strided((dense.numel(),), (1,))
+        if coding.kind == "none":
+            if dense.numel():
+                np.copyto(flat.view(torch.uint8).numpy(), data)
+        elif dense.dtype == torch.float32:
+            coding.decode(data, flat.numpy())
+        else:
+            values = np.empty(dense.numel(), np.float32)
+            coding.decode(data, values)
+            flat.copy_(torch.from_numpy(values))
+        return dense.expand(self.shape).requires_grad_(self.grad)
+
+
+Specs = tuple[TensorSpec, ...]
+Tensors = tuple[torch.Tensor | None, ...]
+
+
+class Signature(msgspec.Struct, frozen=True):
+    """What crosses one boundary, by the number of samples of the micro-batch."""
+
+    forward: dict[int, Specs]
+    backward: dict[int, Specs]
+    trees: dict[int, Tree] = {}
+    """What activations belong to; gradients are just as many as inputs want one."""
+
+    def direction(self, direction: int) -> dict[int, Specs]:
+        return self.backward if direction else self.forward
+
+
+def _sent_shape(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(1 if st == 0 and sh > 1 else sh for sh, st in zip(shape, stride, strict=True))
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill one block of memory, in whatever order of dimensions."""
+    expected = 1
+    for st, sh in sorted((st, sh) for sh, st in zip(shape, stride, strict=True) if sh != 1):
+        if st != expected:
+            return False
+        expected *= sh
+    return True
+
+
+def _same_layout(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    return all(x == y for sh, x, y in zip(shape, a, b, strict=True) if sh > 1)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+class _Part(NamedTuple):
+    """Where a tensor lies in a message."""
+
+    start: int
+    end: int
+    padded: int
+    """Where the next one starts."""
+    coded: bool
+
+
+class _Layout(NamedTuple):
+    """A message. Known in advance: when one comes, caches are full of what is being computed, and each line of Python is
+    slow."""
+
+    parts: tuple[_Part, ...]
+    wire: int
+    """Bytes, header included."""
+    raw: int
+    """Bytes of the tensors, uncoded."""
+
+
+@lru_cache(maxsize=4096)
+def _layout(specs: Specs, coding: Coding) -> _Layout:
+    parts, at = [], HEADER_BYTES
+    for spec in specs:
+        coded = _is_coded(spec, coding)
+        end = at + (coding.nbytes(spec.numel) if coded else spec.nbytes)
+        parts.append(_Part(at, end, at + _padded(end - at), coded))
+        at = parts[-1].padded
+    return _Layout(tuple(parts), at, sum(spec.nbytes for spec in specs))
+
+
+def raw_bytes(specs: Specs) -> int:
+    """Size of these tensors, uncoded."""
+    return _layout(specs, NONE).raw
+
+
+def wire_bytes(specs: Specs, coding: Coding = NONE) -> int:
+    """Size of a message, header included."""
+    return _layout(specs, coding).wire
+
+
+def buffer_bytes(specs: Specs, coding: Coding, description: bytes = b"") -> int:
+    """Room for a message, coded or (where values are not finite) not."""
+    return max(wire_bytes(specs), wire_bytes(specs, coding)) + _padded(len(description))
+
+
+def aligned(nbytes: int) -> Bytes:
+    """An uninitialized byte buffer that begins at a multiple of 64."""
+    block = np.empty(nbytes + ALIGN, np.uint8)
+    offset = -block.ctypes.data % ALIGN
+    return block[offset : offset + nbytes]
+
+
+def describe(specs: Specs, tree: Tree) -> bytes:
+    """What a message says of itself where it is not as agreed."""
+    return msgspec.msgpack.encode((tree, specs))
+
+
+@lru_cache(maxsize=1024)
+def _described(description: bytes) -> tuple[Tree, Specs]:
+    try:
+        return msgspec.msgpack.decode(description, type=tuple[Tree, Specs])
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a message's description cannot be read: {error}") from error
+
+
+def encode(
+    specs: Specs,
+    flat: Tensors,
+    buffer: Bytes,
+    coding: Coding = NONE,
+    key: int = 0,
+    *,
+    now: Callable[[], float],
+    description: bytes = b"",
+    **fields: Any,
+) -> Header:
+    """Write a message of ``flat`` tensors (from ``TensorSpec.flatten``) into ``buffer``; returns its header.
+
+    ``key`` decides stochastic rounding; ``now`` is asked for the header's ``sent`` when all is coded; ``description`` is
+    that of ``describe`` where the message is not as agreed; ``fields`` are the header's direction, boundary, step,
+    micro_batch, samples, flags and scale. A message with values that cannot be coded (not finite) goes as it is, and its
+    header says so.
+    """
+    layout, offset = _layout(specs, coding), _padded(len(description))
+    for number, (tensor, part) in enumerate(zip(flat, layout.parts, strict=True)):
+        into = buffer[offset + part.start : offset + part.end]
+        if part.coded:
+            assert tensor is not None
+            values = tensor.float()
+            fits = tensor.dtype != torch.float64 or bool(values.isfinite().all())
+            if not (fits and coding.encode(values.numpy(), into, mix(key, number))):
+                return encode(specs, flat, buffer, NONE, key, now=now, description=description, **fields)
+        elif tensor is not None and tensor.numel():
+            np.copyto(into, tensor.view(torch.uint8).numpy())
+        if part.end < part.padded:
+            buffer[offset + part.end : offset + part.padded] = 0
+    if description:
+        buffer[HEADER_BYTES : HEADER_BYTES + offset] = 0
+        buffer[HEADER_BYTES : HEADER_BYTES + len(description)] = np.frombuffer(description, np.uint8)
+    wire = layout.wire + offset
+    header = Header(codec=coding.number, described=len(description), length=wire - HEADER_BYTES, sent=now(), **fields)
+    header.pack_into(buffer[:wire])
+    return header
+
+
+class Decoded(NamedTuple):
+    """A message as received."""
+
+    header: Header
+    tensors: Tensors
+    tree: Tree
+    raw: int
+    """Bytes of the tensors, uncoded."""
+
+
+def decode(
+    by_samples: dict[int, Specs], message: Bytes, agreed: Coding = NONE, trees: Mapping[int, Tree] = MappingProxyType({})
+) -> Decoded:
+    """A received message. Raises ProtocolError with a sentence where it cannot be right."""
+    header = Header.unpack(message)
+    offset, tree = _padded(header.described), trees.get(header.samples, LONE)
+    if header.described:
+        if header.described > header.length:
+            raise ProtocolError(f"a message of {header.length} bytes has a description of {header.described}")
+        tree, specs = _described(message[HEADER_BYTES : HEADER_BYTES + header.described].tobytes())
+    elif header.samples in by_samples:
+        specs = by_samples[header.samples]
+    else:
+        raise ProtocolError(f"a message holds {header.samples} samples; agreed were {sorted(by_samples)}")
+    if header.codec not in (agreed.number, NONE.number):
+        name = KINDS[header.codec] if header.codec < len(KINDS) else f"number {header.codec}"
+        raise ProtocolError(f"a message has codec {name} where {agreed.kind} was agreed")
+    coding = agreed if header.codec else NONE
+    layout = _layout(specs, coding)
+    if message.size != layout.wire + offset:
+        raise ProtocolError(
+            f"a message has {message.size} bytes where its {header.samples} samples make {layout.wire + offset}"
+        )
+    tensors = (
+        spec.unflatten(message[offset + part.start : offset + part.end], coding if part.coded else NONE)
+        for spec, part in zip(specs, layout.parts, strict=True)
+    )
+    return Decoded(header, tuple(tensors), tree, layout.raw)
+
+
+def _is_coded(spec: TensorSpec, coding: Coding) -> bool:
+    """Token ids, masks and what is half as long already go as they are."""
+    if coding.kind == "none" or spec.dtype == "absent" or not spec.torch_dtype.is_floating_point or spec.numel == 0:
+        return False
+    return coding.kind in ("uniform", "mbq") or spec.torch_dtype.itemsize > 2

@@ -1,0 +1,340 @@
+"""One direction of one boundary: what waits to be sent, and what has arrived, between computing thread and data plane.
+
+Messages are as both ends have agreed, or say themselves how they differ. Each is received into one of a few buffers, in
+turn; one that does not fit is announced by its header alone and comes by itself.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import torch
+from mpi4py import MPI
+
+from accept_mpi.codecs.coding import Coding
+from accept_mpi.codecs.message import (  # fmt: skip
+    HEADER_BYTES,
+    Bytes,
+    Decoded,
+    Header,
+    Specs,
+    Tensors,
+    TensorSpec,
+    aligned,
+    announced,
+    buffer_bytes,
+    decode,
+    describe,
+    encode,
+    raw_bytes,
+)
+from accept_mpi.errors import DeadlineError, ProtocolError
+from accept_mpi.logs.recorder import Recorder
+from accept_mpi.polling import SOCKET_BYTES
+from accept_mpi.seeds import CODE, mix
+from accept_mpi.tree import LONE, Tree
+
+_POLL = 0.008
+_BUFFERED_BYTES = 1 << 19
+_RECEIVES_POSTED = 3
+_SENDS_POSTED = 3
+_LARGER = 1 << 14  # tag of the messages that are larger than the buffer which waits for them, in front of the boundary's
+_GROWTH = 1 << 12  # buffers grow to a multiple of so many bytes
+
+
+class Plane(Protocol):
+    """What an endpoint asks of the data plane (``plane.DataPlane``)."""
+
+    awaited: bool
+    """Whether the computing thread waits for a message."""
+
+    def check(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def report_uncoded(self, header: Header, end: "Endpoint") -> None: ...
+
+
+class Endpoint(NamedTuple):
+    """One direction of one boundary as seen from one rank."""
+
+    peer: int
+    boundary: int
+    direction: int
+    specs: dict[int, Specs]
+    limit: int
+    """Most messages that the schedule can leave waiting."""
+    coding: Coding
+    seed: int
+    """The job's, for stochastic rounding."""
+    trees: Mapping[int, Tree] = MappingProxyType({})
+    """What activations belong to."""
+
+    @property
+    def tag(self) -> int:
+        return 2 * self.boundary + self.direction
+
+    @property
+    def buffer_bytes(self) -> int:
+        return max(buffer_bytes(specs, self.coding) for specs in self.specs.values())
+
+    def __str__(self) -> str:
+        return f"{('activations', 'gradients')[self.direction]} across boundary {self.boundary}"
+
+
+class _Item(NamedTuple):
+    step: int
+    micro_batch: int
+    samples: int
+    flags: int
+    scale: float
+    specs: Specs
+    flat: Tensors
+    description: bytes
+    """Empty where all is as agreed."""
+
+
+class Slots:
+    """How large the buffers are in which an endpoint's messages are received, one after another in turn.
+
+    A message that does not fit is announced by its header alone and comes under a tag of its own; from then on its slot has
+    room for such a one. Both ends count alike.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._sizes = [nbytes] * _RECEIVES_POSTED
+        self._turn = 0
+
+    @property
+    def next(self) -> int:
+        """Bytes that the next message may have."""
+        return self._sizes[self._turn]
+
+    def pass_by(self, wire: int) -> int:
+        """The next message has so many bytes. Returns those of its slot afterwards."""
+        size = max(self.next, -(-wire // _GROWTH) * _GROWTH if wire > self.next else 0)
+        self._sizes[self._turn] = size
+        self._turn = (self._turn + 1) % _RECEIVES_POSTED
+        return size
+
+
+class Outgoing:
+    """Where the computing thread puts tensors for a peer."""
+
+    def __init__(self, plane: Plane, end: Endpoint) -> None:
+        self.end = end
+        self._plane = plane
+        self._room = threading.Semaphore(end.limit + _SENDS_POSTED)
+        self.waiting: deque[_Item] = deque()
+        self.free = [aligned(end.buffer_bytes) for _ in range(_SENDS_POSTED)]
+        self._slots = Slots(end.buffer_bytes)
+        self.active: deque[tuple[list[MPI.Request], Bytes, int]] = deque()
+
+    @property
+    def sends_bulk(self) -> bool:
+        """Whether something is under way that MPI must be called for again and again."""
+        return any(wire > SOCKET_BYTES for _, _, wire in self.active)
+
+    def send(
+        self,
+        step: int,
+        micro_batch: int,
+        samples: int,
+        tensors: Tensors,
+        flags: int = 0,
+        deadline: float | None = None,
+        tree: Tree | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        """Queue tensors. With ``deadline`` (evaluation) wait so long for room; in training the schedule guarantees room.
+        ``tree``: what activations belong to.
+
+        Raises AssertionError where the schedule broke that promise, DeadlineError where no room came.
+        """
+        self._plane.check()
+        if not self._room.acquire(blocking=deadline is not None, timeout=deadline):
+            self._plane.check()
+            if deadline is None:
+                raise AssertionError(f"more than {self.end.limit} messages wait to be sent: {self.end}")
+            raise DeadlineError(f"waited {deadline:.0f} s for rank {self.end.peer} to take {self.end}")
+        self._plane.check()
+        specs, description = self._specs(samples, tensors, tree, training=deadline is None)
+        flat = tuple(self._values(spec, tensor) for spec, tensor in zip(specs, tensors, strict=True))
+        self.waiting.append(_Item(step, micro_batch, samples, flags, scale, specs, flat, description))
+        self._plane.wake()
+
+    def _values(self, spec: TensorSpec, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Activations without a gradient may be what a layer keeps, and goes on to change before they are under way."""
+        flat = spec.flatten(tensor)
+        may_change = self.end.direction == 0 and tensor is not None and not tensor.requires_grad
+        return flat.clone() if may_change and flat is not None else flat
+
+    def _specs(self, samples: int, tensors: Tensors, tree: Tree | None, training: bool) -> tuple[Specs, bytes]:
+        """The specs of these tensors, and their description where that is not what was agreed."""
+        specs = self.end.specs.get(samples)
+        as_usual = specs is not None and len(specs) == len(tensors) and tree in (None, self.end.trees.get(samples))
+        if as_usual and all(spec.fits(tensor, training) for spec, tensor in zip(specs or (), tensors, strict=True)):
+            return specs or (), b""
+        specs = tuple(map(TensorSpec.of, tensors))
+        return specs, describe(specs, LONE if tree is None else tree)
+
+    def fail(self) -> None:
+        """Data-plane thread: it ends with an error; whoever waits for room is to learn that."""
+        self._room.release()
+
+    def drain(self, deadline: float) -> None:
+        """Wait until the peer has everything. Raises DeadlineError."""
+        until = time.monotonic() + deadline
+        while self.waiting or self.active:
+            self._plane.check()
+            if time.monotonic() > until:
+                raise DeadlineError(f"waited {deadline:.0f} s for rank {self.end.peer} to take {self.end}")
+            time.sleep(_POLL)
+
+    def move(self, comm: MPI.Intracomm, recorder: Recorder) -> bool:
+        """Data-plane thread: finish sends that are taken, begin those that wait."""
+        moved = False
+        while self.active and all(request.Test() for request in self.active[0][0]):
+            self.free.append(self.active.popleft()[1])
+            self._room.release()
+            moved = True
+        while self.waiting and self.free:
+            item, buffer = self.waiting[0], self.free.pop()
+            start = recorder.clock.now()
+            fields = item._asdict() | {"direction": self.end.direction, "boundary": self.end.boundary}
+            specs, flat, coding = fields.pop("specs"), fields.pop("flat"), self.end.coding
+            if (needed := buffer_bytes(specs, coding, item.description)) > buffer.size:
+                buffer = aligned(needed)
+            key = mix(CODE, self.end.seed, item.step, item.micro_batch, self.end.tag)
+            header = encode(specs, flat, buffer, coding, key, now=recorder.clock.now, **fields)
+            wire, raw = HEADER_BYTES + header.length, raw_bytes(specs)
+            recorder.add("encode", start, item.step + 1, item.micro_batch, self.end.boundary, self.end.direction, raw, wire)
+            self.active.append((self._begin(comm, header, buffer[:wire]), buffer, wire))
+            self.waiting.popleft()
+            moved = True
+        return moved
+
+    def _begin(self, comm: MPI.Intracomm, header: Header, message: Bytes) -> list[MPI.Request]:
+        """Synchronous mode: done when the peer has it, so that at most _SENDS_POSTED messages are ever under way."""
+        tag, requests = self.end.tag, []
+        if message.size > self._slots.next:
+            requests.append(comm.Issend([header.announce(), MPI.BYTE], self.end.peer, tag))
+            tag += _LARGER
+        self._slots.pass_by(message.size)
+        return [*requests, comm.Issend([message, MPI.BYTE], self.end.peer, tag)]
+
+
+class Incoming:
+    """Where the computing thread takes a peer's tensors from, in the order of the schedule."""
+
+    def __init__(self, plane: Plane, end: Endpoint, comm: MPI.Intracomm) -> None:
+        self.end = end
+        self._plane = plane
+        self._comm = comm
+        self._ready: queue.SimpleQueue[Decoded | None] = queue.SimpleQueue()
+        self._posted: deque[tuple[MPI.Prequest, Bytes]] = deque()
+        self._slots = Slots(end.buffer_bytes)
+        self._larger: tuple[MPI.Request, Bytes] | None = None
+        """A message that was announced."""
+        self.brings_bulk = True
+        """Whether the last message was larger than what the kernel keeps until it is taken: the next one, too, comes only
+        as fast as this side looks."""
+        for _ in range(_RECEIVES_POSTED):
+            self._post(aligned(end.buffer_bytes))
+
+    def _post(self, buffer: Bytes) -> None:
+        request = self._comm.Recv_init([buffer, MPI.BYTE], self.end.peer, self.end.tag)
+        request.Start()
+        self._posted.append((request, buffer))
+
+    def receive(self, step: int, micro_batch: int, deadline: float, recorder: Recorder) -> Decoded:
+        """The message of this micro-batch, waiting ``deadline`` seconds at most.
+
+        Raises DeadlineError, and ProtocolError where another message comes first.
+        """
+        start = recorder.clock.now()
+        try:
+            item = self._ready.get_nowait()
+        except queue.Empty:
+            self._plane.awaited = True
+            self._plane.wake()
+            try:
+                item = self._ready.get(timeout=deadline)
+            except queue.Empty:
+                self._plane.check()
+                raise DeadlineError(
+                    f"waited {deadline:.0f} s for rank {self.end.peer} to send {self.end}, micro-batch {micro_batch}"
+                ) from None
+            finally:
+                self._plane.awaited = False
+            recorder.add("wait", start, step + 1, micro_batch, self.end.boundary, self.end.direction)
+        self._plane.check()
+        assert item is not None
+        header = item.header
+        if (header.step, header.micro_batch) != (step, micro_batch):
+            raise ProtocolError(
+                f"expected micro-batch {micro_batch} of step {step}, "
+                f"got {header.micro_batch} of step {header.step}: {self.end}"
+            )
+        return item
+
+    def move(self, recorder: Recorder) -> bool:
+        """Data-plane thread: decode what has arrived, as long as the computing thread has room for it."""
+        moved = False
+        while self._ready.qsize() < self.end.limit and (message := self._arrived()) is not None:
+            start = recorder.clock.now()
+            self.brings_bulk = message.size > _BUFFERED_BYTES
+            decoded = decode(self.end.specs, message, self.end.coding, self.end.trees)
+            header = decoded.header
+            if (header.boundary, header.direction) != (self.end.boundary, self.end.direction):
+                raise ProtocolError(f"a message for boundary {header.boundary} came as {self.end}")
+            if header.codec != self.end.coding.number:
+                self._plane.report_uncoded(header, self.end)
+            self._ready.put(decoded)
+            place = (header.step + 1, header.micro_batch, self.end.boundary, self.end.direction, decoded.raw, message.size)
+            recorder.add("send", header.sent, *place, end=start, of=(self.end.peer, self.end.boundary + self.end.direction))
+            recorder.add("decode", start, *place)
+            self._again(message.size)
+            moved = True
+        return moved
+
+    def _arrived(self) -> Bytes | None:
+        """The next message, once it is there."""
+        request, buffer = self._posted[0]
+        if self._larger is None:
+            status = MPI.Status()
+            if not request.Test(status):
+                return None
+            message = buffer[: status.Get_count(MPI.BYTE)]
+            nbytes = announced(message)
+            if not nbytes:
+                return message
+            larger = aligned(nbytes)
+            self._larger = self._comm.Irecv([larger, MPI.BYTE], self.end.peer, self.end.tag + _LARGER), larger
+        coming, larger = self._larger
+        return larger if coming.Test() else None
+
+    def _again(self, wire: int) -> None:
+        """Wait in the same slot for the message after the next ones."""
+        self._larger = None
+        request, buffer = self._posted.popleft()
+        size = self._slots.pass_by(wire)
+        if size > buffer.size:
+            request.Free()
+            self._post(aligned(size))
+        else:
+            request.Start()
+            self._posted.append((request, buffer))
+
+    def fail(self) -> None:
+        self._ready.put(None)
+
+    def close(self) -> None:
+        """Take back the posted receives."""
+        for request, _ in self._posted:
+            request.Cancel()
+            request.Test()

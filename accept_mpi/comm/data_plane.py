@@ -1,0 +1,181 @@
+"""The data plane: one thread a rank owns all MPI traffic while the other computes.
+
+Nonblocking is not asynchronous: MPI moves a message only while someone calls it. So this thread drives progress, encodes
+and decodes, and sleeps in between (Open MPI's own waits would spin and steal the core). The computing thread hands tensors
+over by queue and never blocks in a send.
+"""
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+
+from accept_mpi.codecs.message import Header
+from accept_mpi.comm.background import Background
+from accept_mpi.comm.channels import Endpoint, Incoming, Outgoing
+from accept_mpi.comm.messenger import Message, Messenger
+from accept_mpi.errors import DeadlineError
+from accept_mpi.logs.recorder import Recorder
+from accept_mpi.polling import SENDING_SECONDS
+
+# Seconds between two looks at MPI: while the computing thread waits for a message; while something larger than a socket
+# takes at once is being sent; otherwise; on a lone rank; and where nothing would be gained from looking while the only core
+# computes: what has arrived is decoded when a send or a wait wakes this thread. A look costs some 0.1 ms of that core, for
+# its caches are cold.
+_LIVELY_SECONDS = 0.2
+_POLL_AWAITED, _POLL_SENDING, _POLL_IDLE, _POLL_ALONE, _POLL_RARE = 0.0002, SENDING_SECONDS, 0.008, 0.02, 0.032
+_ABANDON_SECONDS = 5.0
+_SWITCH_SECONDS = 0.0005
+_UNCODED_REPORTED = 10
+
+
+class DataPlane(threading.Thread):
+    """The thread, its endpoints, and the control messages that share it."""
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        messenger: Messenger,
+        recorder: Recorder,
+        handle: Callable[[Message], bool],
+        shares_core: bool = False,
+    ) -> None:
+        """``comm`` is this plane's alone, as long as it runs. ``handle`` is called on this thread with each control message
+        and says whether it took it; it must not take long. ``shares_core``: with a thread that computes.
+
+        What it does not take goes back to the messenger when the thread ends.
+        """
+        super().__init__(name="data plane", daemon=True)
+        self._comm = comm
+        self._messenger = messenger
+        self._recorder = recorder
+        self._handle = handle
+        self._shares_core = shares_core
+        self._outgoing: list[Outgoing] = []
+        self._incoming: list[Incoming] = []
+        self._posts: queue.SimpleQueue[tuple[int, str, Any] | None] = queue.SimpleQueue()
+        self.background = Background(messenger)
+        self._not_taken: list[Message] = []
+        # Python lets a thread that asks for its lock wait 5 ms while another computes, and a transfer asks several times.
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        self._uncoded = 0
+        self._stopping = self._abandoned = False
+        self._moved = 0.0
+        self._error: BaseException | None = None
+        self.awaited = False
+
+    def outgoing(self, end: Endpoint) -> Outgoing:
+        """Add an endpoint to send through (before ``start``)."""
+        self._outgoing.append(Outgoing(self, end))
+        return self._outgoing[-1]
+
+    def incoming(self, end: Endpoint) -> Incoming:
+        """Add an endpoint to receive through (before ``start``)."""
+        self._incoming.append(Incoming(self, end, self._comm))
+        return self._incoming[-1]
+
+    def post(self, dest: int, kind: str, body: Any, bulk: bool = False) -> None:
+        """Send a control message, from any thread. ``bulk``: when training sends nothing, and not at all after ``stop``."""
+        if bulk:
+            self.background.put(dest, kind, body)
+        else:
+            self._posts.put((dest, kind, body))
+
+    def wake(self) -> None:
+        self._posts.put(None)
+
+    def report_uncoded(self, header: Header, end: Endpoint) -> None:
+        """Tell rank 0 of a message whose values could not be coded; of the first few."""
+        if self._uncoded < _UNCODED_REPORTED:
+            text = f"micro-batch {header.micro_batch}: {end} were not finite and went uncoded"
+            self.post(0, "event", {"seconds": self._recorder.clock.now(), "step": header.step + 1, "text": text})
+        self._uncoded += 1
+
+    def check(self) -> None:
+        """Raise what ended the thread, if something did."""
+        if self._error is not None:
+            raise self._error
+
+    def stop(self, deadline: float) -> None:
+        """Send out what is queued and end the thread. Raises DeadlineError where a peer does not take it."""
+        self._stopping = True
+        self.wake()
+        self.join(deadline)
+        self.check()
+        if self.is_alive():
+            raise DeadlineError(f"waited {deadline:.0f} s for the other ranks to take the last messages")
+        for incoming in self._incoming:
+            incoming.close()
+
+    def abandon(self) -> None:
+        """End the thread, whatever is under way; its communicators are revoked."""
+        self._abandoned = True
+        self.wake()
+        if self.is_alive():
+            self.join(_ABANDON_SECONDS)
+
+    def run(self) -> None:
+        try:
+            while not self._abandoned and not self._done():
+                if self._move():
+                    self._moved = time.monotonic()
+                else:
+                    self._pause()
+            self._messenger.keep(self._not_taken)
+        except BaseException as error:
+            self._error = error
+            for incoming in self._incoming:
+                incoming.fail()
+            for outgoing in self._outgoing:
+                outgoing.fail()
+
+    def _done(self) -> bool:
+        drained = not any(out.waiting or out.active for out in self._outgoing)
+        return self._stopping and drained and self._posts.empty() and self._messenger.idle
+
+    def _move(self) -> bool:
+        """One look at everything; whether anything moved."""
+        moved = False
+        for out in self._outgoing:
+            moved |= out.move(self._comm, self._recorder)
+        for incoming in self._incoming:
+            moved |= incoming.move(self._recorder)
+        for message in self._messenger.poll():
+            if not self._handle(message):
+                self._not_taken.append(message)
+            moved = True
+        if not self._stopping:
+            moved |= self.background.move(quiet=not any(out.waiting or out.sends_bulk for out in self._outgoing))
+        return moved
+
+    def _expects_much(self) -> bool:
+        """Whether something is under way that more looks bring on."""
+        bulk = any(out.waiting for out in self._outgoing) or any(incoming.brings_bulk for incoming in self._incoming)
+        return bulk or self._stopping or self.background.busy or not self._messenger.quiet
+
+    def _interval(self) -> float:
+        """Seconds to the next look."""
+        if not (self._outgoing or self._incoming):
+            # Others send one message at a time: what comes at all should not wait long.
+            return _POLL_SENDING if time.monotonic() - self._moved < _LIVELY_SECONDS else _POLL_ALONE
+        if self.awaited:
+            return _POLL_AWAITED
+        if any(out.sends_bulk for out in self._outgoing):
+            return _POLL_SENDING
+        return _POLL_RARE if self._shares_core and not self._expects_much() else _POLL_IDLE
+
+    def _pause(self) -> None:
+        """Sleep until the next look is due, or the computing thread has something."""
+        interval = self._interval()
+        try:
+            while True:
+                post = self._posts.get(timeout=interval)
+                if post is not None:
+                    self._messenger.send(*post)
+                interval = 0.0
+        except queue.Empty:
+            pass

@@ -1,0 +1,147 @@
+"""A stage's part of the training data, step by step: inputs on the first stage, targets on the last, on one rank both.
+
+The last stage has all targets of a step before its first forward, since they say how much each micro-batch counts.
+
+Where one call to a data set gives inputs and targets, first and last stage make the same calls under the same seeds, and
+what they drew is compared: a data set with a generator of its own would pair inputs with other targets, and nobody would
+see it.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from xxhash import xxh3_64
+
+from accept_mpi import tree
+from accept_mpi.data import Dataset, Samples, draws_both, fetch
+from accept_mpi.data.base import Indices
+from accept_mpi.data.calendar import Batches
+from accept_mpi.errors import DeadlineError, UserError
+from accept_mpi.plan import Place
+from accept_mpi.seeds import AUGMENT, mix
+
+_POLL = 0.002
+
+Sums = list[int]
+"""Checksums of the targets of a step's micro-batches."""
+
+
+class Drawn:
+    """What first and last stage have drawn of the same samples. ``tell`` is for the first stage, ``hear`` and the rest for
+    the last; any thread."""
+
+    def __init__(self, tell: Callable[[int, Sums], None]) -> None:
+        """``tell`` sends a step's checksums to the last stage, to be given to ``hear`` there."""
+        self.tell = tell
+        self._lock = threading.Lock()
+        self._mine: dict[int, Sums] = {}
+        self._others: dict[int, Sums] = {}
+
+    def hear(self, step: int, sums: Sums) -> None:
+        """What the first stage has drawn."""
+        with self._lock:
+            self._others[step] = sums
+
+    def expect(self, step: int, sums: Sums) -> None:
+        """What the last stage has drawn."""
+        with self._lock:
+            self._mine[step] = sums
+
+    def check(self) -> None:
+        """Compare what is known by now. Raises UserError where it differs."""
+        with self._lock:
+            for step in sorted(self._mine.keys() & self._others.keys()):
+                if self._mine.pop(step) != self._others.pop(step):
+                    raise UserError(
+                        f"data.name: first and last stage drew different targets for the same samples in step {step + 1}: "
+                        "the data set has random numbers of its own; use torch's, NumPy's or Python's global ones, which "
+                        "are seeded for each sample"
+                    )
+
+    def check_all(self, deadline: float) -> None:
+        """Compare everything, waiting for what is under way. Raises UserError and DeadlineError."""
+        until = time.monotonic() + deadline
+        self.check()
+        while self._mine:
+            if time.monotonic() > until:
+                raise DeadlineError(f"waited {deadline:.0f} s for what the first stage drew")
+            time.sleep(_POLL)
+            self.check()
+
+
+class Feed:
+    """The training data of one rank's stage."""
+
+    def __init__(
+        self,
+        batches: Batches,
+        data: Dataset | None,
+        place: Place,
+        shares: Callable[[Sequence[Any], Sequence[int]], list[float]] | None,
+        drawn: Drawn,
+    ) -> None:
+        """``shares``: the loss's, on the last stage. ``data`` is needed on the first and the last."""
+        self._batches, self._data, self._place, self._shares, self._drawn = batches, data, place, shares, drawn
+        self._compares = draws_both(data) and place.first != place.last
+        self._steps: dict[int, list[Samples]] = {}
+        self._weighed: dict[int, list[float]] = {}
+        self._sums: Sums = []
+
+    def begin(self, step: int, indices: Sequence[Indices]) -> None:
+        """Before the first micro-batch of a step, with the numbers of the samples of each."""
+        if self._shares is None:
+            return
+        self._steps[step] = [self._fetch(step, samples) for samples in indices]
+        targets = [samples.targets for samples in self._steps[step]]
+        self._weighed[step] = self._shares(targets, list(map(len, indices)))
+        if self._compares:
+            self._drawn.expect(step, list(map(checksum, targets)))
+            self._drawn.check()
+
+    def take(self, step: int, k: int, indices: Indices) -> Samples:
+        """Micro-batch ``k``: inputs on the first stage, targets on the last."""
+        if self._shares is not None:
+            found = self._steps[step][k]
+            self._steps[step][k] = Samples(None, None)
+            return found
+        if not self._place.first:
+            return Samples(None, None)
+        found = self._fetch(step, indices)
+        if self._compares:
+            self._sums.append(checksum(found.targets))
+            if k == len(self._batches.sizes(step)) - 1:
+                self._drawn.tell(step, self._sums)
+                self._sums = []
+        return found
+
+    def share(self, step: int, k: int) -> float:
+        """The last stage: of micro-batch ``k`` in the step's loss."""
+        return self._weighed[step][k] if self._shares is not None else 1.0
+
+    def end(self, step: int) -> None:
+        """All of a step's micro-batches have gone back."""
+        self._steps.pop(step, None)
+        self._weighed.pop(step, None)
+
+    def close(self, deadline: float) -> None:
+        """After the last step."""
+        if self._compares and self._place.last:
+            self._drawn.check_all(deadline)
+
+    def _fetch(self, step: int, indices: Indices) -> Samples:
+        assert self._data is not None
+        seed = mix(AUGMENT, self._batches.seed, self._batches.epoch(step))
+        return fetch(self._data, indices, seed, inputs=self._place.first, targets=self._place.last or self._compares)
+
+
+def checksum(targets: Any) -> int:
+    """Of what a data set gives."""
+    digest = xxh3_64()
+    tensors, of = tree.flatten(targets)
+    digest.update(of)
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.intdigest()

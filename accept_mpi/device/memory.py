@@ -1,0 +1,55 @@
+"""How much memory this process may have: the machine's, and what its control groups allow."""
+
+import contextlib
+import math
+import os
+from pathlib import Path
+
+from accept_mpi.device import cgroups
+
+_PLANNED = 0.8  # of what a process may still take: its allocator cannot use all of it
+_WORKING = 128 << 20  # bytes beside tensors: code that runs for the first time, scratch, buffers. MobileNetV2: 35 to 190 MiB
+
+
+def planned(available: float) -> float:
+    """Bytes of weights, activations and the like that a plan may give to a process which may still take ``available``."""
+    return max(0.0, _PLANNED * available - _WORKING)
+
+
+def total_memory() -> int:
+    """Bytes that this process may take in all; 0 where nobody says."""
+    found = min([_physical(), *(limit for limit, _ in _limits())])
+    return 0 if math.isinf(found) else int(found)
+
+
+def available_memory() -> float:
+    """Bytes that this process may still take; infinite where nobody says."""
+    found = [_physical(), *(limit - used for limit, used in _limits())]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(1024.0 * int(line.split()[1]))
+    return max(0.0, min(found))
+
+
+def _physical() -> float:
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError):
+        return math.inf
+
+
+def _limits() -> list[tuple[float, float]]:
+    """Of this process's control groups: limit and use in bytes."""
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+    return limits(cgroups.own("memory", *names))
+
+
+def limits(groups: list[list[str]]) -> list[tuple[float, float]]:
+    """Limit and use as numbers, of those groups that have a limit."""
+    found = []
+    for texts in groups:
+        with contextlib.suppress(ValueError):  # "max"
+            limit, used = map(float, texts)
+            found.append((limit, used))
+    return found

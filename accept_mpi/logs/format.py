@@ -1,0 +1,192 @@
+"""A log's tables, and whether what is in a file is one.
+
+A log may come from anybody. It is looked through once, when it is opened; whoever reads it may rely on what it is then: the
+tables are there with their columns, texts are texts, and ranks, stages, layers and kinds are such as the run had.
+"""
+
+from typing import Annotated, Any
+
+import h5py
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from accept_mpi.files.hdf5 import Damaged, dataset_in, group_in, json_in, text_in
+from accept_mpi.plan import Plan
+
+#: Kinds of trace row, in the order of their number in the column ``kind``. F, B, W, U: forward, backward (of inputs, where
+#: W is apart), weight gradient, update. E: forward of evaluation. On the data plane: encode, send (given to MPI here to
+#: arrived there; both on rank 0's clock), decode (arrived to tensor). Pauses: wait (for a message), checkpoint, snapshot
+#: (both: a copy is made, to be sent in the background).
+KINDS = ("F", "B", "W", "U", "E", "encode", "send", "decode", "wait", "checkpoint", "snapshot")
+FORWARD, BACKWARD = 0, 1
+
+TRACE = np.dtype(
+    [
+        ("start", "f8"),  # seconds
+        ("end", "f8"),
+        ("rank", "i4"),
+        ("stage", "i4"),
+        ("kind", "u1"),  # index into KINDS
+        ("boundary", "i2"),  # between stage `boundary` and the next; -1 for actions
+        ("direction", "i1"),  # FORWARD or BACKWARD; -1 for actions
+        ("step", "i8"),
+        ("micro_batch", "i4"),  # -1 for U and checkpoint
+        ("bytes_raw", "i8"),  # before coding; 0 for actions
+        ("bytes_wire", "i8"),  # after coding, header included
+    ]
+)
+STEPS = np.dtype(
+    [
+        ("step", "i8"),  # counted from 1: this many updates have been made
+        ("epoch", "i4"),  # counted from 0
+        ("samples", "i4"),
+        ("loss", "f8"),  # mean over the step's samples, before its update
+        ("accuracy", "f8"),  # share of targets hit, NaN where that means nothing
+        ("lr", "f8"),
+        ("end", "f8"),  # seconds since the run began
+        ("samples_per_s", "f8"),
+    ]
+)
+EVALS = np.dtype([("step", "i8"), ("epoch", "i4"), ("samples", "i4"), ("loss", "f8"), ("accuracy", "f8"), ("end", "f8")])
+EVENTS = np.dtype([("time", "f8"), ("step", "i8"), ("text", "S480")])
+PLANS = np.dtype(
+    [
+        ("time", "f8"),  # when it began, in seconds: a row for each rank of each stage
+        ("step", "i8"),  # steps made before
+        ("stage", "i4"),
+        ("rank", "i4"),
+        ("start", "i4"),  # first layer
+        ("stop", "i4"),
+    ]
+)
+TABLES = {"steps": STEPS, "evals": EVALS, "trace": TRACE, "events": EVENTS, "plans": PLANS}
+
+_PART = 1 << 18  # rows looked through at a time
+_LATEST = 1e10  # seconds, three hundred years
+_MOST_RANKS, _MOST_LAYERS = 1 << 16, 1 << 16
+
+Count = Annotated[int, Meta(ge=0)]
+Rank = Annotated[int, Meta(ge=0, lt=_MOST_RANKS)]
+
+
+class _Host(msgspec.Struct):
+    rank: Rank
+    host: str = ""
+    machine: str = ""
+    cores: int | float | str | None = None
+    memory_bytes: Annotated[float, Meta(ge=0, le=1e18)] = 0
+
+
+class _Facts(msgspec.Struct):
+    """What a run's facts hold, besides what nobody looks at."""
+
+    hosts: Annotated[list[_Host], Meta(max_length=_MOST_RANKS)] = []
+    layers: Annotated[list[str], Meta(max_length=_MOST_LAYERS)] = []
+    versions: dict[str, str] = {}
+    parameters: Count = 0
+    last_step: int | float | str | None = None
+    plan_why: list[str] = []
+    codecs_why: list[str] = []
+
+
+class _Named(msgspec.Struct):
+    name: str
+    args: dict[str, Any] = {}
+
+
+class _Pipeline(msgspec.Struct):
+    schedule: str
+
+
+class _Job(msgspec.Struct):
+    """What of a job is looked at."""
+
+    model: _Named
+    data: _Named
+    pipeline: _Pipeline
+    train: dict[str, Any] = {}
+
+
+def check_log(file: h5py.File) -> None:
+    """Raises Damaged, and whatever HDF5 does, where a file with a log's attributes does not hold a log."""
+    text_in(file, "created")
+    _typed(json_in(text_in(file, "job"), "the job"), _Job, "the job")
+    facts = _typed(json_in(text_in(file, "facts"), "what is said of the run"), _Facts, "what is said of the run")
+    plan = _typed(json_in(text_in(file, "plan"), "the plan"), Plan, "the plan")
+    layers = len(facts.layers) or (plan.stages[-1].stop if plan.stages else 0)
+    _check_plan(plan, layers)
+    tables = {name: dataset_in(file, name, dtype=dtype, shape=(None,)) for name, dtype in TABLES.items() if _has(file, name)}
+    if _has(file, "survey"):
+        group_in(file, "survey")
+    ranks = {host.rank for host in facts.hosts} | {rank for stage in plan.stages for rank in stage.ranks}
+    for rows in _parts(tables["plans"]) if "plans" in tables else ():
+        _check(rows, "plans", layers)
+        ranks |= {*rows["rank"].tolist()}
+    known = np.array(sorted(ranks))
+    for name in ("steps", "evals", "events"):
+        for rows in _parts(tables[name]):
+            _check(rows, name, layers)
+    for rows in _parts(tables["trace"]):
+        _check(rows, "trace", layers)
+        _all(np.isin(rows["rank"], known), "trace", "rank")
+
+
+def _has(file: h5py.File, name: str) -> bool:
+    """All tables but one have been there from the beginning; there may be a survey."""
+    return name not in ("plans", "survey") or bool(file.id.links.exists(name.encode()))
+
+
+def _typed(value: Any, kind: Any, what: str) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise Damaged(f"{what} is not as it should be: {error}") from error
+
+
+def _check_plan(plan: Plan, layers: int) -> None:
+    at = 0
+    for stage in plan.stages:
+        if not (stage.start == at < stage.stop <= layers and stage.ranks):
+            raise Damaged("the plan's stages do not follow each other")
+        if not all(0 <= rank < _MOST_RANKS for rank in stage.ranks):
+            raise Damaged("the plan has a rank that there cannot be")
+        at = stage.stop
+    if at != layers or layers > _MOST_LAYERS:
+        raise Damaged(f"the plan's stages end at layer {at} of {layers}")
+
+
+def _parts(table: h5py.Dataset) -> Any:
+    """A table's rows, not all at once."""
+    for begin in range(0, len(table), _PART):
+        yield table[begin : begin + _PART]
+
+
+def _check(rows: npt.NDArray[Any], name: str, layers: int) -> None:
+    """Whether all columns of some rows hold what they may."""
+    bounds = {
+        "rank": (0, _MOST_RANKS - 1), "stage": (-1, layers - 1), "kind": (0, len(KINDS) - 1), "boundary": (-1, layers - 1),
+        "direction": (-1, BACKWARD), "micro_batch": (-1, None), "step": (0, None), "epoch": (0, None), "samples": (0, None),
+        "bytes_raw": (0, None), "bytes_wire": (0, None), "start": (0, layers - 1), "stop": (1, layers),
+    }  # fmt: skip
+    for column in rows.dtype.names or ():
+        values = rows[column]
+        if values.dtype.kind == "f" and column in ("start", "end", "time"):
+            _all(~(np.abs(values) > _LATEST), name, column)  # NaN: nobody knows
+        elif values.dtype.kind in "iu" and column in bounds:
+            least, most = bounds[column]
+            _all(values >= least, name, column)
+            if most is not None:
+                _all(values <= most, name, column)
+    if name == "plans":
+        _all(rows["stage"] >= 0, name, "stage")
+        _all(rows["start"] < rows["stop"], name, "stop")
+    if name == "trace":
+        moved = np.isin(rows["kind"], [KINDS.index(kind) for kind in ("encode", "send", "decode")])
+        _all(~moved | ((rows["direction"] >= 0) & (rows["boundary"] >= 0)), name, "direction")
+
+
+def _all(right: npt.NDArray[np.bool_], table: str, column: str) -> None:
+    if not right.all():
+        raise Damaged(f'"{table}" has a {column} that there cannot be')

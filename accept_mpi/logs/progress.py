@@ -1,0 +1,105 @@
+"""The observer that a person sees: a live bar on a terminal, plain lines otherwise."""
+
+import math
+import os
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from accept_mpi.logs.log import Rows
+from accept_mpi.logs.observers import Evaluated, StepDone
+
+_LINE_SECONDS = 5.0
+
+
+class ProgressObserver:
+    """Step, loss, samples/s and time left."""
+
+    def __init__(self, steps: int, first_step: int) -> None:
+        self._steps, self._first = steps, first_step
+        self._began = time.monotonic()
+        self._last_line = -math.inf
+        self._rate = 0.0
+        self._bar: Progress | None = None
+        if on_terminal():
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+            )
+            console = Console(file=sys.stdout, force_terminal=True, width=_terminal_width())
+            self._bar = Progress(*columns, console=console, refresh_per_second=4)
+            self._task = self._bar.add_task("starting", total=steps, completed=first_step)
+            self._bar.start()
+
+    def step(self, done: StepDone) -> None:
+        # The mean over some ten steps, so that the figure can be read.
+        self._rate = done.samples_per_s if not self._rate else 0.9 * self._rate + 0.1 * done.samples_per_s
+        text = f"loss {done.loss:.4f}  {self._rate:.1f} samples/s"
+        if self._bar:
+            self._bar.update(self._task, completed=done.step, description=text)
+            return
+        now = time.monotonic()
+        if now - self._last_line < _LINE_SECONDS and done.step != self._steps:
+            return
+        self._last_line = now
+        left = (now - self._began) / max(1, done.step - self._first) * (self._steps - done.step)
+        print(f"step {done.step}/{self._steps}  epoch {done.epoch}  {text}  ETA {duration(left)}", flush=True)
+
+    def evaluated(self, result: Evaluated) -> None:
+        accuracy = "" if math.isnan(result.accuracy) else f"  accuracy {100 * result.accuracy:.2f} %"
+        self._say(f"step {result.step}  test loss {result.loss:.4f}{accuracy}  ({result.samples} samples)")
+
+    def trace(self, rows: Rows) -> None:
+        pass
+
+    def event(self, seconds: float, step: int, text: str) -> None:
+        self._last_line = -math.inf  # one sees when it goes on
+        self._say(f"step {step}  {text}")
+
+    def close(self) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def _say(self, line: str) -> None:
+        if self._bar:
+            self._bar.console.print(line, highlight=False)
+        else:
+            print(line, flush=True)
+
+
+def on_terminal() -> bool:
+    """Whether a person sees this process's output as it comes.
+
+    mpirun gives its ranks pseudo-terminals whether or not it has a terminal itself, so under mpirun its own output counts.
+    """
+    if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        return False
+    if not any(name.startswith(("OMPI_COMM_WORLD_", "PMI_")) for name in os.environ):
+        return True
+    try:
+        parents = os.readlink(f"/proc/{os.getppid()}/fd/1")
+    except OSError:
+        return False
+    return parents.startswith(("/dev/pts/", "/dev/tty"))
+
+
+def _terminal_width() -> int | None:
+    """Width of the terminal that mpirun writes to; its ranks' own pseudo-terminals have none set."""
+    try:
+        with open(f"/proc/{os.getppid()}/fd/1") as terminal:
+            return os.get_terminal_size(terminal.fileno()).columns
+    except OSError:
+        return None
+
+
+def duration(seconds: float) -> str:
+    """ "1:02:03" or "2:03"."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

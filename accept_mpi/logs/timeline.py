@@ -1,0 +1,133 @@
+"""What a trace says: who computed when, how much was bubble, what was sent; and by which plans.
+
+Functions on arrays of dtype ``log.TRACE`` and ``log.PLANS``.
+"""
+
+from dataclasses import dataclass
+
+import h5py
+import numpy as np
+
+from accept_mpi.logs.log import BACKWARD, FORWARD, KINDS, PLANS, Rows
+from accept_mpi.plan import Plan
+
+NUMBER = {kind: i for i, kind in enumerate(KINDS)}
+COMPUTE = ("F", "B", "W", "U", "E")
+
+
+def of_kind(trace: Rows, *kinds: str) -> Rows:
+    """Rows of these kinds."""
+    return trace[np.isin(trace["kind"], [NUMBER[kind] for kind in kinds])]
+
+
+def timed(trace: Rows) -> Rows:
+    """Rows whose times are known."""
+    return trace[np.isfinite(trace["start"]) & np.isfinite(trace["end"])]
+
+
+def window(trace: Rows, start: float, end: float) -> Rows:
+    """Rows that overlap the seconds ``start`` to ``end``."""
+    return trace[(trace["end"] > start) & (trace["start"] < end)]
+
+
+def steady_window(trace: Rows, steps: int = 3) -> tuple[float, float]:
+    """Start and end of ``steps`` consecutive training steps near the middle of a run, in seconds; (0, 0) for an empty trace.
+
+    Steps with an evaluation between them are passed over if there are others.
+    """
+    actions = of_kind(trace, "F", "B", "W", "U")
+    if not len(actions):
+        return 0.0, 0.0
+    numbers, position = np.unique(actions["step"], return_inverse=True)
+    begins, ends = np.full(len(numbers), np.inf), np.full(len(numbers), -np.inf)
+    np.minimum.at(begins, position, actions["start"])
+    np.maximum.at(ends, position, actions["end"])
+    count = min(steps, len(numbers))
+    middle = (len(numbers) - count) // 2
+    candidates = sorted(range(len(numbers) - count + 1), key=lambda first: abs(first - middle))
+    evaluations = of_kind(trace, "E")["start"]
+    spans = ends - begins
+    usual = 3 * np.median(spans)  # steps that a loss had made once more span both
+    candidates = [first for first in candidates if spans[first : first + count].max() <= usual] or candidates
+    for first in candidates:
+        start, end = float(begins[first]), float(ends[first + count - 1])
+        if not ((evaluations >= start) & (evaluations <= end)).any():
+            return start, end
+    return float(begins[middle]), float(ends[middle + count - 1])
+
+
+def between(trace: Rows, first: int, last: int) -> tuple[float, float]:
+    """When steps ``first`` and ``last`` ended on the stage that took longest from one to the other. Stages behind it catch
+    up with what it sent ahead while the pipeline filled, for ten steps and more, faster than it can go on."""
+    updates = of_kind(trace, "U")
+    begins, ends = (
+        {int(row["stage"]): float(row["end"]) for row in updates[updates["step"] == step]} for step in (first, last)
+    )
+    slowest = max(begins, key=lambda stage: ends[stage] - begins[stage])
+    return begins[slowest], ends[slowest]
+
+
+@dataclass(frozen=True)
+class StageUse:
+    """One stage's use of its time in a window, and of its links. Seconds and bytes."""
+
+    stage: int
+    busy: float
+    bubble: float
+    """Share of the window in which the stage does not compute."""
+    bytes_raw: tuple[int, int]
+    """Sent before coding: (activations forward, gradients backward)."""
+    bytes_wire: tuple[int, int]
+
+
+def stage_use(trace: Rows, start: float, end: float) -> list[StageUse]:
+    """How each stage used the seconds ``start`` to ``end``."""
+    rows = window(trace, start, end)
+    span = max(end - start, 1e-12)
+    result = []
+    for stage in np.unique(rows["stage"]):
+        mine = rows[rows["stage"] == stage]
+        busy = busy_seconds(of_kind(mine, *COMPUTE), start, end)
+        sent = of_kind(mine, "send")
+        raw, wire = (
+            tuple(int(sent[column][sent["direction"] == direction].sum()) for direction in (FORWARD, BACKWARD))
+            for column in ("bytes_raw", "bytes_wire")
+        )
+        result.append(StageUse(int(stage), busy, 1 - busy / span, (raw[0], raw[1]), (wire[0], wire[1])))
+    return result
+
+
+def busy_seconds(rows: Rows, start: float, end: float) -> float:
+    """Seconds between ``start`` and ``end`` in which at least one of ``rows`` goes on."""
+    return _covered(_intervals(window(rows, start, end), start, end))
+
+
+def _intervals(rows: Rows, start: float, end: float) -> Rows:
+    return np.stack([np.clip(rows["start"], start, end), np.clip(rows["end"], start, end)], axis=1)
+
+
+def _merge(intervals: Rows) -> Rows:
+    """Overlapping intervals (n, 2) as disjoint ones, in order."""
+    merged: list[list[float]] = []
+    for begin, end in intervals[np.argsort(intervals[:, 0])]:
+        if merged and begin <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([begin, end])
+    return np.array(merged).reshape(-1, 2)
+
+
+def _covered(intervals: Rows) -> float:
+    merged = _merge(intervals)
+    return float((merged[:, 1] - merged[:, 0]).sum())
+
+
+def plan_rows(plan: Plan, seconds: float = 0.0, step: int = 0) -> Rows:
+    """A plan that begins at ``seconds``, as rows of dtype PLANS."""
+    stages = [(s, rank, stage.start, stage.stop) for s, stage in enumerate(plan.stages) for rank in stage.ranks]
+    return np.array([(seconds, step, *row) for row in stages], PLANS)
+
+
+def plans_of(file: h5py.File) -> Rows:
+    """All plans that a run had; the first alone in logs that did not list them yet."""
+    return file["plans"][:] if "plans" in file and len(file["plans"]) else plan_rows(Plan.from_json(file.attrs["plan"]))

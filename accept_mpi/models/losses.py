@@ -1,0 +1,253 @@
+"""Losses by name. A step's loss is a mean over all that counts in the step, however it is cut into micro-batches.
+
+What counts: targets that are not ignored (-100), with the weights of their classes; elements of what is compared; samples,
+where a function of the user's gives a plain mean. How much counts in each micro-batch is known from the step's targets
+before its first forward, so each mean gets its share of the step at once. Only a user's function that gives ``(sum,
+count)`` says so later: its sums are divided by an estimate meanwhile, and gradients are put right before the update
+(``Stage.update``).
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accept_mpi import tree
+from accept_mpi.errors import UserError
+from accept_mpi.registry import find_function
+from accept_mpi.users_code import blame, does_not_fit, in_words
+
+IGNORED = -100
+"""The class that does not count, as torch's losses have it."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a loss says of one micro-batch."""
+
+    value: torch.Tensor
+    """Scalar; backward begins here: a mean over what counts, or their sum."""
+    count: float
+    """How much counts."""
+    summed: bool
+
+    @property
+    def total(self) -> float:
+        """The sum over what counts."""
+        value = float(self.value.detach())
+        return value if self.summed or not self.count else value * self.count
+
+
+@dataclass
+class Result:
+    """What the last stage learns from one micro-batch."""
+
+    loss: float
+    """Sum over all that counts."""
+    count: float
+    """How much counts."""
+    correct: int
+    targets: int
+    """That it was asked for and that count."""
+    samples: int
+
+
+class Loss:
+    """``loss(output, target, samples)``: ``output`` is all that the last layer gives, ``target`` what the data set has."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        """``function(output, target)`` gives a mean over samples, or (sum, count)."""
+        self.name, self.function = name, function
+        self.ignored = getattr(function, "ignore_index", IGNORED)
+        """Targets of this class count neither in loss nor in accuracy."""
+        self._weigh, self._main = next((known for one, known in _KNOWN.items() if one is function), (None, False))
+        if isinstance(function, nn.Module) and getattr(function, "reduction", "mean") == "sum":
+            raise UserError(
+                f'train.loss: "{name}" has reduction="sum", and a step\'s loss is a mean over what counts: use "mean", or a '
+                "function that gives (sum, count)"
+            )
+        if getattr(function, "reduction", None) == "mean":
+            if type(function) in (nn.CrossEntropyLoss, nn.NLLLoss):  # whoever inherits may count otherwise
+                self._weigh = self._classes
+            elif type(function) in _ELEMENTWISE:
+                self._weigh = _elements
+
+    def __call__(self, output: Any, target: Any, samples: int, setting_up: bool = False) -> Judgement:
+        """Raises UserError for what it cannot take while ``setting_up``, UsersBug for all else that goes wrong in it."""
+        if self._main:
+            output = scores(output)
+        try:
+            if self._weigh is None:
+                return _judgement(self.function(output, target), samples)
+            count = self._weigh(target)
+            if count == 0:  # all of it is padding, of which a mean would be NaN
+                return Judgement(_sum_of(self.function)(output, target), 0.0, False)
+            return Judgement(_scalar(self.function(output, target)), count, False)
+        except Exception as error:
+            if self._main or (setting_up and (isinstance(error, _Unfit) or does_not_fit(error))):
+                given = f"outputs {tree.describe(output)} and targets {tree.describe(target)}"
+                reason = str(error) if isinstance(error, _Unfit) else in_words(error)
+                wants = _WANTS if self.function is cross_entropy else ""
+                raise UserError(f'train.loss: "{self.name}" cannot take {given}{wants}: {reason}') from error
+            if isinstance(error, _Unfit):
+                raise UserError(f'train.loss: "{self.name}": {error}') from error
+            blame(error, f'the loss "{self.name}"')
+
+    def apart(self) -> "Loss":
+        """The same, for a trial: what a loss counts or keeps, it keeps of the training."""
+        try:
+            return Loss(self.name, copy.deepcopy(self.function))
+        except Exception:  # some modules cannot be copied
+            return self
+
+    def shares(self, targets: Sequence[Any], samples: Sequence[int]) -> list[float]:
+        """The share of each micro-batch of a step: of all that counts where that is known, else of the samples."""
+        counts: list[float] = list(samples)
+        if self._weigh is not None:
+            counts = [self._weigh(target) for target in targets]
+        total = sum(counts)
+        return [count / total if total else 0.0 for count in counts]
+
+    def hits(self, output: Any, target: Any) -> tuple[int, int]:
+        """Targets that the highest of the last dimension's scores hits, and how many there are (0: means nothing here)."""
+        given = scores(output)
+        if not isinstance(target, torch.Tensor) or not isinstance(given, torch.Tensor):
+            return 0, 0
+        if target.is_floating_point() or given.shape[:-1] != target.shape or not given.dim():
+            return 0, 0
+        counting = target != self.ignored
+        return int((given.detach().argmax(-1) == target)[counting].sum()), int(counting.sum())
+
+    def _classes(self, target: torch.Tensor) -> float:
+        """As torch's classes of losses count."""
+        weight = getattr(self.function, "weight", None)
+        if target.is_floating_point():
+            return float(target.numel() / max(1, target.shape[1 if target.dim() > 1 else 0]))
+        counting = target[target != self.ignored]
+        return float(counting.numel()) if weight is None else float(weight[counting].sum())
+
+
+class Divisors:
+    """What sums of losses are divided by, step by step: an estimate, until all that counts in a step is known."""
+
+    def __init__(self) -> None:
+        self._assumed: dict[int, float] = {}
+        self._counted: dict[int, float] = {}
+
+    def share(self, step: int, count: float, samples: int, share: float) -> float:
+        """What the sum of a micro-batch, of which so much counts, is multiplied with; its samples have this ``share`` in the
+        step's. Others of the step are taken to count as much as its first."""
+        for old in [known for known in self._assumed if known < step - 1]:
+            del self._assumed[old], self._counted[old]
+        assumed = self._assumed.setdefault(step, (count or samples) / share)
+        self._counted[step] = self._counted.get(step, 0.0) + count
+        return 1 / assumed
+
+    def scale(self, step: int) -> float:
+        """What the step's gradients are to be multiplied with, as far as that is known."""
+        if step not in self._assumed:
+            return 1.0
+        return self._assumed[step] / self._counted[step] if self._counted[step] else 0.0
+
+
+def scores(output: Any) -> Any:
+    """What of a model's output the built-in losses, and accuracy, look at: it itself; the first part of a tuple or list; of
+    a mapping what it calls "logits", or its first value."""
+    while isinstance(output, tuple | list | dict) and output:
+        if isinstance(output, dict):
+            output = output["logits"] if "logits" in output else next(iter(output.values()))
+        else:
+            output = output[0]
+    return output
+
+
+def find_loss(name: str) -> Loss:
+    """The loss that a job names. Raises UserError with one sentence."""
+    return Loss(name, _LOSSES.get(name) or find_function(name, _LOSSES, "train.loss"))
+
+
+def cross_entropy(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    """Cross entropy of scores (..., classes) against classes (...), or against probabilities (..., classes)."""
+    if target.is_floating_point() and target.shape == output.shape:
+        target = target.reshape(-1, target.shape[-1])
+    else:
+        target = target.reshape(-1)
+        target = target if target.is_floating_point() else target.long()
+    return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), target, reduction=reduction)
+
+
+def mse(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    """Squared differences of two tensors of one shape."""
+    if output.shape != target.shape:
+        raise ValueError("the shapes differ")  # torch would broadcast
+    return nn.functional.mse_loss(output, target, reduction=reduction)
+
+
+class _Unfit(ValueError):
+    """What a loss gives is neither a mean nor (sum, count)."""
+
+
+def _judgement(found: Any, samples: int) -> Judgement:
+    """Of what a user's function gives."""
+    if not isinstance(found, tuple | list):
+        return Judgement(_scalar(found), float(samples), False)
+    if len(found) != 2:
+        raise _Unfit(f"it gives {len(found)} values instead of a mean over samples, or (sum, count)")
+    count = float(found[1])
+    if not 0 <= count < math.inf:
+        raise _Unfit(f"it gives (sum, count) with a count of {count}")
+    return Judgement(_scalar(found[0]), count, True)
+
+
+def _scalar(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise _Unfit(f"it gives a {type(value).__name__} instead of a tensor")
+    if value.numel() != 1:
+        raise _Unfit(f"it gives {value.numel()} values instead of the mean over samples")
+    return value.reshape(())
+
+
+def _sum_of(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """The same loss, summed."""
+    if isinstance(function, nn.Module):
+        summed = copy.copy(function)
+        summed.reduction = "sum"  # type: ignore[assignment]
+        return summed
+    return lambda output, target: function(output, target, reduction="sum")
+
+
+def _not_ignored(target: torch.Tensor) -> float:
+    """Classes that count; of probabilities, the rows."""
+    if target.is_floating_point():
+        return float(target.numel() / max(1, target.shape[-1]))
+    return float((target != IGNORED).sum())
+
+
+def _elements(target: torch.Tensor) -> float:
+    return float(target.numel())
+
+
+_ELEMENTWISE = (
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss,
+    nn.KLDivLoss, nn.SoftMarginLoss,
+)  # fmt: skip
+"""Torch's losses that are means over the elements of targets."""
+_MEANS_OF_ELEMENTS = (
+    nn.functional.mse_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss,
+    nn.functional.binary_cross_entropy, nn.functional.binary_cross_entropy_with_logits,
+    nn.functional.poisson_nll_loss, nn.functional.soft_margin_loss,
+)  # fmt: skip
+_KNOWN: dict[Any, tuple[Callable[[torch.Tensor], float] | None, bool]] = {
+    cross_entropy: (_not_ignored, True),
+    mse: (_elements, True),
+    nn.functional.cross_entropy: (_not_ignored, False),
+    nn.functional.nll_loss: (_not_ignored, False),
+    **dict.fromkeys(_MEANS_OF_ELEMENTS, (_elements, False)),
+}
+"""What of a target counts in a loss, and whether it looks at the model's scores alone."""
+_LOSSES: dict[str, Callable[..., torch.Tensor]] = {"cross_entropy": cross_entropy, "mse": mse}
+_WANTS = "; it wants scores (..., n) and int64 classes (...) from 0 to n - 1"

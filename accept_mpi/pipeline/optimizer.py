@@ -1,0 +1,69 @@
+"""Torch's optimizers under a learning rate that is a function of the step alone.
+
+Their methods import ``torch._dynamo`` first, the compiler that nobody here asks for: more than a second of a whole core, as
+long as torch itself, three to four seconds of a small device's start. So it is left out (unless a model brings it).
+"""
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accept_mpi.job import Optimizer
+
+
+def learning_rate(options: Optimizer, lr: float, step: int, steps: int) -> float:
+    """The rate of update ``step`` (counted from 0) of a run of ``steps``."""
+    if step < options.warmup_steps:
+        return lr * (step + 1) / options.warmup_steps
+    done, span = step - options.warmup_steps, max(1, steps - options.warmup_steps)
+    if options.schedule == "cosine":
+        return options.final_lr + (lr - options.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done / span)))
+    if options.schedule == "step":
+        return float(lr * options.decay ** (done // options.decay_every))
+    return lr
+
+
+def make_optimizer(options: Optimizer, lr: float, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
+    """The optimizer a job names over a stage's parameters; None where the stage has none."""
+    if not parameters:
+        return None
+    kind: type[torch.optim.Optimizer]
+    if options.name == "sgd":
+        kind, extra = torch.optim.SGD, {"momentum": options.momentum, "nesterov": options.nesterov}
+    else:
+        kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
+        extra = {"betas": options.betas, "eps": options.eps}  # type: ignore[dict-item]
+    leave_the_compiler_out()
+    arguments: dict[str, Any] = {"lr": lr, "weight_decay": options.weight_decay, **extra}
+    return kind(parameters, **arguments)
+
+
+COUNTER = "step"
+"""Of a parameter's updates, among the optimizer's state."""
+
+
+def state_names(options: Optimizer) -> frozenset[str]:
+    """What the optimizer keeps of each parameter that has been updated."""
+    if options.name == "sgd":
+        return frozenset({"momentum_buffer"} if options.momentum else ())
+    return frozenset({COUNTER, "exp_avg", "exp_avg_sq"})
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """One step with the gradients that parameters have, which are gone afterwards."""
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def leave_the_compiler_out() -> None:
+    """Let torch believe that it has made the version of a method that the compiler does not look into: the plain one."""
+    plain = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    if not hasattr(plain, "__dynamo_disable"):
+        setattr(plain, "__dynamo_disable", plain)

@@ -1,0 +1,421 @@
+"""One stage's compute: forward, backward, what is kept in between, and the optimizer."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from accept_mpi import tree
+from accept_mpi.codecs.message import Tensors, TensorSpec
+from accept_mpi.errors import UserError
+from accept_mpi.job import Job
+from accept_mpi.models.layers import Layers, may_draw, restore_modes
+from accept_mpi.models.losses import Divisors, Loss, Result
+from accept_mpi.models.shared import lay_out
+from accept_mpi.pipeline.deferred_weights import DeferredWeights
+from accept_mpi.pipeline.graph_edges import Box, Seeded, finite
+from accept_mpi.pipeline.optimizer import make_optimizer, update
+from accept_mpi.pipeline.state import check_state, load_layer, state_of
+from accept_mpi.pipeline.untouched import untouched
+from accept_mpi.pipeline.weight_versions import Kept, Weights, Writes, may_be_written
+from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, kept, seed_all
+from accept_mpi.tree import Tree
+from accept_mpi.users_code import blame, call_layer, taken_apart
+
+Key = tuple[int, int]  # step, micro-batch
+
+
+@dataclass
+class _InFlight:
+    """A micro-batch between its F and its B (or W)."""
+
+    boxes: list[Box]
+    outputs: list[torch.Tensor]
+    weights: Kept
+    whole: bool
+    work: list[Any] = field(default_factory=list)
+
+
+class Forward(NamedTuple):
+    """What F gives."""
+
+    outputs: Tensors
+    """For the next stage; empty on the last."""
+    result: Result | None
+    """On the last stage."""
+    suspect: int
+    """1 + the first layer that made NaN or infinity out of finite values for this micro-batch; 0: none seen so far."""
+    tree: Tree = tree.LONE
+    """What the outputs are the tensors of."""
+
+
+class Inputs(NamedTuple):
+    """What a stage takes of a micro-batch."""
+
+    tensors: Tensors
+    tree: Tree
+
+
+class Stage:
+    """A contiguous run of layers, ready to train."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        job: Job,
+        loss: Loss | None,
+        channels_last: bool,
+        again: Callable[[], Layers] | None = None,
+    ) -> None:
+        """``loss`` is given on the last stage; ``channels_last`` must be the same on all stages. ``again`` builds the
+        layers once more, for a trial, where they cannot be copied."""
+        self.start, self.names, self.layers = layers.start, layers.names, layers.modules
+        self._job, self._seed, self._again = job, job.train.seed, again
+        self._loss = loss
+        self._channels_last = channels_last
+        if channels_last:
+            lay_out(self.layers, torch.channels_last)
+        self._draws = [may_draw(layer) for layer in self.layers]
+        self.parameters: list[nn.Parameter] = []
+        self._parameter_names: list[str] = []
+        self._find_parameters()
+        buffers = [buffer for layer in self.layers for buffer in layer.buffers()]
+        self._weights = Weights(self.parameters, job.pipeline.schedule == "1f1b-async", buffers)
+        self.optimizer = make_optimizer(job.train.optimizer, job.lr, [p for p in self._weights.updated if p.requires_grad])
+        self._deferred = DeferredWeights(self.layers) if job.pipeline.schedule == "zero-bubble" else None
+        self._anchor = torch.zeros((), requires_grad=True)
+        self.in_flight: dict[Key, _InFlight] = {}
+        self._divisors = Divisors()
+        self._searches = 3
+        self._setting_up = False
+        self._made: set[str] = set()
+        """Names of buffers that a first forward makes."""
+        self._written: set[tuple[int, int]] = set()
+        """Which parameters (0) and buffers (1), by their place among them, a forward writes to."""
+        self._kept = self._check_state()  # what cannot be kept is said now, not at the first checkpoint
+
+    @property
+    def shares(self) -> Callable[[Sequence[Any], Sequence[int]], list[float]] | None:
+        """``Loss.shares`` on the last stage."""
+        return self._loss.shares if self._loss is not None else None
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return sum(p.numel() for p in self.parameters)
+
+    def from_data(self, value: Any) -> Inputs:
+        """A data set's inputs as the first stage takes them: images in the model's memory format."""
+        tensors, of = tree.flatten(value)
+        layout = torch.channels_last if self._channels_last else torch.contiguous_format
+        laid_out = (v.contiguous(memory_format=layout) if v.dim() == 4 else v for v in tensors)
+        return Inputs(tuple(laid_out), of)
+
+    def close(self) -> None:
+        """Give the memory back, whoever still knows this object: another stage is to be built from it."""
+        self.in_flight.clear()
+        self.optimizer = self._deferred = None
+        self.layers, self.parameters, self._weights = [], [], Weights([], False)
+        self._again = None
+
+    # -- actions -------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        step: int,
+        micro_batch: int,
+        inputs: Tensors,
+        version: int = 0,
+        target: Any = None,
+        share: float = 1.0,
+        suspect: int = 0,
+        whole: bool = False,
+        of: Tree | None = None,
+        samples: int | None = None,
+    ) -> Forward:
+        """F. ``inputs`` come from the wire or the data set, and are the tensors ``of`` a tree (by default one alone, or a
+        tuple of several); ``version`` counts updates since the segment began; on the last stage ``target`` is wanted, and
+        ``samples``, and the micro-batch's loss has this ``share`` in the step's (``Loss.shares``). ``whole``: in the
+        zero-bubble schedule, that B is to leave nothing to W."""
+        boxes = [Box(x) for x in inputs]
+        self._weights.begin(version)
+        if self._deferred is not None:
+            self._deferred.begin(not whole)
+        opened = [box.open(self._anchor) for box in boxes]
+        value = self._through(opened, of, partial(forward_seed, self._seed, step, micro_batch))
+        result, given = None, tree.LONE
+        if self._loss is not None:
+            result, outputs = self._judge(step, value, target, share, samples)
+        else:
+            outputs, given = taken_apart(self._last, self.names[-1], value)
+        weights = self._weights.end(version)
+        if suspect == 0 and not finite(outputs):
+            suspect = self._search(step, micro_batch, inputs, of)
+        self.in_flight[step, micro_batch] = _InFlight(boxes, outputs, weights, whole)
+        return Forward(() if result else tuple(outputs), result, suspect, given)
+
+    def backward(self, step: int, micro_batch: int, gradients: Tensors) -> Tensors:
+        """B: gradients of the inputs that want one, for the stage before; ``gradients`` is empty on the last stage."""
+        flight = self.in_flight[step, micro_batch]
+        wanting = [out for out in flight.outputs if out.requires_grad]
+        if self._loss is not None:
+            gradients = tuple(map(torch.ones_like, wanting))
+        pairs = [(out, g) for out, g in zip(wanting, gradients, strict=True) if g is not None]
+        if pairs:
+            seed_all(backward_seed(self._seed, step, micro_batch, self.start))
+            if self._deferred is not None:
+                self._deferred.begin(not flight.whole, forward=False)  # forwards may be computed once more
+            with self._going_back(flight):
+                Seeded.apply([g for _, g in pairs], *(out for out, _ in pairs)).backward()
+        flight.outputs = []
+        if self._deferred is not None and not flight.whole:
+            flight.work = self._deferred.collect()
+        else:
+            del self.in_flight[step, micro_batch]
+        return tuple(box.gradient for box in flight.boxes if box.wants_gradient)
+
+    def weight_gradient(self, step: int, micro_batch: int) -> None:
+        """W: what B left to do."""
+        flight = self.in_flight.pop((step, micro_batch))
+        with self._going_back(flight):
+            DeferredWeights.run(flight.work)
+
+    def scale(self, step: int) -> float:
+        """What the step's gradients are to be multiplied with in ``update``, as far as the last stage knows by now."""
+        return self._divisors.scale(step)
+
+    def update(self, lr: float, version: int, scale: float = 1.0) -> None:
+        """U: one optimizer step with ``scale`` times the gradients; from here on the weights are version ``version`` + 1 of
+        the segment."""
+        if self.optimizer is not None:
+            if scale != 1.0:
+                for parameter in self.parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(scale)
+            self._weights.before_update()
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            update(self.optimizer)
+        self._weights.publish(version + 1)
+
+    def drained(self) -> None:
+        """A segment is over: nothing is in flight, and versions count from 0 again."""
+        assert not self.in_flight, f"micro-batches {sorted(self.in_flight)} are still in flight"
+        self._weights.restart()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within: the newest weights, no dropout, BatchNorm's running statistics. Modules have their own modes later."""
+        self._weights.newest()
+        modes = [(module, module.training) for layer in self.layers for module in layer.modules()]
+        for layer in self.layers:
+            layer.eval()
+        try:
+            yield
+        finally:
+            restore_modes(modes)
+
+    @torch.no_grad()
+    def evaluate(
+        self, inputs: Tensors, target: Any, of: Tree | None = None, micro_batch: int = 0, samples: int | None = None
+    ) -> Forward:
+        """E, within ``evaluating``: outputs for the next stage, or the result on the last."""
+        value = self._through(inputs, of, partial(evaluation_seed, self._seed, micro_batch))
+        if self._loss is None:
+            outputs, given = taken_apart(self._last, self.names[-1], value)
+            return Forward(tuple(outputs), None, 0, given)
+        result, _ = self._judge(-1, value, target, 1.0, samples)
+        return Forward((), result, 0)
+
+    # -- the first forward of all --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def trial(self) -> Iterator["Stage"]:
+        """A stage of the same layers to try things on. It shares nothing with this one: whatever a forward does to modules
+        (buffers made, replaced or resized, attributes, counters) happens to copies."""
+        with kept(), untouched(self.layers, self._loss and self._loss.function):
+            try:
+                modules = copy.deepcopy(self.layers)
+            except Exception:  # some modules cannot be copied
+                if self._again is None:
+                    raise
+                modules = self._again().modules
+            layers = Layers(self.start, self.names, modules)
+            stage = Stage(layers, self._job, self._loss and self._loss.apart(), self._channels_last)
+            stage._setting_up = True
+            if stage._deferred is not None:
+                stage._deferred.looking = True
+            try:
+                yield stage
+            finally:
+                self._learn(stage)
+                stage.close()
+
+    def probe(
+        self,
+        inputs: Tensors,
+        target: Any,
+        gradients_of: Callable[[Sequence[TensorSpec], Tree], Tensors],
+        of: Tree | None = None,
+        samples: int | None = None,
+    ) -> tuple[TensorSpec, ...]:
+        """One forward and backward, on a ``trial`` stage, for the shapes of what crosses.
+
+        ``gradients_of`` is asked, with the outputs' specs and tree, for gradients of the same layout as training will send.
+        Returns the specs of the inputs' gradients.
+        """
+        if not self._setting_up:
+            with self.trial() as trial:
+                return trial.probe(inputs, target, gradients_of, of, samples)
+        writes = Writes(self.parameters, may_be_written(self.layers))
+        out = self.forward(0, 0, inputs, target=target, of=of, samples=samples)
+        self._written |= writes.found()
+        if self._deferred is not None:
+            self._deferred.look(self.in_flight[0, 0].outputs)
+        result = self.backward(0, 0, gradients_of([TensorSpec.of(out) for out in out.outputs], out.tree))
+        if self._deferred is not None:
+            self.weight_gradient(0, 0)
+        for parameter in self.parameters:
+            parameter.grad = None
+        return tuple(TensorSpec.of(g) for g in result)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The newest weights under their names in the whole model."""
+        yield from zip(self._parameter_names, self.parameters, strict=True)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies of all state of the layers, contiguous, under its names in the whole model."""
+        self._weights.newest()
+        return {
+            f"{name}.{key}": value
+            for name, layer in zip(self.names, self.layers, strict=True)
+            for key, value in state_of(name, layer).items()
+        }
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """Copies of the optimizer's tensors as "<what>/<parameter's name>"."""
+        if self.optimizer is None:
+            return {}
+        return {
+            f"{what}/{name}": value.detach().to_dense().contiguous().clone()
+            for name, parameter in zip(self._parameter_names, self._weights.updated, strict=True)
+            for what, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def load(self, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> None:
+        """Take over weights and optimizer state. Raises UserError where they are another model's."""
+        self._weights.newest()
+        with torch.no_grad():
+            for name, layer in zip(self.names, self.layers, strict=True):
+                prefix = f"{name}."
+                own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+                made = {key.removeprefix(prefix) for key in self._made if key.startswith(prefix)}
+                load_layer(name, layer, own, made)
+            self._weights.adopt()
+            self._watch_written()
+            if self.optimizer is None:
+                return
+            for name, parameter in zip(self._parameter_names, self._weights.updated, strict=True):
+                for key, value in optimizer.items():
+                    what, _, of = key.partition("/")
+                    if of == name:
+                        like = parameter if value.shape == parameter.shape else value
+                        self.optimizer.state[parameter][what] = torch.empty_like(like, dtype=value.dtype).copy_(value)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _find_parameters(self) -> None:
+        """Parameters once each (a layer may use one twice, and so may two layers), under the first of their names."""
+        seen: set[int] = set()
+        for layer_name, layer in zip(self.names, self.layers, strict=True):
+            for name, parameter in layer.named_parameters(prefix=layer_name):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    self.parameters.append(parameter)
+                    self._parameter_names.append(name)
+
+    @property
+    def _last(self) -> int:
+        return self.start + len(self.layers) - 1
+
+    def _through(self, inputs: Sequence[Any], of: Tree | None, seed: Callable[[int], int]) -> Any:
+        """What the last layer gives; each draws from the ``seed`` of its number."""
+        value = tree.unflatten(of or tree.packed(len(inputs)), inputs)
+        for index, layer in enumerate(self.layers, self.start):
+            self._seed_layer(index, seed(index))
+            value = call_layer(index, self.names[index - self.start], layer, value, self._setting_up)
+        return value
+
+    @contextmanager
+    def _going_back(self, flight: _InFlight) -> Iterator[None]:
+        """Within: weights are those of a micro-batch's F; what raises is the user's."""
+        newest = self._weights.meet(flight.weights)
+        try:
+            yield
+        except Exception as error:
+            blame(error, f"the backward of layers {self.start} to {self._last}")
+        finally:
+            self._weights.leave(newest)
+
+    def _seed_layer(self, index: int, seed: int) -> None:
+        """Torch's own layers ask torch alone for random numbers."""
+        if self._draws[index - self.start]:
+            seed_all(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+
+    def _judge(
+        self, step: int, value: Any, target: Any, share: float, samples: int | None
+    ) -> tuple[Result, list[torch.Tensor]]:
+        """What the loss says of what the last layer gives, and what backward begins with."""
+        assert self._loss is not None
+        samples = len(target) if samples is None else samples
+        judged = self._loss(value, target, samples, self._setting_up)
+        if judged.summed:
+            share = self._divisors.share(step, judged.count, samples, share)
+        result = Result(judged.total, judged.count, *self._loss.hits(value, target), samples)
+        return result, [judged.value * share]
+
+    def _check_state(self) -> set[str]:
+        """The names of all state. Raises UserError where something of it cannot be kept."""
+        layers = zip(self.names, self.layers, strict=True)
+        return {f"{name}.{key}" for name, layer in layers for key in check_state(name, layer)}
+
+    def _learn(self, trial: "Stage") -> None:
+        """From a stage of the same layers on which things were tried."""
+        self._made |= trial._check_state() - self._kept
+        self._written |= trial._written
+        if self._written and self._job.pipeline.vertical_sync:
+            raise UserError(
+                "pipeline.vertical_sync: a layer writes into its own parameters or buffers in its forward, which would be "
+                "those of an older version; leave vertical_sync out"
+            )
+        self._watch_written()
+        if self._deferred is not None and trial._deferred is not None:
+            self._deferred.learn(trial._deferred)
+
+    def _watch_written(self) -> None:
+        both = self.parameters, may_be_written(self.layers)
+        self._weights.written = [both[kind][position] for kind, position in sorted(self._written)]
+
+    def _search(self, step: int, micro_batch: int, inputs: Tensors, of: Tree | None) -> int:
+        """Outputs are not finite: find the layer by running a copy of the stage once more, layer by layer."""
+        if self._searches == 0 or not finite([x for x in inputs if x is not None]):
+            return 0
+        self._searches -= 1  # a model may mean its infinities (masks); do not search for ever
+        with torch.no_grad(), self.trial() as trial:
+            value = tree.unflatten(of or tree.packed(len(inputs)), inputs)
+            for index, layer in enumerate(trial.layers, self.start):
+                self._seed_layer(index, forward_seed(self._seed, step, micro_batch, index))
+                value = layer(value)
+                if not finite(tree.leaves(value)):
+                    return index + 1
+        return 0  # the loss, then

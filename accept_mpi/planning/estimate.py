@@ -1,0 +1,133 @@
+"""What a plan should do on devices that have been measured: step time, each stage's computing and memory, codecs."""
+
+import itertools
+from typing import NamedTuple
+
+import msgspec
+
+from accept_mpi.errors import UserError
+from accept_mpi.job import Job
+from accept_mpi.logs.log import Rows
+from accept_mpi.logs.replay import mean_times, rerun
+from accept_mpi.pipeline.schedule import Kind
+from accept_mpi.plan import Codec, Plan
+from accept_mpi.planning.codec_choice import AUTO, LINK_SHARE, Choice, choose
+from accept_mpi.planning.forecast import Crossing, Direction, Forecast, Profile
+from accept_mpi.planning.formulation import memory_of, micro_batches_of
+from accept_mpi.profiling.cluster_profile import Survey
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """A plan, and what it should do."""
+
+    plan: Plan
+    step: float
+    """Seconds."""
+    loaded: float
+    """Seconds of a step on links that carry ``LINK_SHARE`` of what they were measured to."""
+    busy: list[float]
+    """Share of a step that each stage computes."""
+    computes: list[float]
+    """Seconds a micro-batch of each stage."""
+    choices: dict[Direction, Choice]
+    memory: list[float]
+    """Bytes that each stage needs."""
+
+    @property
+    def expected(self) -> float:
+        """What plans of much the same step are compared by: seconds of a step between those on links as measured and those
+        on loaded ones. Cuts that want a link nearly full wait whenever it wavers, or get a stronger codec."""
+        return (self.step + self.loaded) / 2
+
+
+def outcome(survey: Survey, job: Job, plan: Plan) -> Outcome:
+    """What a plan should do."""
+    forecast = forecast_of(survey, job, plan)
+    fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
+    choices, _ = choose(forecast, fixed, job.pipeline.min_bits)
+    codecs = {crossing: choice.name for crossing, choice in choices.items()}
+    step, busy = forecast.steady(codecs)
+    loaded, _ = forecast.with_links(LINK_SHARE).steady(codecs)
+    computes = [
+        profile.forward + profile.backward + sum(forecast.handling(s, way, codecs) for way in "FB")
+        for s, profile in enumerate(forecast.profiles)
+    ]
+    return Outcome(plan, step, loaded, busy, computes, choices, memory_of(survey, job, plan))
+
+
+def settled(found: Outcome) -> Plan:
+    """Its plan with the codecs that it has chosen wherever the job leaves them open."""
+    codecs = []
+    for boundary, codec in enumerate(found.plan.boundaries):
+        chosen = {way: found.choices[boundary, way].name for way in "FB"}
+        forward = chosen["F"] if codec.forward == AUTO else codec.forward
+        codecs.append(Codec(forward=forward, backward=chosen["B"] if codec.backward == AUTO else codec.backward))
+    return Plan(stages=found.plan.stages, boundaries=tuple(codecs))
+
+
+def forecast_of(survey: Survey, job: Job, plan: Plan) -> Forecast:
+    """The simulator on a plan's stages and boundaries."""
+    kind: Kind = job.pipeline.schedule
+    profiles = []
+    for stage in plan.stages:
+        device, mine = survey.devices[stage.ranks[0]], slice(stage.start, stage.stop)
+        profiles.append(
+            Profile(
+                forward=sum(device.forward[mine]),
+                backward=sum(device.backward[mine]),
+                encode=device.encode,
+                decode=device.decode,
+                byte=device.byte,
+                message=device.message,
+                shared=device.shared,
+                weights=sum(device.weights[mine]),
+                update=sum(device.update[mine]),
+            )
+        )
+    nics = [max(survey.nic(stage.ranks[0]), 1.0) for stage in plan.stages]
+    return Forecast(kind, micro_batches_of(job), job.pipeline.transfer_slack, profiles, _crossings(survey, plan), nics)
+
+
+class Replayed(NamedTuple):
+    """Seconds of a step in the middle of a run."""
+
+    measured: float
+    simulated: float
+    """With every action as long as it was."""
+    with_means: float
+    """With each stage's mean times."""
+
+
+def replayed(survey: Survey, job: Job, plan: Plan, trace: Rows) -> Replayed:
+    """What the simulator makes of a run, with the computing that its trace holds, on the links of the survey: whatever the
+    devices' speeds were foreseen to be. Raises UserError where the trace holds fewer than three finished steps."""
+    foreseen = forecast_of(survey, job, plan)
+    codecs = plan.codecs
+    run = rerun(trace, lambda boundary, way: foreseen.message((boundary, way), codecs[boundary, way], codecs))
+    if run is None:
+        raise UserError("the trace holds fewer than three finished steps")
+    profiles = [
+        Profile(
+            forward=took["F"],
+            backward=took["B"] + took.get("W", 0.0),
+            encode=profile.encode,
+            decode=profile.decode,
+            weights=took.get("W", 0.0),
+            update=took["U"],
+        )
+        for took, profile in zip(mean_times(trace), foreseen.profiles, strict=True)
+    ]
+    forecast = foreseen.with_profiles(profiles)
+    return Replayed(run.took / run.steps, run.seconds / run.steps, forecast.steady(codecs)[0])
+
+
+def _crossings(survey: Survey, plan: Plan) -> dict[Direction, Crossing]:
+    """Traffic of all boundaries."""
+    ranks = [stage.ranks[0] for stage in plan.stages]
+    found = {}
+    for boundary, (stage, (a, b)) in enumerate(zip(plan.stages[1:], itertools.pairwise(ranks), strict=True)):
+        sizes = {"F": survey.outline.crossing(stage.start), "B": survey.outline.returning(stage.start)}
+        for way, (source, target) in {"F": (a, b), "B": (b, a)}.items():
+            rate = max(survey.rate[source][target], 1.0)
+            found[boundary, way] = Crossing(*sizes[way], rate, survey.latency[source][target])
+    return found

@@ -1,0 +1,75 @@
+"""The plan that a job itself gives: cuts, ranks and codecs."""
+
+from collections.abc import Callable, Sequence
+
+from accept_mpi.codecs.coding import parse
+from accept_mpi.errors import UserError
+from accept_mpi.job import Job
+from accept_mpi.models.shared import Shared, uncuttable
+from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
+from accept_mpi.planning.codec_choice import AUTO
+
+_MOST_SHOWN = 8  # cuts, one by one
+
+
+def given_plan(job: Job, layers: int, size: int, shared: Callable[[], Sequence[Shared]] = tuple) -> Plan:
+    """The plan that a job's cuts and ranks ask for, of ``size`` ranks. ``shared`` tells what layers share, where there are
+    cuts. Raises UserError with one sentence."""
+    ranks = job.pipeline.ranks or list(range(size))
+    if wrong := [rank for rank in ranks if rank >= size or ranks.count(rank) > 1]:
+        raise UserError(
+            f"pipeline.ranks: rank {wrong[0]} of {ranks} comes twice or is not among the {size} ranks of this run"
+        )
+    if len(ranks) > layers:
+        raise UserError(
+            f"{len(ranks)} ranks for a model of {layers} layers: each stage needs a layer; "
+            f"start mpirun with -n {layers} at most"
+        )
+    codecs = _codecs(job, len(ranks) - 1)
+    cuts = job.pipeline.cuts
+    if isinstance(cuts, str):  # "auto": one rank has nothing to choose
+        cuts = even_cuts(layers, len(ranks))
+    elif len(cuts) != len(ranks) - 1:
+        raise UserError(f"pipeline.cuts: {cuts} makes {len(cuts) + 1} stages, but there are {len(ranks)} ranks")
+    try:
+        plan = make_plan(layers, cuts, codecs, ranks)
+    except ValueError as error:
+        raise UserError(f"pipeline.cuts: {error}") from error
+    if cuts:
+        _refuse_parting(list(cuts), layers, shared())
+    return plan
+
+
+def _refuse_parting(cuts: list[int], layers: int, shared: Sequence[Shared]) -> None:
+    """Raise UserError where layers that share what is trained would be in two stages."""
+    together = uncuttable(shared, layers)
+    if not (wrong := [cut for cut in cuts if cut in together]):
+        return
+    one = next(one for one in shared if not one.constant and one.first < wrong[0] <= one.last)
+    possible = [cut for cut in range(1, layers) if cut not in together]
+    if possible:
+        ways = "cuts that keep such layers together are " + ", ".join(map(str, possible[:_MOST_SHOWN]))
+        ways += ", ..." if len(possible) > _MOST_SHOWN else ""
+        ways += f" (for {len(possible) + 1} ranks at most: pipeline.ranks)" if len(possible) < len(cuts) else ""
+    else:
+        ways = (
+            "no cut keeps such layers together, so one rank must hold the model (pipeline.cuts = [], pipeline.ranks = [0])"
+        )
+    raise UserError(f'pipeline.cuts: {one.text}, so no cut may part them, as {wrong[0]} does; {ways}, or "auto"')
+
+
+def _codecs(job: Job, boundaries: int) -> list[Codec]:
+    """The codec of each boundary, both ways. Raises UserError with one sentence."""
+    names = []
+    for key, asked, gradients in (("forward", job.pipeline.forward, False), ("backward", job.pipeline.backward, True)):
+        each = [asked] * boundaries if isinstance(asked, str) else asked
+        if len(each) != boundaries:
+            raise UserError(f"pipeline.{key}: {len(each)} codecs for {boundaries} boundaries; give one for all, or one each")
+        for name in each if boundaries else [asked] if isinstance(asked, str) else []:
+            try:
+                if name != AUTO:
+                    parse(name, gradients)
+            except ValueError as error:
+                raise UserError(f"pipeline.{key}: {error}") from error
+        names.append(each)
+    return [Codec(forward=forward, backward=backward) for forward, backward in zip(*names, strict=True)]

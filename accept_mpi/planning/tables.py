@@ -1,0 +1,55 @@
+"""What a plan says of itself: a table of its stages, and the step that it and even cuts should take."""
+
+from collections.abc import Sequence
+
+from accept_mpi.job import Job
+from accept_mpi.planning.estimate import Outcome
+from accept_mpi.planning.formulation import micro_batches_of, problem_of
+from accept_mpi.planning.search import lower_bound
+from accept_mpi.profiling.cluster_profile import Survey
+
+
+def table(survey: Survey, job: Job, found: Outcome, even: Outcome) -> list[str]:
+    """A plan as text, a line a stage, and the step that it and even cuts should take."""
+    return [*stage_table(survey, found), *verdict(survey, job, found, even)]
+
+
+def stage_table(survey: Survey, found: Outcome) -> list[str]:
+    """A plan as text, a line a stage. Times are of one micro-batch."""
+    names = survey.outline.names
+    rows = [["stage", "host", "layers", "", "compute", "busy", "memory", "activations ahead", "", "gradients back", ""]]
+    for s, stage in enumerate(found.plan.stages):
+        rank = stage.ranks[0]
+        row = [
+            str(s), f"{survey.devices[rank].host} (rank {rank})", f"{stage.start}..{stage.stop - 1}",
+            f"{names[stage.start]} .. {names[stage.stop - 1]}", f"{1e3 * found.computes[s]:.1f} ms",
+            f"{100 * found.busy[s]:.0f} %", f"{found.memory[s] / 2**20:.0f} MiB",
+        ]  # fmt: skip
+        for way in ("F", "B"):
+            if (s, way) in found.choices:
+                choice = found.choices[s, way]
+                row += [choice.name, f"{1e3 * choice.seconds:.1f} ms"]
+        rows.append([*row, *[""] * (len(rows[0]) - len(row))])
+    return aligned(rows)
+
+
+def verdict(survey: Survey, job: Job, found: Outcome, even: Outcome) -> list[str]:
+    """Who stays idle, what a step should take, what it would with even cuts, and what no plan can be faster than."""
+    idle = [f"{device.host} (rank {n})" for n, device in enumerate(survey.devices) if found.plan.place(n).idle]
+    lines = [f"idle, since they would cost more than they save, or save little: {', '.join(idle)}"] if idle else []
+    if len(survey.devices) > 1:
+        lines += [f"{one.text}, so they are in one stage" for one in survey.outline.shared if not one.constant]
+    problem, _ = problem_of(survey, job)
+    bound = lower_bound(problem) * micro_batches_of(job)
+    lines.append(
+        f"a step should take {1e3 * found.step:.0f} ms ({job.train.batch_size / found.step:.1f} samples/s); "
+        f"with even cuts {1e3 * even.step:.0f} ms ({even.step / found.step:.1f} x); "
+        f"if all devices shared every layer at no cost {1e3 * bound:.0f} ms"
+    )
+    return lines
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines, columns under each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,1 @@
+"""Times that nobody has measured."""

@@ -1,0 +1,83 @@
+"""AccEPT's latency predictor (reconstruction; its sizes and losses are not known): a dual-stream regression network.
+
+One stream takes a sub-model as a binary vector over layers, the other a device as the measured times of ``PROBES``
+representative sub-models; joined, they give forward and backward time, in logarithms.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from accept_mpi.pipeline.optimizer import leave_the_compiler_out, update
+from accept_mpi.prediction.samples import PROBES, Intervals, Known, device_vector, membership
+
+_WIDTH = 64
+_LAYERS = 128  # layers that the binary vector has room for
+_STEPS, _RATE = 1200, 3e-3
+_BATCH = 8
+BETA = 0.02  # logarithm of a ratio from which on errors count as they are, not squared
+
+
+class DualStream(nn.Module):
+    """AccEPT (reconstruction): binary vector and probe times, a stream each, joined with their product; two times out."""
+
+    def __init__(self, models: Sequence[str]) -> None:
+        super().__init__()
+        self.models = {key: n for n, key in enumerate(models)}
+        self.sub_model = mlp(_LAYERS + len(self.models), _WIDTH, _WIDTH)
+        self.device = mlp(2 * PROBES, _WIDTH, _WIDTH)
+        self.joined = mlp(3 * _WIDTH, _WIDTH, 2)
+
+    def forward(self, known: Known, intervals: Intervals) -> torch.Tensor:
+        """(k, 2): logarithms of seconds."""
+        chosen = np.zeros((len(intervals), _LAYERS + len(self.models)))
+        chosen[:, : known.layers] = membership(intervals, known.layers)
+        if known.model in self.models:
+            chosen[:, _LAYERS + self.models[known.model]] = 1
+        u = self.sub_model(torch.tensor(chosen, dtype=torch.float32))
+        v = self.device(torch.tensor(device_vector(known), dtype=torch.float32)).expand_as(u)
+        return self.joined(torch.cat([u, v, u * v], dim=1)) - 5
+
+
+def train_dual_stream(data: Sequence[Known], seed: int = 0, steps: int = _STEPS) -> DualStream:
+    """The network, pre-trained on what is known."""
+    torch.manual_seed(seed)
+    network = DualStream(sorted({known.model for known in data}))
+    generator = torch.Generator().manual_seed(seed)
+    wanted = [torch.tensor(np.log(known.times), dtype=torch.float32) for known in data]
+
+    def loss(n: int) -> torch.Tensor:
+        return nn.functional.smooth_l1_loss(network(data[n], data[n].intervals), wanted[n], beta=BETA)
+
+    descend(network, lambda _: [loss(n) for n in some_of(len(data), generator)], steps, _RATE)
+    return network
+
+
+def some_of(count: int, generator: torch.Generator) -> list[int]:
+    """A batch of what is known."""
+    return torch.randint(count, (min(_BATCH, count),), generator=generator).tolist()
+
+
+def descend(
+    network: nn.Module, losses: Callable[[int], list[torch.Tensor]], steps: int, rate: float, until: float = math.inf
+) -> None:
+    """AdamW with a cosine's rate on the mean of what ``losses`` gives for each step; done by ``until`` (monotonic)."""
+    leave_the_compiler_out()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=1e-3)
+    began = time.monotonic()
+    for step in range(steps):
+        done = max(step / steps, (time.monotonic() - began) / max(until - began, 1e-9))
+        if done >= 1:
+            break
+        optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * done)) / 2
+        torch.stack(losses(step)).mean().backward()
+        update(optimizer)
+
+
+def mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
+    """One hidden layer."""
+    return nn.Sequential(nn.Linear(inputs, width), nn.SiLU(), nn.Linear(width, outputs))

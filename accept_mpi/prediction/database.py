@@ -1,0 +1,279 @@
+"""The latency database: what layers took on which device, kept from run to run (by default in the user's cache).
+
+Layout (HDF5, version 2; root attribute ``format`` is "accept-mpi latency")::
+
+    /MODEL              outline (JSON of ``outline.Outline``): the layers, shapes and size of micro-batch the key stands for
+    /MODEL/DEVICE       times (4 x layers: seconds forward, backward, of it weights, update; NaN: not measured yet),
+                        pieces (k x 4: first layer, last + 1, seconds forward, backward: sub-models as probed), observed
+                        (alike: stages in training); attributes device (JSON), stretch, created
+    /predictor          what ``predictor.Predictor`` writes: weights, what they were learned from, errors on that
+
+A damaged or foreign file is set aside under another name, never deleted. Files change as a whole (written beside, renamed),
+under a lock, so that two runs at a time lose nothing but what both measured of the same model on the same device: the last
+counts.
+"""
+
+import contextlib
+import errno
+import hashlib
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import h5py
+import msgspec
+import numpy as np
+
+from accept_mpi.errors import UserError, one_line
+from accept_mpi.files.hdf5 import Damaged, group_in, number_in, open_file, text_in, values_in
+from accept_mpi.files.regular import is_regular
+from accept_mpi.kernels.options import cache_directory, hold, open_lock
+from accept_mpi.prediction.predictor import Predictor
+from accept_mpi.prediction.samples import Known
+from accept_mpi.profiling.cluster_profile import outline_in
+from accept_mpi.profiling.layer_timer import LayerTimes, Run
+from accept_mpi.profiling.outline import Outline
+
+log = logging.getLogger(__name__)
+
+FORMAT, VERSION = "accept-mpi latency", 2
+_LOCK_SECONDS = 10.0
+_MOST_OBSERVED = 100  # sub-models kept of a device, besides those probed
+_LEAST = 1e-6  # seconds that a run of layers is taken to need at least: its logarithm is learned
+
+
+def database_path(asked: str) -> Path | None:
+    """Where a job's database lies ("auto": in the user's cache; "none": nowhere). Raises UserError where there is no such
+    place."""
+    if asked == "none":
+        return None
+    try:
+        return cache_directory() / "latency.h5" if asked == "auto" else Path(asked).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"pipeline.latency_db: {asked}: {error}") from error
+
+
+def device_key(facts: dict[str, Any]) -> str:
+    """Names a device and its settings: equal for equal facts."""
+    return hashlib.sha256(msgspec.json.encode(facts, order="deterministic")).hexdigest()[:16]
+
+
+def recall(path: Path, outline: Outline, devices: list[str]) -> list[LayerTimes | None]:
+    """What is known of this model on devices with these keys."""
+    found: list[LayerTimes | None] = [None] * len(devices)
+    with _opened(path) as file:
+        for n, key in enumerate(devices):
+            if file and _has(file, outline.key):
+                with _passed_over(path, f"{outline.key}/{key}"):
+                    model = group_in(file, outline.key)
+                    found[n] = _read(group_in(model, key), len(outline.layers)) if _has(model, key) else None
+    return found
+
+
+def remember(path: Path, outline: Outline, entries: dict[str, tuple[dict[str, Any], LayerTimes]]) -> None:
+    """Put in what was measured, by device key. Warns, and goes on, where the file cannot be written."""
+
+    def put(file: Any) -> None:
+        try:
+            model = group_in(file, outline.key)
+        except Damaged:  # or not there
+            if _has(file, outline.key):
+                del file[outline.key]
+            model = file.create_group(outline.key)
+        if not _has(model, "outline"):
+            model["outline"] = np.frombuffer(msgspec.json.encode(outline), np.uint8)
+        for key, (facts, times) in entries.items():
+            if _has(model, key):
+                del model[key]
+            _write(model.create_group(key), facts, times)
+
+    _change(path, put)
+
+
+def library(path: Path) -> list[Known]:
+    """All that is known, of every model and device, for a predictor to learn from."""
+    found = []
+    with _opened(path) as file:
+        for name in file or ():
+            if name == "predictor":
+                continue
+            with _passed_over(path, name):
+                model = group_in(file, name)
+                outline = outline_in(model)
+                for device in model:
+                    if device == "outline":
+                        continue
+                    with _passed_over(path, f"{name}/{device}"):
+                        times = _read(group_in(model, device), len(outline.layers))
+                        if times is not None and times.pieces:
+                            found.append(known_of(outline, device, times))
+    return found
+
+
+def known_of(outline: Outline, device: str, times: LayerTimes) -> Known:
+    """A device's times as the predictor takes them: its probes, runs of layers between its clocks, and stages observed."""
+    probes, observed = (np.array(runs).reshape(-1, 4) for runs in (times.pieces, times.observed))
+    rows = np.array([times.forward, times.backward]).T
+    lengths = [2**k for k in range(1, len(rows).bit_length())]
+    inside = np.array([(a, a + n) for n in lengths for a in range(0, len(rows) - n + 1, n)], np.int64).reshape(-1, 2)
+    sums = np.array([rows[a:b].sum(axis=0) for a, b in inside]).reshape(-1, 2)
+    measured = np.isfinite(sums).all(axis=1)
+    return Known(
+        outline=outline,
+        device=device,
+        probes=probes[:, :2].astype(np.int64),
+        probe_times=np.maximum(probes[:, 2:], _LEAST),
+        intervals=np.concatenate([inside[measured], observed[:, :2].astype(np.int64)]),
+        times=np.maximum(np.concatenate([sums[measured], observed[:, 2:]]), _LEAST),
+        layer_times=rows,
+    )
+
+
+def recall_predictor(path: Path) -> Predictor | None:
+    """The predictor that an earlier run has left; None where there is none that can be read."""
+    with _opened(path) as file:
+        if file and _has(file, "predictor"):
+            with _passed_over(path, "predictor"):
+                return Predictor.read(group_in(file, "predictor"))
+    return None
+
+
+def keep_predictor(path: Path, predictor: Predictor) -> None:
+    """Leave it to later runs. Warns where the file cannot be written."""
+
+    def put(file: Any) -> None:
+        if _has(file, "predictor"):
+            del file["predictor"]
+        predictor.write(file.create_group("predictor"))
+
+    _change(path, put)
+
+
+def _change(path: Path, change: Callable[[Any], None]) -> None:
+    """Change a copy of the file, which then takes its place."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not is_regular(path):
+            raise OSError(errno.EINVAL, "something else than a file has this name")
+        with _locked(path):
+            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+            try:
+                with _opened(path) as file:
+                    pass
+                if file is not None:
+                    shutil.copyfile(path, temporary)
+                with h5py.File(temporary, "a") as changed:
+                    changed.attrs.update(format=FORMAT, version=VERSION)
+                    change(changed)
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+    except (OSError, Damaged) as error:
+        log.warning("%s: the latency database cannot be written: %s", path, one_line(str(error)))
+
+
+def observe(path: Path, outline: Outline, runs: dict[str, list[Run]]) -> None:
+    """Add what sub-models took in training, by device key, to devices that are known. Warns where that cannot be written."""
+
+    def add(file: Any) -> None:
+        if not _has(file, outline.key):
+            return
+        model = group_in(file, outline.key)
+        for key, rows in runs.items():
+            if _has(model, key):
+                device = group_in(model, key)
+                before = values_in(device, "observed", kinds="f", shape=(None, 4))
+                del device["observed"]
+                device["observed"] = np.concatenate([before, np.array(rows, float).reshape(-1, 4)])[-_MOST_OBSERVED:]
+
+    if path.exists():
+        _change(path, add)
+
+
+def _has(group: Any, name: str) -> bool:
+    """Whether there is something of a name, a link to elsewhere too."""
+    return bool(group.id.links.exists(name.encode()))
+
+
+@contextlib.contextmanager
+def _passed_over(path: Path, what: str) -> Iterator[None]:
+    """What cannot be read in a database is not known; that is said."""
+    try:
+        yield
+    except (Damaged, KeyError, OSError, ValueError, TypeError, RuntimeError, msgspec.MsgspecError) as error:
+        log.warning("%s: %s in it cannot be read and does not count: %s", path, what, one_line(str(error), 300))
+
+
+def _read(group: Any, layers: int) -> LayerTimes | None:
+    """Raises Damaged."""
+    times = values_in(group, "times", kinds="f", shape=(4, layers))
+    there = np.isfinite(times)
+    if (there != there[0]).any() or not there.any() or (times < 0).any() or np.isinf(times).any():
+        raise Damaged("times that there cannot be")
+    stretch = number_in(group, "stretch")
+    if not 0 <= stretch < math.inf:
+        raise Damaged("a stretch that there cannot be")
+    rows = [tuple(map(float, row)) for row in times]
+    runs = []
+    for name in ("pieces", "observed"):
+        found = values_in(group, name, kinds="f", shape=(None, 4))
+        first, stop = found[:, 0], found[:, 1]
+        if not (np.isfinite(found).all() and (found >= 0).all() and (first < stop).all() and (stop <= layers).all()):
+            raise Damaged(f"{name} that there cannot be")
+        runs.append(tuple((int(a), int(b), float(forward), float(backward)) for a, b, forward, backward in found))
+    return LayerTimes(rows[0], rows[1], rows[2], rows[3], 0.0, runs[0], stretch, runs[1])
+
+
+def _write(group: Any, facts: dict[str, Any], times: LayerTimes) -> None:
+    group["times"] = np.array([times.forward, times.backward, times.weights, times.update])
+    for name, runs in (("pieces", times.pieces), ("observed", times.observed)):
+        group[name] = np.array(runs, float).reshape(-1, 4)
+    group.attrs.update(
+        device=msgspec.json.encode(facts).decode(),
+        stretch=times.stretch,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The database for reading; None where there is none. What is not one is set aside."""
+    file = None
+    if path.exists() and not is_regular(path):
+        log.warning("%s is no file, so there is no latency database", path)
+    elif path.exists():
+        try:
+            file = open_file(path)
+            if text_in(file, "format") != FORMAT or number_in(file, "version") != VERSION:
+                raise Damaged("it is not a latency database of a version known here")
+            file.visit(lambda name: None)
+        except (Damaged, OSError, RuntimeError, KeyError, ValueError, TypeError) as error:
+            if file is not None:
+                file.close()
+            file = None
+            _set_aside(path, f"cannot be read ({one_line(str(error), 300)})")
+    try:
+        yield file
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _set_aside(path: Path, why: str) -> None:
+    kept = path.with_name(f"{path.name}.set-aside-{time.time_ns() // 1_000_000}")
+    with contextlib.suppress(OSError):
+        path.rename(kept)
+    log.warning("%s %s; it is kept as %s", path, why, kept.name)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open_lock(path.with_name(f"{path.name}.lock")) as lock:
+        hold(lock.fileno(), _LOCK_SECONDS)
+        yield

@@ -1,0 +1,72 @@
+"""Times of layers that a device has not measured: its budget ended, or they did not fit its memory.
+
+The latency predictor says them where it has learned from anybody, FTPipeHD's capacity ratio where others have measured, and
+operations and memory at a middling core's rates where nobody has.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from accept_mpi.prediction.database import known_of
+from accept_mpi.prediction.predictor import Predictor
+from accept_mpi.prediction.samples import Known
+from accept_mpi.profiling.layer_timer import LayerTimes, guess
+from accept_mpi.profiling.outline import Outline
+
+_STEPS, _SECONDS = 150, 4.0  # of training a predictor while a run waits for its plan
+
+
+def learned(data: Sequence[Known], stored: Predictor | None) -> Predictor | None:
+    """A predictor that knows all of ``data``: the stored one as it is, or adapted to what is new, or one trained anew."""
+    if not data:
+        return None
+    if stored is None or not {known.model for known in data} <= stored.models:
+        return Predictor.train(data, steps=_STEPS, seconds=_SECONDS)
+    seen = {(known.model, known.device): known for known in stored.memory}
+    fresh = [known for known in data if not _same(seen.get((known.model, known.device)), known)]
+    if fresh:
+        stored = stored.adapt(*fresh, seconds=_SECONDS)
+    return stored
+
+
+def _same(one: Known | None, other: Known) -> bool:
+    if one is None:
+        return False
+    pairs = zip((one.probe_times, one.intervals, one.times), (other.probe_times, other.intervals, other.times), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+def fill(times: Sequence[LayerTimes], outline: Outline, predictor: Predictor | None = None) -> np.ndarray:
+    """(4, devices, layers): forward, backward, weights, update, with a guess where a device has not measured: what others
+    take, in proportion to what both have measured (FTPipeHD's capacity); where nobody has, operations and memory. With a
+    predictor, forward and backward are its prediction from what the device has measured."""
+    rows = np.array([[t.forward, t.backward, t.weights, t.update] for t in times]).transpose(1, 0, 2)
+    known = np.isfinite(rows[0])
+    total = np.where(known, rows[0] + rows[1], 0.0)
+    filled = rows.copy()
+    for n in range(len(times)):
+        gaps = ~known[n]
+        nothing = not known[n].any()  # as fast as the others, for all one knows
+        others = [
+            m for m in range(len(times)) if m != n and (nothing or (known[m] & known[n]).any()) and (known[m] & gaps).any()
+        ]
+        if not gaps.any() or not others:
+            continue
+        ratios = [1.0 if nothing else total[n][known[m]].sum() / total[m][known[n]].sum() for m in others]
+        scaled = np.array([ratio * rows[:, m] for ratio, m in zip(ratios, others, strict=True)])
+        have = gaps & known[others].any(axis=0)
+        filled[:, n, have] = np.nanmedian(scaled[:, :, have], axis=0)
+    guessed = np.array([guess(x.operations, x.held, x.parameter_bytes) for x in outline.layers])
+    forward = np.nansum(rows[0], axis=1)
+    scales = [forward[n] / guessed[known[n]].sum() for n in range(len(times)) if known[n].any()]
+    for n in range(len(times)):
+        gaps = ~np.isfinite(filled[0, n])
+        scale = forward[n] / guessed[known[n]].sum() if known[n].any() else np.median(scales or [1.0])
+        filled[:, n, gaps] = np.outer((1.0, 2.0, 0.0, 0.0), scale * guessed[gaps])
+        if predictor is not None and times[n].pieces and not known[n].all():
+            predicted, _ = predictor.layers(known_of(outline, "", times[n]))
+            gaps = ~known[n]
+            filled[2, n, gaps] *= predicted[gaps, 1] / np.maximum(filled[1, n, gaps], 1e-12)
+            filled[:2, n, gaps] = predicted[gaps].T
+    return filled

@@ -1,0 +1,108 @@
+"""Sub-models, devices and the times that one took on the other, as predictors take them.
+
+A sub-model is a run of layers of a model: a binary vector over its layers (AccEPT). A device is the times of some of them.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from accept_mpi.profiling.layer_timer import guess
+from accept_mpi.profiling.outline import Outline
+
+PROBES = 10
+
+Floats = npt.NDArray[np.float64]
+Intervals = npt.NDArray[np.int64]
+"""(k, 2): first layer, last + 1."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """One model on one device: what was measured. Times are (k, 2): seconds forward and backward."""
+
+    outline: Outline
+    device: str
+    probes: Intervals
+    """Runs of layers in order, at least one; together they cover the model, or what there was time and memory for."""
+    probe_times: Floats
+    intervals: Intervals = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    """Other sub-models."""
+    times: Floats = field(default_factory=lambda: np.zeros((0, 2)))
+    layer_times: Floats | None = None
+    """(layers, 2): each layer's between the clocks of the probe that it was in; NaN where none was. None: not kept."""
+
+    @property
+    def layers(self) -> int:
+        return len(self.outline.layers)
+
+    @cached_property
+    def model(self) -> str:
+        """The outline's key."""
+        return self.outline.key
+
+    @cached_property
+    def own(self) -> Floats:
+        """(layers, 2): ``layer_times`` or NaN."""
+        return np.full((self.layers, 2), np.nan) if self.layer_times is None else self.layer_times
+
+    def only(self, probes: npt.ArrayLike) -> "Known":
+        """The same with no more than these of its probes."""
+        some = np.sort(np.asarray(probes))
+        inside = membership(self.probes[some], self.layers).sum(axis=0) > 0
+        own = np.where(inside[:, None], self.own, np.nan)
+        return replace(self, probes=self.probes[some], probe_times=self.probe_times[some], layer_times=own)
+
+
+def features(outline: Outline) -> Floats:
+    """(layers, 8): what a layer is, without its device."""
+    rows = []
+    for index, layer in enumerate(outline.layers):
+        ahead = outline.crossing(index + 1)[0] if index + 1 < len(outline.layers) else 0
+        values = outline.crossing(index)[0]
+        work = guess(layer.operations, layer.held, layer.parameter_bytes)
+        rows.append([
+            math.log(work), math.log1p(layer.operations), math.log1p(layer.held), math.log1p(layer.parameter_bytes),
+            math.log1p(values), math.log1p(ahead), math.log1p(layer.operations / (1 + layer.held + layer.parameter_bytes)),
+            float(layer.operations > 0),
+        ])  # fmt: skip
+    # To about -1 to 1.
+    return (np.array(rows) - np.array([-9, 13, 12, 8, 10, 10, 3, 0.5])) / np.array([2, 8, 4, 6, 4, 4, 2, 0.5])
+
+
+def guesses(outline: Outline) -> Floats:
+    """(layers, 2): seconds forward and backward on a middling core, from operations and memory."""
+    forward = np.array([guess(x.operations, x.held, x.parameter_bytes) for x in outline.layers])
+    return np.stack([forward, 2 * forward], axis=1)
+
+
+def interval_features(outline: Outline, intervals: Intervals) -> Floats:
+    """(k, 8): what a run of layers is as a whole: what of it caches may hold, and where in the model it lies."""
+    inside = membership(intervals, len(outline.layers))
+    work = guesses(outline)[:, 0]
+    sums = [np.array([getattr(layer, name) for layer in outline.layers], float) for name in ("held", "parameter_bytes")]
+    held, parameters = (np.log1p(inside @ one) for one in sums)
+    share = inside @ work / work.sum()
+    ends = [(intervals[:, 0] == 0).astype(float), (intervals[:, 1] == len(outline.layers)).astype(float)]
+    middle = intervals.mean(axis=1) / len(outline.layers)
+    rows = [(held - 15) / 3, (parameters - 12) / 5, np.log(share + 1e-4) / 2 + 1, np.log(inside.sum(axis=1)) / 2 - 1]
+    return np.stack([*rows, *ends, middle, (np.log(inside @ work) + 6) / 2], axis=1)
+
+
+def device_vector(known: Known) -> Floats:
+    """(2 x PROBES,): logarithms of probe times over the guess for the same layers, resampled to PROBES along the work."""
+    work = guesses(known.outline)
+    ratios = np.log([times / work[a:b].sum(axis=0) for (a, b), times in zip(known.probes, known.probe_times, strict=True)])
+    done = np.concatenate([[0.0], work[:, 0].cumsum()]) / work[:, 0].sum()
+    middle = done[known.probes].mean(axis=1)
+    at = (np.arange(PROBES) + 0.5) / PROBES
+    return np.concatenate([np.interp(at, middle, ratios[:, way]) for way in (0, 1)])
+
+
+def membership(intervals: Intervals, layers: int) -> Floats:
+    """(k, layers): binary vectors."""
+    place = np.arange(layers)
+    return ((place >= intervals[:, :1]) & (place < intervals[:, 1:])).astype(float)

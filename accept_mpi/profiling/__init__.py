@@ -1,0 +1,1 @@
+"""What a model takes on this device, measured."""

@@ -1,0 +1,156 @@
+"""All that a plan rests on: what the devices measured of themselves and of their links. Kept in a run's log.
+
+Layout in HDF5 (group ``survey`` of a log, version 1): datasets ``outline`` and ``devices`` (JSON as bytes), ``times``
+(4 x devices x layers: seconds forward, backward, of it weights, update), ``rate`` (bytes/s from row to column) and
+``latency`` (seconds).
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta
+
+from accept_mpi.errors import UserError
+from accept_mpi.files.hdf5 import Damaged, number_in, values_in
+from accept_mpi.profiling.outline import Outline
+
+_MOST_DEVICES, _MOST_LAYERS = 4096, 1 << 16
+_LARGEST = 1e18  # bytes, operations
+_TIMES = ("forward", "backward", "weights", "update")
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank as measured. Seconds by layer of one micro-batch (``update``: of a step)."""
+
+    host: str
+    forward: list[float] = []
+    backward: list[float] = []
+    """Of inputs and weights."""
+    weights: list[float] = []
+    """What of ``backward`` the zero-bubble schedule can put off."""
+    update: list[float] = []
+    encode: dict[str, float]
+    """Seconds a value, by codec."""
+    decode: dict[str, float]
+    byte: float
+    """Seconds to send or receive a byte."""
+    message: float = 0.0
+    """Seconds to send or receive a message, its bytes and coding apart."""
+    shared: bool
+    """Whether coding and sending take their time from the core that computes."""
+    memory: float
+    """Bytes that a stage may take."""
+    snapshots: bool = False
+    """Whether it keeps copies of its stage's state and of another's."""
+    factor: float = 1.0
+    """By how much its times were scaled since it measured them (``adapting``)."""
+    assumed: bool = False
+    """Whether its times are rank 0's: it has measured nothing."""
+    data: bool = True
+    """Whether it has the data set, so that it may be first or last."""
+
+    def slowed(self, factor: float) -> "Device":
+        """The same, when all that it does takes ``factor`` times as long: computing, coding, sending."""
+        layers = {name: [factor * seconds for seconds in getattr(self, name)] for name in _TIMES}
+        coding = {name: {k: factor * v for k, v in getattr(self, name).items()} for name in ("encode", "decode")}
+        once = {name: factor * getattr(self, name) for name in ("byte", "message", "factor")}
+        return msgspec.structs.replace(self, **once, **layers, **coding)
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """A model and the devices to train it."""
+
+    outline: Outline
+    devices: list[Device]
+    rate: list[list[float]]
+    """Bytes/s from one device to another, both ways at once."""
+    latency: list[list[float]]
+    """Seconds."""
+
+    def nic(self, device: int) -> float:
+        """Bytes/s of a device's own link: what it shares among its neighbours."""
+        hosts = [other.host for other in self.devices]
+        others = [rate for other, rate in enumerate(self.rate[device]) if other != device]
+        away = [rate for other, rate in enumerate(self.rate[device]) if hosts[other] != hosts[device]]
+        return max(away or others or [1e12])
+
+    @property
+    def snapshots(self) -> bool:
+        """Whether devices keep copies of their stages' state and of others'."""
+        return any(device.snapshots for device in self.devices)
+
+    def within(self, rooms: Sequence[float]) -> "Survey":
+        """The same, each device with so many bytes of memory at most."""
+        devices = [
+            msgspec.structs.replace(device, memory=min(device.memory, room))
+            for device, room in zip(self.devices, rooms, strict=True)
+        ]
+        return msgspec.structs.replace(self, devices=devices)
+
+    def only(self, devices: list[int]) -> "Survey":
+        """Of these devices, in this order."""
+        rate, latency = ([[table[a][b] for b in devices] for a in devices] for table in (self.rate, self.latency))
+        return Survey(self.outline, [self.devices[n] for n in devices], rate, latency)
+
+    def write(self, group: Any) -> None:
+        """Into an HDF5 group."""
+        bare = [msgspec.structs.replace(device, **{name: [] for name in _TIMES}) for device in self.devices]
+        group.attrs["version"] = 1
+        # Attributes hold 64 KiB at most.
+        group["outline"] = np.frombuffer(msgspec.json.encode(self.outline), np.uint8)
+        group["devices"] = np.frombuffer(msgspec.json.encode(bare), np.uint8)
+        group["times"] = np.array([[getattr(device, name) for device in self.devices] for name in _TIMES])
+        group["rate"], group["latency"] = np.array(self.rate), np.array(self.latency)
+
+    @staticmethod
+    def read(group: Any) -> "Survey":
+        """From an HDF5 group. Raises UserError where it holds no survey."""
+        where = group.file.filename
+        try:
+            if (version := number_in(group, "version")) != 1:
+                raise UserError(f"{where}: survey layout version {version} is not known here")
+            outline = outline_in(group)
+            said = values_in(group, "devices", dtype=np.uint8, shape=(None,)).tobytes()
+            devices = msgspec.json.decode(said, type=Annotated[list[Device], Meta(min_length=1, max_length=_MOST_DEVICES)])
+            times = values_in(group, "times", kinds="f", shape=(len(_TIMES), len(devices), len(outline.layers)))
+            devices = [
+                msgspec.structs.replace(device, **{name: times[k, n].tolist() for k, name in enumerate(_TIMES)})
+                for n, device in enumerate(devices)
+            ]
+            pairs = (len(devices), len(devices))
+            rate, latency = (values_in(group, name, kinds="f", shape=pairs) for name in ("rate", "latency"))
+            _check_numbers(msgspec.to_builtins([*devices, latency.tolist()]), "devices")
+            if not (rate > 0).all():  # infinite from a device to itself
+                raise Damaged("a rate in it is none")
+        except (Damaged, RecursionError, msgspec.MsgspecError) as error:
+            raise UserError(f"{where}: the survey in it cannot be read: {error}") from error
+        return Survey(outline, devices, rate.tolist(), latency.tolist())
+
+
+def outline_in(group: Any, name: str = "outline") -> Outline:
+    """A model's outline, as bytes of JSON in a group. Raises Damaged."""
+    try:
+        outline = msgspec.json.decode(values_in(group, name, dtype=np.uint8, shape=(None,)).tobytes(), type=Outline)
+    except (RecursionError, msgspec.MsgspecError) as error:
+        raise Damaged(f"an outline that is none: {error}") from error
+    if not 1 <= len(outline.names) == len(outline.layers) <= _MOST_LAYERS:
+        raise Damaged(f"an outline of {len(outline.layers)} layers and {len(outline.names)} names")
+    _check_numbers(msgspec.to_builtins(outline), "an outline")
+    return outline
+
+
+def _check_numbers(value: Any, what: str) -> None:
+    """Raises Damaged where a number, however deep in plain data, is no size and no time; or a dtype is not torch's."""
+    if isinstance(value, dict):
+        if not isinstance(getattr(torch, value.get("dtype", "float32"), None), torch.dtype) and value["dtype"] != "absent":
+            raise Damaged(f'{what} with a dtype "{value["dtype"]}"')
+        for each in value.values():
+            _check_numbers(each, what)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _check_numbers(each, what)
+    elif isinstance(value, int | float) and not 0 <= value <= _LARGEST:
+        raise Damaged(f"{what} with the number {value}")

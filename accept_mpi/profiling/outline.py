@@ -1,0 +1,193 @@
+"""What a model's layers are, without their weights: shapes at every possible cut, parameters, operations, memory.
+
+Found on torch's "meta" device, where tensors have shapes and no values, so a model too big for this machine can be outlined,
+in little time. Layers that need values (a user's own may) are run for real, one after another.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from accept_mpi import tree
+from accept_mpi.codecs.message import HEADER_BYTES, Specs, Tensors, TensorSpec
+from accept_mpi.job import Job
+from accept_mpi.models.base import Chain
+from accept_mpi.models.shared import Shared
+from accept_mpi.pipeline.untouched import untouched
+from accept_mpi.seeds import init_seed, seeded
+from accept_mpi.tree import Tree
+from accept_mpi.users_code import call_layer, taken_apart
+
+
+class LayerOutline(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One layer, at one size of micro-batch."""
+
+    inputs: tuple[TensorSpec, ...]
+    """What crosses if the model is cut in front of it."""
+    kind: str
+    """Its module's class."""
+    parameters: int
+    """Values that are trained or frozen."""
+    parameter_bytes: int
+    buffer_bytes: int
+    operations: float
+    """Floating-point operations of a forward, as torch counts them (matrix products and convolutions)."""
+    held: int
+    """Bytes kept from F to B that no layer before keeps already."""
+    frozen_bytes: int = 0
+    """Of the parameters' bytes, those that are not trained."""
+    tree: Tree | None = None
+    """What the inputs belong to; None: a tensor alone, or a tuple of several."""
+
+
+class Outline(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A model at one size of micro-batch."""
+
+    samples: int
+    names: tuple[str, ...]
+    layers: tuple[LayerOutline, ...]
+    channels_last: bool
+    shared: tuple[Shared, ...] = ()
+    """What layers share."""
+
+    @property
+    def key(self) -> str:
+        """Names the model and the size: equal for equal layers, shapes and memory format, different for any other."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+
+    def crossing(self, layer: int) -> tuple[int, int]:
+        """float values and other bytes (header included) that cross in front of a layer; (0, 0) at the ends."""
+        return crossing_sizes(self.layers[layer].inputs) if 0 < layer < len(self.layers) else (0, 0)
+
+    def returning(self, layer: int) -> tuple[int, int]:
+        """The same of the gradients that come back there: none for what has only frozen layers before it."""
+        return crossing_sizes(tuple(spec for spec in self.layers[layer].inputs if spec.grad))
+
+
+def crossing_sizes(specs: Specs) -> tuple[int, int]:
+    """Values that a codec can code, and the bytes of a message besides."""
+    values = sum(spec.numel for spec in specs if spec.dtype in ("float32", "float64"))
+    other = sum(spec.nbytes for spec in specs if spec.dtype not in ("float32", "float64"))
+    return values, HEADER_BYTES + other
+
+
+def outline_of(chain: Chain, job: Job, inputs: Tensors, of: Tree | None = None, samples: int | None = None) -> Outline:
+    """The outline of a job's model."""
+    memory_format = job.train.memory_format
+    channels_last = None if memory_format == "auto" else memory_format == "channels_last"
+    return outline(chain, job.train.seed, inputs, channels_last, of, samples)
+
+
+def outline(
+    chain: Chain,
+    seed: int,
+    inputs: Tensors,
+    channels_last: bool | None = None,
+    of: Tree | None = None,
+    samples: int | None = None,
+) -> Outline:
+    """The outline of a model that is fed ``inputs`` (a micro-batch's of so many ``samples``), the tensors ``of`` a tree.
+    ``channels_last``: None, if it has convolutions.
+
+    Raises UserError where a layer cannot be built or cannot take what the one before gives.
+    """
+    with seeded(init_seed(seed, len(chain))):
+        if channels_last is None:
+            channels_last = any(_has_conv2d(chain.abstract(index, seed)) for index in range(len(chain)))
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        given = [x.contiguous(memory_format=memory_format) if x.dim() == 4 else x for x in inputs if x is not None]
+        value = tree.unflatten(of or tree.packed(len(given)), given)
+        count = samples if samples is not None else len(given[0]) if given else 0
+        try:
+            found = _outline(chain, seed, value, channels_last, count, abstract=True)
+        except Exception:  # some layers need values
+            found = _outline(chain, seed, value, channels_last, count, abstract=False)
+    return msgspec.structs.replace(found, shared=chain.shared())
+
+
+def _outline(chain: Chain, seed: int, value: Any, channels_last: bool, samples: int, abstract: bool) -> Outline:
+    if abstract:
+        value = tree.replace(value, lambda x: torch.empty_like(x, device="meta"))
+    device = torch.device("meta" if abstract else "cpu")
+    layers, held = [], _Held(abstract)
+    for index in range(len(chain)):
+        module = chain.abstract(index, seed) if abstract else chain.build(index, seed)
+        if channels_last:
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        tensors, of = taken_apart(index - 1, chain.names[index - 1], value)
+        specs = tuple(map(TensorSpec.of, tensors))
+        parameters, buffers = list(module.parameters()), list(module.buffers())
+        held.begin([*parameters, *buffers])
+        counter = FlopCounterMode(display=False)
+        with untouched([module]), device, counter, torch.autograd.graph.saved_tensors_hooks(held, lambda tensor: tensor):
+            value = call_layer(index, chain.names[index], module, value, setting_up=True)
+        if abstract and channels_last:  # convolutions on the meta device forget the layout
+            value = tree.replace(value, held.laid_out)
+        if not abstract:  # let go of what this layer holds; a layer may work in place, so not on leaves
+            value = tree.replace(
+                value, lambda x: x.detach().requires_grad_(x.requires_grad) * 1 if x.requires_grad else x.detach()
+            )
+        layers.append(
+            LayerOutline(
+                inputs=specs,
+                kind=type(module).__name__,
+                parameters=sum(p.numel() for p in parameters),
+                parameter_bytes=_bytes(parameters),
+                buffer_bytes=_bytes(buffers),
+                operations=float(counter.get_total_flops()),
+                held=held.bytes,
+                frozen_bytes=_bytes([p for p in parameters if not p.requires_grad]),
+                tree=None if of == tree.packed(len(specs)) else of,
+            )
+        )
+    return Outline(samples, tuple(chain.names), tuple(layers), channels_last)
+
+
+class _Held:
+    """Counts what autograd keeps of a layer. On the meta device all layers are one graph, and a tensor that two of them keep
+    counts once; for real each layer is a graph of its own."""
+
+    def __init__(self, connected: bool) -> None:
+        self._connected = connected
+        self._seen: dict[int, torch.UntypedStorage] = {}  # held, so that no address is met twice
+        self._own: set[int] = set()
+        self.bytes = 0
+
+    def begin(self, own: list[torch.Tensor]) -> None:
+        """Another layer, with these parameters and buffers."""
+        if not self._connected:
+            self._seen.clear()
+        self._own, self.bytes = {_storage(tensor) for tensor in own}, 0
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        at = _storage(tensor)
+        if at not in self._own and at not in self._seen:
+            self._seen[at] = tensor.untyped_storage()
+            self.bytes += self._seen[at].nbytes()
+        return tensor
+
+    def laid_out(self, before: torch.Tensor) -> torch.Tensor:
+        """The same tensor in channels_last, if it can be."""
+        if before.dim() != 4:
+            return before
+        after = before.contiguous(memory_format=torch.channels_last)
+        if _storage(before) in self._seen:
+            self._seen[_storage(after)] = after.untyped_storage()
+        return after
+
+
+def _has_conv2d(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Conv2d) for part in module.modules())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

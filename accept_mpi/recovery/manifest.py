@@ -1,0 +1,198 @@
+"""A checkpoint's manifest, and the order of a directory's checkpoints: that of their own history.
+
+Clocks say nothing of it: a device without a battery wakes in 1970, and a run may go on from an earlier step.
+"""
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from accept_mpi.errors import shown
+from accept_mpi.files.regular import is_plain_name, read_regular
+from accept_mpi.files.values import every_value
+
+FORMAT = "accept-mpi checkpoint"
+VERSION = 1
+Part = Literal["weights", "optimizer"]
+PARTS: tuple[Part, ...] = ("weights", "optimizer")
+
+_MOST_BYTES = 4 << 20
+_MOST_DEPTH = 64
+_MOST = (1 << 53) - 1
+Count = Annotated[int, Meta(ge=0, le=_MOST)]
+Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Text = Annotated[str, Meta(max_length=1000)]
+
+
+class File(msgspec.Struct, frozen=True):
+    """A file of a checkpoint and how to know that it is whole."""
+
+    name: Text
+    nbytes: Count
+    crc32: Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+class StageFiles(msgspec.Struct, frozen=True):
+    """What one stage left: layers ``start <= i < stop``."""
+
+    start: Count
+    stop: Count
+    weights: File
+    optimizer: File
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """``manifest.json``."""
+
+    format: Text = FORMAT
+    version: int = VERSION
+    created: Text
+    """For people."""
+    run: Text = ""
+    """Who made it: the same in all that one ``train`` or ``launch`` makes, and in nobody else's."""
+    number: Count = 0
+    """Of what lies in one directory the later has the higher number. 0: nobody has counted."""
+    step: Annotated[int, Meta(ge=1, le=_MOST)]
+    """Updates made."""
+    epoch: Count
+    seen: Count | None = None
+    """Samples of ``epoch`` that the steps have seen; None: as the steps and the job's batch size say."""
+    order: Seed | None = None
+    """Seed of the order of ``epoch``; None: ``seed``."""
+    model: Text
+    model_args: dict[str, Any]
+    layers: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
+    seed: Seed
+    """With the step, all there is to the state of the random numbers: every draw is seeded by what it is for."""
+    samples: Annotated[int, Meta(ge=1, le=_MOST)]
+    """Size of the training set."""
+    job: str
+    """The job as JSON."""
+    stages: list[StageFiles]
+
+    def settings(self) -> dict[str, Any]:
+        """``job`` as plain values."""
+        found = msgspec.json.decode(self.job)
+        assert isinstance(found, dict)
+        return found
+
+
+class OtherVersion(ValueError):
+    """What another program, or another version of this one, has written."""
+
+
+class _Head(msgspec.Struct):
+    format: str
+    version: int
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Of a checkpoint. Raises OSError, or ValueError where what it says cannot be."""
+    data = read_regular(folder / "manifest.json", _MOST_BYTES, links=False)
+    try:
+        head = msgspec.json.decode(data, type=_Head)
+        if (head.format, head.version) != (FORMAT, VERSION):
+            raise OtherVersion(
+                f"{shown(head.format)} of version {head.version}; this program reads {FORMAT} of version {VERSION}"
+            )
+        manifest = msgspec.json.decode(data, type=Manifest)
+        check_job(manifest.job)
+    except RecursionError as error:
+        raise ValueError(f"nested more than {_MOST_DEPTH} deep") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(str(error)) from error
+    _check(manifest)
+    return manifest
+
+
+def check_job(text: str) -> None:
+    """Raises ValueError or RecursionError where ``text`` is no job's JSON."""
+    job = msgspec.json.decode(text)
+    if not isinstance(job, dict):
+        raise ValueError("job is not an object")
+    _check_values("job", job)
+
+
+def _check(manifest: Manifest) -> None:
+    """Raises ValueError where fields contradict each other, or cannot be what a run has written."""
+    layers, stages = manifest.layers, manifest.stages
+    texts = {"created": manifest.created, "model": manifest.model, "run": manifest.run}
+    for name, text in texts.items():
+        if not text.isprintable():
+            raise ValueError(f"{name} holds characters that cannot be printed")
+    if len(set(layers)) < len(layers) or any("." in layer or "/" in layer for layer in layers):
+        raise ValueError("its layers are not named once each, without dots and slashes")
+    edges = [0, *(stage.stop for stage in stages)]
+    if [stage.start for stage in stages] != edges[:-1] or edges[-1] != len(layers) or edges != sorted(set(edges)):
+        raise ValueError(f"its stages do not hold the {len(layers)} layers once each, in order")
+    files = [getattr(stage, part).name for stage in stages for part in PARTS]
+    if elsewhere := [name for name in files if not is_plain_name(name)]:
+        raise ValueError(f'it names "{shown(elsewhere[0])}", which is no file of its folder')
+    if len(set(files)) < len(files):
+        raise ValueError("it names a file twice")
+    if manifest.epoch > manifest.step or (manifest.seen or 0) >= manifest.samples:
+        raise ValueError(
+            f"{manifest.seen or 0} samples of epoch {manifest.epoch} seen after {manifest.step} steps "
+            f"of {manifest.samples} samples an epoch cannot be"
+        )
+    _check_values("model_args", manifest.model_args)
+
+
+def _check_values(name: str, values: dict[str, Any]) -> None:
+    """Raises ValueError where values are too many levels deep, or numbers of no job."""
+    try:
+        for value in every_value([values], _MOST_DEPTH):  # it is one level itself
+            if isinstance(value, int) and abs(value) >> 63:
+                raise ValueError("holds a number of more than 64 bits")
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from error
+
+
+def complete(run: Path) -> list[Path]:
+    """A run's checkpoints in the order in which they were made: a directory may hold those of several runs. Damaged ones are
+    among them, where the times of their files put them."""
+    return [path for path, _ in _in_order(run)]
+
+
+def made_by(run: Path, who: str) -> list[Path]:
+    """The checkpoints in a run's directory that ``who`` has made, newest first; their tensors are not checked."""
+    return [path for path, manifest in reversed(_in_order(run)) if manifest and manifest.run == who]
+
+
+def last_number(run: Path) -> int:
+    """The highest number of a checkpoint in a run's directory."""
+    return max((manifest.number for _, manifest in _in_order(run) if manifest), default=0)
+
+
+def _in_order(run: Path) -> list[tuple[Path, Manifest | None]]:
+    """Checkpoints with their manifests; None of damaged ones."""
+    sound: list[tuple[Path, Manifest | None]] = []
+    damaged: list[tuple[int, Path]] = []
+    inside: list[Path] = []
+    with contextlib.suppress(OSError):
+        inside = list((run / "checkpoints").iterdir())
+    keys: dict[Path, tuple[int, str, str]] = {}
+    for path in inside:
+        with contextlib.suppress(OSError):
+            if re.fullmatch(r"step-\d{8,}", path.name) and (path / "manifest.json").is_file():
+                try:
+                    manifest = read_manifest(path)
+                    keys[path] = manifest.number, manifest.created, path.name
+                    sound.append((path, manifest))
+                except (OSError, ValueError):
+                    damaged.append((_written(path), path))
+    found = sorted(sound, key=lambda one: keys[one[0]])
+    for at, path in sorted(damaged, reverse=True):
+        before = [index for index, (other, _) in enumerate(found) if _written(other) <= at]
+        found.insert(before[-1] + 1 if before else 0, (path, None))
+    return found
+
+
+def _written(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return (path / "manifest.json").stat().st_mtime_ns
+    return 0

@@ -1,0 +1,199 @@
+"""Agreement on what crosses each boundary: shapes, dtypes, strides and the tree that they belong to, once per plan.
+
+What a micro-batch has otherwise than agreed its message says itself, so this is about what is usual: it makes messages small
+and their buffers large enough.
+
+Every stage runs one forward and backward for each size that a micro-batch can have, on data of the right shape. That also
+builds the kernels' caches before the first step is timed. What stages take is known only when those before have run. But
+where the model's outline is there, all of them try at the same time with what it suggests, and tell each other what came
+out; only if that does not fit, one begins after the other.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from accept_mpi import tree
+from accept_mpi.codecs.message import Signature, Specs, Tensors, TensorSpec
+from accept_mpi.comm.messenger import Messenger
+from accept_mpi.data import Dataset, fetch
+from accept_mpi.pipeline.stage import Inputs, Stage
+from accept_mpi.plan import Place
+from accept_mpi.profiling.outline import LayerOutline, Outline
+from accept_mpi.tree import Tree
+
+Taken = tuple[Specs, Tree]
+"""What crosses forwards: the tensors and what they belong to."""
+
+Sizes = tuple[Sequence[int], Sequence[int]]
+"""Numbers of samples a micro-batch can have, in training and in evaluation."""
+
+
+def agree_on_shapes(
+    messenger: Messenger,
+    stage: Stage,
+    place: Place,
+    sizes: Sizes,
+    train: Dataset | None,
+    deadline: float,
+    outline: Outline | None = None,
+) -> tuple[Signature, Signature]:
+    """Signatures of the boundary before and of the one after ``stage``; empty ones at the ends, and for an idle rank.
+
+    ``train`` is needed on the first and the last stage. All ranks call this together.
+    """
+    if found := _all_at_once(messenger, stage, place, sizes, train, deadline, outline):
+        return found
+    behind, ahead = Signature({}, {}, {}), Signature({}, {}, {})
+    before, after = place.before, place.after
+    if place.idle:
+        return behind, ahead
+
+    def taken(size: int, training: bool) -> Taken:
+        assert before is not None
+        return _hear(messenger, before, "activations", size, deadline)
+
+    def returned(size: int, training: bool, outputs: Specs, of: Tree) -> Specs:
+        assert after is not None
+        _tell(messenger, after, "activations", outputs, of)
+        return _hear(messenger, after, "gradients", size, deadline)[0] if training else ()
+
+    with stage.trial() as trial:
+        for size in dict.fromkeys([*sizes[0], *sizes[1]]):
+            gradients = _run(trial, place, train, size, size in sizes[0], (behind, ahead), taken, returned)
+            if before is not None and size in sizes[0]:
+                _tell(messenger, before, "gradients", gradients, tree.LONE)
+    messenger.flush(deadline, "the shapes at this stage's boundaries")
+    return behind, ahead
+
+
+def _run(
+    stage: Stage,
+    place: Place,
+    train: Dataset | None,
+    size: int,
+    training: bool,
+    signatures: tuple[Signature, Signature],
+    taken: Callable[[int, bool], Taken],
+    returned: Callable[[int, bool, Specs, Tree], Specs],
+) -> Specs:
+    """Let a trial stage run on so many samples, and write down in ``signatures`` what it takes and gives.
+
+    ``taken`` says what comes in over the boundary behind, ``returned`` what comes back for outputs. Returns the specs of the
+    inputs' gradients.
+    """
+    behind, ahead = signatures
+    target, inputs = None, Inputs((), tree.LONE)
+    if train is not None and (place.first or place.last):
+        sample = torch.arange(size).numpy() % len(train)
+        found = fetch(train, sample, 0, inputs=place.first, targets=place.last)
+        target = found.targets
+        if place.first:
+            inputs = stage.from_data(found.inputs)
+    if not place.first:
+        behind.forward[size], behind.trees[size] = taken(size, training)
+        inputs = Inputs(tuple(spec.zeros() for spec in behind.forward[size]), behind.trees[size])
+
+    def gradients_of(outputs: Sequence[TensorSpec], of: Tree) -> Tensors:
+        if place.last:
+            return ()
+        ahead.forward[size], ahead.trees[size] = tuple(outputs), of
+        back = returned(size, training, ahead.forward[size], of)
+        if training:
+            ahead.backward[size] = back
+        return tuple(spec.zeros() for spec in back)
+
+    if not training:  # forward only: BatchNorm may refuse to train on it
+        with stage.evaluating():
+            out = stage.evaluate(inputs.tensors, target, inputs.tree, samples=size)
+        gradients_of([TensorSpec.of(value) for value in out.outputs], out.tree)
+        return ()
+    gradients = stage.probe(inputs.tensors, target, gradients_of, inputs.tree, size)
+    if not place.first:
+        behind.backward[size] = gradients
+    return gradients
+
+
+# -- all stages at the same time -------------------------------------------------------------------------------------------
+
+
+_IDLE = "idle"
+
+
+class _Tried(msgspec.Struct, frozen=True):
+    """What came out of a stage, by size, and what was assumed to come in."""
+
+    stage: int
+    taken: dict[int, Specs]
+    given: dict[int, Specs]
+    back: dict[int, Specs]
+    """Gradients that were assumed to come back for what it gives."""
+    returned: dict[int, Specs]
+    taken_trees: dict[int, Tree]
+    given_trees: dict[int, Tree]
+
+
+def _all_at_once(
+    messenger: Messenger,
+    stage: Stage,
+    place: Place,
+    sizes: Sizes,
+    train: Dataset | None,
+    deadline: float,
+    outline: Outline | None,
+) -> tuple[Signature, Signature] | None:
+    """The signatures, where every stage took what the one before gave; else nothing, on all ranks alike."""
+    behind, ahead = Signature({}, {}, {}), Signature({}, {}, {})
+    mine: Any = _IDLE if place.idle else None
+    if outline is not None and not place.idle:
+        come = _suggested(outline.layers[stage.start], outline.samples)
+        # A mistake of the user's is met again, and told, one after the other.
+        with contextlib.suppress(Exception), stage.trial() as trial:
+            for size in dict.fromkeys([*sizes[0], *sizes[1]]):
+                _run(trial, place, train, size, size in sizes[0], (behind, ahead), come, _likely)
+            tried = behind.forward, ahead.forward, ahead.backward, behind.backward, behind.trees, ahead.trees
+            mine = msgspec.to_builtins(_Tried(place.stage, *tried))
+    told = messenger.allgather(mine, deadline, "the shapes at all boundaries")
+    if None in told:
+        return None
+    stages = sorted((msgspec.convert(one, _Tried) for one in told if one != _IDLE), key=lambda one: one.stage)
+    fits = all(
+        one.given == two.taken and one.back == two.returned and one.given_trees == two.taken_trees
+        for one, two in itertools.pairwise(stages)
+    )
+    return (behind, ahead) if fits else None
+
+
+def _suggested(layer: LayerOutline, samples: int) -> Callable[[int, bool], Taken]:
+    """What an outline has in front of a layer for so many samples, for other numbers of them: they are the first
+    dimension."""
+
+    def taken(size: int, training: bool) -> Taken:
+        found = []
+        for spec in layer.inputs:
+            shape = (size, *spec.shape[1:]) if spec.shape[:1] == (samples,) else spec.shape
+            found.append(msgspec.structs.replace(spec, shape=shape, grad=spec.grad and training))
+        return tuple(found), layer.tree or tree.packed(len(found))
+
+    return taken
+
+
+def _likely(size: int, training: bool, outputs: Specs, of: Tree) -> Specs:
+    """Gradients mostly have the layout of what they are of."""
+    return tuple(msgspec.structs.replace(spec, grad=False) for spec in outputs if spec.grad)
+
+
+# -- one after the other ---------------------------------------------------------------------------------------------------
+
+
+def _tell(messenger: Messenger, peer: int, what: str, specs: Sequence[TensorSpec], of: Tree) -> None:
+    messenger.send(peer, f"{what} specs", [msgspec.to_builtins(list(specs)), of])
+
+
+def _hear(messenger: Messenger, peer: int, what: str, size: int, deadline: float) -> Taken:
+    body: Any = messenger.expect(f"{what} specs", {peer}, deadline, f"the shapes of {what} for {size} samples")[peer]
+    return msgspec.convert(body, tuple[tuple[TensorSpec, ...], bytes])

@@ -1,0 +1,110 @@
+"""Before the first step of given cuts: ranks measure themselves and their links, and rank 0 settles codecs that are "auto".
+
+(Where it has found the cuts itself, their codecs were part of that: ``outcome.settled``.)
+"""
+
+import msgspec
+
+from accept_mpi.codecs.coding import Coding, parse
+from accept_mpi.codecs.message import Signature, Specs, wire_bytes
+from accept_mpi.comm.links import neighbour_rates
+from accept_mpi.comm.runtime import Runtime
+from accept_mpi.data import Dataset
+from accept_mpi.job import Job
+from accept_mpi.pipeline.stage import Stage
+from accept_mpi.plan import Codec, Plan
+from accept_mpi.planning.codec_choice import AUTO, Choice, choose, ladder
+from accept_mpi.planning.forecast import Crossing, Forecast, Profile
+from accept_mpi.planning.formulation import micro_batches_of
+from accept_mpi.planning.tables import aligned
+from accept_mpi.profiling.outline import crossing_sizes
+from accept_mpi.profiling.stage_timer import profile
+
+_WAYS = ("F", "B")
+
+
+def codings(job: Job, plan: Plan) -> dict[str, Coding]:
+    """All codecs that this run may use, by name."""
+    names = {name for codec in plan.boundaries for name in (codec.forward, codec.backward)} - {AUTO}
+    found = {name: parse(name, False) for name in sorted(names)}
+    return found | ladder(job.pipeline.min_bits) if is_open(plan) else found
+
+
+def is_open(plan: Plan) -> bool:
+    """Whether a codec is left to choose."""
+    return any(AUTO in (codec.forward, codec.backward) for codec in plan.boundaries)
+
+
+def settle_codecs(
+    runtime: Runtime,
+    job: Job,
+    plan: Plan,
+    stage: Stage,
+    size: int,
+    signatures: tuple[Signature, Signature],
+    train: Dataset | None,
+) -> tuple[Plan, list[str]]:
+    """The plan with a codec wherever it had "auto", and the reasons, a line each. ``size``: samples a micro-batch."""
+    if not is_open(plan):
+        return plan, []
+    messenger, seconds = runtime.messenger, runtime.startup_seconds
+    place = plan.place(runtime.rank)
+    behind, ahead = signatures
+
+    def nbytes(signature: Signature, direction: int) -> int:
+        specs = signature.direction(direction).get(size)
+        return wire_bytes(specs) if specs else 0
+
+    weights = (nbytes(ahead, 0), nbytes(behind, 1), nbytes(behind, 0), nbytes(ahead, 1))
+    rates = neighbour_rates(runtime.world, place.before, place.after, weights)
+    mine = None
+    if not place.idle:
+        mine = profile(stage, size, behind, ahead, train, codings(job, plan) | {"none": Coding()}, rates.cpu, runtime.cores)
+    # What comes in here: activations over the boundary behind, gradients over the one ahead.
+    coming = {}
+    if place.before is not None:
+        coming["F"] = msgspec.to_builtins(_crossing(behind.forward[size], rates.before))
+    if place.after is not None:
+        coming["B"] = msgspec.to_builtins(_crossing(ahead.backward[size], rates.after))
+    told = messenger.allgather([msgspec.to_builtins(mine), coming], seconds, "each stage's compute time and link rates")
+
+    names, lines = None, []
+    if runtime.rank == 0:
+        by_stage = [told[held.ranks[0]] for held in plan.stages]
+        crossings = {
+            (boundary, way): msgspec.convert(by_stage[boundary + (way == "F")][1][way], Crossing)
+            for boundary in range(len(plan.boundaries))
+            for way in _WAYS
+        }
+        profiles = [msgspec.convert(profiled, Profile) for profiled, _ in by_stage]
+        forecast = Forecast(job.pipeline.schedule, micro_batches_of(job), job.pipeline.transfer_slack, profiles, crossings)
+        fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
+        choices, step = choose(forecast, fixed, job.pipeline.min_bits)
+        names = [[choices[boundary, way].name for way in _WAYS] for boundary in range(len(plan.boundaries))]
+        lines = _reasons(profiles, crossings, choices, step)
+    names = messenger.broadcast(names, seconds, "the codecs")
+    boundaries = tuple(Codec(forward=forward, backward=backward) for forward, backward in names)
+    return msgspec.structs.replace(plan, boundaries=boundaries), lines
+
+
+def _crossing(specs: Specs, rate: float) -> Crossing:
+    return Crossing(*crossing_sizes(specs), max(rate, 1.0))
+
+
+def _reasons(
+    profiles: list[Profile],
+    crossings: dict[tuple[int, str], Crossing],
+    choices: dict[tuple[int, str], Choice],
+    step: float,
+) -> list[str]:
+    """A table, a line each: what was measured and what was chosen. Times are of one micro-batch."""
+    rows: list[list[str]] = [["stage", "forward", "backward", "activations ahead", "", "", "gradients back", "", ""]]
+    for s, measured in enumerate(profiles):
+        row = [str(s), f"{1e3 * measured.forward:.1f} ms", f"{1e3 * measured.backward:.1f} ms"]
+        for way in _WAYS:
+            if (s, way) in choices:
+                choice, rate = choices[s, way], 8e-6 * crossings[s, way].rate
+                took = f"{1e3 * choice.seconds:.1f} ms (none {1e3 * choice.uncoded:.1f} ms)"
+                row += [choice.name, took, f"{rate:.0f} Mbit/s"]
+        rows.append([*row, *[""] * (9 - len(row))])
+    return [*aligned(rows), f"a step should take {1e3 * step:.0f} ms"]

@@ -1,0 +1,285 @@
+"""A term: the time for which a plan and its ranks hold. A run has one, and one more for each loss or new plan.
+
+All ranks build it together: the stage with the state that it begins with, what crosses its boundaries, the data plane, and
+the worker that walks the schedule.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from accept_mpi.codecs.coding import parse, prepare
+from accept_mpi.codecs.message import Signature
+from accept_mpi.comm.channels import Endpoint
+from accept_mpi.comm.data_plane import DataPlane
+from accept_mpi.comm.messenger import Message
+from accept_mpi.comm.runtime import Runtime
+from accept_mpi.data import Dataset, fetch
+from accept_mpi.data import load as load_data
+from accept_mpi.data.calendar import Batches, cut
+from accept_mpi.data.feed import Drawn, checksum
+from accept_mpi.device.cpu import computing_takes_all
+from accept_mpi.device.speed_check import Pulse
+from accept_mpi.errors import Agreed, DeadlineError
+from accept_mpi.failpoints import pass_by
+from accept_mpi.job import Job
+from accept_mpi.launch.stop_signals import StopSignals
+from accept_mpi.logs.log import BACKWARD, FORWARD
+from accept_mpi.logs.recorder import Recorder
+from accept_mpi.models import Chain
+from accept_mpi.models.layers import Layers, build_stage
+from accept_mpi.models.losses import Loss
+from accept_mpi.pipeline.schedule import depth
+from accept_mpi.pipeline.stage import Stage
+from accept_mpi.plan import Place, Plan
+from accept_mpi.profiling.outline import Outline
+from accept_mpi.recovery.replicas import Replicas, states
+from accept_mpi.recovery.replication import Replication
+from accept_mpi.training.boundaries import agree_on_shapes
+from accept_mpi.training.codec_selection import codings, settle_codecs
+from accept_mpi.training.controller import Bystander, Controller
+from accept_mpi.training.worker import Course, Links, Worker
+
+Data = tuple[Dataset | None, Dataset | None]
+
+_TOLD = 8  # more than can be under way
+
+
+@dataclass
+class Work:
+    """What stays the same on a rank while plans change."""
+
+    job: Job
+    chain: Chain
+    loss: Loss
+    replicas: Replicas = field(default_factory=Replicas)
+    data: Data = (None, None)
+    """Training and test set, once this rank has needed them."""
+    told: deque[tuple[str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=_TOLD))
+    """What this rank has told rank 0 last, should it have been under way when a rank was lost."""
+    told_to: int = 0
+    """Who that was, by its rank when mpirun began."""
+    outline: Outline | None = None
+    """Of the model, where devices have been measured."""
+    pulse: Pulse | None = None
+    """How fast this device was at first, where plans adapt."""
+    stop: StopSignals = field(default_factory=StopSignals)
+
+
+class Term:
+    """One rank's part."""
+
+    def __init__(self, runtime: Runtime, work: Work, plan: Plan) -> None:
+        """The data, and the calendar that follows from it."""
+        self.runtime, self.work, self.plan, self.job = runtime, work, plan, work.job
+        compiling = prepare(list(codings(self.job, plan).values()))
+        told = runtime.messenger.allgather(compiling, runtime.startup_seconds, "compiled kernels")
+        self.compile_seconds = max(told)
+        self.place = plan.place(runtime.rank)
+        runtime.holds = lambda rank: _holds(plan, rank)
+        work.data = runtime.agree("the data", lambda: _data_for(self.job, self.place, work.data))
+        samples, self.test_samples = _agree_on_data(runtime, self._data)
+        train = self.job.train
+        self.batches = Batches(samples, train.batch_size, train.micro_batches, train.seed, train.drop_last)
+        self._plane: DataPlane | None = None
+        self._built: Stage | None = None
+
+    def build(self, course: Course, restore: Callable[[Stage], None]) -> None:
+        """The stage, with the state that ``restore`` gives it, and what it exchanges with its neighbours."""
+        pass_by("build")
+        runtime, job, self.course = self.runtime, self.job, course
+        loss = self.work.loss if self.place.last else None
+        self.stage = self._built = _make_stage(runtime, job, self.work.chain, self.plan.layers_of(runtime.rank), loss)
+        counts = runtime.messenger.allgather(self.stage.size, runtime.startup_seconds, "the number of parameters")
+        self.parameters = sum(counts)
+        sizes = _sizes(self.batches, self.test_samples if course.evaluate_every else 0)
+        train_set = self._data[0]
+        self._signatures = agree_on_shapes(
+            runtime.messenger, self.stage, self.place, sizes, train_set, job.pipeline.startup_timeout, self.work.outline
+        )
+        self.plan, self.codecs_why = settle_codecs(
+            runtime, job, self.plan, self.stage, max(sizes[0]), self._signatures, train_set
+        )
+        restore(self.stage)  # after the first forward, which says what buffers there will be
+
+    def start(self, controller: Controller | None) -> None:
+        """Connect to the neighbours. ``controller``: on rank 0."""
+        runtime, work = self.runtime, self.work
+        self.recorder = Recorder(runtime.clock, runtime.rank, self.place.stage, runtime.members)
+        self.role: Controller | Bystander = controller or Bystander()
+        last = self.plan.stages[-1].ranks[0]
+        self._drawn = Drawn(lambda step, sums: plane.post(last, "drawn", [step, sums]))
+        plane = self._plane = DataPlane(
+            runtime.circle.data, runtime.messenger, self.recorder, self._handle, computing_takes_all(runtime.cores)
+        )
+        ranks = [stage.ranks[0] for stage in self.plan.stages]
+        self.replication = Replication(
+            self.job.recovery, work.replicas, self.place, ranks, runtime.size, runtime.survives, self._plane.post,
+            lambda: plane.background.busy,
+        )  # fmt: skip
+        self._links = self._connect(self._plane)
+        if work.pulse is None and self.job.pipeline.adapt:
+            work.pulse = Pulse()
+        self._plane.start()
+        self._tell_again()
+        work.stop.connect(self.replication.ask_to_stop)
+        if not self.replication.on:
+            work.replicas.clear()
+        elif self.course.first and not self.place.idle:
+            self.replication.restart(self.course.first, self.stage)
+
+    def run(self) -> int:
+        """All steps, and what is to be sent after them: everything is on rank 0's disk afterwards.
+
+        Returns how many steps are made: fewer than the course's where another plan is to make the others. What this rank
+        holds then is among its replicas.
+        """
+        assert self._plane is not None
+        made = 0
+        if not self.place.idle:
+            worker = Worker(
+                self.job, self.place, self.stage, self._links, self._plane, self.recorder, self.batches, self._data,
+                self.work.chain.names, self.runtime.lifeline.begin_step, self.replication, self.work.told,
+                self.work.pulse, self._drawn,
+            )  # fmt: skip
+            deliver = self.role.deliver if isinstance(self.role, Controller) else lambda: None
+            made = worker.train(self.course, deliver, self.test_samples)
+            worker.ship_trace()
+            if made < self.course.last:
+                self.work.replicas.keep(made, states(self.stage))
+        return self._end(self._plane, made)
+
+    def abandon(self) -> None:
+        """After a loss: nothing here will be used again."""
+        self.work.stop.connect(None)
+        if self._plane:
+            self._plane.abandon()
+        self.close()
+
+    def close(self) -> None:
+        """The stage's memory is there for the next one. (Errors that are kept know the frames that know the stage.)"""
+        if self._built:
+            self._built.close()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _data(self) -> Data:
+        """Only where the stage needs inputs or targets."""
+        return self.work.data if self.place.first or self.place.last else (None, None)
+
+    def _handle(self, message: Message) -> bool:
+        if message.kind == "drawn":
+            self._drawn.hear(*message.body)
+            return True
+        return self.replication.handle(message) or self.role.handle(message)
+
+    def _tell_again(self) -> None:
+        """What happened before this term and may not have reached rank 0; another one begins with what lies on its disk."""
+        work, root = self.work, self.runtime.members[0]
+        if work.told_to != root:
+            work.told.clear()
+            work.told_to = root
+        assert self._plane is not None
+        for kind, body in work.told:
+            if body["step"] <= self.course.first:
+                self._plane.post(0, kind, body)
+
+    def _connect(self, plane: DataPlane) -> Links:
+        """Endpoints to both neighbours. A link holds at most what the stage before it may have in flight."""
+        job, place, plan = self.job, self.place, self.plan
+
+        def end(peer: int, boundary: int, direction: int, signature: Signature) -> Endpoint:
+            kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
+            limit = depth(kind, boundary, len(plan.stages), self.batches.most if kind != "1f1b-async" else 1 << 30, slack)
+            names = plan.boundaries[boundary]
+            coding = parse(names.backward, True) if direction == BACKWARD else parse(names.forward, False)
+            trees = signature.trees if direction == FORWARD else {}
+            return Endpoint(peer, boundary, direction, signature.direction(direction), limit, coding, job.train.seed, trees)
+
+        behind, ahead = self._signatures
+        s, before, after = place.stage, place.before, place.after
+        return Links(
+            activations_in=None if before is None else plane.incoming(end(before, s - 1, FORWARD, behind)),
+            activations_out=None if after is None else plane.outgoing(end(after, s, FORWARD, ahead)),
+            gradients_in=None if after is None else plane.incoming(end(after, s, BACKWARD, ahead)),
+            gradients_out=None if before is None else plane.outgoing(end(before, s - 1, BACKWARD, behind)),
+        )
+
+    def _end(self, plane: DataPlane, made: int) -> int:
+        """Everything is sent, the last checkpoint is on the disk. An idle rank waits here for the others."""
+        pass_by("end")
+        seconds, role = self.job.pipeline.startup_timeout, self.role
+        pulse = self.work.pulse if self.place.idle else None
+
+        def look() -> None:
+            plane.check()
+            if pulse and (factor := pulse.factor()) is not None:
+                plane.post(0, "pulse", factor)
+
+        idle = [rank for rank in range(self.runtime.size) if self.plan.place(rank).idle]
+        plane.post(0, "leaving", made)
+        if isinstance(role, Controller):
+            role.wait_for_all(self.runtime.size, math.inf if 0 in idle else seconds, look)
+            made = role.steps_made
+            newest = self.course.newest_checkpoint if made == self.course.last else None
+            if newest is not None and not role.writer.wait(newest, seconds):
+                raise DeadlineError(f"waited {seconds:.0f} s for the last checkpoint to reach the disk")
+            role.deliver()
+            for rank in idle:
+                plane.post(rank, "over", made)
+        elif self.runtime.rank in idle:
+            made = role.wait(look)
+        self.work.stop.connect(None)
+        plane.stop(seconds)
+        return made
+
+
+def _holds(plan: Plan, rank: int) -> str:
+    layers = plan.layers_of(rank)
+    return f"stage {plan.place(rank).stage}, layers {layers[0]}..{layers[-1]}" if layers else "idle"
+
+
+def _data_for(job: Job, place: Place, loaded: Data) -> Data:
+    """Training and test set where the stage needs inputs or targets."""
+    if loaded[0] is not None or not (place.first or place.last):
+        return loaded
+    return load_data(job.data.name, job.data.args, job.model)
+
+
+def _agree_on_data(runtime: Runtime, data: Data) -> tuple[int, int]:
+    """Numbers of training and test samples; first and last stage must have found the same data."""
+    mine = None
+    if data[0] is not None and data[1] is not None:
+        some = np.arange(min(64, len(data[0])))
+        mine = [len(data[0]), len(data[1]), checksum(fetch(data[0], some, 0, inputs=False, targets=True).targets)]
+    found = [d for d in runtime.messenger.allgather(mine, runtime.startup_seconds, "the sizes of the data") if d]
+    if any(other != found[0] for other in found):
+        raise Agreed(
+            "data.name: the first and the last stage's hosts have different data: "
+            f"{found[0][0]} and {found[0][1]} samples on rank 0, {found[-1][0]} and {found[-1][1]} on the last, "
+            "or other targets; give both the same files, and let the data set draw with torch's, NumPy's or Python's global "
+            "random numbers, which are seeded for each sample",
+        )
+    return found[0][0], found[0][1]
+
+
+def _make_stage(runtime: Runtime, job: Job, chain: Chain, mine: range, loss: Loss | None) -> Stage:
+    layers = runtime.agree("the layers", lambda: build_stage(chain, mine.start, mine.stop, job.train.seed))
+    convolutional = runtime.messenger.allgather(layers.has_conv2d, runtime.startup_seconds, "the memory format")
+    memory_format = job.train.memory_format
+    channels_last = any(convolutional) if memory_format == "auto" else memory_format == "channels_last"
+
+    def again() -> Layers:
+        return build_stage(chain, mine.start, mine.stop, job.train.seed)
+
+    return runtime.agree("the layers' state", lambda: Stage(layers, job, loss, channels_last, again))
+
+
+def _sizes(batches: Batches, test_samples: int) -> tuple[list[int], list[int]]:
+    """Every number of samples that a micro-batch of this run can have: in training, in evaluation."""
+    return sorted(batches.every_size(), reverse=True), sorted(set(cut(test_samples, batches.micro)), reverse=True)

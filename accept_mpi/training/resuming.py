@@ -1,0 +1,179 @@
+"""Going on from a checkpoint: what a job may have in it that the checkpoint's had not, and where the data go on.
+
+What changes the meaning of a run is refused, in one sentence, unless the command line names it (``--set``); then it is told.
+Where layers lie, what carries them and how long the run is may change without a word.
+"""
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+
+from accept_mpi.comm.runtime import Runtime
+from accept_mpi.data.calendar import Batches, Position
+from accept_mpi.errors import UserError, shown
+from accept_mpi.job import GOES_WITH, Job, Optimizer
+from accept_mpi.models import Chain
+from accept_mpi.pipeline.optimizer import state_names
+from accept_mpi.recovery.checkpoint import Checkpoint
+from accept_mpi.recovery.manifest import Manifest
+from accept_mpi.training.worker import Course
+
+_OWN_DATA = "data.name"
+"""What a checkpoint's order of samples is of; it cannot go on with another's."""
+_PLAIN = ("model.name", "train.batch_size", "train.micro_batches", "train.loss", "train.seed", "train.drop_last")
+_TABLES = ("model.args", "data.args")
+_ABSENT = object()
+
+
+class Change(NamedTuple):
+    """A key that the job has otherwise than the checkpoint's job."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} = {_text(self.new)} (was {_text(self.old)})"
+
+
+def share_manifest(runtime: Runtime, checkpoint: Checkpoint | None) -> Manifest | None:
+    """Rank 0's, on every rank."""
+    mine = msgspec.to_builtins(checkpoint.manifest) if checkpoint else None
+    shared = runtime.messenger.broadcast(mine, runtime.startup_seconds, "the checkpoint's manifest")
+    return msgspec.convert(shared, Manifest) if shared else None
+
+
+def calendar(batches: Batches, manifest: Manifest | None) -> Batches:
+    """The calendar of a run that goes on from a checkpoint: with the first sample that it has not seen."""
+    if manifest is None:
+        return batches
+    order = manifest.seed if manifest.order is None else manifest.order
+    if manifest.seen is not None:
+        return replace(batches, since=Position(manifest.step, manifest.epoch, manifest.seen, order))
+    size, drop_last = (_get(manifest.settings(), f"train.{key}") for key in ("batch_size", "drop_last"))
+    known = type(size) is int and size > 0
+    before = replace(batches, batch_size=size if known else batches.batch_size, drop_last=drop_last is True)
+    return replace(batches, since=before.position(manifest.step)._replace(order=order))
+
+
+def course_of(job: Job, batches: Batches, first: int) -> Course:
+    """How many steps, from where."""
+    train, output = job.train, job.output
+    last = train.steps if train.steps is not None else batches.end(train.epochs or 1)
+    return Course(
+        first, last, train.evaluate_every * batches.steps_per_epoch, output.checkpoint_every,
+        checkpoint_at_end=output.checkpoint_at_end, evaluate_from=batches.end(0, whole=False),
+    )  # fmt: skip
+
+
+def check(manifest: Manifest, job: Job, overrides: Sequence[str], chain: Chain, samples: int, last: int) -> list[str]:
+    """Raises UserError where a checkpoint to resume from is another model's, another job's or already at the end. Returns
+    what is to be told of a run that goes on otherwise."""
+    if manifest.layers != chain.names:
+        raise UserError(
+            f"--resume: the checkpoint holds another model ({shown(manifest.model)}, {len(manifest.layers)} layers) "
+            f"than the job names ({job.model.name}, {len(chain)} layers)"
+        )
+    if manifest.samples != samples:
+        raise UserError(f"--resume: the checkpoint was trained on {manifest.samples} samples, the job's data has {samples}")
+    if manifest.step >= last:
+        raise UserError(f"--resume: the checkpoint is at step {manifest.step}, and the job ends at step {last}")
+    found = list(changes(manifest, job))
+    if own := [change for change in found if change.key == _OWN_DATA]:
+        raise UserError(f"--resume: {own[0]}: a checkpoint goes on with the data that it was trained on")
+    named = [override.partition("=")[0].strip() for override in overrides]
+    if unnamed := [change for change in found if not _is_named(change.key, named)]:
+        hints = dict.fromkeys(_hint(change, job) for change in unnamed)
+        raise UserError(
+            f"--resume: the job is not the checkpoint's: {', '.join(map(str, unnamed))}; "
+            f"where that is meant, add {' '.join(hints)}"
+        )
+    told = [f"goes on with {change}" for change in found]
+    before = _get(manifest.settings(), "train.optimizer")
+    try:
+        kept = state_names(msgspec.convert(before, Optimizer))
+    except msgspec.ValidationError:
+        kept = frozenset()
+    if kept - state_names(job.train.optimizer):
+        told.append("the optimizer begins anew: its state was another one's")
+    return told
+
+
+def changes(manifest: Manifest, job: Job) -> Iterator[Change]:
+    """What gives a run another meaning, key by key."""
+    before, now = manifest.settings(), json.loads(job.to_json())
+    before = {"model": {"name": manifest.model, "args": manifest.model_args}} | before
+    keys = [_OWN_DATA, *_PLAIN]
+    for table in _TABLES:
+        both = [_get(tree, table) for tree in (before, now)]
+        if all(isinstance(one, dict) for one in both):
+            keys += [f"{table}.{key}" for key in dict.fromkeys([*both[1], *both[0]])]
+    for key in keys:
+        yield from _compared(key, _get(before, key), _get(now, key), missing=key.startswith(_TABLES))
+    yield from _compared("train.lr", _lr(before), job.lr)
+    yield from _optimizer_changes(_get(before, "train.optimizer"), _get(now, "train.optimizer"))
+    schedules = [_get(tree, "pipeline.schedule") for tree in (before, now)]
+    if schedules[0] is not _ABSENT and schedules[0] != schedules[1] and "1f1b-async" in schedules:
+        yield Change("pipeline.schedule", *schedules)  # all others compute the same
+    yield from _compared("pipeline.vertical_sync", *(_get(tree, "pipeline.vertical_sync") for tree in (before, now)))
+
+
+def _optimizer_changes(before: Any, now: Any) -> Iterator[Change]:
+    """Only of what both choices heed: a momentum that Adam does not know is not changed."""
+    if not isinstance(before, dict):
+        return
+    for key, new in now.items():
+        by, choices = GOES_WITH.get(key, ("name", (now["name"],)))
+        heeded = key not in GOES_WITH or all(tree.get(by) in choices for tree in (before, now))
+        if key != "lr" and heeded:
+            yield from _compared(f"train.optimizer.{key}", before.get(key, _ABSENT), new)
+
+
+def _compared(key: str, old: Any, new: Any, missing: bool = False) -> Iterator[Change]:
+    """``missing``: whether it is a change, too, where one of them has no such key."""
+    if old != new and (missing or (old is not _ABSENT and new is not _ABSENT)):
+        yield Change(key, old, new)
+
+
+def _lr(job: dict[str, Any]) -> Any:
+    short = _get(job, "train.lr")
+    return _get(job, "train.optimizer.lr") if short is None or short is _ABSENT else short
+
+
+def _get(tree: Any, path: str) -> Any:
+    for key in path.split("."):
+        if not isinstance(tree, dict) or key not in tree:
+            return _ABSENT
+        tree = tree[key]
+    return tree
+
+
+def _is_named(key: str, named: Sequence[str]) -> bool:
+    keys = (key, "train.optimizer.lr") if key == "train.lr" else (key,)
+    return any(one == path or one.startswith(f"{path}.") for one in keys for path in named)
+
+
+def _hint(change: Change, job: Job) -> str:
+    """What names a change on the command line."""
+    key, value = change.key, change.new
+    if value is _ABSENT:
+        key = key.rpartition(".")[0]
+        value = job.model.args if key == "model.args" else job.data.args
+    words = value if isinstance(value, str) and value not in ("true", "false") else _toml(value)
+    return f"--set {shlex.quote(f'{key}={words}')}"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)
+
+
+def _text(value: Any) -> str:
+    return "not given" if value is _ABSENT else shown(json.dumps(value, ensure_ascii=False))

@@ -1,0 +1,330 @@
+"""The training loop of a rank: walk the schedule, nothing else.
+
+The way of one micro-batch: ``forward`` takes it from the data set or from the stage before, has the stage compute, and
+hands it on; ``backward`` brings its gradient back the same way.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from accept_mpi.codecs.message import Decoded, Tensors
+from accept_mpi.comm.channels import Incoming, Outgoing
+from accept_mpi.comm.data_plane import DataPlane
+from accept_mpi.data import Dataset, Samples, fetch
+from accept_mpi.data.calendar import Batches, in_order, segments
+from accept_mpi.data.feed import Drawn, Feed
+from accept_mpi.device.speed_check import EVERY_BESIDE_A_STAGE, Pulse
+from accept_mpi.errors import NonFiniteLoss
+from accept_mpi.failpoints import pass_by
+from accept_mpi.job import Job
+from accept_mpi.logs.recorder import Recorder
+from accept_mpi.models.losses import Result
+from accept_mpi.pipeline.optimizer import learning_rate
+from accept_mpi.pipeline.schedule import depth, forward_only
+from accept_mpi.pipeline.schedule import walk as schedule_walk
+from accept_mpi.pipeline.stage import Inputs, Stage
+from accept_mpi.plan import Place
+from accept_mpi.recovery.checkpoint import chunks
+from accept_mpi.recovery.replication import CHECKPOINT, EXTRA, FLAGS, REPLAN, SNAPSHOT, Replication
+from accept_mpi.tree import LONE
+
+_TRACE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Links:
+    """A stage's ways to its neighbours; None at the ends of the pipeline."""
+
+    activations_in: Incoming | None
+    activations_out: Outgoing | None
+    gradients_in: Incoming | None
+    gradients_out: Outgoing | None
+
+
+@dataclass(frozen=True)
+class Course:
+    """The steps that a run makes, and after which it pauses to evaluate or to keep a checkpoint."""
+
+    first: int
+    last: int
+    evaluate_every: int
+    checkpoint_every: int
+    checkpoint_at_end: bool
+    evaluate_from: int = 0
+    """A step from which ``evaluate_every`` counts: an epoch may end elsewhere since the batch size has changed."""
+
+    def evaluates(self, step: int) -> bool:
+        return self.evaluate_every > 0 and ((step - self.evaluate_from) % self.evaluate_every == 0 or step == self.last)
+
+    def checkpoints(self, step: int) -> bool:
+        if step == self.last and self.checkpoint_at_end:
+            return True
+        return self.checkpoint_every > 0 and step % self.checkpoint_every == 0
+
+    @property
+    def newest_checkpoint(self) -> int | None:
+        """The last step after which one is kept."""
+        return next((step for step in range(self.last, self.first, -1) if self.checkpoints(step)), None)
+
+
+class Worker:
+    """One rank's part in a run."""
+
+    def __init__(
+        self,
+        job: Job,
+        place: Place,
+        stage: Stage,
+        links: Links,
+        plane: DataPlane,
+        recorder: Recorder,
+        batches: Batches,
+        data: tuple[Dataset | None, Dataset | None],
+        layer_names: list[str],
+        begin_step: Callable[[int], None],
+        replication: Replication,
+        told: deque[tuple[str, dict[str, Any]]],
+        pulse: Pulse | None,
+        drawn: Drawn,
+    ) -> None:
+        """``data``: training and test set, where this stage needs them. ``begin_step`` is told
+        the number of each step (from 1) as it begins."""
+        self.job, self.stage, self.links, self.plane, self.recorder = job, stage, links, plane, recorder
+        self.s, self.stages = place.stage, place.stages
+        self.batches = batches
+        self.train_set, self.test_set = data
+        self._layer_names = layer_names
+        self._begin_step, self._replication, self._told = begin_step, replication, told
+        self._flags: dict[int, int] = {}
+        """Steps that end with a snapshot or a checkpoint."""
+        self._deadline = job.pipeline.startup_timeout
+        self._final: int | None = None
+        """The step that the plan ends with, once that is known."""
+        self._feed = Feed(batches, self.train_set, place, stage.shares, drawn)
+        self._scale = 1.0
+        """Of the gradients of the step that is being made (``Stage.scale``)."""
+        self._results: list[Result] = []
+        self._step_began = recorder.clock.now()
+        self._traced = time.monotonic()
+        self._pulse = pulse
+        self._waited, self._since = 0.0, time.monotonic()
+
+    def train(self, course: Course, deliver: Callable[[], None], test_samples: int) -> int:
+        """Make the course's steps. ``deliver`` is called after each (observers on rank 0 hear what has come in).
+
+        Returns how many are made: fewer than wanted where another plan is to make the others.
+        """
+        self._course = course
+        asynchronous = self.job.pipeline.schedule == "1f1b-async"
+        pauses = [(1, 0)]
+        if asynchronous:
+            pauses = [(course.evaluate_every, course.evaluate_from), (course.checkpoint_every, 0)]
+        for segment in segments(course.first, course.last, pauses):
+            self.walk(segment, course.last, deliver)
+            stop = segment.stop if self._final is None else self._final + 1
+            if course.evaluates(stop):
+                self.evaluate(stop, test_samples)
+            if course.checkpoints(stop):
+                self.checkpoint(stop)
+            deliver()
+            if self._final is not None:
+                self._feed.close(self._deadline)
+                return stop
+        self._feed.close(self._deadline)
+        return course.last
+
+    def walk(self, segment: range, steps: int, deliver: Callable[[], None]) -> None:
+        """The actions of one segment: from an empty pipeline to an empty pipeline."""
+        pipeline = self.job.pipeline
+        sizes: dict[int, list[int]] = {}
+        indices: dict[int, Any] = {}
+        counts = [len(self.batches.sizes(step)) for step in segment]
+        plan = schedule_walk(pipeline.schedule, self.s, self.stages, counts, pipeline.transfer_slack, pipeline.vertical_sync)
+        bound = depth(pipeline.schedule, self.s, self.stages, sum(counts), pipeline.transfer_slack)
+        for kind, position, k, version, whole in plan:
+            step = segment.start + position
+            if kind == "F":
+                if self._final is not None and step > self._final:
+                    continue
+                if k == 0:
+                    self._begin_step(step + 1)
+                    if self.s == 0 and step + 1 < steps:
+                        self._flag(step, self._replication.flags(step))
+                    indices[step], sizes[step] = self.batches.indices(step), self.batches.sizes(step)
+                self.forward(step, k, indices[step], version, sizes[step], whole)
+                assert len(self.stage.in_flight) <= bound, f"more than {bound} micro-batches in flight"
+            elif kind == "B":
+                self.backward(step, k, sizes[step][k])
+            elif kind == "W":
+                with self.recorder.span("W", step + 1, k):
+                    self.stage.weight_gradient(step, k)
+            else:
+                self.update(step, version, steps)
+                flags = self._flags.pop(step, 0)
+                if flags & (SNAPSHOT | EXTRA):
+                    with self.recorder.span("snapshot", step + 1):
+                        self._replication.begin(step + 1, self.stage, flags)
+                if flags & CHECKPOINT and not self._course.checkpoints(step + 1):
+                    self.checkpoint(step + 1)
+                self._deadline = pipeline.timeout
+                self._feed.end(step)
+                del indices[step], sizes[step]
+                self._beat()
+                deliver()
+                if step == self._final:
+                    break
+        self.stage.drained()
+
+    def _flag(self, step: int, flags: int) -> None:
+        self._flags[step] = flags
+        if flags & REPLAN:
+            self._final = step
+
+    def forward(self, step: int, k: int, samples: Any, version: int, sizes: list[int], whole: bool) -> None:
+        """F of micro-batch ``k``: its inputs, the stage, its outputs. ``samples``: of each micro-batch of the step. Loading
+        data counts to it, so that a host slow at that is given fewer layers."""
+        pass_by("forward")
+        given = Inputs((), LONE)
+        suspect = 0
+        if self.links.activations_in:
+            message = self._receive(self.links.activations_in, step, k)
+            given, flags = Inputs(message.tensors, message.tree), message.header.flags
+            suspect = flags & ~FLAGS
+            if k == 0:
+                self._flag(step, flags - suspect)
+        with self.recorder.span("F", step + 1, k):
+            if k == 0:
+                self._feed.begin(step, samples)
+            data = self._feed.take(step, k, samples[k])
+            if not self.links.activations_in:
+                given = self.stage.from_data(data.inputs)
+            share = self._feed.share(step, k)
+            out = self.stage.forward(
+                step, k, given.tensors, version, data.targets, share, suspect, whole, given.tree, sizes[k]
+            )
+        if self.links.activations_out:
+            flags = out.suspect | self._flags.get(step, 0)
+            self.links.activations_out.send(step, k, sizes[k], out.outputs, flags, tree=out.tree)
+        if out.result:
+            self._results.append(out.result)
+            if not math.isfinite(out.result.loss):
+                layer = out.suspect - 1
+                name = f'layer {layer} "{self._layer_names[layer]}"' if layer >= 0 else "the loss"
+                raise NonFiniteLoss(
+                    f"the loss is {out.result.loss} in step {step + 1}, micro-batch {k}; "
+                    f"the first values that are not finite come out of {name}"
+                )
+
+    def backward(self, step: int, k: int, samples: int) -> None:
+        """B of micro-batch ``k``: its outputs' gradients, the stage, its inputs' gradients."""
+        pass_by("backward")
+        gradients: Tensors = ()
+        if self.links.gradients_in:
+            message = self._receive(self.links.gradients_in, step, k)
+            gradients, self._scale = message.tensors, message.header.scale
+        else:
+            self._scale = self.stage.scale(step)
+        with self.recorder.span("B", step + 1, k):
+            result = self.stage.backward(step, k, gradients)
+        if self.links.gradients_out:
+            self.links.gradients_out.send(step, k, samples, result, scale=self._scale)
+
+    def update(self, step: int, version: int, steps: int) -> None:
+        """U: the optimizer's step; the last stage reports what the step gave."""
+        pass_by("update")
+        lr = learning_rate(self.job.train.optimizer, self.job.lr, step, steps)
+        with self.recorder.span("U", step + 1):
+            self.stage.update(lr, version, self._scale)
+        if self._results:
+            now = self.recorder.clock.now()
+            summary = self._summary(step + 1, self.batches.epoch(step), self._results[: len(self.batches.sizes(step))])
+            del self._results[: len(self.batches.sizes(step))]
+            summary |= {"lr": lr, "samples_per_s": summary["samples"] / (now - self._step_began)}
+            self._step_began = now
+            self._tell("step", summary)
+        if time.monotonic() - self._traced > _TRACE_SECONDS:
+            self.ship_trace()
+
+    def evaluate(self, step: int, test_samples: int) -> None:
+        """The test set, forward only, through all stages."""
+        micro = list(in_order(test_samples, self.batches.micro))
+        results = []
+        with self.stage.evaluating():
+            for action in forward_only(len(micro)):
+                result = self.forward_test(step, action.micro_batch, micro[action.micro_batch])
+                if result:
+                    results.append(result)
+        if self.links.activations_out:
+            self.links.activations_out.drain(self._deadline)
+        if results:
+            self._tell("evaluated", self._summary(step, self.batches.epoch(step - 1), results))
+        self._step_began = self.recorder.clock.now()
+
+    def forward_test(self, step: int, k: int, samples: Any) -> Result | None:
+        """E of micro-batch ``k`` of the test set, after ``step`` steps."""
+        pass_by("evaluate")
+        given = Inputs((), LONE)
+        if self.links.activations_in:
+            message = self.links.activations_in.receive(step - 1, k, self._deadline, self.recorder)
+            given = Inputs(message.tensors, message.tree)
+        with self.recorder.span("E", step, k):
+            first, last = self.links.activations_in is None, self.links.activations_out is None
+            data = Samples(None, None)
+            if first or last:
+                assert self.test_set is not None
+                data = fetch(self.test_set, samples, None, inputs=first, targets=last)
+            if first:
+                given = self.stage.from_data(data.inputs)
+            out = self.stage.evaluate(given.tensors, data.targets, given.tree, k, len(samples))
+        if self.links.activations_out:
+            self.links.activations_out.send(step - 1, k, len(samples), out.outputs, deadline=self._deadline, tree=out.tree)
+        return out.result
+
+    def checkpoint(self, step: int) -> None:
+        """Copy the stage's state and have it sent to rank 0 in the background."""
+        pass_by("checkpoint")
+        with self.recorder.span("checkpoint", step):
+            for chunk in chunks(step, self.s, self.stage.weights(), self.stage.optimizer_state()):
+                self.plane.post(0, "chunk", chunk)
+
+    def ship_trace(self) -> None:
+        """Send the trace rows gathered so far to rank 0."""
+        self._traced = time.monotonic()
+        if len(self.recorder):
+            self.plane.post(0, "trace", self.recorder.take().tobytes())
+
+    def _tell(self, kind: str, body: dict[str, Any]) -> None:
+        """Tell rank 0, and keep it: a loss may come before it is there."""
+        self.plane.post(0, kind, body)
+        self._told.append((kind, body))
+
+    def _receive(self, link: Incoming, step: int, k: int) -> Decoded:
+        began = time.monotonic()
+        try:
+            return link.receive(step, k, self._deadline, self.recorder)
+        finally:
+            self._waited += time.monotonic() - began
+
+    def _beat(self) -> None:
+        """A device that mostly waits says now and then how fast it would be with more to do."""
+        span = time.monotonic() - self._since
+        if self._pulse and span > EVERY_BESIDE_A_STAGE:
+            if self._waited > span / 2:
+                self.plane.post(0, "pulse", self._pulse.beat())
+            self._waited, self._since = 0.0, time.monotonic()
+
+    def _summary(self, step: int, epoch: int, results: list[Result]) -> dict[str, Any]:
+        samples, targets = sum(r.samples for r in results), sum(r.targets for r in results)
+        count = sum(r.count for r in results)
+        return {
+            "step": step,
+            "epoch": epoch,
+            "samples": samples,
+            "loss": sum(r.loss for r in results) / count if count else math.nan,
+            "accuracy": sum(r.correct for r in results) / targets if targets else math.nan,
+            "end": self.recorder.clock.now(),
+        }
