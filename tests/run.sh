@@ -14,7 +14,8 @@ ACCEPT_MPI_TEST_CACHE="$(mktemp -d)" # compiled kernels, for all of them
 export ACCEPT_MPI_TEST_CACHE
 trap 'rm -rf "$ACCEPT_MPI_TEST_CACHE"' EXIT
 code=0
-# Two at a time, ranks wait for each other most of the time; but what lies in the lab measures, and is alone.
+# Two at a time, since ranks wait for each other most of the time; what measures is alone.
 "$PYTHON" -m pytest -n 2 --dist worksteal --durations=30 tests/unit tests/mpi tests/faults || code=$?
-"$PYTHON" -m pytest --durations=15 tests/lab || code=$?
+"$PYTHON" -m pytest -n 2 --dist loadfile --durations=10 -m "not alone" tests/lab || code=$?
+"$PYTHON" -m pytest --durations=10 -m alone tests/lab || code=$?
 exit "$code"

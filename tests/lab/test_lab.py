@@ -12,7 +12,7 @@ import pytest
 from conftest import HANGS, ROOT, environment, mpirun_command
 from labs import Host, Laboratory, reason
 
-pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(reason is not None, reason=str(reason))]
 
 LAB = str(ROOT / "jobs" / "lab" / "lab")
 NAME = f"t{os.getpid()}"

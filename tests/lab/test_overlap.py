@@ -12,7 +12,7 @@ from labs import Laboratory, lab_of, mpirun, reason
 
 from accept_mpi.logs.log import open_log
 
-pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(reason is not None, reason=str(reason))]
 
 MICRO_BATCHES, STEPS = 8, 8
 COMPUTING = burn.FORWARD + burn.BACKWARD  # a micro-batch, on the slower stage
