@@ -1,22 +1,9 @@
 """The job file: TOML -> typed, validated ``Job``. Every mistake is one sentence that names the file and the key."""
 
-import codecs
-import difflib
-import json
-import re
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-
-from accept_mpi.errors import UserError, one_line
-from accept_mpi.files.regular import read_regular
-from accept_mpi.files.values import check_values, loads
-from accept_mpi.registry import nearest
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
@@ -24,11 +11,12 @@ Positive = Annotated[float, Meta(gt=0)]
 PositiveOrZero = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
 MOST_THREADS = 1024
-_MOST_BYTES = 1 << 20  # of a job file
 _MOST_SAMPLES = 1 << 24  # a step
 _MOST_ENTRIES = 4096  # of a list: no pipeline has so many stages
-_FOR_EVER = 2e6  # seconds: more is too much for the kernel's clocks, which count milliseconds in 31 bits
 _LARGEST = 1e30  # of what is computed with in single precision
+
+MOST_EXTRA = 3
+"""Own copies between two snapshots, where a loss is to cost so many steps at most."""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,8 +144,6 @@ class Output(Section, frozen=True):
     """Newest checkpoints kept; 0: all."""
 
 
-_EITHER = ((("train", "epochs"), ("train", "steps")), (("train", "lr"), ("train", "optimizer", "lr")))
-"""Pairs of keys that say the same: one of them is given."""
 GOES_WITH = {
     "momentum": ("name", ("sgd",)),
     "nesterov": ("name", ("sgd",)),
@@ -168,14 +154,6 @@ GOES_WITH = {
     "final_lr": ("schedule", ("cosine",)),
 }
 """Keys of ``train.optimizer`` that only some of its choices heed."""
-_FREE = ("model.args", "data.args")
-"""Tables of what the user's own functions take."""
-_SECONDS = ("probe_seconds", "timeout", "startup_timeout")
-_MARKS = {
-    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # begins with UTF-16's
-    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
-}
-"""What a file of another encoding begins with."""
 
 
 class Job(Section, frozen=True):
@@ -201,200 +179,7 @@ class Job(Section, frozen=True):
         return msgspec.json.decode(text, type=Job)
 
 
-def read_text(path: Path) -> str:
-    """A job file's text: UTF-8, with a byte order mark or without. Raises UserError with one sentence."""
-    try:
-        data = read_regular(path, _MOST_BYTES)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the job file: {error.strerror}") from error
-    for encoding, marks in _MARKS.items():
-        if data.startswith(marks):
-            raise UserError(f"{path}: cannot read the job file: it is {encoding}; save it as UTF-8")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        wrong = f"byte {error.start} (0x{data[error.start]:02x}) is not UTF-8"
-        raise UserError(f"{path}: cannot read the job file: {wrong}; save it as UTF-8") from error
-
-
-def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
-    """Job from TOML text; ``overrides`` are "section.key=value" with values in TOML (a bare word is a string). Of two keys
-    that say the same an override drops the other, which the text gives.
-
-    Raises UserError with one sentence that begins with ``source``.
-    """
-    try:
-        tree = loads(text)
-    except ValueError as error:
-        raise UserError(f"{source}: not valid TOML: {error}") from error
-    given: dict[str, Any] = {}
-    for override in overrides:
-        for table in (tree, given):
-            _override(table, override)
-    for pair in _EITHER:
-        for one, other in (pair, pair[::-1]):
-            if _has(given, one) and not _has(given, other) and _has(tree, other):
-                del _table(tree, other[:-1])[other[-1]]
-    check_values(tree, source, free=_FREE)
-    _check_keys(tree, Job, source, "")
-    try:
-        job = msgspec.convert(tree, Job)
-    except msgspec.ValidationError as error:
-        raise UserError(f"{source}: {_explain(str(error), tree)}") from error
-    if (job.train.epochs is None) == (job.train.steps is None):
-        raise UserError(f"{source}: train: give either epochs or steps")
-    if all(_has(tree, key) for key in _EITHER[1]):
-        raise UserError(f"{source}: train: give either lr or optimizer.lr")
-    _check_optimizer(job.train.optimizer, _table(tree, ("train", "optimizer")), source)
-    if job.train.micro_batches > job.train.batch_size:
-        raise UserError(
-            f"{source}: train.micro_batches: {job.train.micro_batches} is more than "
-            f"train.batch_size = {job.train.batch_size}; a micro-batch needs at least one sample"
-        )
-    if job.pipeline.ranks and job.pipeline.cuts == "auto":
-        raise UserError(f'{source}: pipeline.ranks goes with given cuts; cuts = "auto" chooses the ranks')
-    if job.pipeline.vertical_sync and job.pipeline.schedule != "1f1b-async":
-        raise UserError(f'{source}: pipeline.vertical_sync goes with schedule = "1f1b-async" only')
-    if not job.output.directory:
-        raise UserError(f'{source}: output.directory: expected a directory, such as "runs/first", got ""')
-    seconds = {key: min(getattr(job.pipeline, key), _FOR_EVER) for key in _SECONDS}
-    return msgspec.structs.replace(job, pipeline=msgspec.structs.replace(job.pipeline, **seconds))
-
-
-def _override(tree: dict[str, Any], override: str) -> None:
-    path, equals, value = override.partition("=")
-    if not equals or not path.strip():
-        raise UserError(f'--set {override}: expected "section.key=value"')
-    *sections, key = (part.strip() for part in path.split("."))
-    if not all((*sections, key)):
-        raise UserError(f'--set {override}: expected "section.key=value"')
-    table = tree
-    for section in sections:
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
-            raise UserError(f'--set {override}: "{section}" is not a table')
-    try:
-        found = loads(f"value = {value}")
-    except tomllib.TOMLDecodeError:
-        found = {"value": value.strip()}
-    except ValueError as error:
-        raise UserError(f"--set {override}: {error}") from error
-    if len(found) != 1:
-        raise UserError(f"--set {override}: expected one value")
-    table[key] = found["value"]
-
-
-def _table(tree: Any, keys: Sequence[str]) -> dict[str, Any]:
-    """The table at a path; an empty one where there is none."""
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree if isinstance(tree, dict) else {}
-
-
-def _has(tree: Mapping[str, Any], keys: Sequence[str]) -> bool:
-    return keys[-1] in _table(tree, keys[:-1])
-
-
-def _check_keys(table: Mapping[str, Any], section: type[msgspec.Struct], source: str, path: str) -> None:
-    """Refuse what msgspec lets pass or explains less well: unknown keys."""
-    fields = {field.name: field.type for field in msgspec.structs.fields(section)}
-    for key, value in table.items():
-        if key not in fields:
-            raise UserError(f'{source}: unknown key "{path}{key}"{_nearest_key(key, list(fields))}')
-        if isinstance(value, dict) and isinstance(fields[key], type) and issubclass(fields[key], msgspec.Struct):
-            _check_keys(value, fields[key], source, f"{path}{key}.")
-
-
-def _nearest_key(key: str, here: list[str]) -> str:
-    """A hint at a key of the same name in another section, else at a similar one in this section, else anywhere."""
-    names: dict[str, str] = {}
-    for path in sorted(_paths(Job, ""), key=lambda path: path.count(".")):
-        names.setdefault(path.rpartition(".")[2], path)
-    if key not in names and (hint := nearest(key, here)):
-        return hint
-    close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
-    return f'; did you mean "{names[close[0]]}"?' if close else ""
-
-
-def _paths(section: type[msgspec.Struct], before: str) -> Iterator[str]:
-    """All keys of a section and of those in it, from the top: "train.optimizer.lr"."""
-    for field in msgspec.structs.fields(section):
-        yield before + field.name
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            yield from _paths(field.type, f"{before}{field.name}.")
-
-
-def _check_optimizer(optimizer: Optimizer, given: Mapping[str, Any], source: str) -> None:
-    for key in given:
-        by, choices = GOES_WITH.get(key, ("name", (optimizer.name,)))
-        chosen = getattr(optimizer, by)
-        if chosen not in choices:
-            words = " or ".join(f'"{choice}"' for choice in choices)
-            raise UserError(f'{source}: train.optimizer.{key} goes with {by} = {words} only; leave it out for "{chosen}"')
-    if optimizer.nesterov and not optimizer.momentum:
-        raise UserError(f"{source}: train.optimizer.nesterov = true needs a momentum, e.g. momentum = 0.9")
-
-
-def _explain(error: str, tree: Mapping[str, Any]) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.train.steps`" as "train.steps: expected a whole number, got "ten"."""
-    message, _, where = error.partition(" - at `$")
-    path = where.rstrip("`").lstrip(".")
-    missing = re.match(r"Object missing required field `(\w+)`", message)
-    if missing:
-        return f'missing key "{path + "." if path else ""}{missing[1]}"'
-    value: Any = tree
-    for part in re.findall(r"[^.\[\]]+", path):
-        try:
-            value = value[int(part)] if isinstance(value, list) else value[part]
-        except (KeyError, IndexError, ValueError, TypeError):
-            return f"{path}: {message[0].lower()}{message[1:]}"
-    if isinstance(value, list) and len(value) > _MOST_ENTRIES:
-        return f"{path}: {len(value)} entries; at most {_MOST_ENTRIES}"
-    return f"{path}: expected {_words(_kind(path))}, got {_show(value)}"
-
-
-def _show(value: Any) -> str:
-    return one_line(json.dumps(value, ensure_ascii=False, default=str), 200)
-
-
-def _kind(path: str) -> Any:
-    """The type of what is at a path such as "train.optimizer.betas[0]"."""
-    kind: Any = Job
-    for part in re.findall(r"[^.\[\]]+", path):
-        if part.isdigit():
-            lists = [one for one in map(_bare, _alternatives(kind)) if get_origin(one) in (list, tuple)]
-            kind = get_args(lists[0])[0]
-        else:
-            kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == part)
-    return kind
-
-
-def _alternatives(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-
-
-def _bare(kind: Any) -> Any:
-    """The type without its limits."""
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
-
-
-def _words(kind: Any) -> str:
-    """What a type takes: "a whole number >= 1", or 'one of "sgd", "adam"'."""
-    kinds = [one for one in _alternatives(kind) if one is not type(None)]
-    if len(kinds) > 1:
-        return " or ".join(_words(one).removeprefix("one of ").replace('", "', '" or "') for one in kinds)
-    (kind,) = kinds
-    if get_origin(kind) is Annotated:
-        plain, *limits = get_args(kind)
-        signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-        bounds = [
-            f"{signs[name]} {bound}" for limit in limits for name in signs if (bound := getattr(limit, name)) is not None
-        ]
-        return f"{_words(plain)} {' and '.join(bounds)}".rstrip()
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(f'"{word}"' for word in get_args(kind))
-    if get_origin(kind) is list:
-        return _words(get_args(kind)[0]).replace("a ", "a list of ", 1).replace("number", "numbers").replace("text", "texts")
-    if get_origin(kind) is tuple:
-        return f"a list of {len(get_args(kind))} numbers"
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}.get(kind, "a table")
+def most_held(replicate_every: int | str) -> int:
+    """States of a stage's size that a rank holds at most: its own and its neighbour's, of the last snapshot, the next one
+    and extra ones in between. ``replicate_every``: as in the job, not 0."""
+    return 2 * (2 + (MOST_EXTRA if isinstance(replicate_every, int) else 0))

@@ -8,17 +8,10 @@ SENDING_SECONDS = 0.002
 """Between two looks while something large is sent."""
 SOCKET_BYTES = 1 << 17
 """What a socket takes at once: a message of no more than that is not looked after."""
-_OF_A_MESSAGE = 0.5
-"""What a look takes, as a share of a message's fixed cost."""
-_FOR_EACH = 1.5
-"""Looks for a message of any size: who hands it over, or waits for it, wakes the data plane, which finds it done later."""
 
-
-def per_message(message: float) -> float:
-    """Seconds that a message takes where it must be looked for, bytes and coding apart. ``message``: as it was measured."""
-    return (1 + _FOR_EACH * _OF_A_MESSAGE) * message
-
-
-def while_sending(seconds: float, message: float) -> float:
-    """Seconds that looks take until the link, for so many ``seconds``, has carried something large."""
-    return seconds / SENDING_SECONDS * _OF_A_MESSAGE * message
+# Seconds between two looks at MPI: while the computing thread waits for a message; while something larger than a socket
+# takes at once is being sent; otherwise; on a lone rank; and where nothing would be gained from looking while the only core
+# computes: what has arrived is decoded when a send or a wait wakes this thread. A look costs some 0.1 ms of that core, for
+# its caches are cold.
+_LIVELY_SECONDS = 0.2
+_POLL_AWAITED, _POLL_SENDING, _POLL_IDLE, _POLL_ALONE, _POLL_RARE = 0.0002, SENDING_SECONDS, 0.008, 0.02, 0.032

@@ -6,24 +6,20 @@ compile when their module is imported, before any clock starts.
 """
 
 import contextlib
-import errno
-import fcntl
-import grp
 import hashlib
 import importlib
 import logging
-import os
 import platform
-import pwd
 import shutil
-import stat
 import sys
-import time
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
+
+from accept_mpi.files.cache import cache_directory, hold, open_lock
+from accept_mpi.files.regular import foreign
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +41,6 @@ def compiled(name: str, directory: Path | None = None) -> ModuleType:
         with _cache(directory or cache_directory()):
             return importlib.import_module(name)
     return importlib.import_module(name)
-
-
-def cache_directory() -> Path:
-    """``$ACCEPT_MPI_CACHE``, or accept_mpi in the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("ACCEPT_MPI_CACHE") or Path(home) / "accept_mpi")
 
 
 @contextlib.contextmanager
@@ -81,66 +71,7 @@ def _cache(directory: Path) -> Iterator[None]:
             config.CACHE_DIR, NJIT["cache"] = earlier, False
 
 
-def foreign(folder: Path) -> str:
-    """Why what lies in a folder may not be the user's own; empty where nobody else can have put it there.
-
-    Machine code is run as it is found. So the folder and what is in it belong to the user, others cannot write there, and
-    nobody else can put another folder in its place. A group that is the user's own is nobody else.
-    """
-    folder = folder.resolve()
-    for path in (folder, *(found for found in sorted(folder.rglob("*")))):
-        about = path.lstat()
-        if about.st_uid != os.getuid():
-            return f"{path} is another user's"
-        if stat.S_ISLNK(about.st_mode) or _others_write(about):
-            return f"others can write {path} (mode {stat.S_IMODE(about.st_mode):04o})"
-    for path in folder.parents:
-        about = path.stat()
-        if about.st_uid not in (os.getuid(), 0):
-            return f"{path} is another user's"
-        if _others_write(about) and not about.st_mode & stat.S_ISVTX:
-            return f"others can write {path} (mode {stat.S_IMODE(about.st_mode):04o})"
-    return ""
-
-
-def _others_write(about: os.stat_result) -> bool:
-    if about.st_mode & stat.S_IWOTH:
-        return True
-    return bool(about.st_mode & stat.S_IWGRP) and not _own_group(about.st_gid)
-
-
-@lru_cache
-def _own_group(number: int) -> bool:
-    """Whether a group has only this user in it, as far as one can see: named as the user is, without other members."""
-    try:
-        me, group = pwd.getpwuid(os.getuid()), grp.getgrgid(number)
-    except KeyError:
-        return False
-    return number == me.pw_gid and group.gr_name == me.pw_name and set(group.gr_mem) <= {me.pw_name}
-
-
 @lru_cache
 def _warn(text: str) -> None:
     """Once."""
     log.warning("%s", text)
-
-
-def open_lock(path: Path) -> IO[bytes]:
-    """A file to lock, made where there is none. Raises OSError for a link, a pipe, a device."""
-    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise OSError(errno.EINVAL, "something else than a file has this name", os.fspath(path))
-    return open(number, "r+b")
-
-
-def hold(lock: int, seconds: float) -> None:
-    """Take an exclusive lock on an open file. Raises BlockingIOError where others keep it for so long."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.05)

@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 
 from accept_mpi.codecs.coding import Coding
-from accept_mpi.codecs.message import TensorSpec
+from accept_mpi.codecs.tensors import TensorSpec
 from accept_mpi.comm import links as measure
 from accept_mpi.comm import runtime as module
 from accept_mpi.comm.channels import Endpoint

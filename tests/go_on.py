@@ -7,7 +7,8 @@ from pathlib import Path
 
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.errors import Agreed
-from accept_mpi.training.run import Options, train
+from accept_mpi.training.run import train
+from accept_mpi.training.start import Options
 
 runtime = Runtime()
 try:

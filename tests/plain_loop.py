@@ -10,7 +10,7 @@ from torch import nn
 
 from accept_mpi import tree
 from accept_mpi.data import adapt
-from accept_mpi.job import parse
+from accept_mpi.job_file import parse
 from accept_mpi.models.losses import cross_entropy
 from accept_mpi.registry import find_function
 from accept_mpi.seeds import AUGMENT, ORDER, forward_seed, init_seed, mix, seed_all, seeded

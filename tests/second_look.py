@@ -8,7 +8,7 @@ import msgspec
 from mpi4py import MPI
 
 from accept_mpi.cli import main
-from accept_mpi.profiling.layer_timer import LayerTimes, Run
+from accept_mpi.profiling.layer_times import LayerTimes, Run
 from accept_mpi.training import auto_plan
 
 RANK = MPI.COMM_WORLD.rank

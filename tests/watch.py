@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from accept_mpi.errors import UserError
-from accept_mpi.logs.log import open_log
+from accept_mpi.logs.reader import open_log
 
 
 def steps_done(directory: Path) -> int:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from accept_mpi.planning.search import MOST_EXACT, Problem, cost, lower_bound, solve
+from accept_mpi.planning.problem import Problem, cost, lower_bound
+from accept_mpi.planning.search import MOST_EXACT, solve
 
 _SIZES = ((50, 4), (50, 8), (100, 16), (200, 16), (50, 10), (100, 10), (200, 10), (200, 32), (500, 128), (1000, 256))
 _IN_ORDER = {(50, 4), (50, 8), (100, 16), (200, 16)}

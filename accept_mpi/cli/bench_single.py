@@ -55,7 +55,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _ours(options: argparse.Namespace) -> float:
-    from accept_mpi.logs.log import open_log
+    from accept_mpi.logs.reader import open_log
 
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.toml"
@@ -93,7 +93,7 @@ def _plain_loop(model_name: str, steps: int, tuned: bool) -> float:
     from torch.utils.data import DataLoader, TensorDataset
 
     from accept_mpi import data, models
-    from accept_mpi.device.cpu import keep_memory
+    from accept_mpi.device.allocator import keep_memory
 
     if tuned:
         keep_memory()

@@ -14,10 +14,11 @@ from accept_mpi.cli.whatif import joined, survey_of_fleet, survey_of_log, with_l
 from accept_mpi.device.fleet import Host, parse, read
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import replacing
-from accept_mpi.job import Job, read_text
-from accept_mpi.job import parse as parse_job
+from accept_mpi.job import Job
+from accept_mpi.job_file import parse as parse_job
+from accept_mpi.job_file import read_text
 from accept_mpi.logs.figures import draw_timeline
-from accept_mpi.logs.log import open_log
+from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.timeline import steady_window
 from accept_mpi.planning.estimate import Outcome, forecast_of, outcome
 from accept_mpi.planning.job_plan import given_plan

@@ -3,7 +3,8 @@
 import argparse
 
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.training.run import Options, train
+from accept_mpi.training.run import train
+from accept_mpi.training.start import Options
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -16,20 +16,22 @@ import msgspec
 import numpy as np
 
 from accept_mpi.data import load as load_data
-from accept_mpi.device.cpu import keep_memory
+from accept_mpi.device.allocator import keep_memory
 from accept_mpi.device.fleet import Host
 from accept_mpi.device.memory import planned
 from accept_mpi.errors import UserError
-from accept_mpi.job import Job, parse
-from accept_mpi.logs.log import open_log
+from accept_mpi.job import Job
+from accept_mpi.job_file import parse
+from accept_mpi.logs.reader import open_log
 from accept_mpi.models import load as load_model
 from accept_mpi.models.losses import find_loss
-from accept_mpi.planning.formulation import codings_of
+from accept_mpi.planning.codec_choice import codings_of
 from accept_mpi.prediction.imputation import fill
 from accept_mpi.profiling.cluster_profile import Device, Survey
-from accept_mpi.profiling.layer_timer import LayerTimes, MicroBatch, Subject, micro_batch, probe
+from accept_mpi.profiling.layer_timer import MicroBatch, Subject, micro_batch, probe
+from accept_mpi.profiling.layer_times import LayerTimes
+from accept_mpi.profiling.message_costs import codec_costs, message_cost
 from accept_mpi.profiling.outline import Outline, outline_of
-from accept_mpi.profiling.stage_timer import codec_costs, message_cost
 
 _CARRIED = 0.93  # of a link's rate, through TCP and MPI
 _UNLIMITED = 1e9  # bytes/s of a link without a limit

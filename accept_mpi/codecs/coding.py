@@ -8,6 +8,7 @@ stochastically (unbiased; the default for gradients, AccEPT), ``+nr`` to nearest
 
 import re
 import time
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
@@ -106,3 +107,10 @@ def prepare(codings: list[Coding]) -> float:
     for kind in sorted({coding.kind for coding in codings} - {"none", "fp16"}):
         _kernels(kind)
     return time.perf_counter() - began
+
+
+@cache
+def bits_of(name: str) -> float:
+    """Bits a value of a codec, side information included."""
+    coding = parse(name, False)
+    return 32.0 if coding.kind == "none" else 8 * coding.nbytes(1 << 16) / (1 << 16)

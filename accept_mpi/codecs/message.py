@@ -6,7 +6,6 @@ where they are what both ends have agreed on beforehand (``Signature``), for eac
 have. Where a micro-batch differs, a description lies between header and tensors.
 """
 
-import math
 import struct
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -15,16 +14,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 from xxhash import xxh3_64_intdigest
 
-from accept_mpi.codecs.coding import KINDS, NONE, Coding
+from accept_mpi.codecs.coding import KINDS, NONE, Bytes, Coding
+from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
 from accept_mpi.errors import ProtocolError
 from accept_mpi.seeds import mix
 from accept_mpi.tree import LONE, Tree
-
-Bytes = npt.NDArray[np.uint8]
 
 MAGIC = 0x4D504941  # "AIPM"
 VERSION = 3
@@ -104,134 +101,6 @@ def announced(message: Bytes) -> int:
 def _checksum(message: Bytes) -> int:
     """XXH3, 64 bits, of the header's other fields and the payload."""
     return xxh3_64_intdigest(message.data[HEADER_BYTES:], seed=xxh3_64_intdigest(message.data[:_GUARDED]))
-
-
-class TensorSpec(msgspec.Struct, frozen=True):
-    """A tensor but for its values. ``dtype`` is torch's name ("float32"), or "absent" for a gradient that is None.
-
-    Strides cross the wire exactly, since kernels choose their order of summation by them: a dimension of stride 0 (an
-    expanded gradient) is sent once and expanded again on the other side.
-    """
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
-    grad: bool = False
-    """Whether a gradient comes back for it."""
-
-    @staticmethod
-    def of(tensor: torch.Tensor | None) -> "TensorSpec":
-        if tensor is None:
-            return TensorSpec((0,), (1,), "absent")
-        stride = tensor.stride()
-        if not _is_dense(_sent_shape(tensor.shape, stride), stride):
-            stride = tensor.contiguous().stride()
-        grad = tensor.requires_grad
-        return TensorSpec(tuple(tensor.shape), tuple(stride), str(tensor.dtype).removeprefix("torch."), grad)
-
-    @property
-    def sent_shape(self) -> tuple[int, ...]:
-        """The shape of what is sent: dimensions of stride 0 reduced to 1."""
-        return _sent_shape(self.shape, self.stride)
-
-    @property
-    def numel(self) -> int:
-        """Number of values sent."""
-        return math.prod(self.sent_shape)
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.dtype == "absent" else self.numel * self.torch_dtype.itemsize
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
-    def zeros(self) -> torch.Tensor | None:
-        """A tensor of this spec, all zeros."""
-        if self.dtype == "absent":
-            return None
-        dense = torch.empty_strided(self.sent_shape, self.stride, dtype=self.torch_dtype).zero_()
-        return dense.expand(self.shape).requires_grad_(self.grad)
-
-    def fits(self, tensor: torch.Tensor | None, training: bool = True) -> bool:
-        """Whether this is the spec of a tensor; in evaluation no gradient is wanted, whatever was agreed."""
-        if tensor is None or self.dtype == "absent":
-            return tensor is None and self.dtype == "absent"
-        if (
-            tensor.shape != self.shape
-            or tensor.dtype != self.torch_dtype
-            or (training and tensor.requires_grad != self.grad)
-        ):
-            return False
-        return tensor.stride() == self.stride or _same_layout(self.shape, TensorSpec.of(tensor).stride, self.stride)
-
-    def flatten(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """The values to send of a tensor that ``fits``, in memory order: a 1-D view, or a copy where it is not dense."""
-        if self.dtype == "absent":
-            return None
-        assert tensor is not None, "ask ``fits`` first"
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        if tensor.stride() == self.stride and 0 not in self.stride:
-            return tensor.as_strided((tensor.numel(),), (1,))
-        for dim, (full, sent) in enumerate(zip(self.shape, self.sent_shape, strict=True)):
-            if sent < full:
-                tensor = tensor.narrow(dim, 0, 1)
-        if not _same_layout(self.sent_shape, tensor.stride(), self.stride):
-            tensor = torch.empty_strided(self.sent_shape, self.stride, dtype=tensor.dtype).copy_(tensor)
-        return tensor.as_strided((tensor.numel(),), (1,))
-
-    def unflatten(self, data: Bytes, coding: Coding = NONE) -> torch.Tensor | None:
-        """A fresh tensor of this spec from the bytes of its values, or what ``coding`` made of them."""
-        if self.dtype == "absent":
-            return None
-        dense = torch.empty_strided(self.sent_shape, self.stride, dtype=self.torch_dtype)
-        flat = dense.as_strided((dense.numel(),), (1,))
-        if coding.kind == "none":
-            if dense.numel():
-                np.copyto(flat.view(torch.uint8).numpy(), data)
-        elif dense.dtype == torch.float32:
-            coding.decode(data, flat.numpy())
-        else:
-            values = np.empty(dense.numel(), np.float32)
-            coding.decode(data, values)
-            flat.copy_(torch.from_numpy(values))
-        return dense.expand(self.shape).requires_grad_(self.grad)
-
-
-Specs = tuple[TensorSpec, ...]
-Tensors = tuple[torch.Tensor | None, ...]
-
-
-class Signature(msgspec.Struct, frozen=True):
-    """What crosses one boundary, by the number of samples of the micro-batch."""
-
-    forward: dict[int, Specs]
-    backward: dict[int, Specs]
-    trees: dict[int, Tree] = {}
-    """What activations belong to; gradients are just as many as inputs want one."""
-
-    def direction(self, direction: int) -> dict[int, Specs]:
-        return self.backward if direction else self.forward
-
-
-def _sent_shape(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(1 if st == 0 and sh > 1 else sh for sh, st in zip(shape, stride, strict=True))
-
-
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill one block of memory, in whatever order of dimensions."""
-    expected = 1
-    for st, sh in sorted((st, sh) for sh, st in zip(shape, stride, strict=True) if sh != 1):
-        if st != expected:
-            return False
-        expected *= sh
-    return True
-
-
-def _same_layout(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    return all(x == y for sh, x, y in zip(shape, a, b, strict=True) if sh > 1)
 
 
 def _padded(nbytes: int) -> int:

@@ -16,14 +16,11 @@ import torch
 from mpi4py import MPI
 
 from accept_mpi.codecs.coding import Coding
-from accept_mpi.codecs.message import (  # fmt: skip
+from accept_mpi.codecs.message import (
     HEADER_BYTES,
     Bytes,
     Decoded,
     Header,
-    Specs,
-    Tensors,
-    TensorSpec,
     aligned,
     announced,
     buffer_bytes,
@@ -32,6 +29,7 @@ from accept_mpi.codecs.message import (  # fmt: skip
     encode,
     raw_bytes,
 )
+from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
 from accept_mpi.errors import DeadlineError, ProtocolError
 from accept_mpi.logs.recorder import Recorder
 from accept_mpi.polling import SOCKET_BYTES

@@ -20,14 +20,15 @@ from accept_mpi.comm.channels import Endpoint, Incoming, Outgoing
 from accept_mpi.comm.messenger import Message, Messenger
 from accept_mpi.errors import DeadlineError
 from accept_mpi.logs.recorder import Recorder
-from accept_mpi.polling import SENDING_SECONDS
+from accept_mpi.polling import (
+    _LIVELY_SECONDS,
+    _POLL_ALONE,
+    _POLL_AWAITED,
+    _POLL_IDLE,
+    _POLL_RARE,
+    _POLL_SENDING,
+)
 
-# Seconds between two looks at MPI: while the computing thread waits for a message; while something larger than a socket
-# takes at once is being sent; otherwise; on a lone rank; and where nothing would be gained from looking while the only core
-# computes: what has arrived is decoded when a send or a wait wakes this thread. A look costs some 0.1 ms of that core, for
-# its caches are cold.
-_LIVELY_SECONDS = 0.2
-_POLL_AWAITED, _POLL_SENDING, _POLL_IDLE, _POLL_ALONE, _POLL_RARE = 0.0002, SENDING_SECONDS, 0.008, 0.02, 0.032
 _ABANDON_SECONDS = 5.0
 _SWITCH_SECONDS = 0.0005
 _UNCODED_REPORTED = 10

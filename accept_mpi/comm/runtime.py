@@ -6,16 +6,13 @@ log and abort the job, so that no rank waits for a dead one.
 """
 
 import logging
-import math
 import os
-import platform
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -25,11 +22,9 @@ from accept_mpi.comm.lifeline import Lifeline
 from accept_mpi.comm.links import clock_offset
 from accept_mpi.comm.membership import Circle, leave_together, survivable
 from accept_mpi.comm.messenger import Messenger
-from accept_mpi.device.cgroups import cpu_share
-from accept_mpi.device.memory import total_memory
+from accept_mpi.device.facts import host_facts
 from accept_mpi.errors import INTERRUPTED, Agreed, DeadlineError, NonFiniteLoss, ProtocolError, Stopped, UserError, UsersBug
 from accept_mpi.logs.recorder import Clock
-from accept_mpi.version import __version__
 
 T = TypeVar("T")
 
@@ -60,7 +55,8 @@ class Runtime:
         _log_format(self.rank, self.size, self.host)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise UserError("this MPI library was built without MPI_THREAD_MULTIPLE, which accept_mpi needs")
-        everyone = self.messenger.allgather(host_facts(self.rank), self.startup_seconds, "the facts of each host")
+        library = MPI.Get_library_version().split(",")[0].split("\n")[0].strip()
+        everyone = self.messenger.allgather(host_facts(self.rank, library), self.startup_seconds, "the facts of each host")
         self.hosts: list[dict[str, Any]] = everyone
         self.ranks_on_host = sum(facts["machine_id"] == everyone[self.rank]["machine_id"] for facts in everyone)
         self.lifeline = self._lifeline()
@@ -259,45 +255,3 @@ def _log_format(rank: int, size: int, host: str) -> None:
         format=f"[rank {rank}/{size} {host}] %(levelname)s %(message)s",
         level=logging.INFO if rank == 0 else logging.WARNING,
     )
-
-
-def package_version(name: str) -> str:
-    """Installed version of a package, or "not installed"."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def host_facts(rank: int) -> dict[str, Any]:
-    """What a rank knows of its host: plain values, ready for JSON."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:
-        cores = os.cpu_count() or 1
-    if (share := cpu_share()) < cores:  # a container's quota
-        cores = max(1, math.ceil(share))
-    host = socket.gethostname()
-    return {
-        "rank": rank,
-        "host": host,
-        "machine_id": f"{host}/{_boot_id()}",
-        "pid": os.getpid(),
-        "cores": cores,
-        "memory_bytes": total_memory(),
-        "machine": platform.machine(),
-        "versions": {
-            "accept_mpi": __version__,
-            "python": platform.python_version(),
-            **{name: package_version(name) for name in ("torch", "numpy", "numba", "h5py", "mpi4py")},
-            "mpi": MPI.Get_library_version().split(",")[0].split("\n")[0].strip(),
-        },
-    }
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from accept_mpi.data.base import Indices
+from accept_mpi.job import Job
 from accept_mpi.seeds import ORDER, mix
 
 
@@ -126,3 +127,34 @@ def segments(first: int, last: int, pauses: list[tuple[int, int]]) -> Iterator[r
         end = min([last] + [after + ((begin - after) // every + 1) * every for every, after in pauses if every > 0])
         yield range(begin, end)
         begin = end
+
+
+@dataclass(frozen=True)
+class Course:
+    """The steps that a run makes, and after which it pauses to evaluate or to keep a checkpoint."""
+
+    first: int
+    last: int
+    evaluate_every: int
+    checkpoint_every: int
+    checkpoint_at_end: bool
+    evaluate_from: int = 0
+    """A step from which ``evaluate_every`` counts: an epoch may end elsewhere since the batch size has changed."""
+
+    def evaluates(self, step: int) -> bool:
+        return self.evaluate_every > 0 and ((step - self.evaluate_from) % self.evaluate_every == 0 or step == self.last)
+
+    def checkpoints(self, step: int) -> bool:
+        if step == self.last and self.checkpoint_at_end:
+            return True
+        return self.checkpoint_every > 0 and step % self.checkpoint_every == 0
+
+    @property
+    def newest_checkpoint(self) -> int | None:
+        """The last step after which one is kept."""
+        return next((step for step in range(self.last, self.first, -1) if self.checkpoints(step)), None)
+
+
+def micro_batches_of(job: Job) -> int:
+    """Of a whole batch."""
+    return per_step(job.train.batch_size, job.train.micro_batches)

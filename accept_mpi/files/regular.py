@@ -3,9 +3,12 @@ before anything of them is read. A link may lead anywhere, a device never ends, 
 
 import contextlib
 import errno
+import grp
 import os
+import pwd
 import stat
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -81,3 +84,41 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def foreign(folder: Path) -> str:
+    """Why what lies in a folder may not be the user's own; empty where nobody else can have put it there.
+
+    Machine code is run as it is found. So the folder and what is in it belong to the user, others cannot write there, and
+    nobody else can put another folder in its place. A group that is the user's own is nobody else.
+    """
+    folder = folder.resolve()
+    for path in (folder, *(found for found in sorted(folder.rglob("*")))):
+        about = path.lstat()
+        if about.st_uid != os.getuid():
+            return f"{path} is another user's"
+        if stat.S_ISLNK(about.st_mode) or _others_write(about):
+            return f"others can write {path} (mode {stat.S_IMODE(about.st_mode):04o})"
+    for path in folder.parents:
+        about = path.stat()
+        if about.st_uid not in (os.getuid(), 0):
+            return f"{path} is another user's"
+        if _others_write(about) and not about.st_mode & stat.S_ISVTX:
+            return f"others can write {path} (mode {stat.S_IMODE(about.st_mode):04o})"
+    return ""
+
+
+def _others_write(about: os.stat_result) -> bool:
+    if about.st_mode & stat.S_IWOTH:
+        return True
+    return bool(about.st_mode & stat.S_IWGRP) and not _own_group(about.st_gid)
+
+
+@lru_cache
+def _own_group(number: int) -> bool:
+    """Whether a group has only this user in it, as far as one can see: named as the user is, without other members."""
+    try:
+        me, group = pwd.getpwuid(os.getuid()), grp.getgrgid(number)
+    except KeyError:
+        return False
+    return number == me.pw_gid and group.gr_name == me.pw_name and set(group.gr_mem) <= {me.pw_name}

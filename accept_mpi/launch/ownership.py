@@ -10,11 +10,9 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,10 +20,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from accept_mpi.errors import UserError
-from accept_mpi.launch.run_identity import Supervised
 
 if TYPE_CHECKING:  # it starts MPI
-    from accept_mpi.comm.runtime import Runtime
+    pass
 
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
@@ -113,28 +110,6 @@ class Ownership:
         """Let others have it."""
         for lock in self._locks:
             lock.release()
-
-
-@contextlib.contextmanager
-def own(runtime: "Runtime", directory: Path, supervised: Supervised | None) -> Iterator[Ownership]:
-    """All ranks together, before a run touches anything. Rank 0 takes the directory, or where there is none yet, has to as
-    soon as it has made it. Whoever is rank 0 later takes it then. Raises Agreed."""
-    runtime.agree("the hosts", lambda: _check_place(supervised, runtime.rank, runtime.host))
-    mine = supervised.name if supervised else secrets.token_hex(8)
-    run = runtime.messenger.broadcast(mine, runtime.startup_seconds, "the run's name")
-    ownership = Ownership(directory, run, supervised is not None)
-    here = runtime.rank == 0 and directory.is_dir()
-    runtime.agree("the output directory", lambda: ownership.take() if here else None)
-    try:
-        yield ownership
-    finally:
-        ownership.release()
-
-
-def _check_place(supervised: Supervised | None, rank: int, host: str) -> None:
-    wrong = supervised.misplaced(rank) if supervised else None
-    if wrong:
-        raise UserError(f"{host}: {wrong}")
 
 
 def _owner(file: int) -> Owner | None:

@@ -22,7 +22,7 @@ from typing import IO, TextIO
 import msgspec
 
 from accept_mpi.errors import Stopped, UserError
-from accept_mpi.job import parse, read_text
+from accept_mpi.job_file import parse, read_text
 from accept_mpi.launch import host_file
 from accept_mpi.launch.host_file import Host, answering
 from accept_mpi.launch.ownership import Lock

@@ -9,7 +9,8 @@ import numpy as np
 
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import replacing
-from accept_mpi.logs.log import KINDS, TRACE, open_log, read_facts
+from accept_mpi.logs.format import KINDS, TRACE
+from accept_mpi.logs.reader import open_log, read_facts
 from accept_mpi.logs.timeline import plans_of, timed
 
 _CHUNK = 50_000  # rows held in memory at once

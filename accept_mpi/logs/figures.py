@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from accept_mpi.errors import UserError, one_line
-from accept_mpi.logs.log import BACKWARD, FORWARD, Rows
+from accept_mpi.logs.format import BACKWARD, FORWARD, Rows
 from accept_mpi.logs.timeline import of_kind, window
 
 # Okabe and Ito's palette, told apart by the colour-blind.

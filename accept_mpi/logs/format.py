@@ -1,4 +1,21 @@
-"""A log's tables, and whether what is in a file is one.
+"""The HDF5 log of a run: facts, per-step results and the trace. Rank 0 writes it (``writer``), anyone reads it (``reader``).
+
+Layout, version 1 (attribute ``version`` of the root; ``format`` is "accept-mpi log"):
+
+====================  ====================================================================================
+``/`` attributes      ``job`` (JSON text), ``plan`` (JSON), ``facts`` (JSON: versions, hosts, clock offsets,
+                      ...), ``created`` (ISO 8601, UTC)
+``/steps``            one row an optimizer step: STEPS below
+``/evals``            one row an evaluation on the test set: EVALS
+``/trace``            one row an action or transfer: TRACE. Times are seconds on rank 0's clock since the
+                      run began
+``/events``           what happened besides (checkpoints, warnings, the end): EVENTS
+``/plans``            who held which layers from when on: PLANS (``plan`` is the first one)
+``/survey``           what devices and links were measured to do before "auto" cuts (``survey``), if they were
+====================  ====================================================================================
+
+The file appears under its name only when its layout is complete, and is in HDF5's single-writer multiple-readers mode from
+then on: it opens at any moment, also after ``kill -9`` (with ``open_log``, or ``h5py.File(path, swmr=True)``).
 
 A log may come from anybody. It is looked through once, when it is opened; whoever reads it may rely on what it is then: the
 tables are there with their columns, texts are texts, and ranks, stages, layers and kinds are such as the run had.
@@ -69,6 +86,10 @@ _MOST_RANKS, _MOST_LAYERS = 1 << 16, 1 << 16
 
 Count = Annotated[int, Meta(ge=0)]
 Rank = Annotated[int, Meta(ge=0, lt=_MOST_RANKS)]
+
+FORMAT = "accept-mpi log"
+VERSION = 1
+Rows = npt.NDArray[Any]
 
 
 class _Host(msgspec.Struct):

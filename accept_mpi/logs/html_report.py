@@ -13,7 +13,8 @@ import numpy as np
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import replacing
 from accept_mpi.logs.figures import draw_course, draw_loss, draw_timeline, pyplot
-from accept_mpi.logs.log import Rows, open_log, read_facts
+from accept_mpi.logs.format import Rows
+from accept_mpi.logs.reader import open_log, read_facts
 from accept_mpi.logs.replay import link_cost
 from accept_mpi.logs.timeline import plans_of, stage_use, steady_window, timed
 

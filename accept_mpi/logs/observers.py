@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from accept_mpi.logs.log import Rows
+from accept_mpi.logs.format import Rows
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from accept_mpi.logs.log import Rows
+from accept_mpi.logs.format import Rows
 from accept_mpi.logs.observers import Evaluated, StepDone
 
 _LINE_SECONDS = 5.0

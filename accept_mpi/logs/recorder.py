@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from accept_mpi.logs.log import KINDS, TRACE, Rows
+from accept_mpi.logs.format import KINDS, TRACE, Rows
 
 _NUMBER = {kind: i for i, kind in enumerate(KINDS)}
 

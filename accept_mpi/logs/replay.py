@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accept_mpi.logs.log import BACKWARD, FORWARD, KINDS, Rows
+from accept_mpi.logs.format import BACKWARD, FORWARD, KINDS, Rows
 from accept_mpi.logs.timeline import COMPUTE, busy_seconds, of_kind
 from accept_mpi.pipeline.schedule import Action
 from accept_mpi.pipeline.simulator import Simulated, simulate

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import h5py
 import numpy as np
 
-from accept_mpi.logs.log import BACKWARD, FORWARD, KINDS, PLANS, Rows
+from accept_mpi.logs.format import BACKWARD, FORWARD, KINDS, PLANS, Rows
 from accept_mpi.plan import Plan
 
 NUMBER = {kind: i for i, kind in enumerate(KINDS)}

@@ -1,14 +1,101 @@
 """The observer that writes the HDF5 log."""
 
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
 from dataclasses import astuple
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
 
 from accept_mpi.errors import UserError
-from accept_mpi.logs.log import EVALS, STEPS, LogWriter, Rows
+from accept_mpi.logs.format import EVALS, EVENTS, FORMAT, STEPS, TABLES, VERSION, Rows
 from accept_mpi.logs.observers import Evaluated, StepDone
 from accept_mpi.logs.timeline import plan_rows
 from accept_mpi.plan import Plan
+
+_TEXT_BYTES = EVENTS["text"].itemsize
+
+
+class LogWriter:
+    """Writes one log. Rows are buffered and appended at most once a second, so that a step costs no disk wait."""
+
+    def __init__(
+        self,
+        path: Path,
+        job: str,
+        plan: str,
+        facts: dict[str, Any],
+        earlier: dict[str, Rows] | None = None,
+        more: Callable[[h5py.File], None] = lambda file: None,
+    ):
+        """Create the log at ``path``; ``earlier`` holds rows to begin with, by table (a resumed run's history); ``more``
+        writes what else there is.
+
+        Raises OSError where the directory cannot be written.
+        """
+        self.path = path
+        self._pending: dict[str, list[Rows]] = {name: [] for name in TABLES}
+        self._last_flush = time.monotonic()
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        file = h5py.File(temporary, "w", libver="latest")
+        try:
+            file.attrs.update(
+                format=FORMAT,
+                version=VERSION,
+                job=job,
+                plan=plan,
+                facts=json.dumps(facts),
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+            )
+            for name, dtype in TABLES.items():
+                rows = (earlier or {}).get(name, np.empty(0, dtype))
+                chunk = max(64, (32 << 10) // dtype.itemsize)
+                file.create_dataset(name, data=rows, dtype=dtype, maxshape=(None,), chunks=(chunk,))
+            more(file)
+            file.swmr_mode = True
+            os.replace(temporary, path)
+        except BaseException:
+            file.close()
+            temporary.unlink(missing_ok=True)
+            raise
+        self._file = file
+
+    def append(self, table: str, rows: Rows) -> None:
+        """Add rows (of the table's dtype) to ``table``; they reach the disk with the next flush."""
+        if len(rows):
+            self._pending[table].append(np.atleast_1d(rows))
+        if time.monotonic() - self._last_flush > 1.0:
+            self.flush()
+
+    def event(self, seconds: float, step: int, text: str) -> None:
+        """Note what happened at ``seconds`` of the run."""
+        self.append("events", np.array([(seconds, step, text.encode(errors="backslashreplace")[:_TEXT_BYTES])], EVENTS))
+
+    def flush(self) -> None:
+        """Write all buffered rows out."""
+        self._last_flush = time.monotonic()
+        for name, parts in self._pending.items():
+            if not parts:
+                continue
+            rows = np.concatenate(parts)
+            parts.clear()
+            dataset = self._file[name]
+            dataset.resize((len(dataset) + len(rows),))
+            dataset[-len(rows) :] = rows
+            dataset.flush()
+
+    def close(self) -> None:
+        """Write out and close; closing twice is harmless."""
+        if self._file:
+            with contextlib.suppress(OSError):
+                self.flush()
+            self._file.close()
 
 
 class LogObserver:

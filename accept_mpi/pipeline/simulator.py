@@ -121,7 +121,7 @@ def simulate_packed(
     arrived = np.full((2, packed.stages, packed.micro_batches), np.inf)
     by_kind = np.column_stack([seconds, seconds[:, 1] + seconds[:, 2]])
     arrays = (np.ascontiguousarray(array, np.float64) for array in (by_kind, transfers.reshape(-1, 2)))
-    kernel = compiled("accept_mpi.kernels.events").run
+    kernel = compiled("accept_mpi.kernels.simulator").run
     if not kernel(packed.kinds, packed.numbers, packed.begins, *arrays, arrived, starts, ends):
         raise RuntimeError("the schedule deadlocks")
     return starts, ends

@@ -3,15 +3,14 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from accept_mpi import tree
-from accept_mpi.codecs.message import Tensors, TensorSpec
+from accept_mpi.codecs.tensors import Tensors, TensorSpec
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.models.layers import Layers, may_draw, restore_modes
@@ -19,46 +18,14 @@ from accept_mpi.models.losses import Divisors, Loss, Result
 from accept_mpi.models.shared import lay_out
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.graph_edges import Box, Seeded, finite
+from accept_mpi.pipeline.micro_batch import Forward, Inputs, Key, _InFlight
 from accept_mpi.pipeline.optimizer import make_optimizer, update
 from accept_mpi.pipeline.state import check_state, load_layer, state_of
 from accept_mpi.pipeline.untouched import untouched
-from accept_mpi.pipeline.weight_versions import Kept, Weights, Writes, may_be_written
+from accept_mpi.pipeline.weight_versions import Weights, Writes, may_be_written
 from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, kept, seed_all
 from accept_mpi.tree import Tree
 from accept_mpi.users_code import blame, call_layer, taken_apart
-
-Key = tuple[int, int]  # step, micro-batch
-
-
-@dataclass
-class _InFlight:
-    """A micro-batch between its F and its B (or W)."""
-
-    boxes: list[Box]
-    outputs: list[torch.Tensor]
-    weights: Kept
-    whole: bool
-    work: list[Any] = field(default_factory=list)
-
-
-class Forward(NamedTuple):
-    """What F gives."""
-
-    outputs: Tensors
-    """For the next stage; empty on the last."""
-    result: Result | None
-    """On the last stage."""
-    suspect: int
-    """1 + the first layer that made NaN or infinity out of finite values for this micro-batch; 0: none seen so far."""
-    tree: Tree = tree.LONE
-    """What the outputs are the tensors of."""
-
-
-class Inputs(NamedTuple):
-    """What a stage takes of a micro-batch."""
-
-    tensors: Tensors
-    tree: Tree
 
 
 class Stage:

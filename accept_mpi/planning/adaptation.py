@@ -19,7 +19,7 @@ import numpy as np
 
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
-from accept_mpi.logs.log import KINDS, Rows
+from accept_mpi.logs.format import KINDS, Rows
 from accept_mpi.logs.observers import Evaluated, StepDone
 from accept_mpi.plan import Plan
 from accept_mpi.planning.estimate import outcome, settled

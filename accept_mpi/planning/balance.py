@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from accept_mpi.planning.search import Cost, Problem, Solution, cost
+from accept_mpi.planning.problem import Cost, Problem, Solution, cost
 
 _MOST_RUNS = 10_000_000  # of layers on devices, that are listed
 _POWER = 8

@@ -12,6 +12,9 @@ own, a stage's time holds what its messages cost: a byte that need not be moved 
 import msgspec
 
 from accept_mpi.codecs.coding import Coding, parse
+from accept_mpi.errors import UserError
+from accept_mpi.job import Job, Pipeline
+from accept_mpi.plan import Plan
 from accept_mpi.planning.forecast import Direction, Forecast
 
 AUTO = "auto"
@@ -88,3 +91,32 @@ def _choices(forecast: Forecast, chosen: dict[Direction, str]) -> dict[Direction
     return {
         c: Choice(name, forecast.message(c, name, chosen), forecast.message(c, "none", chosen)) for c, name in chosen.items()
     }
+
+
+def codings_of(job: Job) -> dict[str, Coding]:
+    """All codecs that a plan for this job may use, by name."""
+    _, pairs = _codecs(job.pipeline)
+    return {name: parse(name, False) for pair in pairs for name in pair} | {"none": Coding()}
+
+
+def _codecs(pipeline: Pipeline) -> tuple[list[str], list[tuple[str, str]]]:
+    """What the partitioner chooses from for each boundary: names, and (forward, backward) of each."""
+    if not isinstance(pipeline.forward, str) or not isinstance(pipeline.backward, str):
+        raise UserError('pipeline.forward and backward: a list has one codec a boundary, which cuts = "auto" may change')
+    options = list(ladder(pipeline.min_bits))
+    forward, backward = (options if name == AUTO else [name] for name in (pipeline.forward, pipeline.backward))
+    length = max(len(forward), len(backward))
+    pairs = [(forward[min(k, len(forward) - 1)], backward[min(k, len(backward) - 1)]) for k in range(length)]
+    return ["/".join(dict.fromkeys(pair)) for pair in pairs], pairs
+
+
+def codings(job: Job, plan: Plan) -> dict[str, Coding]:
+    """All codecs that this run may use, by name."""
+    names = {name for codec in plan.boundaries for name in (codec.forward, codec.backward)} - {AUTO}
+    found = {name: parse(name, False) for name in sorted(names)}
+    return found | ladder(job.pipeline.min_bits) if is_open(plan) else found
+
+
+def is_open(plan: Plan) -> bool:
+    """Whether a codec is left to choose."""
+    return any(AUTO in (codec.forward, codec.backward) for codec in plan.boundaries)

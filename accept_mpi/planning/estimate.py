@@ -5,16 +5,17 @@ from typing import NamedTuple
 
 import msgspec
 
+from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
-from accept_mpi.logs.log import Rows
+from accept_mpi.logs.format import Rows
 from accept_mpi.logs.replay import mean_times, rerun
 from accept_mpi.pipeline.schedule import Kind
 from accept_mpi.plan import Codec, Plan
 from accept_mpi.planning.codec_choice import AUTO, LINK_SHARE, Choice, choose
-from accept_mpi.planning.forecast import Crossing, Direction, Forecast, Profile
-from accept_mpi.planning.formulation import memory_of, micro_batches_of
-from accept_mpi.profiling.cluster_profile import Survey
+from accept_mpi.planning.forecast import Crossing, Direction, Forecast
+from accept_mpi.planning.memory import memory_of
+from accept_mpi.profiling.cluster_profile import Profile, Survey
 
 
 class Outcome(msgspec.Struct, frozen=True):

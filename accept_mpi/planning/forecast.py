@@ -5,17 +5,18 @@ looks while something large is sent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from accept_mpi.codecs.coding import parse
-from accept_mpi.logs.log import BACKWARD, FORWARD, KINDS, TRACE, Rows
+from accept_mpi.codecs.coding import bits_of
+from accept_mpi.logs.format import BACKWARD, FORWARD, KINDS, TRACE, Rows
 from accept_mpi.pipeline.schedule import Action, Kind, actions, depth
 from accept_mpi.pipeline.simulator import Packed, Simulated, action_seconds, simulate, simulate_packed
-from accept_mpi.polling import SOCKET_BYTES, per_message, while_sending
+from accept_mpi.planning.message_model import per_message, while_sending
+from accept_mpi.polling import SOCKET_BYTES
+from accept_mpi.profiling.cluster_profile import Profile
 
 Floats = npt.NDArray[np.float64]
 Direction = tuple[int, str]
@@ -24,28 +25,6 @@ Direction = tuple[int, str]
 _STEPS = 3  # simulated
 _MANY = 20_000  # stages times micro-batches from which on the steady state is taken to go on as it began
 _STEADY = 4  # steps of an asynchronous pipeline that count, between those that fill it and those that drain it
-
-
-class Profile(msgspec.Struct, frozen=True):
-    """What one rank takes, in seconds."""
-
-    forward: float
-    """A micro-batch."""
-    backward: float
-    """A micro-batch, weight gradients included."""
-    encode: dict[str, float]
-    """A value, by codec."""
-    decode: dict[str, float]
-    byte: float = 0.0
-    """To send or receive a byte."""
-    message: float = 0.0
-    """To send or receive a message, its bytes and coding apart."""
-    shared: bool = False
-    """Whether coding, sending and receiving take their time from the core that computes."""
-    weights: float | None = None
-    """What of ``backward`` is the zero-bubble schedule's W; half of it if None."""
-    update: float = 0.0
-    """The optimizer's step."""
 
 
 class Crossing(msgspec.Struct, frozen=True):
@@ -238,10 +217,3 @@ class Forecast:
         if self.kind == "zero-bubble":
             weights = here.backward / 2 if here.weights is None else here.weights
         return {"F": here.forward, "B": here.backward - weights, "W": weights, "U": here.update}[kind]
-
-
-@cache
-def bits_of(name: str) -> float:
-    """Bits a value of a codec, side information included."""
-    coding = parse(name, False)
-    return 32.0 if coding.kind == "none" else 8 * coding.nbytes(1 << 16) / (1 << 16)

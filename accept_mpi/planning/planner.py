@@ -19,7 +19,8 @@ from accept_mpi.planning.balance import spread
 from accept_mpi.planning.codec_choice import LINK_SHARE
 from accept_mpi.planning.estimate import Outcome, outcome
 from accept_mpi.planning.formulation import NEVER, problem_of
-from accept_mpi.planning.search import NoPlan, Problem, Solution, cost, solve
+from accept_mpi.planning.problem import NoPlan, Problem, Solution, cost
+from accept_mpi.planning.search import solve
 from accept_mpi.profiling.cluster_profile import Survey
 
 _WORTH = 0.98  # of the step before; measurements are no finer

@@ -9,15 +9,14 @@ The search decides for a cap whether any plan stays below it (``kernels.search``
 and subsets of up to ``MOST_EXACT`` devices and for a given order of up to ``MOST_ORDERED``; a beam for more.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from accept_mpi.kernels.options import compiled
+from accept_mpi.planning.problem import Floats, NoPlan, Problem, Solution, _sums, _usual, cost, lower_bound
 
 MOST_EXACT, MOST_ORDERED = 10, 32
 MOST_FEW = 6  # devices for which a beam saves nothing
@@ -27,145 +26,8 @@ _NOTHING = 1e-12  # seconds that no bisection goes below
 _CLOSE = 1e-3  # where the bisection ends, as a ratio
 _GUESSES = (1.05, 1.1, 1.2, 1.35, 1.6, 2, 3, 5)  # times the lower bound, for the beam to begin with
 _SWEEPS = 60  # caps tried for a synchronous schedule
-_UNUSUAL = 2.0  # times a device's median layer
 
-Floats = npt.NDArray[np.float64]
 _Below = Callable[[float], "Solution | None"]
-
-
-class NoPlan(Exception):
-    """Nothing fits; the message says what does not."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """A model of L layers on N devices with C codecs to choose from. Seconds and bytes are those of one micro-batch."""
-
-    layer_seconds: Floats
-    """(N, L): forward and backward."""
-    extra_seconds: Floats | None = None
-    """(N, L+1, L+1): what layers i..j-1 together take beyond their sum, not below 0. Must not let a longer run take less."""
-    values: Floats
-    """(L+1,): float values that cross in front of each layer, each way, and can be coded."""
-    other: Floats
-    """(L+1,): bytes that cross besides."""
-    rate: Floats
-    """(N, N): bytes/s from one device to another."""
-    nic: Floats
-    """(N,): bytes/s of a device's own link, each way; its two boundaries share it."""
-    codecs: tuple[str, ...] = ("none",)
-    bits: Floats = field(default_factory=lambda: np.array([4.0]))
-    """(C,): bytes a value."""
-    coding: Floats | None = None
-    """(N, C): seconds to encode one value and to decode another; none if None."""
-    state: Floats
-    """(L,): bytes of weights, gradients and optimizer."""
-    held: Floats
-    """(L,): bytes of activations."""
-    capacity: Floats
-    """(N,): bytes."""
-    kept: Floats
-    """(N,): micro-batches in flight at a stage, by the number of stages behind it."""
-    copies: Floats
-    """(N,): versions of ``state`` that a stage holds, by the number of stages behind it."""
-    micro_batches: float = 1e9
-    """Of a step; without an end for asynchronous schedules."""
-    fill: float = 0.0
-    """Share of a stage's time that filling and draining the pipeline adds: 0 asynchronous, 1 for 1F1B and GPipe."""
-    uncuttable: frozenset[int] = frozenset()
-    """Layers that the one before must stay with: no stage begins with one of them."""
-
-    @property
-    def devices(self) -> int:
-        return len(self.layer_seconds)
-
-    @property
-    def layers(self) -> int:
-        return self.layer_seconds.shape[1]
-
-    def received(self, start: int) -> float:
-        """Bytes that a stage which begins with layer ``start`` has received of each micro-batch in flight."""
-        return float(4 * self.values[start] + self.other[start]) if start else 0.0
-
-    def take(self, devices: Sequence[int]) -> "Problem":
-        """The same with these devices in this order."""
-        order = np.array(devices, int)
-        changed: dict[str, Any] = {
-            name: getattr(self, name)[order]
-            for name in ("layer_seconds", "extra_seconds", "nic", "coding", "capacity")
-            if getattr(self, name) is not None
-        }
-        return replace(self, **changed, rate=self.rate[np.ix_(order, order)])
-
-
-@dataclass(frozen=True)
-class Solution:
-    """Stage s holds layers ``edges[s]`` to ``edges[s+1]`` - 1 on ``devices[s]``; ``codecs[b]`` is boundary b's."""
-
-    devices: tuple[int, ...]
-    edges: tuple[int, ...]
-    codecs: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Of one plan, in seconds."""
-
-    stages: tuple[float, ...]
-    """Computing a micro-batch, coding included."""
-    links: tuple[float, ...]
-    """Carrying a micro-batch across each boundary, the slower direction."""
-    bottleneck: float
-    """The slowest of all that overlaps."""
-    step: float
-    """A step; for an asynchronous schedule, a micro-batch."""
-    fits: bool
-
-
-def cost(problem: Problem, plan: Solution) -> Cost:
-    """What a plan costs."""
-    stages, nics, fits = [], [], problem.uncuttable.isdisjoint(plan.edges)
-    last = len(plan.devices) - 1
-    messages = [
-        problem.values[i] * problem.bits[c] + problem.other[i] for i, c in zip(plan.edges[1:-1], plan.codecs, strict=True)
-    ]
-    for s, device in enumerate(plan.devices):
-        start, stop = plan.edges[s], plan.edges[s + 1]
-        seconds = float(problem.layer_seconds[device, start:stop].sum())
-        if problem.extra_seconds is not None:
-            seconds += float(problem.extra_seconds[device, start, stop])
-        beside = [b for b in (s - 1, s) if 0 <= b < last]
-        if problem.coding is not None:
-            seconds += sum(float(problem.values[plan.edges[b + 1]] * problem.coding[device, plan.codecs[b]]) for b in beside)
-        stages.append(seconds)
-        nics.append(sum(messages[b] for b in beside) / problem.nic[device])
-        behind = last - s
-        held = problem.held[start:stop].sum() + problem.received(start)
-        memory = problem.copies[behind] * problem.state[start:stop].sum() + problem.kept[behind] * held
-        fits &= bool(memory <= problem.capacity[device] * (1 + 1e-12))
-    pairs = list(itertools.pairwise(plan.devices))
-    ways = [(m / problem.rate[a, b], m / problem.rate[b, a]) for m, (a, b) in zip(messages, pairs, strict=True)]
-    links = [max(way) for way in ways]
-    bottleneck = float(max([*stages, *links, *nics]))
-    step = bottleneck
-    if problem.fill:
-        filling = problem.fill * sum(stages) + sum(map(sum, ways))
-        step = (problem.micro_batches - problem.fill) * bottleneck + filling
-    return Cost(tuple(stages), tuple(map(float, links)), bottleneck, float(step), fits)
-
-
-def lower_bound(problem: Problem) -> float:
-    """No plan's bottleneck is below this: all devices share every layer at will, for free (a weighted mean of their loads;
-    weak duality)."""
-    speed = 1 / np.maximum(_usual(problem.layer_seconds).sum(axis=1), 1e-300)
-    shared = float(((speed / speed.sum())[:, None] * problem.layer_seconds).min(axis=0).sum())
-    return max(shared, float(problem.layer_seconds.min(axis=0).max()))
-
-
-def _usual(seconds: Floats) -> Floats:
-    """Without what a device must not get (a layer that would take it for ever), to tell how fast devices are."""
-    median = np.median(seconds, axis=1, keepdims=True)
-    return np.where(median > 0, np.minimum(seconds, _UNUSUAL * median), seconds)
 
 
 def _floors(problem: Problem, ordered: bool) -> Floats:
@@ -269,11 +131,6 @@ def _why(problem: Problem) -> str:
         f"{held / 2**20:.1f} MiB of activations a micro-batch, times those in flight, and all devices have "
         f"{room / 2**20:.1f} MiB together; smaller micro-batches or another device would help"
     )
-
-
-def _sums(each: Floats) -> Floats:
-    """Prefix sums along the last axis, from 0."""
-    return np.concatenate([np.zeros((*each.shape[:-1], 1)), each.cumsum(axis=-1)], axis=-1)
 
 
 class _Kernel:

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import Job
 from accept_mpi.planning.estimate import Outcome
-from accept_mpi.planning.formulation import micro_batches_of, problem_of
-from accept_mpi.planning.search import lower_bound
+from accept_mpi.planning.formulation import problem_of
+from accept_mpi.planning.problem import lower_bound
 from accept_mpi.profiling.cluster_profile import Survey
 
 

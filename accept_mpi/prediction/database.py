@@ -31,13 +31,13 @@ import msgspec
 import numpy as np
 
 from accept_mpi.errors import UserError, one_line
+from accept_mpi.files.cache import cache_directory, hold, open_lock
 from accept_mpi.files.hdf5 import Damaged, group_in, number_in, open_file, text_in, values_in
 from accept_mpi.files.regular import is_regular
-from accept_mpi.kernels.options import cache_directory, hold, open_lock
 from accept_mpi.prediction.predictor import Predictor
-from accept_mpi.prediction.samples import Known
+from accept_mpi.prediction.samples import Known, known_of
 from accept_mpi.profiling.cluster_profile import outline_in
-from accept_mpi.profiling.layer_timer import LayerTimes, Run
+from accept_mpi.profiling.layer_times import LayerTimes, Run
 from accept_mpi.profiling.outline import Outline
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 FORMAT, VERSION = "accept-mpi latency", 2
 _LOCK_SECONDS = 10.0
 _MOST_OBSERVED = 100  # sub-models kept of a device, besides those probed
-_LEAST = 1e-6  # seconds that a run of layers is taken to need at least: its logarithm is learned
 
 
 def database_path(asked: str) -> Path | None:
@@ -114,25 +113,6 @@ def library(path: Path) -> list[Known]:
                         if times is not None and times.pieces:
                             found.append(known_of(outline, device, times))
     return found
-
-
-def known_of(outline: Outline, device: str, times: LayerTimes) -> Known:
-    """A device's times as the predictor takes them: its probes, runs of layers between its clocks, and stages observed."""
-    probes, observed = (np.array(runs).reshape(-1, 4) for runs in (times.pieces, times.observed))
-    rows = np.array([times.forward, times.backward]).T
-    lengths = [2**k for k in range(1, len(rows).bit_length())]
-    inside = np.array([(a, a + n) for n in lengths for a in range(0, len(rows) - n + 1, n)], np.int64).reshape(-1, 2)
-    sums = np.array([rows[a:b].sum(axis=0) for a, b in inside]).reshape(-1, 2)
-    measured = np.isfinite(sums).all(axis=1)
-    return Known(
-        outline=outline,
-        device=device,
-        probes=probes[:, :2].astype(np.int64),
-        probe_times=np.maximum(probes[:, 2:], _LEAST),
-        intervals=np.concatenate([inside[measured], observed[:, :2].astype(np.int64)]),
-        times=np.maximum(np.concatenate([sums[measured], observed[:, 2:]]), _LEAST),
-        layer_times=rows,
-    )
 
 
 def recall_predictor(path: Path) -> Predictor | None:

@@ -5,13 +5,14 @@ operations and memory at a middling core's rates where nobody has.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
-from accept_mpi.prediction.database import known_of
+from accept_mpi.prediction.database import keep_predictor, library, recall_predictor
 from accept_mpi.prediction.predictor import Predictor
-from accept_mpi.prediction.samples import Known
-from accept_mpi.profiling.layer_timer import LayerTimes, guess
+from accept_mpi.prediction.samples import Known, known_of
+from accept_mpi.profiling.layer_times import LayerTimes, guess, pieces
 from accept_mpi.profiling.outline import Outline
 
 _STEPS, _SECONDS = 150, 4.0  # of training a predictor while a run waits for its plan
@@ -70,3 +71,19 @@ def fill(times: Sequence[LayerTimes], outline: Outline, predictor: Predictor | N
             filled[2, n, gaps] *= predicted[gaps, 1] / np.maximum(filled[1, n, gaps], 1e-12)
             filled[:2, n, gaps] = predicted[gaps].T
     return filled
+
+
+def _learned(path: Path | None, model: Outline, times: dict[str, LayerTimes]) -> Predictor | None:
+    """A predictor of what devices have not measured, kept in the database; without one, from this run's devices alone."""
+    known = library(path) if path else [known_of(model, key, one) for key, one in times.items() if one.pieces]
+    stored = recall_predictor(path) if path else None
+    predictor = learned(known, stored)
+    if path and predictor and predictor is not stored:
+        keep_predictor(path, predictor)
+    return predictor
+
+
+def _wanted(path: Path, model: Outline) -> list[int]:
+    """In which order devices never seen probe the model's pieces, as what is known of others suggests."""
+    predictor = recall_predictor(path)
+    return predictor.order(model, np.array(pieces(model))) if predictor else []

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from accept_mpi.files.hdf5 import Damaged, group_in, text_in, values_in
-from accept_mpi.prediction.accept_network import BETA, descend, mlp, some_of
+from accept_mpi.prediction.fitting import BETA, descend, mlp, some_of
 from accept_mpi.prediction.samples import (
     PROBES,
     Floats,

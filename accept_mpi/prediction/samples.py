@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from accept_mpi.profiling.layer_timer import guess
+from accept_mpi.profiling.layer_times import LayerTimes, guess
 from accept_mpi.profiling.outline import Outline
 
 PROBES = 10
@@ -18,6 +18,8 @@ PROBES = 10
 Floats = npt.NDArray[np.float64]
 Intervals = npt.NDArray[np.int64]
 """(k, 2): first layer, last + 1."""
+
+_LEAST = 1e-6  # seconds that a run of layers is taken to need at least: its logarithm is learned
 
 
 @dataclass(frozen=True)
@@ -106,3 +108,22 @@ def membership(intervals: Intervals, layers: int) -> Floats:
     """(k, layers): binary vectors."""
     place = np.arange(layers)
     return ((place >= intervals[:, :1]) & (place < intervals[:, 1:])).astype(float)
+
+
+def known_of(outline: Outline, device: str, times: LayerTimes) -> Known:
+    """A device's times as the predictor takes them: its probes, runs of layers between its clocks, and stages observed."""
+    probes, observed = (np.array(runs).reshape(-1, 4) for runs in (times.pieces, times.observed))
+    rows = np.array([times.forward, times.backward]).T
+    lengths = [2**k for k in range(1, len(rows).bit_length())]
+    inside = np.array([(a, a + n) for n in lengths for a in range(0, len(rows) - n + 1, n)], np.int64).reshape(-1, 2)
+    sums = np.array([rows[a:b].sum(axis=0) for a, b in inside]).reshape(-1, 2)
+    measured = np.isfinite(sums).all(axis=1)
+    return Known(
+        outline=outline,
+        device=device,
+        probes=probes[:, :2].astype(np.int64),
+        probe_times=np.maximum(probes[:, 2:], _LEAST),
+        intervals=np.concatenate([inside[measured], observed[:, :2].astype(np.int64)]),
+        times=np.maximum(np.concatenate([sums[measured], observed[:, 2:]]), _LEAST),
+        layer_times=rows,
+    )

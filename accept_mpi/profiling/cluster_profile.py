@@ -154,3 +154,25 @@ def _check_numbers(value: Any, what: str) -> None:
             _check_numbers(each, what)
     elif isinstance(value, int | float) and not 0 <= value <= _LARGEST:
         raise Damaged(f"{what} with the number {value}")
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """What one rank takes, in seconds."""
+
+    forward: float
+    """A micro-batch."""
+    backward: float
+    """A micro-batch, weight gradients included."""
+    encode: dict[str, float]
+    """A value, by codec."""
+    decode: dict[str, float]
+    byte: float = 0.0
+    """To send or receive a byte."""
+    message: float = 0.0
+    """To send or receive a message, its bytes and coding apart."""
+    shared: bool = False
+    """Whether coding, sending and receiving take their time from the core that computes."""
+    weights: float | None = None
+    """What of ``backward`` is the zero-bubble schedule's W; half of it if None."""
+    update: float = 0.0
+    """The optimizer's step."""

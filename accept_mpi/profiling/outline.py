@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from accept_mpi import tree
-from accept_mpi.codecs.message import HEADER_BYTES, Specs, Tensors, TensorSpec
+from accept_mpi.codecs.message import HEADER_BYTES
+from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
 from accept_mpi.job import Job
 from accept_mpi.models.base import Chain
 from accept_mpi.models.shared import Shared

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from accept_mpi.profiling.layer_timer import LayerTimes, Run, of_layers
+from accept_mpi.profiling.layer_times import LayerTimes, Run, of_layers
+from accept_mpi.profiling.message_costs import Handling
 
 _APART = 1.25  # are devices of one kind at most, to be taken for the same
 _ASKED = 3  # pieces, of a second look
@@ -24,17 +25,6 @@ class Kind(NamedTuple):
     """The processor, and all settings."""
     share: str
     """How much of it the device has."""
-
-
-class Handling(msgspec.Struct, frozen=True):
-    """What messages cost a device, in seconds of CPU."""
-
-    codecs: dict[str, tuple[float, float]]
-    """To encode and to decode a value, by codec."""
-    byte: float
-    """To send or receive a byte."""
-    message: float
-    """To send or receive a message, its bytes and coding apart."""
 
 
 def turns(order: Sequence[int], place: int, mates: int) -> list[int]:

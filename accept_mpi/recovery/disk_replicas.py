@@ -22,14 +22,13 @@ from typing import Any
 import msgspec
 
 from accept_mpi.device.memory import available_memory
+from accept_mpi.files.cache import cache_directory
 from accept_mpi.files.regular import is_private, read_regular
-from accept_mpi.kernels.options import cache_directory
 from accept_mpi.launch.run_identity import Supervised
+from accept_mpi.recovery.layer_state import Blobs
 
 log = logging.getLogger(__name__)
 
-Blobs = dict[int, bytes]
-"""States by layer."""
 
 _OLD = 7 * 24 * 3600.0  # seconds after which another run's replicas are thrown away
 _ATTENDED, _SURVEY, _ROOM = "attended", "survey", "room"

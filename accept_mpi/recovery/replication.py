@@ -20,15 +20,12 @@ from typing import Any
 
 from accept_mpi.comm.messenger import Message
 from accept_mpi.failpoints import pass_by
-from accept_mpi.job import Recovery
+from accept_mpi.job import MOST_EXTRA, Recovery
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place
-from accept_mpi.recovery.replicas import MOST_EXTRA, Arriving, Replicas, cut, states
-
-SNAPSHOT, CHECKPOINT, REPLAN, EXTRA = 0x8000, 0x4000, 0x2000, 0x1000
-"""Of a message's flags: its step ends with a snapshot, with a checkpoint that nobody planned, with its plan, or with a
-snapshot that not all stages send on."""
-FLAGS = SNAPSHOT | CHECKPOINT | REPLAN | EXTRA
+from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, REPLAN, SNAPSHOT
+from accept_mpi.recovery.layer_state import Arriving, cut, states
+from accept_mpi.recovery.replicas import Replicas
 
 _CHUNK = 1 << 16  # 5 ms at 100 Mbit/s; `comm.background` decides how many are under way
 _MOST_SHARE = 0.03

@@ -16,8 +16,8 @@ from accept_mpi.errors import DeadlineError
 from accept_mpi.failpoints import pass_by
 from accept_mpi.plan import Plan
 from accept_mpi.recovery.checkpoint import Checkpoint
-from accept_mpi.recovery.disk_replicas import Blobs
-from accept_mpi.recovery.replicas import Arriving, Holdings, Piece, Replicas, cut, newest, pack, sources
+from accept_mpi.recovery.layer_state import Arriving, Blobs, Piece, cut, pack
+from accept_mpi.recovery.replicas import Holdings, Replicas, newest, sources
 
 _PIECE = 1 << 18
 _AT_ONCE = 4  # pieces under way from one rank

@@ -2,62 +2,42 @@
 
 import math
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 
 from accept_mpi.codecs.coding import prepare
-from accept_mpi.comm.links import PairRates, pair_rates
+from accept_mpi.comm.links import pair_rates
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import Dataset
 from accept_mpi.data import load as load_data
-from accept_mpi.device.cgroups import cpu_share
-from accept_mpi.device.cpu import computing_takes_all, cpu_name, give_back_memory
+from accept_mpi.device.allocator import give_back_memory
+from accept_mpi.device.cpu import computing_takes_all
 from accept_mpi.device.memory import available_memory, planned
 from accept_mpi.errors import Agreed, UserError
 from accept_mpi.job import Job
-from accept_mpi.logs.log import open_log
+from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.replay import mean_times
 from accept_mpi.models import Chain
 from accept_mpi.models.losses import Loss
 from accept_mpi.plan import Plan
+from accept_mpi.planning.codec_choice import codings_of
 from accept_mpi.planning.estimate import settled
-from accept_mpi.planning.formulation import codings_of
 from accept_mpi.planning.planner import plans_for
 from accept_mpi.planning.tables import table
 from accept_mpi.prediction.database import (
     database_path,
-    device_key,
-    keep_predictor,
-    known_of,
-    library,
     observe,
-    recall,
-    recall_predictor,
-    remember,
 )
-from accept_mpi.prediction.imputation import fill, learned
-from accept_mpi.prediction.predictor import Predictor
-from accept_mpi.profiling.cluster_profile import Device, Survey
-from accept_mpi.profiling.layer_timer import (
-    LayerTimes,
-    MicroBatch,
-    Run,
-    Subject,
-    look,
-    micro_batch,
-    nothing_measured,
-    pieces,
-    probe,
-    scattered,
-)
-from accept_mpi.profiling.outline import Outline, outline_of
-from accept_mpi.profiling.pooling import Handling, Kind, alike, doubted, handled_alike, together, turns
-from accept_mpi.profiling.stage_timer import codec_costs, message_cost, one_that_codes
+from accept_mpi.profiling.cluster_profile import Survey
+from accept_mpi.profiling.layer_timer import Subject, micro_batch, probe
+from accept_mpi.profiling.layer_times import Run, nothing_measured, pieces
+from accept_mpi.profiling.message_costs import Handling, codec_costs, message_cost, one_that_codes
+from accept_mpi.profiling.outline import Outline
+from accept_mpi.profiling.pooling import doubted
+from accept_mpi.training.profile_cluster import _introduced, _Measured, _outlined, _pooled_survey, _Report, _second_look
 
 Data = tuple[Dataset | None, Dataset | None]
 
@@ -153,79 +133,6 @@ def plan_by_measuring(
     return decided or Surveyed(plan, data, [], None, None, model)
 
 
-def _outlined(runtime: Runtime, chain: Chain, job: Job, batch: MicroBatch, source: int) -> Outline:
-    """The model as rank ``source``, which has data for it, draws it."""
-
-    def draw() -> Outline | None:
-        return outline_of(chain, job, batch.inputs, batch.tree, batch.samples) if runtime.rank == source else None
-
-    drawn = runtime.agree("the model's layers", draw)
-    told = runtime.messenger.allgather(msgspec.to_builtins(drawn), runtime.startup_seconds, "the model's layers")
-    return msgspec.convert(told[source], Outline)
-
-
-class _Devices(NamedTuple):
-    """All ranks' devices, by rank, as they introduce themselves."""
-
-    facts: list[dict[str, Any]]
-    """What their times depend on."""
-    keys: list[str]
-    """In the latency database; the same for ranks that share a host."""
-    kinds: list[Kind]
-    known: list[LayerTimes | None]
-    """What the latency database knows of them."""
-    wanted: list[int]
-    """In which order the model's pieces tell most, as the predictor thinks; empty without one."""
-
-    def order(self, rank: int, count: int) -> list[int]:
-        """In which order a rank should time the model's ``count`` pieces."""
-        mates = [n for n, kind in enumerate(self.kinds) if kind.processor == self.kinds[rank].processor]
-        return turns(self.wanted or scattered(count), mates.index(rank), len(mates))
-
-    def together(self, times: Sequence[LayerTimes]) -> list[LayerTimes]:
-        """What all ranks measured, with what those of one host measured made one."""
-        hosts = {key: [one for one, own in zip(times, self.keys, strict=True) if own == key] for key in self.keys if times}
-        return [together(hosts[key]) for key in self.keys if times]
-
-
-def _introduced(runtime: Runtime, job: Job, model: Outline, path: Path | None) -> _Devices:
-    """Who is there, and what rank 0's database, if there is one, knows of them."""
-    messenger, seconds = runtime.messenger, runtime.startup_seconds
-    facts = messenger.allgather(_facts(runtime, job), seconds, "the kind of each device")
-    keys = [device_key(one) for one in facts]
-    known = recall(path, model, keys) if path else [None] * runtime.size
-    wanted = _wanted(path, model) if path and not all(one and all(one.measured) for one in known) else []
-    told = messenger.broadcast([msgspec.to_builtins(known), wanted], seconds, "what is known of each device")
-    known, wanted = msgspec.convert(told, tuple[list[LayerTimes | None], list[int]])
-    return _Devices(facts, keys, [_kind(one) for one in facts], known, wanted)
-
-
-def _second_look(
-    runtime: Runtime, subject: Subject, doubts: Sequence[Sequence[Sequence[int]]], room: float
-) -> list[list[Run]]:
-    """What each rank measures at the same time of the pieces that are ``doubted`` on it."""
-    asked = [(start, stop) for start, stop in doubts[runtime.rank]]
-    seen = runtime.agree("a second look", lambda: look(subject, asked, room) if asked else [])
-    gathered = runtime.messenger.allgather(seen, runtime.startup_seconds, "a second look")
-    return msgspec.convert(gathered, list[list[Run]])
-
-
-def _learned(path: Path | None, model: Outline, times: dict[str, LayerTimes]) -> Predictor | None:
-    """A predictor of what devices have not measured, kept in the database; without one, from this run's devices alone."""
-    known = library(path) if path else [known_of(model, key, one) for key, one in times.items() if one.pieces]
-    stored = recall_predictor(path) if path else None
-    predictor = learned(known, stored)
-    if path and predictor and predictor is not stored:
-        keep_predictor(path, predictor)
-    return predictor
-
-
-def _wanted(path: Path, model: Outline) -> list[int]:
-    """In which order devices never seen probe the model's pieces, as what is known of others suggests."""
-    predictor = recall_predictor(path)
-    return predictor.order(model, np.array(pieces(model))) if predictor else []
-
-
 def learn(job: Job, planned: Surveyed, plan: Plan, log: Path) -> None:
     """Rank 0, after a run: what its stages took goes into the latency database, for the predictor to learn from (AccEPT's
     continual learning; reconstruction)."""
@@ -240,112 +147,6 @@ def learn(job: Job, planned: Surveyed, plan: Plan, log: Path) -> None:
             key = planned.keys[stage.ranks[0]]
             runs.setdefault(key, []).append((stage.start, stage.stop, took["F"], took["B"] + took.get("W", 0.0)))
     observe(path, planned.survey.outline, runs)
-
-
-class _Report(msgspec.Struct, frozen=True):
-    """What a rank tells rank 0."""
-
-    times: LayerTimes
-    rates: PairRates
-    handling: Handling
-    data: bool
-    memory: float
-    shared: bool
-    snapshots: bool = False
-
-
-class _Measured(NamedTuple):
-    """What all ranks measured, by rank."""
-
-    reports: list[_Report]
-    times: list[LayerTimes]
-    """Of the reports, with what ranks of one host measured made one."""
-    doubts: Sequence[Sequence[Sequence[int]]]
-    """Pieces that a second look was for."""
-    again: list[list[Run]]
-    """What that found."""
-
-
-def _pooled_survey(model: Outline, devices: _Devices, seen: _Measured, path: Path | None, assumed: bool) -> Survey:
-    """Devices of a kind pooled, what is new kept in the database, what nobody has measured predicted. ``assumed``: all but
-    rank 0, which alone has measured, are taken to be as fast."""
-    pooled = alike(seen.times, devices.kinds, seen.again)
-    # What a second look did not find again is not remembered.
-    kept = [one if doubt else own for one, own, doubt in zip(pooled, seen.times, seen.doubts, strict=True)]
-    leaders = {key: devices.keys.index(key) for key in devices.keys}  # of each host the first rank
-    if path:
-        there = {key: (devices.facts[n], kept[n]) for key, n in leaders.items() if any(kept[n].measured)}
-        remember(path, model, there)
-    predictor = None
-    if not assumed and not all(all(one.measured) for one in pooled):  # nor any of their kind
-        predictor = _learned(path, model, {key: kept[n] for key, n in leaders.items()})
-    same = [one is not own for one, own in zip(pooled, seen.times, strict=True)]
-    handled = handled_alike([report.handling for report in seen.reports], devices.kinds, same)
-    said = [
-        msgspec.structs.replace(report, times=one, handling=costs)
-        for report, one, costs in zip(seen.reports, pooled, handled, strict=True)
-    ]
-    survey = survey_of(model, said, [facts["host"] for facts in devices.facts], predictor)
-    if assumed:
-        others = [msgspec.structs.replace(device, assumed=n > 0) for n, device in enumerate(survey.devices)]
-        return msgspec.structs.replace(survey, devices=others)
-    return survey
-
-
-def survey_of(model: Outline, reports: list[_Report], hosts: list[str], predictor: Predictor | None = None) -> Survey:
-    """All reports as one; what devices have not measured is predicted."""
-    forward, backward, weights, update = fill([report.times for report in reports], model, predictor).tolist()
-    devices = []
-    for n, report in enumerate(reports):
-        # What a quota does to long computing it does to the sum of all short pieces.
-        stretch = report.times.stretch
-        devices.append(
-            Device(
-                host=hosts[n],
-                forward=forward[n],
-                backward=backward[n],
-                weights=weights[n],
-                update=update[n],
-                encode={name: stretch * encode for name, (encode, _) in report.handling.codecs.items()},
-                decode={name: stretch * decode for name, (_, decode) in report.handling.codecs.items()},
-                byte=stretch * report.handling.byte,
-                message=stretch * report.handling.message,
-                shared=report.shared,
-                memory=report.memory,
-                snapshots=report.snapshots,
-                data=report.data,
-            )
-        )
-    # Each rank has measured what comes in.
-    rate = np.array([report.rates.rate for report in reports]).T.tolist()
-    latency = np.array([report.rates.latency for report in reports]).T.tolist()
-    return Survey(model, devices, rate, latency)
-
-
-def _facts(runtime: Runtime, job: Job) -> dict[str, Any]:
-    """What a device's times depend on, the model apart."""
-    host = runtime.hosts[runtime.rank]
-    optimizer = job.train.optimizer
-    return {
-        "host": host["host"],
-        "machine": host["machine"],
-        "cpu": cpu_name(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": host["cores"],
-        "share": str(cpu_share()),
-        "ranks": runtime.ranks_on_host,
-        "threads": torch.get_num_threads(),
-        "torch": host["versions"]["torch"],
-        "schedule": {"1f1b-async": "versions", "zero-bubble": "deferred"}.get(job.pipeline.schedule, "plain"),
-        "optimizer": f"{optimizer.name} {'with' if optimizer.momentum else 'without'} momentum",
-        "loss": job.train.loss,
-    }
-
-
-def _kind(facts: dict[str, Any]) -> Kind:
-    """Of a device with these facts."""
-    processor = {name: fact for name, fact in facts.items() if name not in ("host", "cores", "share")}
-    return Kind(device_key(processor), f"{facts['share']} of {facts['cores']}")
 
 
 def _load(runtime: Runtime, job: Job) -> tuple[Data, int]:

@@ -18,10 +18,11 @@ import msgspec
 import torch
 
 from accept_mpi import tree
-from accept_mpi.codecs.message import Signature, Specs, Tensors, TensorSpec
+from accept_mpi.codecs.tensors import Signature, Specs, Tensors, TensorSpec
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.data import Dataset, fetch
-from accept_mpi.pipeline.stage import Inputs, Stage
+from accept_mpi.pipeline.micro_batch import Inputs
+from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place
 from accept_mpi.profiling.outline import LayerOutline, Outline
 from accept_mpi.tree import Tree

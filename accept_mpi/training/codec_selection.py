@@ -5,34 +5,24 @@
 
 import msgspec
 
-from accept_mpi.codecs.coding import Coding, parse
-from accept_mpi.codecs.message import Signature, Specs, wire_bytes
+from accept_mpi.codecs.coding import Coding
+from accept_mpi.codecs.message import wire_bytes
+from accept_mpi.codecs.tensors import Signature, Specs
 from accept_mpi.comm.links import neighbour_rates
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import Dataset
+from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import Job
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Codec, Plan
-from accept_mpi.planning.codec_choice import AUTO, Choice, choose, ladder
-from accept_mpi.planning.forecast import Crossing, Forecast, Profile
-from accept_mpi.planning.formulation import micro_batches_of
+from accept_mpi.planning.codec_choice import AUTO, Choice, choose, codings, is_open
+from accept_mpi.planning.forecast import Crossing, Forecast
 from accept_mpi.planning.tables import aligned
+from accept_mpi.profiling.cluster_profile import Profile
 from accept_mpi.profiling.outline import crossing_sizes
 from accept_mpi.profiling.stage_timer import profile
 
 _WAYS = ("F", "B")
-
-
-def codings(job: Job, plan: Plan) -> dict[str, Coding]:
-    """All codecs that this run may use, by name."""
-    names = {name for codec in plan.boundaries for name in (codec.forward, codec.backward)} - {AUTO}
-    found = {name: parse(name, False) for name in sorted(names)}
-    return found | ladder(job.pipeline.min_bits) if is_open(plan) else found
-
-
-def is_open(plan: Plan) -> bool:
-    """Whether a codec is left to choose."""
-    return any(AUTO in (codec.forward, codec.backward) for codec in plan.boundaries)
 
 
 def settle_codecs(

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from accept_mpi.codecs.coding import parse, prepare
-from accept_mpi.codecs.message import Signature
+from accept_mpi.codecs.tensors import Signature
 from accept_mpi.comm.channels import Endpoint
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.messenger import Message
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import Dataset, fetch
 from accept_mpi.data import load as load_data
-from accept_mpi.data.calendar import Batches, cut
+from accept_mpi.data.calendar import Batches, Course, cut
 from accept_mpi.data.feed import Drawn, checksum
 from accept_mpi.device.cpu import computing_takes_all
 from accept_mpi.device.speed_check import Pulse
@@ -28,7 +28,7 @@ from accept_mpi.errors import Agreed, DeadlineError
 from accept_mpi.failpoints import pass_by
 from accept_mpi.job import Job
 from accept_mpi.launch.stop_signals import StopSignals
-from accept_mpi.logs.log import BACKWARD, FORWARD
+from accept_mpi.logs.format import BACKWARD, FORWARD
 from accept_mpi.logs.recorder import Recorder
 from accept_mpi.models import Chain
 from accept_mpi.models.layers import Layers, build_stage
@@ -36,13 +36,15 @@ from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.schedule import depth
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place, Plan
+from accept_mpi.planning.codec_choice import codings
 from accept_mpi.profiling.outline import Outline
-from accept_mpi.recovery.replicas import Replicas, states
+from accept_mpi.recovery.layer_state import states
+from accept_mpi.recovery.replicas import Replicas
 from accept_mpi.recovery.replication import Replication
 from accept_mpi.training.boundaries import agree_on_shapes
-from accept_mpi.training.codec_selection import codings, settle_codecs
+from accept_mpi.training.codec_selection import settle_codecs
 from accept_mpi.training.controller import Bystander, Controller
-from accept_mpi.training.worker import Course, Links, Worker
+from accept_mpi.training.worker import Links, Worker
 
 Data = tuple[Dataset | None, Dataset | None]
 

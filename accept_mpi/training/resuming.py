@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.data.calendar import Batches, Position
+from accept_mpi.data.calendar import Batches, Course, Position
 from accept_mpi.errors import UserError, shown
 from accept_mpi.job import GOES_WITH, Job, Optimizer
 from accept_mpi.models import Chain
 from accept_mpi.pipeline.optimizer import state_names
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.manifest import Manifest
-from accept_mpi.training.worker import Course
 
 _OWN_DATA = "data.name"
 """What a checkpoint's order of samples is of; it cannot go on with another's."""

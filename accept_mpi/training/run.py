@@ -4,19 +4,19 @@ import contextlib
 import logging
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.device.cpu import give_back_memory, keep_memory, set_threads
+from accept_mpi.data.calendar import Course
+from accept_mpi.device.allocator import give_back_memory, keep_memory
+from accept_mpi.device.cpu import set_threads
 from accept_mpi.errors import Agreed, OutOfMemory, UserError
 from accept_mpi.failpoints import pass_by
 from accept_mpi.job import Job
-from accept_mpi.launch.ownership import Ownership, own
-from accept_mpi.launch.run_identity import Supervised
+from accept_mpi.launch.ownership import Ownership
 from accept_mpi.logs.observers import Observer
 from accept_mpi.logs.progress import ProgressObserver
 from accept_mpi.logs.writer import LogObserver
@@ -26,39 +26,29 @@ from accept_mpi.models.losses import find_loss
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Plan
 from accept_mpi.planning.adaptation import Adapter
-from accept_mpi.planning.formulation import memory_of
 from accept_mpi.planning.job_plan import given_plan
+from accept_mpi.planning.memory import memory_of
 from accept_mpi.profiling.cluster_profile import Survey
-from accept_mpi.recovery.checkpoint import Checkpoint, CheckpointWriter, directory_of, new_manifest
+from accept_mpi.recovery.checkpoint import Checkpoint, directory_of
+from accept_mpi.recovery.checkpoint_writer import CheckpointWriter, new_manifest
 from accept_mpi.recovery.disk_replicas import Spill
+from accept_mpi.recovery.layer_state import fitting, load
 from accept_mpi.recovery.manifest import Manifest, made_by
 from accept_mpi.recovery.regroup import Held, find_together, last_held, next_plan, successor
-from accept_mpi.recovery.replicas import Replicas, fitting, load
+from accept_mpi.recovery.replicas import Replicas
 from accept_mpi.recovery.restore import Stored, fetch, origin
 from accept_mpi.training.auto_plan import Surveyed, learn, plan_by_measuring
-from accept_mpi.training.controller import Controller, begin_log, facts_of, prepare_directory, summary_line
+from accept_mpi.training.controller import Controller
 from accept_mpi.training.deployment import Term, Work
 from accept_mpi.training.resuming import calendar, check, course_of, share_manifest
-from accept_mpi.training.start import read_job
-from accept_mpi.training.worker import Course
+from accept_mpi.training.run_log import begin_log, facts_of, prepare_directory, summary_line
+from accept_mpi.training.start import Options, own, read_job
 
 log = logging.getLogger(__name__)
 
 
 _LESS = 0.7
 """Of the memory that a stage was to take, where there was not so much."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command line of ``train``."""
-
-    job: Path
-    overrides: tuple[str, ...] = ()
-    resume: Path | None = None
-    quiet: bool = False
-    supervised: Supervised | None = None
-    """Under ``launch``."""
 
 
 def train(runtime: Runtime, options: Options) -> None:

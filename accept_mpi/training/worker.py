@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from accept_mpi.codecs.message import Decoded, Tensors
+from accept_mpi.codecs.message import Decoded
+from accept_mpi.codecs.tensors import Tensors
 from accept_mpi.comm.channels import Incoming, Outgoing
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.data import Dataset, Samples, fetch
-from accept_mpi.data.calendar import Batches, in_order, segments
+from accept_mpi.data.calendar import Batches, Course, in_order, segments
 from accept_mpi.data.feed import Drawn, Feed
 from accept_mpi.device.speed_check import EVERY_BESIDE_A_STAGE, Pulse
 from accept_mpi.errors import NonFiniteLoss
@@ -23,13 +24,15 @@ from accept_mpi.failpoints import pass_by
 from accept_mpi.job import Job
 from accept_mpi.logs.recorder import Recorder
 from accept_mpi.models.losses import Result
+from accept_mpi.pipeline.micro_batch import Inputs
 from accept_mpi.pipeline.optimizer import learning_rate
 from accept_mpi.pipeline.schedule import depth, forward_only
 from accept_mpi.pipeline.schedule import walk as schedule_walk
-from accept_mpi.pipeline.stage import Inputs, Stage
+from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place
-from accept_mpi.recovery.checkpoint import chunks
-from accept_mpi.recovery.replication import CHECKPOINT, EXTRA, FLAGS, REPLAN, SNAPSHOT, Replication
+from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, FLAGS, REPLAN, SNAPSHOT
+from accept_mpi.recovery.checkpoint_writer import chunks
+from accept_mpi.recovery.replication import Replication
 from accept_mpi.tree import LONE
 
 _TRACE_SECONDS = 1.0
@@ -43,32 +46,6 @@ class Links:
     activations_out: Outgoing | None
     gradients_in: Incoming | None
     gradients_out: Outgoing | None
-
-
-@dataclass(frozen=True)
-class Course:
-    """The steps that a run makes, and after which it pauses to evaluate or to keep a checkpoint."""
-
-    first: int
-    last: int
-    evaluate_every: int
-    checkpoint_every: int
-    checkpoint_at_end: bool
-    evaluate_from: int = 0
-    """A step from which ``evaluate_every`` counts: an epoch may end elsewhere since the batch size has changed."""
-
-    def evaluates(self, step: int) -> bool:
-        return self.evaluate_every > 0 and ((step - self.evaluate_from) % self.evaluate_every == 0 or step == self.last)
-
-    def checkpoints(self, step: int) -> bool:
-        if step == self.last and self.checkpoint_at_end:
-            return True
-        return self.checkpoint_every > 0 and step % self.checkpoint_every == 0
-
-    @property
-    def newest_checkpoint(self) -> int | None:
-        """The last step after which one is kept."""
-        return next((step for step in range(self.last, self.first, -1) if self.checkpoints(step)), None)
 
 
 class Worker:

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from accept_mpi.codecs.message import TensorSpec
+from accept_mpi.codecs.tensors import TensorSpec
 from accept_mpi.data import load as load_data
 from accept_mpi.device.fleet import Host
-from accept_mpi.job import parse
+from accept_mpi.job_file import parse
 from accept_mpi.models import load as load_model
 from accept_mpi.prediction.samples import Known
 from accept_mpi.profiling.layer_timer import micro_batch

@@ -13,7 +13,8 @@ import msgspec
 
 from accept_mpi.device.fleet import Host, read
 from accept_mpi.errors import UserError
-from accept_mpi.job import Job, parse
+from accept_mpi.job import Job
+from accept_mpi.job_file import parse
 from accept_mpi.pipeline.schedule import depth
 from accept_mpi.plan import Plan
 from edgelab import LabError

@@ -16,7 +16,8 @@ import numpy as np
 
 from accept_mpi.errors import UserError
 from accept_mpi.logs.figures import pyplot
-from accept_mpi.logs.log import Rows, open_log
+from accept_mpi.logs.format import Rows
+from accept_mpi.logs.reader import open_log
 from edgelab.laboratory import Laboratory, Running
 
 SECONDS = 300.0

@@ -6,13 +6,15 @@ from pathlib import Path
 import numpy as np
 
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.job import Job, parse
-from accept_mpi.logs.log import open_log, read_facts
+from accept_mpi.job import Job
+from accept_mpi.job_file import parse
+from accept_mpi.logs.reader import open_log, read_facts
 from accept_mpi.logs.timeline import between, stage_use
 from accept_mpi.plan import Plan
 from accept_mpi.planning.estimate import replayed
 from accept_mpi.profiling.cluster_profile import Survey
-from accept_mpi.training.run import Options, train
+from accept_mpi.training.run import train
+from accept_mpi.training.start import Options
 from harness.session import points
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from accept_mpi import data, models
-from accept_mpi.device.cpu import keep_memory
-from accept_mpi.job import parse
+from accept_mpi.device.allocator import keep_memory
+from accept_mpi.job_file import parse
 from accept_mpi.plan import even_cuts
 from harness.session import points
 

@@ -14,12 +14,15 @@ import numpy as np
 import torch
 
 from accept_mpi.data import load as load_data
-from accept_mpi.device.cpu import keep_memory
-from accept_mpi.job import Job, parse
+from accept_mpi.device.allocator import keep_memory
+from accept_mpi.job import Job
+from accept_mpi.job_file import parse
 from accept_mpi.models import load as load_model
 from accept_mpi.models.losses import find_loss
-from accept_mpi.profiling.layer_timer import Piece, micro_batch, pieces, random_inputs, stretch_of
+from accept_mpi.profiling.layer_timer import micro_batch, random_inputs
+from accept_mpi.profiling.layer_times import pieces
 from accept_mpi.profiling.outline import outline_of
+from accept_mpi.profiling.timed_piece import Piece, stretch_of
 from harness.session import points
 
 _VISITS = 10

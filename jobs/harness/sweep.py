@@ -34,10 +34,11 @@ import msgspec
 import numpy as np
 
 from accept_mpi.errors import UserError
-from accept_mpi.job import Job, parse, read_text
+from accept_mpi.job import Job
+from accept_mpi.job_file import parse, read_text
 from accept_mpi.launch.host_file import read_hosts
 from accept_mpi.logs.figures import pyplot
-from accept_mpi.logs.log import open_log, read_facts
+from accept_mpi.logs.reader import open_log, read_facts
 from harness.store import Store, table
 
 METRICS = {"accuracy": "test accuracy, %", "loss": "test loss", "samples_per_s": "samples/s"}

@@ -16,7 +16,7 @@ from conftest import HANGS, environment, mpirun_command, python
 from losses import ranks_of
 from watch import steps_done, wait_for_step
 
-from accept_mpi.logs.log import open_log
+from accept_mpi.logs.reader import open_log
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.manifest import complete
 

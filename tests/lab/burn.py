@@ -58,7 +58,8 @@ def data():
 if __name__ == "__main__":
     from accept_mpi.comm import data_plane
     from accept_mpi.comm.runtime import Runtime
-    from accept_mpi.training.run import Options, train
+    from accept_mpi.training.run import train
+    from accept_mpi.training.start import Options
 
     send = data_plane.Outgoing.send
 

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import burn
 from labs import Laboratory, lab_of, mpirun, reason
 
-from accept_mpi.logs.log import open_log
+from accept_mpi.logs.reader import open_log
 
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(reason is not None, reason=str(reason))]
 

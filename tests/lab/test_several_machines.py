@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 from labs import Host, Laboratory, no_ssh, reason
 
-from accept_mpi.logs.log import open_log, read_facts
+from accept_mpi.logs.reader import open_log, read_facts
 
 why = reason or no_ssh
 pytestmark = pytest.mark.skipif(why is not None, reason=str(why))

@@ -10,7 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from conftest import HANGS
 from labs import lab_of, mpirun, reason
 
-from accept_mpi.logs.log import KINDS, open_log
+from accept_mpi.logs.format import KINDS
+from accept_mpi.logs.reader import open_log
 
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 

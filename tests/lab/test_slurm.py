@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(Path(__file__).parent))
-from accept_mpi.logs.log import open_log, read_facts
+from accept_mpi.logs.reader import open_log, read_facts
 from slurm import Slurm, why_not
 
 reason = why_not()

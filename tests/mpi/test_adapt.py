@@ -9,7 +9,7 @@ import samples
 from conftest import HANGS, environment, mpirun_command, python
 from watch import wait_for_step
 
-from accept_mpi.logs.log import open_log
+from accept_mpi.logs.reader import open_log
 from accept_mpi.recovery.checkpoint import Checkpoint
 
 STEPS = 80

@@ -6,7 +6,8 @@ import pytest
 import samples
 from conftest import ROOT
 
-from accept_mpi.logs.log import KINDS, open_log, read_facts
+from accept_mpi.logs.format import KINDS
+from accept_mpi.logs.reader import open_log, read_facts
 from accept_mpi.recovery.checkpoint import Checkpoint
 
 CASES = (

@@ -7,7 +7,8 @@ import pytest
 import samples
 
 from accept_mpi.cli import main
-from accept_mpi.logs.log import KINDS, open_log, read_facts
+from accept_mpi.logs.format import KINDS
+from accept_mpi.logs.reader import open_log, read_facts
 from accept_mpi.pipeline.schedule import actions
 
 

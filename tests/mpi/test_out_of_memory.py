@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from conftest import HANGS, environment
 
-from accept_mpi.logs.log import open_log
+from accept_mpi.logs.reader import open_log
 
 JOB = """
 [model]

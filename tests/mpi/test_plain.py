@@ -8,7 +8,7 @@ import pytest
 import torch
 from plain_loop import differences, plain_loop
 
-from accept_mpi.logs.log import open_log
+from accept_mpi.logs.reader import open_log
 from accept_mpi.recovery.checkpoint import Checkpoint
 
 JOB = """

@@ -9,7 +9,7 @@ import samples
 from conftest import ROOT
 
 from accept_mpi.cli import main
-from accept_mpi.logs.log import open_log
+from accept_mpi.logs.reader import open_log
 from accept_mpi.plan import Plan
 from accept_mpi.prediction.database import library
 from accept_mpi.recovery.checkpoint import Checkpoint

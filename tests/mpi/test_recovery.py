@@ -7,7 +7,7 @@ import samples
 from losses import expected, run
 
 from accept_mpi.errors import TooFewDevices
-from accept_mpi.logs.log import open_log
+from accept_mpi.logs.reader import open_log
 from accept_mpi.recovery.checkpoint import Checkpoint
 
 RANKS = 5

@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 
 from accept_mpi import data, models
 from accept_mpi.cli import main
-from accept_mpi.job import parse
+from accept_mpi.job_file import parse
 from accept_mpi.launch.run_identity import Supervised
-from accept_mpi.logs.log import open_log
+from accept_mpi.logs.reader import open_log
 from accept_mpi.models.layers import build_layers
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.disk_replicas import Spill
+from accept_mpi.recovery.layer_state import states
 from accept_mpi.recovery.manifest import complete
-from accept_mpi.recovery.replicas import states
 from accept_mpi.seeds import ORDER, mix
 
 ADAM = 'name = "gpt"\nargs = { context = 16, layers = 2, width = 32, heads = 2, dropout = 0.1 }'

@@ -14,7 +14,7 @@ from conftest import ROOT
 from samples import assert_equal, write_job
 from torch import nn
 
-from accept_mpi.logs.log import open_log
+from accept_mpi.logs.reader import open_log
 from accept_mpi.plan import Plan
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.seeds import ORDER, forward_seed, mix, seeded

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from test_planner import job, survey
 
-from accept_mpi.logs.log import KINDS, TRACE, Rows
+from accept_mpi.logs.format import KINDS, TRACE, Rows
 from accept_mpi.plan import Codec, Plan, make_plan
 from accept_mpi.planning.adaptation import WINDOW, Adapter
 from accept_mpi.planning.planner import plan_for

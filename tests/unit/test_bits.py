@@ -5,7 +5,8 @@ import pytest
 
 from accept_mpi.pipeline.schedule import Kind
 from accept_mpi.planning.codec_choice import choose, ladder
-from accept_mpi.planning.forecast import Crossing, Forecast, Profile
+from accept_mpi.planning.forecast import Crossing, Forecast
+from accept_mpi.profiling.cluster_profile import Profile
 
 NAMES = [*ladder(1), "fp16"]
 FREE = dict.fromkeys(NAMES, 0.0)

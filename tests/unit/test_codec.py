@@ -10,7 +10,6 @@ from accept_mpi.codecs.coding import NONE
 from accept_mpi.codecs.message import (
     HEADER_BYTES,
     Header,
-    TensorSpec,
     aligned,
     announced,
     buffer_bytes,
@@ -19,6 +18,7 @@ from accept_mpi.codecs.message import (
     encode,
     wire_bytes,
 )
+from accept_mpi.codecs.tensors import TensorSpec
 from accept_mpi.errors import ProtocolError
 from accept_mpi.tree import flatten, unflatten
 

@@ -6,7 +6,8 @@ import torch
 from test_codec import FIELDS
 
 from accept_mpi.codecs.coding import NONE, Coding, parse
-from accept_mpi.codecs.message import HEADER_BYTES, TensorSpec, aligned, buffer_bytes, decode, encode, wire_bytes
+from accept_mpi.codecs.message import HEADER_BYTES, aligned, buffer_bytes, decode, encode, wire_bytes
+from accept_mpi.codecs.tensors import TensorSpec
 from accept_mpi.errors import ProtocolError
 
 NAMES = ("bf16", "fp16", "uniform:4", "uniform:3/256+sr", "uniform:1", "uniform:8/0+nr", "mbq:2", "mbq:3/0")

@@ -8,7 +8,8 @@ import pytest
 from conftest import ROOT
 
 from accept_mpi.errors import UserError, one_line
-from accept_mpi.job import Job, parse, read_text
+from accept_mpi.job import Job
+from accept_mpi.job_file import parse, read_text
 from accept_mpi.launch.run_identity import Supervised
 from accept_mpi.registry import call, find_function
 

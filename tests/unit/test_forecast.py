@@ -6,15 +6,17 @@ import pytest
 from test_planner import job as planner_job
 from test_planner import survey
 
+from accept_mpi.codecs.coding import bits_of
 from accept_mpi.errors import UserError
 from accept_mpi.logs.timeline import between
 from accept_mpi.pipeline.schedule import KINDS, Kind
 from accept_mpi.plan import make_plan
 from accept_mpi.planning import forecast as module
 from accept_mpi.planning.estimate import forecast_of, replayed
-from accept_mpi.planning.forecast import Crossing, Forecast, Profile, bits_of
+from accept_mpi.planning.forecast import Crossing, Forecast
+from accept_mpi.planning.message_model import per_message, while_sending
 from accept_mpi.planning.planner import plan_for
-from accept_mpi.polling import per_message, while_sending
+from accept_mpi.profiling.cluster_profile import Profile
 
 FREE = {"none": 0.0}
 

@@ -13,8 +13,9 @@ sys.path.insert(0, str(ROOT / "jobs"))
 sys.path.insert(0, str(ROOT / "jobs" / "lab"))
 
 from accept_mpi.errors import UserError
-from accept_mpi.job import parse
-from accept_mpi.logs.log import STEPS, LogWriter
+from accept_mpi.job_file import parse
+from accept_mpi.logs.format import STEPS
+from accept_mpi.logs.writer import LogWriter
 from accept_mpi.plan import make_plan
 from harness import sweep
 from harness.experiment import Experiment, combined
@@ -96,7 +97,9 @@ def test_sub_models_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         '[model]\nname = "cnn"\n[data]\nname = "digits"\n[train]\nbatch_size = 8\nmicro_batches = 1\nsteps = 1\n'
         '[output]\ndirectory = "r"\n', "job", []
     )  # fmt: skip
-    monkeypatch.setattr("accept_mpi.profiling.layer_timer.time", Clock(tick=1e-3))
+    clock = Clock(tick=1e-3)
+    for module in ("layer_timer", "timed_piece"):
+        monkeypatch.setattr(f"accept_mpi.profiling.{module}.time", clock)
     found = measured(job, 2)
     layers = len(found["layers"])
     assert [run[0] for run in found["probes"]] == [0, *(run[1] for run in found["probes"][:-1])]

@@ -18,14 +18,15 @@ from accept_mpi import models
 from accept_mpi.cli import main
 from accept_mpi.data.calendar import Batches
 from accept_mpi.errors import UserError
-from accept_mpi.job import parse
+from accept_mpi.job_file import parse
 from accept_mpi.launch.run_identity import Supervised
 from accept_mpi.models.layers import build_layers
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.recovery.checkpoint import Checkpoint, CheckpointWriter, chunks, new_manifest
+from accept_mpi.recovery.checkpoint import Checkpoint
+from accept_mpi.recovery.checkpoint_writer import CheckpointWriter, chunks, new_manifest
 from accept_mpi.recovery.disk_replicas import Spill
+from accept_mpi.recovery.layer_state import fitting, load, states
 from accept_mpi.recovery.manifest import Manifest, check_job, complete
-from accept_mpi.recovery.replicas import fitting, load, states
 from accept_mpi.recovery.restore import Stored
 from accept_mpi.training.resuming import calendar, check, course_of
 

@@ -11,15 +11,18 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from accept_mpi.kernels.options import foreign, open_lock
 from torch import nn
 
 from accept_mpi.cli import main
 from accept_mpi.device.fleet import read as read_fleet
 from accept_mpi.errors import UserError
+from accept_mpi.files.cache import open_lock
 from accept_mpi.files.hdf5 import is_followed, open_followed
-from accept_mpi.logs.log import EVENTS, STEPS, TRACE, LogWriter, open_log
+from accept_mpi.files.regular import foreign
+from accept_mpi.logs.format import EVENTS, STEPS, TRACE
+from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.timeline import plan_rows
+from accept_mpi.logs.writer import LogWriter
 from accept_mpi.models import as_chain
 from accept_mpi.plan import make_plan
 from accept_mpi.prediction.database import (
@@ -32,7 +35,7 @@ from accept_mpi.prediction.database import (
     remember,
 )
 from accept_mpi.prediction.predictor import Predictor
-from accept_mpi.profiling.layer_timer import LayerTimes
+from accept_mpi.profiling.layer_times import LayerTimes
 from accept_mpi.profiling.outline import Outline, outline
 
 JOB = {

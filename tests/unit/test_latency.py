@@ -15,7 +15,6 @@ from accept_mpi.prediction.database import (
     database_path,
     device_key,
     keep_predictor,
-    known_of,
     library,
     observe,
     recall,
@@ -23,7 +22,8 @@ from accept_mpi.prediction.database import (
     remember,
 )
 from accept_mpi.prediction.predictor import Predictor
-from accept_mpi.profiling.layer_timer import LayerTimes
+from accept_mpi.prediction.samples import known_of
+from accept_mpi.profiling.layer_times import LayerTimes
 from accept_mpi.profiling.outline import Outline, outline
 
 FACTS = {"host": "edge1", "cores": 4}

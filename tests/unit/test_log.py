@@ -15,7 +15,9 @@ import pytest
 from conftest import environment
 
 from accept_mpi.errors import UserError
-from accept_mpi.logs.log import STEPS, TRACE, LogWriter, open_log, read_facts
+from accept_mpi.logs.format import STEPS, TRACE
+from accept_mpi.logs.reader import open_log, read_facts
+from accept_mpi.logs.writer import LogWriter
 from accept_mpi.plan import make_plan
 
 JOB = json.dumps({"model": {"name": "cnn"}, "data": {"name": "digits"}, "pipeline": {"schedule": "1f1b"}})
@@ -23,7 +25,8 @@ PLAN = make_plan(6, [2, 4]).to_json()
 WRITER = f"""
 import sys, numpy as np
 from pathlib import Path
-from accept_mpi.logs.log import LogWriter, STEPS, TRACE
+from accept_mpi.logs.format import STEPS, TRACE
+from accept_mpi.logs.writer import LogWriter
 log = LogWriter(Path(sys.argv[1]), {JOB!r}, {PLAN!r}, {{}})
 n = 0
 while True:

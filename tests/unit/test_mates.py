@@ -7,8 +7,9 @@ import warnings
 import msgspec
 import pytest
 
-from accept_mpi.profiling.layer_timer import LayerTimes, scattered
-from accept_mpi.profiling.pooling import Handling, Kind, alike, doubted, handled_alike, together, turns
+from accept_mpi.profiling.layer_times import LayerTimes, scattered
+from accept_mpi.profiling.message_costs import Handling
+from accept_mpi.profiling.pooling import Kind, alike, doubted, handled_alike, together, turns
 
 
 def three(*forward: float) -> LayerTimes:

@@ -42,7 +42,7 @@ def test_a_quota_of_cpu() -> None:
 _KEPT = """
 import ctypes, json, os
 from pathlib import Path
-from accept_mpi.device.cpu import give_back_memory, keep_memory
+from accept_mpi.device.allocator import give_back_memory, keep_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 ctypes.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
@@ -78,7 +78,7 @@ def test_freed_memory_is_kept_until_it_is_given_back() -> None:
 
 _TAKEN = """
 import resource, torch
-from accept_mpi.device.cpu import keep_memory, take_memory
+from accept_mpi.device.allocator import keep_memory, take_memory
 
 def faults(work):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -102,15 +102,16 @@ def test_memory_taken_in_advance_is_found_by_what_is_allocated_next() -> None:
 
 
 _PROBED = """
-from accept_mpi.job import parse
-from accept_mpi.device.cpu import keep_memory, memory_taken
+from accept_mpi.job_file import parse
+from accept_mpi.device.allocator import keep_memory, memory_taken
 keep_memory()
 import torch
-from accept_mpi.profiling import layer_timer as module
+from accept_mpi.profiling import layer_timer, timed_piece
 from accept_mpi.models.losses import find_loss
 from accept_mpi.models import load
 from accept_mpi.profiling.outline import outline_of
-from accept_mpi.profiling.layer_timer import Piece, Subject, probe
+from accept_mpi.profiling.layer_timer import Subject, probe
+from accept_mpi.profiling.timed_piece import Piece
 from clocks import Clock
 
 torch.set_num_threads(1)
@@ -126,7 +127,7 @@ def counted(*args):
     return found
 
 Piece.measure = counted
-module.time = Clock(tick=1e-3)  # some eight rounds of each
+layer_timer.time = timed_piece.time = Clock(tick=1e-3)  # some eight rounds of each
 probe(Subject(chain, outline_of(chain, job, inputs), job, find_loss("cross_entropy"), inputs, targets), 60.0)
 print(len(taken), max(taken))
 """
@@ -145,16 +146,16 @@ def test_pieces_of_a_model_are_measured_in_memory_that_is_there() -> None:
 
 _GROWTH = """
 import json, re, sys
-from accept_mpi.job import parse
-from accept_mpi.device.cpu import keep_memory
+from accept_mpi.job_file import parse
+from accept_mpi.device.allocator import keep_memory
 keep_memory()
 import torch
 from accept_mpi.models import load
 from accept_mpi.models.layers import build_layers
-from accept_mpi.planning.formulation import memory_of
+from accept_mpi.planning.memory import memory_of
 from accept_mpi.profiling.outline import outline_of
 from accept_mpi.plan import make_plan
-from accept_mpi.planning.formulation import Needs
+from accept_mpi.planning.memory import Needs
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.profiling.cluster_profile import Survey
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from accept_mpi import models
-from accept_mpi.codecs.message import TensorSpec
+from accept_mpi.codecs.tensors import TensorSpec
 from accept_mpi.errors import UserError
 from accept_mpi.models import as_chain
 from accept_mpi.profiling.outline import Outline, _outline, outline

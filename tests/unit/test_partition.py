@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from accept_mpi.planning.balance import spread
-from accept_mpi.planning.search import Cost, NoPlan, Problem, Solution, cost, lower_bound, solve
+from accept_mpi.planning.problem import Cost, NoPlan, Problem, Solution, cost, lower_bound
+from accept_mpi.planning.search import solve
 
 INSTANCES = 2000
 

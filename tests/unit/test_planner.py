@@ -6,17 +6,20 @@ import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
-from accept_mpi.job import Job, parse
+from accept_mpi.job import Job
+from accept_mpi.job_file import parse
 from accept_mpi.models import as_chain
 from accept_mpi.models.shared import Shared
 from accept_mpi.plan import make_plan
 from accept_mpi.planning import planner
+from accept_mpi.planning.codec_choice import codings_of
 from accept_mpi.planning.estimate import outcome
-from accept_mpi.planning.formulation import codings_of, problem_of
+from accept_mpi.planning.formulation import problem_of
+from accept_mpi.planning.message_model import while_sending
 from accept_mpi.planning.planner import even_plan, plan_for, plans_for
-from accept_mpi.planning.search import NoPlan, Problem, Solution, lower_bound, solve
+from accept_mpi.planning.problem import NoPlan, Problem, Solution, lower_bound
+from accept_mpi.planning.search import solve
 from accept_mpi.planning.tables import table
-from accept_mpi.polling import while_sending
 from accept_mpi.profiling.cluster_profile import Device, Survey
 from accept_mpi.profiling.outline import outline
 

@@ -12,12 +12,15 @@ from clocks import Clock
 from torch import nn
 
 from accept_mpi import models
-from accept_mpi.job import Job, parse
+from accept_mpi.job import Job
+from accept_mpi.job_file import parse
 from accept_mpi.models import as_chain
 from accept_mpi.models.losses import find_loss
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.profiling.layer_timer import Subject, _usual, look, pieces, probe, scattered
+from accept_mpi.profiling.layer_timer import Subject, look, probe
+from accept_mpi.profiling.layer_times import pieces, scattered
 from accept_mpi.profiling.outline import Outline, outline
+from accept_mpi.profiling.timed_piece import _usual
 
 cross_entropy = find_loss("cross_entropy")
 
@@ -36,7 +39,9 @@ def mobile() -> tuple[models.Chain, Outline, torch.Tensor]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async", "zero-bubble"])
 def test_every_layer_is_timed(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
-    monkeypatch.setattr("accept_mpi.profiling.layer_timer.time", Clock(tick=1e-3))
+    clock = Clock(tick=1e-3)
+    for module in ("layer_timer", "timed_piece"):
+        monkeypatch.setattr(f"accept_mpi.profiling.{module}.time", clock)
     chain, model, inputs = mobile()
     times = probe(Subject(chain, model, job(schedule), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)), 300.0)
     assert all(times.measured)
@@ -81,7 +86,9 @@ def test_nothing_is_left_in_a_users_modules() -> None:
 
 def test_a_known_device_is_only_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As fast as it was: what was known counts. Four times as fast: all is measured again."""
-    monkeypatch.setattr("accept_mpi.profiling.layer_timer.time", Clock(tick=1e-3))
+    clock = Clock(tick=1e-3)
+    for module in ("layer_timer", "timed_piece"):
+        monkeypatch.setattr(f"accept_mpi.profiling.{module}.time", clock)
     chain, model, inputs = mobile()
     arguments = (Subject(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)),)
     whole = probe(*arguments, 20.0)
@@ -124,7 +131,9 @@ def test_passes_that_took_memory_from_the_kernel_do_not_count() -> None:
 
 
 def test_pieces_that_do_not_fit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accept_mpi.profiling.layer_timer.time", Clock(tick=1e-3))
+    clock = Clock(tick=1e-3)
+    for module in ("layer_timer", "timed_piece"):
+        monkeypatch.setattr(f"accept_mpi.profiling.{module}.time", clock)
     chain, model, inputs = mobile()
     arguments = (Subject(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)), 300.0)
     needs = [sum(6 * x.parameter_bytes + 4 * x.held for x in model.layers[a:b]) for a, b in pieces(model)]
@@ -170,7 +179,9 @@ def test_in_a_crowd_what_is_known_counts() -> None:
 
 
 def test_a_second_look_times_the_pieces_that_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accept_mpi.profiling.layer_timer.time", Clock(tick=1e-5))
+    clock = Clock(tick=1e-5)
+    for module in ("layer_timer", "timed_piece"):
+        monkeypatch.setattr(f"accept_mpi.profiling.{module}.time", clock)
     chain, model, inputs = mobile()
     every = pieces(model)
     asked = [every[0], every[3], every[-1]]

@@ -10,9 +10,10 @@ import torch
 from clocks import Clock
 
 from accept_mpi.codecs.coding import parse
-from accept_mpi.codecs.message import Signature
-from accept_mpi.pipeline.stage import Inputs
-from accept_mpi.profiling.stage_timer import codec_costs, profile
+from accept_mpi.codecs.tensors import Signature
+from accept_mpi.pipeline.micro_batch import Inputs
+from accept_mpi.profiling.message_costs import codec_costs
+from accept_mpi.profiling.stage_timer import profile
 from accept_mpi.tree import LONE
 
 COLD, WARM, COLD_ROUNDS = 0.006, 0.001, 4
@@ -52,7 +53,8 @@ class Zeros:
 @pytest.fixture
 def warming(monkeypatch: pytest.MonkeyPatch) -> Warming:
     clock = Clock(tick=1e-6)
-    monkeypatch.setattr("accept_mpi.profiling.stage_timer.time", clock)
+    for module in ("stage_timer", "message_costs"):
+        monkeypatch.setattr(f"accept_mpi.profiling.{module}.time", clock)
     return Warming(clock)
 
 

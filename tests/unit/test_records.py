@@ -5,10 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from accept_mpi.job import parse
-from accept_mpi.logs.log import STEPS, TRACE, LogWriter, open_log
+from accept_mpi.job_file import parse
+from accept_mpi.logs.format import STEPS, TRACE
+from accept_mpi.logs.reader import open_log
+from accept_mpi.logs.writer import LogWriter
 from accept_mpi.plan import make_plan
-from accept_mpi.training.controller import begin_log
+from accept_mpi.training.run_log import begin_log
 
 JOB = parse('[model]\nname = "m"\n[data]\nname = "d"\n[train]\nsteps = 9\n[output]\ndirectory = "r"\n', "job")
 PLAN = make_plan(4, [2])

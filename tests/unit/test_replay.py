@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from accept_mpi.logs.log import BACKWARD, FORWARD, KINDS, TRACE, Rows
+from accept_mpi.logs.format import BACKWARD, FORWARD, KINDS, TRACE, Rows
 from accept_mpi.logs.replay import link_cost, mean_times, recorded
 from accept_mpi.pipeline.schedule import Kind, actions
 from accept_mpi.pipeline.simulator import simulate

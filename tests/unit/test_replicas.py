@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 
 from accept_mpi import models
 from accept_mpi.comm.messenger import Message
-from accept_mpi.job import Recovery, parse
+from accept_mpi.job import Recovery
+from accept_mpi.job_file import parse
 from accept_mpi.models.layers import build_layers
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Codec, Place, make_plan
-from accept_mpi.recovery.replicas import Arriving, Replicas, cut, load, newest, sources, states
-from accept_mpi.recovery.replication import CHECKPOINT, EXTRA, SNAPSHOT, Replication
+from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, SNAPSHOT
+from accept_mpi.recovery.layer_state import Arriving, cut, load, states
+from accept_mpi.recovery.replicas import Replicas, newest, sources
+from accept_mpi.recovery.replication import Replication
 
 JOB = parse(
     '[model]\nname = "cnn"\n[data]\nname = "digits"\n[train]\nsteps = 1\noptimizer = { name = "adamw" }\n'

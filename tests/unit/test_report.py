@@ -10,9 +10,10 @@ import pytest
 from accept_mpi.cli import main
 from accept_mpi.errors import UserError
 from accept_mpi.logs import figures
+from accept_mpi.logs.format import EVALS, KINDS, STEPS, TRACE
 from accept_mpi.logs.html_report import write_report
-from accept_mpi.logs.log import EVALS, KINDS, STEPS, TRACE, LogWriter
 from accept_mpi.logs.timeline import busy_seconds, plan_rows, stage_use, steady_window
+from accept_mpi.logs.writer import LogWriter
 from accept_mpi.pipeline.schedule import actions
 from accept_mpi.pipeline.simulator import simulate
 from accept_mpi.plan import make_plan

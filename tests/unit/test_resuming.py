@@ -10,8 +10,9 @@ import pytest
 from accept_mpi import models
 from accept_mpi.data.calendar import Batches, Position
 from accept_mpi.errors import UserError
-from accept_mpi.job import Job, parse
-from accept_mpi.recovery.checkpoint import new_manifest
+from accept_mpi.job import Job
+from accept_mpi.job_file import parse
+from accept_mpi.recovery.checkpoint_writer import new_manifest
 from accept_mpi.recovery.manifest import Manifest
 from accept_mpi.training.resuming import calendar, check, course_of
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from accept_mpi import models
 from accept_mpi.errors import UserError
-from accept_mpi.job import Job, parse
+from accept_mpi.job import Job
+from accept_mpi.job_file import parse
 from accept_mpi.models import as_chain, entries_of
 from accept_mpi.models.base import Chain
 from accept_mpi.models.layers import build_layers, build_stage

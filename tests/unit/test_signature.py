@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from accept_mpi import models
-from accept_mpi.codecs.message import Signature, TensorSpec
+from accept_mpi.codecs.tensors import Signature, TensorSpec
 from accept_mpi.data import ArrayDataset, Dataset
-from accept_mpi.job import Job, parse
+from accept_mpi.job import Job
+from accept_mpi.job_file import parse
 from accept_mpi.models.base import Chain
 from accept_mpi.models.layers import Layers, build_layers
 from accept_mpi.models.losses import find_loss

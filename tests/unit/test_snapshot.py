@@ -9,7 +9,8 @@ import torch
 
 from accept_mpi.errors import UserError
 from accept_mpi.recovery import checkpoint as snapshot
-from accept_mpi.recovery.checkpoint import Checkpoint, CheckpointWriter, chunks, directory_of, new_manifest
+from accept_mpi.recovery.checkpoint import Checkpoint, directory_of
+from accept_mpi.recovery.checkpoint_writer import CheckpointWriter, chunks, new_manifest
 from accept_mpi.recovery.manifest import complete, made_by
 
 

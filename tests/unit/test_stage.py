@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from accept_mpi.codecs.message import TensorSpec
+from accept_mpi.codecs.tensors import TensorSpec
 from accept_mpi.errors import UserError
-from accept_mpi.job import parse
+from accept_mpi.job_file import parse
 from accept_mpi.models import as_chain
 from accept_mpi.models.layers import Layers, build_layers
 from accept_mpi.models.losses import find_loss

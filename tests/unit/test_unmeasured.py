@@ -16,7 +16,8 @@ from accept_mpi.models.losses import find_loss
 from accept_mpi.prediction.imputation import fill, learned
 from accept_mpi.prediction.predictor import Predictor
 from accept_mpi.prediction.samples import Known
-from accept_mpi.profiling.layer_timer import LayerTimes, Subject, nothing_measured, probe
+from accept_mpi.profiling.layer_timer import Subject, probe
+from accept_mpi.profiling.layer_times import LayerTimes, nothing_measured
 from accept_mpi.profiling.outline import outline
 
 cross_entropy = find_loss("cross_entropy")

@@ -16,11 +16,11 @@ from accept_mpi.cli.whatif import joined, survey_of_fleet, with_links
 from accept_mpi.data import load as load_data
 from accept_mpi.device.fleet import Host
 from accept_mpi.errors import UserError
-from accept_mpi.job import parse
-from accept_mpi.logs.log import LogWriter
+from accept_mpi.job_file import parse
+from accept_mpi.logs.writer import LogWriter
 from accept_mpi.models import load as load_model
 from accept_mpi.plan import make_plan
-from accept_mpi.planning.formulation import codings_of
+from accept_mpi.planning.codec_choice import codings_of
 from accept_mpi.planning.planner import plan_for
 from accept_mpi.profiling.cluster_profile import Device, Survey
 from accept_mpi.profiling.layer_timer import micro_batch

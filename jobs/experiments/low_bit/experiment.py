@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from accept_mpi.logs.figures import pyplot
-from accept_mpi.logs.log import open_log
+from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.replay import mean_times
 from harness.experiment import Experiment, run
 from harness.store import table

@@ -7,7 +7,7 @@ links that take no time (``accept_mpi.logs.replay``).
 from pathlib import Path
 
 from accept_mpi.logs.figures import draw_timeline
-from accept_mpi.logs.log import open_log, read_facts
+from accept_mpi.logs.reader import open_log, read_facts
 from accept_mpi.logs.replay import link_cost
 from accept_mpi.logs.timeline import stage_use, steady_window
 from harness.experiment import Experiment, run

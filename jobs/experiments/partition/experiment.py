@@ -16,7 +16,8 @@ import torch
 
 from accept_mpi.logs.figures import pyplot
 from accept_mpi.planning.balance import spread
-from accept_mpi.planning.search import Problem, cost, solve
+from accept_mpi.planning.problem import Problem, cost
+from accept_mpi.planning.search import solve
 from accept_mpi.prediction.predictor import Predictor
 from accept_mpi.prediction.samples import Floats
 from harness.devices import FORMATS, ISAS, MODELS, SHARES, Gathered, device_of, gathered, host_of

@@ -14,7 +14,7 @@ from accept_mpi.logs.figures import pyplot
 from accept_mpi.prediction.accept_network import DualStream, train_dual_stream
 from accept_mpi.prediction.predictor import Predictor
 from accept_mpi.prediction.samples import Floats, Known
-from accept_mpi.profiling.layer_timer import scattered
+from accept_mpi.profiling.layer_times import scattered
 from harness.baselines import by_capacity, by_layers, by_nearest, by_operations
 from harness.devices import MODELS, Gathered, gathered
 from harness.experiment import Experiment, run

@@ -16,8 +16,9 @@ import numpy as np
 
 from accept_mpi.device.fleet import read
 from accept_mpi.errors import UserError
-from accept_mpi.job import parse
-from accept_mpi.logs.log import KINDS, Rows, open_log
+from accept_mpi.job_file import parse
+from accept_mpi.logs.format import KINDS, Rows
+from accept_mpi.logs.reader import open_log
 from edgelab.laboratory import Laboratory
 from harness.experiment import run
 from harness.live import SECONDS, Lines, anew, start, wait_for_step

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from accept_mpi.device.fleet import read
-from accept_mpi.logs.log import Rows, open_log
+from accept_mpi.logs.format import Rows
+from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.timeline import stage_use
 from edgelab.laboratory import Laboratory
 from harness.experiment import run

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accept_mpi.device.fleet import read
-from accept_mpi.logs.log import open_log
+from accept_mpi.logs.reader import open_log
 from edgelab.laboratory import Laboratory
 from harness.experiment import run
 from harness.live import anew, plot_rates, rate, start, wait_for_step

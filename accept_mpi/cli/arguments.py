@@ -1,0 +1,50 @@
+"""Types of command-line arguments: counts, sizes, seconds, links."""
+
+import argparse
+import math
+import re
+
+_FLOAT = 4  # bytes
+
+
+def _count(text: str) -> int:
+    return _whole(text, 1)
+
+
+def _count_or_zero(text: str) -> int:
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or int(text) < least:
+        raise argparse.ArgumentTypeError(f'expected a whole number >= {least}, got "{text}"')
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:  # nor NaN
+        raise argparse.ArgumentTypeError(f'expected seconds > 0, got "{text}"')
+    return seconds
+
+
+def _bytes(text: str) -> int:
+    """ "64K", "16M" or a plain number."""
+    found = re.fullmatch(r"([1-9]\d*)([KMG]?)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f'expected a size such as 4096, 64K or 16M, got "{text}"')
+    size = int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
+    if size < _FLOAT:
+        raise argparse.ArgumentTypeError(f"expected at least {_FLOAT} bytes, a float32 value, got {size}")
+    return size
+
+
+def _link(text: str) -> tuple[str, float]:
+    """ "edge2=10"."""
+    host, _, rate = text.partition("=")
+    if not re.fullmatch(r"\d+(\.\d+)?", rate) or not 0 < float(rate) < math.inf:
+        raise argparse.ArgumentTypeError(f'expected a host and Mbit/s such as edge2=10, got "{text}"')
+    return host, float(rate)

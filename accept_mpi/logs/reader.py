@@ -1,0 +1,68 @@
+"""Opening a log for reading: finished, growing, or left behind by a killed run."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from accept_mpi.errors import UserError
+from accept_mpi.files.hdf5 import is_followed, number_in, open_file, open_followed, open_still, text_in
+from accept_mpi.files.regular import is_regular
+from accept_mpi.logs.format import (
+    FORMAT,
+    VERSION,
+    check_log,
+)
+
+_LOOKS, _BETWEEN_LOOKS = 5, 0.1  # seconds
+
+
+def open_log(path: str | os.PathLike[str]) -> h5py.File:
+    """Open a log for reading: finished, growing, or left behind by a killed run. What is in it is as ``log_layout`` says.
+
+    Raises UserError with one sentence where there is none, or the file is not a log of a version known here.
+    """
+    if not is_regular(Path(path)):
+        raise UserError(f"{path}: there is no such log file")
+    try:
+        if not is_followed(path):
+            return _checked(path, open_file)
+        for left in reversed(range(_LOOKS)):
+            try:
+                _checked(path, open_still).close()
+                break
+            except UserError:
+                if not left:
+                    raise
+                time.sleep(_BETWEEN_LOOKS)  # its writer may have been in the middle of something
+        return open_followed(path)
+    except OSError as error:
+        raise UserError(f"{path}: not a readable HDF5 file ({error.strerror or error})") from error
+
+
+def _checked(path: str | os.PathLike[str], opened: Callable[[str | os.PathLike[str]], h5py.File]) -> h5py.File:
+    """A log, open, that has been looked through. Raises UserError, and OSError where it is no HDF5 file."""
+    file = opened(path)
+    try:
+        if "format" not in file.attrs or text_in(file, "format") != FORMAT:
+            raise UserError(f"{path}: an HDF5 file, but not a log of accept-mpi")
+        if (found := number_in(file, "version")) != VERSION:
+            raise UserError(f"{path}: log layout version {found}; this program reads version {VERSION}")
+        check_log(file)
+    except UserError:
+        file.close()
+        raise
+    except Exception as error:  # HDF5 says in many ways what it finds damaged
+        file.close()
+        raise UserError(f"{path}: a damaged log: {error}") from error
+    return file
+
+
+def read_facts(file: h5py.File) -> dict[str, Any]:
+    """The run's facts, with ``job`` and ``plan`` decoded beside them."""
+    facts: dict[str, Any] = json.loads(file.attrs["facts"])
+    return facts | {"job": json.loads(file.attrs["job"]), "plan": json.loads(file.attrs["plan"])}

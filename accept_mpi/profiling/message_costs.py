@@ -1,0 +1,108 @@
+"""CPU seconds that messages and codecs cost on this device."""
+
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from accept_mpi.codecs.coding import NONE, Coding
+from accept_mpi.codecs.message import HEADER_BYTES, Bytes, aligned, buffer_bytes, decode, encode
+from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
+
+_CODEC_VALUES = 1 << 21  # more than caches hold, as boundaries' tensors are by the time they are coded
+_CODEC_ROUNDS = 5
+_SAMPLES = 8  # that a message says it holds
+_MESSAGES = 20
+_FEW_VALUES = 512
+_CACHE_BYTES = 32 << 20
+
+
+class Handling(msgspec.Struct, frozen=True):
+    """What messages cost a device, in seconds of CPU."""
+
+    codecs: dict[str, tuple[float, float]]
+    """To encode and to decode a value, by codec."""
+    byte: float
+    """To send or receive a byte."""
+    message: float
+    """To send or receive a message, its bytes and coding apart."""
+
+
+def one_that_codes(codings: Mapping[str, Coding]) -> Coding:
+    """One of them that codes, if there is one: what a message takes whatever its size, it takes with any codec."""
+    return max(codings.values(), key=lambda coding: coding.kind != "none", default=NONE)
+
+
+def codec_costs(codings: Mapping[str, Coding]) -> dict[str, tuple[float, float]]:
+    """CPU seconds a value to make a message of float32 values, and to make values of a message, by codec: coding, or, where
+    there is no codec, copying, which costs as much as few bits do; and the checksum. Codecs take turns, so that a moment in
+    which the machine is slow is not one codec's."""
+    specs = (TensorSpec((_CODEC_VALUES,), (1,), "float32"),)
+    values = (torch.randn(_CODEC_VALUES, generator=torch.Generator().manual_seed(0)),)
+    buffer = aligned(max((buffer_bytes(specs, coding) for coding in codings.values()), default=0))
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in codings}
+    for _ in range(_CODEC_ROUNDS):
+        for name, coding in codings.items():
+            began = time.thread_time()
+            wire = _encoded(specs, values, buffer, coding)
+            halfway = time.thread_time()
+            decode({_SAMPLES: specs}, buffer[:wire], coding)
+            times[name].append((halfway - began, time.thread_time() - halfway))
+    ways = {name: list(zip(*each, strict=True)) for name, each in times.items()}
+    return {name: (_each(encoding), _each(decoding)) for name, (encoding, decoding) in ways.items()}
+
+
+def _each(times: Sequence[float]) -> float:
+    """Seconds a value."""
+    return statistics.median(times) / _CODEC_VALUES
+
+
+def _encoded(specs: Specs, values: Tensors, buffer: Bytes, coding: Coding) -> int:
+    """Write a message; its length in bytes."""
+    fields = {"step": 0, "micro_batch": 0, "samples": _SAMPLES, "flags": 0, "direction": 0, "boundary": 0, "scale": 1.0}
+    header = encode(specs, values, buffer, coding, 0, now=time.monotonic, **fields)  # type: ignore[arg-type]
+    return HEADER_BYTES + header.length
+
+
+def message_cost(coding: Coding = NONE) -> float:
+    """CPU seconds that a message takes whatever its size, this side of MPI, with cold caches: header, checks, and two
+    threads that hand it over."""
+    spec = TensorSpec((_FEW_VALUES,), (1,), "float32")
+    specs, values = (spec,), torch.zeros(_FEW_VALUES)
+    buffer = aligned(buffer_bytes(specs, coding))
+    there: queue.SimpleQueue[object] = queue.SimpleQueue()
+    back: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def answer() -> None:
+        while there.get() is not None:
+            back.put(1)
+
+    other = threading.Thread(target=answer, daemon=True)
+    other.start()
+    times = []
+    scratch = np.ones(_CACHE_BYTES // 8)
+    image, weight = torch.zeros(2, 32, 16, 16), torch.zeros(32, 32, 3, 3, requires_grad=True)
+
+    def compute() -> None:
+        torch.nn.functional.conv2d(image, weight).sum().backward()
+        np.add(scratch, 1, out=scratch)
+
+    for _ in range(_MESSAGES):
+        compute()  # which has filled all caches, with its code too, by the time a message comes: that takes 4 x as long
+        began = time.process_time()
+        wire = _encoded(specs, (spec.flatten(values),), buffer, coding)
+        there.put(1)
+        back.get()
+        half = time.process_time() - began
+        compute()
+        began = time.process_time()
+        decode({_SAMPLES: specs}, buffer[:wire], coding)
+        times.append(half + time.process_time() - began)
+    there.put(None)
+    other.join()
+    return statistics.median(times) / 2

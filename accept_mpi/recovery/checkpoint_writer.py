@@ -1,0 +1,218 @@
+"""Rank 0 assembles the stages' chunks into a checkpoint."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import torch
+from safetensors.torch import save
+
+from accept_mpi.errors import UserError
+from accept_mpi.recovery.checkpoint import directory_of
+from accept_mpi.recovery.manifest import PARTS, File, Manifest, Part, StageFiles, complete, last_number
+
+_CHUNK = 1 << 20  # bytes of a message
+
+
+def chunks(
+    step: int, stage: int, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]
+) -> Iterator[dict[str, Any]]:
+    """A stage's two files as messages for ``CheckpointWriter.take``."""
+    for part, tensors in zip(PARTS, (weights, optimizer), strict=True):
+        data = memoryview(save(tensors))
+        for offset in range(0, len(data), _CHUNK):
+            yield {
+                "step": step,
+                "stage": stage,
+                "part": part,
+                "total": len(data),
+                "data": data[offset : offset + _CHUNK],
+            }
+
+
+class CheckpointWriter:
+    """Rank 0: puts the stages' chunks together, checkpoint by checkpoint."""
+
+    def __init__(
+        self, run: Path, edges: list[tuple[int, int]], manifest: Callable[[int], Manifest], keep: int, after: int = 0
+    ) -> None:
+        """``edges`` are each stage's first layer and end; ``manifest(step)`` gives all of a manifest but its stages and its
+        number; ``after``: the number of the checkpoint that the run goes on from."""
+        self.run, self._edges, self._manifest, self._keep = run, edges, manifest, keep
+        self._open: dict[int, dict[tuple[int, Part], _Growing]] = {}
+        self._finished: dict[int, threading.Event] = {}
+        self._lock = threading.Lock()
+        self._committing: set[int] = set()
+        self._number = max(after, last_number(run))
+        self._counting = threading.Lock()
+        self._held: dict[int, int] = {}
+        """Open folders of unfinished checkpoints by step: locked, so that no other run takes them for left behind."""
+        self.error: UserError | None = None
+        for left in (run / "checkpoints").glob(".*step-*"):  # of a run that was killed
+            with contextlib.suppress(OSError):
+                handle = _lock(left) if re.fullmatch(r"\.(old-\.?)?step-\d{8,}", left.name) else None
+                if handle is not None:
+                    shutil.rmtree(left, ignore_errors=True)
+                    os.close(handle)
+
+    def expect(self, step: int) -> None:
+        """Announce a checkpoint, before any chunk of it can come."""
+        with self._lock:
+            self._finished.setdefault(step, threading.Event())
+
+    def take(self, body: dict[str, Any]) -> None:
+        """Write one chunk. Raises UserError where the disk will not have it."""
+        step, stage, part = body["step"], body["stage"], body["part"]
+        self.expect(step)
+        try:
+            files = self._open.setdefault(step, {})
+            if (stage, part) not in files:
+                folder = self._temporary(step)
+                folder.mkdir(parents=True, exist_ok=True)
+                if step not in self._held:
+                    self._held[step] = _hold(folder)
+                files[stage, part] = _Growing(folder / f"stage-{stage}.{part}.safetensors", body["total"])
+            files[stage, part].add(body["data"])
+        except OSError as error:
+            raise UserError(f"cannot write the checkpoint of step {step} to {self.run}: {error}") from error
+        if len(files) == len(PARTS) * len(self._edges) and all(file.complete for file in files.values()):
+            del self._open[step]
+            self._committing.add(step)
+            threading.Thread(target=self._commit, args=(step, files), name="checkpoint").start()
+
+    def wait(self, step: int, deadline: float) -> bool:
+        """Wait until the checkpoint of ``step`` is on the disk. Raises what went wrong; False when time is up."""
+        done = self._finished[step].wait(deadline)
+        if self.error:
+            raise self.error
+        return done
+
+    def wait_for_begun(self, deadline: float) -> None:
+        """Until all checkpoints that have come in whole are on the disk, or ``deadline`` seconds have passed."""
+        until = time.monotonic() + deadline
+        for step in sorted(self._committing):
+            self._finished[step].wait(max(0.0, until - time.monotonic()))
+
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` is on the disk."""
+        return step in self._finished and self._finished[step].is_set()
+
+    def close(self) -> None:
+        """Leave what has not come in whole: nobody will finish it, and whoever writes here next may clear it away."""
+        for step, files in self._open.items():
+            for file in files.values():
+                file.abandon()
+            if step in self._held:
+                os.close(self._held.pop(step))
+        self._open = {}
+
+    def _temporary(self, step: int) -> Path:
+        final = directory_of(self.run, step)
+        return final.with_name(f".{final.name}")
+
+    def _commit(self, step: int, files: "dict[tuple[int, Part], _Growing]") -> None:
+        """Manifest, fsync, rename; on a thread of its own, since an SD card may take seconds."""
+        try:
+            stages = [
+                StageFiles(start, stop, *(files[stage, part].close() for part in PARTS))
+                for stage, (start, stop) in enumerate(self._edges)
+            ]
+            folder, final = self._temporary(step), directory_of(self.run, step)
+            old = final.with_name(f".old-{final.name}")
+            with self._counting:
+                self._number += 1
+                manifest = msgspec.structs.replace(self._manifest(step), stages=stages, number=self._number)
+                with open(folder / "manifest.json", "wb") as file:
+                    file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+                    file.flush()
+                    os.fsync(file.fileno())
+                if final.exists():  # a resumed run comes by here again
+                    os.rename(final, old)
+                os.rename(folder, final)
+                _fsync_directory(final.parent)
+                shutil.rmtree(old, ignore_errors=True)
+                if self._keep:
+                    for path in complete(self.run)[: -self._keep]:
+                        shutil.rmtree(path, ignore_errors=True)
+        except OSError as error:
+            self.error = UserError(f"cannot write the checkpoint of step {step} to {self.run}: {error}")
+        finally:
+            os.close(self._held.pop(step))
+            self._finished[step].set()
+
+
+def _hold(folder: Path) -> int:
+    """Raises OSError where another process writes to the same folder."""
+    handle = _lock(folder)
+    if handle is None:
+        raise OSError(errno.EBUSY, "another run writes the same checkpoint")
+    return handle
+
+
+def _lock(folder: Path) -> int | None:
+    """The folder, open and locked until it is closed; None where another process has it. Where the file system knows no
+    locks it counts as free."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError:
+        pass
+    return handle
+
+
+class _Growing:
+    """A file that arrives in chunks."""
+
+    def __init__(self, path: Path, total: int) -> None:
+        self._path, self._total = path, total
+        self._file: BinaryIO = open(path, "wb")  # noqa: SIM115  # closed by close()
+        self._written = self._crc = 0
+
+    @property
+    def complete(self) -> bool:
+        return self._written == self._total
+
+    def add(self, data: bytes) -> None:
+        self._file.write(data)
+        self._written += len(data)
+        self._crc = zlib.crc32(data, self._crc)
+
+    def abandon(self) -> None:
+        self._file.close()
+
+    def close(self) -> File:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return File(self._path.name, self._written, self._crc)
+
+
+def new_manifest(**fields: Any) -> Manifest:
+    """A manifest of now, its stages still to be filled in."""
+    return Manifest(created=_now(), stages=[], **fields)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def _fsync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,168 @@
+"""A layer's weights and optimizer state as bytes, whole and in pieces."""
+
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch.nn.parameter import is_lazy
+
+from accept_mpi.errors import UserError, shown
+from accept_mpi.job import Optimizer
+from accept_mpi.pipeline.optimizer import COUNTER, state_names
+from accept_mpi.pipeline.stage import Stage
+from accept_mpi.recovery.tensor_file import read_header
+
+Blobs = dict[int, bytes]
+"""States by layer."""
+Piece = tuple[int, int, Any]
+"""A layer, how many bytes its state has, and some of them, in order."""
+_WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
+
+
+def states(stage: Stage) -> Blobs:
+    """All layers of a stage as they are now."""
+    tensors: dict[int, dict[str, torch.Tensor]] = {stage.start + i: {} for i in range(len(stage.names))}
+    index = {name: stage.start + i for i, name in enumerate(stage.names)}
+    for key, value in stage.weights().items():
+        tensors[index[_layer(key)]][_WEIGHTS + key] = value
+    for key, value in stage.optimizer_state().items():
+        tensors[index[_layer(key.partition("/")[2])]][_OPTIMIZER + key] = value
+    return {layer: safetensors.torch.save(own) for layer, own in tensors.items()}
+
+
+def pack(weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> bytes:
+    """One layer's state."""
+    named = {_WEIGHTS + key: value for key, value in weights.items()}
+    return safetensors.torch.save(named | {_OPTIMIZER + key: value for key, value in optimizer.items()})
+
+
+def load(stage: Stage, blobs: Mapping[int, bytes], options: Optimizer) -> int:
+    """Give a stage the state of its layers, under a job's optimizer. Raises UserError where they are another model's, or
+    nothing to go on from. Returns how many tensors are left out, which are another optimizer's."""
+    weights, optimizer = {}, {}
+    for blob in blobs.values():
+        try:
+            found = safetensors.torch.load(blob)
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise UserError(f"the state of a layer is damaged: {error}") from error
+        for key, value in found.items():
+            if key.startswith(_WEIGHTS):
+                weights[key.removeprefix(_WEIGHTS)] = value
+            else:
+                optimizer[key.removeprefix(_OPTIMIZER)] = value
+    wanted = state_names(options)
+    ours = {key: value for key, value in optimizer.items() if key.partition("/")[0] in wanted}
+    _check_weights(stage, weights)
+    _check_optimizer(stage, ours, wanted)
+    stage.load(weights, ours)
+    return len(optimizer) - len(ours)
+
+
+def fitting(blobs: Blobs, names: Sequence[str]) -> Blobs:
+    """Of states that come from a disk, those of a model's layers that hold nothing but their layer's tensors."""
+    return {layer: blob for layer, blob in blobs.items() if 0 <= layer < len(names) and _is_of(blob, names[layer])}
+
+
+def _is_of(blob: bytes, name: str) -> bool:
+    try:
+        entries = read_header(io.BytesIO(blob), len(blob))
+    except ValueError:
+        return False
+    inner = [
+        key.removeprefix(_WEIGHTS) if key.startswith(_WEIGHTS) else key.removeprefix(_OPTIMIZER).partition("/")[2]
+        for key in entries
+    ]
+    return all(_layer(key) == name for key in inner)
+
+
+def _check_weights(stage: Stage, weights: Mapping[str, torch.Tensor]) -> None:
+    """What fits by name has the very kind and shape that the model has, since to load is to convert without a word; missing
+    and unexpected names are found there. A buffer may be infinite (a mask); from a parameter training goes on."""
+    buffers = {
+        f"{name}.{key}": buffer
+        for name, layer in zip(stage.names, stage.layers, strict=True)
+        for key, buffer in layer.named_buffers()
+    }
+    for name, own in [*buffers.items(), *stage.named_parameters()]:
+        value = weights.get(name)
+        if value is None or is_lazy(own):
+            continue
+        if value.dtype != own.dtype:
+            raise UserError(f'the checkpoint holds "{name}" as {_kind(value)}, this model has {_kind(own)}')
+        if own.requires_grad:
+            _check_values(name, value, own)
+
+
+def _check_optimizer(stage: Stage, state: Mapping[str, torch.Tensor], wanted: frozenset[str]) -> None:
+    """Raises UserError where state is not that of this stage's parameters, each with all that belongs to it."""
+    parameters, found = dict(stage.named_parameters()), dict[str, set[str]]()
+    for key, value in state.items():
+        what, _, name = key.partition("/")
+        own = parameters.get(name)
+        if own is None:
+            raise UserError(
+                f'the checkpoint holds the optimizer\'s "{shown(what)}" of "{shown(name)}", which is no parameter here'
+            )
+        found.setdefault(name, set()).add(what)
+        if what != COUNTER:
+            _check_values(f"{what} of {name}", value, own)
+        elif value.shape or not value.is_floating_point() or not 0 <= value.item() < math.inf:
+            raise UserError(f'the checkpoint holds "{name}" after a number of updates that cannot be')
+    for name, there in found.items():
+        if missing := wanted - there:
+            raise UserError(f'the checkpoint lacks the optimizer\'s "{min(missing)}" of "{name}"')
+
+
+def _check_values(name: str, value: torch.Tensor, own: torch.Tensor) -> None:
+    if value.shape != own.shape or value.dtype != own.dtype:
+        raise UserError(
+            f'the checkpoint holds "{name}" as {_kind(value)} {tuple(value.shape)}, '
+            f"this model has {_kind(own)} {tuple(own.shape)}"
+        )
+    if not bool(torch.isfinite(value.float() if value.is_floating_point() else value).all()):
+        raise UserError(f'the checkpoint holds values of "{name}" that are not finite: training cannot go on from there')
+
+
+def _kind(value: torch.Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def cut(blobs: Mapping[int, bytes], size: int) -> Iterator[list[Piece]]:
+    """Layers' states as messages of ``size`` bytes, which share their memory."""
+    message: list[Piece] = []
+    room = size
+    for layer, blob in blobs.items():
+        rest = memoryview(blob)
+        while rest:
+            message.append((layer, len(blob), rest[:room]))
+            room, rest = room - len(message[-1][2]), rest[room:]
+            if not room:
+                yield message
+                message, room = [], size
+    if message:
+        yield message
+
+
+class Arriving:
+    """Layers' states of which pieces come in, each layer's in order."""
+
+    def __init__(self) -> None:
+        self.whole: Blobs = {}
+        self._growing: dict[int, bytearray] = {}
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """Those of a message."""
+        for layer, total, data in pieces:
+            growing = self._growing.setdefault(layer, bytearray())
+            growing += data
+            if len(growing) == total:
+                self.whole[layer] = bytes(self._growing.pop(layer))
+
+
+def _layer(name: str) -> str:
+    """ "features-3" of "features-3.conv.weight"."""
+    return name.partition(".")[0]
