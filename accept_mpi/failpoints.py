@@ -27,7 +27,7 @@ _PLANNED = _planned()
 _SEEN: Counter[str] = Counter()
 
 
-def pass_by(point: str) -> None:
+def failpoint(point: str) -> None:
     """This process comes by a point."""
     if point in _PLANNED:
         _SEEN[point] += 1

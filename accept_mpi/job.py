@@ -12,7 +12,7 @@ PositiveOrZero = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
 MOST_THREADS = 1024
 _MOST_SAMPLES = 1 << 24  # a step
-_MOST_ENTRIES = 4096  # of a list: no pipeline has so many stages
+MOST_ENTRIES = 4096  # of a list: no pipeline has so many stages
 _LARGEST = 1e30  # of what is computed with in single precision
 
 MOST_EXTRA = 3
@@ -90,10 +90,10 @@ class Pipeline(Section, frozen=True):
     """``[pipeline]``."""
 
     schedule: Literal["gpipe", "1f1b", "1f1b-async", "zero-bubble"] = "1f1b"
-    cuts: Literal["auto", "even"] | Annotated[list[Count], Meta(max_length=_MOST_ENTRIES)] = "auto"
+    cuts: Literal["auto", "even"] | Annotated[list[Count], Meta(max_length=MOST_ENTRIES)] = "auto"
     """ "auto": measure the devices and their links, and cut where training is fastest; "even" (by number of layers); or
     the first layers of stages 1, 2, ..."""
-    ranks: Annotated[list[CountOrZero], Meta(max_length=_MOST_ENTRIES)] = []
+    ranks: Annotated[list[CountOrZero], Meta(max_length=MOST_ENTRIES)] = []
     """Ranks that hold stages 0, 1, ...; the others stay idle. Empty: all ranks, in order. "auto" cuts choose their own."""
     adapt: bool | Count = False
     """While training, cut anew where devices turn out so much faster or slower that it pays. A number: look every so many
@@ -106,10 +106,10 @@ class Pipeline(Section, frozen=True):
     """Micro-batches that a stage may have in flight beyond the published 1F1B bound, for each boundary behind it, so that
     transfers hide behind computing: 0 is the published bound, 1 Asteroid's K_p = 2(P-p)-1, and 2 hides a transfer each way
     that takes as long as a stage computes."""
-    forward: str | Annotated[list[str], Meta(max_length=_MOST_ENTRIES)] = "none"
+    forward: str | Annotated[list[str], Meta(max_length=MOST_ENTRIES)] = "none"
     """Codec of activations, for all boundaries or one each: "none", "bf16", "fp16", "uniform:4", "mbq:2", ...
     (``coding``), or "auto": the mildest that hides the transfer behind computing (``bits``)."""
-    backward: str | Annotated[list[str], Meta(max_length=_MOST_ENTRIES)] = "none"
+    backward: str | Annotated[list[str], Meta(max_length=MOST_ENTRIES)] = "none"
     """Codec of gradients."""
     min_bits: Annotated[int, Meta(ge=1, le=8)] = 2
     """"auto" codecs have at least this many bits a value."""

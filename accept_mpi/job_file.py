@@ -15,7 +15,7 @@ import msgspec
 from accept_mpi.errors import UserError, one_line
 from accept_mpi.files.regular import read_regular
 from accept_mpi.files.values import check_values, loads
-from accept_mpi.job import _MOST_ENTRIES, GOES_WITH, Job, Optimizer
+from accept_mpi.job import GOES_WITH, MOST_ENTRIES, Job, Optimizer
 from accept_mpi.registry import nearest
 
 _MOST_BYTES = 1 << 20  # of a job file
@@ -179,8 +179,8 @@ def _explain(error: str, tree: Mapping[str, Any]) -> str:
             value = value[int(part)] if isinstance(value, list) else value[part]
         except (KeyError, IndexError, ValueError, TypeError):
             return f"{path}: {message[0].lower()}{message[1:]}"
-    if isinstance(value, list) and len(value) > _MOST_ENTRIES:
-        return f"{path}: {len(value)} entries; at most {_MOST_ENTRIES}"
+    if isinstance(value, list) and len(value) > MOST_ENTRIES:
+        return f"{path}: {len(value)} entries; at most {MOST_ENTRIES}"
     return f"{path}: expected {_words(_kind(path))}, got {_show(value)}"
 
 

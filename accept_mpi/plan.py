@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True):
+class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     """A contiguous run of layers ``start <= i < stop`` and the group of ranks that hold it."""
 
     start: int
@@ -15,7 +15,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
 
 
-class Codec(msgspec.Struct, frozen=True, kw_only=True):
+class BoundaryCodecs(msgspec.Struct, frozen=True, kw_only=True):
     """How a boundary's tensors are coded on the wire, each way."""
 
     forward: str = "none"
@@ -48,8 +48,8 @@ class Place(NamedTuple):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Stages in the order of the layers, and the codec of each boundary between them."""
 
-    stages: tuple[Stage, ...]
-    boundaries: tuple[Codec, ...]
+    stages: tuple[StagePlan, ...]
+    boundaries: tuple[BoundaryCodecs, ...]
 
     def place(self, rank: int) -> Place:
         """Where ``rank`` stands."""
@@ -83,7 +83,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             beside = [n for n in (s - 1, s + 1) if 0 <= n < len(stages)]
             heir = min(beside, key=lambda n: (stages[n].ranks[0] in lost, stages[n].stop - stages[n].start))
             both = stages[min(s, heir)], stages[max(s, heir)]
-            merged = Stage(start=both[0].start, stop=both[1].stop, ranks=stages[heir].ranks)
+            merged = StagePlan(start=both[0].start, stop=both[1].stop, ranks=stages[heir].ranks)
             stages[min(s, heir) : max(s, heir) + 1] = [merged]
             del boundaries[min(s, heir)]
         return Plan(stages=tuple(stages), boundaries=tuple(boundaries))
@@ -112,7 +112,7 @@ def even_cuts(layers: int, stages: int, uncuttable: Container[int] = ()) -> list
 
 
 def make_plan(
-    layers: int, cuts: Sequence[int], codecs: Sequence[Codec] | None = None, ranks: Sequence[int] | None = None
+    layers: int, cuts: Sequence[int], codecs: Sequence[BoundaryCodecs] | None = None, ranks: Sequence[int] | None = None
 ) -> Plan:
     """A plan with one rank a stage from the first layers of stages 1, 2, ..., each boundary's codec, and the ranks in the
     order of their stages (0, 1, ... if None).
@@ -128,5 +128,5 @@ def make_plan(
             )
     order = range(len(edges) - 1) if ranks is None else ranks
     spans = itertools.pairwise(edges)
-    stages = tuple(Stage(start=a, stop=b, ranks=(rank,)) for rank, (a, b) in zip(order, spans, strict=True))
-    return Plan(stages=stages, boundaries=tuple(codecs or [Codec()] * len(cuts)))
+    stages = tuple(StagePlan(start=a, stop=b, ranks=(rank,)) for rank, (a, b) in zip(order, spans, strict=True))
+    return Plan(stages=stages, boundaries=tuple(codecs or [BoundaryCodecs()] * len(cuts)))

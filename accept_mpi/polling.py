@@ -13,5 +13,5 @@ SOCKET_BYTES = 1 << 17
 # takes at once is being sent; otherwise; on a lone rank; and where nothing would be gained from looking while the only core
 # computes: what has arrived is decoded when a send or a wait wakes this thread. A look costs some 0.1 ms of that core, for
 # its caches are cold.
-_LIVELY_SECONDS = 0.2
-_POLL_AWAITED, _POLL_SENDING, _POLL_IDLE, _POLL_ALONE, _POLL_RARE = 0.0002, SENDING_SECONDS, 0.008, 0.02, 0.032
+LIVELY_SECONDS = 0.2
+POLL_AWAITED, POLL_SENDING, POLL_IDLE, POLL_ALONE, POLL_RARE = 0.0002, SENDING_SECONDS, 0.008, 0.02, 0.032

@@ -16,16 +16,19 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+# Helpers, programs of mpirun, and test files whose made-up clusters and messages others use.
+for folder in (".", "programs", "unit/codecs", "unit/planning", "unit/prediction"):
+    sys.path.insert(0, str(HERE / folder))
 
-import torch  # after OMP_NUM_THREADS
+import torch  # noqa: E402 (after OMP_NUM_THREADS)
 
 torch.set_num_threads(1)
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 ROOT = Path(__file__).resolve().parent.parent
-RANK = str(ROOT / "tests" / "rank.py")
+RANK = str(ROOT / "tests" / "programs" / "rank.py")
 HANGS = 600.0
 """Seconds after which something is taken to hang. Nothing that is tested depends on it: a busy machine is slow."""
 
@@ -59,7 +62,7 @@ class Finished:
 def environment() -> dict[str, str]:
     """Environment for ranks on this machine: the checkout importable, one thread each, root allowed."""
     more = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), str(HERE / "programs")]),
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -79,7 +82,7 @@ def mpirun_command(ranks: int) -> list[str]:
 
 
 def python() -> list[str]:
-    """What stands for ``python`` in a command line: the process is forked by tests/template.py, which starts here once.
+    """What stands for ``python`` in a command line: the process is forked by tests/programs/template.py, which starts here.
 
     A rank is a process of its own, and its start takes 0.2 s of CPU instead of 2 s. Where another host, interpreter or
     library is what is tested, or what a start imports, ``sys.executable`` is right.
@@ -88,7 +91,7 @@ def python() -> list[str]:
         folder = Path(tempfile.mkdtemp(prefix="template-"))
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, str(ROOT / "tests" / "template.py"), str(folder)],
+                [sys.executable, str(ROOT / "tests" / "programs" / "template.py"), str(folder)],
                 env=environment(), stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
         alone = folder / "python"  # as one file, for who asks for that
@@ -103,7 +106,7 @@ def python() -> list[str]:
     until = time.monotonic() + HANGS
     while not (folder / "socket").exists() or process.poll() is not None:
         assert process.poll() is None, (folder / "output").read_text()
-        assert time.monotonic() < until, "tests/template.py does not begin"
+        assert time.monotonic() < until, "tests/programs/template.py does not begin"
         time.sleep(0.02)
     return [sys.executable, "-S", "-E", RANK, sys.executable]
 
@@ -194,7 +197,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Fini
         while len(found) < len(lines):
             notes = tmp_path_factory.mktemp("trained")
             (notes / "jobs").write_text(json.dumps(lines[len(found) :]))
-            command = [*mpirun_command(ranks), *python(), str(ROOT / "tests" / "train_each.py"), str(notes)]
+            command = [*mpirun_command(ranks), *python(), str(ROOT / "tests" / "programs" / "train_each.py"), str(notes)]
             whole = finish(command, folder, {}, deadline)
             before = len(found)
             for number in range(len(lines) - before):

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from accept_mpi.cli.arguments import _bytes, _count, _count_or_zero, _link, _seconds
+from accept_mpi.cli.arguments import byte_size, duration, link_speed, nonnegative_integer, positive_integer
 from accept_mpi.cli.terminal import outlive_terminal
 from accept_mpi.errors import INTERRUPTED, UserError, one_line
-from accept_mpi.launch.run_identity import Supervised
+from accept_mpi.launch.run_identity import RunIdentity
 from accept_mpi.version import __version__
 
 _START, _LONGEST_START = "ACCEPT_MPI_START_SECONDS", 1e9
@@ -62,16 +62,16 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, e.g. train.lr=0.01")
     train.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, or a run's newest one")
     train.add_argument("--quiet", action="store_true", help="no progress")
-    train.add_argument("--run", type=Supervised.parse, help=argparse.SUPPRESS)  # of ``launch``
+    train.add_argument("--run", type=RunIdentity.parse, help=argparse.SUPPRESS)  # of ``launch``
     train.set_defaults(command=_train)
 
     launch = commands.add_parser("launch", help="train under a supervisor: lost hosts are dropped, the run goes on")
     launch.add_argument("job", type=Path, metavar="JOB.toml")
     where = launch.add_mutually_exclusive_group(required=True)
     where.add_argument("-hostfile", "--hostfile", type=Path, metavar="FILE", help="hosts, one a line, as for mpirun")
-    where.add_argument("-n", "--ranks", type=_count, metavar="N", help="ranks on this machine")
-    launch.add_argument("--restarts", type=_count_or_zero, default=20, help="how often to begin again (default 20)")
-    launch.add_argument("--stall", type=_seconds, default=900.0, metavar="S", help="seconds without a step that end a start")
+    where.add_argument("-n", "--ranks", type=positive_integer, metavar="N", help="ranks on this machine")
+    launch.add_argument("--restarts", type=nonnegative_integer, default=20, help="how often to begin again (default 20)")
+    launch.add_argument("--stall", type=duration, default=900.0, metavar="S", help="seconds without a step that end a start")
     launch.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
     launch.add_argument("--resume", type=Path, metavar="DIR", help="begin from a checkpoint, or a run's newest one")
     launch.set_defaults(command=_launch)
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--fleet", type=Path, metavar="FLEET.toml", help="devices on paper, timed on this machine")
     plan.add_argument("--add", action="append", default=[], metavar="PERSONA[:N]", help="more devices, e.g. pi5:2")
     plan.add_argument(
-        "--link", type=_link, action="append", default=[], metavar="HOST=MBIT", help="another link, e.g. edge2=10"
+        "--link", type=link_speed, action="append", default=[], metavar="HOST=MBIT", help="another link, e.g. edge2=10"
     )
     plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
     plan.add_argument("--timeline", type=Path, metavar="OUT.png", help="draw some steps")
@@ -111,19 +111,19 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure").add_subparsers(required=True, metavar="WHAT")
     single = bench.add_parser("single", help="one rank against a plain PyTorch loop of the same arithmetic")
     single.add_argument("--model", default="mobilenetv2")
-    single.add_argument("--steps", type=_count, default=4, help="steps a measurement (default 4)")
-    single.add_argument("--repeats", type=_count, default=5, help="measurements of each, in turn (default 5)")
+    single.add_argument("--steps", type=positive_integer, default=4, help="steps a measurement (default 4)")
+    single.add_argument("--repeats", type=positive_integer, default=5, help="measurements of each, in turn (default 5)")
     single.set_defaults(command=_bench_single)
     codec = bench.add_parser("codec", help="codecs: speed against memcpy, bits a value, error")
     codec.add_argument("codecs", nargs="*", metavar="CODEC", help="e.g. uniform:4/256+sr (default: a selection)")
     codec.add_argument(
-        "--sizes", type=_bytes, nargs="+", metavar="SIZE", help="of float32 input, e.g. 64K or 16M (default 4K to 64M)"
+        "--sizes", type=byte_size, nargs="+", metavar="SIZE", help="of float32 input, e.g. 64K or 16M (default 4K to 64M)"
     )
-    codec.add_argument("--repeats", type=_count, default=20)
+    codec.add_argument("--repeats", type=positive_integer, default=20)
     codec.add_argument("--json", action="store_true", help="for machines")
     codec.set_defaults(command=_bench_codec)
     partition = bench.add_parser("partition", help="the partitioner: its time over layers and devices")
-    partition.add_argument("--repeats", type=_count, default=1, help="of each; the fastest counts (default 1)")
+    partition.add_argument("--repeats", type=positive_integer, default=1, help="of each; the fastest counts (default 1)")
     partition.add_argument("--json", action="store_true", help="for machines")
     partition.set_defaults(command=_bench_partition)
     return parser

@@ -7,21 +7,21 @@ import re
 _FLOAT = 4  # bytes
 
 
-def _count(text: str) -> int:
-    return _whole(text, 1)
+def positive_integer(text: str) -> int:
+    return _integer(text, 1)
 
 
-def _count_or_zero(text: str) -> int:
-    return _whole(text, 0)
+def nonnegative_integer(text: str) -> int:
+    return _integer(text, 0)
 
 
-def _whole(text: str, least: int) -> int:
+def _integer(text: str, least: int) -> int:
     if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or int(text) < least:
         raise argparse.ArgumentTypeError(f'expected a whole number >= {least}, got "{text}"')
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def duration(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
@@ -31,7 +31,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _bytes(text: str) -> int:
+def byte_size(text: str) -> int:
     """ "64K", "16M" or a plain number."""
     found = re.fullmatch(r"([1-9]\d*)([KMG]?)", text)
     if not found:
@@ -42,7 +42,7 @@ def _bytes(text: str) -> int:
     return size
 
 
-def _link(text: str) -> tuple[str, float]:
+def link_speed(text: str) -> tuple[str, float]:
     """ "edge2=10"."""
     host, _, rate = text.partition("=")
     if not re.fullmatch(r"\d+(\.\d+)?", rate) or not 0 < float(rate) < math.inf:

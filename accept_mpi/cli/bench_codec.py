@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from accept_mpi.codecs.coding import Coding, Floats, parse, prepare
+from accept_mpi.codecs.coding import F32, Coding, parse, prepare
 from accept_mpi.errors import UserError
 
 _CODECS = ("bf16", "fp16", "uniform:8", "uniform:4", "uniform:4/256", "uniform:4/256+sr", "uniform:3", "uniform:2",
@@ -73,13 +73,13 @@ def _row(name: str, nbytes: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def _samples(rng: np.random.Generator) -> dict[str, Floats]:
+def _samples(rng: np.random.Generator) -> dict[str, F32]:
     normal = rng.standard_normal(_ERROR_VALUES, dtype=np.float32)
     heavy = rng.standard_t(3, _ERROR_VALUES).astype(np.float32)
     return {"normal": normal, "post-ReLU": np.maximum(normal, 0), "heavy-tailed": heavy}
 
 
-def _error(coding: Coding, x: Floats) -> float:
+def _error(coding: Coding, x: F32) -> float:
     out, y = np.empty(coding.nbytes(x.size), np.uint8), np.empty_like(x)
     coding.encode(x, out, 1)
     coding.decode(out, y)

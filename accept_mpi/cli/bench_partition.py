@@ -48,22 +48,22 @@ def random_problem(layers: int, devices: int, seed: int = 0) -> Problem:
     state = rng.lognormal(0, 1, layers) * 2e5
     held = rng.lognormal(0, 1, layers) * 4e5
     kept = np.minimum(np.arange(1, devices + 1), 64).astype(float)
-    nic = rng.choice([10e6, 50e6, 100e6], devices) / 8
+    host_link = rng.choice([10e6, 50e6, 100e6], devices) / 8
     share = (state.sum() + kept.mean() * held.sum()) / devices
     return Problem(
         layer_seconds=seconds,
         values=values,
         other=np.zeros(layers + 1),
-        rate=np.minimum(nic[:, None], nic[None, :]),
-        nic=nic,
+        rate=np.minimum(host_link[:, None], host_link[None, :]),
+        host_link=host_link,
         codecs=("none", "uniform:8", "uniform:4", "uniform:2"),
-        bits=np.array([4.0, 1.06, 0.56, 0.31]),
+        bytes_per_value=np.array([4.0, 1.06, 0.56, 0.31]),
         coding=np.array([0.0, 1.0, 0.8, 0.7]) * 1e-9 / speed[:, None],
         state=state,
-        held=held,
+        saved_bytes=held,
         capacity=np.full(devices, 4 * share),
-        kept=kept,
-        copies=np.ones(devices),
+        in_flight=kept,
+        state_copies=np.ones(devices),
     )
 
 

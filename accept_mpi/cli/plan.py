@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from accept_mpi.cli.whatif import joined, survey_of_fleet, survey_of_log, with_links
+from accept_mpi.cli.whatif import cluster_of_fleet, cluster_of_log, joined, with_links
 from accept_mpi.device.fleet import Host, parse, read
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import replacing
@@ -20,11 +20,11 @@ from accept_mpi.job_file import read_text
 from accept_mpi.logs.figures import draw_timeline
 from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.timeline import steady_window
-from accept_mpi.planning.estimate import Outcome, forecast_of, outcome
-from accept_mpi.planning.job_plan import given_plan
+from accept_mpi.planning.estimate import Estimate, estimate, forecast_of
+from accept_mpi.planning.job_plan import plan_from_job
 from accept_mpi.planning.planner import plans_for
 from accept_mpi.planning.tables import stage_table, verdict
-from accept_mpi.profiling.cluster_profile import Survey
+from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 
 def main(options: argparse.Namespace) -> int:
@@ -32,35 +32,37 @@ def main(options: argparse.Namespace) -> int:
     job = parse_job(read_text(options.job), str(options.job), options.set)
     hosts = _added(options.add)
     if options.log is not None:
-        survey = survey_of_log(options.log, job)
+        cluster = cluster_of_log(options.log, job)
         if hosts:
-            survey = joined(survey, survey_of_fleet(hosts, options.job, options.set))
+            cluster = joined(cluster, cluster_of_fleet(hosts, options.job, options.set))
     else:
         hosts = [*(read(options.fleet) if options.fleet is not None else []), *hosts]
         if not hosts:
             raise UserError("plan needs devices: --log LOG.h5 of a run, --fleet FLEET.toml, or --add PERSONA")
-        survey = survey_of_fleet(hosts, options.job, options.set)
-    survey = with_links(survey, dict(options.link))
-    best, even = plans_for(survey, job)
+        cluster = cluster_of_fleet(hosts, options.job, options.set)
+    cluster = with_links(cluster, dict(options.link))
+    best, even = plans_for(cluster, job)
     given = None
     if job.pipeline.cuts != "auto":
-        given = outcome(
-            survey, job, given_plan(job, len(survey.outline.layers), len(survey.devices), lambda: survey.outline.shared)
+        given = estimate(
+            cluster,
+            job,
+            plan_from_job(job, len(cluster.outline.layers), len(cluster.devices), lambda: cluster.outline.shared),
         )
     if options.json:
         found = {"plan": _plain(best), "even": _plain(even)} | ({"given": _plain(given)} if given else {})
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
-        print(*stage_table(survey, best), sep="\n")
-        print("\neven cuts:", *stage_table(survey, even), sep="\n")
+        print(*stage_table(cluster, best), sep="\n")
+        print("\neven cuts:", *stage_table(cluster, even), sep="\n")
         if given:
-            print("\nthe job's own cuts:", *stage_table(survey, given), sep="\n")
+            print("\nthe job's own cuts:", *stage_table(cluster, given), sep="\n")
             print(f"a step should take {1e3 * given.step:.0f} ms ({given.step / best.step:.1f} x the plan's)")
-        print("", *verdict(survey, job, best, even), sep="\n")
+        print("", *verdict(cluster, job, best, even), sep="\n")
         if options.log is not None and not (hosts or options.link):
             print(*_measured(options.log), sep="\n")
     if options.timeline is not None:
-        _draw(options.timeline, survey, job, best)
+        _draw(options.timeline, cluster, job, best)
         print(f"{options.timeline}: some steps as they would run", file=sys.stderr)
     return 0
 
@@ -79,7 +81,7 @@ def _added(personas: list[str]) -> list[Host]:
     return parse({"hosts": hosts}, "--add") if hosts else []
 
 
-def _plain(found: Outcome) -> dict[str, Any]:
+def _plain(found: Estimate) -> dict[str, Any]:
     """For machines: seconds, bytes and shares by stage."""
     codecs = [
         {"forward": found.choices[b, "F"].name, "backward": found.choices[b, "B"].name}
@@ -101,11 +103,11 @@ def _measured(path: Path) -> list[str]:
     return [f"the run itself took {1e3 * np.median(np.diff(ends)):.0f} ms a step (median), over {stages} stages"]
 
 
-def _draw(path: Path, survey: Survey, job: Job, found: Outcome) -> None:
+def _draw(path: Path, cluster: ClusterProfile, job: Job, found: Estimate) -> None:
     ranks = [stage.ranks[0] for stage in found.plan.stages]
     codecs = {crossing: choice.name for crossing, choice in found.choices.items()}
-    trace = forecast_of(survey, job, found.plan).trace(codecs, ranks)
-    hosts = {rank: survey.devices[rank].host for rank in ranks}
+    trace = forecast_of(cluster, job, found.plan).trace(codecs, ranks)
+    hosts = {rank: cluster.devices[rank].host for rank in ranks}
     try:
         with replacing(path) as beside:
             draw_timeline(beside, trace, hosts, *steady_window(trace))

@@ -26,9 +26,9 @@ from accept_mpi.logs.reader import open_log
 from accept_mpi.models import load as load_model
 from accept_mpi.models.losses import find_loss
 from accept_mpi.planning.codec_choice import codings_of
-from accept_mpi.prediction.imputation import fill
-from accept_mpi.profiling.cluster_profile import Device, Survey
-from accept_mpi.profiling.layer_timer import MicroBatch, Subject, micro_batch, probe
+from accept_mpi.prediction.imputation import impute
+from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
+from accept_mpi.profiling.layer_timer import MicroBatch, Subject, micro_batch, time_layers
 from accept_mpi.profiling.layer_times import LayerTimes
 from accept_mpi.profiling.message_costs import codec_costs, message_cost
 from accept_mpi.profiling.outline import Outline, outline_of
@@ -53,14 +53,14 @@ class _Measured(NamedTuple):
     """Seconds of CPU that a message takes besides, this side of MPI."""
 
 
-def survey_of_log(path: Path, job: Job) -> Survey:
+def cluster_of_log(path: Path, job: Job) -> ClusterProfile:
     """What a run was planned from. Raises UserError where it was not planned by measuring, or tells nothing of this job:
     another model, another size of micro-batch, other threads, codecs that it did not measure."""
     with open_log(path) as log:
         if "survey" not in log:
             raise UserError(f'{path}: this run was not planned by measuring (pipeline.cuts = "auto")')
-        survey, ran = Survey.read(log["survey"]), msgspec.json.decode(log.attrs["job"])
-    timed, batch, count = survey.outline.samples, job.train.batch_size, job.train.micro_batches
+        cluster, ran = ClusterProfile.read(log["survey"]), msgspec.json.decode(log.attrs["job"])
+    timed, batch, count = cluster.outline.samples, job.train.batch_size, job.train.micro_batches
     if (asked := -(-batch // count)) != timed:
         raise UserError(
             f"{path}: layers were timed with {timed} samples a micro-batch, but train.batch_size = {batch} and "
@@ -70,7 +70,7 @@ def survey_of_log(path: Path, job: Job) -> Survey:
         wanted = codings_of(job)
     except ValueError as error:
         raise UserError(f"pipeline.forward or backward: {error}") from error
-    known = set.intersection(*({*device.encode} & {*device.decode} for device in survey.devices))
+    known = set.intersection(*({*device.encode} & {*device.decode} for device in cluster.devices))
     if missing := [name for name in wanted if name not in known]:
         raise UserError(
             f"{path}: this run did not measure what coding with {', '.join(missing)} takes; "
@@ -82,21 +82,23 @@ def survey_of_log(path: Path, job: Job) -> Survey:
             f"{path}: layers were timed with train.threads = {timed_threads}, the job asks for {threads}; "
             f"run this job to measure anew"
         )
-    if not _same_model(survey.outline, job, ran):
+    if not _same_model(cluster.outline, job, ran):
         raise UserError(
             f"{path}: the layers timed were those of another model than the job's, or took data of another shape or memory "
             f"format; run this job to measure anew"
         )
-    return _with_weights(survey) if job.pipeline.schedule == "zero-bubble" else survey
+    return _with_weights(cluster) if job.pipeline.schedule == "zero-bubble" else cluster
 
 
-def _with_weights(survey: Survey) -> Survey:
+def _with_weights(cluster: ClusterProfile) -> ClusterProfile:
     """The same, where what zero-bubble puts off was not measured since another schedule ran: half of each backward then."""
     devices = [
-        device if any(device.weights) else msgspec.structs.replace(device, weights=[v / 2 for v in device.backward])
-        for device in survey.devices
+        device
+        if any(device.weight_gradient)
+        else msgspec.structs.replace(device, weight_gradient=[v / 2 for v in device.backward])
+        for device in cluster.devices
     ]
-    return msgspec.structs.replace(survey, devices=devices)
+    return msgspec.structs.replace(cluster, devices=devices)
 
 
 def _same_model(timed: Outline, job: Job, ran: dict[str, Any]) -> bool:
@@ -120,7 +122,7 @@ def _sizes(model: Outline) -> tuple[bool, list[tuple[int, list[tuple[int, ...]]]
     return model.channels_last, [(layer.parameters, [spec.shape for spec in layer.inputs]) for layer in model.layers]
 
 
-def survey_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str]) -> Survey:
+def cluster_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str]) -> ClusterProfile:
     """A fleet on paper; times come from this machine."""
     measured: dict[tuple[str | None, int], _Measured] = {}
     devices = []
@@ -129,50 +131,54 @@ def survey_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str]) 
         if kind not in measured:
             measured[kind] = _measure_here(host, job, list(overrides))
         model, times, costs, message = measured[kind]
-        forward, backward, weights, update = (host.threads / host.cpu * fill([times], model)[:, 0]).tolist()
+        forward, backward, weights, update = (host.threads / host.cpu * impute([times], model)[:, 0]).tolist()
         devices.append(
-            Device(
+            DeviceProfile(
                 host=host.name,
                 forward=forward,
                 backward=backward,
-                weights=weights,
+                weight_gradient=weights,
                 update=update,
                 encode={name: encode / min(1.0, host.cpu) for name, (encode, _) in costs.items()},
                 decode={name: decode / min(1.0, host.cpu) for name, (_, decode) in costs.items()},
-                byte=_BYTE_CPU / min(1.0, host.cpu),
-                message=(_MESSAGE_CPU + message) / min(1.0, host.cpu),
+                seconds_per_byte=_BYTE_CPU / min(1.0, host.cpu),
+                seconds_per_message=(_MESSAGE_CPU + message) / min(1.0, host.cpu),
                 shared=True,
                 memory=planned((host.memory or 1 << 40) - _PROCESS),
             )
         )
     links = np.array([_bytes_per_second(host.link) for host in hosts])
     rate = np.minimum(links[:, None], links[None, :])
-    return Survey(model, devices, rate.tolist(), np.full_like(rate, _LATENCY).tolist())
+    return ClusterProfile(model, devices, rate.tolist(), np.full_like(rate, _LATENCY).tolist())
 
 
-def joined(survey: Survey, more: Survey) -> Survey:
+def joined(cluster: ClusterProfile, more: ClusterProfile) -> ClusterProfile:
     """Both surveys' devices; a link between two of them is as fast as the slower one's own. Raises UserError."""
-    if more.outline.key != survey.outline.key:
+    if more.outline.key != cluster.outline.key:
         raise UserError("the added devices were timed on another model or size of micro-batch than the log's")
-    both = Survey(survey.outline, survey.devices + more.devices, [], [])
-    count, before = len(both.devices), len(survey.devices)
-    nics = np.array([survey.nic(n) for n in range(before)] + [more.nic(n) for n in range(count - before)])
-    rate, latency = np.minimum(nics[:, None], nics[None, :]), np.full((count, count), _LATENCY)
-    rate[:before, :before], latency[:before, :before] = survey.rate, survey.latency
+    both = ClusterProfile(cluster.outline, cluster.devices + more.devices, [], [])
+    count, before = len(both.devices), len(cluster.devices)
+    host_links = np.array([cluster.host_link(n) for n in range(before)] + [more.host_link(n) for n in range(count - before)])
+    rate, latency = np.minimum(host_links[:, None], host_links[None, :]), np.full((count, count), _LATENCY)
+    rate[:before, :before], latency[:before, :before] = cluster.rate, cluster.latency
     return msgspec.structs.replace(both, rate=rate.tolist(), latency=latency.tolist())
 
 
-def with_links(survey: Survey, links: Mapping[str, float]) -> Survey:
+def with_links(cluster: ClusterProfile, links: Mapping[str, float]) -> ClusterProfile:
     """The same with other links (Mbit/s) of some hosts, all at once: between two hosts the slower one's own link counts, and
     ranks that share a host keep what they have. Raises UserError where there is no such host."""
-    hosts = [device.host for device in survey.devices]
+    hosts = [device.host for device in cluster.devices]
     for host in links:
         if host not in hosts:
             raise UserError(f"--link {host}: no such host; there are {', '.join(dict.fromkeys(hosts))}")
-    nics = np.array([_bytes_per_second(links[host]) if host in links else survey.nic(n) for n, host in enumerate(hosts)])
+    host_links = np.array(
+        [_bytes_per_second(links[host]) if host in links else cluster.host_link(n) for n, host in enumerate(hosts)]
+    )
     names, touched = np.array(hosts), np.isin(hosts, list(links))
     crossing = (names[:, None] != names) & (touched[:, None] | touched)
-    return msgspec.structs.replace(survey, rate=np.where(crossing, np.minimum(nics[:, None], nics), survey.rate).tolist())
+    return msgspec.structs.replace(
+        cluster, rate=np.where(crossing, np.minimum(host_links[:, None], host_links), cluster.rate).tolist()
+    )
 
 
 def _bytes_per_second(mbit: float | None) -> float:
@@ -201,7 +207,7 @@ def _measure(path: Path, overrides: list[str]) -> _Measured:
     train, _ = load_data(job.data.name, job.data.args, job.model)
     batch = micro_batch(train, job)
     model = outline_of(chain, job, batch.inputs, batch.tree, batch.samples)
-    times = probe(Subject(chain, model, job, find_loss(job.train.loss), *batch), job.pipeline.probe_seconds)
+    times = time_layers(Subject(chain, model, job, find_loss(job.train.loss), *batch), job.pipeline.probe_seconds)
     codings = codings_of(job)
     costs = codec_costs(codings)
     coded = max(codings.values(), key=lambda coding: coding.kind != "none")

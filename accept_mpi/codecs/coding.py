@@ -19,9 +19,9 @@ from accept_mpi.kernels.options import compiled
 from accept_mpi.registry import nearest
 
 Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
-Kind = Literal["none", "bf16", "fp16", "uniform", "mbq"]
-KINDS: tuple[Kind, ...] = ("none", "bf16", "fp16", "uniform", "mbq")
+F32 = npt.NDArray[np.float32]
+CodecKind = Literal["none", "bf16", "fp16", "uniform", "mbq"]
+KINDS: tuple[CodecKind, ...] = ("none", "bf16", "fp16", "uniform", "mbq")
 _EXAMPLES = "none, bf16, fp16, uniform:4, uniform:2/256+sr, mbq:2"
 _MODULES = {"bf16": "half", "uniform": "uniform", "mbq": "mbq"}
 _MOST_BITS = {"uniform": 8, "mbq": 4}
@@ -30,7 +30,7 @@ _MOST_BITS = {"uniform": 8, "mbq": 4}
 class Coding(msgspec.Struct, frozen=True):
     """A codec with its options."""
 
-    kind: Kind = "none"
+    kind: CodecKind = "none"
     bits: int = 0
     group: int = 0
     stochastic: bool = False
@@ -46,7 +46,7 @@ class Coding(msgspec.Struct, frozen=True):
             return 2 * values
         return _kernels(self.kind).encoded_bytes(values, self.bits, self.group)
 
-    def encode(self, x: Floats, out: Bytes, key: int) -> bool:
+    def encode(self, x: F32, out: Bytes, key: int) -> bool:
         """Code ``x`` (1-D float32) into ``out``; False where it cannot be coded: not finite, or too large.
 
         ``key``: 64 bits that decide stochastic rounding.
@@ -64,7 +64,7 @@ class Coding(msgspec.Struct, frozen=True):
             return kernels.encode(x, self.bits, self.group, out, key) == kernels.CODED
         return kernels.encode(x, self.bits, self.group, out) == kernels.CODED
 
-    def decode(self, data: Bytes, x: Floats) -> None:
+    def decode(self, data: Bytes, x: F32) -> None:
         """The values that ``encode`` wrote, into ``x``."""
         if self.kind == "bf16":
             _kernels("bf16").from_bf16(data.view(np.uint16), x.view(np.uint32))
@@ -97,7 +97,7 @@ def parse(text: str, gradients: bool) -> Coding:
     return Coding(kind, bits, group, stochastic)  # type: ignore[arg-type]
 
 
-def _kernels(kind: Kind) -> Any:
+def _kernels(kind: CodecKind) -> Any:
     return compiled(f"accept_mpi.kernels.{_MODULES[kind]}")
 
 

@@ -108,7 +108,7 @@ Specs = tuple[TensorSpec, ...]
 Tensors = tuple[torch.Tensor | None, ...]
 
 
-class Signature(msgspec.Struct, frozen=True):
+class BoundarySpecs(msgspec.Struct, frozen=True):
     """What crosses one boundary, by the number of samples of the micro-batch."""
 
     forward: dict[int, Specs]

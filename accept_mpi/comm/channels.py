@@ -54,10 +54,10 @@ class Plane(Protocol):
 
     def wake(self) -> None: ...
 
-    def report_uncoded(self, header: Header, end: "Endpoint") -> None: ...
+    def report_uncoded(self, header: Header, end: "Channel") -> None: ...
 
 
-class Endpoint(NamedTuple):
+class Channel(NamedTuple):
     """One direction of one boundary as seen from one rank."""
 
     peer: int
@@ -120,10 +120,10 @@ class Slots:
         return size
 
 
-class Outgoing:
+class Sender:
     """Where the computing thread puts tensors for a peer."""
 
-    def __init__(self, plane: Plane, end: Endpoint) -> None:
+    def __init__(self, plane: Plane, end: Channel) -> None:
         self.end = end
         self._plane = plane
         self._room = threading.Semaphore(end.limit + _SENDS_POSTED)
@@ -226,10 +226,10 @@ class Outgoing:
         return [*requests, comm.Issend([message, MPI.BYTE], self.end.peer, tag)]
 
 
-class Incoming:
+class Receiver:
     """Where the computing thread takes a peer's tensors from, in the order of the schedule."""
 
-    def __init__(self, plane: Plane, end: Endpoint, comm: MPI.Intracomm) -> None:
+    def __init__(self, plane: Plane, end: Channel, comm: MPI.Intracomm) -> None:
         self.end = end
         self._plane = plane
         self._comm = comm

@@ -16,17 +16,17 @@ from mpi4py import MPI
 
 from accept_mpi.codecs.message import Header
 from accept_mpi.comm.background import Background
-from accept_mpi.comm.channels import Endpoint, Incoming, Outgoing
+from accept_mpi.comm.channels import Channel, Receiver, Sender
 from accept_mpi.comm.messenger import Message, Messenger
 from accept_mpi.errors import DeadlineError
 from accept_mpi.logs.recorder import Recorder
 from accept_mpi.polling import (
-    _LIVELY_SECONDS,
-    _POLL_ALONE,
-    _POLL_AWAITED,
-    _POLL_IDLE,
-    _POLL_RARE,
-    _POLL_SENDING,
+    LIVELY_SECONDS,
+    POLL_ALONE,
+    POLL_AWAITED,
+    POLL_IDLE,
+    POLL_RARE,
+    POLL_SENDING,
 )
 
 _ABANDON_SECONDS = 5.0
@@ -56,8 +56,8 @@ class DataPlane(threading.Thread):
         self._recorder = recorder
         self._handle = handle
         self._shares_core = shares_core
-        self._outgoing: list[Outgoing] = []
-        self._incoming: list[Incoming] = []
+        self._outgoing: list[Sender] = []
+        self._incoming: list[Receiver] = []
         self._posts: queue.SimpleQueue[tuple[int, str, Any] | None] = queue.SimpleQueue()
         self.background = Background(messenger)
         self._not_taken: list[Message] = []
@@ -69,14 +69,14 @@ class DataPlane(threading.Thread):
         self._error: BaseException | None = None
         self.awaited = False
 
-    def outgoing(self, end: Endpoint) -> Outgoing:
+    def outgoing(self, end: Channel) -> Sender:
         """Add an endpoint to send through (before ``start``)."""
-        self._outgoing.append(Outgoing(self, end))
+        self._outgoing.append(Sender(self, end))
         return self._outgoing[-1]
 
-    def incoming(self, end: Endpoint) -> Incoming:
+    def incoming(self, end: Channel) -> Receiver:
         """Add an endpoint to receive through (before ``start``)."""
-        self._incoming.append(Incoming(self, end, self._comm))
+        self._incoming.append(Receiver(self, end, self._comm))
         return self._incoming[-1]
 
     def post(self, dest: int, kind: str, body: Any, bulk: bool = False) -> None:
@@ -89,7 +89,7 @@ class DataPlane(threading.Thread):
     def wake(self) -> None:
         self._posts.put(None)
 
-    def report_uncoded(self, header: Header, end: Endpoint) -> None:
+    def report_uncoded(self, header: Header, end: Channel) -> None:
         """Tell rank 0 of a message whose values could not be coded; of the first few."""
         if self._uncoded < _UNCODED_REPORTED:
             text = f"micro-batch {header.micro_batch}: {end} were not finite and went uncoded"
@@ -162,12 +162,12 @@ class DataPlane(threading.Thread):
         """Seconds to the next look."""
         if not (self._outgoing or self._incoming):
             # Others send one message at a time: what comes at all should not wait long.
-            return _POLL_SENDING if time.monotonic() - self._moved < _LIVELY_SECONDS else _POLL_ALONE
+            return POLL_SENDING if time.monotonic() - self._moved < LIVELY_SECONDS else POLL_ALONE
         if self.awaited:
-            return _POLL_AWAITED
+            return POLL_AWAITED
         if any(out.sends_bulk for out in self._outgoing):
-            return _POLL_SENDING
-        return _POLL_RARE if self._shares_core and not self._expects_much() else _POLL_IDLE
+            return POLL_SENDING
+        return POLL_RARE if self._shares_core and not self._expects_much() else POLL_IDLE
 
     def _pause(self) -> None:
         """Sleep until the next look is due, or the computing thread has something."""

@@ -111,9 +111,9 @@ class PairRates(NamedTuple):
     """Bytes/s that come from each rank; infinite from itself."""
     latency: list[float]
     """Seconds that a short message takes to come from each rank."""
-    cpu: float
+    seconds_per_byte: float
     """Seconds of CPU to send or receive a byte."""
-    message: float
+    seconds_per_message: float
     """Seconds of CPU to send or receive a message, its bytes apart."""
 
 

@@ -27,7 +27,7 @@ _BEGIN = Position(0, 0, 0)
 
 
 @dataclass(frozen=True)
-class Batches:
+class Calendar:
     """The calendar of a run. Steps count from 0 over the whole run; a micro-batch holds ``micro`` samples, the last of a
     batch perhaps fewer. A short batch at the end of an epoch has fewer micro-batches, not smaller ones, so that shapes
     stay few and BatchNorm sees what it always sees. A run that goes on from a checkpoint has a calendar ``since`` then."""
@@ -78,7 +78,7 @@ class Batches:
 
     def sizes(self, step: int) -> list[int]:
         """Samples of each micro-batch of ``step``."""
-        return cut(min(self.batch_size, self.samples - self.position(step).seen), self.micro)
+        return micro_batch_sizes(min(self.batch_size, self.samples - self.position(step).seen), self.micro)
 
     def every_size(self) -> set[int]:
         """Of all micro-batches that there will be: of whole batches and of those at an epoch's end."""
@@ -89,7 +89,7 @@ class Batches:
     @property
     def most(self) -> int:
         """Micro-batches of a whole batch."""
-        return len(cut(min(self.batch_size, self.samples), self.micro))
+        return len(micro_batch_sizes(min(self.batch_size, self.samples), self.micro))
 
     def indices(self, step: int) -> list[Indices]:
         """Sample numbers of each micro-batch of ``step``."""
@@ -103,14 +103,14 @@ def _order(samples: int, seed: int, epoch: int) -> Indices:
     return np.random.Generator(np.random.Philox(mix(ORDER, seed, epoch))).permutation(samples)
 
 
-def cut(samples: int, micro: int) -> list[int]:
+def micro_batch_sizes(samples: int, micro: int) -> list[int]:
     """Sizes of the micro-batches of ``samples`` samples: all ``micro``, but for a last, smaller one."""
     return [micro] * (samples // micro) + ([samples % micro] if samples % micro else [])
 
 
 def per_step(batch_size: int, micro_batches: int) -> int:
     """Micro-batches of a whole batch: fewer than asked for where samples do not share out evenly (33 among 32: 17)."""
-    return len(cut(batch_size, -(-batch_size // micro_batches)))
+    return len(micro_batch_sizes(batch_size, -(-batch_size // micro_batches)))
 
 
 def in_order(samples: int, micro: int) -> Iterator[Indices]:
@@ -130,7 +130,7 @@ def segments(first: int, last: int, pauses: list[tuple[int, int]]) -> Iterator[r
 
 
 @dataclass(frozen=True)
-class Course:
+class Milestones:
     """The steps that a run makes, and after which it pauses to evaluate or to keep a checkpoint."""
 
     first: int

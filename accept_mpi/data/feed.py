@@ -18,7 +18,7 @@ from xxhash import xxh3_64
 from accept_mpi import tree
 from accept_mpi.data import Dataset, Samples, draws_both, fetch
 from accept_mpi.data.base import Indices
-from accept_mpi.data.calendar import Batches
+from accept_mpi.data.calendar import Calendar
 from accept_mpi.errors import DeadlineError, UserError
 from accept_mpi.plan import Place
 from accept_mpi.seeds import AUGMENT, mix
@@ -77,7 +77,7 @@ class Feed:
 
     def __init__(
         self,
-        batches: Batches,
+        batches: Calendar,
         data: Dataset | None,
         place: Place,
         shares: Callable[[Sequence[Any], Sequence[int]], list[float]] | None,

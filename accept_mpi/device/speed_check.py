@@ -14,7 +14,7 @@ _SECONDS = 0.35  # longer than a few periods of a CPU quota
 _SIZE = 160
 
 
-class Pulse:
+class SpeedCheck:
     """1.0 is as fast as when this was made."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ _RANKS_HERE = "OMPI_COMM_WORLD_LOCAL_SIZE"
 _TEXT = re.compile(r"([\w-]{1,100})/(\d{1,9})(?:/(\d{1,5}(?:,\d{1,5})*)?)?", re.ASCII)
 
 
-class Supervised(msgspec.Struct, frozen=True):
+class RunIdentity(msgspec.Struct, frozen=True):
     """``NAME/NUMBER/SLOTS``, an option of ``train``'s command line."""
 
     name: str
@@ -24,12 +24,12 @@ class Supervised(msgspec.Struct, frozen=True):
         return "/".join([self.name, str(self.number), ",".join(map(str, self.slots))])
 
     @staticmethod
-    def parse(text: str) -> "Supervised":
+    def parse(text: str) -> "RunIdentity":
         """Raises ValueError."""
         found = _TEXT.fullmatch(text)
         if not found:
             raise ValueError(f'expected NAME/NUMBER, got "{text}"')
-        return Supervised(found[1], int(found[2]), tuple(map(int, found[3].split(","))) if found[3] else ())
+        return RunIdentity(found[1], int(found[2]), tuple(map(int, found[3].split(","))) if found[3] else ())
 
     def misplaced(self, rank: int) -> str | None:
         """What is wrong where mpirun has started other ranks beside this one than the host file asks for; else None."""

@@ -26,7 +26,7 @@ from accept_mpi.job_file import parse, read_text
 from accept_mpi.launch import host_file
 from accept_mpi.launch.host_file import Host, answering
 from accept_mpi.launch.ownership import Lock
-from accept_mpi.launch.run_identity import Supervised
+from accept_mpi.launch.run_identity import RunIdentity
 from accept_mpi.launch.stop_signals import heeded
 
 _POLL = 0.5
@@ -129,7 +129,7 @@ class Supervisor:
         self._all = host_file.read_hosts(request.hostfile) if request.hostfile else []
         self._lock = Lock(Path(self._job.output.directory), "launch")
         began = datetime.now(UTC)
-        self._supervised = Supervised(f"{began:%Y%m%d-%H%M%S}-{secrets.token_hex(6)}", 1)
+        self._supervised = RunIdentity(f"{began:%Y%m%d-%H%M%S}-{secrets.token_hex(6)}", 1)
         self._signals: list[int] = []
         self._scratch = tempfile.TemporaryDirectory(prefix="accept_mpi-launch-")
 

@@ -11,7 +11,7 @@ Layout, version 1 (attribute ``version`` of the root; ``format`` is "accept-mpi 
                       run began
 ``/events``           what happened besides (checkpoints, warnings, the end): EVENTS
 ``/plans``            who held which layers from when on: PLANS (``plan`` is the first one)
-``/survey``           what devices and links were measured to do before "auto" cuts (``survey``), if they were
+``/survey``           what devices and links were measured to do before "auto" cuts (``cluster``), if they were
 ====================  ====================================================================================
 
 The file appears under its name only when its layout is complete, and is in HDF5's single-writer multiple-readers mode from

@@ -16,7 +16,7 @@ Key = tuple[int, int]  # step, micro-batch
 
 
 @dataclass
-class _InFlight:
+class InFlight:
     """A micro-batch between its F and its B (or W)."""
 
     boxes: list[Box]
@@ -26,7 +26,7 @@ class _InFlight:
     work: list[Any] = field(default_factory=list)
 
 
-class Forward(NamedTuple):
+class Outputs(NamedTuple):
     """What F gives."""
 
     outputs: Tensors

@@ -32,8 +32,8 @@ behind the stage, so that a transfer counts like a stage.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-Kind = Literal["gpipe", "1f1b", "1f1b-async", "zero-bubble"]
-KINDS: tuple[Kind, ...] = ("gpipe", "1f1b", "1f1b-async", "zero-bubble")
+ScheduleKind = Literal["gpipe", "1f1b", "1f1b-async", "zero-bubble"]
+KINDS: tuple[ScheduleKind, ...] = ("gpipe", "1f1b", "1f1b-async", "zero-bubble")
 _SLACK_FOR_WHOLE = 2
 
 
@@ -66,7 +66,7 @@ def parse(text: str) -> list[Action]:
     return actions
 
 
-def depth(kind: Kind, stage: int, stages: int, micro_batches: int, slack: int = 0) -> int:
+def max_in_flight(kind: ScheduleKind, stage: int, stages: int, micro_batches: int, slack: int = 0) -> int:
     """Most micro-batches in flight at ``stage``: F done, and B (zero-bubble: W or BW) not.
 
     gpipe: all of a step. 1f1b: P - s. zero-bubble: P (Qi et al.: the peak of 1F1B, at every stage). Each plus ``slack`` for
@@ -78,7 +78,7 @@ def depth(kind: Kind, stage: int, stages: int, micro_batches: int, slack: int = 
 
 
 def actions(
-    kind: Kind, stage: int, stages: int, counts: Sequence[int], slack: int = 0, vertical_sync: bool = False
+    kind: ScheduleKind, stage: int, stages: int, counts: Sequence[int], slack: int = 0, vertical_sync: bool = False
 ) -> list[Action]:
     """Actions of ``stage`` for a segment: ``counts[i]`` micro-batches in its step ``i``. The pipeline is empty before and
     after; within it only "1f1b-async" goes from step to step without draining."""
@@ -86,7 +86,7 @@ def actions(
 
 
 def walk(
-    kind: Kind, stage: int, stages: int, counts: Sequence[int], slack: int = 0, vertical_sync: bool = False
+    kind: ScheduleKind, stage: int, stages: int, counts: Sequence[int], slack: int = 0, vertical_sync: bool = False
 ) -> Iterator[Action]:
     """``actions``, one after another: a segment may be the whole of a long run."""
     if kind == "1f1b-async":
@@ -103,7 +103,7 @@ def forward_only(count: int) -> list[Action]:
     return [Action("E", 0, k) for k in range(count)]
 
 
-def _synchronous(kind: Kind, stage: int, stages: int, counts: Sequence[int], slack: int) -> Iterator[Action]:
+def _synchronous(kind: ScheduleKind, stage: int, stages: int, counts: Sequence[int], slack: int) -> Iterator[Action]:
     for step, count in enumerate(counts):
         whole = _whole(stage, stages, count, slack) if kind == "zero-bubble" else 0
         for letter, k in _one_step(kind, stage, stages, count, slack, whole):
@@ -111,10 +111,10 @@ def _synchronous(kind: Kind, stage: int, stages: int, counts: Sequence[int], sla
         yield Action("U", step, -1, step)
 
 
-def _one_step(kind: Kind, stage: int, stages: int, count: int, slack: int, whole: int) -> Iterable[tuple[str, int]]:
+def _one_step(kind: ScheduleKind, stage: int, stages: int, count: int, slack: int, whole: int) -> Iterable[tuple[str, int]]:
     if kind == "gpipe":
         return [("F", k) for k in range(count)] + [("B", k) for k in range(count)]
-    admitted = min(depth("1f1b", stage, stages, count, slack), count)
+    admitted = min(max_in_flight("1f1b", stage, stages, count, slack), count)
     if kind == "zero-bubble":
         return _zero_bubble(admitted, stage, count, whole)
     return _one_forward_one_backward(admitted, count)
@@ -134,7 +134,7 @@ def _whole(stage: int, stages: int, count: int, slack: int) -> int:
     """How many of a step's first micro-batches have one B for all."""
     if stage == 0:
         return count
-    return max(0, count - depth("1f1b", stage, stages, count, slack) - stage) if slack >= _SLACK_FOR_WHOLE else 0
+    return max(0, count - max_in_flight("1f1b", stage, stages, count, slack) - stage) if slack >= _SLACK_FOR_WHOLE else 0
 
 
 def _zero_bubble(admitted: int, lag: int, count: int, whole: int) -> list[tuple[str, int]]:
@@ -155,7 +155,7 @@ def _zero_bubble(admitted: int, lag: int, count: int, whole: int) -> list[tuple[
 
 def _asynchronous(stage: int, stages: int, counts: Sequence[int], slack: int) -> Iterator[Action]:
     total = sum(counts)
-    admitted = min(depth("1f1b", stage, stages, total, slack), total)
+    admitted = min(max_in_flight("1f1b", stage, stages, total, slack), total)
     places = {letter: ((step, k) for step, count in enumerate(counts) for k in range(count)) for letter in "FB"}
     updates = 0
     for letter, _ in _one_forward_one_backward(admitted, total):

@@ -74,7 +74,7 @@ def simulate(
     return Simulated(makespan=max(clock, default=0.0), busy=busy, spans=spans, transfers=transfers)
 
 
-class Packed:
+class PackedSchedule:
     """Action lists as arrays, for ``simulate_packed``: made once, run on many times."""
 
     KINDS = "FBWU"
@@ -105,12 +105,12 @@ class Packed:
 
 def action_seconds(seconds: npt.NDArray[np.float64], stage: int, action: Action) -> float:
     """What an action takes, by ``seconds`` (stages, 4) of F, B, W and U: a B that leaves nothing to W takes both."""
-    found = float(seconds[stage, Packed.KINDS.index(action.kind)])
-    return found + float(seconds[stage, Packed.KINDS.index("W")]) if action.kind == "B" and action.whole else found
+    found = float(seconds[stage, PackedSchedule.KINDS.index(action.kind)])
+    return found + float(seconds[stage, PackedSchedule.KINDS.index("W")]) if action.kind == "B" and action.whole else found
 
 
 def simulate_packed(
-    packed: Packed, seconds: npt.NDArray[np.float64], transfers: npt.NDArray[np.float64]
+    packed: PackedSchedule, seconds: npt.NDArray[np.float64], transfers: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Starts and ends of all actions, as ``simulate`` finds them. ``seconds`` (stages, 4) of F, B, W and U; ``transfers``
     (stages - 1, 2): activations ahead, gradients back.

@@ -18,7 +18,7 @@ from accept_mpi.models.losses import Divisors, Loss, Result
 from accept_mpi.models.shared import lay_out
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.graph_edges import Box, Seeded, finite
-from accept_mpi.pipeline.micro_batch import Forward, Inputs, Key, _InFlight
+from accept_mpi.pipeline.micro_batch import InFlight, Inputs, Key, Outputs
 from accept_mpi.pipeline.optimizer import make_optimizer, update
 from accept_mpi.pipeline.state import check_state, load_layer, state_of
 from accept_mpi.pipeline.untouched import untouched
@@ -56,7 +56,7 @@ class Stage:
         self.optimizer = make_optimizer(job.train.optimizer, job.lr, [p for p in self._weights.updated if p.requires_grad])
         self._deferred = DeferredWeights(self.layers) if job.pipeline.schedule == "zero-bubble" else None
         self._anchor = torch.zeros((), requires_grad=True)
-        self.in_flight: dict[Key, _InFlight] = {}
+        self.in_flight: dict[Key, InFlight] = {}
         self._divisors = Divisors()
         self._searches = 3
         self._setting_up = False
@@ -104,7 +104,7 @@ class Stage:
         whole: bool = False,
         of: Tree | None = None,
         samples: int | None = None,
-    ) -> Forward:
+    ) -> Outputs:
         """F. ``inputs`` come from the wire or the data set, and are the tensors ``of`` a tree (by default one alone, or a
         tuple of several); ``version`` counts updates since the segment began; on the last stage ``target`` is wanted, and
         ``samples``, and the micro-batch's loss has this ``share`` in the step's (``Loss.shares``). ``whole``: in the
@@ -123,8 +123,8 @@ class Stage:
         weights = self._weights.end(version)
         if suspect == 0 and not finite(outputs):
             suspect = self._search(step, micro_batch, inputs, of)
-        self.in_flight[step, micro_batch] = _InFlight(boxes, outputs, weights, whole)
-        return Forward(() if result else tuple(outputs), result, suspect, given)
+        self.in_flight[step, micro_batch] = InFlight(boxes, outputs, weights, whole)
+        return Outputs(() if result else tuple(outputs), result, suspect, given)
 
     def backward(self, step: int, micro_batch: int, gradients: Tensors) -> Tensors:
         """B: gradients of the inputs that want one, for the stage before; ``gradients`` is empty on the last stage."""
@@ -190,14 +190,14 @@ class Stage:
     @torch.no_grad()
     def evaluate(
         self, inputs: Tensors, target: Any, of: Tree | None = None, micro_batch: int = 0, samples: int | None = None
-    ) -> Forward:
+    ) -> Outputs:
         """E, within ``evaluating``: outputs for the next stage, or the result on the last."""
         value = self._through(inputs, of, partial(evaluation_seed, self._seed, micro_batch))
         if self._loss is None:
             outputs, given = taken_apart(self._last, self.names[-1], value)
-            return Forward(tuple(outputs), None, 0, given)
+            return Outputs(tuple(outputs), None, 0, given)
         result, _ = self._judge(-1, value, target, 1.0, samples)
-        return Forward((), result, 0)
+        return Outputs((), result, 0)
 
     # -- the first forward of all --------------------------------------------------------------------------------------
 
@@ -322,7 +322,7 @@ class Stage:
         return value
 
     @contextmanager
-    def _going_back(self, flight: _InFlight) -> Iterator[None]:
+    def _going_back(self, flight: InFlight) -> Iterator[None]:
         """Within: weights are those of a micro-batch's F; what raises is the user's."""
         newest = self._weights.meet(flight.weights)
         try:

@@ -22,9 +22,9 @@ from accept_mpi.job import Job
 from accept_mpi.logs.format import KINDS, Rows
 from accept_mpi.logs.observers import Evaluated, StepDone
 from accept_mpi.plan import Plan
-from accept_mpi.planning.estimate import outcome, settled
+from accept_mpi.planning.estimate import estimate, with_codecs
 from accept_mpi.planning.planner import moving, plan_for
-from accept_mpi.profiling.cluster_profile import Survey
+from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 WINDOW = 5
 """Steps that are looked at together, at least."""
@@ -51,7 +51,7 @@ class Proposal(msgspec.Struct, frozen=True):
     """A plan that pays back its cost."""
 
     plan: Plan
-    survey: Survey
+    cluster: ClusterProfile
     """With the devices' speeds of now."""
     saves: float
     """Seconds a step."""
@@ -68,9 +68,9 @@ class Adapter:
         self._job, self._last_step = job, last_step
         self.proposal: Proposal | None = None
 
-    def begin(self, plan: Plan, survey: Survey, ask: Callable[[], None]) -> None:
-        """A term begins with this plan; ``survey`` has its devices in the order of their ranks."""
-        self._plan, self._survey, self._ask = plan, survey, ask
+    def begin(self, plan: Plan, cluster: ClusterProfile, ask: Callable[[], None]) -> None:
+        """A term begins with this plan; ``cluster`` has its devices in the order of their ranks."""
+        self._plan, self._cluster, self._ask = plan, cluster, ask
         self.proposal = None
         self._rows: list[Rows] = []
         self._after = self._first = self._looked = -1
@@ -83,7 +83,7 @@ class Adapter:
         """Seconds that windows in a row have lost by this plan."""
         self._seen: set[int] = set()
         """Ranks with enough to do to show how fast they are."""
-        self._beats: dict[int, list[float]] = {rank: [] for rank in range(len(survey.devices))}
+        self._beats: dict[int, list[float]] = {rank: [] for rank in range(len(cluster.devices))}
 
     def pulse(self, rank: int, factor: float) -> None:
         """A device that is idle, or mostly waits, takes this many times as long for the same as when it was measured."""
@@ -155,7 +155,7 @@ class Adapter:
         found = {rank: self._change(rank) for rank in self._beats}
         for s, stage in enumerate(self._plan.stages):
             rank = stage.ranks[0]
-            device, mine = self._survey.devices[rank], slice(stage.start, stage.stop)
+            device, mine = self._cluster.devices[rank], slice(stage.start, stage.stop)
             expected = float(sum(device.forward[mine]) + sum(device.backward[mine]))
             rows = window[window["stage"] == s]
             beat, found[rank] = found[rank], 1.0
@@ -176,7 +176,7 @@ class Adapter:
 
     def _change(self, rank: int) -> float:
         """By its pulse, how many times as long a device takes as when the term began."""
-        beats, whole = self._beats[rank], math.log(self._survey.devices[rank].factor)
+        beats, whole = self._beats[rank], math.log(self._cluster.devices[rank].factor)
         if not beats:
             return 1.0
         newest = [math.log(beat / beats[0]) for beat in beats[-2:]]
@@ -190,16 +190,16 @@ class Adapter:
 
     def propose(self, factors: dict[int, float], steps: int) -> Proposal | None:
         """The plan for devices that take ``factors`` as long, where it pays within so many steps."""
-        survey = self._scaled(factors)
-        now = outcome(survey, self._job, self._plan)
-        held = [self._plan.layers_of(rank) for rank in range(len(survey.devices))]
+        cluster = self._scaled(factors)
+        now = estimate(cluster, self._job, self._plan)
+        held = [self._plan.layers_of(rank) for rank in range(len(cluster.devices))]
         try:
-            best = plan_for(survey, self._job, held)
+            best = plan_for(cluster, self._job, held)
         except UserError:
             return None
         if best.step > (1 - _WORTH) * now.step:
             return None
-        cost = moving(survey, best.plan, held)[0] + _BUILD_STEPS * best.step + _BUILD_SECONDS
+        cost = moving(cluster, best.plan, held)[0] + _BUILD_STEPS * best.step + _BUILD_SECONDS
         saves = now.step - best.step
         if saves * steps < _MARGIN * cost:
             return None
@@ -208,12 +208,12 @@ class Adapter:
             f"rank {slow} takes {factors[slow]:.2g} x what it took: "
             f"a step of {1e3 * now.step:.0f} ms should become {1e3 * best.step:.0f} ms, moving takes about {cost:.1f} s"
         )
-        return Proposal(settled(best), survey, saves, cost, text)
+        return Proposal(with_codecs(best), cluster, saves, cost, text)
 
-    def _scaled(self, factors: dict[int, float]) -> Survey:
+    def _scaled(self, factors: dict[int, float]) -> ClusterProfile:
         """The survey with devices that take ``factors`` as long. What is within the noise of what all have in common, or of
         what a device measured at first, is taken to be that: otherwise plans would wander."""
-        devices, common = list(self._survey.devices), float(np.median(list(factors.values())))
+        devices, common = list(self._cluster.devices), float(np.median(list(factors.values())))
         for rank, found in factors.items():
             device = devices[rank]
             factor = common if abs(math.log(found / common)) < _NOISE else found
@@ -221,7 +221,7 @@ class Adapter:
                 factor = 1 / device.factor
             assumed = device.assumed and rank not in self._seen
             devices[rank] = msgspec.structs.replace(device.slowed(factor), assumed=assumed)
-        return msgspec.structs.replace(self._survey, devices=devices)
+        return msgspec.structs.replace(self._cluster, devices=devices)
 
     def step(self, done: StepDone) -> None:
         pass

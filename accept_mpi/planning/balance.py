@@ -13,7 +13,7 @@ _HARDLY = 1.02  # times the bottleneck
 _HELP = 0.97  # times the norm, from which on idle devices are taken in
 
 
-def spread(problem: Problem, plan: Solution) -> Solution:
+def balance(problem: Problem, plan: Solution) -> Solution:
     """A plan with hardly a worse bottleneck and step (2 %) and what is not at it spread evenly (ours). One stage, or a link,
     often decides alone; the search stops there, and leaves others as slow as that one although they need not be, where any
     of them that takes longer than was foreseen delays all. Idle devices help where that makes less (3 %) of the stages.
@@ -29,7 +29,7 @@ def spread(problem: Problem, plan: Solution) -> Solution:
     whole = cost(problem, plan)
     cap, longest = whole.bottleneck * _HARDLY * (1 + 1e-9), whole.step * _HARDLY * (1 + 1e-9)
     apart = problem.rate[~np.eye(problem.devices, dtype=bool)] if problem.devices > 1 else np.array([np.inf])
-    rates = [min(float(of(apart)), float(of(problem.nic))) for of in (np.median, np.min)]
+    rates = [min(float(of(apart)), float(of(problem.host_link))) for of in (np.median, np.min)]
     orders = (plan.devices, tuple(everyone) if in_order else (*plan.devices, *idle))
     for order, rate in itertools.product(orders, rates):
         found = _evenly(problem, order, cap, rate)
@@ -51,9 +51,9 @@ def _evenly(problem: Problem, order: Sequence[int], cap: float, rate: float) -> 
     """The least norm below the cap, with devices in this order, any of them idle. All links are taken to carry ``rate``, so
     what is found is to be checked."""
     n, layers = problem.devices, problem.layers
-    coding = problem.coding if problem.coding is not None else np.zeros((n, len(problem.bits)))
+    coding = problem.coding if problem.coding is not None else np.zeros((n, len(problem.bytes_per_value)))
     # In front of each layer, the codec that costs devices least and is fast enough.
-    messages = problem.values[:, None] * problem.bits + problem.other[:, None]
+    messages = problem.values[:, None] * problem.bytes_per_value + problem.other[:, None]
     handling = np.where(messages <= cap * rate, problem.values[:, None] * coding.mean(axis=0), np.inf)
     codecs = handling.argmin(axis=1)
     place = np.arange(layers + 1)
@@ -71,7 +71,7 @@ def _evenly(problem: Problem, order: Sequence[int], cap: float, rate: float) -> 
             took = took + problem.extra_seconds[device]
         good = (
             (took <= cap)
-            & (size[None, :] + size[:, None] <= cap * problem.nic[device])
+            & (size[None, :] + size[:, None] <= cap * problem.host_link[device])
             & possible[None, :]
             & possible[:, None]
         )

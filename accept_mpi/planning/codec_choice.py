@@ -15,7 +15,7 @@ from accept_mpi.codecs.coding import Coding, parse
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, Pipeline
 from accept_mpi.plan import Plan
-from accept_mpi.planning.forecast import Direction, Forecast
+from accept_mpi.planning.forecast import Crossing, Forecast
 
 AUTO = "auto"
 TOLERANCE = 0.02
@@ -42,7 +42,7 @@ def ladder(floor: int) -> dict[str, Coding]:
     return {name: parse(name, False) for name, bits in _LADDER if bits >= floor}
 
 
-def choose(forecast: Forecast, fixed: dict[Direction, str], floor: int) -> tuple[dict[Direction, Choice], float]:
+def choose(forecast: Forecast, fixed: dict[Crossing, str], floor: int) -> tuple[dict[Crossing, Choice], float]:
     """Codecs for all crossings, and the seconds that a step should take with them.
 
     ``fixed``: those that the job names. Profiles must know them and the ladder's.
@@ -75,9 +75,7 @@ def choose(forecast: Forecast, fixed: dict[Direction, str], floor: int) -> tuple
     return _choices(real, chosen), real.step(chosen)
 
 
-def _choose_alike(
-    forecast: Forecast, fixed: dict[Direction, str], names: list[str]
-) -> tuple[dict[Direction, Choice], float]:
+def _choose_alike(forecast: Forecast, fixed: dict[Crossing, str], names: list[str]) -> tuple[dict[Crossing, Choice], float]:
     """One codec for all that is free: the mildest that is as good as the best."""
     loaded = forecast.with_links(LINK_SHARE)
     steps = {name: loaded.step({c: fixed.get(c, name) for c in forecast.crossings}) for name in names}
@@ -87,7 +85,7 @@ def _choose_alike(
     return _choices(forecast, chosen), forecast.step(chosen)
 
 
-def _choices(forecast: Forecast, chosen: dict[Direction, str]) -> dict[Direction, Choice]:
+def _choices(forecast: Forecast, chosen: dict[Crossing, str]) -> dict[Crossing, Choice]:
     return {
         c: Choice(name, forecast.message(c, name, chosen), forecast.message(c, "none", chosen)) for c, name in chosen.items()
     }
@@ -95,11 +93,11 @@ def _choices(forecast: Forecast, chosen: dict[Direction, str]) -> dict[Direction
 
 def codings_of(job: Job) -> dict[str, Coding]:
     """All codecs that a plan for this job may use, by name."""
-    _, pairs = _codecs(job.pipeline)
+    _, pairs = codec_pairs(job.pipeline)
     return {name: parse(name, False) for pair in pairs for name in pair} | {"none": Coding()}
 
 
-def _codecs(pipeline: Pipeline) -> tuple[list[str], list[tuple[str, str]]]:
+def codec_pairs(pipeline: Pipeline) -> tuple[list[str], list[tuple[str, str]]]:
     """What the partitioner chooses from for each boundary: names, and (forward, backward) of each."""
     if not isinstance(pipeline.forward, str) or not isinstance(pipeline.backward, str):
         raise UserError('pipeline.forward and backward: a list has one codec a boundary, which cuts = "auto" may change')

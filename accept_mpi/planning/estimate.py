@@ -10,15 +10,15 @@ from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.logs.format import Rows
 from accept_mpi.logs.replay import mean_times, rerun
-from accept_mpi.pipeline.schedule import Kind
-from accept_mpi.plan import Codec, Plan
+from accept_mpi.pipeline.schedule import ScheduleKind
+from accept_mpi.plan import BoundaryCodecs, Plan
 from accept_mpi.planning.codec_choice import AUTO, LINK_SHARE, Choice, choose
-from accept_mpi.planning.forecast import Crossing, Direction, Forecast
+from accept_mpi.planning.forecast import Crossing, Forecast, Traffic
 from accept_mpi.planning.memory import memory_of
-from accept_mpi.profiling.cluster_profile import Profile, Survey
+from accept_mpi.profiling.cluster_profile import ClusterProfile, StageTimes
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Estimate(msgspec.Struct, frozen=True):
     """A plan, and what it should do."""
 
     plan: Plan
@@ -30,7 +30,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """Share of a step that each stage computes."""
     computes: list[float]
     """Seconds a micro-batch of each stage."""
-    choices: dict[Direction, Choice]
+    choices: dict[Crossing, Choice]
     memory: list[float]
     """Bytes that each stage needs."""
 
@@ -41,9 +41,9 @@ class Outcome(msgspec.Struct, frozen=True):
         return (self.step + self.loaded) / 2
 
 
-def outcome(survey: Survey, job: Job, plan: Plan) -> Outcome:
+def estimate(cluster: ClusterProfile, job: Job, plan: Plan) -> Estimate:
     """What a plan should do."""
-    forecast = forecast_of(survey, job, plan)
+    forecast = forecast_of(cluster, job, plan)
     fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
     choices, _ = choose(forecast, fixed, job.pipeline.min_bits)
     codecs = {crossing: choice.name for crossing, choice in choices.items()}
@@ -53,40 +53,42 @@ def outcome(survey: Survey, job: Job, plan: Plan) -> Outcome:
         profile.forward + profile.backward + sum(forecast.handling(s, way, codecs) for way in "FB")
         for s, profile in enumerate(forecast.profiles)
     ]
-    return Outcome(plan, step, loaded, busy, computes, choices, memory_of(survey, job, plan))
+    return Estimate(plan, step, loaded, busy, computes, choices, memory_of(cluster, job, plan))
 
 
-def settled(found: Outcome) -> Plan:
+def with_codecs(found: Estimate) -> Plan:
     """Its plan with the codecs that it has chosen wherever the job leaves them open."""
     codecs = []
     for boundary, codec in enumerate(found.plan.boundaries):
         chosen = {way: found.choices[boundary, way].name for way in "FB"}
         forward = chosen["F"] if codec.forward == AUTO else codec.forward
-        codecs.append(Codec(forward=forward, backward=chosen["B"] if codec.backward == AUTO else codec.backward))
+        codecs.append(BoundaryCodecs(forward=forward, backward=chosen["B"] if codec.backward == AUTO else codec.backward))
     return Plan(stages=found.plan.stages, boundaries=tuple(codecs))
 
 
-def forecast_of(survey: Survey, job: Job, plan: Plan) -> Forecast:
+def forecast_of(cluster: ClusterProfile, job: Job, plan: Plan) -> Forecast:
     """The simulator on a plan's stages and boundaries."""
-    kind: Kind = job.pipeline.schedule
+    kind: ScheduleKind = job.pipeline.schedule
     profiles = []
     for stage in plan.stages:
-        device, mine = survey.devices[stage.ranks[0]], slice(stage.start, stage.stop)
+        device, mine = cluster.devices[stage.ranks[0]], slice(stage.start, stage.stop)
         profiles.append(
-            Profile(
+            StageTimes(
                 forward=sum(device.forward[mine]),
                 backward=sum(device.backward[mine]),
                 encode=device.encode,
                 decode=device.decode,
-                byte=device.byte,
-                message=device.message,
+                seconds_per_byte=device.seconds_per_byte,
+                seconds_per_message=device.seconds_per_message,
                 shared=device.shared,
-                weights=sum(device.weights[mine]),
+                weight_gradient=sum(device.weight_gradient[mine]),
                 update=sum(device.update[mine]),
             )
         )
-    nics = [max(survey.nic(stage.ranks[0]), 1.0) for stage in plan.stages]
-    return Forecast(kind, micro_batches_of(job), job.pipeline.transfer_slack, profiles, _crossings(survey, plan), nics)
+    host_links = [max(cluster.host_link(stage.ranks[0]), 1.0) for stage in plan.stages]
+    return Forecast(
+        kind, micro_batches_of(job), job.pipeline.transfer_slack, profiles, _crossings(cluster, plan), host_links
+    )
 
 
 class Replayed(NamedTuple):
@@ -99,21 +101,21 @@ class Replayed(NamedTuple):
     """With each stage's mean times."""
 
 
-def replayed(survey: Survey, job: Job, plan: Plan, trace: Rows) -> Replayed:
+def replayed(cluster: ClusterProfile, job: Job, plan: Plan, trace: Rows) -> Replayed:
     """What the simulator makes of a run, with the computing that its trace holds, on the links of the survey: whatever the
     devices' speeds were foreseen to be. Raises UserError where the trace holds fewer than three finished steps."""
-    foreseen = forecast_of(survey, job, plan)
+    foreseen = forecast_of(cluster, job, plan)
     codecs = plan.codecs
     run = rerun(trace, lambda boundary, way: foreseen.message((boundary, way), codecs[boundary, way], codecs))
     if run is None:
         raise UserError("the trace holds fewer than three finished steps")
     profiles = [
-        Profile(
+        StageTimes(
             forward=took["F"],
             backward=took["B"] + took.get("W", 0.0),
             encode=profile.encode,
             decode=profile.decode,
-            weights=took.get("W", 0.0),
+            weight_gradient=took.get("W", 0.0),
             update=took["U"],
         )
         for took, profile in zip(mean_times(trace), foreseen.profiles, strict=True)
@@ -122,13 +124,13 @@ def replayed(survey: Survey, job: Job, plan: Plan, trace: Rows) -> Replayed:
     return Replayed(run.took / run.steps, run.seconds / run.steps, forecast.steady(codecs)[0])
 
 
-def _crossings(survey: Survey, plan: Plan) -> dict[Direction, Crossing]:
+def _crossings(cluster: ClusterProfile, plan: Plan) -> dict[Crossing, Traffic]:
     """Traffic of all boundaries."""
     ranks = [stage.ranks[0] for stage in plan.stages]
     found = {}
     for boundary, (stage, (a, b)) in enumerate(zip(plan.stages[1:], itertools.pairwise(ranks), strict=True)):
-        sizes = {"F": survey.outline.crossing(stage.start), "B": survey.outline.returning(stage.start)}
+        sizes = {"F": cluster.outline.crossing(stage.start), "B": cluster.outline.returning(stage.start)}
         for way, (source, target) in {"F": (a, b), "B": (b, a)}.items():
-            rate = max(survey.rate[source][target], 1.0)
-            found[boundary, way] = Crossing(*sizes[way], rate, survey.latency[source][target])
+            rate = max(cluster.rate[source][target], 1.0)
+            found[boundary, way] = Traffic(*sizes[way], rate, cluster.latency[source][target])
     return found

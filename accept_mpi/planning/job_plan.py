@@ -6,13 +6,13 @@ from accept_mpi.codecs.coding import parse
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.models.shared import Shared, uncuttable
-from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
+from accept_mpi.plan import BoundaryCodecs, Plan, even_cuts, make_plan
 from accept_mpi.planning.codec_choice import AUTO
 
 _MOST_SHOWN = 8  # cuts, one by one
 
 
-def given_plan(job: Job, layers: int, size: int, shared: Callable[[], Sequence[Shared]] = tuple) -> Plan:
+def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequence[Shared]] = tuple) -> Plan:
     """The plan that a job's cuts and ranks ask for, of ``size`` ranks. ``shared`` tells what layers share, where there are
     cuts. Raises UserError with one sentence."""
     ranks = job.pipeline.ranks or list(range(size))
@@ -58,7 +58,7 @@ def _refuse_parting(cuts: list[int], layers: int, shared: Sequence[Shared]) -> N
     raise UserError(f'pipeline.cuts: {one.text}, so no cut may part them, as {wrong[0]} does; {ways}, or "auto"')
 
 
-def _codecs(job: Job, boundaries: int) -> list[Codec]:
+def _codecs(job: Job, boundaries: int) -> list[BoundaryCodecs]:
     """The codec of each boundary, both ways. Raises UserError with one sentence."""
     names = []
     for key, asked, gradients in (("forward", job.pipeline.forward, False), ("backward", job.pipeline.backward, True)):
@@ -72,4 +72,4 @@ def _codecs(job: Job, boundaries: int) -> list[Codec]:
             except ValueError as error:
                 raise UserError(f"pipeline.{key}: {error}") from error
         names.append(each)
-    return [Codec(forward=forward, backward=backward) for forward, backward in zip(*names, strict=True)]
+    return [BoundaryCodecs(forward=forward, backward=backward) for forward, backward in zip(*names, strict=True)]

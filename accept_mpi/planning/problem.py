@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 _UNUSUAL = 2.0  # times a device's median layer
-Floats = npt.NDArray[np.float64]
+F64 = npt.NDArray[np.float64]
 
 
 class NoPlan(Exception):
@@ -20,32 +20,32 @@ class NoPlan(Exception):
 class Problem:
     """A model of L layers on N devices with C codecs to choose from. Seconds and bytes are those of one micro-batch."""
 
-    layer_seconds: Floats
+    layer_seconds: F64
     """(N, L): forward and backward."""
-    extra_seconds: Floats | None = None
+    extra_seconds: F64 | None = None
     """(N, L+1, L+1): what layers i..j-1 together take beyond their sum, not below 0. Must not let a longer run take less."""
-    values: Floats
+    values: F64
     """(L+1,): float values that cross in front of each layer, each way, and can be coded."""
-    other: Floats
+    other: F64
     """(L+1,): bytes that cross besides."""
-    rate: Floats
+    rate: F64
     """(N, N): bytes/s from one device to another."""
-    nic: Floats
+    host_link: F64
     """(N,): bytes/s of a device's own link, each way; its two boundaries share it."""
     codecs: tuple[str, ...] = ("none",)
-    bits: Floats = field(default_factory=lambda: np.array([4.0]))
-    """(C,): bytes a value."""
-    coding: Floats | None = None
+    bytes_per_value: F64 = field(default_factory=lambda: np.array([4.0]))
+    """(C,): bytes per value."""
+    coding: F64 | None = None
     """(N, C): seconds to encode one value and to decode another; none if None."""
-    state: Floats
+    state: F64
     """(L,): bytes of weights, gradients and optimizer."""
-    held: Floats
-    """(L,): bytes of activations."""
-    capacity: Floats
+    saved_bytes: F64
+    """(L,): bytes of activations that autograd keeps until the backward."""
+    capacity: F64
     """(N,): bytes."""
-    kept: Floats
+    in_flight: F64
     """(N,): micro-batches in flight at a stage, by the number of stages behind it."""
-    copies: Floats
+    state_copies: F64
     """(N,): versions of ``state`` that a stage holds, by the number of stages behind it."""
     micro_batches: float = 1e9
     """Of a step; without an end for asynchronous schedules."""
@@ -71,7 +71,7 @@ class Problem:
         order = np.array(devices, int)
         changed: dict[str, Any] = {
             name: getattr(self, name)[order]
-            for name in ("layer_seconds", "extra_seconds", "nic", "coding", "capacity")
+            for name in ("layer_seconds", "extra_seconds", "host_link", "coding", "capacity")
             if getattr(self, name) is not None
         }
         return replace(self, **changed, rate=self.rate[np.ix_(order, order)])
@@ -103,10 +103,11 @@ class Cost:
 
 def cost(problem: Problem, plan: Solution) -> Cost:
     """What a plan costs."""
-    stages, nics, fits = [], [], problem.uncuttable.isdisjoint(plan.edges)
+    stages, host_links, fits = [], [], problem.uncuttable.isdisjoint(plan.edges)
     last = len(plan.devices) - 1
     messages = [
-        problem.values[i] * problem.bits[c] + problem.other[i] for i, c in zip(plan.edges[1:-1], plan.codecs, strict=True)
+        problem.values[i] * problem.bytes_per_value[c] + problem.other[i]
+        for i, c in zip(plan.edges[1:-1], plan.codecs, strict=True)
     ]
     for s, device in enumerate(plan.devices):
         start, stop = plan.edges[s], plan.edges[s + 1]
@@ -117,15 +118,15 @@ def cost(problem: Problem, plan: Solution) -> Cost:
         if problem.coding is not None:
             seconds += sum(float(problem.values[plan.edges[b + 1]] * problem.coding[device, plan.codecs[b]]) for b in beside)
         stages.append(seconds)
-        nics.append(sum(messages[b] for b in beside) / problem.nic[device])
+        host_links.append(sum(messages[b] for b in beside) / problem.host_link[device])
         behind = last - s
-        held = problem.held[start:stop].sum() + problem.received(start)
-        memory = problem.copies[behind] * problem.state[start:stop].sum() + problem.kept[behind] * held
+        held = problem.saved_bytes[start:stop].sum() + problem.received(start)
+        memory = problem.state_copies[behind] * problem.state[start:stop].sum() + problem.in_flight[behind] * held
         fits &= bool(memory <= problem.capacity[device] * (1 + 1e-12))
     pairs = list(itertools.pairwise(plan.devices))
     ways = [(m / problem.rate[a, b], m / problem.rate[b, a]) for m, (a, b) in zip(messages, pairs, strict=True)]
     links = [max(way) for way in ways]
-    bottleneck = float(max([*stages, *links, *nics]))
+    bottleneck = float(max([*stages, *links, *host_links]))
     step = bottleneck
     if problem.fill:
         filling = problem.fill * sum(stages) + sum(map(sum, ways))
@@ -136,17 +137,17 @@ def cost(problem: Problem, plan: Solution) -> Cost:
 def lower_bound(problem: Problem) -> float:
     """No plan's bottleneck is below this: all devices share every layer at will, for free (a weighted mean of their loads;
     weak duality)."""
-    speed = 1 / np.maximum(_usual(problem.layer_seconds).sum(axis=1), 1e-300)
+    speed = 1 / np.maximum(clipped(problem.layer_seconds).sum(axis=1), 1e-300)
     shared = float(((speed / speed.sum())[:, None] * problem.layer_seconds).min(axis=0).sum())
     return max(shared, float(problem.layer_seconds.min(axis=0).max()))
 
 
-def _usual(seconds: Floats) -> Floats:
+def clipped(seconds: F64) -> F64:
     """Without what a device must not get (a layer that would take it for ever), to tell how fast devices are."""
     median = np.median(seconds, axis=1, keepdims=True)
     return np.where(median > 0, np.minimum(seconds, _UNUSUAL * median), seconds)
 
 
-def _sums(each: Floats) -> Floats:
+def prefix_sums(each: F64) -> F64:
     """Prefix sums along the last axis, from 0."""
     return np.concatenate([np.zeros((*each.shape[:-1], 1)), each.cumsum(axis=-1)], axis=-1)

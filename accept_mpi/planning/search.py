@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accept_mpi.kernels.options import compiled
-from accept_mpi.planning.problem import Floats, NoPlan, Problem, Solution, _sums, _usual, cost, lower_bound
+from accept_mpi.planning.problem import F64, NoPlan, Problem, Solution, clipped, cost, lower_bound, prefix_sums
 
 MOST_EXACT, MOST_ORDERED = 10, 32
 MOST_FEW = 6  # devices for which a beam saves nothing
@@ -30,18 +30,18 @@ _SWEEPS = 60  # caps tried for a synchronous schedule
 _Below = Callable[[float], "Solution | None"]
 
 
-def _floors(problem: Problem, ordered: bool) -> Floats:
+def _floors(problem: Problem, ordered: bool) -> F64:
     """``lower_bound`` of layers 0..i-1 on the devices that are left when those of a set are used (or, in order, all from one
     on): (sets or devices, L+1)."""
     n, seconds = problem.devices, problem.layer_seconds
-    speed = 1 / np.maximum(_usual(seconds).sum(axis=1), 1e-300)
+    speed = 1 / np.maximum(clipped(seconds).sum(axis=1), 1e-300)
     weighted = speed[:, None] * seconds
     floors = np.full((n if ordered else 1 << n, problem.layers + 1), np.inf)
     floors[:, 0] = 0.0
     for used in range(len(floors)):
         left = np.arange(n) < used if ordered else (used >> np.arange(n)) & 1 == 0
         if left.any():
-            floors[used] = _sums(weighted[left].min(axis=0)) / speed[left].sum()
+            floors[used] = prefix_sums(weighted[left].min(axis=0)) / speed[left].sum()
     return floors * (1 - 1e-12)
 
 
@@ -114,9 +114,9 @@ def _synchronous(problem: Problem, order: tuple[int, ...]) -> Solution:
 
 def _why(problem: Problem) -> str:
     """What does not fit, and what would."""
-    whole, held = float(problem.state.sum()), float(problem.held.sum())
+    whole, held = float(problem.state.sum()), float(problem.saved_bytes.sum())
     room = float(problem.capacity.sum())
-    alone = problem.copies[0] * problem.state + problem.kept[0] * problem.held
+    alone = problem.state_copies[0] * problem.state + problem.in_flight[0] * problem.saved_bytes
     layer = int(np.argmax(alone))
     needs = float(alone[layer])
     most = float(problem.capacity.max())
@@ -140,12 +140,13 @@ class _Kernel:
         self.problem, self.ordered = problem, ordered
         n = problem.devices
         extra = problem.extra_seconds if problem.extra_seconds is not None else np.zeros((n, 1, 1))
-        coding = problem.coding if problem.coding is not None else np.zeros((n, len(problem.bits)))
+        coding = problem.coding if problem.coding is not None else np.zeros((n, len(problem.bytes_per_value)))
         other = problem.other.copy()
         other[list(problem.uncuttable)] = np.inf
         shared = (
-            _sums(problem.layer_seconds), extra, problem.values, other, problem.rate, problem.nic, problem.bits,
-            coding, _sums(problem.state), _sums(problem.held), problem.capacity, problem.kept, problem.copies,
+            prefix_sums(problem.layer_seconds), extra, problem.values, other, problem.rate, problem.host_link,
+            problem.bytes_per_value, coding, prefix_sums(problem.state), prefix_sums(problem.saved_bytes), problem.capacity,
+            problem.in_flight, problem.state_copies,
         )  # fmt: skip
         self.shared = tuple(np.ascontiguousarray(array, np.float64) for array in shared)
 
@@ -195,8 +196,8 @@ class _Beam(_Kernel):
 
     def __init__(self, problem: Problem, ordered: bool) -> None:
         super().__init__(problem, ordered)
-        seconds = _usual(problem.layer_seconds)
-        self._work = np.ascontiguousarray(_sums(seconds.mean(axis=0)))
+        seconds = clipped(problem.layer_seconds)
+        self._work = np.ascontiguousarray(prefix_sums(seconds.mean(axis=0)))
         self._speed = self._work[-1] / seconds.sum(axis=1)
 
     def below(self, cap: float) -> Solution | None:

@@ -4,25 +4,25 @@ from collections.abc import Sequence
 
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import Job
-from accept_mpi.planning.estimate import Outcome
+from accept_mpi.planning.estimate import Estimate
 from accept_mpi.planning.formulation import problem_of
 from accept_mpi.planning.problem import lower_bound
-from accept_mpi.profiling.cluster_profile import Survey
+from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 
-def table(survey: Survey, job: Job, found: Outcome, even: Outcome) -> list[str]:
+def table(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) -> list[str]:
     """A plan as text, a line a stage, and the step that it and even cuts should take."""
-    return [*stage_table(survey, found), *verdict(survey, job, found, even)]
+    return [*stage_table(cluster, found), *verdict(cluster, job, found, even)]
 
 
-def stage_table(survey: Survey, found: Outcome) -> list[str]:
+def stage_table(cluster: ClusterProfile, found: Estimate) -> list[str]:
     """A plan as text, a line a stage. Times are of one micro-batch."""
-    names = survey.outline.names
+    names = cluster.outline.names
     rows = [["stage", "host", "layers", "", "compute", "busy", "memory", "activations ahead", "", "gradients back", ""]]
     for s, stage in enumerate(found.plan.stages):
         rank = stage.ranks[0]
         row = [
-            str(s), f"{survey.devices[rank].host} (rank {rank})", f"{stage.start}..{stage.stop - 1}",
+            str(s), f"{cluster.devices[rank].host} (rank {rank})", f"{stage.start}..{stage.stop - 1}",
             f"{names[stage.start]} .. {names[stage.stop - 1]}", f"{1e3 * found.computes[s]:.1f} ms",
             f"{100 * found.busy[s]:.0f} %", f"{found.memory[s] / 2**20:.0f} MiB",
         ]  # fmt: skip
@@ -34,13 +34,13 @@ def stage_table(survey: Survey, found: Outcome) -> list[str]:
     return aligned(rows)
 
 
-def verdict(survey: Survey, job: Job, found: Outcome, even: Outcome) -> list[str]:
+def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) -> list[str]:
     """Who stays idle, what a step should take, what it would with even cuts, and what no plan can be faster than."""
-    idle = [f"{device.host} (rank {n})" for n, device in enumerate(survey.devices) if found.plan.place(n).idle]
+    idle = [f"{device.host} (rank {n})" for n, device in enumerate(cluster.devices) if found.plan.place(n).idle]
     lines = [f"idle, since they would cost more than they save, or save little: {', '.join(idle)}"] if idle else []
-    if len(survey.devices) > 1:
-        lines += [f"{one.text}, so they are in one stage" for one in survey.outline.shared if not one.constant]
-    problem, _ = problem_of(survey, job)
+    if len(cluster.devices) > 1:
+        lines += [f"{one.text}, so they are in one stage" for one in cluster.outline.shared if not one.constant]
+    problem, _ = problem_of(cluster, job)
     bound = lower_bound(problem) * micro_batches_of(job)
     lines.append(
         f"a step should take {1e3 * found.step:.0f} ms ({job.train.batch_size / found.step:.1f} samples/s); "

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accept_mpi.prediction.fitting import BETA, descend, mlp, some_of
-from accept_mpi.prediction.samples import PROBES, Intervals, Known, device_vector, membership
+from accept_mpi.prediction.samples import PROBES, DeviceSamples, Intervals, device_vector, membership
 
 _WIDTH = 64
 _LAYERS = 128  # layers that the binary vector has room for
@@ -28,7 +28,7 @@ class DualStream(nn.Module):
         self.device = mlp(2 * PROBES, _WIDTH, _WIDTH)
         self.joined = mlp(3 * _WIDTH, _WIDTH, 2)
 
-    def forward(self, known: Known, intervals: Intervals) -> torch.Tensor:
+    def forward(self, known: DeviceSamples, intervals: Intervals) -> torch.Tensor:
         """(k, 2): logarithms of seconds."""
         chosen = np.zeros((len(intervals), _LAYERS + len(self.models)))
         chosen[:, : known.layers] = membership(intervals, known.layers)
@@ -39,7 +39,7 @@ class DualStream(nn.Module):
         return self.joined(torch.cat([u, v, u * v], dim=1)) - 5
 
 
-def train_dual_stream(data: Sequence[Known], seed: int = 0, steps: int = _STEPS) -> DualStream:
+def train_dual_stream(data: Sequence[DeviceSamples], seed: int = 0, steps: int = _STEPS) -> DualStream:
     """The network, pre-trained on what is known."""
     torch.manual_seed(seed)
     network = DualStream(sorted({known.model for known in data}))

@@ -35,9 +35,9 @@ from accept_mpi.files.cache import cache_directory, hold, open_lock
 from accept_mpi.files.hdf5 import Damaged, group_in, number_in, open_file, text_in, values_in
 from accept_mpi.files.regular import is_regular
 from accept_mpi.prediction.predictor import Predictor
-from accept_mpi.prediction.samples import Known, known_of
+from accept_mpi.prediction.samples import DeviceSamples, known_of
 from accept_mpi.profiling.cluster_profile import outline_in
-from accept_mpi.profiling.layer_times import LayerTimes, Run
+from accept_mpi.profiling.layer_times import LayerTimes, TimedRange
 from accept_mpi.profiling.outline import Outline
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def remember(path: Path, outline: Outline, entries: dict[str, tuple[dict[str, An
     _change(path, put)
 
 
-def library(path: Path) -> list[Known]:
+def library(path: Path) -> list[DeviceSamples]:
     """All that is known, of every model and device, for a predictor to learn from."""
     found = []
     with _opened(path) as file:
@@ -158,7 +158,7 @@ def _change(path: Path, change: Callable[[Any], None]) -> None:
         log.warning("%s: the latency database cannot be written: %s", path, one_line(str(error)))
 
 
-def observe(path: Path, outline: Outline, runs: dict[str, list[Run]]) -> None:
+def observe(path: Path, outline: Outline, runs: dict[str, list[TimedRange]]) -> None:
     """Add what sub-models took in training, by device key, to devices that are known. Warns where that cannot be written."""
 
     def add(file: Any) -> None:
@@ -211,7 +211,7 @@ def _read(group: Any, layers: int) -> LayerTimes | None:
 
 
 def _write(group: Any, facts: dict[str, Any], times: LayerTimes) -> None:
-    group["times"] = np.array([times.forward, times.backward, times.weights, times.update])
+    group["times"] = np.array([times.forward, times.backward, times.weight_gradient, times.update])
     for name, runs in (("pieces", times.pieces), ("observed", times.observed)):
         group[name] = np.array(runs, float).reshape(-1, 4)
     group.attrs.update(

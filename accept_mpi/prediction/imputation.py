@@ -11,14 +11,14 @@ import numpy as np
 
 from accept_mpi.prediction.database import keep_predictor, library, recall_predictor
 from accept_mpi.prediction.predictor import Predictor
-from accept_mpi.prediction.samples import Known, known_of
+from accept_mpi.prediction.samples import DeviceSamples, known_of
 from accept_mpi.profiling.layer_times import LayerTimes, guess, pieces
 from accept_mpi.profiling.outline import Outline
 
 _STEPS, _SECONDS = 150, 4.0  # of training a predictor while a run waits for its plan
 
 
-def learned(data: Sequence[Known], stored: Predictor | None) -> Predictor | None:
+def learned(data: Sequence[DeviceSamples], stored: Predictor | None) -> Predictor | None:
     """A predictor that knows all of ``data``: the stored one as it is, or adapted to what is new, or one trained anew."""
     if not data:
         return None
@@ -31,18 +31,18 @@ def learned(data: Sequence[Known], stored: Predictor | None) -> Predictor | None
     return stored
 
 
-def _same(one: Known | None, other: Known) -> bool:
+def _same(one: DeviceSamples | None, other: DeviceSamples) -> bool:
     if one is None:
         return False
     pairs = zip((one.probe_times, one.intervals, one.times), (other.probe_times, other.intervals, other.times), strict=True)
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
-def fill(times: Sequence[LayerTimes], outline: Outline, predictor: Predictor | None = None) -> np.ndarray:
+def impute(times: Sequence[LayerTimes], outline: Outline, predictor: Predictor | None = None) -> np.ndarray:
     """(4, devices, layers): forward, backward, weights, update, with a guess where a device has not measured: what others
     take, in proportion to what both have measured (FTPipeHD's capacity); where nobody has, operations and memory. With a
     predictor, forward and backward are its prediction from what the device has measured."""
-    rows = np.array([[t.forward, t.backward, t.weights, t.update] for t in times]).transpose(1, 0, 2)
+    rows = np.array([[t.forward, t.backward, t.weight_gradient, t.update] for t in times]).transpose(1, 0, 2)
     known = np.isfinite(rows[0])
     total = np.where(known, rows[0] + rows[1], 0.0)
     filled = rows.copy()
@@ -58,7 +58,7 @@ def fill(times: Sequence[LayerTimes], outline: Outline, predictor: Predictor | N
         scaled = np.array([ratio * rows[:, m] for ratio, m in zip(ratios, others, strict=True)])
         have = gaps & known[others].any(axis=0)
         filled[:, n, have] = np.nanmedian(scaled[:, :, have], axis=0)
-    guessed = np.array([guess(x.operations, x.held, x.parameter_bytes) for x in outline.layers])
+    guessed = np.array([guess(x.operations, x.saved_bytes, x.parameter_bytes) for x in outline.layers])
     forward = np.nansum(rows[0], axis=1)
     scales = [forward[n] / guessed[known[n]].sum() for n in range(len(times)) if known[n].any()]
     for n in range(len(times)):
@@ -73,7 +73,7 @@ def fill(times: Sequence[LayerTimes], outline: Outline, predictor: Predictor | N
     return filled
 
 
-def _learned(path: Path | None, model: Outline, times: dict[str, LayerTimes]) -> Predictor | None:
+def predictor_for(path: Path | None, model: Outline, times: dict[str, LayerTimes]) -> Predictor | None:
     """A predictor of what devices have not measured, kept in the database; without one, from this run's devices alone."""
     known = library(path) if path else [known_of(model, key, one) for key, one in times.items() if one.pieces]
     stored = recall_predictor(path) if path else None
@@ -83,7 +83,7 @@ def _learned(path: Path | None, model: Outline, times: dict[str, LayerTimes]) ->
     return predictor
 
 
-def _wanted(path: Path, model: Outline) -> list[int]:
+def pieces_to_time(path: Path, model: Outline) -> list[int]:
     """In which order devices never seen probe the model's pieces, as what is known of others suggests."""
     predictor = recall_predictor(path)
     return predictor.order(model, np.array(pieces(model))) if predictor else []

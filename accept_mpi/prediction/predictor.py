@@ -24,10 +24,10 @@ from torch import nn
 from accept_mpi.files.hdf5 import Damaged, group_in, text_in, values_in
 from accept_mpi.prediction.fitting import BETA, descend, mlp, some_of
 from accept_mpi.prediction.samples import (
+    F64,
     PROBES,
-    Floats,
+    DeviceSamples,
     Intervals,
-    Known,
     device_vector,
     features,
     guesses,
@@ -100,11 +100,11 @@ class _View:
     """(k, 2) logarithms."""
 
 
-def _view(known: Known, others: Sequence[Known], intervals: Intervals, times: Floats | None = None) -> _View:
+def _view(known: DeviceSamples, others: Sequence[DeviceSamples], intervals: Intervals, times: F64 | None = None) -> _View:
     """``others``: what is known of devices that this one's layers may be mixed from."""
     prior, source = _prior(known, others)
 
-    def tensor(array: Floats) -> Tensor:
+    def tensor(array: F64) -> Tensor:
         return torch.tensor(array, dtype=torch.float32)
 
     return _View(
@@ -120,7 +120,7 @@ def _view(known: Known, others: Sequence[Known], intervals: Intervals, times: Fl
     )
 
 
-def _prior(known: Known, others: Sequence[Known]) -> tuple[Floats, Intervals]:
+def _prior(known: DeviceSamples, others: Sequence[DeviceSamples]) -> tuple[F64, Intervals]:
     """(layers, 2) seconds; (layers,) where each is from: 0 its own clocks, 1 other devices, 2 operations and memory."""
     prior, source = guesses(known.outline), np.full(known.layers, 2)
     cover = membership(known.probes, known.layers)
@@ -133,7 +133,7 @@ def _prior(known: Known, others: Sequence[Known]) -> tuple[Floats, Intervals]:
     return np.maximum(prior, 1e-7), source
 
 
-def _mixed(measured: Floats, cover: Floats, tables: Floats) -> Floats:
+def _mixed(measured: F64, cover: F64, tables: F64) -> F64:
     """(layers, 2): devices' layer times, each with a weight of its own and none below 0, such that probes take what was
     measured, as nearly as relative errors go (non-negative least squares by Lee and Seung's updates)."""
     parts = np.array([(cover @ table / measured).ravel() for table in tables]).T
@@ -146,7 +146,7 @@ def _mixed(measured: Floats, cover: Floats, tables: Floats) -> Floats:
 class Predictor:
     """Several networks that agree where they know."""
 
-    def __init__(self, members: list[_Correction], memory: Sequence[Known]) -> None:
+    def __init__(self, members: list[_Correction], memory: Sequence[DeviceSamples]) -> None:
         self._members = members
         self.memory = tuple(memory)
         """What it learned from."""
@@ -157,7 +157,7 @@ class Predictor:
         return {known.model for known in self.memory}
 
     @staticmethod
-    def train(data: Sequence[Known], seed: int = 0, steps: int = _STEPS, seconds: float = math.inf) -> "Predictor":
+    def train(data: Sequence[DeviceSamples], seed: int = 0, steps: int = _STEPS, seconds: float = math.inf) -> "Predictor":
         """Pre-train on what is known, for ``seconds`` at most."""
         until = time.monotonic() + seconds
         members = []
@@ -171,13 +171,13 @@ class Predictor:
         return Predictor(members, data)
 
     @torch.no_grad()
-    def predict(self, known: Known, intervals: Intervals) -> tuple[Floats, Floats]:
+    def predict(self, known: DeviceSamples, intervals: Intervals) -> tuple[F64, F64]:
         """(k, 2) seconds forward and backward, and (k, 2) how far the networks are apart, as a share of them."""
         view = _view(known, self.memory, intervals)
         return _together([network(view) for network in self._members])
 
     @torch.no_grad()
-    def layers(self, known: Known, stages: int = PROBES) -> tuple[Floats, Floats]:
+    def layers(self, known: DeviceSamples, stages: int = PROBES) -> tuple[F64, F64]:
         """(layers, 2) seconds forward and backward of every layer, in a pipeline of about so many stages; and how far the
         networks are apart."""
         work = guesses(known.outline)[:, 0]
@@ -204,15 +204,17 @@ class Predictor:
             chosen.append(int(left[np.argmax(doubt)]))
         return chosen
 
-    def next_probe(self, known: Known, candidates: Intervals) -> int:
+    def next_probe(self, known: DeviceSamples, candidates: Intervals) -> int:
         """Which of the candidates to measure next: where the networks disagree by most seconds."""
         return int(self._doubt(known, candidates).argmax())
 
-    def _doubt(self, known: Known, candidates: Intervals) -> Floats:
+    def _doubt(self, known: DeviceSamples, candidates: Intervals) -> F64:
         seconds, spread = self.predict(known, candidates)
         return (seconds * spread).sum(axis=1)
 
-    def adapt(self, *fresh: Known, seed: int = 0, steps: int = _ADAPT_STEPS, seconds: float = math.inf) -> "Predictor":
+    def adapt(
+        self, *fresh: DeviceSamples, seed: int = 0, steps: int = _ADAPT_STEPS, seconds: float = math.inf
+    ) -> "Predictor":
         """Learn what was observed on devices (their ``intervals``): half of each batch is that, half is replayed from what
         was known before, so that nothing is lost. ``seconds``: at most."""
         until = time.monotonic() + seconds
@@ -263,7 +265,7 @@ class Predictor:
         return Predictor(members, [_known_in(group_in(data, number), models) for number in data])
 
 
-def _known_in(entry: Any, models: Mapping[str, Outline]) -> Known:
+def _known_in(entry: Any, models: Mapping[str, Outline]) -> DeviceSamples:
     """What a predictor has learned from, from an HDF5 group. Raises Damaged."""
     model = models.get(text_in(entry, "model"))
     if model is None:
@@ -279,10 +281,10 @@ def _known_in(entry: Any, models: Mapping[str, Outline]) -> Known:
             raise Damaged(f"{name} that there cannot be")
     if not len(found["probes"]) or (found["own"] < 0).any() or np.isinf(found["own"]).any():
         raise Damaged("times that there cannot be")
-    return Known(model, text_in(entry, "device"), *(found[name] for name in _SAVED))
+    return DeviceSamples(model, text_in(entry, "device"), *(found[name] for name in _SAVED))
 
 
-def _lessons(data: Sequence[Known], others: Sequence[Known], seed: int) -> list[_View]:
+def _lessons(data: Sequence[DeviceSamples], others: Sequence[DeviceSamples], seed: int) -> list[_View]:
     """Each of ``data`` in all the ways in which something like it may be asked for: with its own clocks; with its probes
     alone; with few of them; and as a model that nobody has seen."""
     generator = np.random.default_rng(seed)
@@ -322,7 +324,7 @@ def _share(until: float, members: int) -> float:
     return now + (until - now) / members
 
 
-def _together(each: Sequence[Tensor]) -> tuple[Floats, Floats]:
+def _together(each: Sequence[Tensor]) -> tuple[F64, F64]:
     """The networks' mean (of logarithms), and their spread."""
     logs = np.log(np.maximum([one.double().numpy() for one in each], 1e-9))
     return np.exp(logs.mean(axis=0)), logs.std(axis=0)

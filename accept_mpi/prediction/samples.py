@@ -15,7 +15,7 @@ from accept_mpi.profiling.outline import Outline
 
 PROBES = 10
 
-Floats = npt.NDArray[np.float64]
+F64 = npt.NDArray[np.float64]
 Intervals = npt.NDArray[np.int64]
 """(k, 2): first layer, last + 1."""
 
@@ -23,18 +23,18 @@ _LEAST = 1e-6  # seconds that a run of layers is taken to need at least: its log
 
 
 @dataclass(frozen=True)
-class Known:
+class DeviceSamples:
     """One model on one device: what was measured. Times are (k, 2): seconds forward and backward."""
 
     outline: Outline
     device: str
     probes: Intervals
     """Runs of layers in order, at least one; together they cover the model, or what there was time and memory for."""
-    probe_times: Floats
+    probe_times: F64
     intervals: Intervals = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     """Other sub-models."""
-    times: Floats = field(default_factory=lambda: np.zeros((0, 2)))
-    layer_times: Floats | None = None
+    times: F64 = field(default_factory=lambda: np.zeros((0, 2)))
+    layer_times: F64 | None = None
     """(layers, 2): each layer's between the clocks of the probe that it was in; NaN where none was. None: not kept."""
 
     @property
@@ -47,11 +47,11 @@ class Known:
         return self.outline.key
 
     @cached_property
-    def own(self) -> Floats:
+    def own(self) -> F64:
         """(layers, 2): ``layer_times`` or NaN."""
         return np.full((self.layers, 2), np.nan) if self.layer_times is None else self.layer_times
 
-    def only(self, probes: npt.ArrayLike) -> "Known":
+    def only(self, probes: npt.ArrayLike) -> "DeviceSamples":
         """The same with no more than these of its probes."""
         some = np.sort(np.asarray(probes))
         inside = membership(self.probes[some], self.layers).sum(axis=0) > 0
@@ -59,33 +59,36 @@ class Known:
         return replace(self, probes=self.probes[some], probe_times=self.probe_times[some], layer_times=own)
 
 
-def features(outline: Outline) -> Floats:
+def features(outline: Outline) -> F64:
     """(layers, 8): what a layer is, without its device."""
     rows = []
     for index, layer in enumerate(outline.layers):
         ahead = outline.crossing(index + 1)[0] if index + 1 < len(outline.layers) else 0
         values = outline.crossing(index)[0]
-        work = guess(layer.operations, layer.held, layer.parameter_bytes)
+        work = guess(layer.operations, layer.saved_bytes, layer.parameter_bytes)
         rows.append([
-            math.log(work), math.log1p(layer.operations), math.log1p(layer.held), math.log1p(layer.parameter_bytes),
-            math.log1p(values), math.log1p(ahead), math.log1p(layer.operations / (1 + layer.held + layer.parameter_bytes)),
+            math.log(work), math.log1p(layer.operations), math.log1p(layer.saved_bytes), math.log1p(layer.parameter_bytes),
+            math.log1p(values), math.log1p(ahead),
+            math.log1p(layer.operations / (1 + layer.saved_bytes + layer.parameter_bytes)),
             float(layer.operations > 0),
         ])  # fmt: skip
     # To about -1 to 1.
     return (np.array(rows) - np.array([-9, 13, 12, 8, 10, 10, 3, 0.5])) / np.array([2, 8, 4, 6, 4, 4, 2, 0.5])
 
 
-def guesses(outline: Outline) -> Floats:
+def guesses(outline: Outline) -> F64:
     """(layers, 2): seconds forward and backward on a middling core, from operations and memory."""
-    forward = np.array([guess(x.operations, x.held, x.parameter_bytes) for x in outline.layers])
+    forward = np.array([guess(x.operations, x.saved_bytes, x.parameter_bytes) for x in outline.layers])
     return np.stack([forward, 2 * forward], axis=1)
 
 
-def interval_features(outline: Outline, intervals: Intervals) -> Floats:
+def interval_features(outline: Outline, intervals: Intervals) -> F64:
     """(k, 8): what a run of layers is as a whole: what of it caches may hold, and where in the model it lies."""
     inside = membership(intervals, len(outline.layers))
     work = guesses(outline)[:, 0]
-    sums = [np.array([getattr(layer, name) for layer in outline.layers], float) for name in ("held", "parameter_bytes")]
+    sums = [
+        np.array([getattr(layer, name) for layer in outline.layers], float) for name in ("saved_bytes", "parameter_bytes")
+    ]
     held, parameters = (np.log1p(inside @ one) for one in sums)
     share = inside @ work / work.sum()
     ends = [(intervals[:, 0] == 0).astype(float), (intervals[:, 1] == len(outline.layers)).astype(float)]
@@ -94,7 +97,7 @@ def interval_features(outline: Outline, intervals: Intervals) -> Floats:
     return np.stack([*rows, *ends, middle, (np.log(inside @ work) + 6) / 2], axis=1)
 
 
-def device_vector(known: Known) -> Floats:
+def device_vector(known: DeviceSamples) -> F64:
     """(2 x PROBES,): logarithms of probe times over the guess for the same layers, resampled to PROBES along the work."""
     work = guesses(known.outline)
     ratios = np.log([times / work[a:b].sum(axis=0) for (a, b), times in zip(known.probes, known.probe_times, strict=True)])
@@ -104,13 +107,13 @@ def device_vector(known: Known) -> Floats:
     return np.concatenate([np.interp(at, middle, ratios[:, way]) for way in (0, 1)])
 
 
-def membership(intervals: Intervals, layers: int) -> Floats:
+def membership(intervals: Intervals, layers: int) -> F64:
     """(k, layers): binary vectors."""
     place = np.arange(layers)
     return ((place >= intervals[:, :1]) & (place < intervals[:, 1:])).astype(float)
 
 
-def known_of(outline: Outline, device: str, times: LayerTimes) -> Known:
+def known_of(outline: Outline, device: str, times: LayerTimes) -> DeviceSamples:
     """A device's times as the predictor takes them: its probes, runs of layers between its clocks, and stages observed."""
     probes, observed = (np.array(runs).reshape(-1, 4) for runs in (times.pieces, times.observed))
     rows = np.array([times.forward, times.backward]).T
@@ -118,7 +121,7 @@ def known_of(outline: Outline, device: str, times: LayerTimes) -> Known:
     inside = np.array([(a, a + n) for n in lengths for a in range(0, len(rows) - n + 1, n)], np.int64).reshape(-1, 2)
     sums = np.array([rows[a:b].sum(axis=0) for a, b in inside]).reshape(-1, 2)
     measured = np.isfinite(sums).all(axis=1)
-    return Known(
+    return DeviceSamples(
         outline=outline,
         device=device,
         probes=probes[:, :2].astype(np.int64),

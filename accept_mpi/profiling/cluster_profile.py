@@ -1,6 +1,6 @@
 """All that a plan rests on: what the devices measured of themselves and of their links. Kept in a run's log.
 
-Layout in HDF5 (group ``survey`` of a log, version 1): datasets ``outline`` and ``devices`` (JSON as bytes), ``times``
+Layout in HDF5 (group ``cluster`` of a log, version 1): datasets ``outline`` and ``devices`` (JSON as bytes), ``times``
 (4 x devices x layers: seconds forward, backward, of it weights, update), ``rate`` (bytes/s from row to column) and
 ``latency`` (seconds).
 """
@@ -19,25 +19,29 @@ from accept_mpi.profiling.outline import Outline
 
 _MOST_DEVICES, _MOST_LAYERS = 4096, 1 << 16
 _LARGEST = 1e18  # bytes, operations
-_TIMES = ("forward", "backward", "weights", "update")
+_TIMES = ("forward", "backward", "weight_gradient", "update")
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+# As files of earlier versions have them.
+_NAMES = {"seconds_per_byte": "byte", "seconds_per_message": "message", "weight_gradient": "weights"}
+
+
+class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, rename=_NAMES):
     """One rank as measured. Seconds by layer of one micro-batch (``update``: of a step)."""
 
     host: str
     forward: list[float] = []
     backward: list[float] = []
     """Of inputs and weights."""
-    weights: list[float] = []
+    weight_gradient: list[float] = []
     """What of ``backward`` the zero-bubble schedule can put off."""
     update: list[float] = []
     encode: dict[str, float]
     """Seconds a value, by codec."""
     decode: dict[str, float]
-    byte: float
+    seconds_per_byte: float
     """Seconds to send or receive a byte."""
-    message: float = 0.0
+    seconds_per_message: float = 0.0
     """Seconds to send or receive a message, its bytes and coding apart."""
     shared: bool
     """Whether coding and sending take their time from the core that computes."""
@@ -46,31 +50,31 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     snapshots: bool = False
     """Whether it keeps copies of its stage's state and of another's."""
     factor: float = 1.0
-    """By how much its times were scaled since it measured them (``adapting``)."""
+    """By how much its times were scaled since it measured them (``planning.adaptation``)."""
     assumed: bool = False
     """Whether its times are rank 0's: it has measured nothing."""
     data: bool = True
     """Whether it has the data set, so that it may be first or last."""
 
-    def slowed(self, factor: float) -> "Device":
+    def slowed(self, factor: float) -> "DeviceProfile":
         """The same, when all that it does takes ``factor`` times as long: computing, coding, sending."""
         layers = {name: [factor * seconds for seconds in getattr(self, name)] for name in _TIMES}
         coding = {name: {k: factor * v for k, v in getattr(self, name).items()} for name in ("encode", "decode")}
-        once = {name: factor * getattr(self, name) for name in ("byte", "message", "factor")}
+        once = {name: factor * getattr(self, name) for name in ("seconds_per_byte", "seconds_per_message", "factor")}
         return msgspec.structs.replace(self, **once, **layers, **coding)
 
 
-class Survey(msgspec.Struct, frozen=True):
+class ClusterProfile(msgspec.Struct, frozen=True):
     """A model and the devices to train it."""
 
     outline: Outline
-    devices: list[Device]
+    devices: list[DeviceProfile]
     rate: list[list[float]]
     """Bytes/s from one device to another, both ways at once."""
     latency: list[list[float]]
     """Seconds."""
 
-    def nic(self, device: int) -> float:
+    def host_link(self, device: int) -> float:
         """Bytes/s of a device's own link: what it shares among its neighbours."""
         hosts = [other.host for other in self.devices]
         others = [rate for other, rate in enumerate(self.rate[device]) if other != device]
@@ -82,7 +86,7 @@ class Survey(msgspec.Struct, frozen=True):
         """Whether devices keep copies of their stages' state and of others'."""
         return any(device.snapshots for device in self.devices)
 
-    def within(self, rooms: Sequence[float]) -> "Survey":
+    def within(self, rooms: Sequence[float]) -> "ClusterProfile":
         """The same, each device with so many bytes of memory at most."""
         devices = [
             msgspec.structs.replace(device, memory=min(device.memory, room))
@@ -90,10 +94,10 @@ class Survey(msgspec.Struct, frozen=True):
         ]
         return msgspec.structs.replace(self, devices=devices)
 
-    def only(self, devices: list[int]) -> "Survey":
+    def only(self, devices: list[int]) -> "ClusterProfile":
         """Of these devices, in this order."""
         rate, latency = ([[table[a][b] for b in devices] for a in devices] for table in (self.rate, self.latency))
-        return Survey(self.outline, [self.devices[n] for n in devices], rate, latency)
+        return ClusterProfile(self.outline, [self.devices[n] for n in devices], rate, latency)
 
     def write(self, group: Any) -> None:
         """Into an HDF5 group."""
@@ -106,15 +110,17 @@ class Survey(msgspec.Struct, frozen=True):
         group["rate"], group["latency"] = np.array(self.rate), np.array(self.latency)
 
     @staticmethod
-    def read(group: Any) -> "Survey":
-        """From an HDF5 group. Raises UserError where it holds no survey."""
+    def read(group: Any) -> "ClusterProfile":
+        """From an HDF5 group. Raises UserError where it holds no cluster profile."""
         where = group.file.filename
         try:
             if (version := number_in(group, "version")) != 1:
-                raise UserError(f"{where}: survey layout version {version} is not known here")
+                raise UserError(f"{where}: cluster profile, layout version {version} is not known here")
             outline = outline_in(group)
             said = values_in(group, "devices", dtype=np.uint8, shape=(None,)).tobytes()
-            devices = msgspec.json.decode(said, type=Annotated[list[Device], Meta(min_length=1, max_length=_MOST_DEVICES)])
+            devices = msgspec.json.decode(
+                said, type=Annotated[list[DeviceProfile], Meta(min_length=1, max_length=_MOST_DEVICES)]
+            )
             times = values_in(group, "times", kinds="f", shape=(len(_TIMES), len(devices), len(outline.layers)))
             devices = [
                 msgspec.structs.replace(device, **{name: times[k, n].tolist() for k, name in enumerate(_TIMES)})
@@ -126,8 +132,8 @@ class Survey(msgspec.Struct, frozen=True):
             if not (rate > 0).all():  # infinite from a device to itself
                 raise Damaged("a rate in it is none")
         except (Damaged, RecursionError, msgspec.MsgspecError) as error:
-            raise UserError(f"{where}: the survey in it cannot be read: {error}") from error
-        return Survey(outline, devices, rate.tolist(), latency.tolist())
+            raise UserError(f"{where}: the cluster profile in it cannot be read: {error}") from error
+        return ClusterProfile(outline, devices, rate.tolist(), latency.tolist())
 
 
 def outline_in(group: Any, name: str = "outline") -> Outline:
@@ -156,7 +162,7 @@ def _check_numbers(value: Any, what: str) -> None:
         raise Damaged(f"{what} with the number {value}")
 
 
-class Profile(msgspec.Struct, frozen=True):
+class StageTimes(msgspec.Struct, frozen=True):
     """What one rank takes, in seconds."""
 
     forward: float
@@ -166,13 +172,13 @@ class Profile(msgspec.Struct, frozen=True):
     encode: dict[str, float]
     """A value, by codec."""
     decode: dict[str, float]
-    byte: float = 0.0
+    seconds_per_byte: float = 0.0
     """To send or receive a byte."""
-    message: float = 0.0
+    seconds_per_message: float = 0.0
     """To send or receive a message, its bytes and coding apart."""
     shared: bool = False
     """Whether coding, sending and receiving take their time from the core that computes."""
-    weights: float | None = None
+    weight_gradient: float | None = None
     """What of ``backward`` is the zero-bubble schedule's W; half of it if None."""
     update: float = 0.0
     """The optimizer's step."""

@@ -21,9 +21,9 @@ from accept_mpi.device.allocator import take_memory
 from accept_mpi.job import Job
 from accept_mpi.models import Chain
 from accept_mpi.models.losses import Loss
-from accept_mpi.profiling.layer_times import LayerTimes, Run, guess, of_layers, pieces, scattered
+from accept_mpi.profiling.layer_times import LayerTimes, TimedRange, bit_reversed_order, guess, of_layers, pieces
 from accept_mpi.profiling.outline import Outline
-from accept_mpi.profiling.timed_piece import Piece, _in_flight, stretch_of
+from accept_mpi.profiling.timed_piece import TimedPiece, micro_batches_in_flight, stretch_of
 from accept_mpi.tree import Tree
 
 _HEAP = 3  # times what a piece is known to hold: gradients, scratch and the allocator's gaps besides
@@ -58,7 +58,7 @@ class MicroBatch(NamedTuple):
     samples: int | None = None
 
 
-def probe(
+def time_layers(
     subject: Subject,
     budget: float,
     known: LayerTimes | None = None,
@@ -76,11 +76,13 @@ def probe(
     """
     began = time.monotonic()
 
-    def measure(chosen: list[tuple[int, int]], seconds: float, brief: bool = False) -> tuple[np.ndarray, list[Run], float]:
+    def measure(
+        chosen: list[tuple[int, int]], seconds: float, brief: bool = False
+    ) -> tuple[np.ndarray, list[TimedRange], float]:
         return _measure(subject, chosen, seconds, room, brief)
 
     every = pieces(subject.outline)
-    wanted = [every[k] for k in order or scattered(len(every))]
+    wanted = [every[k] for k in order or bit_reversed_order(len(every))]
     old: LayerTimes | None = None
     if known is not None:
         there = [(a, b) for a, b in every if known.measured[a]]
@@ -93,12 +95,12 @@ def probe(
         return of_layers(found, seconds, tuple(sorted(runs)), stretch)
     if found is None or not runs:
         return msgspec.structs.replace(old, seconds=seconds)
-    both = np.where(np.isfinite(found), found, [old.forward, old.backward, old.weights, old.update])
+    both = np.where(np.isfinite(found), found, [old.forward, old.backward, old.weight_gradient, old.update])
     whole = of_layers(both, seconds, tuple(sorted({*old.pieces, *runs})), stretch)
     return msgspec.structs.replace(whole, observed=old.observed)
 
 
-def look(subject: Subject, chosen: Sequence[tuple[int, int]], room: float = math.inf) -> list[Run]:
+def retime(subject: Subject, chosen: Sequence[tuple[int, int]], room: float = math.inf) -> list[TimedRange]:
     """What these pieces take now, measured for some of a job's ``probe_seconds``; without those that take more than ``room``
     bytes or need data that there is none of."""
     budget = _SECOND * subject.job.pipeline.probe_seconds
@@ -107,7 +109,7 @@ def look(subject: Subject, chosen: Sequence[tuple[int, int]], room: float = math
 
 def _measure(
     subject: Subject, chosen: list[tuple[int, int]], budget: float, room: float, brief: bool = False
-) -> tuple[np.ndarray, list[Run], float]:
+) -> tuple[np.ndarray, list[TimedRange], float]:
     """(4, layers) seconds, NaN outside the pieces that the budget allows; whole pieces; and the stretch."""
     chain, outline, job, loss, inputs, target, of, samples = subject
     began = time.monotonic()
@@ -119,7 +121,7 @@ def _measure(
     chosen = [run for run in chosen if needs[run] <= room]
     # What comes from the kernel while a piece is measured would count as its time.
     take_memory(int(min(room, _HEAP * max((needs[run] for run in chosen), default=0))))
-    work = [sum(guess(x.operations, x.held, x.parameter_bytes) for x in outline.layers[a:b]) for a, b in chosen]
+    work = [sum(guess(x.operations, x.saved_bytes, x.parameter_bytes) for x in outline.layers[a:b]) for a, b in chosen]
     for number, (start, stop) in enumerate(chosen):
         remaining = budget - (time.monotonic() - began)
         if number and remaining <= 0:
@@ -127,7 +129,7 @@ def _measure(
         given = inputs if start == 0 else random_inputs(outline, start)
         if not given or (stop == count and target is None):
             continue
-        piece = Piece(chain, outline, job, start, stop, loss if stop == count else None)
+        piece = TimedPiece(chain, outline, job, start, stop, loss if stop == count else None)
         seconds = remaining * work[number] / sum(work[number:])
         timed = piece.measure(given, target, seconds, brief, of if start == 0 else outline.layers[start].tree, samples)
         found[:, start:stop] = timed.layers
@@ -145,8 +147,8 @@ def _bytes(outline: Outline, start: int, stop: int) -> int:
     """What a piece takes while it is measured."""
     layers = outline.layers[start:stop]
     trained = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
-    held = sum(layer.held for layer in layers)
-    return _COPIES * trained + sum(layer.frozen_bytes for layer in layers) + (1 + _in_flight(held)) * held
+    held = sum(layer.saved_bytes for layer in layers)
+    return _COPIES * trained + sum(layer.frozen_bytes for layer in layers) + (1 + micro_batches_in_flight(held)) * held
 
 
 def micro_batch(train: Dataset | None, job: Job) -> MicroBatch:
@@ -163,7 +165,7 @@ def micro_batch(train: Dataset | None, job: Job) -> MicroBatch:
     return max(found, key=lambda one: sum(x.numel() for x in one.inputs if x is not None))
 
 
-def _unchanged(runs: list[Run], known: LayerTimes) -> bool:
+def _unchanged(runs: list[TimedRange], known: LayerTimes) -> bool:
     """Whether pieces take now what they were known to."""
     now = sum(forward + backward for _, _, forward, backward in runs)
     then = sum(sum(known.forward[a:b]) + sum(known.backward[a:b]) for a, b, _, _ in runs)

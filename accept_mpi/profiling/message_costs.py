@@ -22,14 +22,14 @@ _FEW_VALUES = 512
 _CACHE_BYTES = 32 << 20
 
 
-class Handling(msgspec.Struct, frozen=True):
+class MessageCosts(msgspec.Struct, frozen=True):
     """What messages cost a device, in seconds of CPU."""
 
     codecs: dict[str, tuple[float, float]]
     """To encode and to decode a value, by codec."""
-    byte: float
+    seconds_per_byte: float
     """To send or receive a byte."""
-    message: float
+    seconds_per_message: float
     """To send or receive a message, its bytes and coding apart."""
 
 

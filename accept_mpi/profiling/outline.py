@@ -25,7 +25,7 @@ from accept_mpi.tree import Tree
 from accept_mpi.users_code import call_layer, taken_apart
 
 
-class LayerOutline(msgspec.Struct, frozen=True, omit_defaults=True):
+class LayerOutline(msgspec.Struct, frozen=True, omit_defaults=True, rename={"saved_bytes": "held"}):
     """One layer, at one size of micro-batch."""
 
     inputs: tuple[TensorSpec, ...]
@@ -38,7 +38,7 @@ class LayerOutline(msgspec.Struct, frozen=True, omit_defaults=True):
     buffer_bytes: int
     operations: float
     """Floating-point operations of a forward, as torch counts them (matrix products and convolutions)."""
-    held: int
+    saved_bytes: int
     """Bytes kept from F to B that no layer before keeps already."""
     frozen_bytes: int = 0
     """Of the parameters' bytes, those that are not trained."""
@@ -141,7 +141,7 @@ def _outline(chain: Chain, seed: int, value: Any, channels_last: bool, samples: 
                 parameter_bytes=_bytes(parameters),
                 buffer_bytes=_bytes(buffers),
                 operations=float(counter.get_total_flops()),
-                held=held.bytes,
+                saved_bytes=held.bytes,
                 frozen_bytes=_bytes([p for p in parameters if not p.requires_grad]),
                 tree=None if of == tree.packed(len(specs)) else of,
             )

@@ -8,28 +8,28 @@ import torch
 
 from accept_mpi import tree
 from accept_mpi.codecs.coding import Coding
-from accept_mpi.codecs.tensors import Signature, Tensors, TensorSpec
+from accept_mpi.codecs.tensors import BoundarySpecs, Tensors, TensorSpec
 from accept_mpi.data import Dataset, Samples, fetch
 from accept_mpi.device.cpu import computing_takes_all
 from accept_mpi.pipeline.micro_batch import Inputs
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.profiling.cluster_profile import Profile
+from accept_mpi.profiling.cluster_profile import StageTimes
 from accept_mpi.profiling.message_costs import codec_costs, message_cost, one_that_codes
 from accept_mpi.profiling.timed_piece import stretch_of
 from accept_mpi.tree import LONE, Tree
 
 
-def profile(
+def time_stage(
     stage: Stage,
     size: int,
-    behind: Signature,
-    ahead: Signature,
+    behind: BoundarySpecs,
+    ahead: BoundarySpecs,
     train: Dataset | None,
     codings: dict[str, Coding],
     byte_cpu: float,
     cores: float,
     budget: float = 1.0,
-) -> Profile:
+) -> StageTimes:
     """Measure for about ``budget`` seconds, longer than a CPU quota's period; leaves no trace in the stage.
 
     ``size``: samples a micro-batch. ``behind`` and ``ahead`` are empty at the ends of the pipeline; the first and the last
@@ -62,18 +62,18 @@ def profile(
     stretch = stretch_of(wall, sum(map(sum, times[1:])))
     costs = codec_costs(codings)
     shared = computing_takes_all(cores)
-    return Profile(
+    return StageTimes(
         forward=stretch * forward,
         backward=stretch * backward,
         encode={name: stretch * encode for name, (encode, _) in costs.items()},
         decode={name: stretch * decode for name, (_, decode) in costs.items()},
-        byte=stretch * byte_cpu,
-        message=stretch * message_cost(one_that_codes(codings)) if shared else 0.0,
+        seconds_per_byte=stretch * byte_cpu,
+        seconds_per_message=stretch * message_cost(one_that_codes(codings)) if shared else 0.0,
         shared=shared,
     )
 
 
-def _given(stage: Stage, size: int, behind: Signature, data: Samples) -> Inputs:
+def _given(stage: Stage, size: int, behind: BoundarySpecs, data: Samples) -> Inputs:
     """Inputs of the shapes that training has, new ones each time: a layer may work in place."""
     if behind.forward:
         return Inputs(tuple(spec.zeros() for spec in behind.forward[size]), behind.trees.get(size, LONE))

@@ -27,7 +27,7 @@ _MOST_FLIGHT, _CACHE_BYTES = 3, 32 << 20  # micro-batches in flight: as many as 
 _FEW = 32  # pages: a pass finds as much new wherever it looks
 
 
-def _in_flight(held: float) -> int:
+def micro_batches_in_flight(held: float) -> int:
     """Micro-batches between F and B while a piece is measured, each holding so many bytes."""
     return min(_MOST_FLIGHT, 1 + int(_CACHE_BYTES / max(1.0, held)))
 
@@ -57,7 +57,7 @@ def _usual(passes: list[tuple[int, np.ndarray]]) -> np.ndarray:
     return np.sort(rows, axis=0)[(len(rows) - 1) // 2]
 
 
-class Piece:
+class TimedPiece:
     """Layers ``start`` to ``stop`` - 1 as a stage, with clocks in between."""
 
     def __init__(self, chain: Chain, outline: Outline, job: Job, start: int, stop: int, loss: Loss | None) -> None:
@@ -67,7 +67,7 @@ class Piece:
         self._deferred = job.pipeline.schedule == "zero-bubble"
         self.stage = Stage(layers, job, loss, outline.channels_last)
         self._operations = np.array([layer.operations for layer in outline.layers[start:stop]])
-        self._held = float(sum(layer.held for layer in outline.layers[start:stop]))
+        self._held = float(sum(layer.saved_bytes for layer in outline.layers[start:stop]))
         self._forward: list[float] = []
         self._backward: dict[int, float] = {}
         self._forwards: list[tuple[int, np.ndarray]] = []
@@ -130,7 +130,7 @@ class Piece:
         self._given = inputs, target, of, samples
         self._first = self._next = 0
         self._forwards, self._backwards = [], []
-        for _ in range(_in_flight(self._held)):
+        for _ in range(micro_batches_in_flight(self._held)):
             self._forth()
 
     def round(self) -> float:

@@ -24,7 +24,7 @@ import msgspec
 from accept_mpi.device.memory import available_memory
 from accept_mpi.files.cache import cache_directory
 from accept_mpi.files.regular import is_private, read_regular
-from accept_mpi.launch.run_identity import Supervised
+from accept_mpi.launch.run_identity import RunIdentity
 from accept_mpi.recovery.layer_state import Blobs
 
 log = logging.getLogger(__name__)
@@ -35,10 +35,10 @@ _ATTENDED, _SURVEY, _ROOM = "attended", "survey", "room"
 _MOST_DIGITS, _MOST_SURVEY = 20, 64 << 20
 
 
-class Spill:
+class DiskReplicas:
     """The replicas that one host keeps of a run. Any thread."""
 
-    def __init__(self, run: Supervised, host: str, root: Path | None = None) -> None:
+    def __init__(self, run: RunIdentity, host: str, root: Path | None = None) -> None:
         """``root``: in place of the user's cache."""
         self._root = root or cache_directory() / "replicas"
         self._directory = self._root / run.name / host
@@ -94,14 +94,14 @@ class Spill:
         if writer is not None:
             writer.join(seconds)
 
-    def keep_survey(self, survey: Any) -> None:
+    def keep_cluster(self, cluster: Any) -> None:
         """What all devices have measured (plain values), for the next start's plan."""
-        data = msgspec.msgpack.encode(survey)
+        data = msgspec.msgpack.encode(cluster)
         with self._disk:
             self._put(self._directory / _SURVEY, data)
 
-    def survey(self) -> Any:
-        """What the last ``keep_survey`` was given; None where there is none, or it is damaged."""
+    def cluster(self) -> Any:
+        """What the last ``keep_cluster`` was given; None where there is none, or it is damaged."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             return msgspec.msgpack.decode(_checked(self._directory / _SURVEY, _MOST_SURVEY))
         return None

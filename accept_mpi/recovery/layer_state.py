@@ -18,7 +18,7 @@ from accept_mpi.recovery.tensor_file import read_header
 
 Blobs = dict[int, bytes]
 """States by layer."""
-Piece = tuple[int, int, Any]
+Chunk = tuple[int, int, Any]
 """A layer, how many bytes its state has, and some of them, in order."""
 _WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
 
@@ -131,9 +131,9 @@ def _kind(value: torch.Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-def cut(blobs: Mapping[int, bytes], size: int) -> Iterator[list[Piece]]:
+def chunked(blobs: Mapping[int, bytes], size: int) -> Iterator[list[Chunk]]:
     """Layers' states as messages of ``size`` bytes, which share their memory."""
-    message: list[Piece] = []
+    message: list[Chunk] = []
     room = size
     for layer, blob in blobs.items():
         rest = memoryview(blob)
@@ -154,7 +154,7 @@ class Arriving:
         self.whole: Blobs = {}
         self._growing: dict[int, bytearray] = {}
 
-    def add(self, pieces: Iterable[Piece]) -> None:
+    def add(self, pieces: Iterable[Chunk]) -> None:
         """Those of a message."""
         for layer, total, data in pieces:
             growing = self._growing.setdefault(layer, bytearray())

@@ -7,26 +7,26 @@ import msgspec
 
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.errors import Agreed, TooFewDevices, UserError
-from accept_mpi.failpoints import pass_by
+from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
 from accept_mpi.plan import Plan
-from accept_mpi.planning.estimate import settled
+from accept_mpi.planning.estimate import with_codecs
 from accept_mpi.planning.planner import Layers, plan_for
-from accept_mpi.profiling.cluster_profile import Survey
+from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.replicas import Holdings, Replicas, newest
 
 
-def find_together(runtime: Runtime) -> str:
+def regroup(runtime: Runtime) -> str:
     """All who are left come together. Returns who is not among them, for people."""
     began = time.monotonic()
     who = {member: runtime.who(rank) for rank, member in enumerate(runtime.members)}
     gone = runtime.regroup()
-    pass_by("regroup")
+    failpoint("regroup")
     lost = " and ".join(who[member] for member in gone) or "nobody but a connection"
     return f"lost {lost}; {runtime.size} found together in {1e3 * (time.monotonic() - began):.0f} ms"
 
 
-class Held(msgspec.Struct, frozen=True):
+class PlanInForce(msgspec.Struct, frozen=True):
     """A plan that ranks have begun a term with."""
 
     number: int
@@ -35,12 +35,14 @@ class Held(msgspec.Struct, frozen=True):
     """In the ranks when mpirun began."""
 
 
-def last_held(runtime: Runtime, number: int, held: Held | None, replicas: Replicas) -> tuple[int, Held | None, Layers]:
+def newest_plan(
+    runtime: Runtime, number: int, held: PlanInForce | None, replicas: Replicas
+) -> tuple[int, PlanInForce | None, Layers]:
     """The number of the next term, the last one that anybody has begun (a loss while a term is built finds some ranks with
     its plan, others still with the one before), and the layers that each rank has a copy of. All ranks together."""
     mine = [number, msgspec.to_builtins(held), replicas.holdings()]
     told = runtime.messenger.allgather(mine, runtime.startup_seconds, "the last plan")
-    plans = [msgspec.convert(one, Held) for _, one, _ in told if one is not None]
+    plans = [msgspec.convert(one, PlanInForce) for _, one, _ in told if one is not None]
     last = max(plans, key=lambda one: one.number, default=None)
     copies = [msgspec.convert(holdings, Holdings, strict=False) for _, _, holdings in told]
     step = newest(copies, last.plan.stages[-1].stop) if last else None
@@ -48,13 +50,13 @@ def last_held(runtime: Runtime, number: int, held: Held | None, replicas: Replic
     return 1 + max(number for number, _, _ in told), last, layers
 
 
-def next_plan(runtime: Runtime, job: Job, plan: Plan, survey: Survey | None, layers: Layers = ()) -> Plan:
+def next_plan(runtime: Runtime, job: Job, plan: Plan, cluster: ClusterProfile | None, layers: Layers = ()) -> Plan:
     """The plan of those who are left, in their ranks of now. All ranks together. ``plan`` is in the ranks when mpirun
-    began, ``survey`` of those who are left, ``layers`` what each has a copy of. Raises TooFewDevices where no plan fits."""
+    began, ``cluster`` of those who are left, ``layers`` what each has a copy of. Raises TooFewDevices where no plan fits."""
     members = runtime.members
     try:
         decided = runtime.agree(
-            "the plan", lambda: successor(job, plan, survey, members, layers) if runtime.rank == 0 else None
+            "the plan", lambda: plan_after_loss(job, plan, cluster, members, layers) if runtime.rank == 0 else None
         )
     except Agreed as mistake:
         raise TooFewDevices(str(mistake)) from mistake
@@ -62,14 +64,16 @@ def next_plan(runtime: Runtime, job: Job, plan: Plan, survey: Survey | None, lay
     return Plan.from_json(text)
 
 
-def successor(job: Job, plan: Plan, survey: Survey | None, members: Sequence[int], layers: Layers = ()) -> Plan:
+def plan_after_loss(
+    job: Job, plan: Plan, cluster: ClusterProfile | None, members: Sequence[int], layers: Layers = ()
+) -> Plan:
     """The plan for those who are left, in their new ranks: from what all devices have measured of themselves, where they
     have; else a lost stage's layers go to its neighbour. Raises UserError where no plan fits."""
     ranks = {member: rank for rank, member in enumerate(members)}
-    if survey is None:
+    if cluster is None:
         held = {rank for stage in plan.stages for rank in stage.ranks}
         left = plan.without(held - set(members))
         if left is None:
             raise UserError("all ranks that hold a stage are lost")
         return left.renamed(ranks)
-    return settled(plan_for(survey, job, layers))
+    return with_codecs(plan_for(cluster, job, layers))

@@ -19,12 +19,12 @@ from collections.abc import Callable
 from typing import Any
 
 from accept_mpi.comm.messenger import Message
-from accept_mpi.failpoints import pass_by
+from accept_mpi.failpoints import failpoint
 from accept_mpi.job import MOST_EXTRA, Recovery
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place
 from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, REPLAN, SNAPSHOT
-from accept_mpi.recovery.layer_state import Arriving, cut, states
+from accept_mpi.recovery.layer_state import Arriving, chunked, states
 from accept_mpi.recovery.replicas import Replicas
 
 _CHUNK = 1 << 16  # 5 ms at 100 Mbit/s; `comm.background` decides how many are under way
@@ -127,14 +127,14 @@ class Replication:
 
     def begin(self, step: int, stage: Stage, flags: int) -> None:
         """Keep the stage's state after ``step`` steps, and send it on in the background."""
-        pass_by("snapshot")
+        failpoint("snapshot")
         blobs = states(stage)
         self._replicas.keep(step, blobs)
         if self.on and (flags & SNAPSHOT or not self._sending()):
             stages = len(self._ranks)
             # The only stage's goes to a rank that the plan leaves idle.
             after = self._ranks[(self._place.stage + 1) % stages] if stages > 1 else (self._ranks[0] + 1) % self._size
-            for pieces in cut(blobs, _CHUNK):
+            for pieces in chunked(blobs, _CHUNK):
                 body = {"step": step, "stage": self._place.stage, "layers": len(blobs), "pieces": pieces}
                 self._post(after, "replica", body, True)
 

@@ -13,10 +13,10 @@ import msgspec
 from accept_mpi.comm.messenger import POLL_SECONDS, Messenger, Sending
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.errors import DeadlineError
-from accept_mpi.failpoints import pass_by
+from accept_mpi.failpoints import failpoint
 from accept_mpi.plan import Plan
 from accept_mpi.recovery.checkpoint import Checkpoint
-from accept_mpi.recovery.layer_state import Arriving, Blobs, Piece, cut, pack
+from accept_mpi.recovery.layer_state import Arriving, Blobs, Chunk, chunked, pack
 from accept_mpi.recovery.replicas import Holdings, Replicas, newest, sources
 
 _PIECE = 1 << 18
@@ -33,7 +33,7 @@ class Origin(NamedTuple):
     on_disk: bool
 
 
-class Stored:
+class CheckpointStore:
     """A checkpoint's layers as ``Replicas`` gives them."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -45,7 +45,7 @@ class Stored:
         return pack(self.checkpoint.tensors("weights", one), self.checkpoint.tensors("optimizer", one))
 
 
-def origin(runtime: Runtime, replicas: Replicas, disk_step: int, layers: int) -> Origin:
+def newest_snapshot(runtime: Runtime, replicas: Replicas, disk_step: int, layers: int) -> Origin:
     """The newest snapshot that every layer still has a copy of. ``disk_step``: of rank 0's checkpoint, 0: it has none."""
     mine = [replicas.holdings(), disk_step]
     told = runtime.messenger.allgather(mine, runtime.startup_seconds, "the snapshots that each rank holds")
@@ -56,9 +56,9 @@ def origin(runtime: Runtime, replicas: Replicas, disk_step: int, layers: int) ->
     return Origin(step, held, False)
 
 
-def fetch(messenger: Messenger, plan: Plan, origin: Origin, store: Replicas | Stored, seconds: float) -> Blobs:
+def fetch(messenger: Messenger, plan: Plan, origin: Origin, store: Replicas | CheckpointStore, seconds: float) -> Blobs:
     """The states of this rank's layers; what others need of this rank's goes to them meanwhile. All ranks together."""
-    pass_by("move")
+    failpoint("move")
     rank, step = messenger.rank, origin.step
     wanted = [plan.layers_of(r) for r in range(messenger.size)]
     moves = sources(origin.held, step, wanted)
@@ -68,7 +68,7 @@ def fetch(messenger: Messenger, plan: Plan, origin: Origin, store: Replicas | St
         (dest, "layers", piece)
         for (source, dest), layers in sorted(moves.items())
         if source == rank
-        for piece in cut({layer: store.get(step, layer) for layer in layers}, _PIECE)
+        for piece in chunked({layer: store.get(step, layer) for layer in layers}, _PIECE)
     )
     coming = {source: len(layers) for (source, dest), layers in moves.items() if dest == rank}
     for blobs in _exchange(messenger, pieces, coming, seconds):
@@ -77,7 +77,7 @@ def fetch(messenger: Messenger, plan: Plan, origin: Origin, store: Replicas | St
 
 
 def _exchange(
-    messenger: Messenger, pieces: Iterator[tuple[int, str, list[Piece]]], coming: dict[int, int], seconds: float
+    messenger: Messenger, pieces: Iterator[tuple[int, str, list[Chunk]]], coming: dict[int, int], seconds: float
 ) -> list[Blobs]:
     """Send pieces, several at once, while so many layers of each rank in ``coming`` arrive; links carry both ways at once.
     Raises DeadlineError where nothing moves for so many seconds."""

@@ -24,27 +24,34 @@ from accept_mpi.models import Chain
 from accept_mpi.models.losses import Loss
 from accept_mpi.plan import Plan
 from accept_mpi.planning.codec_choice import codings_of
-from accept_mpi.planning.estimate import settled
+from accept_mpi.planning.estimate import with_codecs
 from accept_mpi.planning.planner import plans_for
 from accept_mpi.planning.tables import table
 from accept_mpi.prediction.database import (
     database_path,
     observe,
 )
-from accept_mpi.profiling.cluster_profile import Survey
-from accept_mpi.profiling.layer_timer import Subject, micro_batch, probe
-from accept_mpi.profiling.layer_times import Run, nothing_measured, pieces
-from accept_mpi.profiling.message_costs import Handling, codec_costs, message_cost, one_that_codes
+from accept_mpi.profiling.cluster_profile import ClusterProfile
+from accept_mpi.profiling.layer_timer import Subject, micro_batch, time_layers
+from accept_mpi.profiling.layer_times import TimedRange, nothing_measured, pieces
+from accept_mpi.profiling.message_costs import MessageCosts, codec_costs, message_cost, one_that_codes
 from accept_mpi.profiling.outline import Outline
 from accept_mpi.profiling.pooling import doubted
-from accept_mpi.training.profile_cluster import _introduced, _Measured, _outlined, _pooled_survey, _Report, _second_look
+from accept_mpi.training.profile_cluster import (
+    Measured,
+    Report,
+    agree_on_outline,
+    introduce_devices,
+    pooled_profile,
+    retime_doubted,
+)
 
 Data = tuple[Dataset | None, Dataset | None]
 
 _MOST_ROWS = 50_000  # of a trace, that are looked at after a run
 
 
-class Surveyed(NamedTuple):
+class AutoPlan(NamedTuple):
     """What all ranks know afterwards."""
 
     plan: Plan
@@ -53,7 +60,7 @@ class Surveyed(NamedTuple):
     """Training and test set, where this rank has them."""
     lines: list[str]
     """Rank 0: the plan as a table, and how long this took."""
-    survey: Survey | None
+    cluster: ClusterProfile | None
     """Rank 0: what was measured."""
     step: float | None
     """Rank 0: seconds that a step should take."""
@@ -67,7 +74,7 @@ class Surveyed(NamedTuple):
 
 def plan_by_measuring(
     runtime: Runtime, job: Job, chain: Chain, loss: Loss, given: Plan | None = None, most: float = math.inf
-) -> Surveyed:
+) -> AutoPlan:
     """Measure devices and links, and cut the model where training is fastest. All ranks call this together.
 
     Every rank that can load the data may be first or last. Where a plan is ``given``, it stays as it is, rank 0 alone times
@@ -82,11 +89,11 @@ def plan_by_measuring(
     batch = runtime.agree("a micro-batch", lambda: micro_batch(data[0], job))
     codings = codings_of(job)
     prepare(list(codings.values()))  # a slow device takes as long for this as rank 0 for the model's layers
-    model = _outlined(runtime, chain, job, batch, source)
+    model = agree_on_outline(runtime, chain, job, batch, source)
     rates = pair_rates(runtime.world)
     linked = time.monotonic()
     path = database_path(job.pipeline.latency_db) if runtime.rank == 0 and not given else None
-    devices = _introduced(runtime, job, model, path)
+    devices = introduce_devices(runtime, job, model, path)
     give_back_memory()  # of a run before this one in the same process
     room = min(most, planned(available_memory() / runtime.ranks_on_host))
     crowded = runtime.cores < torch.get_num_threads()
@@ -95,58 +102,60 @@ def plan_by_measuring(
     times = runtime.agree(
         "the time of each layer",
         lambda: (
-            probe(subject, job.pipeline.probe_seconds, before, room, order, crowded)
+            time_layers(subject, job.pipeline.probe_seconds, before, room, order, crowded)
             if given is None or runtime.rank == 0
             else nothing_measured(model)
         ),
     )
     shared = computing_takes_all(runtime.cores)
     copies = runtime.survives and runtime.size > 1 and job.recovery.replicate_every != 0
-    handling = Handling(codec_costs(codings), rates.cpu, rates.message + message_cost(one_that_codes(codings)))
-    mine = _Report(times, rates, handling, data[0] is not None, room, shared, copies)
+    handling = MessageCosts(
+        codec_costs(codings), rates.seconds_per_byte, rates.seconds_per_message + message_cost(one_that_codes(codings))
+    )
+    mine = Report(times, rates, handling, data[0] is not None, room, shared, copies)
     gathered = messenger.allgather(msgspec.to_builtins(mine), seconds, "what each device has measured")
-    reports = [msgspec.convert(one, _Report) for one in gathered] if runtime.rank == 0 else []
+    reports = [msgspec.convert(one, Report) for one in gathered] if runtime.rank == 0 else []
     first = devices.together([report.times for report in reports])
     doubts = messenger.broadcast(doubted(first, devices.kinds) if first else None, seconds, "whom to ask again")
-    again = _second_look(runtime, subject, doubts, room) if any(doubts) else []
+    again = retime_doubted(runtime, subject, doubts, room) if any(doubts) else []
     measured = time.monotonic()
 
-    def decide() -> Surveyed | None:
+    def decide() -> AutoPlan | None:
         if runtime.rank:
             return None
-        survey = _pooled_survey(model, devices, _Measured(reports, first, doubts, again), path, given is not None)
+        cluster = pooled_profile(model, devices, Measured(reports, first, doubts, again), path, given is not None)
         keys = tuple(devices.keys)
         if given:
-            return Surveyed(given, data, [], survey, None, model, time.monotonic() - began, keys)
-        found, even = plans_for(survey, job)
+            return AutoPlan(given, data, [], cluster, None, model, time.monotonic() - began, keys)
+        found, even = plans_for(cluster, job)
         looked = sum(map(bool, again))
-        lines = table(survey, job, found, even)
+        lines = table(cluster, job, found, even)
         lines.append(
             f"measuring took {measured - began:.1f} s (layers {measured - linked:.1f} s; {sum(map(bool, devices.known))} of "
             f"{runtime.size} devices were known{f', {looked} looked twice' if looked else ''}), "
             f"planning {time.monotonic() - measured:.1f} s"
         )
-        return Surveyed(settled(found), data, lines, survey, found.step, model, time.monotonic() - began, keys)
+        return AutoPlan(with_codecs(found), data, lines, cluster, found.step, model, time.monotonic() - began, keys)
 
     decided = runtime.agree("the plan", decide)
     plan = Plan.from_json(messenger.broadcast(decided.plan.to_json() if decided else None, seconds, "the plan"))
-    return decided or Surveyed(plan, data, [], None, None, model)
+    return decided or AutoPlan(plan, data, [], None, None, model)
 
 
-def learn(job: Job, planned: Surveyed, plan: Plan, log: Path) -> None:
+def learn(job: Job, planned: AutoPlan, plan: Plan, log: Path) -> None:
     """Rank 0, after a run: what its stages took goes into the latency database, for the predictor to learn from (AccEPT's
     continual learning; reconstruction)."""
     path = database_path(job.pipeline.latency_db)
-    if path is None or planned.survey is None:
+    if path is None or planned.cluster is None:
         return
     with open_log(log) as file:
         trace = file["trace"][-_MOST_ROWS:]
-    runs: dict[str, list[Run]] = {}
+    runs: dict[str, list[TimedRange]] = {}
     for stage, took in zip(plan.stages, mean_times(trace), strict=False):
         if {"F", "B"} <= took.keys():
             key = planned.keys[stage.ranks[0]]
             runs.setdefault(key, []).append((stage.start, stage.stop, took["F"], took["B"] + took.get("W", 0.0)))
-    observe(path, planned.survey.outline, runs)
+    observe(path, planned.cluster.outline, runs)
 
 
 def _load(runtime: Runtime, job: Job) -> tuple[Data, int]:

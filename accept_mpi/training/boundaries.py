@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from accept_mpi import tree
-from accept_mpi.codecs.tensors import Signature, Specs, Tensors, TensorSpec
+from accept_mpi.codecs.tensors import BoundarySpecs, Specs, Tensors, TensorSpec
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.data import Dataset, fetch
 from accept_mpi.pipeline.micro_batch import Inputs
@@ -42,14 +42,14 @@ def agree_on_shapes(
     train: Dataset | None,
     deadline: float,
     outline: Outline | None = None,
-) -> tuple[Signature, Signature]:
+) -> tuple[BoundarySpecs, BoundarySpecs]:
     """Signatures of the boundary before and of the one after ``stage``; empty ones at the ends, and for an idle rank.
 
     ``train`` is needed on the first and the last stage. All ranks call this together.
     """
     if found := _all_at_once(messenger, stage, place, sizes, train, deadline, outline):
         return found
-    behind, ahead = Signature({}, {}, {}), Signature({}, {}, {})
+    behind, ahead = BoundarySpecs({}, {}, {}), BoundarySpecs({}, {}, {})
     before, after = place.before, place.after
     if place.idle:
         return behind, ahead
@@ -78,7 +78,7 @@ def _run(
     train: Dataset | None,
     size: int,
     training: bool,
-    signatures: tuple[Signature, Signature],
+    signatures: tuple[BoundarySpecs, BoundarySpecs],
     taken: Callable[[int, bool], Taken],
     returned: Callable[[int, bool, Specs, Tree], Specs],
 ) -> Specs:
@@ -146,9 +146,9 @@ def _all_at_once(
     train: Dataset | None,
     deadline: float,
     outline: Outline | None,
-) -> tuple[Signature, Signature] | None:
+) -> tuple[BoundarySpecs, BoundarySpecs] | None:
     """The signatures, where every stage took what the one before gave; else nothing, on all ranks alike."""
-    behind, ahead = Signature({}, {}, {}), Signature({}, {}, {})
+    behind, ahead = BoundarySpecs({}, {}, {}), BoundarySpecs({}, {}, {})
     mine: Any = _IDLE if place.idle else None
     if outline is not None and not place.idle:
         come = _suggested(outline.layers[stage.start], outline.samples)

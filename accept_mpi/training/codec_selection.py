@@ -7,31 +7,31 @@ import msgspec
 
 from accept_mpi.codecs.coding import Coding
 from accept_mpi.codecs.message import wire_bytes
-from accept_mpi.codecs.tensors import Signature, Specs
+from accept_mpi.codecs.tensors import BoundarySpecs, Specs
 from accept_mpi.comm.links import neighbour_rates
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import Dataset
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import Job
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.plan import Codec, Plan
+from accept_mpi.plan import BoundaryCodecs, Plan
 from accept_mpi.planning.codec_choice import AUTO, Choice, choose, codings, is_open
-from accept_mpi.planning.forecast import Crossing, Forecast
+from accept_mpi.planning.forecast import Forecast, Traffic
 from accept_mpi.planning.tables import aligned
-from accept_mpi.profiling.cluster_profile import Profile
+from accept_mpi.profiling.cluster_profile import StageTimes
 from accept_mpi.profiling.outline import crossing_sizes
-from accept_mpi.profiling.stage_timer import profile
+from accept_mpi.profiling.stage_timer import time_stage
 
 _WAYS = ("F", "B")
 
 
-def settle_codecs(
+def select_codecs(
     runtime: Runtime,
     job: Job,
     plan: Plan,
     stage: Stage,
     size: int,
-    signatures: tuple[Signature, Signature],
+    signatures: tuple[BoundarySpecs, BoundarySpecs],
     train: Dataset | None,
 ) -> tuple[Plan, list[str]]:
     """The plan with a codec wherever it had "auto", and the reasons, a line each. ``size``: samples a micro-batch."""
@@ -41,7 +41,7 @@ def settle_codecs(
     place = plan.place(runtime.rank)
     behind, ahead = signatures
 
-    def nbytes(signature: Signature, direction: int) -> int:
+    def nbytes(signature: BoundarySpecs, direction: int) -> int:
         specs = signature.direction(direction).get(size)
         return wire_bytes(specs) if specs else 0
 
@@ -49,7 +49,9 @@ def settle_codecs(
     rates = neighbour_rates(runtime.world, place.before, place.after, weights)
     mine = None
     if not place.idle:
-        mine = profile(stage, size, behind, ahead, train, codings(job, plan) | {"none": Coding()}, rates.cpu, runtime.cores)
+        mine = time_stage(
+            stage, size, behind, ahead, train, codings(job, plan) | {"none": Coding()}, rates.cpu, runtime.cores
+        )
     # What comes in here: activations over the boundary behind, gradients over the one ahead.
     coming = {}
     if place.before is not None:
@@ -62,28 +64,28 @@ def settle_codecs(
     if runtime.rank == 0:
         by_stage = [told[held.ranks[0]] for held in plan.stages]
         crossings = {
-            (boundary, way): msgspec.convert(by_stage[boundary + (way == "F")][1][way], Crossing)
+            (boundary, way): msgspec.convert(by_stage[boundary + (way == "F")][1][way], Traffic)
             for boundary in range(len(plan.boundaries))
             for way in _WAYS
         }
-        profiles = [msgspec.convert(profiled, Profile) for profiled, _ in by_stage]
+        profiles = [msgspec.convert(profiled, StageTimes) for profiled, _ in by_stage]
         forecast = Forecast(job.pipeline.schedule, micro_batches_of(job), job.pipeline.transfer_slack, profiles, crossings)
         fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
         choices, step = choose(forecast, fixed, job.pipeline.min_bits)
         names = [[choices[boundary, way].name for way in _WAYS] for boundary in range(len(plan.boundaries))]
         lines = _reasons(profiles, crossings, choices, step)
     names = messenger.broadcast(names, seconds, "the codecs")
-    boundaries = tuple(Codec(forward=forward, backward=backward) for forward, backward in names)
+    boundaries = tuple(BoundaryCodecs(forward=forward, backward=backward) for forward, backward in names)
     return msgspec.structs.replace(plan, boundaries=boundaries), lines
 
 
-def _crossing(specs: Specs, rate: float) -> Crossing:
-    return Crossing(*crossing_sizes(specs), max(rate, 1.0))
+def _crossing(specs: Specs, rate: float) -> Traffic:
+    return Traffic(*crossing_sizes(specs), max(rate, 1.0))
 
 
 def _reasons(
-    profiles: list[Profile],
-    crossings: dict[tuple[int, str], Crossing],
+    profiles: list[StageTimes],
+    crossings: dict[tuple[int, str], Traffic],
     choices: dict[tuple[int, str], Choice],
     step: float,
 ) -> list[str]:

@@ -118,7 +118,7 @@ class Controller:
             self.steps_made = max(self.steps_made, message.body or 0)
 
 
-class Bystander:
+class Follower:
     """Takes the control messages of a rank that is not rank 0. One that the plan leaves idle waits here for the end."""
 
     def __init__(self) -> None:

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 
 from accept_mpi.codecs.coding import parse, prepare
-from accept_mpi.codecs.tensors import Signature
-from accept_mpi.comm.channels import Endpoint
+from accept_mpi.codecs.tensors import BoundarySpecs
+from accept_mpi.comm.channels import Channel
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.messenger import Message
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import Dataset, fetch
 from accept_mpi.data import load as load_data
-from accept_mpi.data.calendar import Batches, Course, cut
+from accept_mpi.data.calendar import Calendar, Milestones, micro_batch_sizes
 from accept_mpi.data.feed import Drawn, checksum
 from accept_mpi.device.cpu import computing_takes_all
-from accept_mpi.device.speed_check import Pulse
+from accept_mpi.device.speed_check import SpeedCheck
 from accept_mpi.errors import Agreed, DeadlineError
-from accept_mpi.failpoints import pass_by
+from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
 from accept_mpi.launch.stop_signals import StopSignals
 from accept_mpi.logs.format import BACKWARD, FORWARD
@@ -33,7 +33,7 @@ from accept_mpi.logs.recorder import Recorder
 from accept_mpi.models import Chain
 from accept_mpi.models.layers import Layers, build_stage
 from accept_mpi.models.losses import Loss
-from accept_mpi.pipeline.schedule import depth
+from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place, Plan
 from accept_mpi.planning.codec_choice import codings
@@ -42,9 +42,9 @@ from accept_mpi.recovery.layer_state import states
 from accept_mpi.recovery.replicas import Replicas
 from accept_mpi.recovery.replication import Replication
 from accept_mpi.training.boundaries import agree_on_shapes
-from accept_mpi.training.codec_selection import settle_codecs
-from accept_mpi.training.controller import Bystander, Controller
-from accept_mpi.training.worker import Links, Worker
+from accept_mpi.training.codec_selection import select_codecs
+from accept_mpi.training.controller import Controller, Follower
+from accept_mpi.training.worker import StageChannels, Worker
 
 Data = tuple[Dataset | None, Dataset | None]
 
@@ -52,7 +52,7 @@ _TOLD = 8  # more than can be under way
 
 
 @dataclass
-class Work:
+class RankState:
     """What stays the same on a rank while plans change."""
 
     job: Job
@@ -67,15 +67,15 @@ class Work:
     """Who that was, by its rank when mpirun began."""
     outline: Outline | None = None
     """Of the model, where devices have been measured."""
-    pulse: Pulse | None = None
+    pulse: SpeedCheck | None = None
     """How fast this device was at first, where plans adapt."""
     stop: StopSignals = field(default_factory=StopSignals)
 
 
-class Term:
+class Deployment:
     """One rank's part."""
 
-    def __init__(self, runtime: Runtime, work: Work, plan: Plan) -> None:
+    def __init__(self, runtime: Runtime, work: RankState, plan: Plan) -> None:
         """The data, and the calendar that follows from it."""
         self.runtime, self.work, self.plan, self.job = runtime, work, plan, work.job
         compiling = prepare(list(codings(self.job, plan).values()))
@@ -86,13 +86,13 @@ class Term:
         work.data = runtime.agree("the data", lambda: _data_for(self.job, self.place, work.data))
         samples, self.test_samples = _agree_on_data(runtime, self._data)
         train = self.job.train
-        self.batches = Batches(samples, train.batch_size, train.micro_batches, train.seed, train.drop_last)
+        self.batches = Calendar(samples, train.batch_size, train.micro_batches, train.seed, train.drop_last)
         self._plane: DataPlane | None = None
         self._built: Stage | None = None
 
-    def build(self, course: Course, restore: Callable[[Stage], None]) -> None:
+    def build(self, course: Milestones, restore: Callable[[Stage], None]) -> None:
         """The stage, with the state that ``restore`` gives it, and what it exchanges with its neighbours."""
-        pass_by("build")
+        failpoint("build")
         runtime, job, self.course = self.runtime, self.job, course
         loss = self.work.loss if self.place.last else None
         self.stage = self._built = _make_stage(runtime, job, self.work.chain, self.plan.layers_of(runtime.rank), loss)
@@ -103,7 +103,7 @@ class Term:
         self._signatures = agree_on_shapes(
             runtime.messenger, self.stage, self.place, sizes, train_set, job.pipeline.startup_timeout, self.work.outline
         )
-        self.plan, self.codecs_why = settle_codecs(
+        self.plan, self.codecs_why = select_codecs(
             runtime, job, self.plan, self.stage, max(sizes[0]), self._signatures, train_set
         )
         restore(self.stage)  # after the first forward, which says what buffers there will be
@@ -112,7 +112,7 @@ class Term:
         """Connect to the neighbours. ``controller``: on rank 0."""
         runtime, work = self.runtime, self.work
         self.recorder = Recorder(runtime.clock, runtime.rank, self.place.stage, runtime.members)
-        self.role: Controller | Bystander = controller or Bystander()
+        self.role: Controller | Follower = controller or Follower()
         last = self.plan.stages[-1].ranks[0]
         self._drawn = Drawn(lambda step, sums: plane.post(last, "drawn", [step, sums]))
         plane = self._plane = DataPlane(
@@ -125,7 +125,7 @@ class Term:
         )  # fmt: skip
         self._links = self._connect(self._plane)
         if work.pulse is None and self.job.pipeline.adapt:
-            work.pulse = Pulse()
+            work.pulse = SpeedCheck()
         self._plane.start()
         self._tell_again()
         work.stop.connect(self.replication.ask_to_stop)
@@ -191,21 +191,23 @@ class Term:
             if body["step"] <= self.course.first:
                 self._plane.post(0, kind, body)
 
-    def _connect(self, plane: DataPlane) -> Links:
+    def _connect(self, plane: DataPlane) -> StageChannels:
         """Endpoints to both neighbours. A link holds at most what the stage before it may have in flight."""
         job, place, plan = self.job, self.place, self.plan
 
-        def end(peer: int, boundary: int, direction: int, signature: Signature) -> Endpoint:
+        def end(peer: int, boundary: int, direction: int, signature: BoundarySpecs) -> Channel:
             kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
-            limit = depth(kind, boundary, len(plan.stages), self.batches.most if kind != "1f1b-async" else 1 << 30, slack)
+            limit = max_in_flight(
+                kind, boundary, len(plan.stages), self.batches.most if kind != "1f1b-async" else 1 << 30, slack
+            )
             names = plan.boundaries[boundary]
             coding = parse(names.backward, True) if direction == BACKWARD else parse(names.forward, False)
             trees = signature.trees if direction == FORWARD else {}
-            return Endpoint(peer, boundary, direction, signature.direction(direction), limit, coding, job.train.seed, trees)
+            return Channel(peer, boundary, direction, signature.direction(direction), limit, coding, job.train.seed, trees)
 
         behind, ahead = self._signatures
         s, before, after = place.stage, place.before, place.after
-        return Links(
+        return StageChannels(
             activations_in=None if before is None else plane.incoming(end(before, s - 1, FORWARD, behind)),
             activations_out=None if after is None else plane.outgoing(end(after, s, FORWARD, ahead)),
             gradients_in=None if after is None else plane.incoming(end(after, s, BACKWARD, ahead)),
@@ -214,7 +216,7 @@ class Term:
 
     def _end(self, plane: DataPlane, made: int) -> int:
         """Everything is sent, the last checkpoint is on the disk. An idle rank waits here for the others."""
-        pass_by("end")
+        failpoint("end")
         seconds, role = self.job.pipeline.startup_timeout, self.role
         pulse = self.work.pulse if self.place.idle else None
 
@@ -282,6 +284,8 @@ def _make_stage(runtime: Runtime, job: Job, chain: Chain, mine: range, loss: Los
     return runtime.agree("the layers' state", lambda: Stage(layers, job, loss, channels_last, again))
 
 
-def _sizes(batches: Batches, test_samples: int) -> tuple[list[int], list[int]]:
+def _sizes(batches: Calendar, test_samples: int) -> tuple[list[int], list[int]]:
     """Every number of samples that a micro-batch of this run can have: in training, in evaluation."""
-    return sorted(batches.every_size(), reverse=True), sorted(set(cut(test_samples, batches.micro)), reverse=True)
+    return sorted(batches.every_size(), reverse=True), sorted(
+        set(micro_batch_sizes(test_samples, batches.micro)), reverse=True
+    )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.data.calendar import Batches, Course, Position
+from accept_mpi.data.calendar import Calendar, Milestones, Position
 from accept_mpi.errors import UserError, shown
 from accept_mpi.job import GOES_WITH, Job, Optimizer
 from accept_mpi.models import Chain
@@ -46,7 +46,7 @@ def share_manifest(runtime: Runtime, checkpoint: Checkpoint | None) -> Manifest 
     return msgspec.convert(shared, Manifest) if shared else None
 
 
-def calendar(batches: Batches, manifest: Manifest | None) -> Batches:
+def calendar(batches: Calendar, manifest: Manifest | None) -> Calendar:
     """The calendar of a run that goes on from a checkpoint: with the first sample that it has not seen."""
     if manifest is None:
         return batches
@@ -59,11 +59,11 @@ def calendar(batches: Batches, manifest: Manifest | None) -> Batches:
     return replace(batches, since=before.position(manifest.step)._replace(order=order))
 
 
-def course_of(job: Job, batches: Batches, first: int) -> Course:
+def course_of(job: Job, batches: Calendar, first: int) -> Milestones:
     """How many steps, from where."""
     train, output = job.train, job.output
     last = train.steps if train.steps is not None else batches.end(train.epochs or 1)
-    return Course(
+    return Milestones(
         first, last, train.evaluate_every * batches.steps_per_epoch, output.checkpoint_every,
         checkpoint_at_end=output.checkpoint_at_end, evaluate_from=batches.end(0, whole=False),
     )  # fmt: skip

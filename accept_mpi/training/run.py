@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.data.calendar import Course
+from accept_mpi.data.calendar import Milestones
 from accept_mpi.device.allocator import give_back_memory, keep_memory
 from accept_mpi.device.cpu import set_threads
 from accept_mpi.errors import Agreed, OutOfMemory, UserError
-from accept_mpi.failpoints import pass_by
+from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
 from accept_mpi.launch.ownership import Ownership
 from accept_mpi.logs.observers import Observer
@@ -26,20 +26,20 @@ from accept_mpi.models.losses import find_loss
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Plan
 from accept_mpi.planning.adaptation import Adapter
-from accept_mpi.planning.job_plan import given_plan
+from accept_mpi.planning.job_plan import plan_from_job
 from accept_mpi.planning.memory import memory_of
-from accept_mpi.profiling.cluster_profile import Survey
+from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.checkpoint import Checkpoint, directory_of
 from accept_mpi.recovery.checkpoint_writer import CheckpointWriter, new_manifest
-from accept_mpi.recovery.disk_replicas import Spill
+from accept_mpi.recovery.disk_replicas import DiskReplicas
 from accept_mpi.recovery.layer_state import fitting, load
 from accept_mpi.recovery.manifest import Manifest, made_by
-from accept_mpi.recovery.regroup import Held, find_together, last_held, next_plan, successor
+from accept_mpi.recovery.regroup import PlanInForce, newest_plan, next_plan, plan_after_loss, regroup
 from accept_mpi.recovery.replicas import Replicas
-from accept_mpi.recovery.restore import Stored, fetch, origin
-from accept_mpi.training.auto_plan import Surveyed, learn, plan_by_measuring
+from accept_mpi.recovery.restore import CheckpointStore, fetch, newest_snapshot
+from accept_mpi.training.auto_plan import AutoPlan, learn, plan_by_measuring
 from accept_mpi.training.controller import Controller
-from accept_mpi.training.deployment import Term, Work
+from accept_mpi.training.deployment import Deployment, RankState
 from accept_mpi.training.resuming import calendar, check, course_of, share_manifest
 from accept_mpi.training.run_log import begin_log, facts_of, prepare_directory, summary_line
 from accept_mpi.training.start import Options, own, read_job
@@ -84,14 +84,14 @@ class _Run:
     def __init__(self, job: Job, options: Options, members: list[int], ownership: Ownership) -> None:
         """``members``: who begins it, by their ranks when mpirun began."""
         self.job, self.options, self.members, self._ownership = job, options, members, ownership
-        self._work: Work | None = None
-        self._planned: Surveyed | None = None
-        self._survey: Survey | None = None
+        self._work: RankState | None = None
+        self._planned: AutoPlan | None = None
+        self._cluster: ClusterProfile | None = None
         self._measured: list[int] = []
         """Whose devices are in the survey, by their ranks when mpirun began."""
         self._number = 0
         """Of the term; the same on all ranks that build one together."""
-        self._held: Held | None = None
+        self._held: PlanInForce | None = None
         """The last term that this rank has built."""
         self._again: Plan | None = None
         """Where the first term has to begin once more."""
@@ -99,8 +99,8 @@ class _Run:
         """After a loss or a proposal, in the ranks of now."""
         self._lost = False
         self._adapter: Adapter | None = None
-        self._term: Term | None = None
-        self._spill: Spill | None = None
+        self._term: Deployment | None = None
+        self._spill: DiskReplicas | None = None
         self._controller: Controller | None = None
         self._name = ownership.run
         """The same on all ranks and, under ``launch``, in all starts; nobody else's."""
@@ -121,10 +121,10 @@ class _Run:
         plan = self._next or self._again or self._first_plan(runtime, work)
         if self._term:
             self._term.close()
-        self._term = term = Term(runtime, work, plan)
+        self._term = term = Deployment(runtime, work, plan)
         if self._next and runtime.ranks_on_host > 1:
             give_back_memory()  # the term's before, which other ranks here may need now
-        begin = origin(runtime, work.replicas, manifest.step if manifest else 0, len(work.chain))
+        begin = newest_snapshot(runtime, work.replicas, manifest.step if manifest else 0, len(work.chain))
         term.batches = calendar(term.batches, manifest)
         course = course_of(self.job, term.batches, begin.step)
         self._number_before = manifest.number if manifest else 0
@@ -138,7 +138,7 @@ class _Run:
                 "the checkpoint",
                 lambda: check(manifest, self.job, self.options.overrides, work.chain, term.batches.samples, course.last),
             )
-        store = Stored(stored) if begin.on_disk and stored else work.replicas
+        store = CheckpointStore(stored) if begin.on_disk and stored else work.replicas
 
         took: dict[str, float] = {}
         fits = not begin.step
@@ -165,7 +165,7 @@ class _Run:
         if self._told:
             took["could begin"] = time.monotonic()
             self._told[-1] += "".join(f", {what} {1e3 * (at - self._found):.0f} ms later" for what, at in took.items())
-        self._held = Held(self._number, term.plan.renamed(dict(enumerate(runtime.members))))
+        self._held = PlanInForce(self._number, term.plan.renamed(dict(enumerate(runtime.members))))
         controller = None
         where = str(stored.path) if stored and begin.on_disk else "the snapshot that hosts have kept"
         if runtime.rank == 0:
@@ -181,9 +181,9 @@ class _Run:
 
     def lacked_memory(self, runtime: Runtime) -> None:
         """Under ``launch`` the next start is to give this device less than what did not fit."""
-        survey = self._of_now(runtime)
-        if self._spill and survey and self._term and not self._term.place.idle:
-            need = memory_of(survey, self.job, self._term.plan)[self._term.place.stage]
+        cluster = self._of_now(runtime)
+        if self._spill and cluster and self._term and not self._term.place.idle:
+            need = memory_of(cluster, self.job, self._term.plan)[self._term.place.stage]
             self._spill.keep_room(_place_on_host(runtime), _LESS * need)
 
     def recover(self, runtime: Runtime) -> None:
@@ -193,10 +193,10 @@ class _Run:
             if self._term:
                 self._term.abandon()
             try:
-                self._told.append(find_together(runtime))
+                self._told.append(regroup(runtime))
                 self._found = time.monotonic()
                 replicas = self._work.replicas if self._work else Replicas()
-                self._number, held, layers = last_held(runtime, self._number, self._held, replicas)
+                self._number, held, layers = newest_plan(runtime, self._number, self._held, replicas)
                 if held:
                     self._next = next_plan(runtime, self.job, held.plan, self._of_now(runtime), layers)
                 return
@@ -225,7 +225,7 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, runtime: Runtime) -> Work:
+    def _prepare(self, runtime: Runtime) -> RankState:
         """What needs no plan."""
         job = self.job
         versions = runtime.hosts[runtime.rank]["versions"]
@@ -235,9 +235,9 @@ class _Run:
         run = self.options.supervised
         chain = runtime.agree("the model", lambda: load_model(job.model.name, job.model.args, job.train.seed))
         runtime.same("layers of the model", chain.names)
-        work = Work(job, chain, runtime.agree("the loss", lambda: find_loss(job.train.loss)))
+        work = RankState(job, chain, runtime.agree("the loss", lambda: find_loss(job.train.loss)))
         if run:
-            work.replicas.disk = self._spill = Spill(run, runtime.hosts[runtime.rank]["host"])
+            work.replicas.disk = self._spill = DiskReplicas(run, runtime.hosts[runtime.rank]["host"])
             if _place_on_host(runtime) == 0:
                 for step, blobs in self._spill.read().items():
                     work.replicas.keep(step, fitting(blobs, chain.names))
@@ -255,72 +255,72 @@ class _Run:
                     log.warning("passed over: %s", mistake)
         return Checkpoint(self.options.resume, most) if self.options.resume else None
 
-    def _first_plan(self, runtime: Runtime, work: Work) -> Plan:
+    def _first_plan(self, runtime: Runtime, work: RankState) -> Plan:
         job = self.job
-        pass_by("plan")
+        failpoint("plan")
         given = None
         if job.pipeline.cuts != "auto" or runtime.size == 1:
             given = runtime.agree("the plan", lambda: self._given_plan(runtime, work.chain))
             if not job.pipeline.adapt or runtime.size == 1:
                 return given
-        if known := self._survey_of_last_start(runtime):
-            self._share_survey(runtime, known)
+        if known := self._cluster_of_last_start(runtime):
+            self._share_cluster(runtime, known)
             work.outline = known.outline
             return next_plan(runtime, job, Plan(stages=(), boundaries=()), known)
         self._planned = plan_by_measuring(runtime, job, work.chain, work.loss, given, self._room(runtime))
         work.data, work.outline = self._planned.data, self._planned.outline
-        self._share_survey(runtime, self._planned.survey)
+        self._share_cluster(runtime, self._planned.cluster)
         return self._planned.plan
 
-    def _share_survey(self, runtime: Runtime, survey: Survey | None) -> None:
+    def _share_cluster(self, runtime: Runtime, cluster: ClusterProfile | None) -> None:
         """Rank 0's survey; where a loss is survived everyone's, since whoever becomes rank 0 must know."""
-        self._survey, self._measured = survey, list(runtime.members)
+        self._cluster, self._measured = cluster, list(runtime.members)
         if runtime.survives:
-            mine = msgspec.to_builtins(survey)
+            mine = msgspec.to_builtins(cluster)
             told = runtime.messenger.broadcast(mine, runtime.startup_seconds, "what all devices have measured")
-            self._survey = msgspec.convert(told, Survey)
-        if self._spill and self._survey:
-            self._spill.keep_survey(msgspec.to_builtins(self._survey))
+            self._cluster = msgspec.convert(told, ClusterProfile)
+        if self._spill and self._cluster:
+            self._spill.keep_cluster(msgspec.to_builtins(self._cluster))
 
-    def _survey_of_last_start(self, runtime: Runtime) -> Survey | None:
+    def _cluster_of_last_start(self, runtime: Runtime) -> ClusterProfile | None:
         """Under ``launch``: what an earlier start measured of the very hosts that are here now, if any of them knows."""
         if not self.options.supervised:
             return None
-        mine = [self._spill.survey() if self._spill else None, self._room(runtime)]
+        mine = [self._spill.cluster() if self._spill else None, self._room(runtime)]
         told = runtime.messenger.allgather(mine, runtime.startup_seconds, "what an earlier start has measured")
         wanted, rooms = [host["host"] for host in runtime.hosts], [room for _, room in told]
         for found in filter(None, (kept for kept, _ in told)):
             with contextlib.suppress(msgspec.ValidationError, IndexError):  # damaged
-                survey = msgspec.convert(found, Survey)
-                there = [device.host for device in survey.devices]
+                cluster = msgspec.convert(found, ClusterProfile)
+                there = [device.host for device in cluster.devices]
                 if len(set(there)) == len(there) and set(wanted) <= set(there):
-                    return survey.only([there.index(host) for host in wanted]).within(rooms)
+                    return cluster.only([there.index(host) for host in wanted]).within(rooms)
         return None
 
     def _room(self, runtime: Runtime) -> float:
         """Bytes that this rank may take at most: an earlier start of the run has run out of memory here."""
         return self._spill.room(_place_on_host(runtime)) if self._spill else math.inf
 
-    def _of_now(self, runtime: Runtime) -> Survey | None:
+    def _of_now(self, runtime: Runtime) -> ClusterProfile | None:
         """What is known of the devices that are left, in their ranks of now."""
-        return self._survey.only([self._measured.index(member) for member in runtime.members]) if self._survey else None
+        return self._cluster.only([self._measured.index(member) for member in runtime.members]) if self._cluster else None
 
     def _take_proposal(self, runtime: Runtime) -> None:
         """The plan has ended for a better one, which rank 0 has found."""
         found = self._adapter.proposal if self._adapter else None
         mine = [found.plan.to_json(), found.text] if found else None
         plan, text = runtime.messenger.broadcast(mine, runtime.startup_seconds, "the new plan")
-        self._share_survey(runtime, found.survey if found else None)
+        self._share_cluster(runtime, found.cluster if found else None)
         self._next, self._told, self._found = Plan.from_json(plan), [f"moved layers: {text}"], time.monotonic()
 
     def _given_plan(self, runtime: Runtime, chain: Chain) -> Plan:
         """As the job says, for the ranks that it began with; those that are lost by now leave their layers to the others."""
-        plan = given_plan(self.job, len(chain), len(self.members), chain.shared)
+        plan = plan_from_job(self.job, len(chain), len(self.members), chain.shared)
         if runtime.members == self.members:
             return plan
-        return successor(self.job, plan.renamed(dict(enumerate(self.members))), None, runtime.members)
+        return plan_after_loss(self.job, plan.renamed(dict(enumerate(self.members))), None, runtime.members)
 
-    def _records(self, runtime: Runtime, term: Term, work: Work, where: str) -> Controller:
+    def _records(self, runtime: Runtime, term: Deployment, work: RankState, where: str) -> Controller:
         """Rank 0: output directory, log, checkpoint writer, progress; those that it has go on."""
         job, course, plan = self.job, term.course, term.plan
         directory = Path(job.output.directory)
@@ -358,9 +358,9 @@ class _Run:
                 last_step=course.last, compile_s=term.compile_seconds, plan_why=planned.lines if planned else [],
                 forecast_step_s=planned.step if planned else None, codecs_why=term.codecs_why, run=self._name,
             )  # fmt: skip
-            survey = planned.survey if planned else None
+            cluster = planned.cluster if planned else None
             mine = self._name if self._next else None
-            self._log = records = LogObserver(begin_log(directory, job, plan, facts, course.first, survey, mine))
+            self._log = records = LogObserver(begin_log(directory, job, plan, facts, course.first, cluster, mine))
             controller = Controller(self._observers(facts, course, records), writer)
 
             def before_end(text: str) -> None:
@@ -388,7 +388,7 @@ class _Run:
             controller.each("event", runtime.clock.now(), course.first, f"{text}; {after}")
         return controller
 
-    def _observers(self, facts: dict[str, Any], course: Course, records: LogObserver) -> dict[str, Observer]:
+    def _observers(self, facts: dict[str, Any], course: Milestones, records: LogObserver) -> dict[str, Observer]:
         observers: dict[str, Observer] = {"log": records}
         if not self.options.quiet:
             if facts["compile_s"] > 0.05:

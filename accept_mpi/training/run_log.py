@@ -13,7 +13,7 @@ from accept_mpi.logs.observers import Evaluated
 from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.writer import LogWriter
 from accept_mpi.plan import Plan
-from accept_mpi.profiling.cluster_profile import Survey
+from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 
 def prepare_directory(directory: Path) -> None:
@@ -33,10 +33,10 @@ def begin_log(
     plan: Plan,
     facts: dict[str, Any],
     resumed_step: int,
-    survey: Survey | None = None,
+    cluster: ClusterProfile | None = None,
     run: str | None = None,
 ) -> LogWriter:
-    """A new log in ``directory``, with the ``survey`` that the plan rests on.
+    """A new log in ``directory``, with the ``cluster`` that the plan rests on.
 
     A log that is there already is kept under another name; a resumed run's begins with the steps and evaluations that led to
     its checkpoint. ``run``: after a loss, this run's name: a log that bears it is its own, whose writer was lost, and all of
@@ -55,8 +55,8 @@ def begin_log(
             path.rename(kept)
 
         def more(file: Any) -> None:
-            if survey is not None:
-                survey.write(file.create_group("survey"))
+            if cluster is not None:
+                cluster.write(file.create_group("survey"))
 
         return LogWriter(path, job.to_json(), plan.to_json(), facts, earlier, more)
     except OSError as error:

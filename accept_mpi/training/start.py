@@ -11,7 +11,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.job_file import parse, read_text
 from accept_mpi.launch.ownership import Ownership
-from accept_mpi.launch.run_identity import Supervised
+from accept_mpi.launch.run_identity import RunIdentity
 
 
 def read_job(runtime: Runtime, path: Path, overrides: Sequence[str]) -> Job:
@@ -35,12 +35,12 @@ class Options:
     overrides: tuple[str, ...] = ()
     resume: Path | None = None
     quiet: bool = False
-    supervised: Supervised | None = None
+    supervised: RunIdentity | None = None
     """Under ``launch``."""
 
 
 @contextlib.contextmanager
-def own(runtime: "Runtime", directory: Path, supervised: Supervised | None) -> Iterator[Ownership]:
+def own(runtime: "Runtime", directory: Path, supervised: RunIdentity | None) -> Iterator[Ownership]:
     """All ranks together, before a run touches anything. Rank 0 takes the directory, or where there is none yet, has to as
     soon as it has made it. Whoever is rank 0 later takes it then. Raises Agreed."""
     runtime.agree("the hosts", lambda: _check_place(supervised, runtime.rank, runtime.host))
@@ -55,7 +55,7 @@ def own(runtime: "Runtime", directory: Path, supervised: Supervised | None) -> I
         ownership.release()
 
 
-def _check_place(supervised: Supervised | None, rank: int, host: str) -> None:
+def _check_place(supervised: RunIdentity | None, rank: int, host: str) -> None:
     wrong = supervised.misplaced(rank) if supervised else None
     if wrong:
         raise UserError(f"{host}: {wrong}")

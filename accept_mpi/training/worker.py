@@ -13,20 +13,20 @@ from typing import Any
 
 from accept_mpi.codecs.message import Decoded
 from accept_mpi.codecs.tensors import Tensors
-from accept_mpi.comm.channels import Incoming, Outgoing
+from accept_mpi.comm.channels import Receiver, Sender
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.data import Dataset, Samples, fetch
-from accept_mpi.data.calendar import Batches, Course, in_order, segments
+from accept_mpi.data.calendar import Calendar, Milestones, in_order, segments
 from accept_mpi.data.feed import Drawn, Feed
-from accept_mpi.device.speed_check import EVERY_BESIDE_A_STAGE, Pulse
+from accept_mpi.device.speed_check import EVERY_BESIDE_A_STAGE, SpeedCheck
 from accept_mpi.errors import NonFiniteLoss
-from accept_mpi.failpoints import pass_by
+from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
 from accept_mpi.logs.recorder import Recorder
 from accept_mpi.models.losses import Result
 from accept_mpi.pipeline.micro_batch import Inputs
 from accept_mpi.pipeline.optimizer import learning_rate
-from accept_mpi.pipeline.schedule import depth, forward_only
+from accept_mpi.pipeline.schedule import forward_only, max_in_flight
 from accept_mpi.pipeline.schedule import walk as schedule_walk
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place
@@ -39,13 +39,13 @@ _TRACE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Links:
+class StageChannels:
     """A stage's ways to its neighbours; None at the ends of the pipeline."""
 
-    activations_in: Incoming | None
-    activations_out: Outgoing | None
-    gradients_in: Incoming | None
-    gradients_out: Outgoing | None
+    activations_in: Receiver | None
+    activations_out: Sender | None
+    gradients_in: Receiver | None
+    gradients_out: Sender | None
 
 
 class Worker:
@@ -56,16 +56,16 @@ class Worker:
         job: Job,
         place: Place,
         stage: Stage,
-        links: Links,
+        links: StageChannels,
         plane: DataPlane,
         recorder: Recorder,
-        batches: Batches,
+        batches: Calendar,
         data: tuple[Dataset | None, Dataset | None],
         layer_names: list[str],
         begin_step: Callable[[int], None],
         replication: Replication,
         told: deque[tuple[str, dict[str, Any]]],
-        pulse: Pulse | None,
+        pulse: SpeedCheck | None,
         drawn: Drawn,
     ) -> None:
         """``data``: training and test set, where this stage needs them. ``begin_step`` is told
@@ -90,7 +90,7 @@ class Worker:
         self._pulse = pulse
         self._waited, self._since = 0.0, time.monotonic()
 
-    def train(self, course: Course, deliver: Callable[[], None], test_samples: int) -> int:
+    def train(self, course: Milestones, deliver: Callable[[], None], test_samples: int) -> int:
         """Make the course's steps. ``deliver`` is called after each (observers on rank 0 hear what has come in).
 
         Returns how many are made: fewer than wanted where another plan is to make the others.
@@ -121,7 +121,7 @@ class Worker:
         indices: dict[int, Any] = {}
         counts = [len(self.batches.sizes(step)) for step in segment]
         plan = schedule_walk(pipeline.schedule, self.s, self.stages, counts, pipeline.transfer_slack, pipeline.vertical_sync)
-        bound = depth(pipeline.schedule, self.s, self.stages, sum(counts), pipeline.transfer_slack)
+        bound = max_in_flight(pipeline.schedule, self.s, self.stages, sum(counts), pipeline.transfer_slack)
         for kind, position, k, version, whole in plan:
             step = segment.start + position
             if kind == "F":
@@ -164,7 +164,7 @@ class Worker:
     def forward(self, step: int, k: int, samples: Any, version: int, sizes: list[int], whole: bool) -> None:
         """F of micro-batch ``k``: its inputs, the stage, its outputs. ``samples``: of each micro-batch of the step. Loading
         data counts to it, so that a host slow at that is given fewer layers."""
-        pass_by("forward")
+        failpoint("forward")
         given = Inputs((), LONE)
         suspect = 0
         if self.links.activations_in:
@@ -198,7 +198,7 @@ class Worker:
 
     def backward(self, step: int, k: int, samples: int) -> None:
         """B of micro-batch ``k``: its outputs' gradients, the stage, its inputs' gradients."""
-        pass_by("backward")
+        failpoint("backward")
         gradients: Tensors = ()
         if self.links.gradients_in:
             message = self._receive(self.links.gradients_in, step, k)
@@ -212,7 +212,7 @@ class Worker:
 
     def update(self, step: int, version: int, steps: int) -> None:
         """U: the optimizer's step; the last stage reports what the step gave."""
-        pass_by("update")
+        failpoint("update")
         lr = learning_rate(self.job.train.optimizer, self.job.lr, step, steps)
         with self.recorder.span("U", step + 1):
             self.stage.update(lr, version, self._scale)
@@ -243,7 +243,7 @@ class Worker:
 
     def forward_test(self, step: int, k: int, samples: Any) -> Result | None:
         """E of micro-batch ``k`` of the test set, after ``step`` steps."""
-        pass_by("evaluate")
+        failpoint("evaluate")
         given = Inputs((), LONE)
         if self.links.activations_in:
             message = self.links.activations_in.receive(step - 1, k, self._deadline, self.recorder)
@@ -263,7 +263,7 @@ class Worker:
 
     def checkpoint(self, step: int) -> None:
         """Copy the stage's state and have it sent to rank 0 in the background."""
-        pass_by("checkpoint")
+        failpoint("checkpoint")
         with self.recorder.span("checkpoint", step):
             for chunk in chunks(step, self.s, self.stage.weights(), self.stage.optimizer_state()):
                 self.plane.post(0, "chunk", chunk)
@@ -279,7 +279,7 @@ class Worker:
         self.plane.post(0, kind, body)
         self._told.append((kind, body))
 
-    def _receive(self, link: Incoming, step: int, k: int) -> Decoded:
+    def _receive(self, link: Receiver, step: int, k: int) -> Decoded:
         began = time.monotonic()
         try:
             return link.receive(step, k, self._deadline, self.recorder)

@@ -4,32 +4,32 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from accept_mpi.prediction.samples import Floats, Intervals, Known, membership
+from accept_mpi.prediction.samples import F64, DeviceSamples, Intervals, membership
 
 
-def by_operations(known: Known, intervals: Intervals) -> Floats:
+def by_operations(known: DeviceSamples, intervals: Intervals) -> F64:
     """FLOPs-linear: one rate a device, from all its probes."""
     operations = np.array([layer.operations for layer in known.outline.layers])
     seconds = known.probe_times.sum(axis=0) / operations.sum()
     return membership(intervals, known.layers) @ operations[:, None] * seconds
 
 
-def by_capacity(known: Known, reference: Known, intervals: Intervals) -> Floats:
+def by_capacity(known: DeviceSamples, reference: DeviceSamples, intervals: Intervals) -> F64:
     """FTPipeHD: a reference device's layers times one capacity ratio."""
     ratio = known.probe_times.sum() / reference.probe_times.sum()
     return ratio * (membership(intervals, known.layers) @ reference.own)
 
 
-def by_layers(known: Known, intervals: Intervals) -> Floats:
+def by_layers(known: DeviceSamples, intervals: Intervals) -> F64:
     """PipeDream: the sum of the device's own layers, each measured."""
     return membership(intervals, known.layers) @ known.own
 
 
-def by_nearest(known: Known, others: Sequence[Known], intervals: Intervals) -> Floats:
+def by_nearest(known: DeviceSamples, others: Sequence[DeviceSamples], intervals: Intervals) -> F64:
     """The layers of the known device whose probes are most alike in proportion, scaled."""
     mine = np.log(known.probe_times)
 
-    def distance(other: Known) -> float:
+    def distance(other: DeviceSamples) -> float:
         difference = mine - np.log(other.probe_times)
         return float((difference - difference.mean()).std())
 

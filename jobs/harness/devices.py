@@ -18,7 +18,7 @@ from accept_mpi.data import load as load_data
 from accept_mpi.device.fleet import Host
 from accept_mpi.job_file import parse
 from accept_mpi.models import load as load_model
-from accept_mpi.prediction.samples import Known
+from accept_mpi.prediction.samples import DeviceSamples
 from accept_mpi.profiling.layer_timer import micro_batch
 from accept_mpi.profiling.outline import Outline, outline_of
 from harness.experiment import Experiment
@@ -66,7 +66,7 @@ class Gathered(NamedTuple):
     """One model on one device."""
 
     model: str
-    known: Known
+    known: DeviceSamples
     passes: Floats
     """(sub-models, 2) seconds: each of ``known.intervals``, in every other visit and in the rest."""
 
@@ -83,7 +83,7 @@ def gathered(experiment: Experiment) -> list[Gathered]:
                 found = experiment.measure("submodels", {"model": name, "format": kind}, asked)
                 for n, host in enumerate(hosts):
                     probes, intervals = np.array(found["probes"][n]), np.array(found["intervals"][n])
-                    known = Known(
+                    known = DeviceSamples(
                         model, device_of(fleet[:-2], host, kind), probes[:, :2].astype(int), probes[:, 2:],
                         intervals[:, :2].astype(int), intervals[:, 2:], np.array(found["layers"][n]),
                     )  # fmt: skip

@@ -15,7 +15,7 @@ from accept_mpi.device.fleet import Host, read
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.job_file import parse
-from accept_mpi.pipeline.schedule import depth
+from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.plan import Plan
 from edgelab import LabError
 from edgelab.laboratory import Laboratory
@@ -199,7 +199,7 @@ class Experiment:
         train, pipeline = (job := self._job(settings)).train, job.pipeline
         if pipeline.schedule != "1f1b-async":
             return 0
-        return -(-depth(pipeline.schedule, 0, self._hosts, 1 << 30, pipeline.transfer_slack) // train.micro_batches)
+        return -(-max_in_flight(pipeline.schedule, 0, self._hosts, 1 << 30, pipeline.transfer_slack) // train.micro_batches)
 
     def expect(self, settings: dict[str, Any], rate: float) -> None:
         """A guess for the next ``ours`` with these settings, in samples/s."""
@@ -217,11 +217,11 @@ class Experiment:
         more: dict[str, Any],
         known: Point,
         twice: bool,
-        survey: str = "",
+        cluster: str = "",
     ) -> Result:
         """``skip``: first and last steps that do not count; None: only the plan is wanted. ``more``: keys that do not name
         the point. ``twice``: a process's first run is made twice, since its first steps take memory from the kernel and have
-        oneDNN choose its routines. ``survey``: log of the run that found the plan."""
+        oneDNN choose its routines. ``cluster``: log of the run that found the plan."""
         name = "-".join([Path(self._fleet).stem, *(str(value) for value in (known | settings).values()), f"{link}"])
         directory = self.out / "runs" / "".join(c if c.isalnum() else "-" for c in name)
         changed = (
@@ -233,7 +233,7 @@ class Experiment:
             }
         )
         overrides = [f"{key}={value}" for key, value in changed.items()]
-        asked = {"job": self.job(), "set": overrides, "skip": skip, "twice": twice, "survey": survey}
+        asked = {"job": self.job(), "set": overrides, "skip": skip, "twice": twice, "survey": cluster}
         return self.measure("ours", settings | known, asked, link)
 
     batch = 64

@@ -12,7 +12,7 @@ from accept_mpi.logs.reader import open_log, read_facts
 from accept_mpi.logs.timeline import between, stage_use
 from accept_mpi.plan import Plan
 from accept_mpi.planning.estimate import replayed
-from accept_mpi.profiling.cluster_profile import Survey
+from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.training.run import train
 from accept_mpi.training.start import Options
 from harness.session import points
@@ -60,8 +60,8 @@ def measured(job: Job, skip: list[int] | None, planned: str | None) -> dict[str,
     }
     if planned:
         with open_log(Path(planned)) as log:
-            survey, facts = Survey.read(log["survey"]), read_facts(log)
-        again = replayed(survey, job, Plan.from_json(plan), trace)
+            cluster, facts = ClusterProfile.read(log["survey"]), read_facts(log)
+        again = replayed(cluster, job, Plan.from_json(plan), trace)
         found |= {"forecast_s": facts["forecast_step_s"], "replayed": list(again)}
     return found
 

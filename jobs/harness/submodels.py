@@ -22,7 +22,7 @@ from accept_mpi.models.losses import find_loss
 from accept_mpi.profiling.layer_timer import micro_batch, random_inputs
 from accept_mpi.profiling.layer_times import pieces
 from accept_mpi.profiling.outline import outline_of
-from accept_mpi.profiling.timed_piece import Piece, stretch_of
+from accept_mpi.profiling.timed_piece import TimedPiece, stretch_of
 from harness.session import points
 
 _VISITS = 10
@@ -43,7 +43,7 @@ def measured(job: Job, count: int) -> dict[str, Any]:
     model = outline_of(chain, job, inputs)
     last = len(model.layers)
     asked = [("probes", run) for run in pieces(model)] + [("intervals", run) for run in sub_models(last, count)]
-    built = [Piece(chain, model, job, start, stop, loss if stop == last else None) for _, (start, stop) in asked]
+    built = [TimedPiece(chain, model, job, start, stop, loss if stop == last else None) for _, (start, stop) in asked]
     for piece in built:
         piece.begin(inputs if piece.start == 0 else random_inputs(model, piece.start), target)
     rows: list[list[np.ndarray]] = [[] for _ in built]

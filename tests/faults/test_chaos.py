@@ -11,7 +11,7 @@ from pathlib import Path
 
 import samples
 from conftest import ROOT
-from losses import expected, left_behind, run
+from lost_ranks import expected, left_behind, run
 
 from accept_mpi.recovery.checkpoint import Checkpoint
 
@@ -49,7 +49,7 @@ def test_random_losses(tmp_path: Path) -> None:
             samples.write_job(tmp_path / f"{seed}-{k}.toml", samples.CNN, f"run-{seed}-{k}", recovery_replicate_every=1)
             for k in range(JOBS)
         ]
-        code, out = run(tmp_path, [ROOT / "tests" / "train_all.py", *jobs], " ".join(planned), RANKS)
+        code, out = run(tmp_path, [ROOT / "tests" / "programs" / "train_all.py", *jobs], " ".join(planned), RANKS)
         assert code == 0, f"{what}: exit code {code}\n{out}"
         for k in range(JOBS):
             samples.assert_equal(Checkpoint(tmp_path / f"run-{seed}-{k}").whole(), expected())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import samples
 from conftest import HANGS, environment, mpirun_command, python
-from losses import ranks_of
+from lost_ranks import ranks_of
 from watch import steps_done, wait_for_step
 
 from accept_mpi.logs.reader import open_log

@@ -77,7 +77,7 @@ def test_equals_a_replay_of_stale_weights(mpirun, tmp_path: Path) -> None:
         path = samples.write_job(tmp_path / f"{directory}.toml", job, directory, pipeline_schedule="1f1b-async", **keys)
         jobs.setdefault(ranks, []).append(path)
     for ranks, paths in jobs.items():
-        mpirun(ranks, ROOT / "tests" / "train_all.py", *paths)
+        mpirun(ranks, ROOT / "tests" / "programs" / "train_all.py", *paths)
     different = 0
     for name, ranks, slack, vertical in cases:
         job = samples.CNN if name == "cnn" else samples.GPT

@@ -23,7 +23,7 @@ def test_coded_runs_repeat_bit_for_bit_learn_and_send_less(mpirun, tmp_path: Pat
     for name, forward, backward in CASES:
         keys = {"pipeline_forward": forward, "pipeline_backward": backward, "train_steps": 120, "train_batch_size": 48}
         jobs.append(samples.write_job(tmp_path / f"{name}.toml", samples.CNN, name, **keys))
-    mpirun(3, ROOT / "tests" / "train_all.py", *jobs)
+    mpirun(3, ROOT / "tests" / "programs" / "train_all.py", *jobs)
     samples.assert_equal(Checkpoint(tmp_path / "a").whole(), Checkpoint(tmp_path / "b").whole())
     sent, accuracy = {}, {}
     for name in ("none", "a", "half"):

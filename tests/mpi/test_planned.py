@@ -30,7 +30,7 @@ def test_other_orders_and_idle_ranks(mpirun, tmp_path: Path) -> None:
         )
         for name, ranks in SPARSE.items()
     ]
-    mpirun(4, ROOT / "tests" / "train_all.py", *jobs)
+    mpirun(4, ROOT / "tests" / "programs" / "train_all.py", *jobs)
     weights = expected()
     for name, ranks in SPARSE.items():
         samples.assert_equal(Checkpoint(tmp_path / name).whole(), weights)
@@ -55,7 +55,7 @@ def test_a_host_that_measured_itself_wrong_is_asked_again(mpirun, tmp_path: Path
         tmp_path / "job.toml", samples.CNN, "run", train_steps=1, train_evaluate_every=0, pipeline_cuts="auto",
         pipeline_latency_db=str(tmp_path / "latency.h5"), pipeline_probe_seconds=1.0,
     )  # fmt: skip
-    assert "3 looked twice" in mpirun(3, ROOT / "tests" / "second_look.py", job).out
+    assert "3 looked twice" in mpirun(3, ROOT / "tests" / "programs" / "one_measured_slow.py", job).out
     with open_log(tmp_path / "run" / "log.h5") as log:
         forward = log["survey"]["times"][0]
     assert forward.sum(axis=1).max() < 2 * forward.sum(axis=1).min()
@@ -67,7 +67,7 @@ def test_a_host_that_measured_itself_wrong_is_asked_again(mpirun, tmp_path: Path
 def test_codecs_of_cuts_that_are_found_are_the_plans(mpirun, tmp_path: Path) -> None:
     """Stages measured once more before the first step are cold, and seemed to leave time for transfers that they did not
     leave (codecs milder than a link carries: a fifth of the speed)."""
-    sleepy = samples.CNN | {"model": 'name = "sleepy:cnn"\nargs = { width = 8, dropout = 0.2 }'}
+    sleepy = samples.CNN | {"model": 'name = "slow_layers:cnn"\nargs = { width = 8, dropout = 0.2 }'}
     job = samples.write_job(
         tmp_path / "job.toml", sleepy, "run", train_steps=1, train_evaluate_every=0, pipeline_cuts="auto",
         pipeline_forward="auto", pipeline_backward="auto", pipeline_latency_db="none", pipeline_probe_seconds=1.0,

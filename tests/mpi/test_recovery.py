@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import samples
-from losses import expected, run
+from lost_ranks import expected, run
 
 from accept_mpi.errors import TooFewDevices
 from accept_mpi.logs.reader import open_log
@@ -48,7 +48,7 @@ def test_the_others_go_on(tmp_path: Path, faults: str) -> None:
 def test_a_users_own_layers_go_on(tmp_path: Path, every: int, schedule: str) -> None:
     """They exist before the run, but whatever it did to them is not in the next term: neither their weights, where it begins
     again at step 0, nor what a schedule taught them."""
-    built = samples.CNN | {"model": 'name = "built:cnn"\nargs = { width = 8, dropout = 0.2 }'}
+    built = samples.CNN | {"model": 'name = "plain_sequential:cnn"\nargs = { width = 8, dropout = 0.2 }'}
     job = samples.write_job(tmp_path / "job.toml", built, recovery_replicate_every=every, pipeline_schedule=schedule)
     code, out = run(tmp_path, ["-m", "accept_mpi", "train", job, "--quiet"], "1@backward:13", 3)
     assert code == 0, out
@@ -58,7 +58,7 @@ def test_a_users_own_layers_go_on(tmp_path: Path, every: int, schedule: str) -> 
 def test_a_loss_while_others_wait_to_send(tmp_path: Path) -> None:
     """In an evaluation stages run ahead of a slow one until there is no more room."""
     (tmp_path / "slow-2").touch()
-    sleepy = samples.CNN | {"model": 'name = "sleepy:cnn"\nargs = { width = 8, dropout = 0.2 }'}
+    sleepy = samples.CNN | {"model": 'name = "slow_layers:cnn"\nargs = { width = 8, dropout = 0.2 }'}
     job = samples.write_job(tmp_path / "job.toml", sleepy, recovery_replicate_every=1)
     code, out = run(tmp_path, ["-m", "accept_mpi", "train", job, "--quiet"], "2@evaluate:30", 3)
     assert code == 0, out
@@ -67,7 +67,7 @@ def test_a_loss_while_others_wait_to_send(tmp_path: Path) -> None:
 
 def test_too_few_are_left_to_hold_the_model(tmp_path: Path) -> None:
     """Each of three devices has room for 0.7 of it, snapshots included: one may be lost, not two. The checkpoint stays."""
-    cramped = samples.CNN | {"model": 'name = "cramped:mlp"\nargs = { memory = 19e6 }'}
+    cramped = samples.CNN | {"model": 'name = "little_memory:mlp"\nargs = { memory = 19e6 }'}
     job = samples.write_job(
         tmp_path / "job.toml", cramped, train_steps=40, recovery_replicate_every=1, output_checkpoint_every=2,
         pipeline_cuts="auto", pipeline_latency_db="none", pipeline_probe_seconds=0.3,
@@ -80,7 +80,7 @@ def test_too_few_are_left_to_hold_the_model(tmp_path: Path) -> None:
 
 
 def test_devices_that_would_not_hold_the_model_even_together(tmp_path: Path) -> None:
-    cramped = samples.CNN | {"model": 'name = "cramped:mlp"\nargs = { memory = 5e5 }'}
+    cramped = samples.CNN | {"model": 'name = "little_memory:mlp"\nargs = { memory = 5e5 }'}
     job = samples.write_job(
         tmp_path / "job.toml", cramped, pipeline_cuts="auto", pipeline_latency_db="none", pipeline_probe_seconds=0.3
     )

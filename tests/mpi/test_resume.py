@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from accept_mpi import data, models
 from accept_mpi.cli import main
 from accept_mpi.job_file import parse
-from accept_mpi.launch.run_identity import Supervised
+from accept_mpi.launch.run_identity import RunIdentity
 from accept_mpi.logs.reader import open_log
 from accept_mpi.models.layers import build_layers
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.recovery.checkpoint import Checkpoint
-from accept_mpi.recovery.disk_replicas import Spill
+from accept_mpi.recovery.disk_replicas import DiskReplicas
 from accept_mpi.recovery.layer_state import states
 from accept_mpi.recovery.manifest import complete
 from accept_mpi.seeds import ORDER, mix
@@ -141,7 +141,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
         text = str(changed if name == "refused" else job)
         more = [f"output.directory={name}", "output.checkpoint_every=1", "output.keep=0"]
         calls.append([text, [*overrides, *more], source])
-    command = [*mpirun_command(2), sys.executable, str(ROOT / "tests" / "go_on.py"), json.dumps(calls)]
+    command = [*mpirun_command(2), sys.executable, str(ROOT / "tests" / "programs" / "several_runs.py"), json.dumps(calls)]
     found = finish(command, folder, {}, 240.0)
     assert found.code == 0, found.out
     parts = found.out.split("== ")[2:]
@@ -229,7 +229,7 @@ def test_what_hosts_have_kept_of_another_model_is_passed_over(mpirun, tmp_path: 
     job = samples.write_job(tmp_path / "job.toml", samples.CNN, train_steps=4, train_evaluate_every=0)
     wider = models.load("cnn", {"width": 12, "dropout": 0.2}, 0)
     blobs = states(Stage(build_layers(wider, 0, len(wider), 0), parse(job.read_text(), "job"), None, True))
-    spill = Spill(Supervised("run", 1), socket.gethostname())
+    spill = DiskReplicas(RunIdentity("run", 1), socket.gethostname())
     spill.read()
     spill.write(3, blobs)
     spill.wait(10)

@@ -158,7 +158,7 @@ def test_layers_that_share_are_trained_as_in_one_process(mpirun, tmp_path: Path,
             jobs.append(a_job(tmp_path, name, function, args, pipeline_schedule=schedule, pipeline_cuts=cuts))
             same = ranks == 1 or schedule in SYNCHRONOUS
             expected[name] = plain(function, args, TRAIN["steps"]) if same else None
-    mpirun(ranks, ROOT / "tests" / "train_all.py", *jobs)
+    mpirun(ranks, ROOT / "tests" / "programs" / "train_all.py", *jobs)
     for name, weights in expected.items():
         found = Checkpoint(tmp_path / name).whole()
         one, other = ("0.weight", "3.weight") if "0.weight" in found and "3.weight" in found else ("1.weight", "4.weight")
@@ -186,7 +186,7 @@ def test_plans_keep_together_what_is_shared(mpirun, tmp_path: Path) -> None:
         for name, model in models.items()
     ]
     given = a_job(tmp_path, "given", "masked", {}, pipeline_cuts=[2])
-    mpirun(2, ROOT / "tests" / "train_all.py", *jobs, given)
+    mpirun(2, ROOT / "tests" / "programs" / "train_all.py", *jobs, given)
     for name, (function, args) in models.items():
         with open_log(tmp_path / name / "log.h5") as log:
             plan = Plan.from_json(log.attrs["plan"])
@@ -226,7 +226,7 @@ def test_layers_are_what_their_function_made(mpirun, tmp_path: Path, ranks: int)
         for functions in (False, True)
         for schedule in (*SYNCHRONOUS, "1f1b-async")[: 4 if ranks == 1 else 3]
     ]
-    mpirun(ranks, ROOT / "tests" / "train_all.py", *jobs)
+    mpirun(ranks, ROOT / "tests" / "programs" / "train_all.py", *jobs)
     weights = plain("made_as_meant", {}, TRAIN["steps"])
     for job in jobs:
         assert_equal(Checkpoint(tmp_path / job.stem).whole(), weights)

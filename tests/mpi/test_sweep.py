@@ -8,7 +8,7 @@ from pathlib import Path
 import h5py
 import pytest
 from conftest import HANGS, ROOT, environment, python
-from losses import left_behind
+from lost_ranks import left_behind
 from watch import wait_for_step
 
 JOB = """

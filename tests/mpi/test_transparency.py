@@ -33,7 +33,7 @@ def test_weights_equal_one_process(mpirun, tmp_path: Path, ranks: int) -> None:
                 job = samples.write_job(tmp_path / f"{directory}.toml", JOBS[name], directory, pipeline_cuts=cuts, **keys)
                 jobs.append(job)
                 directories.append((name, tmp_path / directory))
-    mpirun(ranks, ROOT / "tests" / "train_all.py", *jobs)
+    mpirun(ranks, ROOT / "tests" / "programs" / "train_all.py", *jobs)
     for name, directory in directories:
         samples.assert_equal(Checkpoint(directory).whole(), expected(name))
 
@@ -47,7 +47,7 @@ def test_every_cut_of_mobilenet_equals_one_process(mpirun, tmp_path: Path) -> No
     }
     cuts = [*range(1, 53, 4), 2, 3, 4, 51, 52]
     jobs = [samples.write_job(tmp_path / f"{cut}.toml", mobile, f"run-{cut}", pipeline_cuts=[cut]) for cut in cuts]
-    mpirun(2, ROOT / "tests" / "train_all.py", *jobs)
+    mpirun(2, ROOT / "tests" / "programs" / "train_all.py", *jobs)
     plain = samples.plain(mobile).train(1, 8, 2)
     for cut in cuts:
         samples.assert_equal(Checkpoint(tmp_path / f"run-{cut}").whole(), plain)
@@ -59,7 +59,7 @@ def test_fewer_micro_batches_than_stages_and_a_short_last_batch(mpirun, tmp_path
     for schedule in SYNCHRONOUS:
         train = {"train_batch_size": 700, "train_micro_batches": 2, "train_steps": 3, "pipeline_schedule": schedule}
         jobs.append(samples.write_job(tmp_path / f"{schedule}.toml", samples.CNN, schedule, **train))
-    mpirun(4, ROOT / "tests" / "train_all.py", *jobs)
+    mpirun(4, ROOT / "tests" / "programs" / "train_all.py", *jobs)
     plain = samples.plain(samples.CNN).train(3, 700, 2)
     for schedule in SYNCHRONOUS:
         samples.assert_equal(Checkpoint(tmp_path / schedule).whole(), plain)

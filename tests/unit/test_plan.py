@@ -2,7 +2,7 @@
 
 import pytest
 
-from accept_mpi.plan import Codec, Plan, even_cuts, make_plan
+from accept_mpi.plan import BoundaryCodecs, Plan, even_cuts, make_plan
 
 
 def test_even_cuts_differ_by_one_layer_at_most() -> None:
@@ -45,6 +45,6 @@ def test_places_in_another_order_and_of_idle_ranks() -> None:
 
 
 def test_json() -> None:
-    plan = make_plan(6, [2, 4], [Codec(forward="bf16"), Codec(backward="uniform:2")])
+    plan = make_plan(6, [2, 4], [BoundaryCodecs(forward="bf16"), BoundaryCodecs(backward="uniform:2")])
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.boundaries[1].backward == "uniform:2"

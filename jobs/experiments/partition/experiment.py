@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from accept_mpi.logs.figures import pyplot
-from accept_mpi.planning.balance import spread
+from accept_mpi.planning.balance import balance
 from accept_mpi.planning.problem import Problem, cost
 from accept_mpi.planning.search import solve
 from accept_mpi.prediction.predictor import Predictor
-from accept_mpi.prediction.samples import Floats
+from accept_mpi.prediction.samples import F64
 from harness.devices import FORMATS, ISAS, MODELS, SHARES, Gathered, device_of, gathered, host_of
 from harness.experiment import Experiment, run
 from harness.store import table
@@ -37,9 +37,9 @@ class Fleet(NamedTuple):
 
     model: str
     devices: list[str]
-    measured: Floats
+    measured: F64
     """(devices, layers) seconds of a micro-batch, forward and backward together."""
-    predicted: Floats
+    predicted: F64
     samples: int
     """Of a micro-batch."""
 
@@ -117,17 +117,17 @@ def in_lab(experiment: Experiment, data: list[Gathered]) -> list[list[object]]:
     return rows
 
 
-def planned(seconds: Floats) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def planned(seconds: F64) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Devices in order and edges of the partitioner's plan: of those that are equal, the evenest."""
     devices, layers = seconds.shape
     free = np.full((devices, devices), 1e15)
     problem = Problem(
-        layer_seconds=seconds, values=np.zeros(layers + 1), other=np.zeros(layers + 1), rate=free, nic=free[0],
-        state=np.zeros(layers), held=np.zeros(layers), capacity=np.ones(devices), kept=np.zeros(devices),
-        copies=np.zeros(devices),
+        layer_seconds=seconds, values=np.zeros(layers + 1), other=np.zeros(layers + 1), rate=free, host_link=free[0],
+        state=np.zeros(layers), saved_bytes=np.zeros(layers), capacity=np.ones(devices), in_flight=np.zeros(devices),
+        state_copies=np.zeros(devices),
     )  # fmt: skip
     found = [solve(problem, ordered) for ordered in (True, False)]
-    found += [spread(problem, plan) for plan in found]
+    found += [balance(problem, plan) for plan in found]
     costs = [cost(problem, plan) for plan in found]
     least = min(reached.bottleneck for reached in costs)
     equal = [
@@ -139,17 +139,17 @@ def planned(seconds: Floats) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return best.devices, best.edges
 
 
-def uneven(stages: Floats) -> Floats:
-    """More, the more of the stages (first axis) take long; as ``spread`` has it."""
+def uneven(stages: F64) -> F64:
+    """More, the more of the stages (first axis) take long; as ``balance`` has it."""
     return np.asarray((stages**8).sum(axis=0))
 
 
-def price(seconds: Floats, devices: tuple[int, ...], edges: tuple[int, ...]) -> float:
+def price(seconds: F64, devices: tuple[int, ...], edges: tuple[int, ...]) -> float:
     """Seconds a micro-batch of the slowest stage."""
     return max(float(seconds[n, a:b].sum()) for n, (a, b) in zip(devices, itertools.pairwise(edges), strict=True))
 
 
-def exhaustive(seconds: Floats) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def exhaustive(seconds: F64) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Order and edges of the least price over every order, subset and cut, by trying all; of equal ones the evenest."""
     devices, layers = seconds.shape
     sums = np.concatenate([np.zeros((devices, 1)), seconds.cumsum(axis=1)], axis=1)
@@ -167,7 +167,7 @@ def exhaustive(seconds: Floats) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return best[2:]
 
 
-def draw(experiment: Experiment, off: Floats) -> None:
+def draw(experiment: Experiment, off: F64) -> None:
     """Share of fleets over what prediction costs."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")

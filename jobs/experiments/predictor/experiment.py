@@ -13,8 +13,8 @@ import torch
 from accept_mpi.logs.figures import pyplot
 from accept_mpi.prediction.accept_network import DualStream, train_dual_stream
 from accept_mpi.prediction.predictor import Predictor
-from accept_mpi.prediction.samples import Floats, Known
-from accept_mpi.profiling.layer_times import scattered
+from accept_mpi.prediction.samples import F64, DeviceSamples
+from accept_mpi.profiling.layer_times import bit_reversed_order
 from harness.baselines import by_capacity, by_layers, by_nearest, by_operations
 from harness.devices import MODELS, Gathered, gathered
 from harness.experiment import Experiment, run
@@ -23,7 +23,7 @@ from harness.store import table
 ADAPT = 10  # sub-models of a device that adaptation sees
 FEW = (3, 5)  # probes
 
-Method = Callable[[Known], Floats]
+Method = Callable[[DeviceSamples], F64]
 Errors = dict[str, dict[str, float]]
 """Method -> device or model -> mean absolute percentage error."""
 
@@ -61,10 +61,10 @@ def main() -> None:
     experiment.finish(text)
 
 
-def simpler(others: Sequence[Known]) -> dict[str, Method]:
+def simpler(others: Sequence[DeviceSamples]) -> dict[str, Method]:
     """What predicts a device's ``intervals`` from its probes, and from the same model on other devices."""
 
-    def alike(known: Known) -> list[Known]:
+    def alike(known: DeviceSamples) -> list[DeviceSamples]:
         return [other for other in others if other.model == known.model]
 
     return {
@@ -85,24 +85,24 @@ def both(predictor: Predictor) -> dict[str, Method]:
     }
 
 
-def two_streams(others: Sequence[Known]) -> Method:
+def two_streams(others: Sequence[DeviceSamples]) -> Method:
     """AccEPT's network, trained on these."""
     network: DualStream = train_dual_stream(others)
 
     @torch.no_grad()
-    def predict(known: Known) -> Floats:
+    def predict(known: DeviceSamples) -> F64:
         return network(known, known.intervals).exp().double().numpy()  # type: ignore[no-any-return]
 
     return predict
 
 
-def error(predict: Method, some: Sequence[Known]) -> float:
+def error(predict: Method, some: Sequence[DeviceSamples]) -> float:
     """Mean absolute percentage error of forward + backward."""
     off = [np.abs(predict(known).sum(axis=1) / known.times.sum(axis=1) - 1) for known in some]
     return 100 * float(np.concatenate(off).mean())
 
 
-def adaptation(ours: Predictor, mine: list[Known], old: list[Known]) -> list[float]:
+def adaptation(ours: Predictor, mine: list[DeviceSamples], old: list[DeviceSamples]) -> list[float]:
     """Errors on what adaptation has not seen of a device, before and after; and on old devices, before and after."""
     fresh, rest = [], []
     for known in mine:
@@ -115,22 +115,22 @@ def adaptation(ours: Predictor, mine: list[Known], old: list[Known]) -> list[flo
     return [error(both(one)[OURS], some) for some in (rest, old[::7]) for one in (ours, after)]
 
 
-def fewer(ours: Predictor, mine: list[Known]) -> list[list[float]]:
+def fewer(ours: Predictor, mine: list[DeviceSamples]) -> list[list[float]]:
     """(FEW, 3): errors with so many probes: those that the networks ask for, spread over the model, the first ones."""
     rows = []
     for count in FEW:
-        some: list[list[Known]] = [[], [], []]
+        some: list[list[DeviceSamples]] = [[], [], []]
         for known in mine:
             total = len(known.probes)
             for into, order in zip(
-                some, (ours.order(known.outline, known.probes), scattered(total), range(total)), strict=True
+                some, (ours.order(known.outline, known.probes), bit_reversed_order(total), range(total)), strict=True
             ):
                 into.append(known.only(list(order)[:count]))
         rows.append([error(both(ours)[OURS], one) for one in some])
     return rows
 
 
-def tables(data: list[Gathered], by_device: Errors, by_model: Errors, adapted: Floats, few: Floats) -> str:
+def tables(data: list[Gathered], by_device: Errors, by_model: Errors, adapted: F64, few: F64) -> str:
     """All that the experiment says, as Markdown."""
     rows = []
     for method, errors in by_device.items():

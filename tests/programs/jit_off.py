@@ -1,0 +1,138 @@
+"""Run with NUMBA_DISABLE_JIT=1: kernels as plain Python against their references; prints lines of kernels never run."""
+
+import dis
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import naive
+import numpy as np
+
+RUN: set[tuple[str, int]] = set()
+KERNELS = str(Path(__file__).resolve().parents[2] / "kernels")
+
+
+def watch(frame, event, argument):
+    """Notes the lines that run in kernels/."""
+    if not frame.f_code.co_filename.startswith(KERNELS):
+        return None
+    RUN.add((frame.f_code.co_filename, frame.f_lineno))
+    return watch
+
+
+def lines(code: types.CodeType) -> Iterator[int]:
+    """Of a function's body and of those within it."""
+    yield from (line for _, line in dis.findlinestarts(code) if line and line != code.co_firstlineno)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from lines(constant)
+
+
+def check() -> None:
+    """Every kernel on sizes around a block, with all bits."""
+    from accept_mpi.kernels import half, mbq, uniform
+
+    np.seterr(all="raise", over="ignore", under="ignore")
+    rng = np.random.default_rng(1)
+    for size in (0, 1, 70, 16384 + 9):
+        x = rng.standard_normal(size).astype(np.float32)
+        short, back = np.zeros(size, np.uint16), np.zeros(size, np.uint32)
+        half.to_bf16(x.view(np.uint32), short)
+        half.from_bf16(short, back)
+        assert all(a == naive.nearest_bfloat16(b) for a, b in zip(back.view(np.float32), x, strict=True))
+        for bits in range(1, 9) if size < 100 else (2, 4, 7):
+            for group in (8, 64, 0) if size < 100 else (64,):
+                for key in (None, 12345678901234567):
+                    out = np.zeros(uniform.encoded_bytes(size, bits, group), np.uint8)
+                    assert uniform.encode(x, bits, group, out, key) == 0
+                    y = np.empty_like(x)
+                    uniform.decode(out, bits, group, y)
+                    expected, values = naive.uniform(x, bits, group, key)
+                    assert out.tobytes() == expected
+                    assert y.tobytes() == values.tobytes()
+                if bits <= mbq.MOST_BITS:
+                    out = np.zeros(mbq.encoded_bytes(size, bits, group), np.uint8)
+                    assert mbq.encode(x, bits, group, out) == 0
+                    mbq.decode(out, bits, group, y)
+                    expected, values = naive.mbq(x, bits, group)
+                    assert out.tobytes() == expected
+                    assert y.tobytes() == values.tobytes()
+    big = np.full(64, 3e38, np.float32)
+    big[::2] *= -1
+    near = np.full(64, 2e37, np.float32)  # its extent is fine, what it is made of is not
+    assert mbq.encode(near, 2, 64, np.zeros(mbq.encoded_bytes(64, 2, 64), np.uint8)) == 2
+    for value in (np.float32(np.nan), big[0]):
+        for kernels in (uniform, mbq):
+            bad, group = np.where(np.arange(64) == 7, value, big), 64
+            for g in (group, 0, 8):
+                out = np.zeros(kernels.encoded_bytes(64, 2, g), np.uint8)
+                assert kernels.encode(bad, 2, g, out) in (1, 2)
+    for kernels in (uniform, mbq):
+        for arguments in ((np.zeros(9), 2, 8), (big, 99, 8), (big, 2, 48), (big, 2, 64)):
+            try:
+                kernels.encode(*arguments, np.zeros(3, np.uint8))
+            except ValueError:
+                continue
+            raise AssertionError(f"{arguments} were taken")
+
+
+def check_search() -> None:
+    """The partitioner's searches on random small problems, with tables that are full at once, too."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "planning"))
+    from test_search import least, random_problem
+
+    from accept_mpi.planning import search
+
+    np.seterr(all="ignore")
+    rng = np.random.default_rng(5)
+    for number in range(160):
+        problem = random_problem(rng, 1 + number % 4, 2 + number % 4, 1 + number % 2)
+        ordered = bool(problem.fill) or number % 3 == 0
+        search._ROOM = 1 if number % 2 else 160
+        search.MOST_EXACT = search.MOST_ORDERED = 32 if number % 5 else 1
+        search.BEAM = 24 if number % 10 else 2
+        expected = least(problem, ordered)
+        try:
+            plan = search.solve(problem, ordered)
+        except search.NoPlan:
+            assert expected is None or not number % 5
+            continue
+        found = search.cost(problem, plan)
+        reached = found.step if problem.fill else found.bottleneck
+        assert expected is not None
+        assert reached >= expected * (1 - 1e-9)
+        assert reached <= expected * (1 + 1e-6) or not number % 5
+
+
+def check_events() -> None:
+    """The simulator's loop on a pipeline, and on lists that wait for each other."""
+    from accept_mpi.pipeline.schedule import actions, parse
+    from accept_mpi.pipeline.simulator import PackedSchedule, simulate, simulate_packed
+
+    lists = [actions("zero-bubble", s, 3, [4, 4], 1) for s in range(3)]
+    _, ends = simulate_packed(PackedSchedule(lists, [4, 4]), np.ones((3, 4)), np.ones((2, 2)))
+    assert (
+        ends.max()
+        == simulate(lists, lambda s, action: 1.0 + (action.kind == "B" and action.whole), lambda b, way: 1.0).makespan
+    )
+    try:
+        simulate_packed(PackedSchedule([parse("F0.0 B0.1"), parse("F0.0 B0.0")], [2]), np.ones((2, 4)), np.ones((1, 2)))
+    except RuntimeError:
+        return
+    raise AssertionError("a deadlock went unseen")
+
+
+sys.settrace(watch)
+check()
+check_events()
+check_search()
+sys.settrace(None)
+for path in sorted(Path(KERNELS).glob("*.py")):
+    if path.name in ("options.py", "prefetch.py", "__init__.py"):  # no kernels in these
+        continue
+    body = compile(path.read_text(), str(path), "exec")
+    functions = [code for code in body.co_consts if isinstance(code, types.CodeType)]
+    text = path.read_text().splitlines()
+    for line in sorted({line for function in functions for line in lines(function)} - {n for f, n in RUN if f == str(path)}):
+        print(f"{path.name}:{line}: {text[line - 1].strip()}")

@@ -1,0 +1,52 @@
+"""The calendar of a run."""
+
+import numpy as np
+import pytest
+
+from accept_mpi.data.calendar import Calendar, in_order, segments
+
+
+def test_every_sample_once_an_epoch() -> None:
+    batches = Calendar(samples=103, batch_size=20, micro_batches=3, seed=1)
+    assert batches.steps_per_epoch == 6
+    for epoch in (0, 1):
+        steps = range(6 * epoch, 6 * epoch + 6)
+        seen = np.concatenate([i for step in steps for i in batches.indices(step)])
+        assert sorted(seen) == list(range(103))
+    assert batches.sizes(0) == [7, 7, 6]
+    assert batches.sizes(5) == [3]
+    assert [len(i) for i in batches.indices(4)] == batches.sizes(4)
+
+
+def test_order_depends_on_seed_and_epoch_only() -> None:
+    def order(seed: int, step: int) -> list[int]:
+        return np.concatenate(Calendar(50, 10, 2, seed).indices(step)).tolist()
+
+    assert order(1, 0) == order(1, 0)
+    assert order(1, 0) != order(2, 0)
+    assert order(1, 0) != order(1, 5)  # the next epoch
+
+
+def test_drop_last() -> None:
+    batches = Calendar(103, 20, 3, 0, drop_last=True)
+    assert batches.steps_per_epoch == 5
+    assert {tuple(batches.sizes(step)) for step in range(20)} == {(7, 7, 6)}
+
+
+def test_test_set_in_order() -> None:
+    assert [i.tolist() for i in in_order(5, 2)] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "pauses", "expected"),
+    [
+        (0, 10, [(0, 0), (0, 0)], [(0, 10)]),
+        (0, 10, [(4, 0), (0, 0)], [(0, 4), (4, 8), (8, 10)]),
+        (3, 10, [(4, 0), (3, 0)], [(3, 4), (4, 6), (6, 8), (8, 9), (9, 10)]),
+        (5, 5, [(1, 0)], []),
+        (3, 12, [(4, 1), (0, 0)], [(3, 5), (5, 9), (9, 12)]),
+        (3, 12, [(4, -3)], [(3, 5), (5, 9), (9, 12)]),
+    ],
+)
+def test_segments(first: int, last: int, pauses: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
+    assert [(r.start, r.stop) for r in segments(first, last, pauses)] == expected

@@ -1,0 +1,106 @@
+"""The choice of codecs: mild where links are fast, strong where they are slow, never below the floor."""
+
+import msgspec
+import pytest
+
+from accept_mpi.pipeline.schedule import ScheduleKind
+from accept_mpi.planning.codec_choice import choose, ladder
+from accept_mpi.planning.forecast import Forecast, Traffic
+from accept_mpi.profiling.cluster_profile import StageTimes
+
+NAMES = [*ladder(1), "fp16"]
+FREE = dict.fromkeys(NAMES, 0.0)
+VALUES = 125_000  # 0.5 MB
+
+
+def profiles(*seconds: float, coding: dict[str, float] | None = None) -> list[StageTimes]:
+    """Stages that take so long a micro-batch, a third of it forward."""
+    return [StageTimes(t / 3, 2 * t / 3, coding or FREE, coding or FREE) for t in seconds]
+
+
+def crossings(*rates: float) -> dict[tuple[int, str], Traffic]:
+    """Boundaries of 0.5 MB each way with these rates in bytes/s."""
+    return {(b, way): Traffic(VALUES, 64, rate) for b, rate in enumerate(rates) for way in "FB"}
+
+
+def names(
+    kind: ScheduleKind,
+    profiled: list[StageTimes],
+    crossing: dict[tuple[int, str], Traffic],
+    floor: int = 2,
+    micro_batches: int = 32,
+    **fixed: str,
+) -> dict[tuple[int, str], str]:
+    by_place = {(int(place[1]), place[0]): name for place, name in fixed.items()}
+    choices, _ = choose(Forecast(kind, micro_batches, 2, profiled, crossing), by_place, floor)
+    return {place: choice.name for place, choice in choices.items()}
+
+
+def test_a_fast_link_is_not_coded() -> None:
+    assert set(names("1f1b-async", profiles(0.06, 0.06), crossings(1e9)).values()) == {"none"}
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "1f1b-async", "gpipe", "zero-bubble"])
+def test_bits_fall_with_the_rate_and_stop_at_the_floor(kind: ScheduleKind) -> None:
+    ladder_2 = list(ladder(2))
+    positions = []
+    for rate in (1e9, 1e7, 3e6, 1e6, 1e5, 1e3):
+        chosen = names(kind, profiles(0.06, 0.06), crossings(rate))
+        positions.append(sum(ladder_2.index(name) for name in chosen.values()))
+    assert positions == sorted(positions)
+    assert positions[0] < positions[-1]
+    assert set(names(kind, profiles(0.06, 0.06), crossings(1e3)).values()) == {"uniform:2"}
+    assert set(names(kind, profiles(0.06, 0.06), crossings(1e3), floor=4).values()) == {"uniform:4"}
+    assert set(names(kind, profiles(0.06, 0.06), crossings(1e3), floor=1).values()) == {"mbq:1"}
+
+
+def test_only_the_slow_boundary_is_coded() -> None:
+    chosen = names("1f1b-async", profiles(0.06, 0.06, 0.06), crossings(1e9, 2e6))
+    assert {chosen[0, way] for way in "FB"} == {"none"}
+    assert "none" not in {chosen[1, way] for way in "FB"}
+
+
+def test_a_transfer_hides_behind_the_slowest_stage() -> None:
+    """10 MB/s: 50 ms a message uncoded. Behind 20 ms it shows, behind 100 ms it does not."""
+    assert "none" not in set(names("1f1b-async", profiles(0.02, 0.02), crossings(1e7)).values())
+    assert set(names("1f1b-async", profiles(0.02, 0.12), crossings(1e7)).values()) == {"none"}
+
+
+def test_filling_an_asynchronous_pipeline_wants_no_fewer_bits() -> None:
+    """It happens once in many steps, however few micro-batches those have: 12.5 ms a message with 8 bits behind 60."""
+    chosen = names("1f1b-async", profiles(0.06, 0.06, 0.06, 0.06), crossings(1e7, 1e7, 1e7), micro_batches=4)
+    strong = {"uniform:6", "uniform:4", "uniform:3", "uniform:2"}
+    assert not strong & set(chosen.values()), chosen
+
+
+def test_what_the_job_names_stays() -> None:
+    """And what is not named gets what hides behind it: a slow fp16 one way leaves time the other way."""
+    chosen = names("1f1b", profiles(0.06, 0.06), crossings(1e3), F0="fp16")
+    assert chosen == {(0, "F"): "fp16", (0, "B"): "uniform:8"}
+
+
+def test_a_codec_that_costs_more_than_it_saves_is_not_chosen() -> None:
+    """Coding takes 10 us a value: 1.25 s for what the link carries in 0.5 s."""
+    slow = {name: 0.0 if name == "none" else 5e-6 for name in NAMES}
+    assert set(names("1f1b", profiles(0.06, 0.06, coding=slow), crossings(1e6)).values()) == {"none"}
+
+
+def test_ids_are_counted_and_never_coded() -> None:
+    ids = {(0, "F"): Traffic(0, 4096, 1e6), (0, "B"): Traffic(VALUES, 64, 1e9)}
+    choices, _ = choose(Forecast("1f1b", 8, 2, profiles(0.06, 0.06), ids), {}, 2)
+    assert choices[0, "F"].seconds == pytest.approx(4096e-6)
+
+
+def test_where_the_core_is_shared_moving_bytes_costs_time() -> None:
+    """20 ns a byte on an endless link: 0.5 MB each way take as long as the stage computes; coding costs 1 ms."""
+    coding = {name: 0.0 if name == "none" else 4e-9 for name in NAMES}
+    shared = [msgspec.structs.replace(p, seconds_per_byte=2e-8, shared=True) for p in profiles(0.02, 0.02, coding=coding)]
+    link = crossings(1e12)
+    chosen = names("1f1b-async", shared, link)
+    assert "none" not in chosen.values(), chosen
+    alone = [msgspec.structs.replace(p, shared=False) for p in shared]
+    assert set(names("1f1b-async", alone, link).values()) == {"none"}
+    forecast = Forecast("1f1b-async", 32, 2, shared, link)
+    _, uncoded = choose(forecast, dict.fromkeys(link, "none"), 2)
+    _, chosen_step = choose(forecast, {}, 2)
+    assert uncoded > 1.3 * chosen_step

@@ -1,0 +1,198 @@
+"""The partitioner against trying everything, on random small problems; bounds and times on large ones are benchmarks."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from accept_mpi.planning.balance import balance
+from accept_mpi.planning.problem import Cost, NoPlan, Problem, Solution, cost, lower_bound
+from accept_mpi.planning.search import solve
+
+INSTANCES = 2000
+
+
+def random_problem(rng: np.random.Generator, devices: int, layers: int, codecs: int) -> Problem:
+    """Unequal devices, slow links, codecs that cost time, memory that does not always suffice."""
+    seconds = rng.uniform(0.2, 2.0, layers) * rng.choice([0.5, 1, 1, 3], devices)[:, None]
+    seconds *= rng.uniform(0.8, 1.25, (devices, layers))
+    extra = None
+    if rng.random() < 0.3:  # what a run takes beyond its sum grows with its length
+        length = np.arange(layers + 1)
+        extra = rng.uniform(0, 0.2, devices)[:, None, None] * np.maximum(0, length[None, None, :] - length[None, :, None])
+    values = np.concatenate([[0], rng.integers(1, 8, layers - 1) * 100, [0]]).astype(float)
+    kept = np.arange(1.0, devices + 1) if rng.random() < 0.5 else np.ones(devices)
+    uncuttable = frozenset(np.flatnonzero(rng.random(layers) < 0.4)[1:].tolist()) if rng.random() < 0.3 else frozenset()
+    return Problem(
+        layer_seconds=seconds,
+        extra_seconds=extra,
+        values=values,
+        other=np.concatenate([[0], rng.choice([0.0, 64.0], layers - 1), [0]]),
+        rate=rng.choice([300.0, 1000.0, 4000.0], (devices, devices)),
+        host_link=rng.choice([600.0, 2000.0, np.inf], devices),
+        codecs=("a", "b", "c")[:codecs],
+        bytes_per_value=np.array([4.0, 1.0, 0.5])[:codecs],
+        coding=rng.uniform(0, 4e-4, (devices, codecs)) * (np.arange(codecs) > 0),
+        state=rng.uniform(0, 4e3, layers),
+        saved_bytes=rng.uniform(0, 2e3, layers),
+        capacity=rng.choice([4e3, 8e3, 16e3, 1e9], devices),
+        in_flight=kept,
+        state_copies=kept if rng.random() < 0.3 else np.ones(devices),
+        micro_batches=float(rng.integers(1, 9)),
+        fill=float(rng.choice([0.0, 0.0, 1.0])),
+        uncuttable=uncuttable,
+    )
+
+
+def everything(problem: Problem, ordered: bool = False) -> list[Solution]:
+    """All plans: which devices, in which order, cut where, with which codecs."""
+    found = []
+    for count in range(1, min(problem.devices, problem.layers) + 1):
+        orders = itertools.combinations if ordered else itertools.permutations
+        for devices in orders(range(problem.devices), count):
+            for cuts in itertools.combinations(range(1, problem.layers), count - 1):
+                for codecs in itertools.product(range(len(problem.codecs)), repeat=count - 1):
+                    found.append(Solution(devices, (0, *cuts, problem.layers), codecs))
+    return found
+
+
+def least(problem: Problem, ordered: bool = False) -> float | None:
+    costs = (cost(problem, plan) for plan in everything(problem, ordered))
+    return min((c.step if problem.fill else c.bottleneck for c in costs if c.fits), default=None)
+
+
+def test_equals_trying_everything() -> None:
+    """Any order and subset for asynchronous schedules; the given order, where filling counts, too."""
+    rng = np.random.default_rng(1)
+    none, idle, coded, kept = 0, 0, 0, 0
+    for number in range(INSTANCES):
+        devices = int(rng.integers(1, 5 if number % 10 == 0 else 4))
+        problem = random_problem(rng, devices, int(rng.integers(2, 6)), int(rng.integers(1, 3 if devices < 4 else 2)))
+        ordered = bool(problem.fill) or bool(rng.random() < 0.2)
+        expected = least(problem, ordered)
+        if expected is None:
+            none += 1
+            with pytest.raises(NoPlan, match="MiB"):
+                solve(problem, ordered)
+            continue
+        plan = solve(problem, ordered)
+        found = cost(problem, plan)
+        assert found.fits, (number, plan)
+        assert (found.step if problem.fill else found.bottleneck) == pytest.approx(expected, rel=1e-6), (number, plan)
+        assert found.bottleneck >= lower_bound(problem) * (1 - 1e-9)
+        idle += len(plan.devices) < problem.devices
+        coded += any(plan.codecs)
+        if problem.uncuttable:
+            kept += not problem.uncuttable.isdisjoint(solve(replace(problem, uncuttable=frozenset()), ordered).edges)
+    seen = (none / 50, idle / 200, coded / 200, kept / 30)
+    assert min(seen) > 1, "the instances exercise memory, idle devices, codecs and layers that stay together"
+
+
+def test_what_is_not_at_the_bottleneck_is_spread_evenly() -> None:
+    """Without links and limits, against trying everything: the least norm of all plans that are as good. With them: never a
+    worse bottleneck than allowed, never out of memory."""
+    rng = np.random.default_rng(4)
+    changed = 0
+    for _ in range(150):
+        problem = replace(random_problem(rng, 3, 7, 2), fill=0.0, extra_seconds=None)
+        problem.layer_seconds[:, 0] *= 5  # which decides alone
+        free = replace(problem, values=0 * problem.values, other=0 * problem.other, capacity=np.full(3, 1e9))
+        plan = solve(free, True)
+        cap = 1.02 * cost(free, plan).bottleneck
+        good = [cost(free, p) for p in everything(free, True) if not any(p.codecs)]
+        least_norm = min(norm(c) for c in good if c.fits and c.bottleneck <= cap)
+        even = balance(free, plan)
+        assert norm(cost(free, even)) <= least_norm / 0.97 * (1 + 1e-9)
+        assert norm(cost(free, even)) <= norm(cost(free, plan))
+        assert cost(free, even).fits
+        assert cost(free, even).bottleneck <= cap * (1 + 1e-9)
+        changed += even != plan
+        try:
+            plan = solve(problem, bool(rng.random() < 0.5))
+        except NoPlan:
+            continue
+        reached, whole = cost(problem, balance(problem, plan)), cost(problem, plan)
+        assert reached.fits
+        assert reached.bottleneck <= 1.0201 * whole.bottleneck
+        assert norm(reached) <= norm(whole) * (1 + 1e-9)
+    assert changed > 15
+
+
+def norm(reached: Cost) -> float:
+    return sum(seconds**8 for seconds in reached.stages) ** (1 / 8)
+
+
+def test_the_beam_is_near_the_exact_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accept_mpi.planning import search
+
+    rng = np.random.default_rng(2)
+    ratios = []
+    for _ in range(30):
+        problem = replace(random_problem(rng, 5, 14, 2), capacity=np.full(5, 1e9), fill=0.0, extra_seconds=None)
+        exact = cost(problem, solve(problem)).bottleneck
+        monkeypatch.setattr(search, "MOST_EXACT", 1)
+        found = cost(problem, solve(problem))
+        assert found.fits
+        ratios.append(found.bottleneck / exact)
+        monkeypatch.undo()
+    assert min(ratios) >= 1 - 1e-3
+    assert np.mean(ratios) < 1.05, ratios
+
+
+def test_a_device_far_too_slow_stays_idle() -> None:
+    seconds = np.ones((3, 12)) * np.array([[1.0], [100.0], [1.0]])
+    free = np.full((3, 3), 1e12)
+    problem = Problem(
+        layer_seconds=seconds, values=np.full(13, 10.0), other=np.zeros(13), rate=free, host_link=free[0], state=np.ones(12),
+        saved_bytes=np.ones(12), capacity=np.full(3, 1e9), in_flight=np.ones(3), state_copies=np.ones(3),
+    )  # fmt: skip
+    plan = solve(problem)
+    assert sorted(plan.devices) == [0, 2]
+    assert plan.edges == (0, 6, 12)
+
+
+def test_says_what_does_not_fit() -> None:
+    problem = replace(
+        random_problem(np.random.default_rng(3), 2, 4, 1), state=np.array([1, 1, 900, 1]) * 2.0**20,
+        capacity=np.full(2, 2.0**28),
+    )  # fmt: skip
+    with pytest.raises(NoPlan, match=r"layer 2 alone needs 900\.0 MiB and the largest device has 256\.0 MiB"):
+        solve(problem)
+    many = replace(
+        problem, state=np.full(4, 2.0**27), state_copies=np.ones(2), in_flight=np.ones(2), capacity=np.full(2, 1.5 * 2.0**27)
+    )
+    with pytest.raises(NoPlan, match="no cuts fit"):
+        solve(many)
+
+
+@pytest.mark.timeout(60)
+def test_layers_that_take_no_time_end_the_search() -> None:
+    """A lower bound of nothing: the bisection never came to an end (a model of two layers, on four ranks, in CI)."""
+    rng = np.random.default_rng(2)
+    problem = replace(random_problem(rng, 3, 4, 1), fill=0.0)
+    free = replace(
+        problem, layer_seconds=np.zeros_like(problem.layer_seconds), extra_seconds=None, coding=None,
+        capacity=np.full(3, 1e18),
+    )  # fmt: skip
+    assert cost(free, solve(free)).fits
+    silent = replace(free, values=np.zeros(5), other=np.zeros(5))
+    assert cost(silent, solve(silent)).bottleneck == 0
+
+
+def test_a_missing_time_is_refused() -> None:
+    problem = random_problem(np.random.default_rng(0), 3, 5, 1)
+    problem.layer_seconds[0, 1] = np.nan
+    with pytest.raises(ValueError, match="layer_seconds"):
+        solve(problem)
+
+
+def test_a_stage_holds_what_it_received() -> None:
+    problem = Problem(
+        layer_seconds=np.ones((2, 2)), values=np.array([0.0, 100.0, 0.0]), other=np.array([8.0, 8.0, 0.0]),
+        rate=np.full((2, 2), 1e9), host_link=np.full(2, 1e9), state=np.zeros(2), saved_bytes=np.zeros(2),
+        capacity=np.array([0.0, 408.0]), in_flight=np.ones(2), state_copies=np.ones(2),
+    )  # fmt: skip
+    assert cost(problem, Solution((0, 1), (0, 1, 2), (0,))).fits
+    assert not cost(replace(problem, capacity=np.array([0.0, 407.0])), Solution((0, 1), (0, 1, 2), (0,))).fits
+    assert solve(problem).edges == (0, 1, 2)

@@ -1,0 +1,180 @@
+"""Checkpoints appear whole or not at all, and say when they are damaged."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from accept_mpi.errors import UserError
+from accept_mpi.recovery import checkpoint_writer
+from accept_mpi.recovery.checkpoint import Checkpoint, directory_of
+from accept_mpi.recovery.checkpoint_writer import CheckpointWriter, chunks, new_manifest
+from accept_mpi.recovery.manifest import complete, made_by
+
+
+def weights(step: int) -> list[dict[str, torch.Tensor]]:
+    return [{"a.weight": torch.full((3, 3), float(step)), "b.bias": torch.zeros(2)}, {"c.weight": torch.ones(400_000)}]
+
+
+def write(run: Path, *steps: int, keep: int = 0, who: str = "", after: int = 0) -> None:
+    def manifest(step: int):
+        about = {"model": "m", "model_args": {}, "layers": ["a", "b", "c"], "seed": 0, "samples": 9, "job": "{}"}
+        return new_manifest(run=who, step=step, epoch=0, **about)
+
+    writer = CheckpointWriter(run, [(0, 2), (2, 3)], manifest, keep, after)
+    for step in steps:
+        first, second = weights(step)
+        before = complete(run)
+        momentum = {"momentum_buffer/c.weight": second["c.weight"]}
+        messages = [*chunks(step, 0, first, {}), *chunks(step, 1, second, momentum)]
+        for message in messages[:-1]:
+            writer.take(message)
+        assert complete(run) == before, "not there before it is whole"
+        writer.take(messages[-1])
+        assert writer.wait(step, 600)
+
+
+def test_written_whole_and_read_by_layer(tmp_path: Path) -> None:
+    write(tmp_path, 5, 10)
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.manifest.step == 10
+    assert set(checkpoint.whole()) == {"a.weight", "b.bias", "c.weight"}
+    assert set(checkpoint.tensors("weights", range(1, 2))) == {"b.bias"}
+    assert set(checkpoint.tensors("weights", range(1, 3))) == {"b.bias", "c.weight"}
+    assert set(checkpoint.tensors("optimizer", range(2, 3))) == {"momentum_buffer/c.weight"}
+    assert Checkpoint(tmp_path / "checkpoints" / "step-00000005").whole()["a.weight"].max() == 5
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3, 4, keep=2)
+    assert [c.name for c in complete(tmp_path)] == ["step-00000003", "step-00000004"]
+
+
+def test_what_another_run_left_is_older(tmp_path: Path) -> None:
+    """Whatever its steps' numbers: a shorter run in the same directory, or one resumed from an earlier checkpoint."""
+    write(tmp_path, 8, 9, 10, keep=3)
+    write(tmp_path, 2, 4, keep=3)
+    assert [c.name[-2:] for c in complete(tmp_path)] == ["10", "02", "04"]
+    assert Checkpoint(tmp_path).manifest.step == 4
+    write(tmp_path, 10, keep=3)  # made anew
+    assert [c.name[-2:] for c in complete(tmp_path)] == ["02", "04", "10"]
+
+
+def test_a_clock_that_goes_back_costs_no_new_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Raspberry Pi has no clock of its own."""
+    write(tmp_path, 8, 9, keep=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer, "_now", lambda: "2000-01-01T00:00:00.000000+00:00")
+        write(tmp_path, 2, 3, keep=2)
+    assert [c.name[-2:] for c in complete(tmp_path)] == ["02", "03"]
+
+
+def test_the_newest_is_what_was_made_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the clock says, and whatever step a run goes on from."""
+    clock = iter(["2026-01-01", "2026-01-02", "1970-01-01", "1970-01-02", "2000-01-01", "1999-01-01"])
+    monkeypatch.setattr(checkpoint_writer, "_now", lambda: next(clock))
+    write(tmp_path, 8, 9, who="first")
+    write(tmp_path, 2, 3, who="second")
+    assert [c.name[-2:] for c in complete(tmp_path)] == ["08", "09", "02", "03"]
+    assert Checkpoint(tmp_path).manifest.step == 3
+    assert [c.name[-2:] for c in made_by(tmp_path, "first")] == ["09", "08"]
+    assert [c.name[-2:] for c in made_by(tmp_path, "second")] == ["03", "02"]
+    assert made_by(tmp_path, "third") == []
+    write(tmp_path, 9, who="third")  # goes on from step 8, say
+    assert [Checkpoint(tmp_path).path] == made_by(tmp_path, "third") == [directory_of(tmp_path, 9)]
+    assert made_by(tmp_path, "first") == [directory_of(tmp_path, 8)]
+    write(tmp_path / "elsewhere", 1, after=Checkpoint(tmp_path).manifest.number)
+    assert Checkpoint(tmp_path / "elsewhere").manifest.number == 6
+
+
+def test_what_nobody_has_numbered_is_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an earlier version: in the order of its times."""
+    for step, created in ((5, "2026-01-02"), (7, "2026-01-01")):
+        write(tmp_path, step)
+        file = directory_of(tmp_path, step) / "manifest.json"
+        whole = json.loads(file.read_text()) | {"created": created}
+        for key in ("run", "number", "seen", "order"):
+            del whole[key]
+        file.write_text(json.dumps(whole))
+    assert [c.name[-2:] for c in complete(tmp_path)] == ["07", "05"]
+    monkeypatch.setattr(checkpoint_writer, "_now", lambda: "1970-01-01")
+    write(tmp_path, 1)
+    assert [c.name[-2:] for c in complete(tmp_path)] == ["07", "05", "01"]
+
+
+def test_a_damaged_one_is_not_hidden_by_older_ones_nor_hides_newer_ones(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3)
+    for step in (1, 2, 3):
+        os.utime(directory_of(tmp_path, step) / "manifest.json", (100 * step, 100 * step))
+    (directory_of(tmp_path, 2) / "manifest.json").write_text("{")
+    os.utime(directory_of(tmp_path, 2) / "manifest.json", (200, 200))
+    assert [c.name[-1] for c in complete(tmp_path)] == ["1", "2", "3"]
+    (directory_of(tmp_path, 3) / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="step-00000003: damaged checkpoint"):
+        Checkpoint(tmp_path)
+    write(tmp_path, 4, keep=2)
+    assert Checkpoint(tmp_path).manifest.step == 4
+
+
+def test_what_another_run_is_writing_is_left_alone(tmp_path: Path) -> None:
+    first = CheckpointWriter(tmp_path, [(0, 3)], lambda step: None, 0)  # type: ignore[arg-type, return-value]
+    chunk = next(iter(chunks(1, 0, {"a.w": torch.zeros(1)}, {})))
+    first.take(chunk)
+    second = CheckpointWriter(tmp_path, [(0, 3)], lambda step: None, 0)  # type: ignore[arg-type, return-value]
+    assert (tmp_path / "checkpoints" / ".step-00000001").is_dir()
+    with pytest.raises(UserError, match="another run writes the same checkpoint"):
+        second.take(chunk)
+    first.close()
+    CheckpointWriter(tmp_path, [(0, 3)], lambda step: None, 0)  # type: ignore[arg-type, return-value]
+    assert not (tmp_path / "checkpoints" / ".step-00000001").exists()
+
+
+def test_an_unfinished_one_is_not_taken_for_one(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    half = tmp_path / "checkpoints" / ".step-00000002"
+    half.mkdir()
+    (half / "stage-0.weights.safetensors").write_bytes(b"half")
+    assert Checkpoint(tmp_path).manifest.step == 1
+    write(tmp_path, 3)  # the next run clears it away
+    assert not half.exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda c: (c / "stage-1.weights.safetensors").unlink(), "No such file"),
+        (lambda c: (c / "stage-1.weights.safetensors").write_bytes(b"short"), "has 5 bytes, not"),
+        (lambda c: _flip(c / "stage-1.weights.safetensors"), "does not match its checksum"),
+        (lambda c: (c / "manifest.json").write_text("{"), "manifest.json"),
+        (lambda c: _version(c / "manifest.json"), "of version 99"),
+    ],
+)
+def test_damage_is_a_sentence(tmp_path: Path, damage, message: str) -> None:
+    write(tmp_path, 1)
+    damage(tmp_path / "checkpoints" / "step-00000001")
+    with pytest.raises(UserError, match=message):
+        Checkpoint(tmp_path)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def _version(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="neither a checkpoint nor a run with one"):
+        Checkpoint(tmp_path)
+
+
+def test_a_directory_that_vanishes(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, [(0, 3)], lambda step: None, 0)  # type: ignore[arg-type, return-value]
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    with pytest.raises(UserError, match="cannot write the checkpoint of step 1"):
+        writer.take(next(iter(chunks(1, 0, {"a.w": torch.zeros(1)}, {}))))

@@ -1,0 +1,225 @@
+"""Snapshots in memory: which step all layers are left of, who sends what to whom, when the next one is taken."""
+
+from typing import Any
+
+import pytest
+import samples
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accept_mpi import models
+from accept_mpi.comm.messenger import Message
+from accept_mpi.job import Recovery
+from accept_mpi.job_file import parse
+from accept_mpi.models.layers import build_layers
+from accept_mpi.pipeline.stage import Stage
+from accept_mpi.plan import BoundaryCodecs, Place, make_plan
+from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, SNAPSHOT
+from accept_mpi.recovery.layer_state import Arriving, chunked, load, states
+from accept_mpi.recovery.replicas import Replicas, newest, sources
+from accept_mpi.recovery.replication import Replication
+
+JOB = parse(
+    '[model]\nname = "cnn"\n[data]\nname = "digits"\n[train]\nsteps = 1\noptimizer = { name = "adamw" }\n'
+    '[output]\ndirectory = "run"\n',
+    "job",
+)
+
+
+def stage(start: int, stop: int, seed: int) -> Stage:
+    chain = models.load("cnn", {"width": 4}, seed)
+    return Stage(build_layers(chain, start, stop, seed), JOB, None, True)
+
+
+def test_the_newest_step_that_every_layer_is_left_of() -> None:
+    assert newest([{}, {}], 2) is None
+    assert newest([{5: [0, 1]}, {5: [2]}], 3) == 5
+    assert newest([{5: [0, 1], 10: [0, 1]}, {5: [2]}], 3) == 5
+    assert newest([{5: [0], 10: [0, 1]}, {10: [2]}], 3) == 10
+
+
+def test_layers_come_from_those_who_hold_them() -> None:
+    """Own ones are not sent; several holders share the sending."""
+    held = [{7: [0, 1, 2]}, {7: [0, 1, 2]}, {7: [3]}, {}]
+    moves = sources(held, 7, [range(0, 1), range(1, 2), range(2, 3), range(3, 4)])
+    assert moves == {(0, 2): [2], (2, 3): [3]}
+    moves = sources(held, 7, [range(0), range(0), range(0, 1), range(1, 3)])
+    assert moves == {(0, 2): [0], (1, 3): [1], (0, 3): [2]}
+
+
+def test_a_state_comes_back_to_the_bit_on_other_cuts() -> None:
+    """Weights, BatchNorm's statistics and the optimizer's tensors, from one stage of all layers to two."""
+    whole = stage(0, 5, 1)
+    for number, parameter in enumerate(whole.parameters):
+        parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
+    whole.update(0.01, 0)
+    blobs = states(whole)
+    assert sorted(blobs) == [0, 1, 2, 3, 4]
+    for start, stop in ((0, 2), (2, 5)):
+        part = stage(start, stop, 2)
+        load(part, {layer: blobs[layer] for layer in range(start, stop)}, JOB.train.optimizer)
+        samples.assert_equal(part.weights(), {k: v for k, v in whole.weights().items() if k in part.weights()})
+        assert part.optimizer_state()
+        samples.assert_equal(
+            part.optimizer_state(), {k: v for k, v in whole.optimizer_state().items() if k in part.optimizer_state()}
+        )
+
+
+@given(st.dictionaries(st.integers(0, 99), st.binary(min_size=1, max_size=40)), st.integers(1, 30))
+def test_states_travel_in_pieces_that_share_their_memory(blobs: dict[int, bytes], size: int) -> None:
+    messages, arriving = list(chunked(blobs, size)), Arriving()
+    for message in messages:
+        arriving.add(message)
+    assert arriving.whole == blobs
+    lengths = [sum(len(data) for _, _, data in message) for message in messages]
+    assert lengths[:-1] == [size] * len(lengths[:-1])
+    assert all(data.obj is blobs[layer] for message in messages for layer, _, data in message)
+
+
+def test_older_and_newer_steps_are_forgotten() -> None:
+    replicas = Replicas()
+    for step in (1, 2, 3):
+        replicas.keep(step, {0: b"abc", 1: b"de"})
+    assert replicas.nbytes == 15
+    replicas.commit(2)
+    assert list(replicas.holdings()) == [2, 3]
+    replicas.back_to(2)
+    assert replicas.holdings() == {2: [0, 1]}
+    assert replicas.get(2, 1) == b"de"
+
+
+class Ranks:
+    """Replications of some stages, their messages delivered at once or held back."""
+
+    def __init__(self, count: int, **recovery: Any) -> None:
+        self.held: list[tuple[int, Message]] = []
+        self.sending = [False] * count
+        self.stores = [Replicas() for _ in range(count)]
+        self.stages = [stage(s, s + 1, 1) for s in range(count)]
+        ranks = list(range(count))
+        self.all = [
+            Replication(
+                Recovery(**recovery), self.stores[s], Place(s, count, None, None), ranks, count, True, self.post(s),
+                lambda s=s: self.sending[s],  # type: ignore[misc]
+            )
+            for s in ranks
+        ]  # fmt: skip
+
+    def post(self, source: int) -> Any:
+        def put(dest: int, kind: str, body: Any, bulk: bool) -> None:
+            self.held.append((dest, Message(source, kind, body)))
+
+        return put
+
+    def deliver(self) -> None:
+        while self.held:
+            dest, message = self.held.pop(0)
+            assert self.all[dest].handle(message)
+
+    def step(self, step: int) -> int:
+        flags = self.all[0].flags(step)
+        if flags & (SNAPSHOT | EXTRA):
+            for replication, one in zip(self.all, self.stages, strict=True):
+                replication.begin(step + 1, one, flags)
+        return flags
+
+
+def test_each_state_is_at_the_next_rank_when_it_is_committed() -> None:
+    ranks = Ranks(3, replicate_every=4)
+    flagged = []
+    for step in range(9):
+        if ranks.step(step):
+            flagged.append(step)
+        ranks.deliver()
+    assert flagged == [2, 5, 8]  # one more step passes until it is whole: no loss goes back by more than four
+    assert [store.holdings() for store in ranks.stores] == [{9: [0, 2]}, {9: [0, 1]}, {9: [1, 2]}]
+
+
+def test_the_next_one_waits_for_the_one_before() -> None:
+    """What is not whole everywhere is not the newest, and the one before is kept."""
+    ranks = Ranks(2, replicate_every=1)
+    assert ranks.step(0) & SNAPSHOT
+    ranks.deliver()
+    assert ranks.step(1) & SNAPSHOT
+    ranks.sending = [True, True]
+    assert ranks.step(2) == EXTRA
+    held = [store.holdings() for store in ranks.stores]
+    assert newest([held[0]], 2) == 1 == newest([held[1]], 2)
+    ranks.deliver()
+    assert ranks.step(3) & SNAPSHOT
+    assert [store.holdings() for store in ranks.stores] == [{2: [0, 1], 3: [0], 4: [0]}, {2: [0, 1], 3: [1], 4: [1]}]
+
+
+def test_between_two_snapshots_stages_that_can_send_extra_ones() -> None:
+    """The second stage's copy takes long to send; each keeps its own, and the first one's is at the next rank every time."""
+    ranks = Ranks(2, replicate_every=1)
+    assert ranks.step(0) == SNAPSHOT
+    ranks.deliver()
+    assert ranks.step(1) == SNAPSHOT
+    late = [(dest, message) for dest, message in ranks.held if message.source == 1]
+    ranks.held = [(dest, message) for dest, message in ranks.held if message.source == 0]
+    ranks.deliver()
+    ranks.sending[1] = True
+    assert [ranks.step(step) for step in (2, 3)] == [EXTRA, EXTRA]
+    ranks.deliver()
+    held = [store.holdings() for store in ranks.stores]
+    assert held == [{1: [0, 1], 2: [0], 3: [0], 4: [0]}, {1: [0, 1], 2: [0, 1], 3: [0, 1], 4: [0, 1]}]
+    assert newest(held[1:], 2) == 4  # without the first stage
+    assert newest(held[:1], 2) == 1  # without the second one
+    assert [ranks.step(step) for step in (4, 5)] == [EXTRA, 0]  # so many and no more
+    ranks.held += late
+    ranks.deliver()
+    assert [min(store.holdings()) for store in ranks.stores] == [2, 2]
+    assert ranks.step(6) == SNAPSHOT
+
+
+def test_young_s_period_follows_what_a_snapshot_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("accept_mpi.recovery.replication.time.monotonic", lambda: now[0])
+    ranks = Ranks(2, mean_time_between_failures=3600.0)
+    now[0] += 2.5
+    assert ranks.step(0) & SNAPSHOT
+    now[0] += 0.5
+    ranks.deliver()
+    assert ranks.all[0].period == pytest.approx((2 * 0.5 * 3600) ** 0.5)
+    now[0] += 59.0
+    assert not ranks.step(1)
+    now[0] += 2.0
+    assert ranks.step(2) & SNAPSHOT
+
+
+def test_a_signal_flags_one_checkpoint() -> None:
+    ranks = Ranks(2, replicate_every=0)
+    assert ranks.step(0) == 0
+    ranks.all[1].ask_to_stop()
+    dest, message = ranks.held.pop()
+    assert (dest, message.kind) == (0, "stop")
+    ranks.all[0].handle(message)
+    assert ranks.step(1) == CHECKPOINT
+    assert (ranks.held[0][0], ranks.held[0][1].kind, ranks.held[0][1].body) == (0, "stopping", 2)
+    assert ranks.step(2) == 0
+
+
+@pytest.mark.parametrize(
+    ("lost", "left", "codecs"),
+    [
+        ([1], [(0, 4, 0), (4, 6, 2), (6, 9, 3)], [4, 2]),
+        ([0], [(0, 4, 1), (4, 6, 2), (6, 9, 3)], [4, 2]),
+        ([3], [(0, 2, 0), (2, 4, 1), (4, 9, 2)], [8, 4]),
+        ([1, 2], [(0, 4, 0), (4, 9, 3)], [4]),
+        ([0, 1, 2], [(0, 9, 3)], []),
+        ([0, 1, 2, 3], None, []),
+    ],
+)
+def test_lost_stages_leave_their_layers_to_their_neighbours(
+    lost: list[int], left: list[tuple[int, int, int]] | None, codecs: list[int]
+) -> None:
+    plan = make_plan(9, [2, 4, 6], [BoundaryCodecs(forward=f"uniform:{bits}") for bits in (8, 4, 2)])
+    found = plan.without(lost)
+    if left is None:
+        assert found is None
+        return
+    assert found is not None
+    assert [(stage.start, stage.stop, stage.ranks[0]) for stage in found.stages] == left
+    assert [codec.forward for codec in found.boundaries] == [f"uniform:{bits}" for bits in codecs]
