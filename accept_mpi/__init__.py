@@ -9,8 +9,8 @@ from accept_mpi.version import __version__
 
 __all__ = ["__version__"]
 
-# In a checkout the kernels lie beside this folder, not in it (setup.cfg maps them to accept_mpi.kernels). Python run from
-# the checkout's root finds this folder first, installed or not, so it must be able to find the kernels from here too.
+# In a checkout, kernels/ is next to this folder rather than inside it (setup.cfg maps it to accept_mpi.kernels). Python
+# started in the checkout's root finds this folder first, installed or not, so the kernels must be found from here as well.
 _checkout = Path(__file__).resolve().parent.parent
 if not (_checkout / "accept_mpi" / "kernels").is_dir() and (_checkout / "kernels" / "options.py").is_file():
     __path__.append(str(_checkout))

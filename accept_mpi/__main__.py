@@ -1,4 +1,4 @@
-"""``python -m accept_mpi``."""
+"""Entry point of ``python -m accept_mpi``."""
 
 from accept_mpi.cli import main
 

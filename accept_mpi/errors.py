@@ -1,10 +1,10 @@
-"""The ways a run can end that are not bugs. Each carries one sentence and the exit code of the whole job."""
+"""Exceptions for the ways a run can end that are not bugs of this package. Each has a message and the job's exit code."""
 
 import re
 import signal
 
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, the same as a shell's."""
 
 
 _LINE_ENDS = re.compile(r"\s*[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]\s*")
@@ -12,8 +12,9 @@ _LONGEST = 2000
 
 
 def one_line(text: str, most: int = _LONGEST) -> str:
-    """A text from a file or a user's code as one line for a terminal or a label: control characters and what no encoding
-    can write as escapes (``\\x1b``, ``\\udcff``), its middle left out where it is longer than ``most`` characters."""
+    """Turn text from a file or from a user's code into one line for a terminal or a label. Control characters and characters
+    that no encoding can write become escapes (``\\x1b``, ``\\udcff``); the middle of a text longer than ``most`` characters
+    is left out."""
     text = _LINE_ENDS.sub(" ", text.strip())
     if len(text) > most:
         text = f"{text[: most // 2]} ... {text[len(text) - most // 2 :]}"
@@ -23,29 +24,30 @@ def one_line(text: str, most: int = _LONGEST) -> str:
 
 
 def shown(text: str) -> str:
-    """A text of unknown origin as a part of a sentence."""
+    """Shorten text of unknown origin to about 80 characters on one line, to quote it in a sentence."""
     return one_line(text, 80)
 
 
 class _Sentence(Exception):
-    """Its text is one line, whatever a user's code or a file has put into it."""
+    """Base class of exceptions whose message is always one line, whatever a user's code or a file has put into it."""
 
     def __str__(self) -> str:
         return one_line(super().__str__())
 
 
 class UserError(_Sentence):
-    """Something the user can mend: shown as one sentence, never as a traceback. Exit code 2."""
+    """A mistake that the user can fix: shown as one sentence, never as a traceback. Exit code 2."""
 
     exit_code = 2
 
 
 class Agreed(UserError):
-    """A mistake that all ranks know of and end with together."""
+    """A mistake that all ranks know of, so that they end together."""
 
 
 class TooFewDevices(Agreed):
-    """Those that are left after a loss cannot hold the model. Exit code 4: where their hosts are fine, a new start can."""
+    """The ranks that survive a loss cannot hold the model. Exit code 4: if their hosts are healthy, restarting the job can
+    help."""
 
     exit_code = 4
 
@@ -63,23 +65,23 @@ class NonFiniteLoss(_Sentence):
 
 
 class UsersBug(Exception):
-    """An exception in the user's own code while it ran: a layer, a loss, a data set, a hook. Shown with its traceback, since
-    only the user can find it. Exit code 1."""
+    """An exception raised by the user's own code: a layer, a loss, a data set or a hook. Shown with its traceback, since
+    only the user can find the bug. Exit code 1."""
 
     exit_code = 1
 
 
 class OutOfMemory(UsersBug):
-    """This device's memory did not suffice. Exit code 1; ``launch`` begins again with less on this device."""
+    """This device ran out of memory. Exit code 1; ``launch`` restarts the run with less on this device."""
 
 
 class DeadlineError(_Sentence):
-    """A wait passed its deadline. The message says what was awaited, from whom, where. Exit code 1."""
+    """A wait exceeded its deadline. The message says what was awaited, from whom and where. Exit code 1."""
 
     exit_code = 1
 
 
 class ProtocolError(_Sentence):
-    """A message that cannot be right (magic, order, length, checksum): damage on the way, or a bug. Exit code 1."""
+    """A received message is invalid (magic, order, length or checksum): damaged on the way, or a bug. Exit code 1."""
 
     exit_code = 1

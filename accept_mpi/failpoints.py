@@ -1,5 +1,7 @@
-"""Deaths on demand, for tests: ``ACCEPT_MPI_FAULTS="2@backward:17 0@move"`` kills rank 2 (as it was when the job began) at
-its 17th backward and rank 0 when it first hands over layers. Without the variable a point costs next to nothing.
+"""Kill a rank at a chosen point, for tests.
+
+``ACCEPT_MPI_FAULTS="2@backward:17 0@move"`` kills rank 2 at its 17th backward and rank 0 when it first hands over layers.
+Ranks are numbered as at the start of the job. Without the variable, a failpoint costs next to nothing.
 """
 
 import os
@@ -8,12 +10,14 @@ from collections import Counter
 
 VARIABLE = "ACCEPT_MPI_FAULTS"
 POINTS = ("plan", "forward", "backward", "update", "evaluate", "snapshot", "checkpoint", "regroup", "move", "build", "end")
-"""Planning before the first term; the actions of training; a micro-batch of an evaluation; copying the state; and, after a
-loss: finding together, handing over layers, building the stage (also in the first term). ``end``: all steps are made."""
+"""``plan``: planning before the first deployment. ``forward``, ``backward``, ``update``: the actions of training.
+``evaluate``: a micro-batch of an evaluation. ``snapshot``, ``checkpoint``: copying the state. ``regroup`` and ``move``:
+regrouping and handing over layers after a loss. ``build``: building the stage, also in the first deployment. ``end``: all
+steps are made."""
 
 
 def _planned() -> dict[str, int]:
-    """Point -> at which time this process dies there."""
+    """Map each point at which this process is to die to the visit, counted from 1, at which it dies there."""
     rank, planned = os.environ.get("OMPI_COMM_WORLD_RANK", "0"), {}
     for word in os.environ.get(VARIABLE, "").split():
         who, _, where = word.partition("@")
@@ -28,7 +32,7 @@ _SEEN: Counter[str] = Counter()
 
 
 def failpoint(point: str) -> None:
-    """This process comes by a point."""
+    """Count a visit of ``point``, and kill this process if the visit is the one that ``ACCEPT_MPI_FAULTS`` names."""
     if point in _PLANNED:
         _SEEN[point] += 1
         if _SEEN[point] == _PLANNED[point]:

@@ -1,4 +1,4 @@
-"""The job file: TOML -> ``Job``. Every mistake is one sentence that names the file and the key."""
+"""Read the job file: TOML -> ``Job``. Every mistake is reported in one sentence that names the file and the key."""
 
 import codecs
 import difflib
@@ -18,22 +18,22 @@ from accept_mpi.files.values import check_values, loads
 from accept_mpi.job import GOES_WITH, MOST_ENTRIES, Job, Optimizer
 from accept_mpi.registry import nearest
 
-_MOST_BYTES = 1 << 20  # of a job file
-_FOR_EVER = 2e6  # seconds: more is too much for the kernel's clocks, which count milliseconds in 31 bits
+_MOST_BYTES = 1 << 20  # size limit of a job file
+_FOR_EVER = 2e6  # seconds: longer timeouts overflow the kernel's, which count milliseconds in 31 bits
 _EITHER = ((("train", "epochs"), ("train", "steps")), (("train", "lr"), ("train", "optimizer", "lr")))
-"""Pairs of keys that say the same: one of them is given."""
+"""Pairs of keys that set the same thing: at most one of a pair may be given."""
 _FREE = ("model.args", "data.args")
-"""Tables of what the user's own functions take."""
+"""Tables whose values are arguments of the user's own functions."""
 _SECONDS = ("probe_seconds", "timeout", "startup_timeout")
 _MARKS = {
-    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # begins with UTF-16's
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # first, since its mark begins with UTF-16's
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
-"""What a file of another encoding begins with."""
+"""Byte order marks of files that are not in UTF-8."""
 
 
 def read_text(path: Path) -> str:
-    """A job file's text: UTF-8, with a byte order mark or without. Raises UserError with one sentence."""
+    """Text of a job file in UTF-8, with or without a byte order mark. Raises UserError with one sentence."""
     try:
         data = read_regular(path, _MOST_BYTES)
     except OSError as error:
@@ -49,8 +49,8 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
-    """Job from TOML text; ``overrides`` are "section.key=value" with values in TOML (a bare word is a string). Of two keys
-    that say the same an override drops the other, which the text gives.
+    """Job from TOML text. ``overrides`` are "section.key=value" with values in TOML (a bare word is a string). An override
+    removes a key of the text that sets the same thing under another name.
 
     Raises UserError with one sentence that begins with ``source``.
     """
@@ -116,7 +116,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 
 def _table(tree: Any, keys: Sequence[str]) -> dict[str, Any]:
-    """The table at a path; an empty one where there is none."""
+    """Table at a path of keys; an empty one if there is none."""
     for key in keys:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree if isinstance(tree, dict) else {}
@@ -127,7 +127,7 @@ def _has(tree: Mapping[str, Any], keys: Sequence[str]) -> bool:
 
 
 def _check_keys(table: Mapping[str, Any], section: type[msgspec.Struct], source: str, path: str) -> None:
-    """Refuse what msgspec lets pass or explains less well: unknown keys."""
+    """Raise UserError for unknown keys, with a better explanation than msgspec's."""
     fields = {field.name: field.type for field in msgspec.structs.fields(section)}
     for key, value in table.items():
         if key not in fields:
@@ -137,7 +137,7 @@ def _check_keys(table: Mapping[str, Any], section: type[msgspec.Struct], source:
 
 
 def _nearest_key(key: str, here: list[str]) -> str:
-    """A hint at a key of the same name in another section, else at a similar one in this section, else anywhere."""
+    """Hint at a key of the same name in another section, else at a similar one in this section, else anywhere."""
     names: dict[str, str] = {}
     for path in sorted(_paths(Job, ""), key=lambda path: path.count(".")):
         names.setdefault(path.rpartition(".")[2], path)
@@ -148,7 +148,7 @@ def _nearest_key(key: str, here: list[str]) -> str:
 
 
 def _paths(section: type[msgspec.Struct], before: str) -> Iterator[str]:
-    """All keys of a section and of those in it, from the top: "train.optimizer.lr"."""
+    """Full names of all keys of a section and of its subsections, such as "train.optimizer.lr"."""
     for field in msgspec.structs.fields(section):
         yield before + field.name
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
@@ -167,7 +167,8 @@ def _check_optimizer(optimizer: Optimizer, given: Mapping[str, Any], source: str
 
 
 def _explain(error: str, tree: Mapping[str, Any]) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.train.steps`" as "train.steps: expected a whole number, got "ten"."""
+    """Turn msgspec's "Expected `int`, got `str` - at `$.train.steps`" into "train.steps: expected a whole number, got
+    ..."."""
     message, _, where = error.partition(" - at `$")
     path = where.rstrip("`").lstrip(".")
     missing = re.match(r"Object missing required field `(\w+)`", message)
@@ -189,7 +190,7 @@ def _show(value: Any) -> str:
 
 
 def _kind(path: str) -> Any:
-    """The type of what is at a path such as "train.optimizer.betas[0]"."""
+    """Type of the value at a path such as "train.optimizer.betas[0]"."""
     kind: Any = Job
     for part in re.findall(r"[^.\[\]]+", path):
         if part.isdigit():
@@ -205,12 +206,12 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 
 def _bare(kind: Any) -> Any:
-    """The type without its limits."""
+    """Type without its limits."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def _words(kind: Any) -> str:
-    """What a type takes: "a whole number >= 1", or 'one of "sgd", "adam"'."""
+    """Words for the values of a type: "a whole number >= 1", or 'one of "sgd", "adam"'."""
     kinds = [one for one in _alternatives(kind) if one is not type(None)]
     if len(kinds) > 1:
         return " or ".join(_words(one).removeprefix("one of ").replace('", "', '" or "') for one in kinds)

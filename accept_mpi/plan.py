@@ -1,4 +1,4 @@
-"""A plan: which ranks hold which layers, and what is done at each boundary. Plain data, JSON both ways."""
+"""A plan: which ranks hold which layers, and each boundary's codecs. Plain data that converts to JSON and back."""
 
 import itertools
 from collections.abc import Container, Mapping, Sequence
@@ -8,29 +8,35 @@ import msgspec
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A contiguous run of layers ``start <= i < stop`` and the group of ranks that hold it."""
+    """Consecutive layers ``start <= i < stop``, and the group of ranks that hold them."""
 
     start: int
     stop: int
     ranks: tuple[int, ...]
 
+    @property
+    def leader(self) -> int:
+        """The first rank of the group: it stands for the group towards other stages. Today a group has no other."""
+        return self.ranks[0]
+
 
 class BoundaryCodecs(msgspec.Struct, frozen=True, kw_only=True):
-    """How a boundary's tensors are coded on the wire, each way."""
+    """Names of the codecs of one boundary: ``forward`` for activations, ``backward`` for gradients."""
 
     forward: str = "none"
     backward: str = "none"
 
 
 class Place(NamedTuple):
-    """Where a rank stands in a plan."""
+    """Position of a rank in a plan."""
 
     stage: int
-    """-1: the plan leaves it idle."""
+    """Index of the rank's stage; -1: the plan leaves the rank idle."""
     stages: int
     before: int | None
-    """The rank that holds the stage before, None at the beginning."""
+    """Rank of the previous stage; None on the first stage."""
     after: int | None
+    """Rank of the next stage; None on the last stage."""
 
     @property
     def idle(self) -> bool:
@@ -46,42 +52,48 @@ class Place(NamedTuple):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Stages in the order of the layers, and the codec of each boundary between them."""
+    """Stages in the order of the layers, and the codecs of the boundaries between them."""
 
     stages: tuple[StagePlan, ...]
     boundaries: tuple[BoundaryCodecs, ...]
 
     def place(self, rank: int) -> Place:
-        """Where ``rank`` stands."""
+        """Position of ``rank`` in this plan."""
         s = next((i for i, stage in enumerate(self.stages) if rank in stage.ranks), -1)
-        before = self.stages[s - 1].ranks[0] if s > 0 else None
-        after = self.stages[s + 1].ranks[0] if 0 <= s < len(self.stages) - 1 else None
+        before = self.stages[s - 1].leader if s > 0 else None
+        after = self.stages[s + 1].leader if 0 <= s < len(self.stages) - 1 else None
         return Place(s, len(self.stages), before, after)
 
     def layers_of(self, rank: int) -> range:
-        """The layers that ``rank`` holds; none if it is idle."""
+        """Layers that ``rank`` holds; empty if it is idle."""
         return next((range(stage.start, stage.stop) for stage in self.stages if rank in stage.ranks), range(0))
 
     @property
+    def leaders(self) -> list[int]:
+        """Each stage's leader, in the order of the stages."""
+        return [stage.leader for stage in self.stages]
+
+    @property
     def codecs(self) -> dict[tuple[int, str], str]:
-        """Codec names by boundary and direction ("F": activations ahead, "B": gradients back)."""
+        """Codec names by boundary and direction ("F": activations forward, "B": gradients backward)."""
         ways = [((b, "F"), codec.forward) for b, codec in enumerate(self.boundaries)]
         return dict(ways + [((b, "B"), codec.backward) for b, codec in enumerate(self.boundaries)])
 
     def renamed(self, names: Mapping[int, int]) -> "Plan":
-        """The same stages, each rank under another number."""
+        """The same plan with each rank replaced by ``names[rank]``."""
         stages = [msgspec.structs.replace(stage, ranks=tuple(names[rank] for rank in stage.ranks)) for stage in self.stages]
         return msgspec.structs.replace(self, stages=tuple(stages))
 
     def without(self, lost: Container[int]) -> "Plan | None":
-        """What is left when ranks are lost: a stage's layers go to the neighbour that has fewer. None: nobody is left."""
+        """Plan for the ranks that are left when ``lost`` ones are gone; None if nobody is left. The layers of a lost stage
+        go to the neighbour with fewer layers, to a surviving one if possible."""
         stages, boundaries = list(self.stages), list(self.boundaries)
-        while gone := [s for s, stage in enumerate(stages) if stage.ranks[0] in lost]:
+        while gone := [s for s, stage in enumerate(stages) if stage.leader in lost]:
             if len(stages) == 1:
                 return None
             s = gone[0]
             beside = [n for n in (s - 1, s + 1) if 0 <= n < len(stages)]
-            heir = min(beside, key=lambda n: (stages[n].ranks[0] in lost, stages[n].stop - stages[n].start))
+            heir = min(beside, key=lambda n: (stages[n].leader in lost, stages[n].stop - stages[n].start))
             both = stages[min(s, heir)], stages[max(s, heir)]
             merged = StagePlan(start=both[0].start, stop=both[1].stop, ranks=stages[heir].ranks)
             stages[min(s, heir) : max(s, heir) + 1] = [merged]
@@ -97,10 +109,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def even_cuts(layers: int, stages: int, uncuttable: Container[int] = ()) -> list[int]:
-    """First layers of stages 1, 2, ... so that the numbers of layers differ by at most one.
+    """First layers of stages 1, 2, ..., such that the stages' numbers of layers differ by at most one.
 
-    ``uncuttable``: layers that the one before must stay with. Cuts are then those nearest to even ones, and fewer where
-    there are too few others.
+    ``uncuttable``: layers that must stay with the one before. The nearest possible cuts are taken instead, and fewer if
+    there are not enough.
     """
     possible = [layer for layer in range(1, layers) if layer not in uncuttable]
     stages = min(stages, len(possible) + 1)
@@ -114,10 +126,11 @@ def even_cuts(layers: int, stages: int, uncuttable: Container[int] = ()) -> list
 def make_plan(
     layers: int, cuts: Sequence[int], codecs: Sequence[BoundaryCodecs] | None = None, ranks: Sequence[int] | None = None
 ) -> Plan:
-    """A plan with one rank a stage from the first layers of stages 1, 2, ..., each boundary's codec, and the ranks in the
-    order of their stages (0, 1, ... if None).
+    """Plan with one rank per stage.
 
-    Raises ValueError with a sentence where the cuts do not increase, leave a stage empty or leave the model.
+    ``cuts``: first layers of stages 1, 2, ...; ``codecs``: one entry per boundary, uncoded if None; ``ranks``: in the order
+    of their stages, 0, 1, ... if None. Raises ValueError with a sentence if cuts do not increase, leave a stage empty or
+    leave the model.
     """
     edges = [0, *cuts, layers]
     for before, after in itertools.pairwise(edges):

@@ -1,17 +1,17 @@
-"""How often the data plane looks at MPI, and what that costs. Numbers, since forecasts and the partitioner count them, too.
+"""How often the data plane polls MPI, and what that costs. The planner's forecasts use the same numbers.
 
-Estimates, by what CPU data-plane threads of busy stages took and how often they looked (ARCHITECTURE, "What looks cost"): a
-look takes 0.10 to 0.17 ms between convolutions, where a message was measured to take 0.26 ms.
+A poll takes an estimated 0.10 to 0.17 ms between convolutions (from the CPU time of busy stages' data-plane threads and the
+number of their polls), where a message was measured to take 0.26 ms.
 """
 
 SENDING_SECONDS = 0.002
-"""Between two looks while something large is sent."""
+"""Seconds between two polls while a large message is being sent."""
 SOCKET_BYTES = 1 << 17
-"""What a socket takes at once: a message of no more than that is not looked after."""
+"""Bytes that a socket accepts at once: sending a message of at most this size needs no further polls."""
 
-# Seconds between two looks at MPI: while the computing thread waits for a message; while something larger than a socket
-# takes at once is being sent; otherwise; on a lone rank; and where nothing would be gained from looking while the only core
-# computes: what has arrived is decoded when a send or a wait wakes this thread. A look costs some 0.1 ms of that core, for
-# its caches are cold.
+# Seconds between two polls: while the computing thread waits for a message (AWAITED); while a message larger than
+# SOCKET_BYTES is being sent (SENDING); otherwise (IDLE); on a rank without neighbours (ALONE), which polls as if SENDING for
+# LIVELY_SECONDS after a message; and where the only core computes and polling gains nothing (RARE), since messages are then
+# decoded when a send or a wait wakes the thread. A poll costs about 0.1 ms of that core, whose caches are cold.
 LIVELY_SECONDS = 0.2
 POLL_AWAITED, POLL_SENDING, POLL_IDLE, POLL_ALONE, POLL_RARE = 0.0002, SENDING_SECONDS, 0.008, 0.02, 0.032

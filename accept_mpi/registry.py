@@ -1,4 +1,4 @@
-"""Names in a job file -> functions: a zoo's own names, or the user's "package.module:function"."""
+"""Find the function that a name in a job file stands for: in a zoo, or the user's "package.module:function"."""
 
 import difflib
 import importlib
@@ -12,14 +12,14 @@ from accept_mpi.seeds import seeded
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """``; did you mean "..."?`` for the nearest known word, or an empty string."""
+    """Hint ``; did you mean "..."?`` with the nearest known word, or an empty string."""
     by_small_letters = {k.lower(): k for k in known}
     close = difflib.get_close_matches(word.lower(), by_small_letters, n=1, cutoff=0.5)
     return f'; did you mean "{by_small_letters[close[0]]}"?' if close else ""
 
 
 def find_function(name: str, zoo: Mapping[str, Callable[..., Any]], key: str) -> Callable[..., Any]:
-    """The function that a job's ``key`` names: one of the zoo, or imported from "package.module:function".
+    """Function that a job's ``key`` names: one of the zoo, or imported from "package.module:function".
 
     The current directory is importable, as with ``python -m``. Raises UserError with one sentence.
     """
@@ -48,9 +48,9 @@ def find_function(name: str, zoo: Mapping[str, Callable[..., Any]], key: str) ->
 
 
 def call(function: Callable[..., Any], args: Mapping[str, Any], key: str, seed: int) -> Any:
-    """Call ``function`` with a job's ``args``; whatever it raises becomes one sentence that names the key.
+    """Call ``function`` with a job's ``args``. Any exception becomes a UserError, one sentence that names the key.
 
-    Torch's, NumPy's and Python's global random numbers are seeded meanwhile, so that all hosts get the same.
+    Torch's, NumPy's and Python's global random numbers are seeded during the call, so that all hosts get the same result.
     """
     try:
         with seeded(seed):

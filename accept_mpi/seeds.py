@@ -1,4 +1,4 @@
-"""Random seeds that depend on what is drawn, never on the rank that draws it (invariant 1)."""
+"""Random seeds that depend on what is drawn, never on the rank that draws it."""
 
 import random
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 
 _MASK = (1 << 64) - 1
 
-# What a seed is for: the first word of every mix, so that no two uses can share a stream.
+# Purposes of seeds: the first word of every mix, so that no two uses can share a stream.
 INIT, FORWARD, ORDER, AUGMENT, CODE, EVALUATE, BACKWARD = 1, 2, 3, 4, 5, 6, 7
 
 
@@ -29,17 +29,17 @@ def init_seed(seed: int, layer: int) -> int:
 
 
 def forward_seed(seed: int, step: int, micro_batch: int, layer: int) -> int:
-    """Seed of what a layer draws (dropout) in the forward of one micro-batch of one step."""
+    """Seed for a layer's random numbers (dropout) in the forward of one micro-batch of one step."""
     return mix(FORWARD, seed, step, micro_batch, layer)
 
 
 def evaluation_seed(seed: int, micro_batch: int, layer: int) -> int:
-    """Seed of what a layer draws in the evaluation of one micro-batch of the test set."""
+    """Seed for a layer's random numbers in the evaluation of one micro-batch of the test set."""
     return mix(EVALUATE, seed, micro_batch, layer)
 
 
 def backward_seed(seed: int, step: int, micro_batch: int, layer: int) -> int:
-    """Seed of what the layers of a stage, ``layer`` its first, draw in the backward of one micro-batch."""
+    """Seed for the random numbers of a stage, whose first layer is ``layer``, in the backward of one micro-batch."""
     return mix(BACKWARD, seed, step, micro_batch, layer)
 
 
@@ -52,7 +52,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Torch's, NumPy's and Python's global random numbers are afterwards as they were."""
+    """Restore torch's, NumPy's and Python's global random numbers on exit."""
     python, numpy, own = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
@@ -64,7 +64,7 @@ def kept() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's, NumPy's and Python's global random numbers, and put them back as they were."""
+    """Seed torch's, NumPy's and Python's global random numbers, and restore them on exit."""
     with kept():
         seed_all(seed)
         yield

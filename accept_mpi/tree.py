@@ -1,12 +1,12 @@
-"""What layers hand on besides tensors: a value is a tree whose leaves are tensors and constants.
+"""Values that layers pass on, as trees whose leaves are tensors and constants.
 
-``flatten`` parts a value into its tensors, in order, and a *tree*: a few bytes (MessagePack) that say how to put them
+``flatten`` separates a value into its tensors, in order, and a *tree*: a few bytes (MessagePack) that say how to put them
 together again, constants included. Equal bytes mean the same structure and the same constants, of the same types. A tensor
 that occurs twice is one tensor on the other side, too.
 
 Trees are made of: tensors, NumPy arrays, None, bool, int, float, complex, str, bytes, ``torch.Size``, ``torch.dtype``,
-``torch.device``, tuples, lists, dicts (``OrderedDict`` and its dataclass-like subclasses, too), named tuples and
-dataclasses. Classes are named, and must be found under that name where the value is put together.
+``torch.device``, tuples, lists, dicts (also ``OrderedDict`` and its dataclass-like subclasses), named tuples and
+dataclasses. Classes are stored by name, and must be importable under that name where the value is put together.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ _CONSTANTS = (type(None), bool, int, float, str, bytes)
 
 
 class NotATree(TypeError):
-    """A value that cannot be taken apart; the message says what of it."""
+    """A value that cannot be taken apart or put together; the message says which part of it."""
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Tree]:
-    """The tensors of a value, each once, and its tree. Raises NotATree."""
+    """Tensors of a value, each once, and its tree. Raises NotATree."""
     if type(value) is torch.Tensor and value.layout is torch.strided:
         return [value], LONE
     tensors: list[torch.Tensor] = []
@@ -46,8 +46,8 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Tree]:
 
 
 def unflatten(tree: Tree, tensors: Sequence[Any], classes: bool = True) -> Any:
-    """The value of which ``flatten`` made this. ``classes``: whether it may have instances of classes, which are imported by
-    their names: not of what another program may have written. Raises NotATree."""
+    """Put together the value that ``flatten`` took apart. ``classes``: allow instances of classes, which are imported by
+    name; pass False for data that another program may have written. Raises NotATree."""
     if tree == LONE:
         return tensors[0]
     try:
@@ -57,14 +57,14 @@ def unflatten(tree: Tree, tensors: Sequence[Any], classes: bool = True) -> Any:
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
-    """The tensors of a value, each once, as far as it is a tree: what is none is passed over."""
+    """Tensors of a value, each once. Parts that are not trees are skipped."""
     found: dict[int, torch.Tensor] = {}
     _find(value, found, 0)
     return list(found.values())
 
 
 def replace(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same value with other tensors. What is no tree stays as it is."""
+    """The same value with ``change`` applied to each tensor. A value that is not a tree is returned as it is."""
     try:
         tensors, tree = flatten(value)
     except NotATree:
@@ -73,16 +73,16 @@ def replace(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def describe(value: Any) -> str:
-    """Shapes and types of a value's tensors: "(4, 8) float32, (4,) int64"; of a value without any, its type."""
+    """Shapes and types of a value's tensors, such as "(4, 8) float32, (4,) int64"; the value's type if it has no tensors."""
     shapes = [f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in leaves(value)]
     return ", ".join(shapes) or type(value).__name__
 
 
 def stack(values: Sequence[Any], tensor: Callable[[Any], torch.Tensor] | None = None) -> Any:
-    """Samples' values as one value, each tensor (or array, or number) of them stacked along a new first dimension.
-    ``tensor`` makes one of an array or number (default: ``as_tensor``).
+    """Combine samples into one value: each of their tensors, arrays or numbers is stacked along a new first dimension.
+    ``tensor`` converts an array or number (default: ``as_tensor``).
 
-    Raises ValueError, RuntimeError or TypeError where they are not alike.
+    Raises ValueError, RuntimeError or TypeError if samples differ in structure, shape or type.
     """
     if _is_structure(values[0]):
         parts, tree = zip(*map(_parts, values), strict=True)
@@ -93,14 +93,14 @@ def stack(values: Sequence[Any], tensor: Callable[[Any], torch.Tensor] | None = 
 
 
 def _is_structure(sample: Any) -> bool:
-    """Whether a sample has parts to be stacked apart. A list of numbers has none."""
+    """True if a sample has parts that are stacked separately. A list of numbers has none."""
     if isinstance(sample, list):
         return any(isinstance(part, torch.Tensor | np.ndarray | tuple | dict) for part in sample)
     return isinstance(sample, tuple | dict)
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """A tensor of an array or number, whatever its byte order. Raises TypeError or ValueError for anything else."""
+    """Tensor from an array or number, whatever its byte order. Raises TypeError or ValueError for anything else."""
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.isnative:
         value = np.asarray(value).astype(value.dtype.newbyteorder("="))
     return torch.as_tensor(value)
@@ -188,7 +188,7 @@ def _build(node: Any, tensors: Sequence[Any], classes: bool) -> Any:
 
 
 def _instance(kind: str, cls: Any, rest: list[Any], tensors: Sequence[Any]) -> Any:
-    """Of a named tuple, a dataclass or a mapping."""
+    """Put together a named tuple, a dataclass or a mapping."""
     if kind == _FIELDS:
         fields, rest = rest[0], rest[1:]
     children = [_build(child, tensors, True) for child in rest]
@@ -202,7 +202,7 @@ def _instance(kind: str, cls: Any, rest: list[Any], tensors: Sequence[Any]) -> A
     if kind == _MAPPING:
         half = len(children) // 2
         return cls(**dict(zip(children[:half], children[half:], strict=True)))
-    made: Any = object.__new__(cls)  # as copy.copy does it: __init__ and __post_init__ have run where the value was made
+    made: Any = object.__new__(cls)  # as copy.copy does: __init__ and __post_init__ ran where the value was made
     for name, child in zip(fields, children, strict=True):
         object.__setattr__(made, name, child)
     return made
@@ -219,12 +219,13 @@ def _children(value: Any) -> Sequence[Any]:
 
 
 def _parts(value: Any) -> tuple[list[Any], Tree]:
-    """A sample's parts, whatever they are, and how they are put together."""
+    """Parts of a sample, of any type, and the tree that puts them together."""
     parts: list[Any] = []
     return parts, msgspec.msgpack.encode(_part(value, parts, 0))
 
 
-# No functions within functions that call themselves: they would keep what they know until the collector runs.
+# The recursive functions below are not nested in others: a recursive closure is a reference cycle, which would keep tensors
+# alive until the garbage collector runs.
 
 
 def _find(value: Any, found: dict[int, torch.Tensor], depth: int) -> None:
@@ -254,7 +255,7 @@ def _part(one: Any, parts: list[Any], depth: int) -> Any:
 
 
 def _name_of(cls: type) -> str:
-    """ "module:Class", where it is found under that name."""
+    """Name of a class as "module:Class". Raises NotATree if the class cannot be imported under it."""
     name = f"{cls.__module__}:{cls.__qualname__}"
     try:
         found = _class(name)
@@ -280,9 +281,9 @@ def _nodes(tree: Tree) -> Any:
 
 
 LONE: Tree = msgspec.msgpack.encode([_TENSOR, 0])
-"""A tensor alone."""
+"""Tree of a single tensor."""
 
 
 def packed(count: int) -> Tree:
-    """A lone tensor, or a tuple of so many: what layers mostly give."""
+    """Tree of a single tensor, or of a tuple of ``count`` tensors: what layers usually return."""
     return LONE if count == 1 else msgspec.msgpack.encode([_TUPLE, *([_TENSOR, n] for n in range(count))])

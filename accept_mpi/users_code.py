@@ -1,7 +1,7 @@
-"""Calls into code that is the user's: layers, losses, data sets. What goes wrong there is shown as the user's own traceback.
+"""Calls into the user's code: layers, losses and data sets.
 
-A mistake that shows itself while shapes are found, before the first step, is one sentence where it is the shapes that do not
-fit. Everything else is a bug of the user's, and he needs its file and line.
+An exception there is a bug of the user's, who needs its file and line: it is shown with the traceback of the user's own
+frames. Only inputs that do not fit, found before the first step while shapes are determined, are reported in one sentence.
 """
 
 import re
@@ -32,9 +32,9 @@ _MEMORY = re.compile(
 
 
 def call_layer(index: int, name: str, layer: nn.Module, value: Any, setting_up: bool = False) -> Any:
-    """What a layer gives. ``setting_up``: the first forward of all, which finds the shapes.
+    """Output of a layer. ``setting_up``: this is the first forward, which determines the shapes.
 
-    Raises UserError where a layer cannot take ``value`` then, UsersBug for all else that goes wrong in it.
+    Raises UserError if the layer cannot take ``value`` while ``setting_up``, UsersBug for any other exception in it.
     """
     try:
         return layer(value)
@@ -49,7 +49,7 @@ def call_layer(index: int, name: str, layer: nn.Module, value: Any, setting_up: 
 
 
 def _hint(value: Any) -> str:
-    """What may be wrong with inputs of a model."""
+    """Hint at a likely cause if a model cannot take its inputs, or an empty string."""
     tensors = tree.leaves(value)
     if tensors and not any(one.is_floating_point() for one in tensors):
         return '; for layers that want floats, data.args of "hdf5" take x_dtype = "float32"'
@@ -57,8 +57,8 @@ def _hint(value: Any) -> str:
 
 
 def taken_apart(index: int, name: str, value: Any) -> tuple[list[torch.Tensor], tree.Tree]:
-    """The tensors of what a layer gives (-1: the data set), and the tree. Raises UserError for what cannot cross to another
-    stage."""
+    """Tensors and tree of a layer's output, or of the data set's (``index`` -1). Raises UserError if it cannot cross to
+    another stage."""
     try:
         return tree.flatten(value)
     except tree.NotATree as error:
@@ -70,8 +70,8 @@ def taken_apart(index: int, name: str, value: Any) -> tuple[list[torch.Tensor], 
 
 
 def blame(error: Exception, where: str) -> NoReturn:
-    """Raise what a user is to see of an exception in his own code: ``where`` it was, and its traceback without our
-    frames."""
+    """Raise UsersBug or OutOfMemory for an exception in the user's code, with ``where`` it happened and a traceback without
+    this package's frames. UserError and UsersBug are raised as they are."""
     if isinstance(error, UserError | UsersBug):
         raise error
     kind = OutOfMemory if lacks_memory(error) else UsersBug
@@ -81,18 +81,20 @@ def blame(error: Exception, where: str) -> NoReturn:
 
 
 def lacks_memory(error: BaseException) -> bool:
+    """True if an exception means that memory ran out."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and _MEMORY.search(str(error)) is not None
     )
 
 
 def in_words(error: BaseException) -> str:
-    """ "ValueError: what it says", on one line."""
+    """Type and message of an exception on one line: "ValueError: what it says"."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _from_users_code(found: TracebackType | None) -> TracebackType | None:
-    """A traceback from its first frame on that is neither ours nor a library's; all of it where there is none."""
+    """Traceback from the first frame that is neither this package's nor a library's; the whole traceback if there is
+    none."""
     whole = found
     while found is not None:
         if not found.tb_frame.f_code.co_filename.startswith((_PACKAGE, *_LIBRARIES)):
@@ -102,20 +104,20 @@ def _from_users_code(found: TracebackType | None) -> TracebackType | None:
 
 
 def does_not_fit(error: Exception) -> bool:
-    """Whether torch complains of what it was given."""
+    """True if an exception means that the input has an unsuitable shape or type."""
     if isinstance(error, TypeError | IndexError | ValueError | RuntimeError) and not lacks_memory(error):
         return _innermost(error) is None or _SHAPES.search(str(error)) is not None
     return False
 
 
 def _place(error: Exception) -> str:
-    """Where in the user's code that was, if it was there."""
+    """Place in the user's code where an exception was raised, in brackets; empty if there is none."""
     frame = _innermost(error)
     return f" ({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})" if frame else ""
 
 
 def _innermost(error: Exception) -> traceback.FrameSummary | None:
-    """The last frame that is the user's."""
+    """Last frame of an exception that is in the user's code; None if there is none."""
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -13,7 +13,7 @@ from accept_mpi.kernels.search import SHARED, extend
     **NJIT,
 )
 def beam(  # type: ignore[no-untyped-def]
-    prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
+    prefix, extra, values, other, rate, nic, bits, messages, state, held, capacity, kept, copies,
     cap, ordered, work, speed, used, table, scores, end,
 ):  # fmt: skip
     """As ``search.reach``, for many devices: of the points with equally many stages only the most promising are followed.
@@ -41,7 +41,7 @@ def beam(  # type: ignore[no-untyped-def]
                 if (used[level, p, a >> 6] >> np.uint64(a & 63)) & one or (ordered and first >= 0 and a >= first):
                     continue
                 reached = extend(
-                    prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
+                    prefix, extra, values, other, rate, nic, bits, messages, state, held, capacity, kept, copies,
                     cap, False, a, first, i, c, level, layers, out_i, out_c,
                 )  # fmt: skip
                 rest = left[p] - speed[a]

@@ -8,8 +8,8 @@ Arguments that all kernels share (N devices, L layers, C codecs; seconds and byt
 ``prefix`` (N, L+1), seconds of the layers before each; ``extra`` (N, L+1, L+1), seconds of layers i..j-1 together that
 their sum lacks, or (N, 1, 1) where nothing is known; ``values`` and ``other`` (L+1), values that codecs code and bytes
 besides that cross in front of a layer, each way (``other`` infinite: no stage begins there); ``rate`` (N, N), bytes/s from
-one device to another; ``nic`` (N), bytes/s of a device's own link, each way; ``bits`` (C), bytes a value; ``coding`` (N, C),
-seconds to encode one value and decode another; ``state`` and ``held`` (L+1), bytes before each layer of weights and what
+one device to another; ``nic`` (N), bytes/s of a device's own link, each way; ``bits`` (C), bytes a value; ``messages``
+(N, L+1, C), seconds of a device for a boundary's two messages in front of each layer, which grow with values and other; ``state`` and ``held`` (L+1), bytes before each layer of weights and what
 goes with them, and of activations;
 ``capacity`` (N), bytes; ``kept`` and ``copies`` (N), micro-batches in flight and versions of the weights, by number of
 stages behind. A stage also holds what it received of each micro-batch in flight, 4 bytes a value.
@@ -21,13 +21,13 @@ from accept_mpi.kernels.options import NJIT
 
 SHARED = (
     "float64[:,::1], float64[:,:,::1], float64[::1], float64[::1], float64[:,::1], float64[::1], float64[::1], "
-    "float64[:,::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1]"
+    "float64[:,:,::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1]"
 )
 
 
 @nb.njit(f"int64({SHARED}, float64, boolean, int64, int64, int64, int64, int64, int64, int32[::1], int32[::1])", **NJIT)
 def extend(  # type: ignore[no-untyped-def]
-    prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
+    prefix, extra, values, other, rate, nic, bits, messages, state, held, capacity, kept, copies,
     cap, every, a, d, i, c, behind, most, out_i, out_c,
 ):  # fmt: skip
     """Points that device ``a`` reaches by holding layers in front of ``i``, where device ``d`` begins with codec ``c`` (-1:
@@ -38,7 +38,7 @@ def extend(  # type: ignore[no-untyped-def]
         message = values[i] * bits[c] + other[i]
         if message > cap * rate[a, d] or message > cap * rate[d, a] or message > cap * nic[a]:
             return 0
-        base = values[i] * coding[a, c]
+        base = messages[a, i, c]
     whole = extra.shape[1] > 1
     # A stage that begins earlier takes more of everything: the first layer that it can begin with lies in low..first.
     low, first = 0, i
@@ -63,7 +63,7 @@ def extend(  # type: ignore[no-untyped-def]
         for j in range(max(first, 1), min(i, most + 1)):
             if other[j] == np.inf or (not every and values[j] >= coded and other[j] >= whole_bytes):
                 continue
-            seconds = prefix[a, i] - prefix[a, j] + base + values[j] * coding[a, codec]
+            seconds = prefix[a, i] - prefix[a, j] + base + messages[a, j, codec]
             if whole:
                 seconds += extra[a, j, i]
             there = values[j] * bits[codec] + other[j]
@@ -123,7 +123,7 @@ def insert(values, other, every, relays, i, c, total, from_key, from_point, tabl
     **NJIT,
 )
 def reach(  # type: ignore[no-untyped-def]
-    prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
+    prefix, extra, values, other, rate, nic, bits, messages, state, held, capacity, kept, copies,
     cap, fill, ordered, relays, floor, table, sums, counts, end,
 ):  # fmt: skip
     """Find a plan in which nothing takes longer than ``cap``; ``fill`` > 0: the one with the least sum of ``fill`` times
@@ -180,7 +180,7 @@ def reach(  # type: ignore[no-untyped-def]
                 if first >= 0:
                     i, c, total = table[key, p, 0], table[key, p, 1], sums[key, p]
                 reached = extend(
-                    prefix, extra, values, other, rate, nic, bits, coding, state, held, capacity, kept, copies,
+                    prefix, extra, values, other, rate, nic, bits, messages, state, held, capacity, kept, copies,
                     cap, every or relays, a, first, i, c, behind, most, out_i, out_c,
                 )  # fmt: skip
                 for r in range(reached):
@@ -192,10 +192,10 @@ def reach(  # type: ignore[no-untyped-def]
                             seconds += extra[a, j, i]
                         if first >= 0:
                             message = values[i] * bits[c] + other[i]
-                            seconds += values[i] * coding[a, c]
+                            seconds += messages[a, i, c]
                             there += message / rate[a, first] + message / rate[first, a]
                         if j > 0:
-                            seconds += values[j] * coding[a, codec]
+                            seconds += messages[a, j, codec]
                         there += fill * seconds
                     if j == 0:
                         if there < best:

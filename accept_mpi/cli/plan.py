@@ -104,7 +104,7 @@ def _measured(path: Path) -> list[str]:
 
 
 def _draw(path: Path, cluster: ClusterProfile, job: Job, found: Estimate) -> None:
-    ranks = [stage.ranks[0] for stage in found.plan.stages]
+    ranks = found.plan.leaders
     codecs = {crossing: choice.name for crossing, choice in found.choices.items()}
     trace = forecast_of(cluster, job, found.plan).trace(codecs, ranks)
     hosts = {rank: cluster.devices[rank].host for rank in ranks}

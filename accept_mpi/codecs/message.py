@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,10 +24,10 @@ from accept_mpi.seeds import mix
 from accept_mpi.tree import LONE, Tree
 
 MAGIC = 0x4D504941  # "AIPM"
-VERSION = 3
+VERSION = 4
 ALIGN = 64
 
-_HEADER = struct.Struct("<IBBHIHHQIIQddQ")
+_HEADER = struct.Struct("<IBBHIHHIIIIQddQ")
 HEADER_BYTES = _HEADER.size
 assert HEADER_BYTES == ALIGN
 _GUARDED = HEADER_BYTES - 8  # bytes before the checksum
@@ -42,8 +42,10 @@ class Header(msgspec.Struct, frozen=True):
     """Bytes of the description; 0: all is as agreed."""
     boundary: int
     flags: int
-    """Activations: ``Forward.suspect``."""
+    """Activations: how the step ends (``recovery.barriers``)."""
     step: int
+    suspect: int
+    """Activations: ``Outputs.suspect``."""
     micro_batch: int
     samples: int
     length: int
@@ -86,6 +88,19 @@ class Header(msgspec.Struct, frozen=True):
         message = aligned(HEADER_BYTES)
         self.pack_into(message)
         return message
+
+
+class Label(NamedTuple):
+    """What a sender says of a message: where it belongs, and what travels with it. Fields as those of ``Header``."""
+
+    direction: int
+    boundary: int
+    step: int
+    micro_batch: int
+    samples: int
+    flags: int = 0
+    suspect: int = 0
+    scale: float = 1.0
 
 
 def _announces(header: Header, buffer: Bytes) -> bool:
@@ -175,6 +190,7 @@ def _described(description: bytes) -> tuple[Tree, Specs]:
 
 
 def encode(
+    label: Label,
     specs: Specs,
     flat: Tensors,
     buffer: Bytes,
@@ -183,14 +199,12 @@ def encode(
     *,
     now: Callable[[], float],
     description: bytes = b"",
-    **fields: Any,
 ) -> Header:
     """Write a message of ``flat`` tensors (from ``TensorSpec.flatten``) into ``buffer``; returns its header.
 
-    ``key`` decides stochastic rounding; ``now`` is asked for the header's ``sent`` when all is coded; ``description`` is
-    that of ``describe`` where the message is not as agreed; ``fields`` are the header's direction, boundary, step,
-    micro_batch, samples, flags and scale. A message with values that cannot be coded (not finite) goes as it is, and its
-    header says so.
+    ``key`` decides stochastic rounding; ``now`` is asked for the header's ``sent`` when everything is coded; ``description``
+    comes from ``describe`` where the message is not as agreed. A message with values that cannot be coded (not finite) goes
+    uncoded, and its header says so.
     """
     layout, offset = _layout(specs, coding), _padded(len(description))
     for number, (tensor, part) in enumerate(zip(flat, layout.parts, strict=True)):
@@ -200,7 +214,7 @@ def encode(
             values = tensor.float()
             fits = tensor.dtype != torch.float64 or bool(values.isfinite().all())
             if not (fits and coding.encode(values.numpy(), into, mix(key, number))):
-                return encode(specs, flat, buffer, NONE, key, now=now, description=description, **fields)
+                return encode(label, specs, flat, buffer, NONE, key, now=now, description=description)
         elif tensor is not None and tensor.numel():
             np.copyto(into, tensor.view(torch.uint8).numpy())
         if part.end < part.padded:
@@ -209,7 +223,9 @@ def encode(
         buffer[HEADER_BYTES : HEADER_BYTES + offset] = 0
         buffer[HEADER_BYTES : HEADER_BYTES + len(description)] = np.frombuffer(description, np.uint8)
     wire = layout.wire + offset
-    header = Header(codec=coding.number, described=len(description), length=wire - HEADER_BYTES, sent=now(), **fields)
+    header = Header(
+        codec=coding.number, described=len(description), length=wire - HEADER_BYTES, sent=now(), **label._asdict()
+    )
     header.pack_into(buffer[:wire])
     return header
 

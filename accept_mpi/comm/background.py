@@ -7,8 +7,8 @@ than ``_TARGET_SECONDS`` (as LEDBAT does it for TCP: RFC 6817).
 
 import time
 from collections import deque
-from typing import Any
 
+from accept_mpi.comm.messages import Control
 from accept_mpi.comm.messenger import Messenger, Sending
 
 _TARGET_SECONDS = 0.08
@@ -21,14 +21,14 @@ class Background:
 
     def __init__(self, messenger: Messenger) -> None:
         self._messenger = messenger
-        self._waiting: deque[tuple[int, str, Any]] = deque()
+        self._waiting: deque[tuple[int, Control]] = deque()
         self._active: deque[Sending] = deque()
         self._last = 0.0
         self.window = 1
         """Pieces under way at most."""
 
-    def put(self, dest: int, kind: str, body: Any) -> None:
-        self._waiting.append((dest, kind, body))
+    def put(self, dest: int, control: Control) -> None:
+        self._waiting.append((dest, control))
 
     @property
     def busy(self) -> bool:

@@ -21,6 +21,7 @@ from accept_mpi.codecs.message import (
     Bytes,
     Decoded,
     Header,
+    Label,
     aligned,
     announced,
     buffer_bytes,
@@ -45,10 +46,9 @@ _GROWTH = 1 << 12  # buffers grow to a multiple of so many bytes
 
 
 class Plane(Protocol):
-    """What an endpoint asks of the data plane (``plane.DataPlane``)."""
+    """What a channel asks of the data plane (``data_plane.DataPlane``)."""
 
-    awaited: bool
-    """Whether the computing thread waits for a message."""
+    def hurry(self, awaited: bool) -> None: ...
 
     def check(self) -> None: ...
 
@@ -85,11 +85,7 @@ class Channel(NamedTuple):
 
 
 class _Item(NamedTuple):
-    step: int
-    micro_batch: int
-    samples: int
-    flags: int
-    scale: float
+    label: Label
     specs: Specs
     flat: Tensors
     description: bytes
@@ -143,10 +139,12 @@ class Sender:
         micro_batch: int,
         samples: int,
         tensors: Tensors,
+        *,
         flags: int = 0,
-        deadline: float | None = None,
-        tree: Tree | None = None,
+        suspect: int = 0,
         scale: float = 1.0,
+        tree: Tree | None = None,
+        deadline: float | None = None,
     ) -> None:
         """Queue tensors. With ``deadline`` (evaluation) wait so long for room; in training the schedule guarantees room.
         ``tree``: what activations belong to.
@@ -162,7 +160,8 @@ class Sender:
         self._plane.check()
         specs, description = self._specs(samples, tensors, tree, training=deadline is None)
         flat = tuple(self._values(spec, tensor) for spec, tensor in zip(specs, tensors, strict=True))
-        self.waiting.append(_Item(step, micro_batch, samples, flags, scale, specs, flat, description))
+        label = Label(self.end.direction, self.end.boundary, step, micro_batch, samples, flags, suspect, scale)
+        self.waiting.append(_Item(label, specs, flat, description))
         self._plane.wake()
 
     def _values(self, spec: TensorSpec, tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -203,14 +202,17 @@ class Sender:
         while self.waiting and self.free:
             item, buffer = self.waiting[0], self.free.pop()
             start = recorder.clock.now()
-            fields = item._asdict() | {"direction": self.end.direction, "boundary": self.end.boundary}
-            specs, flat, coding = fields.pop("specs"), fields.pop("flat"), self.end.coding
+            label, specs, coding = item.label, item.specs, self.end.coding
             if (needed := buffer_bytes(specs, coding, item.description)) > buffer.size:
                 buffer = aligned(needed)
-            key = mix(CODE, self.end.seed, item.step, item.micro_batch, self.end.tag)
-            header = encode(specs, flat, buffer, coding, key, now=recorder.clock.now, **fields)
+            key = mix(CODE, self.end.seed, label.step, label.micro_batch, self.end.tag)
+            header = encode(
+                label, specs, item.flat, buffer, coding, key, now=recorder.clock.now, description=item.description
+            )
             wire, raw = HEADER_BYTES + header.length, raw_bytes(specs)
-            recorder.add("encode", start, item.step + 1, item.micro_batch, self.end.boundary, self.end.direction, raw, wire)
+            recorder.add(
+                "encode", start, label.step + 1, label.micro_batch, self.end.boundary, self.end.direction, raw, wire
+            )
             self.active.append((self._begin(comm, header, buffer[:wire]), buffer, wire))
             self.waiting.popleft()
             moved = True
@@ -258,7 +260,7 @@ class Receiver:
         try:
             item = self._ready.get_nowait()
         except queue.Empty:
-            self._plane.awaited = True
+            self._plane.hurry(True)
             self._plane.wake()
             try:
                 item = self._ready.get(timeout=deadline)
@@ -268,7 +270,7 @@ class Receiver:
                     f"waited {deadline:.0f} s for rank {self.end.peer} to send {self.end}, micro-batch {micro_batch}"
                 ) from None
             finally:
-                self._plane.awaited = False
+                self._plane.hurry(False)
             recorder.add("wait", start, step + 1, micro_batch, self.end.boundary, self.end.direction)
         self._plane.check()
         assert item is not None

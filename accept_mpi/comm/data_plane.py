@@ -10,14 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from mpi4py import MPI
 
 from accept_mpi.codecs.message import Header
 from accept_mpi.comm.background import Background
 from accept_mpi.comm.channels import Channel, Receiver, Sender
-from accept_mpi.comm.messenger import Message, Messenger
+from accept_mpi.comm.messages import Control, Event, Message
+from accept_mpi.comm.messenger import Messenger
 from accept_mpi.errors import DeadlineError
 from accept_mpi.logs.recorder import Recorder
 from accept_mpi.polling import (
@@ -58,7 +58,7 @@ class DataPlane(threading.Thread):
         self._shares_core = shares_core
         self._outgoing: list[Sender] = []
         self._incoming: list[Receiver] = []
-        self._posts: queue.SimpleQueue[tuple[int, str, Any] | None] = queue.SimpleQueue()
+        self._posts: queue.SimpleQueue[tuple[int, Control] | None] = queue.SimpleQueue()
         self.background = Background(messenger)
         self._not_taken: list[Message] = []
         # Python lets a thread that asks for its lock wait 5 ms while another computes, and a transfer asks several times.
@@ -67,7 +67,7 @@ class DataPlane(threading.Thread):
         self._stopping = self._abandoned = False
         self._moved = 0.0
         self._error: BaseException | None = None
-        self.awaited = False
+        self._awaited = False
 
     def outgoing(self, end: Channel) -> Sender:
         """Add an endpoint to send through (before ``start``)."""
@@ -79,21 +79,25 @@ class DataPlane(threading.Thread):
         self._incoming.append(Receiver(self, end, self._comm))
         return self._incoming[-1]
 
-    def post(self, dest: int, kind: str, body: Any, bulk: bool = False) -> None:
+    def post(self, dest: int, control: Control, bulk: bool = False) -> None:
         """Send a control message, from any thread. ``bulk``: when training sends nothing, and not at all after ``stop``."""
         if bulk:
-            self.background.put(dest, kind, body)
+            self.background.put(dest, control)
         else:
-            self._posts.put((dest, kind, body))
+            self._posts.put((dest, control))
 
     def wake(self) -> None:
         self._posts.put(None)
+
+    def hurry(self, awaited: bool) -> None:
+        """The computing thread waits for a message from now on, or no longer: poll more often, or less."""
+        self._awaited = awaited
 
     def report_uncoded(self, header: Header, end: Channel) -> None:
         """Tell rank 0 of a message whose values could not be coded; of the first few."""
         if self._uncoded < _UNCODED_REPORTED:
             text = f"micro-batch {header.micro_batch}: {end} were not finite and went uncoded"
-            self.post(0, "event", {"seconds": self._recorder.clock.now(), "step": header.step + 1, "text": text})
+            self.post(0, Event(self._recorder.clock.now(), header.step + 1, text))
         self._uncoded += 1
 
     def check(self) -> None:
@@ -163,7 +167,7 @@ class DataPlane(threading.Thread):
         if not (self._outgoing or self._incoming):
             # Others send one message at a time: what comes at all should not wait long.
             return POLL_SENDING if time.monotonic() - self._moved < LIVELY_SECONDS else POLL_ALONE
-        if self.awaited:
+        if self._awaited:
             return POLL_AWAITED
         if any(out.sends_bulk for out in self._outgoing):
             return POLL_SENDING

@@ -6,24 +6,19 @@ Used by the main thread while a run is set up, by the data-plane thread (and onl
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from mpi4py import MPI
 
+from accept_mpi.comm.messages import AnyControl, Control, Gather, Message, Scatter
 from accept_mpi.errors import DeadlineError
 
 _TAG = 7
+_DECODER = msgspec.msgpack.Decoder(AnyControl)
+C = TypeVar("C", bound=Control)
 POLL_SECONDS = 0.0005
 """Between two looks while waiting."""
-
-
-class Message(msgspec.Struct, frozen=True):
-    """A control message as received."""
-
-    source: int
-    kind: str
-    body: Any
 
 
 class Sending:
@@ -53,23 +48,27 @@ class Messenger:
         self._beside: list[Sending] = []
         self._receiving: tuple[MPI.Request, bytearray, int] | None = None
         self._received: deque[Message] = deque()
-        self.interrupt: Callable[[], None] | None = None
+        self._interrupt: Callable[[], None] | None = None
         """What the thread that polls is to do first, set by one that keeps out of MPI."""
 
-    def send(self, dest: int, kind: str, body: Any) -> None:
-        """Queue a message; it goes out, in order, as ``poll`` is called."""
-        self._queue.append((dest, msgspec.msgpack.encode((kind, body))))
+    def interrupt_with(self, call: Callable[[], None]) -> None:
+        """Have the thread that polls make this call first; for threads that keep out of MPI."""
+        self._interrupt = call
 
-    def begin(self, dest: int, kind: str, body: Any) -> Sending:
+    def send(self, dest: int, control: Control) -> None:
+        """Queue a message; it goes out, in order, as ``poll`` is called."""
+        self._queue.append((dest, msgspec.msgpack.encode(control)))
+
+    def begin(self, dest: int, control: Control) -> Sending:
         """Send a message at once, beside what is queued."""
-        self._beside.append(self._start(dest, msgspec.msgpack.encode((kind, body))))
+        self._beside.append(self._start(dest, msgspec.msgpack.encode(control)))
         return self._beside[-1]
 
     def poll(self) -> list[Message]:
         """Move sends on and return what has arrived."""
-        if self.interrupt:
-            self.interrupt()
-            self.interrupt = None
+        if self._interrupt:
+            self._interrupt()
+            self._interrupt = None
         if self._sending and self._sending.look():
             self._sending = None
         if self._beside:
@@ -83,8 +82,7 @@ class Messenger:
             if not request.Test():
                 break
             self._receiving = None
-            kind, body = msgspec.msgpack.decode(buffer)
-            self._received.append(Message(source, kind, body))
+            self._received.append(Message(source, _DECODER.decode(buffer)))
         messages = list(self._received)
         self._received.clear()
         return messages
@@ -121,15 +119,16 @@ class Messenger:
                 raise DeadlineError(f"rank {self.rank} waited {deadline:.0f} s to send: {awaited}")
             time.sleep(POLL_SECONDS)
 
-    def expect(self, kind: str, sources: set[int], deadline: float, awaited: str) -> dict[int, Any]:
+    def expect(self, kind: type[C], sources: set[int], deadline: float, awaited: str) -> dict[int, C]:
         """One message of ``kind`` from each of ``sources``. Raises DeadlineError naming who is missing."""
         until = time.monotonic() + deadline
-        bodies: dict[int, Any] = {}
+        bodies: dict[int, C] = {}
         while sources - bodies.keys():
             later = []
             for message in self.poll():
-                if message.kind == kind and message.source in sources and message.source not in bodies:
-                    bodies[message.source] = message.body
+                control = message.control
+                if isinstance(control, kind) and message.source in sources and message.source not in bodies:
+                    bodies[message.source] = control
                 else:
                     later.append(message)
             self.keep(later)
@@ -148,13 +147,13 @@ class Messenger:
         """Every rank's value, in the order of ranks, on every rank."""
         others = set(range(self.size)) - {0}
         if self.rank == 0:
-            values = {0: value} | self.expect("gather", others, deadline, awaited)
-            together = [values[rank] for rank in range(self.size)]
+            values = self.expect(Gather, others, deadline, awaited)
+            together = [value, *(values[rank].value for rank in range(1, self.size))]
             for rank in others:
-                self.send(rank, "scatter", together)
+                self.send(rank, Scatter(together))
         else:
-            self.send(0, "gather", value)
-            together = self.expect("scatter", {0}, deadline, awaited)[0]
+            self.send(0, Gather(value))
+            together = self.expect(Scatter, {0}, deadline, awaited)[0].values
         self.flush(deadline, awaited)
         return list(together)
 

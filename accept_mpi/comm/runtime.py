@@ -45,10 +45,8 @@ class Runtime:
         """Whether the job goes on when a rank is lost."""
         self.host = socket.gethostname()
         self.startup_seconds = _AGREE_SECONDS
-        self.before_end: Callable[[str], None] = lambda text: None
-        """Called on rank 0 with the text of the error that ends the job (the log is closed here)."""
-        self.holds: Callable[[int], str] = lambda rank: ""
-        """What a rank holds, for messages: "stage 2, layers 10..14"."""
+        self._before_end: Callable[[str], None] = lambda text: None
+        self._describe: Callable[[int], str] = lambda rank: ""
         self._ended = threading.Lock()
         self._left_behind: list[Messenger] = []
         self.messenger = Messenger(self.circle.control)
@@ -204,7 +202,7 @@ class Runtime:
         """Lifeline thread: another rank of this circle ended."""
         if error is None and self.survives:
             # Whoever waits for it learns that. Not from this thread: Open MPI, in which another one is, may lock up.
-            messenger.interrupt = circle.revoke
+            messenger.interrupt_with(circle.revoke)
         elif self.rank == 0:
             if error is None:
                 error = f"{self.who(rank)} ended unexpectedly (killed, out of memory, or its machine is gone)"
@@ -226,7 +224,7 @@ class Runtime:
             print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
             threading.Timer(_END_SECONDS, os._exit, [exit_code]).start()  # whatever hangs below
             try:
-                self.before_end(text)
+                self._before_end(text)
             finally:
                 self.lifeline.end_all(exit_code)
                 sys.stdout.flush()
@@ -234,9 +232,21 @@ class Runtime:
                     MPI.COMM_WORLD.Abort(exit_code)
         os._exit(exit_code)
 
+    def allow(self, startup_seconds: float) -> None:
+        """Waits of start-up, and of what all ranks agree on, end after so many seconds from now on."""
+        self.startup_seconds = startup_seconds
+
+    def describe_ranks(self, describe: Callable[[int], str]) -> None:
+        """``describe`` says what a rank holds, for messages: "stage 2, layers 10..14"."""
+        self._describe = describe
+
+    def call_before_end(self, call: Callable[[str], None]) -> None:
+        """On rank 0: ``call`` gets the text of the error that ends the job, and closes the log."""
+        self._before_end = call
+
     def who(self, rank: int) -> str:
         """ "rank 2 on host edge2 (stage 2, layers 10..14) in step 17"."""
-        holds = self.holds(rank)
+        holds = self._describe(rank)
         host = self.hosts[rank]["host"]
         step = self.lifeline.steps.get(rank)
         place = f" ({holds})" if holds else ""

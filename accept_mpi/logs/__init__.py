@@ -1,1 +1,1 @@
-"""What a run leaves behind, and how people read it."""
+"""The log that a run leaves behind, and the tools that read it."""

@@ -1,4 +1,4 @@
-"""A log's trace in the format of Chrome's and Perfetto's trace viewers (Trace Event Format, JSON)."""
+"""Export of a log's trace for Chrome's and Perfetto's trace viewers (Trace Event Format, JSON)."""
 
 import json
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from accept_mpi.logs.timeline import plans_of, timed
 
 _CHUNK = 50_000  # rows held in memory at once
 _LANES = {"compute": 0, "encode, decode": 1, "send forward": 2, "send backward": 8}
-_SENDS = 6  # lanes each way: slices of one lane must not overlap, and several messages are under way at once
+_SENDS = 6  # lanes per direction: slices in one lane must not overlap, and several messages are in flight at once
 
 
 def export_chrome(log: Path, out: Path) -> None:
-    """Write ``out``: a process for each rank, with lanes for computing, coding and sending each way.
+    """Write the trace of ``log`` to ``out``: a process per rank, with lanes for computing, coding and sending each way.
 
     Times are microseconds since the run began; an arrow leads from each send to the decoding on the other side. Raises
-    UserError where the log cannot be read or ``out`` not be written.
+    UserError if the log cannot be read or ``out`` cannot be written.
     """
     with open_log(log) as file:
         facts = read_facts(file)
@@ -59,7 +59,7 @@ def _lane(rank: int, number: int, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _event(row: dict[str, Any], until: dict[tuple[int, int], float]) -> Iterator[dict[str, Any]]:
-    """``until``: (rank, lane) -> when what was sent there last had arrived."""
+    """Trace events of one row. ``until`` maps (rank, lane) to the second at which the lane's last message had arrived."""
     kind = KINDS[row["kind"]]
     way = ("forward", "backward")[row["direction"]] if row["direction"] >= 0 else ""
     lane = f"send {way}" if kind == "send" else "encode, decode" if kind in ("encode", "decode") else "compute"

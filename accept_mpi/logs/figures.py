@@ -1,4 +1,4 @@
-"""A log's pictures: the timeline of ranks over time, and the loss curve."""
+"""Pictures of a log: the timeline of a few steps, the course of the whole run, and the loss curve."""
 
 import itertools
 from pathlib import Path
@@ -10,7 +10,7 @@ from accept_mpi.errors import UserError, one_line
 from accept_mpi.logs.format import BACKWARD, FORWARD, Rows
 from accept_mpi.logs.timeline import of_kind, window
 
-# Okabe and Ito's palette, told apart by the colour-blind.
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
 COLOURS = {
     "F": ("#56B4E9", "forward"),
     "B": ("#E69F00", "backward"),
@@ -20,14 +20,14 @@ COLOURS = {
     "checkpoint": ("#999999", "checkpoint"),
 }
 _SENDS = {FORWARD: ("#1B6E9C", "activations sent"), BACKWARD: ("#A85C00", "gradients sent")}
-_MOST_BOXES = 4000  # a picture with more cannot be read
+_MOST_BOXES = 4000  # a picture with more is unreadable
 _MOST_RANKS, _MOST_LOSSES, _MOST_POINTS = 64, 100, 20_000
-_MOST = 1e30  # what is larger, axes cannot show
+_MOST = 1e30  # matplotlib's axes cannot show larger values
 _LABEL = 60  # characters
 
 
 def pyplot() -> Any:
-    """matplotlib's pyplot on a backend without a screen. Raises UserError where it is not installed."""
+    """Import matplotlib's pyplot with a backend that needs no screen. Raises UserError if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -39,7 +39,8 @@ def pyplot() -> Any:
 
 
 def draw_timeline(path: Path, trace: Rows, hosts: dict[int, str], start: float, end: float) -> None:
-    """Ranks by time in seconds: boxes of computing, thin bars below for what is being sent, bubbles left light grey."""
+    """Draw the seconds ``start`` to ``end``: a row per rank, with computing as boxes, sends as thin bars below them and
+    bubbles in light grey."""
     plt = pyplot()
     rows = window(of_kind(trace, *COLOURS, "send"), start, end)
     if len(rows) > _MOST_BOXES:
@@ -74,7 +75,7 @@ def draw_timeline(path: Path, trace: Rows, hosts: dict[int, str], start: float, 
 
 
 def draw_course(path: Path, trace: Rows, steps: Rows, losses: Rows, hosts: dict[int, str]) -> None:
-    """The whole run: samples/s, and below it which rank held which stage when. ``losses``: events that ended a plan."""
+    """Draw the whole run: samples/s above, each rank's stage over time below. ``losses``: the events that ended a plan."""
     plt = pyplot()
     steps, losses = _shown(steps), losses[np.isfinite(losses["time"])][:_MOST_LOSSES]
     actions = of_kind(trace, "F", "B", "W", "U")
@@ -119,7 +120,7 @@ def draw_course(path: Path, trace: Rows, steps: Rows, losses: Rows, hosts: dict[
 
 
 def _number(axes: Any, boxes: Rows, y: float, span: float) -> None:
-    """Micro-batch numbers into the boxes that have room for them."""
+    """Write micro-batch numbers into the boxes that are wide enough; ``span`` is the width of the picture in seconds."""
     for box in boxes[boxes["end"] - boxes["start"] > span / 110]:
         middle = (box["start"] + box["end"]) / 2
         axes.text(middle, y, str(box["micro_batch"]), ha="center", va="center", fontsize=7, clip_on=True, zorder=4)
@@ -135,7 +136,7 @@ def _legend(plt: Any, figure: Any, rows: Rows) -> None:
 
 
 def draw_loss(path: Path, steps: Rows, evaluations: Rows) -> None:
-    """Training loss by step, its running mean where there are many, and what the evaluations gave."""
+    """Draw the training loss by step, its running mean if there are many steps, and the evaluations' loss and accuracy."""
     plt = pyplot()
     steps, evaluations = _shown(steps), _shown(evaluations)
     figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
@@ -169,12 +170,12 @@ def draw_loss(path: Path, steps: Rows, evaluations: Rows) -> None:
 
 
 def _plain(text: str) -> str:
-    """A text from a log as a label: a short line, in which a dollar is a dollar."""
+    """A text from a log as a one-line label, with dollar signs escaped: matplotlib would take them for formulas."""
     return one_line(text, _LABEL).replace("$", r"\$")
 
 
 def _shown(rows: Rows) -> Rows:
-    """Of very many rows some, evenly; what no axis can show as NaN."""
+    """At most ``_MOST_POINTS`` rows, evenly spaced, with values too large for an axis replaced by NaN."""
     rows = rows[:: -(-len(rows) // _MOST_POINTS) or 1].copy()
     for column in rows.dtype.names or ():
         if rows.dtype[column].kind == "f":
@@ -183,6 +184,6 @@ def _shown(rows: Rows) -> Rows:
 
 
 def _top(values: Rows, percent: int) -> float:
-    """The end of an axis from 0 that shows so many percent of the values."""
+    """Upper limit of an axis from 0 that shows ``percent`` % of the values."""
     values = values[np.isfinite(values)]
     return max(1.15 * float(np.percentile(values, percent)), 1e-12) if len(values) else 1.0

@@ -1,24 +1,25 @@
-"""The HDF5 log of a run: facts, per-step results and the trace. Rank 0 writes it (``writer``), anyone reads it (``reader``).
+"""The HDF5 log of a run: facts, per-step results and the trace. Rank 0 writes it (``writer``); ``reader`` opens it.
 
 Layout, version 1 (attribute ``version`` of the root; ``format`` is "accept-mpi log"):
 
 ====================  ====================================================================================
 ``/`` attributes      ``job`` (JSON text), ``plan`` (JSON), ``facts`` (JSON: versions, hosts, clock offsets,
                       ...), ``created`` (ISO 8601, UTC)
-``/steps``            one row an optimizer step: STEPS below
-``/evals``            one row an evaluation on the test set: EVALS
-``/trace``            one row an action or transfer: TRACE. Times are seconds on rank 0's clock since the
+``/steps``            one row per optimizer step: STEPS below
+``/evals``            one row per evaluation on the test set: EVALS
+``/trace``            one row per action or transfer: TRACE. Times are seconds on rank 0's clock since the
                       run began
-``/events``           what happened besides (checkpoints, warnings, the end): EVENTS
-``/plans``            who held which layers from when on: PLANS (``plan`` is the first one)
-``/survey``           what devices and links were measured to do before "auto" cuts (``cluster``), if they were
+``/events``           other events (checkpoints, warnings, the end): EVENTS
+``/plans``            which rank held which layers, and from when: PLANS (``plan`` is the first one)
+``/survey``           the cluster profile (group, see ``profiling.cluster_profile``), if "auto" cuts had it measured
 ====================  ====================================================================================
 
-The file appears under its name only when its layout is complete, and is in HDF5's single-writer multiple-readers mode from
-then on: it opens at any moment, also after ``kill -9`` (with ``open_log``, or ``h5py.File(path, swmr=True)``).
+The file appears under its name only once its layout is complete, and is in HDF5's single-writer multiple-readers mode from
+then on: it can be opened at any moment, even after ``kill -9`` (with ``open_log``, or ``h5py.File(path, swmr=True)``).
 
-A log may come from anybody. It is looked through once, when it is opened; whoever reads it may rely on what it is then: the
-tables are there with their columns, texts are texts, and ranks, stages, layers and kinds are such as the run had.
+A log may come from an untrusted source, so ``check_log`` validates it once, when it is opened. From then on readers may
+assume that the tables exist with their columns, that texts are texts, and that ranks, stages, layers and kinds are within
+the run's bounds.
 """
 
 from typing import Annotated, Any
@@ -32,10 +33,10 @@ from msgspec import Meta
 from accept_mpi.files.hdf5 import Damaged, dataset_in, group_in, json_in, text_in
 from accept_mpi.plan import Plan
 
-#: Kinds of trace row, in the order of their number in the column ``kind``. F, B, W, U: forward, backward (of inputs, where
-#: W is apart), weight gradient, update. E: forward of evaluation. On the data plane: encode, send (given to MPI here to
-#: arrived there; both on rank 0's clock), decode (arrived to tensor). Pauses: wait (for a message), checkpoint, snapshot
-#: (both: a copy is made, to be sent in the background).
+#: Kinds of trace rows, in the order of their numbers in the column ``kind``. F, B, W, U: forward, backward (only of inputs
+#: if there is a W), weight gradients, update. E: forward of an evaluation. On the data plane: encode; send (from the call of
+#: MPI here to the arrival there, both on rank 0's clock); decode (from the arrival to the tensor). Pauses: wait (for a
+#: message); checkpoint and snapshot (the state is copied here and sent in the background).
 KINDS = ("F", "B", "W", "U", "E", "encode", "send", "decode", "wait", "checkpoint", "snapshot")
 FORWARD, BACKWARD = 0, 1
 
@@ -60,7 +61,7 @@ STEPS = np.dtype(
         ("epoch", "i4"),  # counted from 0
         ("samples", "i4"),
         ("loss", "f8"),  # mean over the step's samples, before its update
-        ("accuracy", "f8"),  # share of targets hit, NaN where that means nothing
+        ("accuracy", "f8"),  # share of correct predictions, NaN if undefined
         ("lr", "f8"),
         ("end", "f8"),  # seconds since the run began
         ("samples_per_s", "f8"),
@@ -70,7 +71,7 @@ EVALS = np.dtype([("step", "i8"), ("epoch", "i4"), ("samples", "i4"), ("loss", "
 EVENTS = np.dtype([("time", "f8"), ("step", "i8"), ("text", "S480")])
 PLANS = np.dtype(
     [
-        ("time", "f8"),  # when it began, in seconds: a row for each rank of each stage
+        ("time", "f8"),  # seconds at which the plan began; a plan has a row per rank of each stage
         ("step", "i8"),  # steps made before
         ("stage", "i4"),
         ("rank", "i4"),
@@ -80,7 +81,7 @@ PLANS = np.dtype(
 )
 TABLES = {"steps": STEPS, "evals": EVALS, "trace": TRACE, "events": EVENTS, "plans": PLANS}
 
-_PART = 1 << 18  # rows looked through at a time
+_PART = 1 << 18  # rows validated at a time
 _LATEST = 1e10  # seconds, three hundred years
 _MOST_RANKS, _MOST_LAYERS = 1 << 16, 1 << 16
 
@@ -101,7 +102,7 @@ class _Host(msgspec.Struct):
 
 
 class _Facts(msgspec.Struct):
-    """What a run's facts hold, besides what nobody looks at."""
+    """The facts of a run that readers use; others are not validated."""
 
     hosts: Annotated[list[_Host], Meta(max_length=_MOST_RANKS)] = []
     layers: Annotated[list[str], Meta(max_length=_MOST_LAYERS)] = []
@@ -122,7 +123,7 @@ class _Pipeline(msgspec.Struct):
 
 
 class _Job(msgspec.Struct):
-    """What of a job is looked at."""
+    """The entries of a job that readers use."""
 
     model: _Named
     data: _Named
@@ -131,7 +132,7 @@ class _Job(msgspec.Struct):
 
 
 def check_log(file: h5py.File) -> None:
-    """Raises Damaged, and whatever HDF5 does, where a file with a log's attributes does not hold a log."""
+    """Validate a file that has a log's attributes. Raises Damaged, or an error of h5py, if its content is not a log's."""
     text_in(file, "created")
     _typed(json_in(text_in(file, "job"), "the job"), _Job, "the job")
     facts = _typed(json_in(text_in(file, "facts"), "what is said of the run"), _Facts, "what is said of the run")
@@ -155,7 +156,7 @@ def check_log(file: h5py.File) -> None:
 
 
 def _has(file: h5py.File, name: str) -> bool:
-    """All tables but one have been there from the beginning; there may be a survey."""
+    """True if the log has the table or group. Only "plans" (absent from early logs) and "survey" are optional."""
     return name not in ("plans", "survey") or bool(file.id.links.exists(name.encode()))
 
 
@@ -179,13 +180,13 @@ def _check_plan(plan: Plan, layers: int) -> None:
 
 
 def _parts(table: h5py.Dataset) -> Any:
-    """A table's rows, not all at once."""
+    """A table's rows in parts of ``_PART``, since a log may not fit into memory."""
     for begin in range(0, len(table), _PART):
         yield table[begin : begin + _PART]
 
 
 def _check(rows: npt.NDArray[Any], name: str, layers: int) -> None:
-    """Whether all columns of some rows hold what they may."""
+    """Raises Damaged if a value of ``rows`` is out of bounds for its column of table ``name``."""
     bounds = {
         "rank": (0, _MOST_RANKS - 1), "stage": (-1, layers - 1), "kind": (0, len(KINDS) - 1), "boundary": (-1, layers - 1),
         "direction": (-1, BACKWARD), "micro_batch": (-1, None), "step": (0, None), "epoch": (0, None), "samples": (0, None),
@@ -194,7 +195,7 @@ def _check(rows: npt.NDArray[Any], name: str, layers: int) -> None:
     for column in rows.dtype.names or ():
         values = rows[column]
         if values.dtype.kind == "f" and column in ("start", "end", "time"):
-            _all(~(np.abs(values) > _LATEST), name, column)  # NaN: nobody knows
+            _all(~(np.abs(values) > _LATEST), name, column)  # NaN means unknown
         elif values.dtype.kind in "iu" and column in bounds:
             least, most = bounds[column]
             _all(values >= least, name, column)

@@ -1,4 +1,4 @@
-"""A run's report: two pictures, and one HTML page that holds both and the run's facts."""
+"""The report of a run: pictures, and one HTML page that holds them and the run's facts."""
 
 import base64
 import html
@@ -20,10 +20,10 @@ from accept_mpi.logs.timeline import plans_of, stage_use, steady_window, timed
 
 
 def write_report(log: Path, out: Path | None = None) -> list[Path]:
-    """Write timeline.png, loss.png and report.html into ``out`` (default: beside the log); returns their paths.
+    """Write timeline.png, loss.png, report.html and, if the plan changed, course.png into ``out``; returns their paths.
 
-    What the log does not hold (a run that ended before its first step) is left out, and the page says so. Raises UserError
-    where the log cannot be read or the pictures not be written.
+    ``out`` defaults to the log's folder. A picture without data (the run ended before its first step) is left out, and the
+    page says so. Raises UserError if the log cannot be read or the report cannot be written.
     """
     pyplot()  # fail before anything is written
     folder = out or log.parent
@@ -95,7 +95,7 @@ def _page(
 
 
 def _links(trace: Rows) -> str:
-    """What the links cost, as a sentence; empty where nothing can be said."""
+    """A sentence on the time that the links cost; empty if the trace is too short to tell."""
     cost = link_cost(trace)
     if not cost.busiest:
         return ""
@@ -106,7 +106,7 @@ def _links(trace: Rows) -> str:
 
 
 def _cards(facts: dict[str, Any], tables: dict[str, Rows]) -> str:
-    """The figures one looks for first."""
+    """The key figures at the top of the page: steps, speed, losses, time, parameters."""
     steps, evals = tables["steps"], tables["evals"]
     cards = [("steps", f"{steps['step'][-1]} of {facts.get('last_step', '?')}" if len(steps) else "none")]
     if len(steps):
@@ -133,7 +133,7 @@ def _picture(heading: str, path: Path | None, note: str, without: str) -> str:
 
 
 def _stages(facts: dict[str, Any], tables: dict[str, Rows], shown: tuple[float, float]) -> str:
-    """The stages at the time of the timeline."""
+    """A table of the stages in the plan that the timeline shows, with their bubble and bytes sent."""
     use = {u.stage: u for u in stage_use(tables["trace"], *shown)} if shown[1] > shown[0] else {}
     plans = tables["plans"]
     begun = plans["time"][plans["time"] <= shown[0]]
@@ -153,7 +153,7 @@ def _stages(facts: dict[str, Any], tables: dict[str, Rows], shown: tuple[float, 
 
 
 def _reasons(facts: dict[str, Any]) -> str:
-    """What the plan and its codecs rest on, as it was printed; empty where they were given."""
+    """The planner's printed reasons for cuts and codecs; empty if the job gave both."""
     lines = [*facts.get("plan_why", []), *facts.get("codecs_why", [])]
     if not lines:
         return ""

@@ -1,17 +1,16 @@
-"""What watches a run on rank 0. The training loop calls observers by these names and knows nothing else of them."""
+"""The interface of observers, which follow a run on rank 0. The training loop knows only the methods of ``Observer``."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from accept_mpi.logs.format import Rows
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """One optimizer step, as the last stage saw it."""
+    """One optimizer step, as the last stage reports it."""
 
     step: int
-    """Updates made, this one included."""
+    """Updates made so far, including this one."""
     epoch: int
     samples: int
     loss: float
@@ -34,20 +33,23 @@ class Evaluated:
     end: float
 
 
-class Observer(Protocol):
-    """Anything that wants to know."""
+class Observer:
+    """Base class of whatever watches a run on rank 0; its methods do nothing."""
 
     def step(self, done: StepDone) -> None:
         """A step is done."""
 
     def evaluated(self, result: Evaluated) -> None:
-        """The test set was run through."""
+        """An evaluation on the test set is done."""
 
     def trace(self, rows: Rows) -> None:
-        """A rank's trace rows (dtype ``log.TRACE``)."""
+        """A rank's trace rows (dtype ``logs.format.TRACE``)."""
+
+    def speed(self, rank: int, factor: float) -> None:
+        """A rank that mostly waits reports that its device is slower than at the start, by ``factor``."""
 
     def event(self, seconds: float, step: int, text: str) -> None:
-        """Something else happened."""
+        """Something else happened, at ``seconds`` of the run."""
 
     def close(self) -> None:
         """The run is over."""

@@ -1,4 +1,4 @@
-"""The observer that a person sees: a live bar on a terminal, plain lines otherwise."""
+"""The observer that prints progress: a live bar on a terminal, plain lines elsewhere."""
 
 import math
 import os
@@ -8,14 +8,13 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from accept_mpi.logs.format import Rows
-from accept_mpi.logs.observers import Evaluated, StepDone
+from accept_mpi.logs.observers import Evaluated, Observer, StepDone
 
 _LINE_SECONDS = 5.0
 
 
-class ProgressObserver:
-    """Step, loss, samples/s and time left."""
+class ProgressObserver(Observer):
+    """Prints step, loss, samples/s, time left, evaluations and events."""
 
     def __init__(self, steps: int, first_step: int) -> None:
         self._steps, self._first = steps, first_step
@@ -38,7 +37,7 @@ class ProgressObserver:
             self._bar.start()
 
     def step(self, done: StepDone) -> None:
-        # The mean over some ten steps, so that the figure can be read.
+        # A moving average over about ten steps: the raw figure changes too fast to read.
         self._rate = done.samples_per_s if not self._rate else 0.9 * self._rate + 0.1 * done.samples_per_s
         text = f"loss {done.loss:.4f}  {self._rate:.1f} samples/s"
         if self._bar:
@@ -55,11 +54,8 @@ class ProgressObserver:
         accuracy = "" if math.isnan(result.accuracy) else f"  accuracy {100 * result.accuracy:.2f} %"
         self._say(f"step {result.step}  test loss {result.loss:.4f}{accuracy}  ({result.samples} samples)")
 
-    def trace(self, rows: Rows) -> None:
-        pass
-
     def event(self, seconds: float, step: int, text: str) -> None:
-        self._last_line = -math.inf  # one sees when it goes on
+        self._last_line = -math.inf  # print the next step at once, which shows that training continues
         self._say(f"step {step}  {text}")
 
     def close(self) -> None:
@@ -74,9 +70,9 @@ class ProgressObserver:
 
 
 def on_terminal() -> bool:
-    """Whether a person sees this process's output as it comes.
+    """True if this process's output appears on a terminal.
 
-    mpirun gives its ranks pseudo-terminals whether or not it has a terminal itself, so under mpirun its own output counts.
+    mpirun gives its ranks pseudo-terminals even if it has no terminal itself, so under mpirun its own output decides.
     """
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return False
@@ -90,7 +86,7 @@ def on_terminal() -> bool:
 
 
 def _terminal_width() -> int | None:
-    """Width of the terminal that mpirun writes to; its ranks' own pseudo-terminals have none set."""
+    """Columns of the terminal that mpirun writes to (None if unknown): the ranks' own pseudo-terminals have no width."""
     try:
         with open(f"/proc/{os.getppid()}/fd/1") as terminal:
             return os.get_terminal_size(terminal.fileno()).columns
@@ -99,7 +95,7 @@ def _terminal_width() -> int | None:
 
 
 def duration(seconds: float) -> str:
-    """ "1:02:03" or "2:03"."""
+    """Seconds as "1:02:03" or "2:03"."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,4 +1,4 @@
-"""Opening a log for reading: finished, growing, or left behind by a killed run."""
+"""Opens logs for reading, be they finished, growing, or left behind by a killed run."""
 
 import json
 import os
@@ -22,9 +22,9 @@ _LOOKS, _BETWEEN_LOOKS = 5, 0.1  # seconds
 
 
 def open_log(path: str | os.PathLike[str]) -> h5py.File:
-    """Open a log for reading: finished, growing, or left behind by a killed run. What is in it is as ``log_layout`` says.
+    """Open a log for reading, be it finished, growing, or left behind by a killed run; ``logs.format`` has its layout.
 
-    Raises UserError with one sentence where there is none, or the file is not a log of a version known here.
+    Raises UserError if there is no such file, it is damaged, or it is not a log of a version known here.
     """
     if not is_regular(Path(path)):
         raise UserError(f"{path}: there is no such log file")
@@ -38,14 +38,14 @@ def open_log(path: str | os.PathLike[str]) -> h5py.File:
             except UserError:
                 if not left:
                     raise
-                time.sleep(_BETWEEN_LOOKS)  # its writer may have been in the middle of something
+                time.sleep(_BETWEEN_LOOKS)  # the log may only look damaged because its writer is in the middle of a flush
         return open_followed(path)
     except OSError as error:
         raise UserError(f"{path}: not a readable HDF5 file ({error.strerror or error})") from error
 
 
 def _checked(path: str | os.PathLike[str], opened: Callable[[str | os.PathLike[str]], h5py.File]) -> h5py.File:
-    """A log, open, that has been looked through. Raises UserError, and OSError where it is no HDF5 file."""
+    """Open and validate a log. Raises UserError if it is not a valid log, OSError if it is not an HDF5 file."""
     file = opened(path)
     try:
         if "format" not in file.attrs or text_in(file, "format") != FORMAT:
@@ -56,13 +56,13 @@ def _checked(path: str | os.PathLike[str], opened: Callable[[str | os.PathLike[s
     except UserError:
         file.close()
         raise
-    except Exception as error:  # HDF5 says in many ways what it finds damaged
+    except Exception as error:  # h5py raises many kinds of exceptions on a damaged file
         file.close()
         raise UserError(f"{path}: a damaged log: {error}") from error
     return file
 
 
 def read_facts(file: h5py.File) -> dict[str, Any]:
-    """The run's facts, with ``job`` and ``plan`` decoded beside them."""
+    """The facts of a run as a dict, with its ``job`` and ``plan`` (both decoded) added."""
     facts: dict[str, Any] = json.loads(file.attrs["facts"])
     return facts | {"job": json.loads(file.attrs["job"]), "plan": json.loads(file.attrs["plan"])}

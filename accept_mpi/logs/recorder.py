@@ -1,4 +1,4 @@
-"""Trace rows of one rank, gathered by its threads and shipped to rank 0 in batches."""
+"""Collects the trace rows of one rank; they go to rank 0 in batches."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,10 @@ _NUMBER = {kind: i for i, kind in enumerate(KINDS)}
 
 
 class Clock:
-    """Seconds since the run began, on rank 0's clock. ``offset`` is rank 0's clock minus this one's, in seconds."""
+    """A clock of the seconds since the run began, in step with rank 0's.
+
+    ``origin``: the run's start on rank 0's clock. ``offset``: rank 0's clock minus this one's. Both in seconds.
+    """
 
     def __init__(self, origin: float, offset: float = 0.0) -> None:
         self._shift = offset - origin
@@ -23,10 +26,10 @@ class Clock:
 
 
 class Recorder:
-    """Collects rows. Appending to a list is atomic, so the computing and the data-plane thread share one."""
+    """Collects trace rows. Appending to a list is atomic, so the computing and the data-plane thread share a recorder."""
 
     def __init__(self, clock: Clock, rank: int, stage: int, names: Sequence[int] | None = None) -> None:
-        """``names``: what rank 0, 1, ... are called in the trace, where not so."""
+        """``names``: the numbers of ranks 0, 1, ... in the trace, if they differ: after a loss ranks keep their first ones."""
         self.clock = clock
         self._names = names
         self._rank, self._stage = rank, stage
@@ -45,7 +48,11 @@ class Recorder:
         end: float | None = None,
         of: tuple[int, int] | None = None,
     ) -> None:
-        """One row, from ``start`` to ``end`` (now, if not given), of this rank and stage or of the pair ``of``."""
+        """Add a row of ``kind`` from ``start`` to ``end`` (default: now), both in seconds of ``clock``.
+
+        ``raw`` and ``wire``: bytes before and after coding. ``of``: rank and stage, by default this recorder's. -1 stands
+        for "does not apply".
+        """
         end = self.clock.now() if end is None else end
         number = _NUMBER[kind]
         rank, stage = of or (self._rank, self._stage)
@@ -54,7 +61,7 @@ class Recorder:
 
     @contextmanager
     def span(self, kind: str, step: int, micro_batch: int = -1) -> Iterator[None]:
-        """A row for what happens inside the ``with``."""
+        """Add a row that lasts as long as the ``with`` block; none if the block raises."""
         start = self.clock.now()
         yield
         self.add(kind, start, step, micro_batch)
@@ -63,6 +70,6 @@ class Recorder:
         return len(self._rows)
 
     def take(self) -> Rows:
-        """All rows so far as an array of dtype TRACE; the recorder is empty afterwards."""
+        """Remove all rows and return them as an array of dtype TRACE."""
         rows, self._rows = self._rows, []
         return np.array(rows, TRACE)

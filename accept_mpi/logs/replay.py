@@ -1,7 +1,7 @@
-"""A trace run again by the simulator: what the same computing takes on other links.
+"""Replays a trace in the simulator, to find how long the same computation takes on other links.
 
-The trace gives each stage's actions in their order and how long each computed; the messages between them are the
-simulator's. With links that take no time, what a step is shorter is what its transfers cost: the part that no computing hid.
+The trace gives the order of each stage's actions and the seconds that each computed; the simulator adds the messages between
+them. Replayed on links that take no time, a step gets shorter by what its transfers cost: the part that no computing hid.
 """
 
 from collections import defaultdict
@@ -15,47 +15,50 @@ from accept_mpi.logs.timeline import COMPUTE, busy_seconds, of_kind
 from accept_mpi.pipeline.schedule import Action
 from accept_mpi.pipeline.simulator import Simulated, simulate
 
-_MOST_STEPS = 100  # of a long run, those in the middle
-_LEAD = 4  # a quarter of the steps comes first: the pipeline fills, and a run's first steps are not like the others
+_MOST_STEPS = 100  # steps replayed, from the middle of a long run
+_LEAD = 4  # the first 1/_LEAD of the steps is not counted: the pipeline fills, and a run's first steps are unlike the others
 
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What transfers cost in some steps of a run."""
+    """The time that transfers cost in some steps of a run."""
 
     seconds: float
-    """Those steps took."""
+    """Seconds that the steps took."""
     exposed: float
-    """Seconds of them that links of no latency and endless bandwidth would have saved."""
+    """Seconds that links without latency and with infinite bandwidth would have saved."""
     busiest: float
-    """Seconds in which the busiest link (one direction of one boundary) had something under way."""
+    """Seconds in which the busiest link (one direction of one boundary) had a message in flight."""
 
     @property
     def hidden(self) -> float:
-        """Share of the busiest link's time that computing hid; NaN where nothing was sent."""
+        """Share of the busiest link's time that computing hid; NaN if nothing was sent."""
         return min(1.0, max(0.0, 1 - self.exposed / self.busiest)) if self.busiest else float("nan")
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """Steps of a run, as they were and as the simulator does them."""
+    """Some steps of a run, as measured and as simulated."""
 
     steps: int
     start: float
     end: float
     seconds: float
-    """Of all of them, simulated."""
+    """Simulated seconds of all the steps."""
     trace: Rows
 
     @property
     def took(self) -> float:
-        """Seconds of all of them, measured."""
+        """Measured seconds of all the steps."""
         return self.end - self.start
 
 
 def rerun(trace: Rows, transfer: Callable[[int, str], float] = lambda boundary, way: 0.0) -> Rerun | None:
-    """The middle steps of a run, every action as long as it was, on links of these times (boundary, "F" or "B" -> seconds).
-    None where fewer than three steps have been finished."""
+    """Simulate the middle steps of a run with the measured length of every action.
+
+    ``transfer`` gives the seconds of a message by boundary and "F" or "B"; by default links take no time. None if fewer than
+    three steps have been finished. Raises RuntimeError if actions wait for others that the trace does not have.
+    """
     steps = _finished(trace)
     if len(steps) < 3:
         return None
@@ -71,8 +74,8 @@ def rerun(trace: Rows, transfer: Callable[[int, str], float] = lambda boundary, 
 
 
 def link_cost(trace: Rows) -> LinkCost:
-    """What transfers cost in the middle steps of a run; zeros where fewer than three steps have been finished, or the trace
-    has actions that wait for others which are not in it."""
+    """The time that transfers cost in the middle steps of a run; zeros if fewer than three steps have been finished, or
+    actions wait for others that the trace does not have."""
     try:
         run = rerun(trace)
     except RuntimeError:
@@ -83,8 +86,10 @@ def link_cost(trace: Rows) -> LinkCost:
 
 
 def mean_times(trace: Rows) -> list[dict[str, float]]:
-    """Mean seconds of each kind of action of each stage, as ``recorded`` counts them, without the first quarter of the
-    steps. What W takes is not in B's, also where some B left nothing to W."""
+    """Mean seconds per kind of action, for each stage, as ``recorded`` counts them, without the first quarter of the steps.
+
+    B's mean excludes W's time even if some Bs computed the weight gradients themselves.
+    """
     steps = _finished(trace)
     if not steps:
         return []
@@ -102,8 +107,11 @@ def mean_times(trace: Rows) -> list[dict[str, float]]:
 
 
 def recorded(trace: Rows) -> tuple[list[list[Action]], list[dict[Action, float]], list[float]]:
-    """Each stage's actions as they were done, the seconds that each took once its input was there (whatever the stage did
-    before it and after the last one counts to it), and when each stage began."""
+    """For each stage: its actions in the order of execution, the seconds of each, and the second at which the stage began.
+
+    An action's seconds run from the end of the action before, or from the arrival of its input if that is later, so they
+    include the stage's other work in between.
+    """
     walks: list[list[Action]] = []
     durations: list[dict[Action, float]] = []
     begins = []
@@ -119,7 +127,7 @@ def recorded(trace: Rows) -> tuple[list[list[Action]], list[dict[Action, float]]
         begins.append(before)
         for action, end in zip(walks[-1], rows["end"].tolist(), strict=True):
             direction = BACKWARD if action.kind == "B" else FORWARD
-            # F of a step and E after it wait under the same name, and a step may be made once more.
+            # Several waits may match: F of a step and E after it wait under the same numbers, and a step may be repeated.
             ends = came[direction, action.step, action.micro_batch] if action.kind in "FEB" else []
             durations_here[action] = end - max([before, *(at for at in ends if at <= end)])
             before = end
@@ -128,7 +136,8 @@ def recorded(trace: Rows) -> tuple[list[list[Action]], list[dict[Action, float]]
 
 
 def _finished(trace: Rows) -> list[int]:
-    """The most steps in a row whose update as many stages have made, each once: a loss and a new plan end them."""
+    """The longest run of consecutive steps that the same number of stages updated, each stage once. A loss or a new plan
+    ends such a run."""
     updates = of_kind(trace, "U")
     best: list[int] = []
     mine: list[int] = []
@@ -148,7 +157,7 @@ def _finished(trace: Rows) -> list[int]:
 
 
 def _between(walks: list[list[Action]], run: Simulated, first: int, last: int) -> float:
-    """Seconds from the updates of step ``first`` to those of ``last``, mean over stages."""
+    """Simulated seconds from the updates of step ``first`` to those of step ``last``, averaged over stages."""
     spans = []
     for walk, times in zip(walks, run.spans, strict=True):
         ends = {action.step: end for action, (_, end) in zip(walk, times, strict=True) if action.kind == "U"}
@@ -157,7 +166,7 @@ def _between(walks: list[list[Action]], run: Simulated, first: int, last: int) -
 
 
 def _busiest(trace: Rows, start: float, end: float) -> float:
-    """Seconds in which the busiest direction of a boundary has something under way."""
+    """Seconds in which the busiest direction of any boundary has a message in flight."""
     sends = of_kind(trace, "send")
     ways = np.unique(np.stack([sends["boundary"], sends["direction"]], axis=1), axis=0)
     chosen = [sends[(sends["boundary"] == boundary) & (sends["direction"] == way)] for boundary, way in ways]

@@ -1,6 +1,6 @@
-"""What a trace says: who computed when, how much was bubble, what was sent; and by which plans.
+"""Evaluates a trace: which stage computed when, how much of the time was bubble, what was sent, under which plans.
 
-Functions on arrays of dtype ``log.TRACE`` and ``log.PLANS``.
+All functions take arrays of dtype ``logs.format.TRACE`` or ``logs.format.PLANS``.
 """
 
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ COMPUTE = ("F", "B", "W", "U", "E")
 
 
 def of_kind(trace: Rows, *kinds: str) -> Rows:
-    """Rows of these kinds."""
+    """The rows of the given kinds."""
     return trace[np.isin(trace["kind"], [NUMBER[kind] for kind in kinds])]
 
 
 def timed(trace: Rows) -> Rows:
-    """Rows whose times are known."""
+    """The rows whose start and end are known."""
     return trace[np.isfinite(trace["start"]) & np.isfinite(trace["end"])]
 
 
 def window(trace: Rows, start: float, end: float) -> Rows:
-    """Rows that overlap the seconds ``start`` to ``end``."""
+    """The rows that overlap the seconds ``start`` to ``end``."""
     return trace[(trace["end"] > start) & (trace["start"] < end)]
 
 
 def steady_window(trace: Rows, steps: int = 3) -> tuple[float, float]:
     """Start and end of ``steps`` consecutive training steps near the middle of a run, in seconds; (0, 0) for an empty trace.
 
-    Steps with an evaluation between them are passed over if there are others.
+    Steps with an evaluation between them are avoided if there are others.
     """
     actions = of_kind(trace, "F", "B", "W", "U")
     if not len(actions):
@@ -47,7 +47,7 @@ def steady_window(trace: Rows, steps: int = 3) -> tuple[float, float]:
     candidates = sorted(range(len(numbers) - count + 1), key=lambda first: abs(first - middle))
     evaluations = of_kind(trace, "E")["start"]
     spans = ends - begins
-    usual = 3 * np.median(spans)  # steps that a loss had made once more span both
+    usual = 3 * np.median(spans)  # a step that was repeated after a loss spans both attempts
     candidates = [first for first in candidates if spans[first : first + count].max() <= usual] or candidates
     for first in candidates:
         start, end = float(begins[first]), float(ends[first + count - 1])
@@ -57,8 +57,11 @@ def steady_window(trace: Rows, steps: int = 3) -> tuple[float, float]:
 
 
 def between(trace: Rows, first: int, last: int) -> tuple[float, float]:
-    """When steps ``first`` and ``last`` ended on the stage that took longest from one to the other. Stages behind it catch
-    up with what it sent ahead while the pipeline filled, for ten steps and more, faster than it can go on."""
+    """Seconds at which steps ``first`` and ``last`` ended, on the stage that took longest from one to the other.
+
+    The slowest stage counts because those behind it seem faster than the pipeline is: for ten steps and more they work off
+    the messages that queued up while it filled.
+    """
     updates = of_kind(trace, "U")
     begins, ends = (
         {int(row["stage"]): float(row["end"]) for row in updates[updates["step"] == step]} for step in (first, last)
@@ -69,19 +72,21 @@ def between(trace: Rows, first: int, last: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class StageUse:
-    """One stage's use of its time in a window, and of its links. Seconds and bytes."""
+    """One stage's computing, bubble and bytes sent in a window of time."""
 
     stage: int
     busy: float
+    """Seconds of computing."""
     bubble: float
     """Share of the window in which the stage does not compute."""
     bytes_raw: tuple[int, int]
-    """Sent before coding: (activations forward, gradients backward)."""
+    """Bytes sent, before coding: (activations forward, gradients backward)."""
     bytes_wire: tuple[int, int]
+    """The same after coding, headers included."""
 
 
 def stage_use(trace: Rows, start: float, end: float) -> list[StageUse]:
-    """How each stage used the seconds ``start`` to ``end``."""
+    """The use that each stage made of the seconds ``start`` to ``end``."""
     rows = window(trace, start, end)
     span = max(end - start, 1e-12)
     result = []
@@ -98,7 +103,7 @@ def stage_use(trace: Rows, start: float, end: float) -> list[StageUse]:
 
 
 def busy_seconds(rows: Rows, start: float, end: float) -> float:
-    """Seconds between ``start`` and ``end`` in which at least one of ``rows`` goes on."""
+    """Seconds between ``start`` and ``end`` that at least one of ``rows`` covers."""
     return _covered(_intervals(window(rows, start, end), start, end))
 
 
@@ -123,11 +128,11 @@ def _covered(intervals: Rows) -> float:
 
 
 def plan_rows(plan: Plan, seconds: float = 0.0, step: int = 0) -> Rows:
-    """A plan that begins at ``seconds``, as rows of dtype PLANS."""
+    """A plan that begins at ``seconds`` after ``step`` steps, as rows of dtype PLANS."""
     stages = [(s, rank, stage.start, stage.stop) for s, stage in enumerate(plan.stages) for rank in stage.ranks]
     return np.array([(seconds, step, *row) for row in stages], PLANS)
 
 
 def plans_of(file: h5py.File) -> Rows:
-    """All plans that a run had; the first alone in logs that did not list them yet."""
+    """All plans of a run, as rows of dtype PLANS; only the first one in early logs, which do not list the others."""
     return file["plans"][:] if "plans" in file and len(file["plans"]) else plan_rows(Plan.from_json(file.attrs["plan"]))

@@ -15,7 +15,7 @@ import numpy as np
 
 from accept_mpi.errors import UserError
 from accept_mpi.logs.format import EVALS, EVENTS, FORMAT, STEPS, TABLES, VERSION, Rows
-from accept_mpi.logs.observers import Evaluated, StepDone
+from accept_mpi.logs.observers import Evaluated, Observer, StepDone
 from accept_mpi.logs.timeline import plan_rows
 from accept_mpi.plan import Plan
 
@@ -23,7 +23,7 @@ _TEXT_BYTES = EVENTS["text"].itemsize
 
 
 class LogWriter:
-    """Writes one log. Rows are buffered and appended at most once a second, so that a step costs no disk wait."""
+    """Writes one log. Rows are buffered and written at most once per second, so that few steps wait for the disk."""
 
     def __init__(
         self,
@@ -34,10 +34,10 @@ class LogWriter:
         earlier: dict[str, Rows] | None = None,
         more: Callable[[h5py.File], None] = lambda file: None,
     ):
-        """Create the log at ``path``; ``earlier`` holds rows to begin with, by table (a resumed run's history); ``more``
-        writes what else there is.
+        """Create the log at ``path``. ``job`` and ``plan`` are JSON texts.
 
-        Raises OSError where the directory cannot be written.
+        ``earlier``: the first rows, by table (a resumed run's history). ``more``: writes further content into the open file.
+        Raises OSError if the directory is not writable.
         """
         self.path = path
         self._pending: dict[str, list[Rows]] = {name: [] for name in TABLES}
@@ -74,11 +74,11 @@ class LogWriter:
             self.flush()
 
     def event(self, seconds: float, step: int, text: str) -> None:
-        """Note what happened at ``seconds`` of the run."""
+        """Add an event at ``seconds`` of the run."""
         self.append("events", np.array([(seconds, step, text.encode(errors="backslashreplace")[:_TEXT_BYTES])], EVENTS))
 
     def flush(self) -> None:
-        """Write all buffered rows out."""
+        """Write all buffered rows to disk."""
         self._last_flush = time.monotonic()
         for name, parts in self._pending.items():
             if not parts:
@@ -91,15 +91,15 @@ class LogWriter:
             dataset.flush()
 
     def close(self) -> None:
-        """Write out and close; closing twice is harmless."""
+        """Flush and close the file; closing it twice is harmless."""
         if self._file:
             with contextlib.suppress(OSError):
                 self.flush()
             self._file.close()
 
 
-class LogObserver:
-    """Appends what happens to the log. A disk that will not have it ends the run with one sentence."""
+class LogObserver(Observer):
+    """Appends to the log what an observer sees. Raises UserError if the disk refuses."""
 
     def __init__(self, writer: LogWriter) -> None:
         self._writer = writer
@@ -120,7 +120,7 @@ class LogObserver:
             raise UserError(f"cannot write the log {self._writer.path}: {error}") from error
 
     def planned(self, seconds: float, step: int, plan: Plan) -> None:
-        """A term begins with this plan, its ranks as in the trace."""
+        """A deployment begins with this plan, whose ranks are numbered as in the trace."""
         self._append("plans", plan_rows(plan, seconds, step))
 
     def close(self) -> None:

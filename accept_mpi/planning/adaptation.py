@@ -20,7 +20,7 @@ import numpy as np
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.logs.format import KINDS, Rows
-from accept_mpi.logs.observers import Evaluated, StepDone
+from accept_mpi.logs.observers import Observer
 from accept_mpi.plan import Plan
 from accept_mpi.planning.estimate import estimate, with_codecs
 from accept_mpi.planning.planner import moving, plan_for
@@ -61,17 +61,14 @@ class Proposal(msgspec.Struct, frozen=True):
     """For people."""
 
 
-class Adapter:
-    """An observer of a run on rank 0. ``proposal`` is set, and ``ask`` is called, when another plan pays."""
+class Adapter(Observer):
+    """Watches one deployment on rank 0: sets ``proposal``, and calls ``ask``, when another plan pays."""
 
-    def __init__(self, job: Job, last_step: int) -> None:
+    def __init__(self, job: Job, last_step: int, plan: Plan, cluster: ClusterProfile, ask: Callable[[], None]) -> None:
+        """``cluster`` has its devices in the order of the deployment's ranks."""
         self._job, self._last_step = job, last_step
-        self.proposal: Proposal | None = None
-
-    def begin(self, plan: Plan, cluster: ClusterProfile, ask: Callable[[], None]) -> None:
-        """A term begins with this plan; ``cluster`` has its devices in the order of their ranks."""
         self._plan, self._cluster, self._ask = plan, cluster, ask
-        self.proposal = None
+        self.proposal: Proposal | None = None
         self._rows: list[Rows] = []
         self._after = self._first = self._looked = -1
         self._refused = 0
@@ -85,7 +82,7 @@ class Adapter:
         """Ranks with enough to do to show how fast they are."""
         self._beats: dict[int, list[float]] = {rank: [] for rank in range(len(cluster.devices))}
 
-    def pulse(self, rank: int, factor: float) -> None:
+    def speed(self, rank: int, factor: float) -> None:
         """A device that is idle, or mostly waits, takes this many times as long for the same as when it was measured."""
         self._beats[rank].append(factor)
 
@@ -154,7 +151,7 @@ class Adapter:
         """How many times as long as the survey says each rank computes, in the median step; an idle one says it itself."""
         found = {rank: self._change(rank) for rank in self._beats}
         for s, stage in enumerate(self._plan.stages):
-            rank = stage.ranks[0]
+            rank = stage.leader
             device, mine = self._cluster.devices[rank], slice(stage.start, stage.stop)
             expected = float(sum(device.forward[mine]) + sum(device.backward[mine]))
             rows = window[window["stage"] == s]
@@ -222,18 +219,6 @@ class Adapter:
             assumed = device.assumed and rank not in self._seen
             devices[rank] = msgspec.structs.replace(device.slowed(factor), assumed=assumed)
         return msgspec.structs.replace(self._cluster, devices=devices)
-
-    def step(self, done: StepDone) -> None:
-        pass
-
-    def evaluated(self, result: Evaluated) -> None:
-        pass
-
-    def event(self, seconds: float, step: int, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def _between(rows: Rows, after: int, count: int) -> Rows:

@@ -51,16 +51,18 @@ def _evenly(problem: Problem, order: Sequence[int], cap: float, rate: float) -> 
     """The least norm below the cap, with devices in this order, any of them idle. All links are taken to carry ``rate``, so
     what is found is to be checked."""
     n, layers = problem.devices, problem.layers
-    coding = problem.coding if problem.coding is not None else np.zeros((n, len(problem.bytes_per_value)))
+    seconds = problem.messages
+    if seconds is None:
+        seconds = np.zeros((n, layers + 1, len(problem.bytes_per_value)))
     # In front of each layer, the codec that costs devices least and is fast enough.
     messages = problem.values[:, None] * problem.bytes_per_value + problem.other[:, None]
-    handling = np.where(messages <= cap * rate, problem.values[:, None] * coding.mean(axis=0), np.inf)
+    handling = np.where(messages <= cap * rate, seconds.mean(axis=0), np.inf)
     codecs = handling.argmin(axis=1)
     place = np.arange(layers + 1)
     size, possible = messages[place, codecs], np.isfinite(handling[place, codecs])
     possible[list(problem.uncuttable)] = False
     size[[0, -1]], possible[[0, -1]] = 0.0, True
-    own = problem.values * coding[:, codecs]  # (n, layers + 1)
+    own = seconds[:, place, codecs]  # (n, layers + 1)
     own[:, [0, -1]] = 0.0
     done = np.concatenate([np.zeros((n, 1)), problem.layer_seconds.cumsum(axis=1)], axis=1)
     least, before = np.full(layers + 1, np.inf), np.full((len(order), layers + 1), -1)

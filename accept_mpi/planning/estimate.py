@@ -71,7 +71,7 @@ def forecast_of(cluster: ClusterProfile, job: Job, plan: Plan) -> Forecast:
     kind: ScheduleKind = job.pipeline.schedule
     profiles = []
     for stage in plan.stages:
-        device, mine = cluster.devices[stage.ranks[0]], slice(stage.start, stage.stop)
+        device, mine = cluster.devices[stage.leader], slice(stage.start, stage.stop)
         profiles.append(
             StageTimes(
                 forward=sum(device.forward[mine]),
@@ -85,7 +85,7 @@ def forecast_of(cluster: ClusterProfile, job: Job, plan: Plan) -> Forecast:
                 update=sum(device.update[mine]),
             )
         )
-    host_links = [max(cluster.host_link(stage.ranks[0]), 1.0) for stage in plan.stages]
+    host_links = [max(cluster.host_link(stage.leader), 1.0) for stage in plan.stages]
     return Forecast(
         kind, micro_batches_of(job), job.pipeline.transfer_slack, profiles, _crossings(cluster, plan), host_links
     )
@@ -126,7 +126,7 @@ def replayed(cluster: ClusterProfile, job: Job, plan: Plan, trace: Rows) -> Repl
 
 def _crossings(cluster: ClusterProfile, plan: Plan) -> dict[Crossing, Traffic]:
     """Traffic of all boundaries."""
-    ranks = [stage.ranks[0] for stage in plan.stages]
+    ranks = plan.leaders
     found = {}
     for boundary, (stage, (a, b)) in enumerate(zip(plan.stages[1:], itertools.pairwise(ranks), strict=True)):
         sizes = {"F": cluster.outline.crossing(stage.start), "B": cluster.outline.returning(stage.start)}

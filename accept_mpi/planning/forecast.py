@@ -14,8 +14,7 @@ from accept_mpi.codecs.coding import bits_of
 from accept_mpi.logs.format import BACKWARD, FORWARD, KINDS, TRACE, Rows
 from accept_mpi.pipeline.schedule import Action, ScheduleKind, actions, max_in_flight
 from accept_mpi.pipeline.simulator import PackedSchedule, Simulated, action_seconds, simulate, simulate_packed
-from accept_mpi.planning.message_model import per_message, while_sending
-from accept_mpi.polling import SOCKET_BYTES
+from accept_mpi.planning.message_model import message_seconds
 from accept_mpi.profiling.cluster_profile import StageTimes
 
 F64 = npt.NDArray[np.float64]
@@ -114,11 +113,10 @@ class Forecast:
             if place in codecs:
                 name, crossing = codecs[place], self.crossings[place]
                 nbytes = crossing.nbytes(name)
-                total += (
-                    crossing.values * costs[name] + nbytes * here.seconds_per_byte + per_message(here.seconds_per_message)
+                on_link = self._carried(place, name, {}) if place == outgoing else None
+                total += message_seconds(
+                    float(crossing.values), nbytes, costs[name], here.seconds_per_byte, here.seconds_per_message, on_link
                 )
-                if place == outgoing and nbytes > SOCKET_BYTES:
-                    total += while_sending(self._carried(place, name, {}), here.seconds_per_message)
         return total
 
     def step(self, codecs: Mapping[Crossing, str]) -> float:

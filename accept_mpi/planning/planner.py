@@ -156,7 +156,7 @@ def moving(cluster: ClusterProfile, plan: Plan, held: Layers) -> tuple[float, fl
     """Seconds in which layers' states get to the devices that do not have them: on the busiest link, and on all together."""
     each = []
     for stage in plan.stages:
-        rank = stage.ranks[0]
+        rank = stage.leader
         layers = [layer for layer in range(stage.start, stage.stop) if layer not in held[rank]]
         nbytes = sum(_STATES * cluster.outline.layers[layer].parameter_bytes for layer in layers)
         each.append(nbytes / cluster.host_link(rank))

@@ -35,8 +35,9 @@ class Problem:
     codecs: tuple[str, ...] = ("none",)
     bytes_per_value: F64 = field(default_factory=lambda: np.array([4.0]))
     """(C,): bytes per value."""
-    coding: F64 | None = None
-    """(N, C): seconds to encode one value and to decode another; none if None."""
+    messages: F64 | None = None
+    """(N, L+1, C): seconds of a device for a boundary's two messages in front of each layer (``message_model``); 0 if
+    None. Grows with ``values`` and ``other``."""
     state: F64
     """(L,): bytes of weights, gradients and optimizer."""
     saved_bytes: F64
@@ -71,7 +72,7 @@ class Problem:
         order = np.array(devices, int)
         changed: dict[str, Any] = {
             name: getattr(self, name)[order]
-            for name in ("layer_seconds", "extra_seconds", "host_link", "coding", "capacity")
+            for name in ("layer_seconds", "extra_seconds", "host_link", "messages", "capacity")
             if getattr(self, name) is not None
         }
         return replace(self, **changed, rate=self.rate[np.ix_(order, order)])
@@ -91,7 +92,7 @@ class Cost:
     """Of one plan, in seconds."""
 
     stages: tuple[float, ...]
-    """Computing a micro-batch, coding included."""
+    """Computing a micro-batch, what messages take included."""
     links: tuple[float, ...]
     """Carrying a micro-batch across each boundary, the slower direction."""
     bottleneck: float
@@ -105,7 +106,7 @@ def cost(problem: Problem, plan: Solution) -> Cost:
     """What a plan costs."""
     stages, host_links, fits = [], [], problem.uncuttable.isdisjoint(plan.edges)
     last = len(plan.devices) - 1
-    messages = [
+    sizes = [
         problem.values[i] * problem.bytes_per_value[c] + problem.other[i]
         for i, c in zip(plan.edges[1:-1], plan.codecs, strict=True)
     ]
@@ -115,16 +116,16 @@ def cost(problem: Problem, plan: Solution) -> Cost:
         if problem.extra_seconds is not None:
             seconds += float(problem.extra_seconds[device, start, stop])
         beside = [b for b in (s - 1, s) if 0 <= b < last]
-        if problem.coding is not None:
-            seconds += sum(float(problem.values[plan.edges[b + 1]] * problem.coding[device, plan.codecs[b]]) for b in beside)
+        if problem.messages is not None:
+            seconds += sum(float(problem.messages[device, plan.edges[b + 1], plan.codecs[b]]) for b in beside)
         stages.append(seconds)
-        host_links.append(sum(messages[b] for b in beside) / problem.host_link[device])
+        host_links.append(sum(sizes[b] for b in beside) / problem.host_link[device])
         behind = last - s
         held = problem.saved_bytes[start:stop].sum() + problem.received(start)
         memory = problem.state_copies[behind] * problem.state[start:stop].sum() + problem.in_flight[behind] * held
         fits &= bool(memory <= problem.capacity[device] * (1 + 1e-12))
     pairs = list(itertools.pairwise(plan.devices))
-    ways = [(m / problem.rate[a, b], m / problem.rate[b, a]) for m, (a, b) in zip(messages, pairs, strict=True)]
+    ways = [(m / problem.rate[a, b], m / problem.rate[b, a]) for m, (a, b) in zip(sizes, pairs, strict=True)]
     links = [max(way) for way in ways]
     bottleneck = float(max([*stages, *links, *host_links]))
     step = bottleneck

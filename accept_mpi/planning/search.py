@@ -140,12 +140,14 @@ class _Kernel:
         self.problem, self.ordered = problem, ordered
         n = problem.devices
         extra = problem.extra_seconds if problem.extra_seconds is not None else np.zeros((n, 1, 1))
-        coding = problem.coding if problem.coding is not None else np.zeros((n, len(problem.bytes_per_value)))
+        messages = problem.messages
+        if messages is None:
+            messages = np.zeros((n, problem.layers + 1, len(problem.bytes_per_value)))
         other = problem.other.copy()
         other[list(problem.uncuttable)] = np.inf
         shared = (
             prefix_sums(problem.layer_seconds), extra, problem.values, other, problem.rate, problem.host_link,
-            problem.bytes_per_value, coding, prefix_sums(problem.state), prefix_sums(problem.saved_bytes), problem.capacity,
+            problem.bytes_per_value, messages, prefix_sums(problem.state), prefix_sums(problem.saved_bytes), problem.capacity,
             problem.in_flight, problem.state_copies,
         )  # fmt: skip
         self.shared = tuple(np.ascontiguousarray(array, np.float64) for array in shared)

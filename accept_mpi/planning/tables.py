@@ -20,7 +20,7 @@ def stage_table(cluster: ClusterProfile, found: Estimate) -> list[str]:
     names = cluster.outline.names
     rows = [["stage", "host", "layers", "", "compute", "busy", "memory", "activations ahead", "", "gradients back", ""]]
     for s, stage in enumerate(found.plan.stages):
-        rank = stage.ranks[0]
+        rank = stage.leader
         row = [
             str(s), f"{cluster.devices[rank].host} (rank {rank})", f"{stage.start}..{stage.stop - 1}",
             f"{names[stage.start]} .. {names[stage.stop - 1]}", f"{1e3 * found.computes[s]:.1f} ms",

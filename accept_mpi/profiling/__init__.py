@@ -1,1 +1,1 @@
-"""What a model takes on this device, measured."""
+"""Measures the time and memory that a model takes on this device."""

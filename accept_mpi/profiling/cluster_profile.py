@@ -1,8 +1,8 @@
-"""All that a plan rests on: what the devices measured of themselves and of their links. Kept in a run's log.
+"""The cluster profile, from which plans are made: measurements of all devices and of their links. Kept in a run's log.
 
-Layout in HDF5 (group ``cluster`` of a log, version 1): datasets ``outline`` and ``devices`` (JSON as bytes), ``times``
-(4 x devices x layers: seconds forward, backward, of it weights, update), ``rate`` (bytes/s from row to column) and
-``latency`` (seconds).
+Layout in HDF5 (group ``survey`` of a log, version 1): datasets ``outline`` and ``devices`` (JSON as bytes), ``times``
+(4 x devices x layers: seconds of forward, backward, the backward's weight gradients, update), ``rate`` (bytes/s from row to
+column) and ``latency`` (seconds).
 """
 
 from collections.abc import Sequence
@@ -22,42 +22,42 @@ _LARGEST = 1e18  # bytes, operations
 _TIMES = ("forward", "backward", "weight_gradient", "update")
 
 
-# As files of earlier versions have them.
+# Field names in files, so that logs of earlier versions can be read.
 _NAMES = {"seconds_per_byte": "byte", "seconds_per_message": "message", "weight_gradient": "weights"}
 
 
 class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, rename=_NAMES):
-    """One rank as measured. Seconds by layer of one micro-batch (``update``: of a step)."""
+    """Measurements of one rank. Lists have seconds per micro-batch for each layer (``update``: per step)."""
 
     host: str
     forward: list[float] = []
     backward: list[float] = []
-    """Of inputs and weights."""
+    """Seconds of the gradients of inputs and weights."""
     weight_gradient: list[float] = []
-    """What of ``backward`` the zero-bubble schedule can put off."""
+    """Part of ``backward`` that the zero-bubble schedule can put off."""
     update: list[float] = []
     encode: dict[str, float]
-    """Seconds a value, by codec."""
+    """Seconds per value, by codec."""
     decode: dict[str, float]
     seconds_per_byte: float
     """Seconds to send or receive a byte."""
     seconds_per_message: float = 0.0
-    """Seconds to send or receive a message, its bytes and coding apart."""
+    """Seconds to send or receive a message, without its bytes and coding."""
     shared: bool
-    """Whether coding and sending take their time from the core that computes."""
+    """True if the data-plane thread competes with computation for the same core."""
     memory: float
     """Bytes that a stage may take."""
     snapshots: bool = False
-    """Whether it keeps copies of its stage's state and of another's."""
+    """True if the rank keeps copies of its own stage's state and of another stage's."""
     factor: float = 1.0
-    """By how much its times were scaled since it measured them (``planning.adaptation``)."""
+    """Factor by which its times were scaled after the measurement (``planning.adaptation``)."""
     assumed: bool = False
-    """Whether its times are rank 0's: it has measured nothing."""
+    """True if its times are rank 0's, because it has measured nothing itself."""
     data: bool = True
-    """Whether it has the data set, so that it may be first or last."""
+    """True if it has the data set, so that it can hold the first or the last stage."""
 
     def slowed(self, factor: float) -> "DeviceProfile":
-        """The same, when all that it does takes ``factor`` times as long: computing, coding, sending."""
+        """A copy in which everything (computing, coding, sending) takes ``factor`` times as long."""
         layers = {name: [factor * seconds for seconds in getattr(self, name)] for name in _TIMES}
         coding = {name: {k: factor * v for k, v in getattr(self, name).items()} for name in ("encode", "decode")}
         once = {name: factor * getattr(self, name) for name in ("seconds_per_byte", "seconds_per_message", "factor")}
@@ -65,17 +65,17 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, rename=_NAMES):
 
 
 class ClusterProfile(msgspec.Struct, frozen=True):
-    """A model and the devices to train it."""
+    """A model's outline with the measurements of the devices that are to train it and of their links."""
 
     outline: Outline
     devices: list[DeviceProfile]
     rate: list[list[float]]
-    """Bytes/s from one device to another, both ways at once."""
+    """Bytes/s from device (row) to device (column), with both directions busy."""
     latency: list[list[float]]
-    """Seconds."""
+    """Seconds from device (row) to device (column)."""
 
     def host_link(self, device: int) -> float:
-        """Bytes/s of a device's own link: what it shares among its neighbours."""
+        """Bytes/s of a device's own link, which all its neighbours share: its best rate to another host."""
         hosts = [other.host for other in self.devices]
         others = [rate for other, rate in enumerate(self.rate[device]) if other != device]
         away = [rate for other, rate in enumerate(self.rate[device]) if hosts[other] != hosts[device]]
@@ -83,11 +83,11 @@ class ClusterProfile(msgspec.Struct, frozen=True):
 
     @property
     def snapshots(self) -> bool:
-        """Whether devices keep copies of their stages' state and of others'."""
+        """True if devices keep copies of their own stages' state and of others'."""
         return any(device.snapshots for device in self.devices)
 
     def within(self, rooms: Sequence[float]) -> "ClusterProfile":
-        """The same, each device with so many bytes of memory at most."""
+        """A copy in which device ``n`` has at most ``rooms[n]`` bytes of memory."""
         devices = [
             msgspec.structs.replace(device, memory=min(device.memory, room))
             for device, room in zip(self.devices, rooms, strict=True)
@@ -95,15 +95,15 @@ class ClusterProfile(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, devices=devices)
 
     def only(self, devices: list[int]) -> "ClusterProfile":
-        """Of these devices, in this order."""
+        """A cluster profile of these devices only, in this order."""
         rate, latency = ([[table[a][b] for b in devices] for a in devices] for table in (self.rate, self.latency))
         return ClusterProfile(self.outline, [self.devices[n] for n in devices], rate, latency)
 
     def write(self, group: Any) -> None:
-        """Into an HDF5 group."""
+        """Write the profile into an empty HDF5 group."""
         bare = [msgspec.structs.replace(device, **{name: [] for name in _TIMES}) for device in self.devices]
         group.attrs["version"] = 1
-        # Attributes hold 64 KiB at most.
+        # Datasets, since attributes hold 64 KiB at most.
         group["outline"] = np.frombuffer(msgspec.json.encode(self.outline), np.uint8)
         group["devices"] = np.frombuffer(msgspec.json.encode(bare), np.uint8)
         group["times"] = np.array([[getattr(device, name) for device in self.devices] for name in _TIMES])
@@ -111,7 +111,7 @@ class ClusterProfile(msgspec.Struct, frozen=True):
 
     @staticmethod
     def read(group: Any) -> "ClusterProfile":
-        """From an HDF5 group. Raises UserError where it holds no cluster profile."""
+        """Read a profile from an HDF5 group. Raises UserError if the group does not hold a valid one."""
         where = group.file.filename
         try:
             if (version := number_in(group, "version")) != 1:
@@ -129,7 +129,7 @@ class ClusterProfile(msgspec.Struct, frozen=True):
             pairs = (len(devices), len(devices))
             rate, latency = (values_in(group, name, kinds="f", shape=pairs) for name in ("rate", "latency"))
             _check_numbers(msgspec.to_builtins([*devices, latency.tolist()]), "devices")
-            if not (rate > 0).all():  # infinite from a device to itself
+            if not (rate > 0).all():  # a device's rate to itself is infinite
                 raise Damaged("a rate in it is none")
         except (Damaged, RecursionError, msgspec.MsgspecError) as error:
             raise UserError(f"{where}: the cluster profile in it cannot be read: {error}") from error
@@ -137,7 +137,7 @@ class ClusterProfile(msgspec.Struct, frozen=True):
 
 
 def outline_in(group: Any, name: str = "outline") -> Outline:
-    """A model's outline, as bytes of JSON in a group. Raises Damaged."""
+    """Read a model's outline, stored as JSON bytes in a group. Raises Damaged if it is not a valid outline."""
     try:
         outline = msgspec.json.decode(values_in(group, name, dtype=np.uint8, shape=(None,)).tobytes(), type=Outline)
     except (RecursionError, msgspec.MsgspecError) as error:
@@ -149,7 +149,7 @@ def outline_in(group: Any, name: str = "outline") -> Outline:
 
 
 def _check_numbers(value: Any, what: str) -> None:
-    """Raises Damaged where a number, however deep in plain data, is no size and no time; or a dtype is not torch's."""
+    """Raises Damaged if any number in nested plain data is negative, NaN or too large, or a dtype is not one of torch's."""
     if isinstance(value, dict):
         if not isinstance(getattr(torch, value.get("dtype", "float32"), None), torch.dtype) and value["dtype"] != "absent":
             raise Damaged(f'{what} with a dtype "{value["dtype"]}"')
@@ -163,22 +163,22 @@ def _check_numbers(value: Any, what: str) -> None:
 
 
 class StageTimes(msgspec.Struct, frozen=True):
-    """What one rank takes, in seconds."""
+    """Seconds that one rank takes for its stage and for messages."""
 
     forward: float
-    """A micro-batch."""
+    """Seconds per micro-batch."""
     backward: float
-    """A micro-batch, weight gradients included."""
+    """Seconds per micro-batch, weight gradients included."""
     encode: dict[str, float]
-    """A value, by codec."""
+    """Seconds per value, by codec."""
     decode: dict[str, float]
     seconds_per_byte: float = 0.0
-    """To send or receive a byte."""
+    """Seconds to send or receive a byte."""
     seconds_per_message: float = 0.0
-    """To send or receive a message, its bytes and coding apart."""
+    """Seconds to send or receive a message, without its bytes and coding."""
     shared: bool = False
-    """Whether coding, sending and receiving take their time from the core that computes."""
+    """True if the data-plane thread competes with computation for the same core."""
     weight_gradient: float | None = None
-    """What of ``backward`` is the zero-bubble schedule's W; half of it if None."""
+    """Part of ``backward`` that is the zero-bubble schedule's W; None stands for half of it."""
     update: float = 0.0
-    """The optimizer's step."""
+    """Seconds per optimizer step."""

@@ -1,8 +1,8 @@
-"""How long each layer takes on this device, found by training pieces of the model for a few seconds before the run.
+"""Measures how long each layer takes on this device, by training pieces of the model for a few seconds before the run.
 
-A piece is a real ``Stage`` over some tenth of the model's work, in the threads and memory format that training will use, on
-random activations; clocks between its layers split its time. Measured where they run, not alone: a layer's time depends on
-what its neighbours leave in the caches. Pieces are built and thrown away one after another, so a device needs room for one.
+A piece is a real ``Stage`` over about a tenth of the model's work, on random activations, with the threads and memory format
+that training will use; clocks between its layers split its time. Layers are not measured alone, because a layer's time
+depends on what its neighbours leave in the caches. Pieces are built and discarded one by one, so only one must fit in memory.
 """
 
 import math
@@ -26,16 +26,16 @@ from accept_mpi.profiling.outline import Outline
 from accept_mpi.profiling.timed_piece import TimedPiece, micro_batches_in_flight, stretch_of
 from accept_mpi.tree import Tree
 
-_HEAP = 3  # times what a piece is known to hold: gradients, scratch and the allocator's gaps besides
-_COPIES = 6  # of weights, at most: a version and the optimizer's own, gradients, two of its moments, one on the way
-_SECOND = 0.4  # of the budget, for a second look
-_LOOKED_AT = 4  # micro-batches
-_QUICK = 0.1  # share of the budget for a device that is known
-_SAME = 0.12  # the logarithm of now / then up to which it is what it was
+_HEAP = 3  # memory that a piece takes over what it is known to hold: gradients, scratch and the allocator's gaps
+_COPIES = 6  # of the weights at most exist at once: two versions, gradients, two optimizer moments, one temporary
+_SECOND = 0.4  # share of the budget for retiming
+_LOOKED_AT = 4  # micro-batches of which the largest is measured
+_QUICK = 0.1  # share of the budget for checking a known device
+_SAME = 0.12  # |log(time now / time then)| below which a device counts as unchanged
 
 
 class Subject(NamedTuple):
-    """What is measured: a job's model, trained on a micro-batch of real data."""
+    """The subject of a measurement: a job's model, and a micro-batch of real data to train it on."""
 
     chain: Chain
     outline: Outline
@@ -43,14 +43,14 @@ class Subject(NamedTuple):
     loss: Loss
     inputs: Tensors
     target: Any
-    """None: the device has no data, and the pieces that need it wait for a guess."""
+    """None if the device has no data; the pieces that need it are not measured then."""
     tree: Tree | None = None
-    """What the inputs are the tensors of; None: a tensor alone, or a tuple of several."""
+    """Structure whose tensors the inputs are; None for a lone tensor or a tuple of several."""
     samples: int | None = None
 
 
 class MicroBatch(NamedTuple):
-    """Inputs and targets of some micro-batch; nothing without data."""
+    """Inputs and targets of a micro-batch; empty on a device without data."""
 
     inputs: Tensors = ()
     target: Any = None
@@ -66,13 +66,13 @@ def time_layers(
     order: Sequence[int] = (),
     crowded: bool = False,
 ) -> LayerTimes:
-    """Measure every layer, for about ``budget`` seconds in all.
+    """Measure all layers, for about ``budget`` seconds in total. Layers that it did not reach have NaN.
 
-    ``known``: what this device took earlier. A tenth of the budget tells whether that still counts; the rest goes to what it
-    has not measured yet.
-    ``room``: bytes that a piece may take; larger ones are left to a guess.
-    ``order``: in which ``pieces`` get their turn, should the budget not reach all; by default such that few tell most.
-    ``crowded``: more threads than cores are measuring here, so that a short look tells nothing: what is known counts.
+    ``known``: this device's times from an earlier run. A tenth of the budget checks that they still hold; if they do, the
+    rest goes to layers that they lack.
+    ``room``: bytes that a piece may take; larger pieces are not measured.
+    ``order``: the order in which to time ``pieces``, in case the budget ends early; by default spread over the model.
+    ``crowded``: more threads than cores measure here, so a short check would be unreliable and ``known`` is trusted as is.
     """
     began = time.monotonic()
 
@@ -101,8 +101,8 @@ def time_layers(
 
 
 def retime(subject: Subject, chosen: Sequence[tuple[int, int]], room: float = math.inf) -> list[TimedRange]:
-    """What these pieces take now, measured for some of a job's ``probe_seconds``; without those that take more than ``room``
-    bytes or need data that there is none of."""
+    """Measure these pieces (first layer, last + 1) again, for ``_SECOND`` of the job's ``probe_seconds``. Skips those that
+    take more than ``room`` bytes, or need data that this device lacks."""
     budget = _SECOND * subject.job.pipeline.probe_seconds
     return _measure(subject, list(chosen), budget, room, brief=True)[1]
 
@@ -110,7 +110,7 @@ def retime(subject: Subject, chosen: Sequence[tuple[int, int]], room: float = ma
 def _measure(
     subject: Subject, chosen: list[tuple[int, int]], budget: float, room: float, brief: bool = False
 ) -> tuple[np.ndarray, list[TimedRange], float]:
-    """(4, layers) seconds, NaN outside the pieces that the budget allows; whole pieces; and the stretch."""
+    """(4, layers) seconds, NaN outside the pieces that the budget reached; these pieces' times; and the stretch."""
     chain, outline, job, loss, inputs, target, of, samples = subject
     began = time.monotonic()
     count = len(outline.layers)
@@ -119,7 +119,7 @@ def _measure(
     wall = cpu = 0.0
     needs = {run: _bytes(outline, *run) for run in chosen}
     chosen = [run for run in chosen if needs[run] <= room]
-    # What comes from the kernel while a piece is measured would count as its time.
+    # Take memory from the kernel beforehand: page faults during the measurement would count as the piece's time.
     take_memory(int(min(room, _HEAP * max((needs[run] for run in chosen), default=0))))
     work = [sum(guess(x.operations, x.saved_bytes, x.parameter_bytes) for x in outline.layers[a:b]) for a, b in chosen]
     for number, (start, stop) in enumerate(chosen):
@@ -136,7 +136,7 @@ def _measure(
         wall, cpu = wall + timed.wall, cpu + timed.cpu
         measured.append((start, stop))
         piece.close()
-    # One stretch for all: what a quota does to a piece depends on when its period began.
+    # One stretch for all pieces: how much a CPU quota delays a single piece depends on when the quota's period began.
     stretch = stretch_of(wall, cpu)
     found *= stretch
     runs = [(a, b, float(found[0, a:b].sum()), float(found[1, a:b].sum())) for a, b in measured]
@@ -144,7 +144,7 @@ def _measure(
 
 
 def _bytes(outline: Outline, start: int, stop: int) -> int:
-    """What a piece takes while it is measured."""
+    """Bytes that the piece of layers ``start`` to ``stop`` - 1 takes while it is measured."""
     layers = outline.layers[start:stop]
     trained = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
     held = sum(layer.saved_bytes for layer in layers)
@@ -152,7 +152,7 @@ def _bytes(outline: Outline, start: int, stop: int) -> int:
 
 
 def micro_batch(train: Dataset | None, job: Job) -> MicroBatch:
-    """The largest of the first few micro-batches: samples may be of different lengths."""
+    """The largest of the data set's first few micro-batches, since samples may differ in length; empty without data."""
     if train is None:
         return MicroBatch()
     size = -(-job.train.batch_size // job.train.micro_batches)
@@ -166,14 +166,14 @@ def micro_batch(train: Dataset | None, job: Job) -> MicroBatch:
 
 
 def _unchanged(runs: list[TimedRange], known: LayerTimes) -> bool:
-    """Whether pieces take now what they were known to."""
+    """True if the pieces measured now take about as long in total as the known times say."""
     now = sum(forward + backward for _, _, forward, backward in runs)
     then = sum(sum(known.forward[a:b]) + sum(known.backward[a:b]) for a, b, _, _ in runs)
     return now > 0 and then > 0 and abs(math.log(now / then)) < _SAME
 
 
 def random_inputs(outline: Outline, layer: int) -> Tensors:
-    """Activations in front of a layer."""
+    """Random activations of the shapes that ``layer`` takes as inputs."""
     values = []
     for spec in outline.layers[layer].inputs:
         value = spec.zeros()

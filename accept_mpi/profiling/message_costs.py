@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from accept_mpi.codecs.coding import NONE, Coding
-from accept_mpi.codecs.message import HEADER_BYTES, Bytes, aligned, buffer_bytes, decode, encode
+from accept_mpi.codecs.message import HEADER_BYTES, Bytes, Label, aligned, buffer_bytes, decode, encode
 from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
 
 _CODEC_VALUES = 1 << 21  # more than caches hold, as boundaries' tensors are by the time they are coded
@@ -64,8 +64,8 @@ def _each(times: Sequence[float]) -> float:
 
 def _encoded(specs: Specs, values: Tensors, buffer: Bytes, coding: Coding) -> int:
     """Write a message; its length in bytes."""
-    fields = {"step": 0, "micro_batch": 0, "samples": _SAMPLES, "flags": 0, "direction": 0, "boundary": 0, "scale": 1.0}
-    header = encode(specs, values, buffer, coding, 0, now=time.monotonic, **fields)  # type: ignore[arg-type]
+    label = Label(direction=0, boundary=0, step=0, micro_batch=0, samples=_SAMPLES)
+    header = encode(label, specs, values, buffer, coding, now=time.monotonic)
     return HEADER_BYTES + header.length
 
 

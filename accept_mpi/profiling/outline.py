@@ -1,7 +1,7 @@
-"""What a model's layers are, without their weights: shapes at every possible cut, parameters, operations, memory.
+"""Outlines a model without its weights: shapes at every possible cut, parameters, operations and memory of each layer.
 
-Found on torch's "meta" device, where tensors have shapes and no values, so a model too big for this machine can be outlined,
-in little time. Layers that need values (a user's own may) are run for real, one after another.
+The outline comes from a run on torch's "meta" device, where tensors have shapes but no values: it is fast, and works for a
+model too big for this machine. If a layer needs values (a user's own may), layers are run for real instead, one by one.
 """
 
 import hashlib
@@ -26,59 +26,60 @@ from accept_mpi.users_code import call_layer, taken_apart
 
 
 class LayerOutline(msgspec.Struct, frozen=True, omit_defaults=True, rename={"saved_bytes": "held"}):
-    """One layer, at one size of micro-batch."""
+    """One layer, at one micro-batch size."""
 
     inputs: tuple[TensorSpec, ...]
-    """What crosses if the model is cut in front of it."""
+    """Tensors that cross the boundary if the model is cut in front of this layer."""
     kind: str
-    """Its module's class."""
+    """Class name of its module."""
     parameters: int
-    """Values that are trained or frozen."""
+    """Number of parameters, trained and frozen."""
     parameter_bytes: int
     buffer_bytes: int
     operations: float
     """Floating-point operations of a forward, as torch counts them (matrix products and convolutions)."""
     saved_bytes: int
-    """Bytes kept from F to B that no layer before keeps already."""
+    """Bytes kept from F to B that no earlier layer keeps already."""
     frozen_bytes: int = 0
-    """Of the parameters' bytes, those that are not trained."""
+    """Part of ``parameter_bytes`` that is not trained."""
     tree: Tree | None = None
-    """What the inputs belong to; None: a tensor alone, or a tuple of several."""
+    """Structure whose tensors the inputs are; None for a lone tensor or a tuple of several."""
 
 
 class Outline(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A model at one size of micro-batch."""
+    """A model at one micro-batch size."""
 
     samples: int
     names: tuple[str, ...]
     layers: tuple[LayerOutline, ...]
     channels_last: bool
     shared: tuple[Shared, ...] = ()
-    """What layers share."""
+    """Tensors that layers share."""
 
     @property
     def key(self) -> str:
-        """Names the model and the size: equal for equal layers, shapes and memory format, different for any other."""
+        """Hash of the outline: equal exactly for equal layers, shapes, micro-batch size and memory format."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
     def crossing(self, layer: int) -> tuple[int, int]:
-        """float values and other bytes (header included) that cross in front of a layer; (0, 0) at the ends."""
+        """Number of float values, and bytes of everything else (header included), in a message of activations if the model
+        is cut in front of ``layer``; (0, 0) at the ends."""
         return crossing_sizes(self.layers[layer].inputs) if 0 < layer < len(self.layers) else (0, 0)
 
     def returning(self, layer: int) -> tuple[int, int]:
-        """The same of the gradients that come back there: none for what has only frozen layers before it."""
+        """The same for the gradients that come back there; inputs that need no gradient do not count."""
         return crossing_sizes(tuple(spec for spec in self.layers[layer].inputs if spec.grad))
 
 
 def crossing_sizes(specs: Specs) -> tuple[int, int]:
-    """Values that a codec can code, and the bytes of a message besides."""
+    """Number of values in a message that a codec can code, and bytes of everything else (header included)."""
     values = sum(spec.numel for spec in specs if spec.dtype in ("float32", "float64"))
     other = sum(spec.nbytes for spec in specs if spec.dtype not in ("float32", "float64"))
     return values, HEADER_BYTES + other
 
 
 def outline_of(chain: Chain, job: Job, inputs: Tensors, of: Tree | None = None, samples: int | None = None) -> Outline:
-    """The outline of a job's model."""
+    """The outline of a job's model for a micro-batch of ``inputs``; see ``outline``."""
     memory_format = job.train.memory_format
     channels_last = None if memory_format == "auto" else memory_format == "channels_last"
     return outline(chain, job.train.seed, inputs, channels_last, of, samples)
@@ -92,10 +93,11 @@ def outline(
     of: Tree | None = None,
     samples: int | None = None,
 ) -> Outline:
-    """The outline of a model that is fed ``inputs`` (a micro-batch's of so many ``samples``), the tensors ``of`` a tree.
-    ``channels_last``: None, if it has convolutions.
+    """The outline of a model for a micro-batch of ``inputs``.
 
-    Raises UserError where a layer cannot be built or cannot take what the one before gives.
+    ``channels_last``: None uses that memory format if the model has 2-d convolutions. ``of``: the tree whose tensors the
+    inputs are. ``samples``: their number, by default the first tensor's length. Raises UserError if a layer cannot be built
+    or does not accept the output of the one before.
     """
     with seeded(init_seed(seed, len(chain))):
         if channels_last is None:
@@ -106,7 +108,7 @@ def outline(
         count = samples if samples is not None else len(given[0]) if given else 0
         try:
             found = _outline(chain, seed, value, channels_last, count, abstract=True)
-        except Exception:  # some layers need values
+        except Exception:  # some layers need values, which the meta device does not have
             found = _outline(chain, seed, value, channels_last, count, abstract=False)
     return msgspec.structs.replace(found, shared=chain.shared())
 
@@ -129,7 +131,7 @@ def _outline(chain: Chain, seed: int, value: Any, channels_last: bool, samples: 
             value = call_layer(index, chain.names[index], module, value, setting_up=True)
         if abstract and channels_last:  # convolutions on the meta device forget the layout
             value = tree.replace(value, held.laid_out)
-        if not abstract:  # let go of what this layer holds; a layer may work in place, so not on leaves
+        if not abstract:  # Release this layer's graph. The product makes a non-leaf, on which the next layer may work in place.
             value = tree.replace(
                 value, lambda x: x.detach().requires_grad_(x.requires_grad) * 1 if x.requires_grad else x.detach()
             )
@@ -150,17 +152,20 @@ def _outline(chain: Chain, seed: int, value: Any, channels_last: bool, samples: 
 
 
 class _Held:
-    """Counts what autograd keeps of a layer. On the meta device all layers are one graph, and a tensor that two of them keep
-    counts once; for real each layer is a graph of its own."""
+    """Counts the bytes that autograd saves for a layer's backward.
+
+    On the meta device all layers form one graph (``connected``), and a tensor saved by two of them counts once; in a run for
+    real each layer has its own graph.
+    """
 
     def __init__(self, connected: bool) -> None:
         self._connected = connected
-        self._seen: dict[int, torch.UntypedStorage] = {}  # held, so that no address is met twice
+        self._seen: dict[int, torch.UntypedStorage] = {}  # references keep addresses from being reused
         self._own: set[int] = set()
         self.bytes = 0
 
     def begin(self, own: list[torch.Tensor]) -> None:
-        """Another layer, with these parameters and buffers."""
+        """Start counting for another layer, whose parameters and buffers are ``own``."""
         if not self._connected:
             self._seen.clear()
         self._own, self.bytes = {_storage(tensor) for tensor in own}, 0
@@ -173,7 +178,7 @@ class _Held:
         return tensor
 
     def laid_out(self, before: torch.Tensor) -> torch.Tensor:
-        """The same tensor in channels_last, if it can be."""
+        """The tensor in channels_last format if it has four dimensions, otherwise itself."""
         if before.dim() != 4:
             return before
         after = before.contiguous(memory_format=torch.channels_last)

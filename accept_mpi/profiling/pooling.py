@@ -1,6 +1,7 @@
-"""Devices of one kind plan as one: what each measures of itself in a few seconds is off by a tenth or two, the median of
-several by less. Of one kind are those with the same processor and settings, whatever share of it they have: what they take
-is compared as seconds of CPU. Pure.
+"""Pools the measurements of devices of one kind. Pure.
+
+A device that measures itself for a few seconds is off by 10 or 20 %; the median of several is more precise. Devices are of
+one kind if processor and settings are equal; their shares of the processor may differ, so CPU seconds are compared.
 """
 
 import math
@@ -14,30 +15,35 @@ import numpy as np
 from accept_mpi.profiling.layer_times import LayerTimes, TimedRange, of_layers
 from accept_mpi.profiling.message_costs import MessageCosts
 
-_APART = 1.25  # are devices of one kind at most, to be taken for the same
-_ASKED = 3  # pieces, of a second look
+_APART = 1.25  # devices of one kind whose times are within this factor of the median count as equal
+_ASKED = 3  # pieces that are timed again
 
 
 class DeviceKind(NamedTuple):
-    """What makes a device take the time that it takes."""
+    """The facts that determine how long a device takes."""
 
     processor: str
-    """The processor, and all settings."""
+    """Key of the processor and all settings."""
     share: str
-    """How much of it the device has."""
+    """Share of the processor that the device has."""
 
 
 def probing_order(order: Sequence[int], place: int, mates: int) -> list[int]:
-    """The order for one of ``mates`` devices of a kind: the first of all, that they may be compared, then each begins
-    elsewhere. What their budgets do not reach is another for each."""
+    """The order of pieces for device number ``place`` of ``mates`` devices of a kind.
+
+    All begin with the same piece, so that they can be compared, and continue from different places, so that their budgets
+    leave out different pieces.
+    """
     rest = order[1:]
     begin = place * len(rest) // mates
     return [*order[:1], *rest[begin:], *rest[:begin]]
 
 
 def merged(same: Sequence[LayerTimes]) -> LayerTimes:
-    """What ranks that share a host and all settings have measured, as one: medians of what they have. (Of a piece that was
-    still cold when its turn ended, one device may say twice what the others do.)"""
+    """Merge the times of ranks that have equal facts: medians over those that measured a layer or piece.
+
+    Medians, because a piece that was still cold when its turn ended may seem to take twice as long on one rank.
+    """
     rows = np.array([[one.forward, one.backward, one.weight_gradient, one.update] for one in same])
     usual = np.full(rows.shape[1:], np.nan)
     there = np.isfinite(rows).any(axis=0)
@@ -57,10 +63,11 @@ def merged(same: Sequence[LayerTimes]) -> LayerTimes:
 def pool(
     times: Sequence[LayerTimes], kinds: Sequence[DeviceKind], again: Sequence[Sequence[TimedRange]] = ()
 ) -> list[LayerTimes]:
-    """Devices of one kind that measured much the same, taken to be the same, the median of them. (Each keeps its share's
-    stretch, and the stages that it was observed with.) One that is further than
-    that from its kind's median stays what it is, unless a second look (``again``: what each measured then, as ``doubted``
-    says) found it like the others: it was something else on its machine that took the time.
+    """Give devices of one kind that measured about the same the median of their times.
+
+    Each keeps the stretch of its share of the processor and its observed stages. A device further from its kind's median
+    keeps its own times, unless retiming (``again``: each device's times of the pieces that ``doubted`` named) found it like
+    the others: then something else on its machine had taken the time.
     """
     found = list(times)
     stretches = _stretches(times, kinds)
@@ -80,7 +87,7 @@ def pool(
 def pool_message_costs(
     costs: Sequence[MessageCosts], kinds: Sequence[DeviceKind], same: Sequence[bool]
 ) -> list[MessageCosts]:
-    """Devices of one kind that plan as one (``same``) handle messages alike, too: medians of what they measured."""
+    """Give devices of one kind that were pooled (``same``) the medians of their message costs."""
     found = list(costs)
     for processor in {kind.processor for kind in kinds}:
         group = [n for n, kind in enumerate(kinds) if same[n] and kind.processor == processor]
@@ -100,8 +107,11 @@ def _usual(those: Sequence[MessageCosts], codec: str, way: int) -> float:
 
 
 def doubted(times: Sequence[LayerTimes], kinds: Sequence[DeviceKind]) -> list[list[tuple[int, int]]]:
-    """For each device the pieces (first layer, last + 1) that a second look should time: of all of a kind, at the same time,
-    where one of them measured itself otherwise than the others; nothing elsewhere."""
+    """For each device the pieces (first layer, last + 1) that should be timed again.
+
+    If one device of a kind measured other times than the rest, all of that kind time the same pieces again, simultaneously;
+    the lists of other devices are empty.
+    """
     asked: list[list[tuple[int, int]]] = [[] for _ in times]
     bare = [_scaled(one, 1 / stretch) for one, stretch in zip(times, _stretches(times, kinds), strict=True)]
     for group in _groups(times, kinds):
@@ -114,8 +124,8 @@ def doubted(times: Sequence[LayerTimes], kinds: Sequence[DeviceKind]) -> list[li
 
 
 def _stretches(times: Sequence[LayerTimes], kinds: Sequence[DeviceKind]) -> list[float]:
-    """By which seconds of CPU become those of the clock, on all that have the same share of the same processor: one of them
-    on which something else is running has measured longer than they."""
+    """Wall-clock seconds per CPU second for each device: the median over those with the same share of the same processor,
+    since one on which something else was running measured too long."""
     by_kind: dict[DeviceKind, list[float]] = {}
     for one, kind in zip(times, kinds, strict=True):
         by_kind.setdefault(kind, []).append(one.stretch)
@@ -123,14 +133,14 @@ def _stretches(times: Sequence[LayerTimes], kinds: Sequence[DeviceKind]) -> list
 
 
 def _scaled(one: LayerTimes, factor: float) -> LayerTimes:
-    """The same, when all takes ``factor`` times as long."""
+    """A copy in which everything takes ``factor`` times as long."""
     rows = factor * np.array([one.forward, one.backward, one.weight_gradient, one.update])
     runs = tuple((start, stop, factor * forward, factor * backward) for start, stop, forward, backward in one.pieces)
     return msgspec.structs.replace(of_layers(rows, one.seconds, runs, one.stretch), observed=one.observed)
 
 
 def _groups(times: Sequence[LayerTimes], kinds: Sequence[DeviceKind]) -> list[list[int]]:
-    """Devices that have mates and measured something."""
+    """Groups of two or more devices of one kind that measured something."""
     there = [n for n, one in enumerate(times) if any(one.measured)]
     processors = sorted({kind.processor for kind in kinds})
     groups = [[n for n in there if kinds[n].processor == processor] for processor in processors]
@@ -138,26 +148,28 @@ def _groups(times: Sequence[LayerTimes], kinds: Sequence[DeviceKind]) -> list[li
 
 
 def _alike_at_once(times: Sequence[LayerTimes], group: Sequence[int]) -> list[int]:
-    """Those that measured much the same, without a second look."""
+    """The devices of a group that measured about the same at the first attempt."""
     return _near(group, _compared(np.array([np.add(times[n].forward, times[n].backward) for n in group])))
 
 
 def _near(group: Sequence[int], took: np.ndarray) -> list[int]:
-    """Those near the median."""
+    """The devices of a group whose time ``took`` is within ``_APART`` of the median."""
     if not np.isfinite(took).any():
         return []
     return [n for n, ratio in zip(group, took / np.nanmedian(took), strict=True) if 1 / _APART < ratio < _APART]
 
 
 def _looked(again: Sequence[Sequence[TimedRange]]) -> np.ndarray:
-    """Seconds of what all have timed in a second look; NaN without such."""
+    """Seconds of each device for the pieces that all have timed again; NaN if there are none."""
     shared = set.intersection(*({run[:2] for run in runs} for runs in again))
     return np.array([sum(run[2] + run[3] for run in runs if run[:2] in shared) if shared else math.nan for runs in again])
 
 
 def _compared(rows: np.ndarray) -> np.ndarray:
-    """What devices take (rows; columns: layers, NaN where not measured) for a second of the usual one, by the layers that
-    others have measured, too; NaN without such."""
+    """Time of each device relative to the median device, over the layers that it shares with others; NaN if there are none.
+
+    ``rows``: (devices, layers) seconds, NaN where not measured.
+    """
     shared = np.isfinite(rows).sum(axis=0) > 1
     rows = rows[:, shared]
     usual = np.where(np.isfinite(rows), np.nanmedian(rows, axis=0), 0.0)

@@ -1,4 +1,4 @@
-"""A run of layers as a real stage, with clocks between its layers."""
+"""Times a range of layers as a real stage, with clocks between its layers."""
 
 import math
 import statistics
@@ -21,36 +21,38 @@ from accept_mpi.profiling.outline import Outline
 from accept_mpi.tree import Tree
 
 _MOST_ROUNDS, _LEAST_PASSES = 40, 3
-_WINDOW = 0.1  # seconds that a piece is measured at least: quotas of CPU are given out every 5 to 100 ms
-_PRECISE = 0.005  # standard error of the mean at which a piece is known well enough
-_MOST_FLIGHT, _CACHE_BYTES = 3, 32 << 20  # micro-batches in flight: as many as caches do not hold
-_FEW = 32  # pages: a pass finds as much new wherever it looks
+_WINDOW = 0.1  # seconds for which a piece is measured at least: CPU quotas are refilled every 5 to 100 ms
+_PRECISE = 0.005  # relative standard error of the mean at which measuring stops
+_MOST_FLIGHT, _CACHE_BYTES = 3, 32 << 20  # micro-batches in flight: enough to exceed the caches
+_FEW = 32  # page faults below this number are noise
 
 
 def micro_batches_in_flight(held: float) -> int:
-    """Micro-batches between F and B while a piece is measured, each holding so many bytes."""
+    """Number of micro-batches between F and B while a piece is measured; each holds ``held`` bytes of activations."""
     return min(_MOST_FLIGHT, 1 + int(_CACHE_BYTES / max(1.0, held)))
 
 
 def stretch_of(wall: float, cpu: float) -> float:
-    """Seconds of the clock for a second of CPU."""
+    """Wall-clock seconds per CPU second, at least 1."""
     return max(1.0, wall / max(cpu, 1e-9))
 
 
 class Timed(NamedTuple):
-    """What a piece took."""
+    """Times of a piece."""
 
     layers: np.ndarray
-    """Seconds of CPU, by layer: rows forward, backward and, of all of its rounds, weights and update."""
+    """(4, layers) CPU seconds per pass: forward, backward, the backward's weight gradients, update (``lap``: the first two)."""
     wall: float
-    """Seconds of the clock for all of it."""
+    """Wall-clock seconds of the whole measurement."""
     cpu: float
-    """Seconds of CPU."""
+    """CPU seconds of the whole measurement."""
 
 
 def _usual(passes: list[tuple[int, np.ndarray]]) -> np.ndarray:
-    """The lower median of all but the first, which warms up, and of these only those in which least memory came from the
-    kernel (pages, with what each pass took): training keeps its memory."""
+    """Lower median of the passes (page faults, CPU seconds per layer), without the first, which warms up.
+
+    Passes that took more memory from the kernel than others do not count: in training a stage keeps its memory.
+    """
     _, *rest = passes
     most = 1.1 * min(pages for pages, _ in rest) + _FEW
     rows = np.array([row for pages, row in rest if pages <= most])
@@ -58,7 +60,7 @@ def _usual(passes: list[tuple[int, np.ndarray]]) -> np.ndarray:
 
 
 class TimedPiece:
-    """Layers ``start`` to ``stop`` - 1 as a stage, with clocks in between."""
+    """Layers ``start`` to ``stop`` - 1 as a stage, with clocks between them. ``loss``: needed if the last layer is included."""
 
     def __init__(self, chain: Chain, outline: Outline, job: Job, start: int, stop: int, loss: Loss | None) -> None:
         self.start, self.stop = start, stop
@@ -71,14 +73,14 @@ class TimedPiece:
         self._forward: list[float] = []
         self._backward: dict[int, float] = {}
         self._forwards: list[tuple[int, np.ndarray]] = []
-        """Pages that came from the kernel and (layers,) seconds of CPU, of each forward."""
+        """Page faults and (layers,) CPU seconds of each forward."""
         self._backwards: list[tuple[int, np.ndarray]] = []
-        """The same of each backward: (2, layers), all of it and what of it the zero-bubble schedule can put off."""
+        """Page faults and (2, layers) CPU seconds of each backward: all of it, and the part that zero-bubble can put off."""
         self._gradients: dict[int, Tensors] = {}
         self._hooks = [layer.register_forward_hook(self._stamp(n)) for n, layer in enumerate(self.stage.layers)]
 
     def close(self) -> None:
-        """Give the memory back at once: hooks know this object, so the next one would find it when the collector runs."""
+        """Free the memory now: the hooks reference this object, so otherwise it would last until the garbage collector runs."""
         for hook in self._hooks:
             hook.remove()
         self._gradients.clear()
@@ -105,7 +107,10 @@ class TimedPiece:
         of: Tree | None = None,
         samples: int | None = None,
     ) -> Timed:
-        """Train it for so many seconds, some rounds in any case. ``brief``: without the optimizer's steps."""
+        """Train the piece for about ``seconds``, at least a few rounds. ``brief``: leave out the optimizer's step.
+
+        ``inputs``, ``target``: of a micro-batch of ``samples``; ``of``: the tree whose tensors the inputs are.
+        """
         began, cpu = time.monotonic(), time.thread_time()
         self.begin(inputs, target, of, samples)
         rounds: list[float] = []
@@ -119,14 +124,14 @@ class TimedPiece:
                 spread = statistics.stdev(rounds) / math.sqrt(len(rounds)) / statistics.fmean(rounds)
                 if spread < _PRECISE:
                     break
-        while self._first < self._next:  # what is in flight counts, too: a slow device has time for little more
+        while self._first < self._next:  # micro-batches in flight count, too: a slow device has time for little more
             self._back()
         forward, (backward, weights) = _usual(self._forwards), _usual(self._backwards)
         update = np.zeros(len(forward)) if brief else self._updates()
         return Timed(np.stack([forward, backward, weights, update]), time.monotonic() - began, time.thread_time() - cpu)
 
     def begin(self, inputs: Tensors, target: Any, of: Tree | None = None, samples: int | None = None) -> None:
-        """Take micro-batches in flight: a backward does not find its activations in the cache, as in training."""
+        """Bring micro-batches into flight, so that a backward does not find its activations in the caches, as in training."""
         self._given = inputs, target, of, samples
         self._first = self._next = 0
         self._forwards, self._backwards = [], []
@@ -134,25 +139,25 @@ class TimedPiece:
             self._forth()
 
     def round(self) -> float:
-        """One micro-batch forward and the oldest back: seconds of the clock."""
+        """Run one micro-batch forward and the oldest backward; returns wall-clock seconds."""
         began = time.monotonic()
         self._forth()
         self._back()
         return time.monotonic() - began
 
     def lap(self) -> Timed:
-        """One round: of CPU (2, layers), forward of one micro-batch and backward of the oldest."""
+        """Run one round; ``Timed.layers`` is (2, layers), a micro-batch's forward and the oldest one's backward."""
         began, cpu = time.monotonic(), time.thread_time()
         self.round()
         layers = np.stack([self._forwards[-1][1], self._backwards[-1][1][0]])
         return Timed(layers, time.monotonic() - began, time.thread_time() - cpu)
 
     def _forth(self) -> None:
-        """A micro-batch forward."""
+        """Run the next micro-batch forward."""
         k, self._next = self._next, self._next + 1
         inputs, target, of, samples = self._given
         self._forward = []
-        # Its own copy, since a layer may work in place.
+        # A copy, since a layer may work in place.
         given = tuple(x.detach().clone().requires_grad_(x.requires_grad) if x is not None else None for x in inputs)
         pages, began = memory_taken(), time.thread_time()
         out = self.stage.forward(0, k, given, 0, target, of=of, samples=samples)
@@ -164,7 +169,7 @@ class TimedPiece:
         self._forwards.append((taken, np.diff([began, *self._forward])))
 
     def _back(self) -> None:
-        """The oldest micro-batch back."""
+        """Run the oldest micro-batch backward."""
         k, self._first = self._first, self._first + 1
         self._backward = {}
         count = self.stop - self.start
@@ -175,14 +180,14 @@ class TimedPiece:
         if self._deferred:
             self.stage.weight_gradient(0, k)
             weights = (time.thread_time() - ended) * self._operations / max(1.0, self._operations.sum())
-        # A layer's backward begins when its output's gradient is there, and ends where the one before begins.
+        # A layer's backward begins when the gradient of its output is ready, and ends when the layer before begins its own.
         begins = np.array([began, *(self._backward.get(position, np.nan) for position in range(count - 2, -1, -1)), ended])
         begins = np.maximum.accumulate(np.where(np.isnan(begins), -np.inf, begins))
         self._backwards.append((memory_taken() - pages, np.stack([np.diff(begins)[::-1] + weights, weights])))
 
     def _updates(self) -> np.ndarray:
-        """CPU seconds of the optimizer's step, shared among layers by their parameters."""
-        self.stage.update(0.0, 0)  # makes the optimizer's state
+        """(layers,) CPU seconds of the optimizer's step, divided among layers in proportion to their parameters."""
+        self.stage.update(0.0, 0)  # the first step creates the optimizer's state
         for parameter in self.stage.parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         began = time.thread_time()

@@ -1,6 +1,119 @@
-"""Marks on a step's first micro-batch: the step ends with a snapshot, a checkpoint, or the end of the plan."""
+"""Barriers: marks on a step's first micro-batch which say how the step ends.
+
+The first stage decides; the mark travels to the last stage with the activations. Each stage sees it before its own update of
+that step, so all stages act after the same update, in every schedule, without a message of their own and without draining
+the pipeline (as the markers of Chandy and Lamport 1985 and the checkpoint barriers of Apache Flink do).
+
+How often a snapshot is due (``recovery.replicate_every``): every so many steps, less those that the last snapshot took to be
+committed, so that a loss costs no more than that; or, if "auto", every sqrt(2 C M) seconds, with C the seconds that a
+snapshot takes and M the mean time between failures (Young 1974; Daly 2006, first order), but never for more than
+``_MOST_SHARE`` of the time.
+"""
+
+import math
+import time
+from collections.abc import Callable
+
+from accept_mpi.comm.messages import Control, ReplanAsked, StopAsked, Stopping
+from accept_mpi.job import MOST_EXTRA, Recovery
 
 SNAPSHOT, CHECKPOINT, REPLAN, EXTRA = 0x8000, 0x4000, 0x2000, 0x1000
-"""Of a message's flags: its step ends with a snapshot, with a checkpoint that nobody planned, with its plan, or with a
-snapshot that not all stages send on."""
-FLAGS = SNAPSHOT | CHECKPOINT | REPLAN | EXTRA
+"""Bits of a message's ``flags``: its step ends with a snapshot, with a checkpoint that the job did not ask for, with the
+end of its plan, or with a snapshot that only those stages send on which have nothing left to send."""
+
+Post = Callable[[int, Control, bool], None]
+"""Sends a control message: to which rank, what, and whether it may wait until training sends nothing."""
+
+_MOST_SHARE = 0.03
+_SOON = 3  # steps of a new plan before its first snapshot
+_FIRST_SECONDS = 2.0  # between snapshots, before the first one tells how long one takes
+
+
+class Barriers:
+    """Decides on the first stage how steps end; on other ranks it only passes on what signals and rank 0 ask for."""
+
+    def __init__(self, recovery: Recovery, first: int, snapshots: bool, post: Post) -> None:
+        """``first`` is the rank of the first stage; ``snapshots`` says whether the run keeps any."""
+        self._recovery, self._first, self._snapshots, self._post = recovery, first, snapshots, post
+        self._pending: tuple[int, float] | None = None
+        """Step and beginning of the snapshot that is not committed yet."""
+        self._lag, self._soon = 1, 0
+        self._copied = self._extra = 0  # the last step with a copy; extra ones since the last snapshot
+        self._seconds: float | None = None
+        self._last_time = time.monotonic()
+        self._now = 0
+        self._stop = self._stopping = self._replan = False
+
+    # -- main thread ---------------------------------------------------------------------------------------------------
+
+    def flags(self, step: int) -> int:
+        """How the step that begins (counted from 0) ends, as bits; asked on the first stage only."""
+        if self._replan:
+            self._replan = False
+            return REPLAN
+        flags = self._due(step)
+        if flags:
+            self._copied, self._extra = step + 1, self._extra + 1 if flags == EXTRA else 0
+        if self._stop and not self._stopping:
+            self._stopping = True
+            self._post(0, Stopping(step + 1), False)
+            flags |= CHECKPOINT
+        return flags
+
+    def _due(self, step: int) -> int:
+        """SNAPSHOT, EXTRA or 0."""
+        self._now = step + 1
+        if not self._snapshots:
+            return 0
+        every = self._recovery.replicate_every
+        if self._soon:
+            wanted = step + 1 >= self._soon
+        elif isinstance(every, int):
+            wanted = step + 1 - self._copied >= max(1, every - self._lag)
+        else:
+            wanted = self._pending is None and time.monotonic() - self._last_time >= self.period
+        if not wanted:
+            return 0
+        if self._pending is not None:
+            return EXTRA if self._extra < MOST_EXTRA else 0
+        self._pending, self._soon = (step + 1, time.monotonic()), 0
+        return SNAPSHOT
+
+    @property
+    def period(self) -> float:
+        """Seconds between two snapshots where the job says "auto"."""
+        if self._seconds is None:
+            return _FIRST_SECONDS
+        return max(math.sqrt(2 * self._seconds * self._recovery.mean_time_between_failures), self._seconds / _MOST_SHARE)
+
+    def begin_after(self, step: int) -> None:
+        """A plan begins after ``step`` steps: its first snapshot follows ``_SOON`` steps later, since the first steps make
+        up for the loss, and the ranks that sent layers still hold them."""
+        self._soon = step + _SOON
+
+    def ask_to_stop(self) -> None:
+        """Any rank: let the run end with a checkpoint."""
+        self._post(self._first, StopAsked(), False)
+
+    def ask_to_replan(self) -> None:
+        """Rank 0: let the plan end with the next step that begins."""
+        self._post(self._first, ReplanAsked(), False)
+
+    # -- data-plane thread ---------------------------------------------------------------------------------------------
+
+    def handle(self, control: Control) -> bool:
+        """Take a message that asks for a barrier; whether it was one."""
+        if isinstance(control, StopAsked):
+            self._stop = True
+        elif isinstance(control, ReplanAsked):
+            self._replan = True
+        else:
+            return False
+        return True
+
+    def committed(self, step: int) -> None:
+        """The snapshot after ``step`` steps has a copy of every stage."""
+        if self._pending is not None and self._pending[0] == step:
+            self._seconds = time.monotonic() - self._pending[1]
+            self._lag = max(1, self._now - step)
+            self._last_time, self._pending = time.monotonic(), None

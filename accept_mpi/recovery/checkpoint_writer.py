@@ -18,6 +18,7 @@ import msgspec
 import torch
 from safetensors.torch import save
 
+from accept_mpi.comm.messages import CheckpointChunk
 from accept_mpi.errors import UserError
 from accept_mpi.recovery.checkpoint import directory_of
 from accept_mpi.recovery.manifest import PARTS, File, Manifest, Part, StageFiles, complete, last_number
@@ -27,18 +28,12 @@ _CHUNK = 1 << 20  # bytes of a message
 
 def chunks(
     step: int, stage: int, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[CheckpointChunk]:
     """A stage's two files as messages for ``CheckpointWriter.take``."""
     for part, tensors in zip(PARTS, (weights, optimizer), strict=True):
         data = memoryview(save(tensors))
         for offset in range(0, len(data), _CHUNK):
-            yield {
-                "step": step,
-                "stage": stage,
-                "part": part,
-                "total": len(data),
-                "data": data[offset : offset + _CHUNK],
-            }
+            yield CheckpointChunk(step, stage, part, len(data), data[offset : offset + _CHUNK])
 
 
 class CheckpointWriter:
@@ -71,9 +66,9 @@ class CheckpointWriter:
         with self._lock:
             self._finished.setdefault(step, threading.Event())
 
-    def take(self, body: dict[str, Any]) -> None:
+    def take(self, chunk: CheckpointChunk) -> None:
         """Write one chunk. Raises UserError where the disk will not have it."""
-        step, stage, part = body["step"], body["stage"], body["part"]
+        step, stage, part = chunk.step, chunk.stage, chunk.part
         self.expect(step)
         try:
             files = self._open.setdefault(step, {})
@@ -82,8 +77,8 @@ class CheckpointWriter:
                 folder.mkdir(parents=True, exist_ok=True)
                 if step not in self._held:
                     self._held[step] = _hold(folder)
-                files[stage, part] = _Growing(folder / f"stage-{stage}.{part}.safetensors", body["total"])
-            files[stage, part].add(body["data"])
+                files[stage, part] = _Growing(folder / f"stage-{stage}.{part}.safetensors", chunk.total)
+            files[stage, part].add(chunk.data)
         except OSError as error:
             raise UserError(f"cannot write the checkpoint of step {step} to {self.run}: {error}") from error
         if len(files) == len(PARTS) * len(self._edges) and all(file.complete for file in files.values()):

@@ -15,7 +15,7 @@ Holdings = dict[int, list[int]]
 
 
 class Disk(Protocol):
-    """Where snapshots outlive the process (``spill.Spill``)."""
+    """Where snapshots outlive the process (``disk_replicas.DiskReplicas``)."""
 
     def write(self, step: int, layers: Blobs) -> None: ...
 
@@ -25,8 +25,8 @@ class Disk(Protocol):
 class Replicas:
     """What one rank holds of the model's state after which steps. Any thread."""
 
-    def __init__(self) -> None:
-        self.disk: Disk | None = None
+    def __init__(self, disk: Disk | None = None) -> None:
+        self._disk = disk
         self._lock = threading.Lock()
         self._steps: dict[int, Blobs] = {}
 
@@ -40,15 +40,15 @@ class Replicas:
         with self._lock:
             self._steps = {s: blobs for s, blobs in self._steps.items() if s >= step}
             layers = dict(self._steps.get(step, {}))
-        if self.disk and layers:
-            self.disk.write(step, layers)
+        if self._disk and layers:
+            self._disk.write(step, layers)
 
     def back_to(self, step: int) -> None:
         """What comes after ``step`` will be made anew."""
         with self._lock:
             self._steps = {s: blobs for s, blobs in self._steps.items() if s <= step}
-        if self.disk:
-            self.disk.drop_after(step)
+        if self._disk:
+            self._disk.drop_after(step)
 
     def clear(self) -> None:
         """Give the memory back."""

@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from accept_mpi.comm.messages import LayerChunks
 from accept_mpi.comm.messenger import POLL_SECONDS, Messenger, Sending
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.errors import DeadlineError
 from accept_mpi.failpoints import failpoint
 from accept_mpi.plan import Plan
 from accept_mpi.recovery.checkpoint import Checkpoint
-from accept_mpi.recovery.layer_state import Arriving, Blobs, Chunk, chunked, pack
+from accept_mpi.recovery.layer_state import Arriving, Blobs, chunked, pack
 from accept_mpi.recovery.replicas import Holdings, Replicas, newest, sources
 
 _PIECE = 1 << 18
@@ -65,7 +66,7 @@ def fetch(messenger: Messenger, plan: Plan, origin: Origin, store: Replicas | Ch
     found = {layer: store.get(step, layer) for layer in wanted[rank] if layer in origin.held[rank].get(step, ())}
     # One receiver after another: rank 0 need not hold what all wait for.
     pieces = (
-        (dest, "layers", piece)
+        (dest, LayerChunks(piece))
         for (source, dest), layers in sorted(moves.items())
         if source == rank
         for piece in chunked({layer: store.get(step, layer) for layer in layers}, _PIECE)
@@ -77,7 +78,7 @@ def fetch(messenger: Messenger, plan: Plan, origin: Origin, store: Replicas | Ch
 
 
 def _exchange(
-    messenger: Messenger, pieces: Iterator[tuple[int, str, list[Chunk]]], coming: dict[int, int], seconds: float
+    messenger: Messenger, pieces: Iterator[tuple[int, LayerChunks]], coming: dict[int, int], seconds: float
 ) -> list[Blobs]:
     """Send pieces, several at once, while so many layers of each rank in ``coming`` arrive; links carry both ways at once.
     Raises DeadlineError where nothing moves for so many seconds."""
@@ -92,8 +93,8 @@ def _exchange(
             under_way.append(messenger.begin(*piece))
             piece = next(pieces, None)
         for message in messenger.poll():
-            if message.kind == "layers" and message.source in missing:
-                arriving[message.source].add(message.body)
+            if isinstance(message.control, LayerChunks) and message.source in missing:
+                arriving[message.source].add(message.control.chunks)
                 if len(arriving[message.source].whole) == coming[message.source]:
                     missing.remove(message.source)
                 moved = True

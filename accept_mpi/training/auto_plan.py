@@ -153,7 +153,7 @@ def learn(job: Job, planned: AutoPlan, plan: Plan, log: Path) -> None:
     runs: dict[str, list[TimedRange]] = {}
     for stage, took in zip(plan.stages, mean_times(trace), strict=False):
         if {"F", "B"} <= took.keys():
-            key = planned.keys[stage.ranks[0]]
+            key = planned.keys[stage.leader]
             runs.setdefault(key, []).append((stage.start, stage.stop, took["F"], took["B"] + took.get("W", 0.0)))
     observe(path, planned.cluster.outline, runs)
 

@@ -19,6 +19,7 @@ import torch
 
 from accept_mpi import tree
 from accept_mpi.codecs.tensors import BoundarySpecs, Specs, Tensors, TensorSpec
+from accept_mpi.comm.messages import Shapes
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.data import Dataset, fetch
 from accept_mpi.pipeline.micro_batch import Inputs
@@ -192,9 +193,10 @@ def _likely(size: int, training: bool, outputs: Specs, of: Tree) -> Specs:
 
 
 def _tell(messenger: Messenger, peer: int, what: str, specs: Sequence[TensorSpec], of: Tree) -> None:
-    messenger.send(peer, f"{what} specs", [msgspec.to_builtins(list(specs)), of])
+    messenger.send(peer, Shapes(what, msgspec.to_builtins(list(specs)), of))
 
 
 def _hear(messenger: Messenger, peer: int, what: str, size: int, deadline: float) -> Taken:
-    body: Any = messenger.expect(f"{what} specs", {peer}, deadline, f"the shapes of {what} for {size} samples")[peer]
-    return msgspec.convert(body, tuple[tuple[TensorSpec, ...], bytes])
+    shapes = messenger.expect(Shapes, {peer}, deadline, f"the shapes of {what} for {size} samples")[peer]
+    assert shapes.of == what
+    return msgspec.convert(shapes.specs, tuple[TensorSpec, ...]), shapes.tree

@@ -7,13 +7,28 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from accept_mpi.comm.messenger import Message
+from accept_mpi.comm.messages import (
+    CheckpointChunk,
+    Control,
+    EvaluationMade,
+    Event,
+    Leaving,
+    Message,
+    PlanOver,
+    Speed,
+    StepMade,
+    Stopping,
+    TraceRows,
+)
 from accept_mpi.errors import DeadlineError, Stopped, UserError
 from accept_mpi.logs.format import EVALS, STEPS, TRACE
 from accept_mpi.logs.observers import Evaluated, Observer, StepDone
 from accept_mpi.recovery.checkpoint_writer import CheckpointWriter
+
+_HANDLED = StepMade | EvaluationMade | TraceRows | Event | Stopping | Leaving | Speed
 
 
 class Controller:
@@ -30,9 +45,8 @@ class Controller:
         """In this term, once all ranks have left it."""
         self._stop_at: int | None = None
         """After which step a signal wants a checkpoint and the end."""
-        self._newest = {"step": 0, "evaluated": 0}
-        self.on_pulse: Callable[[int, float], None] = lambda rank, factor: None
-        """Called with what an idle rank says of its speed (``pulse``)."""
+        self._newest: dict[type[Control], int] = {}
+        """The last step of each kind of report that observers have had."""
 
     def wait_for_disk(self, deadline: float) -> None:
         """After a term: checkpoints that have come in whole get to the disk, what has come in besides to the observers."""
@@ -48,15 +62,17 @@ class Controller:
 
         Returns whether it was the controller's.
         """
-        if message.kind not in ("chunk", "step", "evaluated", "trace", "event", "stopping", "leaving", "pulse"):
-            return False
-        if message.kind != "chunk":
+        control = message.control
+        if isinstance(control, CheckpointChunk):
+            if self._mistake is None:
+                try:
+                    self.writer.take(control)
+                except UserError as mistake:
+                    self._mistake = mistake
+        elif isinstance(control, _HANDLED):
             self._mail.put(message)
-        elif self._mistake is None:
-            try:
-                self.writer.take(message.body)
-            except UserError as mistake:
-                self._mistake = mistake
+        else:
+            return False
         return True
 
     def deliver(self) -> None:
@@ -95,27 +111,28 @@ class Controller:
             getattr(observer, what)(*arguments)
 
     def _deliver(self, message: Message) -> None:
-        if message.kind in self._newest:
+        control = message.control
+        if isinstance(control, StepMade | EvaluationMade):
             # After a loss steps are made once more: in synchronous schedules with the same results.
-            if message.body["step"] <= self._newest[message.kind]:
+            if control.step <= self._newest.get(type(control), 0):
                 return
-            self._newest[message.kind] = message.body["step"]
-        if message.kind == "step":
-            self.each("step", StepDone(**message.body))
-        elif message.kind == "evaluated":
-            self.last_evaluation = Evaluated(**message.body)
+            self._newest[type(control)] = control.step
+        if isinstance(control, StepMade):
+            self.each("step", StepDone(**msgspec.structs.asdict(control)))
+        elif isinstance(control, EvaluationMade):
+            self.last_evaluation = Evaluated(**msgspec.structs.asdict(control))
             self.each("evaluated", self.last_evaluation)
-        elif message.kind == "trace":
-            self.each("trace", np.frombuffer(message.body, TRACE))
-        elif message.kind == "pulse":
-            self.on_pulse(message.source, message.body)
-        elif message.kind == "stopping":
-            self._stop_at = message.body
-        elif message.kind == "event":
-            self.each("event", *(message.body[key] for key in ("seconds", "step", "text")))
-        else:
+        elif isinstance(control, TraceRows):
+            self.each("trace", np.frombuffer(control.rows, TRACE))
+        elif isinstance(control, Speed):
+            self.each("speed", message.source, control.factor)
+        elif isinstance(control, Stopping):
+            self._stop_at = control.step
+        elif isinstance(control, Event):
+            self.each("event", control.seconds, control.step, control.text)
+        elif isinstance(control, Leaving):
             self._left += 1
-            self.steps_made = max(self.steps_made, message.body or 0)
+            self.steps_made = max(self.steps_made, control.steps_made)
 
 
 class Follower:
@@ -127,10 +144,11 @@ class Follower:
 
     def handle(self, message: Message) -> bool:
         """Data-plane thread. Returns whether it was for the bystander."""
-        if message.kind == "over":
-            self._steps_made = message.body
-            self._over.set()
-        return message.kind == "over"
+        if not isinstance(message.control, PlanOver):
+            return False
+        self._steps_made = message.control.steps_made
+        self._over.set()
+        return True
 
     def wait(self, check: Callable[[], None]) -> int:
         """Until rank 0 says that the term is over; how many steps are made then. Others' deadlines and the lifeline end this

@@ -8,7 +8,6 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from accept_mpi.codecs.coding import parse, prepare
 from accept_mpi.codecs.tensors import BoundarySpecs
 from accept_mpi.comm.channels import Channel
 from accept_mpi.comm.data_plane import DataPlane
-from accept_mpi.comm.messenger import Message
+from accept_mpi.comm.messages import EvaluationMade, Leaving, Message, PlanOver, Speed, StepMade, TargetsDrawn
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import Dataset, fetch
 from accept_mpi.data import load as load_data
@@ -38,9 +37,11 @@ from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place, Plan
 from accept_mpi.planning.codec_choice import codings
 from accept_mpi.profiling.outline import Outline
+from accept_mpi.recovery.barriers import Barriers
+from accept_mpi.recovery.disk_replicas import DiskReplicas
 from accept_mpi.recovery.layer_state import states
 from accept_mpi.recovery.replicas import Replicas
-from accept_mpi.recovery.replication import Replication
+from accept_mpi.recovery.replication import Replication, Route
 from accept_mpi.training.boundaries import agree_on_shapes
 from accept_mpi.training.codec_selection import select_codecs
 from accept_mpi.training.controller import Controller, Follower
@@ -58,10 +59,14 @@ class RankState:
     job: Job
     chain: Chain
     loss: Loss
-    replicas: Replicas = field(default_factory=Replicas)
+    replicas: Replicas
+    disk: DiskReplicas | None
+    """Under ``launch``: what outlives this process."""
+    threads: int
+    """Threads that this rank computes with."""
     data: Data = (None, None)
     """Training and test set, once this rank has needed them."""
-    told: deque[tuple[str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=_TOLD))
+    told: deque[StepMade | EvaluationMade] = field(default_factory=lambda: deque(maxlen=_TOLD))
     """What this rank has told rank 0 last, should it have been under way when a rank was lost."""
     told_to: int = 0
     """Who that was, by its rank when mpirun began."""
@@ -73,68 +78,80 @@ class RankState:
 
 
 class Deployment:
-    """One rank's part."""
+    """One rank's part of a plan in force: ``start``, ``build``, ``connect``, ``train``, each by all ranks together."""
 
-    def __init__(self, runtime: Runtime, work: RankState, plan: Plan) -> None:
-        """The data, and the calendar that follows from it."""
-        self.runtime, self.work, self.plan, self.job = runtime, work, plan, work.job
-        compiling = prepare(list(codings(self.job, plan).values()))
-        told = runtime.messenger.allgather(compiling, runtime.startup_seconds, "compiled kernels")
-        self.compile_seconds = max(told)
+    batches: Calendar
+    test_samples: int
+
+    def __init__(self, runtime: Runtime, state: RankState, plan: Plan, compile_seconds: float) -> None:
+        self.runtime, self.state, self.plan, self.job = runtime, state, plan, state.job
+        self.compile_seconds = compile_seconds
+        """Seconds that the slowest rank took to compile kernels."""
         self.place = plan.place(runtime.rank)
-        runtime.holds = lambda rank: _holds(plan, rank)
-        work.data = runtime.agree("the data", lambda: _data_for(self.job, self.place, work.data))
-        samples, self.test_samples = _agree_on_data(runtime, self._data)
-        train = self.job.train
-        self.batches = Calendar(samples, train.batch_size, train.micro_batches, train.seed, train.drop_last)
+        self.codecs_why: list[str] = []
         self._plane: DataPlane | None = None
         self._built: Stage | None = None
 
-    def build(self, course: Milestones, restore: Callable[[Stage], None]) -> None:
-        """The stage, with the state that ``restore`` gives it, and what it exchanges with its neighbours."""
+    @staticmethod
+    def start(runtime: Runtime, state: RankState, plan: Plan) -> "Deployment":
+        """All ranks together: compile kernels, load the data where the stage needs it, and agree on its size."""
+        compiling = prepare(list(codings(state.job, plan).values()))
+        told = runtime.messenger.allgather(compiling, runtime.startup_seconds, "compiled kernels")
+        new = Deployment(runtime, state, plan, max(told))
+        runtime.describe_ranks(lambda rank: _holds(plan, rank))
+        state.data = runtime.agree("the data", lambda: _data_for(state.job, new.place, state.data))
+        samples, new.test_samples = _agree_on_data(runtime, new._data)
+        train = state.job.train
+        new.batches = Calendar(samples, train.batch_size, train.micro_batches, train.seed, train.drop_last)
+        return new
+
+    def build(self, course: Milestones, batches: Calendar, restore: Callable[[Stage], None]) -> None:
+        """All ranks together: the stage, with the state that ``restore`` gives it, and what crosses its boundaries."""
         failpoint("build")
-        runtime, job, self.course = self.runtime, self.job, course
-        loss = self.work.loss if self.place.last else None
-        self.stage = self._built = _make_stage(runtime, job, self.work.chain, self.plan.layers_of(runtime.rank), loss)
+        runtime, job, self.course, self.batches = self.runtime, self.job, course, batches
+        loss = self.state.loss if self.place.last else None
+        self.stage = self._built = _make_stage(runtime, job, self.state.chain, self.plan.layers_of(runtime.rank), loss)
         counts = runtime.messenger.allgather(self.stage.size, runtime.startup_seconds, "the number of parameters")
         self.parameters = sum(counts)
         sizes = _sizes(self.batches, self.test_samples if course.evaluate_every else 0)
         train_set = self._data[0]
         self._signatures = agree_on_shapes(
-            runtime.messenger, self.stage, self.place, sizes, train_set, job.pipeline.startup_timeout, self.work.outline
+            runtime.messenger, self.stage, self.place, sizes, train_set, job.pipeline.startup_timeout, self.state.outline
         )
         self.plan, self.codecs_why = select_codecs(
             runtime, job, self.plan, self.stage, max(sizes[0]), self._signatures, train_set
         )
         restore(self.stage)  # after the first forward, which says what buffers there will be
 
-    def start(self, controller: Controller | None) -> None:
-        """Connect to the neighbours. ``controller``: on rank 0."""
-        runtime, work = self.runtime, self.work
+    def connect(self, controller: Controller | None) -> None:
+        """Connect to the neighbours; ``controller`` on rank 0."""
+        runtime, state = self.runtime, self.state
         self.recorder = Recorder(runtime.clock, runtime.rank, self.place.stage, runtime.members)
         self.role: Controller | Follower = controller or Follower()
-        last = self.plan.stages[-1].ranks[0]
-        self._drawn = Drawn(lambda step, sums: plane.post(last, "drawn", [step, sums]))
+        last = self.plan.stages[-1].leader
+        self._drawn = Drawn(lambda step, sums: plane.post(last, TargetsDrawn(step, sums)))
         plane = self._plane = DataPlane(
             runtime.circle.data, runtime.messenger, self.recorder, self._handle, computing_takes_all(runtime.cores)
         )
-        ranks = [stage.ranks[0] for stage in self.plan.stages]
+        ranks = self.plan.leaders
+        copying = runtime.survives and runtime.size > 1 and self.job.recovery.replicate_every != 0
+        self.barriers = Barriers(self.job.recovery, ranks[0], copying, plane.post)
+        route = Route(None if self.place.idle else self.place.stage, ranks, runtime.size)
         self.replication = Replication(
-            self.job.recovery, work.replicas, self.place, ranks, runtime.size, runtime.survives, self._plane.post,
-            lambda: plane.background.busy,
-        )  # fmt: skip
-        self._links = self._connect(self._plane)
-        if work.pulse is None and self.job.pipeline.adapt:
-            work.pulse = SpeedCheck()
+            state.replicas, route, copying, self.barriers, plane.post, lambda: plane.background.busy
+        )
+        self._links = self._channels(self._plane)
+        if state.pulse is None and self.job.pipeline.adapt:
+            state.pulse = SpeedCheck()
         self._plane.start()
         self._tell_again()
-        work.stop.connect(self.replication.ask_to_stop)
+        state.stop.connect(self.barriers.ask_to_stop)
         if not self.replication.on:
-            work.replicas.clear()
+            state.replicas.clear()
         elif self.course.first and not self.place.idle:
             self.replication.restart(self.course.first, self.stage)
 
-    def run(self) -> int:
+    def train(self) -> int:
         """All steps, and what is to be sent after them: everything is on rank 0's disk afterwards.
 
         Returns how many steps are made: fewer than the course's where another plan is to make the others. What this rank
@@ -145,19 +162,19 @@ class Deployment:
         if not self.place.idle:
             worker = Worker(
                 self.job, self.place, self.stage, self._links, self._plane, self.recorder, self.batches, self._data,
-                self.work.chain.names, self.runtime.lifeline.begin_step, self.replication, self.work.told,
-                self.work.pulse, self._drawn,
+                self.state.chain.names, self.runtime.lifeline.begin_step, self.replication, self.barriers, self.state.told,
+                self.state.pulse, self._drawn,
             )  # fmt: skip
             deliver = self.role.deliver if isinstance(self.role, Controller) else lambda: None
             made = worker.train(self.course, deliver, self.test_samples)
             worker.ship_trace()
             if made < self.course.last:
-                self.work.replicas.keep(made, states(self.stage))
+                self.state.replicas.keep(made, states(self.stage))
         return self._end(self._plane, made)
 
     def abandon(self) -> None:
         """After a loss: nothing here will be used again."""
-        self.work.stop.connect(None)
+        self.state.stop.connect(None)
         if self._plane:
             self._plane.abandon()
         self.close()
@@ -172,26 +189,27 @@ class Deployment:
     @property
     def _data(self) -> Data:
         """Only where the stage needs inputs or targets."""
-        return self.work.data if self.place.first or self.place.last else (None, None)
+        return self.state.data if self.place.first or self.place.last else (None, None)
 
     def _handle(self, message: Message) -> bool:
-        if message.kind == "drawn":
-            self._drawn.hear(*message.body)
+        control = message.control
+        if isinstance(control, TargetsDrawn):
+            self._drawn.hear(control.step, control.sums)
             return True
-        return self.replication.handle(message) or self.role.handle(message)
+        return self.barriers.handle(control) or self.replication.handle(control) or self.role.handle(message)
 
     def _tell_again(self) -> None:
         """What happened before this term and may not have reached rank 0; another one begins with what lies on its disk."""
-        work, root = self.work, self.runtime.members[0]
-        if work.told_to != root:
-            work.told.clear()
-            work.told_to = root
+        state, root = self.state, self.runtime.members[0]
+        if state.told_to != root:
+            state.told.clear()
+            state.told_to = root
         assert self._plane is not None
-        for kind, body in work.told:
-            if body["step"] <= self.course.first:
-                self._plane.post(0, kind, body)
+        for report in state.told:
+            if report.step <= self.course.first:
+                self._plane.post(0, report)
 
-    def _connect(self, plane: DataPlane) -> StageChannels:
+    def _channels(self, plane: DataPlane) -> StageChannels:
         """Endpoints to both neighbours. A link holds at most what the stage before it may have in flight."""
         job, place, plan = self.job, self.place, self.plan
 
@@ -218,15 +236,15 @@ class Deployment:
         """Everything is sent, the last checkpoint is on the disk. An idle rank waits here for the others."""
         failpoint("end")
         seconds, role = self.job.pipeline.startup_timeout, self.role
-        pulse = self.work.pulse if self.place.idle else None
+        pulse = self.state.pulse if self.place.idle else None
 
         def look() -> None:
             plane.check()
             if pulse and (factor := pulse.factor()) is not None:
-                plane.post(0, "pulse", factor)
+                plane.post(0, Speed(factor))
 
         idle = [rank for rank in range(self.runtime.size) if self.plan.place(rank).idle]
-        plane.post(0, "leaving", made)
+        plane.post(0, Leaving(made))
         if isinstance(role, Controller):
             role.wait_for_all(self.runtime.size, math.inf if 0 in idle else seconds, look)
             made = role.steps_made
@@ -235,10 +253,10 @@ class Deployment:
                 raise DeadlineError(f"waited {seconds:.0f} s for the last checkpoint to reach the disk")
             role.deliver()
             for rank in idle:
-                plane.post(rank, "over", made)
+                plane.post(rank, PlanOver(made))
         elif self.runtime.rank in idle:
             made = role.wait(look)
-        self.work.stop.connect(None)
+        self.state.stop.connect(None)
         plane.stop(seconds)
         return made
 

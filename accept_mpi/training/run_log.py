@@ -3,17 +3,135 @@
 import contextlib
 import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from accept_mpi.comm.runtime import Runtime
+from accept_mpi.data.calendar import Milestones
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
+from accept_mpi.launch.ownership import Ownership
 from accept_mpi.logs.format import Rows
-from accept_mpi.logs.observers import Evaluated
+from accept_mpi.logs.observers import Evaluated, Observer
+from accept_mpi.logs.progress import ProgressObserver
 from accept_mpi.logs.reader import open_log
-from accept_mpi.logs.writer import LogWriter
+from accept_mpi.logs.writer import LogObserver, LogWriter
 from accept_mpi.plan import Plan
+from accept_mpi.planning.adaptation import Adapter
 from accept_mpi.profiling.cluster_profile import ClusterProfile
+from accept_mpi.recovery.checkpoint import directory_of
+from accept_mpi.recovery.checkpoint_writer import CheckpointWriter, new_manifest
+from accept_mpi.recovery.manifest import Manifest
+from accept_mpi.training.auto_plan import AutoPlan
+from accept_mpi.training.controller import Controller
+from accept_mpi.training.deployment import Deployment
+
+
+class RunLog:
+    """A run's directory on rank 0: its log, its checkpoints, and those who watch it, from deployment to deployment."""
+
+    def __init__(self, runtime: Runtime, job: Job, quiet: bool, ownership: Ownership) -> None:
+        """``ownership`` is taken as soon as the directory is there."""
+        self._runtime, self._job, self._quiet, self._ownership = runtime, job, quiet, ownership
+        self.directory = Path(job.output.directory)
+        self.controller: Controller | None = None
+        self.adapter: Adapter | None = None
+        """Of the present deployment, where plans adapt."""
+        self._log: LogObserver | None = None
+
+    def begin(
+        self, deployment: Deployment, planned: AutoPlan | None, number: int, run: str | None, adapter: Adapter | None
+    ) -> None:
+        """A deployment begins. ``number``: of the checkpoint that it goes on from. ``run``: after the first deployment, the
+        run's name, by which its own log is known. Raises UserError where the directory cannot be written."""
+        job, plan, course, runtime = self._job, deployment.plan, deployment.course, self._runtime
+        prepare_directory(self.directory)
+        self._ownership.take()
+        if self.controller:
+            self.controller.wait_for_disk(runtime.startup_seconds)
+            self.controller.writer.close()
+        edges = [(stage.start, stage.stop) for stage in plan.stages]
+        writer = CheckpointWriter(self.directory, edges, self._manifest_of(deployment), job.output.keep, number)
+        if self.controller:
+            self.controller.renew(writer)
+        else:
+            facts = facts_of(
+                runtime.hosts, plan, deployment.state.chain.names, deployment.parameters, threads=deployment.state.threads,
+                first_step=course.first, last_step=course.last, compile_s=deployment.compile_seconds,
+                plan_why=planned.lines if planned else [], forecast_step_s=planned.step if planned else None,
+                codecs_why=deployment.codecs_why, run=self._ownership.run,
+            )  # fmt: skip
+            cluster = planned.cluster if planned else None
+            self._log = LogObserver(begin_log(self.directory, job, plan, facts, course.first, cluster, run))
+            self.controller = Controller(self._observers(facts, course, self._log), writer)
+            runtime.call_before_end(self._before_end)
+        assert self._log
+        self._log.planned(runtime.clock.now(), course.first, plan.renamed(dict(enumerate(runtime.members))))
+        self.adapter = adapter
+        if adapter:
+            self.controller.watch("adapter", adapter)
+
+    def say(self, deployment: Deployment, resumed: Sequence[str], happened: Sequence[str]) -> None:
+        """Tell log and people how a deployment begins: what it resumes from, and what happened before it."""
+        assert self.controller
+        plan, step = deployment.plan, deployment.course.first
+        cuts = [stage.start for stage in plan.stages[1:]]
+        after = [f"{text}; {len(plan.stages)} stages go on from step {step}, cuts {cuts}" for text in happened]
+        for text in [*resumed, *after]:
+            if self._quiet and text not in resumed[:1]:
+                print(text, flush=True)
+            self.controller.each("event", self._runtime.clock.now(), step, text)
+
+    def close(self, course: Milestones) -> None:
+        """The run is at its end."""
+        assert self.controller
+        summary = summary_line(self.controller.last_evaluation)
+        self.controller.each("event", self._runtime.clock.now(), course.last, f"done: {summary}")
+        self.controller.each("close")
+        print(f"log         {self.directory / 'log.h5'}", flush=True)
+        if course.newest_checkpoint is not None:
+            print(f"checkpoint  {directory_of(self.directory, course.newest_checkpoint)}", flush=True)
+
+    def _before_end(self, text: str) -> None:
+        """An error ends the run: the log says so and is closed."""
+        assert self._log
+        assert self.controller
+        self._log.event(self._runtime.clock.now(), self._runtime.lifeline.steps.get(0, 0), text)
+        self.controller.each("close")
+
+    def _manifest_of(self, deployment: Deployment) -> Callable[[int], Manifest]:
+        """Makes the manifest of a step's checkpoint, without its stages."""
+        job, batches = self._job, deployment.batches
+
+        def manifest(step: int) -> Manifest:
+            at = batches.position(step)
+            return new_manifest(
+                run=self._ownership.run,
+                step=step,
+                epoch=at.epoch,
+                seen=at.seen,
+                order=at.order,
+                model=job.model.name,
+                model_args=job.model.args,
+                layers=deployment.state.chain.names,
+                seed=job.train.seed,
+                samples=batches.samples,
+                job=job.to_json(),
+            )
+
+        return manifest
+
+    def _observers(self, facts: dict[str, Any], course: Milestones, log: LogObserver) -> dict[str, Observer]:
+        observers: dict[str, Observer] = {"log": log}
+        if not self._quiet:
+            if facts["compile_s"] > 0.05:
+                print(f"kernels ready after {facts['compile_s']:.1f} s", flush=True)
+            for lines in (facts["plan_why"], facts["codecs_why"]):
+                if lines:
+                    print(*lines, sep="\n", flush=True)
+            observers["progress"] = ProgressObserver(course.last, course.first)
+        return observers
 
 
 def prepare_directory(directory: Path) -> None:

@@ -1,17 +1,29 @@
-"""The job file is rank 0's: its text goes to all ranks, and one that has another under the same name ends the run."""
+"""What all ranks agree on before any plan: job, output directory, versions, model, and what an earlier start left."""
 
 import contextlib
+import math
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from accept_mpi.comm.runtime import Runtime
+from accept_mpi.device.allocator import keep_memory
+from accept_mpi.device.cpu import set_threads
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.job_file import parse, read_text
 from accept_mpi.launch.ownership import Ownership
 from accept_mpi.launch.run_identity import RunIdentity
+from accept_mpi.models import load as load_model
+from accept_mpi.models.losses import find_loss
+from accept_mpi.profiling.cluster_profile import ClusterProfile
+from accept_mpi.recovery.disk_replicas import DiskReplicas
+from accept_mpi.recovery.layer_state import fitting
+from accept_mpi.recovery.replicas import Replicas
+from accept_mpi.training.deployment import RankState
 
 
 def read_job(runtime: Runtime, path: Path, overrides: Sequence[str]) -> Job:
@@ -59,3 +71,46 @@ def _check_place(supervised: RunIdentity | None, rank: int, host: str) -> None:
     wrong = supervised.misplaced(rank) if supervised else None
     if wrong:
         raise UserError(f"{host}: {wrong}")
+
+
+def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
+    """What needs no plan: versions, threads, model and loss, and the snapshots that this host kept from an earlier start.
+    All ranks together. Raises Agreed."""
+    facts = runtime.hosts[runtime.rank]
+    runtime.same("versions of accept_mpi and torch", f"{facts['versions']['accept_mpi']} and {facts['versions']['torch']}")
+    keep_memory()
+    threads = set_threads(job.train.threads, facts["cores"], runtime.ranks_on_host)
+    chain = runtime.agree("the model", lambda: load_model(job.model.name, job.model.args, job.train.seed))
+    runtime.same("layers of the model", chain.names)
+    loss = runtime.agree("the loss", lambda: find_loss(job.train.loss))
+    disk = DiskReplicas(options.supervised, facts["host"]) if options.supervised else None
+    replicas = Replicas(disk)
+    if disk and place_on_host(runtime) == 0:
+        for step, blobs in disk.read().items():
+            replicas.keep(step, fitting(blobs, chain.names))
+    return RankState(job, chain, loss, replicas, disk, threads)
+
+
+def room_here(runtime: Runtime, disk: DiskReplicas | None) -> float:
+    """Bytes that this rank may take at most: less than it has where an earlier start ran out of memory here."""
+    return disk.room(place_on_host(runtime)) if disk else math.inf
+
+
+def known_cluster(runtime: Runtime, disk: DiskReplicas | None, room: float) -> ClusterProfile | None:
+    """What an earlier start measured of the very hosts that are here now, if any of them knows. All ranks together."""
+    mine = [disk.cluster() if disk else None, room]
+    told = runtime.messenger.allgather(mine, runtime.startup_seconds, "what an earlier start has measured")
+    wanted, rooms = [host["host"] for host in runtime.hosts], [room for _, room in told]
+    for kept in filter(None, (kept for kept, _ in told)):
+        with contextlib.suppress(msgspec.ValidationError, IndexError):  # damaged
+            cluster = msgspec.convert(kept, ClusterProfile)
+            there = [device.host for device in cluster.devices]
+            if len(set(there)) == len(there) and set(wanted) <= set(there):
+                return cluster.only([there.index(host) for host in wanted]).within(rooms)
+    return None
+
+
+def place_on_host(runtime: Runtime) -> int:
+    """Which of its host's ranks this is."""
+    mine = runtime.hosts[runtime.rank]["machine_id"]
+    return [n for n, facts in enumerate(runtime.hosts) if facts["machine_id"] == mine].index(runtime.rank)

@@ -15,6 +15,7 @@ from accept_mpi.codecs.message import Decoded
 from accept_mpi.codecs.tensors import Tensors
 from accept_mpi.comm.channels import Receiver, Sender
 from accept_mpi.comm.data_plane import DataPlane
+from accept_mpi.comm.messages import EvaluationMade, Speed, StepMade, TraceRows
 from accept_mpi.data import Dataset, Samples, fetch
 from accept_mpi.data.calendar import Calendar, Milestones, in_order, segments
 from accept_mpi.data.feed import Drawn, Feed
@@ -30,7 +31,7 @@ from accept_mpi.pipeline.schedule import forward_only, max_in_flight
 from accept_mpi.pipeline.schedule import walk as schedule_walk
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place
-from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, FLAGS, REPLAN, SNAPSHOT
+from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, REPLAN, SNAPSHOT, Barriers
 from accept_mpi.recovery.checkpoint_writer import chunks
 from accept_mpi.recovery.replication import Replication
 from accept_mpi.tree import LONE
@@ -64,7 +65,8 @@ class Worker:
         layer_names: list[str],
         begin_step: Callable[[int], None],
         replication: Replication,
-        told: deque[tuple[str, dict[str, Any]]],
+        barriers: Barriers,
+        told: deque[StepMade | EvaluationMade],
         pulse: SpeedCheck | None,
         drawn: Drawn,
     ) -> None:
@@ -75,7 +77,8 @@ class Worker:
         self.batches = batches
         self.train_set, self.test_set = data
         self._layer_names = layer_names
-        self._begin_step, self._replication, self._told = begin_step, replication, told
+        self._begin_step, self._replication, self._barriers = begin_step, replication, barriers
+        self._told = told
         self._flags: dict[int, int] = {}
         """Steps that end with a snapshot or a checkpoint."""
         self._deadline = job.pipeline.startup_timeout
@@ -130,7 +133,7 @@ class Worker:
                 if k == 0:
                     self._begin_step(step + 1)
                     if self.s == 0 and step + 1 < steps:
-                        self._flag(step, self._replication.flags(step))
+                        self._flag(step, self._barriers.flags(step))
                     indices[step], sizes[step] = self.batches.indices(step), self.batches.sizes(step)
                 self.forward(step, k, indices[step], version, sizes[step], whole)
                 assert len(self.stage.in_flight) <= bound, f"more than {bound} micro-batches in flight"
@@ -169,10 +172,9 @@ class Worker:
         suspect = 0
         if self.links.activations_in:
             message = self._receive(self.links.activations_in, step, k)
-            given, flags = Inputs(message.tensors, message.tree), message.header.flags
-            suspect = flags & ~FLAGS
+            given, suspect = Inputs(message.tensors, message.tree), message.header.suspect
             if k == 0:
-                self._flag(step, flags - suspect)
+                self._flag(step, message.header.flags)
         with self.recorder.span("F", step + 1, k):
             if k == 0:
                 self._feed.begin(step, samples)
@@ -184,8 +186,9 @@ class Worker:
                 step, k, given.tensors, version, data.targets, share, suspect, whole, given.tree, sizes[k]
             )
         if self.links.activations_out:
-            flags = out.suspect | self._flags.get(step, 0)
-            self.links.activations_out.send(step, k, sizes[k], out.outputs, flags, tree=out.tree)
+            self.links.activations_out.send(
+                step, k, sizes[k], out.outputs, flags=self._flags.get(step, 0), suspect=out.suspect, tree=out.tree
+            )
         if out.result:
             self._results.append(out.result)
             if not math.isfinite(out.result.loss):
@@ -222,7 +225,7 @@ class Worker:
             del self._results[: len(self.batches.sizes(step))]
             summary |= {"lr": lr, "samples_per_s": summary["samples"] / (now - self._step_began)}
             self._step_began = now
-            self._tell("step", summary)
+            self._tell(StepMade(**summary))
         if time.monotonic() - self._traced > _TRACE_SECONDS:
             self.ship_trace()
 
@@ -238,7 +241,7 @@ class Worker:
         if self.links.activations_out:
             self.links.activations_out.drain(self._deadline)
         if results:
-            self._tell("evaluated", self._summary(step, self.batches.epoch(step - 1), results))
+            self._tell(EvaluationMade(**self._summary(step, self.batches.epoch(step - 1), results)))
         self._step_began = self.recorder.clock.now()
 
     def forward_test(self, step: int, k: int, samples: Any) -> Result | None:
@@ -266,18 +269,18 @@ class Worker:
         failpoint("checkpoint")
         with self.recorder.span("checkpoint", step):
             for chunk in chunks(step, self.s, self.stage.weights(), self.stage.optimizer_state()):
-                self.plane.post(0, "chunk", chunk)
+                self.plane.post(0, chunk)
 
     def ship_trace(self) -> None:
         """Send the trace rows gathered so far to rank 0."""
         self._traced = time.monotonic()
         if len(self.recorder):
-            self.plane.post(0, "trace", self.recorder.take().tobytes())
+            self.plane.post(0, TraceRows(self.recorder.take().tobytes()))
 
-    def _tell(self, kind: str, body: dict[str, Any]) -> None:
-        """Tell rank 0, and keep it: a loss may come before it is there."""
-        self.plane.post(0, kind, body)
-        self._told.append((kind, body))
+    def _tell(self, report: StepMade | EvaluationMade) -> None:
+        """Tell rank 0, and keep the report: a loss may come before it arrives."""
+        self.plane.post(0, report)
+        self._told.append(report)
 
     def _receive(self, link: Receiver, step: int, k: int) -> Decoded:
         began = time.monotonic()
@@ -291,7 +294,7 @@ class Worker:
         span = time.monotonic() - self._since
         if self._pulse and span > EVERY_BESIDE_A_STAGE:
             if self._waited > span / 2:
-                self.plane.post(0, "pulse", self._pulse.beat())
+                self.plane.post(0, Speed(self._pulse.beat()))
             self._waited, self._since = 0.0, time.monotonic()
 
     def _summary(self, step: int, epoch: int, results: list[Result]) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class Experiment:
             plan = msgspec.json.decode(planned["plan"], type=Plan)
             more = {
                 "pipeline.cuts": [stage.start for stage in plan.stages[1:]],
-                "pipeline.ranks": [stage.ranks[0] for stage in plan.stages],
+                "pipeline.ranks": plan.leaders,
                 "pipeline.forward": [codec.forward for codec in plan.boundaries],
                 "pipeline.backward": [codec.backward for codec in plan.boundaries],
             }

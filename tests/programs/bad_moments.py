@@ -14,6 +14,7 @@ from accept_mpi.comm import links as measure
 from accept_mpi.comm import runtime as module
 from accept_mpi.comm.channels import Channel
 from accept_mpi.comm.data_plane import DataPlane
+from accept_mpi.comm.messages import LayerChunks
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.logs.recorder import Recorder
 
@@ -43,7 +44,7 @@ def late(runtime: Runtime) -> None:
     plane.start()
     if runtime.rank == 0:
         time.sleep(0.5)
-        plane.post(1, "replica", b"x" * (1 << 16), True)
+        plane.post(1, LayerChunks(b"x" * (1 << 16)), True)
         time.sleep(0.2)
     plane.stop(LONG)
     assert runtime.all_done()

@@ -3,9 +3,9 @@
 Importing torch takes seconds of CPU on a small machine, and a test that starts three ranks would wait for that three
 times. So mpirun starts ``tests/programs/rank.py``, which asks this process to fork a rank, with its arguments, environment,
 working directory, processor cores and open files. Whatever runs there is a process of its own: it imports accept_mpi and MPI
-itself, may be killed or kill itself, and its output, signals and exit status are those of the process that mpirun has started. Three
-things differ from a fresh interpreter: libraries are there already, all ranks order sets of strings alike, and at the end
-modules are not taken apart.
+itself, may be killed or kill itself, and its output, signals and exit status are those of the process that mpirun has
+started. Three things differ from a fresh interpreter: libraries are there already, all ranks order sets of strings alike,
+and at the end modules are not taken apart.
 
 ``python template.py FOLDER`` listens in FOLDER/socket, and ends when its standard input does, with everything it has forked.
 """

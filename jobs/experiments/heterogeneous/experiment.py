@@ -61,7 +61,7 @@ def main() -> None:
                     run_ = experiment.ours(None, settings, seconds=10.0, turn=turn or None)
                     if name == "auto":
                         stages = msgspec.json.decode(run_["plan"], type=Plan).stages
-                        cuts, order = [stage.start for stage in stages[1:]], tuple(stage.ranks[0] for stage in stages)
+                        cuts, order = [stage.start for stage in stages[1:]], tuple(stage.leader for stage in stages)
                     rate, allowed = float(run_["samples_per_s"]), MICRO / slowest(seconds, cuts, order)
                     computing = float(np.dot(run_["stages_busy"], speeds[list(order)]) / speeds.sum())
                     measured[name].append((rate, allowed, rate / limits[turn], computing))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_message import FIELDS
+from test_message import LABEL, now
 
 from accept_mpi.codecs.coding import NONE, Coding, parse
 from accept_mpi.codecs.message import HEADER_BYTES, aligned, buffer_bytes, decode, encode, wire_bytes
@@ -44,7 +44,7 @@ def message(coding: Coding, *tensors: torch.Tensor, key: int = 0) -> tuple[dict,
     specs = tuple(TensorSpec.of(t) for t in tensors)
     buffer = aligned(buffer_bytes(specs, coding))
     flat = tuple(spec.flatten(t) for spec, t in zip(specs, tensors, strict=True))
-    header = encode(specs, flat, buffer, coding, key, **FIELDS)
+    header = encode(LABEL, specs, flat, buffer, coding, key, now=now)
     return {4: specs}, buffer[: HEADER_BYTES + header.length]
 
 

@@ -10,6 +10,7 @@ from accept_mpi.codecs.coding import NONE
 from accept_mpi.codecs.message import (
     HEADER_BYTES,
     Header,
+    Label,
     aligned,
     announced,
     buffer_bytes,
@@ -22,23 +23,18 @@ from accept_mpi.codecs.tensors import TensorSpec
 from accept_mpi.errors import ProtocolError
 from accept_mpi.tree import flatten, unflatten
 
-FIELDS = {
-    "direction": 0,
-    "boundary": 1,
-    "scale": 1.0,
-    "step": 7,
-    "micro_batch": 3,
-    "samples": 4,
-    "flags": 0,
-    "now": lambda: 1.5,
-}
+LABEL = Label(direction=0, boundary=1, step=7, micro_batch=3, samples=4)
+
+
+def now() -> float:
+    return 1.5
 
 
 def there_and_back(*tensors: torch.Tensor | None) -> tuple[Header, tuple[torch.Tensor | None, ...]]:
     specs = tuple(TensorSpec.of(t) for t in tensors)
     buffer = aligned(wire_bytes(specs))
     flat = tuple(spec.flatten(t) for spec, t in zip(specs, tensors, strict=True))
-    assert HEADER_BYTES + encode(specs, flat, buffer, **FIELDS).length == buffer.size
+    assert HEADER_BYTES + encode(LABEL, specs, flat, buffer, now=now).length == buffer.size
     return decode({4: specs}, buffer)[:2]
 
 
@@ -101,7 +97,7 @@ def test_gradient_marks_cross() -> None:
 def test_any_changed_byte_is_noticed(at: int, flip: int) -> None:
     specs = (TensorSpec.of(torch.arange(12, dtype=torch.float32)),)
     buffer = aligned(wire_bytes(specs))
-    encode(specs, (torch.arange(12, dtype=torch.float32),), buffer, **FIELDS)
+    encode(LABEL, specs, (torch.arange(12, dtype=torch.float32),), buffer, now=now)
     buffer[at] ^= flip
     with pytest.raises(ProtocolError):
         decode({4: specs}, buffer)
@@ -117,7 +113,7 @@ def test_noise_is_an_error(noise: bytes) -> None:
 def test_truncated_and_foreign_messages() -> None:
     specs = (TensorSpec.of(torch.zeros(12)),)
     buffer = aligned(wire_bytes(specs))
-    encode(specs, (torch.zeros(12),), buffer, **FIELDS)
+    encode(LABEL, specs, (torch.zeros(12),), buffer, now=now)
     with pytest.raises(ProtocolError, match="announces"):
         decode({4: specs}, buffer[:-8])
     with pytest.raises(ProtocolError, match="agreed were"):
@@ -145,7 +141,7 @@ def test_a_message_may_say_itself_what_it_is(name: str) -> None:
     _, tree = flatten({"a": (None, True), "b": tensor})
     description = describe(specs, tree)
     buffer = aligned(buffer_bytes(specs, NONE, description))
-    header = encode(specs, (specs[0].flatten(tensor), None), buffer, description=description, **FIELDS)
+    header = encode(LABEL, specs, (specs[0].flatten(tensor), None), buffer, description=description, now=now)
     for agreed in ({}, {4: (TensorSpec.of(torch.zeros(9)),)}):
         found = decode(agreed, buffer[: HEADER_BYTES + header.length])
         assert found.tree == tree
@@ -160,7 +156,7 @@ def test_a_message_may_say_itself_what_it_is(name: str) -> None:
 def test_a_message_too_large_for_its_buffer_is_announced() -> None:
     specs = (TensorSpec.of(torch.zeros(100)),)
     buffer = aligned(wire_bytes(specs))
-    header = encode(specs, (torch.zeros(100),), buffer, **FIELDS)
+    header = encode(LABEL, specs, (torch.zeros(100),), buffer, now=now)
     assert announced(buffer) == 0
     assert announced(header.announce()) == buffer.size
     with pytest.raises(ProtocolError):

@@ -7,6 +7,7 @@ import pytest
 
 from accept_mpi.comm import background
 from accept_mpi.comm.background import Background
+from accept_mpi.comm.messages import Control, LayerChunks
 
 
 class Wire:
@@ -15,7 +16,7 @@ class Wire:
     def __init__(self) -> None:
         self.under_way: list[Any] = []
 
-    def begin(self, dest: int, kind: str, body: Any) -> Any:
+    def begin(self, dest: int, control: Control) -> Any:
         self.under_way.append(type("Sending", (), {"took": None})())
         return self.under_way[-1]
 
@@ -36,7 +37,7 @@ def wire() -> Wire:
 def bulk(wire: Wire) -> Background:
     found = Background(wire)  # type: ignore[arg-type]
     for number in range(200):
-        found.put(1, "replica", number)
+        found.put(1, LayerChunks(number))
     return found
 
 

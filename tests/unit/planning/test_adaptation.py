@@ -9,6 +9,7 @@ from accept_mpi.logs.format import KINDS, TRACE, Rows
 from accept_mpi.plan import BoundaryCodecs, Plan, make_plan
 from accept_mpi.planning.adaptation import WINDOW, Adapter
 from accept_mpi.planning.planner import plan_for
+from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 STEPS = 1000
 
@@ -20,11 +21,14 @@ class Run:
         self.job = job("train.steps=1000", f"pipeline.adapt={adapt}")
         self.cluster = cluster(*speeds)
         self.plan = plan_for(self.cluster, self.job).plan
-        self.adapter = Adapter(self.job, STEPS)
         self.asked = 0
         self.made = made
         self.now = 0.0
-        self.adapter.begin(self.plan, self.cluster, self._ask)
+        self.begin(self.cluster)
+
+    def begin(self, cluster: ClusterProfile) -> None:
+        """A deployment begins."""
+        self.adapter = Adapter(self.job, STEPS, self.plan, cluster, self._ask)
 
     def _ask(self) -> None:
         self.asked += 1
@@ -37,7 +41,7 @@ class Run:
             self.made += 1
             took = []
             for s, stage in enumerate(self.plan.stages):
-                rank = stage.ranks[0]
+                rank = stage.leader
                 times = factors[rank] * (1 + noise * rng.uniform(-1, 1))
                 rows = self.rows(s, stage.stop - stage.start, times * self.cluster.devices[rank].forward[0])
                 took.append(rows["end"][-1] - self.now)
@@ -51,7 +55,7 @@ class Run:
 
     def rows(self, stage: int, layers: int, seconds: float) -> Rows:
         """A step of 8 micro-batches of a stage whose layers take so long forward, twice as long back."""
-        rank, found, at = self.plan.stages[stage].ranks[0], [], self.now
+        rank, found, at = self.plan.stages[stage].leader, [], self.now
         for k in range(8):
             for kind, each in (("F", 1), ("B", 2)):
                 place = (rank, stage, KINDS.index(kind), -1, -1, self.made, k, 0, 0)
@@ -77,7 +81,7 @@ def test_a_slower_device_gives_layers_away_and_gets_them_back() -> None:
     # Its survey knows the device as it is now; when it recovers, that is found against it.
     run.plan, run.cluster = run.adapter.proposal.plan, run.adapter.proposal.cluster
     if layers(run.plan)[1]:
-        run.adapter.begin(run.plan, run.cluster, run._ask)
+        run.begin(run.cluster)
         assert run.adapter.proposal is None
 
 
@@ -152,14 +156,14 @@ def test_an_idle_device_that_recovers_gets_layers() -> None:
     run = Run(1, 40, 1)
     assert run.plan.place(1).idle
     assert run.steps(4 * WINDOW, 1, 1, 1) is None
-    run.adapter.pulse(1, 1.1)
+    run.adapter.speed(1, 1.1)
     assert run.steps(3 * WINDOW, 1, 1, 1) is None
-    run.adapter.pulse(1, 0.1)  # in the midst of its recovery
+    run.adapter.speed(1, 0.1)  # in the midst of its recovery
     assert run.steps(WINDOW, 1, 1, 1) is None
-    run.adapter.pulse(1, 1 / 40)
+    run.adapter.speed(1, 1 / 40)
     assert run.steps(WINDOW, 1, 1, 1) is None
     for _ in range(3):
-        run.adapter.pulse(1, 1 / 40)
+        run.adapter.speed(1, 1 / 40)
     assert layers(run.steps(3 * WINDOW, 1, 1, 1)) in ([4, 4, 4], [4, 5, 3], [3, 5, 4])
 
 
@@ -170,9 +174,9 @@ def test_a_device_that_was_taken_for_slower_than_it_was_recovers_wholly() -> Non
     assert run.adapter.proposal
     run.plan, slow = run.adapter.proposal.plan, run.adapter.proposal.cluster
     assert slow.devices[1].factor == pytest.approx(16, rel=0.1)
-    run.adapter.begin(run.plan, slow, run._ask)
+    run.begin(slow)
     for beat in (10.0, 1.0, 1.0):
-        run.adapter.pulse(1, beat)
+        run.adapter.speed(1, beat)
     run.cluster = slow
     found = run.steps(6 * WINDOW, 1, 1 / 16, 1)
     assert layers(found) in ([4, 4, 4], [4, 5, 3], [3, 5, 4])
@@ -185,9 +189,9 @@ def test_what_a_pulse_does_not_see_is_not_taken_for_a_recovery() -> None:
     assert run.steps(3 * WINDOW, 1, 16, 1)
     assert run.adapter.proposal
     run.plan, run.cluster = run.adapter.proposal.plan, run.adapter.proposal.cluster
-    run.adapter.begin(run.plan, run.cluster, run._ask)
+    run.begin(run.cluster)
     for _ in range(3):
-        run.adapter.pulse(1, 1.0)
+        run.adapter.speed(1, 1.0)
     assert run.steps(6 * WINDOW, 1, 1, 1) is None
 
 
@@ -195,10 +199,10 @@ def test_a_stage_with_little_to_do_does_not_say_how_fast_its_device_is() -> None
     """Under a CPU quota it looks as fast as it likes; the device's own pulse counts."""
     run = Run(1, 4, 1)
     run.plan = make_plan(12, [6, 7], [BoundaryCodecs()] * 2)
-    run.adapter.begin(run.plan, run.cluster, run._ask)
+    run.begin(run.cluster)
     assert run.steps(6 * WINDOW, 1, 1 / 4, 1) is None
     for beat in (1.0, 1 / 4, 1 / 4):
-        run.adapter.pulse(1, beat)
+        run.adapter.speed(1, beat)
     assert layers(run.steps(3 * WINDOW, 1, 1 / 4, 1))[1] > 2
 
 
@@ -206,7 +210,7 @@ def test_a_device_that_was_assumed_is_known_once_it_had_enough_to_do() -> None:
     """Else a slow one that gets a layer looks fast, gets more, and so on."""
     run = Run(1, 1, 1)
     devices = [msgspec.structs.replace(device, assumed=n > 0) for n, device in enumerate(run.cluster.devices)]
-    run.adapter.begin(run.plan, msgspec.structs.replace(run.cluster, devices=devices), run._ask)
+    run.begin(msgspec.structs.replace(run.cluster, devices=devices))
     assert run.steps(3 * WINDOW, 1, 10, 1)
     assert run.adapter.proposal
     assert [device.assumed for device in run.adapter.proposal.cluster.devices] == [False, False, True]
@@ -218,7 +222,7 @@ def test_all_that_a_slow_device_does_is_slow() -> None:
     run.cluster.devices[1] = msgspec.structs.replace(
         run.cluster.devices[1], seconds_per_message=1e-3, seconds_per_byte=1e-9, encode={"none": 1e-10}
     )
-    run.adapter.begin(run.plan, run.cluster, run._ask)
+    run.begin(run.cluster)
     proposal = run.adapter.propose({0: 1.0, 1: 10.0, 2: 1.0}, STEPS)
     assert proposal is not None
     slow = proposal.cluster.devices[1]

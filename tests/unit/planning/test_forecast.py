@@ -109,7 +109,7 @@ def test_a_run_simulated_again_takes_what_it_took(kind: ScheduleKind) -> None:
     plan = plan_for(found, job).plan
     forecast = forecast_of(found, job, plan)
     names = codecs(forecast)
-    trace = forecast.trace(names, [stage.ranks[0] for stage in plan.stages])
+    trace = forecast.trace(names, plan.leaders)
     assert replayed(found, job, plan, trace) == pytest.approx((forecast.steady(names)[0],) * 3, rel=0.01)
     alone = make_plan(len(found.outline.layers), [], [])
     trace = forecast_of(found, job, alone).trace({}, [0])

@@ -33,7 +33,7 @@ def random_problem(rng: np.random.Generator, devices: int, layers: int, codecs: 
         host_link=rng.choice([600.0, 2000.0, np.inf], devices),
         codecs=("a", "b", "c")[:codecs],
         bytes_per_value=np.array([4.0, 1.0, 0.5])[:codecs],
-        coding=rng.uniform(0, 4e-4, (devices, codecs)) * (np.arange(codecs) > 0),
+        messages=values[:, None] * rng.uniform(0, 4e-4, (devices, 1, codecs)) * (np.arange(codecs) > 0),
         state=rng.uniform(0, 4e3, layers),
         saved_bytes=rng.uniform(0, 2e3, layers),
         capacity=rng.choice([4e3, 8e3, 16e3, 1e9], devices),
@@ -172,7 +172,7 @@ def test_layers_that_take_no_time_end_the_search() -> None:
     rng = np.random.default_rng(2)
     problem = replace(random_problem(rng, 3, 4, 1), fill=0.0)
     free = replace(
-        problem, layer_seconds=np.zeros_like(problem.layer_seconds), extra_seconds=None, coding=None,
+        problem, layer_seconds=np.zeros_like(problem.layer_seconds), extra_seconds=None, messages=None,
         capacity=np.full(3, 1e18),
     )  # fmt: skip
     assert cost(free, solve(free)).fits

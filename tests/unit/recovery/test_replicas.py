@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accept_mpi import models
-from accept_mpi.comm.messenger import Message
+from accept_mpi.comm.messages import Control, Message, StopAsked, Stopping
 from accept_mpi.job import Recovery
 from accept_mpi.job_file import parse
 from accept_mpi.models.layers import build_layers
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.plan import BoundaryCodecs, Place, make_plan
-from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, SNAPSHOT
+from accept_mpi.plan import BoundaryCodecs, make_plan
+from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, SNAPSHOT, Barriers
 from accept_mpi.recovery.layer_state import Arriving, chunked, load, states
 from accept_mpi.recovery.replicas import Replicas, newest, sources
-from accept_mpi.recovery.replication import Replication
+from accept_mpi.recovery.replication import Replication, Route
 
 JOB = parse(
     '[model]\nname = "cnn"\n[data]\nname = "digits"\n[train]\nsteps = 1\noptimizer = { name = "adamw" }\n'
@@ -97,28 +97,29 @@ class Ranks:
         self.sending = [False] * count
         self.stores = [Replicas() for _ in range(count)]
         self.stages = [stage(s, s + 1, 1) for s in range(count)]
-        ranks = list(range(count))
+        ranks, on = list(range(count)), recovery.get("replicate_every") != 0
+        self.barriers = [Barriers(Recovery(**recovery), 0, on, self.post(s)) for s in ranks]
         self.all = [
             Replication(
-                Recovery(**recovery), self.stores[s], Place(s, count, None, None), ranks, count, True, self.post(s),
+                self.stores[s], Route(s, ranks, count), on, self.barriers[s], self.post(s),
                 lambda s=s: self.sending[s],  # type: ignore[misc]
             )
             for s in ranks
         ]  # fmt: skip
 
     def post(self, source: int) -> Any:
-        def put(dest: int, kind: str, body: Any, bulk: bool) -> None:
-            self.held.append((dest, Message(source, kind, body)))
+        def put(dest: int, control: Control, bulk: bool) -> None:
+            self.held.append((dest, Message(source, control)))
 
         return put
 
     def deliver(self) -> None:
         while self.held:
             dest, message = self.held.pop(0)
-            assert self.all[dest].handle(message)
+            assert self.all[dest].handle(message.control) or self.barriers[dest].handle(message.control)
 
     def step(self, step: int) -> int:
-        flags = self.all[0].flags(step)
+        flags = self.barriers[0].flags(step)
         if flags & (SNAPSHOT | EXTRA):
             for replication, one in zip(self.all, self.stages, strict=True):
                 replication.begin(step + 1, one, flags)
@@ -176,13 +177,13 @@ def test_between_two_snapshots_stages_that_can_send_extra_ones() -> None:
 
 def test_young_s_period_follows_what_a_snapshot_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("accept_mpi.recovery.replication.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("accept_mpi.recovery.barriers.time.monotonic", lambda: now[0])
     ranks = Ranks(2, mean_time_between_failures=3600.0)
     now[0] += 2.5
     assert ranks.step(0) & SNAPSHOT
     now[0] += 0.5
     ranks.deliver()
-    assert ranks.all[0].period == pytest.approx((2 * 0.5 * 3600) ** 0.5)
+    assert ranks.barriers[0].period == pytest.approx((2 * 0.5 * 3600) ** 0.5)
     now[0] += 59.0
     assert not ranks.step(1)
     now[0] += 2.0
@@ -192,12 +193,12 @@ def test_young_s_period_follows_what_a_snapshot_takes(monkeypatch: pytest.Monkey
 def test_a_signal_flags_one_checkpoint() -> None:
     ranks = Ranks(2, replicate_every=0)
     assert ranks.step(0) == 0
-    ranks.all[1].ask_to_stop()
+    ranks.barriers[1].ask_to_stop()
     dest, message = ranks.held.pop()
-    assert (dest, message.kind) == (0, "stop")
-    ranks.all[0].handle(message)
+    assert (dest, message.control) == (0, StopAsked())
+    assert ranks.barriers[0].handle(message.control)
     assert ranks.step(1) == CHECKPOINT
-    assert (ranks.held[0][0], ranks.held[0][1].kind, ranks.held[0][1].body) == (0, "stopping", 2)
+    assert (ranks.held[0][0], ranks.held[0][1].control) == (0, Stopping(2))
     assert ranks.step(2) == 0
 
 
@@ -221,5 +222,5 @@ def test_lost_stages_leave_their_layers_to_their_neighbours(
         assert found is None
         return
     assert found is not None
-    assert [(stage.start, stage.stop, stage.ranks[0]) for stage in found.stages] == left
+    assert [(stage.start, stage.stop, stage.leader) for stage in found.stages] == left
     assert [codec.forward for codec in found.boundaries] == [f"uniform:{bits}" for bits in codecs]

@@ -13,6 +13,7 @@ from torch import nn
 
 from accept_mpi import models
 from accept_mpi.codecs.tensors import BoundarySpecs, TensorSpec
+from accept_mpi.comm.messages import Control, Gather
 from accept_mpi.data import ArrayDataset, Dataset
 from accept_mpi.job import Job
 from accept_mpi.job_file import parse
@@ -54,21 +55,22 @@ class Messenger:
     def __init__(self, messages: Messages, rank: int) -> None:
         self.messages, self.rank = messages, rank
 
-    def send(self, dest: int, kind: str, body: Any) -> None:
+    def send(self, dest: int, control: Control) -> None:
         self.messages.sent += 1
-        self.messages.box(self.rank, dest, kind).put(msgspec.msgpack.encode(body))
+        self._put(dest, control)
 
-    def expect(self, kind: str, sources: set[int], deadline: float, awaited: str) -> dict[int, Any]:
-        return {
-            source: msgspec.msgpack.decode(self.messages.box(source, self.rank, kind).get(timeout=SECONDS))
-            for source in sources
-        }
+    def _put(self, dest: int, control: Control) -> None:
+        self.messages.box(self.rank, dest, type(control).__name__).put(msgspec.msgpack.encode(control))
+
+    def expect(self, kind: type[Control], sources: set[int], deadline: float, awaited: str) -> dict[int, Any]:
+        boxes = {source: self.messages.box(source, self.rank, kind.__name__) for source in sources}
+        return {source: msgspec.msgpack.decode(box.get(timeout=SECONDS), type=kind) for source, box in boxes.items()}
 
     def allgather(self, value: Any, deadline: float, awaited: str) -> list[Any]:
-        ranks, kind = range(self.messages.ranks), "gather"
+        ranks = range(self.messages.ranks)
         for rank in ranks:
-            self.messages.box(self.rank, rank, kind).put(msgspec.msgpack.encode(value))
-        return [self.expect(kind, {rank}, deadline, awaited)[rank] for rank in ranks]
+            self._put(rank, Gather(value))
+        return [self.expect(Gather, {rank}, deadline, awaited)[rank].value for rank in ranks]
 
     def flush(self, deadline: float, awaited: str) -> None:
         pass
