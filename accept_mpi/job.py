@@ -12,7 +12,7 @@ PositiveOrZero = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
 MOST_THREADS = 1024
 _MOST_SAMPLES = 1 << 24  # per step
-MOST_ENTRIES = 4096  # in a list: no pipeline has so many stages
+MOST_ENTRIES = 4096  # in a list: no pipeline has more stages
 _LARGEST = 1e30  # limit of numbers that enter single-precision arithmetic
 
 MOST_EXTRA = 3
@@ -96,8 +96,8 @@ class Pipeline(Section, frozen=True):
     ranks: Annotated[list[CountOrZero], Meta(max_length=MOST_ENTRIES)] = []
     """Ranks that hold stages 0, 1, ...; the others stay idle. Empty: all ranks, in order. Only with given or "even" cuts."""
     adapt: bool | Count = False
-    """True: change the cuts during training when devices become so much faster or slower that it pays. A number: check every
-    so many steps (FTPipeHD). Given cuts are then a first guess; it is judged as if all devices were like rank 0, the only
+    """True: change the cuts during training when a device becomes enough faster or slower for that to pay. A number N: check
+    every N steps (FTPipeHD). Given cuts are then a first guess; it is judged as if all devices were like rank 0, the only
     one that is measured."""
     probe_seconds: Positive = 5.0
     """Seconds for which each device times layers before "auto" cuts; a tenth of it if the latency database knows the
@@ -127,7 +127,7 @@ class Recovery(Section, frozen=True):
     """``[recovery]``: for runs under an MPI that survives the loss of a process (``mpirun --with-ft ulfm``)."""
 
     replicate_every: CountOrZero | Literal["auto"] = "auto"
-    """Steps between two snapshots, in which each stage sends its state to the next stage's rank; a loss costs at most so
+    """Steps between two snapshots, in which each stage sends its state to the next stage's rank; a loss costs at most that
     many steps. "auto": Young's rule (1974), from the duration of a snapshot and ``mean_time_between_failures``. 0: no
     snapshots, a loss returns to the last checkpoint."""
     mean_time_between_failures: Annotated[float, Meta(gt=0, le=1e12)] = 3600.0

@@ -1,1 +1,1 @@
-"""Numba kernels on NumPy arrays. Imports as ``accept_mpi.kernels``; each has a naive reference in ``tests/naive.py``."""
+"""Numba kernels on NumPy arrays, imported as ``accept_mpi.kernels``. Each has a naive reference in ``tests/naive.py``."""

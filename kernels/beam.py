@@ -1,5 +1,5 @@
-"""The search of ``search`` for many devices, where only the most promising points are followed. Its own module, since few
-problems need it and it takes seconds to compile."""
+"""Beam search for many devices: the search of ``search``, but only the most promising points are followed. In its own
+module, since few problems need it and it takes seconds to compile."""
 
 import numba as nb
 import numpy as np
@@ -13,18 +13,19 @@ from accept_mpi.kernels.search import SHARED, extend
     **NJIT,
 )
 def beam(  # type: ignore[no-untyped-def]
-    prefix, extra, values, other, rate, nic, bits, messages, state, held, capacity, kept, copies,
+    prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, copies,
     cap, ordered, work, speed, used, table, scores, end,
 ):  # fmt: skip
-    """As ``search.reach``, for many devices: of the points with equally many stages only the most promising are followed.
+    """Search as ``search.reach`` does, for many devices: among points with equally many stages, only the most promising are
+    followed.
 
-    Promising: ``work`` (L+1,) before the point, over the ``speed`` (N,) of the devices that are left. ``used`` (levels,
-    width, words): sets of devices; ``table`` (levels, width, 4): layer, codec, first device, point of the level before.
-    Returns 1 and writes level, point and first device to ``end``, or 0.
+    Promising: little ``work`` (L+1,) before the point, relative to the ``speed`` (N,) of the devices that are left. ``used``
+    (levels, width, words): sets of devices, as bits; ``table`` (levels, width, 4): layer, codec, first device, point of the
+    level before; ``scores`` (levels, width). Returns 1 and writes level, point and first device to ``end``, or returns 0.
     """
     devices, layers = prefix.shape[0], values.size - 1
     width, words = table.shape[1], used.shape[2]
-    out_i, out_c = np.empty(bits.size * layers + 1, np.int32), np.empty(bits.size * layers + 1, np.int32)
+    out_i, out_c = np.empty(value_bytes.size * layers + 1, np.int32), np.empty(width.size * layers + 1, np.int32)
     one = np.uint64(1)
     whole = speed.sum()
     here = 1
@@ -41,7 +42,7 @@ def beam(  # type: ignore[no-untyped-def]
                 if (used[level, p, a >> 6] >> np.uint64(a & 63)) & one or (ordered and first >= 0 and a >= first):
                     continue
                 reached = extend(
-                    prefix, extra, values, other, rate, nic, bits, messages, state, held, capacity, kept, copies,
+                    prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, copies,
                     cap, False, a, first, i, c, level, layers, out_i, out_c,
                 )  # fmt: skip
                 rest = left[p] - speed[a]

@@ -1,4 +1,4 @@
-"""float32 to bfloat16 and back."""
+"""Conversion of float32 to bfloat16 and back."""
 
 import numba as nb
 import numpy as np
@@ -7,7 +7,7 @@ from accept_mpi.kernels.options import NJIT
 
 @nb.njit("void(uint32[::1], uint16[::1])", **NJIT)
 def to_bf16(bits, out):  # type: ignore[no-untyped-def]
-    """Round the float32 numbers with these bits to nearest even; NaN stays NaN."""
+    """Round float32 numbers, given as bits, to the nearest bfloat16, ties to even; NaN stays NaN."""
     for i in range(out.size):
         word = bits[i]
         odd = np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(1))
@@ -18,6 +18,6 @@ def to_bf16(bits, out):  # type: ignore[no-untyped-def]
 
 @nb.njit("void(uint16[::1], uint32[::1])", **NJIT)
 def from_bf16(halves, out):  # type: ignore[no-untyped-def]
-    """Bits of the float32 numbers that these bfloat16 are."""
+    """Convert bfloat16 numbers to float32, both as bits."""
     for i in range(out.size):
         out[i] = np.uint32(np.uint32(halves[i]) << np.uint32(16))

@@ -1,14 +1,14 @@
 """Multi-bit quantization: a group's values as a center plus or minus B scales each, x = c + sum a_k b_k, b_k in {-1, 1}.
 
 AccEPT's forward codec after Xu et al. 2018 (arXiv 1802.00150; reconstruction): scales are found greedily
-(a_k = mean |r|, r -= a_k sign(r)), then refined by alternating: each value goes to its nearest level, and c and a_k are
+(a_k = mean |r|, r -= a_k sign(r)), then refined in rounds: each value is assigned to its nearest level, and c and a_k are
 moved towards the least squares fit of that assignment. Two rounds, each of two sweeps of coordinate descent, which unlike
 solving the normal equations cannot meet a singular matrix. Here c, the mean at first, is refined along with the scales.
 
 Fitting works on integers, (x - min) / range in 16 bits, so sums are exact in any order: they vectorize, and give the same
 bytes on every CPU. The last assignment is to the nearest level as the decoder computes it.
 
-Layout: for each group c and a_1..a_B in bfloat16, then the level's rank, B bits a value (kernels/packing.py).
+Layout: for each group c and a_1..a_B in bfloat16, then each value's rank of level, B bits per value (kernels/packing.py).
 """
 
 import numba as nb
@@ -18,28 +18,31 @@ from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_K
 from accept_mpi.kernels.options import NJIT
 from accept_mpi.kernels.packing import BLOCK, pack, unpack
 
-MOST_BITS = 4  # 2^B levels a group are searched; from 4 bits on uniform quantization loses less
+MOST_BITS = 4  # each group searches 2^B levels; with 4 bits or more, uniform quantization loses less
 ROUNDS, SWEEPS = 2, 2
 
 _STEPS = np.float32(65535.0)
 
 
-# What is done once a group is done for all groups of a block in one loop (their arrays' last axis), so that it vectorizes
-# too: a group at a time, mbq:2 encoded at 1.6 GB/s, not 4.3; a few dozen dependent operations cost more than 256 values.
+# Work that occurs once per group is done for all groups of a block in one loop (the last axis of their arrays), so that it
+# vectorizes too. One group at a time, mbq:2 encodes at 1.6 GB/s instead of 4.3: a few dozen dependent operations cost more
+# than 256 values.
 
 
 @nb.njit("void(float32[::1], float32[::1], int32[::1], int32[::1])", **NJIT)
 def _in_order(low, high, low_code, high_code):  # type: ignore[no-untyped-def]
+    """Swap two rows of levels, with their codes, in each group where they are not in rising order."""
     for g in range(low.size):
         a, b, c, d = low[g], high[g], low_code[g], high_code[g]
-        swap = (a > b) | ((a == b) & (c > d))  # ties too have one order, whatever sorts
+        swap = (a > b) | ((a == b) & (c > d))  # ties have one order, too, in any sorting network
         low[g], high[g] = (b if swap else a), (a if swap else b)
         low_code[g], high_code[g] = (d if swap else c), (c if swap else d)
 
 
 @nb.njit("void(float32[:, ::1], float32[:, ::1], int32[:, ::1])", **NJIT)
 def _levels(fit, level, code):  # type: ignore[no-untyped-def]
-    """The 2^B values that center and scales ``fit`` (a row each) reach, in rising order; bit k - 1 of ``code``: b_k is 1."""
+    """Compute the 2^B levels of center and scales ``fit`` (one row each), in rising order; bit k - 1 of ``code`` is set if
+    b_k is 1."""
     for g in range(fit.shape[1]):
         level[0, g] = fit[0, g]
         code[0, g] = np.int32(0)
@@ -67,7 +70,8 @@ def _levels(fit, level, code):  # type: ignore[no-untyped-def]
 
 @nb.njit("void(int32[::1], int64, int32[::1], int32[::1], float64[::1])", **NJIT)
 def _deviations(v, group, middle, w, total):  # type: ignore[no-untyped-def]
-    """``w`` = |``v`` - ``middle``| and its sum a group; 16,384 numbers of 16 bits fit into an int32."""
+    """Write |``v`` - ``middle``| to ``w``, and its sum per group to ``total``. 16,384 numbers of 16 bits fit into an
+    int32."""
     for g in range(total.size):
         m = middle[g]
         total[g] = 0.0
@@ -85,7 +89,7 @@ def _deviations(v, group, middle, w, total):  # type: ignore[no-untyped-def]
 
 @nb.njit("void(int32[::1], int64, int32[::1], float64[::1], float64[::1])", **NJIT)
 def _above(v, group, threshold, number, total):  # type: ignore[no-untyped-def]
-    """Number and sum of the values of each group above its ``threshold``."""
+    """Compute number and sum of the values of each group above its ``threshold``."""
     for g in range(total.size):
         t = threshold[g]
         number[g] = total[g] = 0.0
@@ -124,9 +128,9 @@ def _descend(number, distance, code, k, share, move, parameter):  # type: ignore
     **NJIT,
 )
 def _fit(v, w, group, fit, level, code, sums, at):  # type: ignore[no-untyped-def]
-    """Center and scales of the integers ``v``, for each group. ``w`` and all after ``fit`` are scratch.
+    """Fit center and scales ``fit`` to the integers ``v`` of each group. ``w`` and all arguments after ``fit`` are scratch.
 
-    ``sums``: number and sum of the values above each threshold, 2^B + 1 of them, then three rows.
+    ``sums``: number and sum of the values above each threshold, 2^B + 1 of them, then three rows of temporaries.
     """
     levels, groups = level.shape[0], fit.shape[1]
     number, total, share, move, all_ = sums[0], sums[1], sums[2, 0], sums[2, 1], sums[2, 2]
@@ -164,7 +168,7 @@ def _fit(v, w, group, fit, level, code, sums, at):  # type: ignore[no-untyped-de
 
 @nb.njit("boolean(int32[::1], int32[::1])", **NJIT)
 def _to_floats(low, high):  # type: ignore[no-untyped-def]
-    """Turn the keys of extremes into the bits of the floats they stand for; False where one is not finite."""
+    """Turn the keys that ``extremes`` gives into the bits of their floats; False if one is not finite."""
     bad = np.int32(0)
     for g in range(low.size):
         least, most = low[g], high[g]
@@ -176,7 +180,8 @@ def _to_floats(low, high):  # type: ignore[no-untyped-def]
 
 @nb.njit("boolean(float32[::1], int64, float32[::1], float32[::1], float32[::1], int32[::1])", **NJIT)
 def _to_integers(x, group, least, most, step, v):  # type: ignore[no-untyped-def]
-    """The values of each group between its extremes as 16 bits, and what a step of them is worth; False where too large."""
+    """Turn each group's values into 16-bit steps between its extremes, and compute the size of a step; False if too
+    large."""
     for g in range(step.size):
         if most[g] * np.float32(0.5) - least[g] * np.float32(0.5) > np.float32(1e38):
             return False
@@ -193,9 +198,9 @@ def _to_integers(x, group, least, most, step, v):  # type: ignore[no-untyped-def
 
 @nb.njit("boolean(float32[::1], float32[::1], float32[:, ::1], uint32[:, ::1], uint16[::1])", **NJIT)
 def _send(least, step, fit, fit_bits, out):  # type: ignore[no-untyped-def]
-    """Write the parameters of the fits, and leave these as the decoder will read them; False where they are too large.
+    """Write the parameters of the fits, and round the fits to what the decoder will read; False if they are too large.
 
-    ``fit_bits`` views ``fit``.
+    ``fit_bits`` is a view of ``fit``.
     """
     for g in range(step.size):
         fit[0, g] = least[g] + (fit[0, g] + np.float32(0.5)) * step[g]
@@ -215,7 +220,7 @@ def _send(least, step, fit, fit_bits, out):  # type: ignore[no-untyped-def]
 
 @nb.njit("void(float32[::1], int64, float32[:, ::1], uint8[::1])", **NJIT)
 def _assign(x, group, level, ranks):  # type: ignore[no-untyped-def]
-    """The rank of the nearest level."""
+    """Compute the rank of each value's nearest level."""
     for g in range(level.shape[1]):
         a, b = x[g * group : min(g * group + group, x.size)], ranks[g * group : min(g * group + group, x.size)]
         first = (level[0, g] + level[1, g]) * np.float32(0.5)
@@ -242,7 +247,7 @@ def _encode(x, bits, group, parameters, out):  # type: ignore[no-untyped-def]
     for begin in range(0, x.size, span):
         piece = x[begin : min(begin + span, x.size)]
         groups = (piece.size + size - 1) // size
-        if groups < many:  # arrays of the last piece
+        if groups < many:  # smaller arrays for the last piece
             many = groups
             fit, level = np.empty((bits + 1, many), np.float32), np.empty((1 << bits, many), np.float32)
             code, sums = np.empty((1 << bits, many), np.int32), np.empty((3, (1 << bits) + 1, many), np.float64)
@@ -285,7 +290,7 @@ def _decode(parameters, packed, bits, group, x):  # type: ignore[no-untyped-def]
         groups = (block.size + size - 1) // size
         first = 0 if whole else begin // group
         for k in range(bits + 1):
-            for g in range(many):  # those past the last group are never looked at
+            for g in range(many):  # entries past the last group are never read
                 mine = min((first + g) * (bits + 1) + k, parameters.size - 1)
                 fit_bits[k, g] = np.uint32(np.uint32(parameters[mine]) << np.uint32(16))
         _levels(fit, level, code)
@@ -306,15 +311,15 @@ def encoded_bytes(values: int, bits: int, group: int) -> int:
 def encode(x: npt.NDArray[np.float32], bits: int, group: int, out: npt.NDArray[np.uint8]) -> int:
     """Quantize ``x`` (float32, 1-D, contiguous) into ``out`` (uint8, 2-byte aligned, ``encoded_bytes`` long).
 
-    ``group``: values that share center and scales; 0: all. ``bits``: 1..4. Returns CODED, or NOT_FINITE or TOO_LARGE, and
-    then ``out`` means nothing.
+    ``group``: number of values that share center and scales; 0: all. ``bits``: 1..4. Returns CODED, or NOT_FINITE or
+    TOO_LARGE, after which the content of ``out`` is meaningless.
     """
     parameters, codes, size = _parts(x, bits, group, out)
     return int(_encode(x, bits, size, parameters, codes))
 
 
 def decode(data: npt.NDArray[np.uint8], bits: int, group: int, x: npt.NDArray[np.float32]) -> None:
-    """The values that ``encode`` wrote, into ``x`` (float32, 1-D, contiguous)."""
+    """Decode the values that ``encode`` wrote into ``x`` (float32, 1-D, contiguous)."""
     parameters, codes, size = _parts(x, bits, group, data)
     _decode(parameters, codes, bits, size, x)
 

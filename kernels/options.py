@@ -1,8 +1,8 @@
 """The one place for Numba's options, and for its disk cache.
 
-``nogil``: kernels run on the data-plane thread beside the computing one. No ``fastmath``: results must not depend on the
-CPU. The error model is NumPy's, since a test for division by zero stops vectorization. Signatures are explicit, so kernels
-compile when their module is imported, before any clock starts.
+``nogil``: kernels run on the data-plane thread while another thread computes. No ``fastmath``: results must not depend on
+the CPU. The error model is NumPy's, since a test for division by zero prevents vectorization. Signatures are explicit, so
+that kernels compile when their module is imported, before any clock starts.
 """
 
 import contextlib
@@ -29,11 +29,12 @@ _LOCK_SECONDS = 120.0
 
 
 def compiled(name: str, directory: Path | None = None) -> ModuleType:
-    """The module of kernels ``name``, its machine code from the cache in ``directory`` or put there.
+    """Import the module of kernels ``name``, with machine code from the cache in ``directory``, which is filled if
+    necessary.
 
-    Numba's cache alone is not safe for ranks that start together (numba#4807), and does not see that a kernel's callee in
+    Numba's cache alone is not safe for ranks that start together (numba#4807), and does not notice that a kernel's callee in
     another file has changed. So one process at a time holds the cache, and each version of sources, Numba and CPU has its
-    own. Where the directory cannot be written, or what is in it cannot be read, kernels are compiled as without a cache.
+    own. If the directory cannot be written or its content cannot be read, kernels are compiled as without a cache.
     """
     if name in sys.modules:
         return sys.modules[name]
@@ -45,7 +46,7 @@ def compiled(name: str, directory: Path | None = None) -> ModuleType:
 
 @contextlib.contextmanager
 def _cache(directory: Path) -> Iterator[None]:
-    import llvmlite.binding as llvm  # a quarter of a second of CPU, that a run without kernels need not spend
+    import llvmlite.binding as llvm  # imported late: a quarter of a second of CPU
     import numba as nb
 
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
@@ -57,7 +58,7 @@ def _cache(directory: Path) -> Iterator[None]:
     earlier = config.CACHE_DIR
     with open_lock(own / "lock") as lock:
         hold(lock.fileno(), _LOCK_SECONDS)
-        own.mkdir(exist_ok=True, mode=0o700)  # who had the lock may have thrown all away
+        own.mkdir(exist_ok=True, mode=0o700)  # the lock's last holder may have removed it
         if why := foreign(own):
             _warn(f"{directory}: compiled kernels that are kept there are not used, since {why}")
             raise PermissionError(why)
@@ -65,7 +66,7 @@ def _cache(directory: Path) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            shutil.rmtree(own, ignore_errors=True)  # unreadable, or half written
+            shutil.rmtree(own, ignore_errors=True)  # it is unreadable or half written
             raise
         finally:
             config.CACHE_DIR, NJIT["cache"] = earlier, False
@@ -73,5 +74,5 @@ def _cache(directory: Path) -> Iterator[None]:
 
 @lru_cache
 def _warn(text: str) -> None:
-    """Once."""
+    """Log a warning, each text only once."""
     log.warning("%s", text)

@@ -1,8 +1,8 @@
-"""Codes of 1..8 bits packed without a wasted bit, in blocks of 16,384 codes, each block its bit planes.
+"""Codes of 1..8 bits, packed without a wasted bit, in blocks of 16,384 codes. A block is stored as its bit planes.
 
 A plane holds w = 8, 4, 2 or 1 bits of each code (3 bits are a plane of 2 and one of 1; low bits first, wide planes first).
-Byte i of a plane holds the bits of codes i, i + h, i + 2h, ..., h = codes * w / 8, so that packing is plain byte
-arithmetic on runs of memory, which LLVM vectorizes. A last block is padded to a multiple of 8 codes.
+Byte i of a plane holds the bits of codes i, i + h, i + 2h, ..., h = codes * w / 8, so that packing is plain byte arithmetic
+on runs of memory, which LLVM vectorizes. A last block is padded to a multiple of 8 codes.
 """
 
 import numba as nb
@@ -13,14 +13,14 @@ BLOCK = 16384
 
 
 def packed_bytes(codes: int, bits: int) -> int:
-    """Bytes that ``codes`` codes take."""
+    """Bytes that ``codes`` codes take when packed."""
     blocks, rest = divmod(codes, BLOCK)
     return blocks * BLOCK * bits // 8 + -(-rest // 8) * bits
 
 
 @nb.njit("int64(uint8[::1], int64, uint8[::1])", **NJIT)
 def pack(codes, bits, out):  # type: ignore[no-untyped-def]
-    """Pack a block (a multiple of 8 codes, shifted away meanwhile) into bit planes; returns the bytes used."""
+    """Pack a block (a multiple of 8 codes) into bit planes, and return the bytes used. The block's codes are destroyed."""
     n, at = codes.size, 0
     if bits == 8:
         plane = out[:n]
@@ -66,7 +66,7 @@ def pack(codes, bits, out):  # type: ignore[no-untyped-def]
 
 @nb.njit("int64(uint8[::1], int64, uint8[::1])", **NJIT)
 def unpack(packed, bits, codes):  # type: ignore[no-untyped-def]
-    """The inverse of ``pack``: narrow planes first, since they hold the high bits. Returns the bytes read."""
+    """Unpack what ``pack`` wrote, and return the bytes read. Narrow planes come first, since they hold the high bits."""
     n = codes.size
     total = n * bits // 8
     if bits == 8:

@@ -1,18 +1,24 @@
 """Search for the cuts of a model: which devices hold which layers, so that nothing takes longer than a cap.
 
-Stages are put in front of one another, the last one first, so that the number of stages behind a stage, and with it what
-the stage must hold in flight, is known. A point is "layers ``i`` and all behind it are placed, and boundary ``i`` has codec
-``c``"; of points that differ in nothing else, one that has placed more and crosses with fewer values is as good or better.
+Stages are placed from the last to the first, so that the number of stages behind a stage, and with it what the stage must
+hold in flight, is known. A point is "layer ``i`` and all behind it are placed, and boundary ``i`` has codec ``c``". Between
+points that differ in nothing else, one that has placed more layers and crosses with fewer values is at least as good.
 
-Arguments that all kernels share (N devices, L layers, C codecs; seconds and bytes are a micro-batch's):
-``prefix`` (N, L+1), seconds of the layers before each; ``extra`` (N, L+1, L+1), seconds of layers i..j-1 together that
-their sum lacks, or (N, 1, 1) where nothing is known; ``values`` and ``other`` (L+1), values that codecs code and bytes
-besides that cross in front of a layer, each way (``other`` infinite: no stage begins there); ``rate`` (N, N), bytes/s from
-one device to another; ``nic`` (N), bytes/s of a device's own link, each way; ``bits`` (C), bytes a value; ``messages``
-(N, L+1, C), seconds of a device for a boundary's two messages in front of each layer, which grow with values and other; ``state`` and ``held`` (L+1), bytes before each layer of weights and what
-goes with them, and of activations;
-``capacity`` (N), bytes; ``kept`` and ``copies`` (N), micro-batches in flight and versions of the weights, by number of
-stages behind. A stage also holds what it received of each micro-batch in flight, 4 bytes a value.
+Arguments that all kernels share (N devices, L layers, C codecs; seconds and bytes per micro-batch):
+
+* ``prefix`` (N, L+1): seconds of the layers before each;
+* ``extra`` (N, L+1, L+1): seconds of layers i..j-1 together beyond their sum; (N, 1, 1) where none are known;
+* ``values`` and ``other`` (L+1): values that codecs code, and further bytes, that cross in front of a layer, each way
+  (``other`` infinite: no stage begins there);
+* ``rate`` (N, N): bytes/s from one device to another; ``nic`` (N): bytes/s of a device's own link, each way;
+* ``value_bytes`` (C): bytes per value;
+* ``messages`` (N, L+1, C): seconds of a device for a boundary's two messages in front of each layer; they grow with
+  ``values`` and ``other``;
+* ``state`` and ``held`` (L+1): bytes before each layer of weights and what goes with them, and of activations;
+* ``capacity`` (N): bytes; ``kept`` and ``copies`` (N): micro-batches in flight and versions of the weights, by the number
+  of stages behind.
+
+A stage also holds what it received of each micro-batch in flight, 4 bytes per value.
 """
 
 import numba as nb
@@ -27,20 +33,20 @@ SHARED = (
 
 @nb.njit(f"int64({SHARED}, float64, boolean, int64, int64, int64, int64, int64, int64, int32[::1], int32[::1])", **NJIT)
 def extend(  # type: ignore[no-untyped-def]
-    prefix, extra, values, other, rate, nic, bits, messages, state, held, capacity, kept, copies,
+    prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, copies,
     cap, every, a, d, i, c, behind, most, out_i, out_c,
 ):  # fmt: skip
-    """Points that device ``a`` reaches by holding layers in front of ``i``, where device ``d`` begins with codec ``c`` (-1:
-    nobody, the model ends). Into ``out_i`` and ``out_c``; their number. Without ``every`` only those that could be best.
-    The stage begins with layer ``most`` or one before."""
+    """Find the points that device ``a`` reaches by holding layers in front of ``i``, where device ``d`` begins with codec
+    ``c`` (``d`` is -1 where the model ends). Writes them to ``out_i`` and ``out_c`` and returns their number; without
+    ``every``, only those that could be best. The stage begins at layer ``most`` or before it."""
     base, message = 0.0, 0.0
     if d >= 0:
-        message = values[i] * bits[c] + other[i]
+        message = values[i] * value_bytes[c] + other[i]
         if message > cap * rate[a, d] or message > cap * rate[d, a] or message > cap * nic[a]:
             return 0
         base = messages[a, i, c]
     whole = extra.shape[1] > 1
-    # A stage that begins earlier takes more of everything: the first layer that it can begin with lies in low..first.
+    # A stage that begins earlier takes more of everything, so the first layer that it can begin with is found by bisection.
     low, first = 0, i
     while low < first:
         j = (low + first) // 2
@@ -58,7 +64,7 @@ def extend(  # type: ignore[no-untyped-def]
         count = 1
         if not every:
             return count
-    for codec in range(bits.size):
+    for codec in range(value_bytes.size):
         coded, whole_bytes = 1e300, 1e300
         for j in range(max(first, 1), min(i, most + 1)):
             if other[j] == np.inf or (not every and values[j] >= coded and other[j] >= whole_bytes):
@@ -66,7 +72,7 @@ def extend(  # type: ignore[no-untyped-def]
             seconds = prefix[a, i] - prefix[a, j] + base + messages[a, j, codec]
             if whole:
                 seconds += extra[a, j, i]
-            there = values[j] * bits[codec] + other[j]
+            there = values[j] * value_bytes[codec] + other[j]
             received = 4.0 * values[j] + other[j]
             memory = copies[behind] * (state[i] - state[j]) + kept[behind] * (held[i] - held[j] + received)
             if seconds > cap or message + there > cap * nic[a] or memory > capacity[a]:
@@ -84,7 +90,8 @@ def extend(  # type: ignore[no-untyped-def]
     "int32[::1], int64)", **NJIT,
 )  # fmt: skip
 def insert(values, other, every, relays, i, c, total, from_key, from_point, table, sums, counts, key):  # type: ignore[no-untyped-def]
-    """Put a point into the table unless one there is as good, and take out those that it beats; -1 where it is full."""
+    """Add a point to the table unless one there is as good, and remove those that it beats. Returns 1 if the point was
+    added, 0 if not, -1 if the table is full."""
     p = 0
     while p < counts[key]:
         there = table[key, p, 0]
@@ -123,28 +130,30 @@ def insert(values, other, every, relays, i, c, total, from_key, from_point, tabl
     **NJIT,
 )
 def reach(  # type: ignore[no-untyped-def]
-    prefix, extra, values, other, rate, nic, bits, messages, state, held, capacity, kept, copies,
+    prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, copies,
     cap, fill, ordered, relays, floor, table, sums, counts, end,
 ):  # fmt: skip
-    """Find a plan in which nothing takes longer than ``cap``; ``fill`` > 0: the one with the least sum of ``fill`` times
-    stages' seconds and all transfers. Its key, point and first device go to ``end``.
+    """Find a plan in which nothing takes longer than ``cap``; with ``fill`` > 0, the one with the least sum of ``fill``
+    times the stages' seconds and all transfers. Its key, point and first device are written to ``end``.
 
-    Returns 1; 0 where there is none; -1 where the table is full. ``ordered``: devices keep their order, some may stay idle;
-    ``relays``: a link through a third device may be faster than the direct one, so a point is beaten by none that has placed
-    more. With ``ordered`` a key is first device * (N + 1) + stages. Otherwise any devices in any order; a key is set of
-    devices * N + first device.
-    ``floor`` (first devices or sets, L+1): no bottleneck of layers 0..i-1 on the devices that are then left is below it.
-    ``table`` (keys, room, 4): layer, codec, key and point that a point was reached from (-1: the end of the model).
+    Returns 1; 0 if there is no plan; -1 if the table is full. ``ordered``: devices keep their order, some may stay idle, and
+    a key is first device * (N + 1) + stages. Otherwise any devices in any order, and a key is set of devices * N + first
+    device. ``relays``: a link through a third device may be faster than the direct one, so that a point with more layers
+    placed beats no other.
+
+    ``floor`` (first devices or sets, L+1): lower bound of the bottleneck of layers 0..i-1 on the devices that are then left.
+    ``table`` (keys, room, 4): layer, codec, key and point that a point was reached from (-1: the end of the model); ``sums``
+    (keys, room): its sum so far; ``counts`` (keys): number of points.
     """
     devices, layers = prefix.shape[0], values.size - 1
     every = fill > 0
-    out_i, out_c = np.empty(bits.size * layers + 1, np.int32), np.empty(bits.size * layers + 1, np.int32)
+    out_i, out_c = np.empty(value_bytes.size * layers + 1, np.int32), np.empty(width.size * layers + 1, np.int32)
     counts[:] = 0
     best = np.inf
     found = 0
     turns = devices * (devices + 1) + 1 if ordered else (1 << devices) * devices
     for turn in range(turns):
-        # Whose stages are in front so far: nobody's in the first turn.
+        # The device ``first`` has the frontmost stage so far; it is -1 in the first turn, when no stage is placed.
         if ordered:
             first = devices - 1 - (turn - 1) // (devices + 1) if turn else -1
             behind = (turn - 1) % (devices + 1) if turn else 0
@@ -166,7 +175,7 @@ def reach(  # type: ignore[no-untyped-def]
             if (first >= 0 and ordered and a >= first) or (chosen >> a) & 1:
                 continue
             left = a if ordered else chosen | (1 << a)
-            # Layers in front of more than ``most`` are too many for the devices that are left.
+            # The devices that are left can hold at most ``most`` layers in front within the cap.
             most, beyond = 0, layers + 1
             while beyond - most > 1:
                 middle = (most + beyond) // 2
@@ -180,7 +189,7 @@ def reach(  # type: ignore[no-untyped-def]
                 if first >= 0:
                     i, c, total = table[key, p, 0], table[key, p, 1], sums[key, p]
                 reached = extend(
-                    prefix, extra, values, other, rate, nic, bits, messages, state, held, capacity, kept, copies,
+                    prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, copies,
                     cap, every or relays, a, first, i, c, behind, most, out_i, out_c,
                 )  # fmt: skip
                 for r in range(reached):
@@ -191,7 +200,7 @@ def reach(  # type: ignore[no-untyped-def]
                         if extra.shape[1] > 1:
                             seconds += extra[a, j, i]
                         if first >= 0:
-                            message = values[i] * bits[c] + other[i]
+                            message = values[i] * value_bytes[c] + other[i]
                             seconds += messages[a, i, c]
                             there += message / rate[a, first] + message / rate[first, a]
                         if j > 0:

@@ -1,4 +1,4 @@
-"""The simulator's loop for pipelines of many stages and micro-batches."""
+"""Inner loop of the simulator, for pipelines of many stages and micro-batches."""
 
 import numba as nb
 import numpy as np
@@ -13,11 +13,13 @@ FORWARD, BACKWARD, WEIGHTS, UPDATE, WHOLE_BACKWARD = 0, 1, 2, 3, 4
     **NJIT,
 )
 def run(kinds, numbers, begins, seconds, transfers, arrived, starts, ends):  # type: ignore[no-untyped-def]
-    """Each stage does its actions in order, each as soon as its input is there; False where they wait for each other.
+    """Simulate stages that carry out their actions in order, each as soon as its input has arrived; False if they wait for
+    each other.
 
-    Stage s has actions ``begins[s]`` to ``begins[s+1]`` - 1 of ``kinds`` and ``numbers`` (of micro-batches, over all steps);
-    ``seconds`` (stages, 5) by kind; ``transfers`` (stages - 1, 2): activations ahead, gradients back, one message at a time
-    each way. ``arrived`` (2, stages, micro-batches) holds infinities before; ``starts`` and ``ends`` of all actions go out.
+    Stage s has actions ``begins[s]`` to ``begins[s+1]`` - 1 of ``kinds`` and ``numbers`` (micro-batches, counted over all
+    steps); ``seconds`` (stages, 5) by kind; ``transfers`` (stages - 1, 2): seconds of activations forward and gradients
+    backward, one message at a time each way. ``arrived`` (2, stages, micro-batches) must be filled with infinity; ``starts``
+    and ``ends`` (actions,) are results.
     """
     stages = begins.size - 1
     at = begins[:-1].copy()
@@ -28,7 +30,7 @@ def run(kinds, numbers, begins, seconds, transfers, arrived, starts, ends):  # t
     while moved:
         moved = False
         for place in range(stages):
-            s = place if turn % 2 == 0 else stages - 1 - place  # there and back, as forwards and backwards go
+            s = place if turn % 2 == 0 else stages - 1 - place  # in both directions in turn, as F and B go
             while at[s] < begins[s + 1]:
                 action = at[s]
                 number = numbers[action]

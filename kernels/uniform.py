@@ -1,15 +1,15 @@
-"""Uniform quantization to 1..8 bits: per group a zero point and a scale in bfloat16, codes packed without a wasted bit.
+"""Uniform quantization to 1..8 bits: a zero point and a scale per group in bfloat16, codes packed without a wasted bit.
 
-A value x of a group becomes q = floor((x - zero) / scale + 1/2), or + u with u uniform in [0, 1) for stochastic rounding
-(in 65,536 parts, the quotient to the nearest one), which makes zero + scale * q unbiased. ``zero`` is the group's minimum
-rounded down, ``scale`` its range over 2^bits - 1 rounded up, so the error is at most half a scale (nearest) or a scale
-(stochastic).
+A value x of a group becomes q = floor((x - zero) / scale + 1/2), or for stochastic rounding + u with u uniform in [0, 1)
+instead of 1/2, which makes zero + scale * q unbiased (u and the quotient are multiples of 1/65,536). ``zero`` is the group's
+minimum rounded down, ``scale`` its range over 2^bits - 1 rounded up, so the error is at most half a scale (nearest) or a
+scale (stochastic).
 
-Layout: a uint32 for each group (zero's bfloat16 above, scale's below), then the codes (kernels/packing.py).
+Layout: one uint32 per group (zero's bfloat16 above, scale's below), then the codes (kernels/packing.py).
 
-Speed lies in plain loops over slices: an index into a slice is known not to be negative, while ``a[g * n + i]`` costs
-Numba's wrap-around test and the vectorization with it (statistics 5 GB/s instead of 60). The block is large enough that the
-cost of each loop's start and end vanishes: with 4,096 values encoding ran at 0.67 of memcpy, with 16,384 at 0.80. While a
+Speed comes from plain loops over slices: an index into a slice is known not to be negative, while ``a[g * n + i]`` costs
+Numba's wrap-around test and the vectorization with it (statistics 5 GB/s instead of 60). A block is large enough for the
+cost of each loop's start and end to vanish: with 4,096 values encoding runs at 0.67 of memcpy, with 16,384 at 0.80. While a
 block is rounded, the next one is fetched, run by run.
 """
 
@@ -21,17 +21,19 @@ from accept_mpi.kernels.options import NJIT
 from accept_mpi.kernels.packing import BLOCK, pack, unpack
 from accept_mpi.kernels.prefetch import LINE, prefetch
 
-_PER_GROUP = 4  # bytes
+_PER_GROUP = 4  # bytes of parameters
 PAIR = BLOCK // 2  # values i and i + PAIR of a block share one hash, 16 bits each
-RUN = 256  # values of a block that are rounded at a time, and as many of the next one fetched: 128 or 512 are slower
-_WEYL = np.uint32(0x9E3779B1)  # what a value's number is multiplied by: the next one's product is a sum
+RUN = 256  # values rounded at a time, while as many of the next block are fetched: 128 or 512 are slower
+_WEYL = np.uint32(0x9E3779B1)  # factor of a value's number: the next number's product takes only an addition
 
 
 @nb.njit("int64(int32[::1], int32[::1], float32, uint32[::1], float32[::1], float32[::1])", **NJIT)
 def _parameters(low, high, inverse_levels, packed, zero, inverse):  # type: ignore[no-untyped-def]
-    """Zero point and 1 / scale of each group, and both in bfloat16 as they are sent. Returns CODED or why not.
+    """Compute zero point and 1 / scale of each group, and both in bfloat16 as they are sent. Returns CODED, NOT_FINITE or
+    TOO_LARGE.
 
-    ``low`` and ``high`` are keys, and scratch. Loops without branches, on the bits and on the floats they stand for in turn.
+    ``low`` and ``high`` are keys, and serve as scratch. The loops have no branches; they work on the bits and on the floats
+    that these stand for in turn.
     """
     lows, highs = low.view(np.float32), high.view(np.float32)
     bad = np.int32(0)
@@ -51,7 +53,7 @@ def _parameters(low, high, inverse_levels, packed, zero, inverse):  # type: igno
     for g in range(low.size):
         bits = np.int32(np.int32(high[g] + np.int32(0xFFFF)) & np.int32(-0x10000))  # away from zero
         bad |= np.int32(bits >= np.int32(0x7F800000)) | np.int32(bits < np.int32(0))
-        bits = np.int32(0) if bits < np.int32(0x00800000) else bits  # below a normal number: one level is all
+        bits = np.int32(0) if bits < np.int32(0x00800000) else bits  # subnormal: a single level suffices
         packed[g] = np.uint32(np.uint32(low[g]) | np.uint32(np.uint32(bits) >> np.uint32(16)))
         high[g] = bits
     for g in range(low.size):
@@ -61,7 +63,8 @@ def _parameters(low, high, inverse_levels, packed, zero, inverse):  # type: igno
 
 @nb.njit("uint32(uint32, uint32)", **NJIT)
 def _random(product, key):  # type: ignore[no-untyped-def]
-    """32 random bits from a value's number times ``_WEYL``: two more rounds of multiply and shift, ``key`` mixed in."""
+    """Hash a value's number times ``_WEYL`` to 32 random bits: two more rounds of multiply and shift, with ``key`` mixed
+    in."""
     h = np.uint32(np.uint32(product ^ np.uint32(product >> np.uint32(15))) ^ key)
     h = np.uint32(h * np.uint32(0x85EBCA77))
     h = np.uint32(h ^ np.uint32(h >> np.uint32(13)))
@@ -76,7 +79,7 @@ def _nearest(x, zero, inverse, levels):  # type: ignore[no-untyped-def]
 
 @nb.njit("int32(float32, float32, float32, float32, uint32)", **NJIT)
 def _drawn(x, zero, inverse, levels, bits):  # type: ignore[no-untyped-def]
-    """By 16 random bits, in fixed point: half of it in floats would be two more conversions a value."""
+    """Round by 16 random bits, in fixed point: doing half of it in floats would take two more conversions per value."""
     one = np.float32(65536)
     fixed = np.int32(min((x - zero) * inverse * one + np.float32(0.5), levels * one))
     return np.int32(np.int32(fixed + np.int32(bits)) >> np.int32(16))
@@ -99,8 +102,8 @@ def _fetch(x, begin, end):  # type: ignore[no-untyped-def]
 
 
 # Codes of 4 and 2 bits in a whole block are packed as they are made: 2 or 4 streams of values, one stream of bytes. In two
-# loops, the bytes' cache misses are not hidden behind arithmetic (23 GB/s instead of 29). ``run`` divides a stream;
-# ``after`` is the next block.
+# separate loops, the bytes' cache misses would not hide behind arithmetic (23 GB/s instead of 29). ``run`` divides the
+# length of a stream; ``after`` is the next block.
 
 
 @nb.njit(
@@ -274,15 +277,16 @@ def encoded_bytes(values: int, bits: int, group: int) -> int:
 def encode(x: npt.NDArray[np.float32], bits: int, group: int, out: npt.NDArray[np.uint8], key: int | None = None) -> int:
     """Quantize ``x`` (float32, 1-D, contiguous) into ``out`` (uint8, 4-byte aligned, ``encoded_bytes`` long).
 
-    ``group``: values that share a zero point and scale; 0: all. ``key``: 64 bits that decide the random ones of stochastic
-    rounding; None: round to nearest. Returns CODED, or NOT_FINITE or TOO_LARGE, and then ``out`` means nothing.
+    ``group``: number of values that share a zero point and a scale; 0: all. ``key``: 64 bits that determine stochastic
+    rounding; None: round to nearest. Returns CODED, or NOT_FINITE or TOO_LARGE, after which the content of ``out`` is
+    meaningless.
     """
     parameters, codes, size = _parts(x, bits, group, out)
     return int(_encode(x, bits, size, key is not None, np.uint64(key or 0), parameters, codes))
 
 
 def decode(data: npt.NDArray[np.uint8], bits: int, group: int, x: npt.NDArray[np.float32]) -> None:
-    """The values that ``encode`` wrote, into ``x`` (float32, 1-D, contiguous)."""
+    """Decode the values that ``encode`` wrote into ``x`` (float32, 1-D, contiguous)."""
     parameters, codes, size = _parts(x, bits, group, data)
     _decode(parameters, codes, bits, size, x)
 

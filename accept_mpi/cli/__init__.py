@@ -1,4 +1,4 @@
-"""The command line: ``accept-mpi COMMAND`` or ``python -m accept_mpi COMMAND``. Each command has a function here."""
+"""The command line ``accept-mpi COMMAND`` or ``python -m accept_mpi COMMAND``. Each command has a function here."""
 
 import argparse
 import faulthandler
@@ -19,14 +19,14 @@ _START, _LONGEST_START = "ACCEPT_MPI_START_SECONDS", 1e9
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, without the usage."""
+    """A parser that reports an error in one sentence, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(UserError.exit_code, f"accept_mpi: {one_line(message)}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code (2 for what the user can mend, 1 for a failed run)."""
+    """Run one command; returns its exit code (2 for a mistake that the user can fix, 1 for a failed run)."""
     _prepare_streams()
     options = _parser().parse_args(arguments)
     try:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"accept_mpi: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # "| head" has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe, as in "| head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -44,10 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Have two to write on, that take all texts: a path need not be UTF-8."""
+    """Make standard output and error exist, and accept all texts, such as paths that are not UTF-8."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started this
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (as long as the process)
+        if getattr(sys, name) is None:  # closed by the parent process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (open as long as the process)
         if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, e.g. train.lr=0.01")
     train.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint, or a run's newest one")
     train.add_argument("--quiet", action="store_true", help="no progress")
-    train.add_argument("--run", type=RunIdentity.parse, help=argparse.SUPPRESS)  # of ``launch``
+    train.add_argument("--run", type=RunIdentity.parse, help=argparse.SUPPRESS)  # given by ``launch``
     train.set_defaults(command=_train)
 
     launch = commands.add_parser("launch", help="train under a supervisor: lost hosts are dropped, the run goes on")
@@ -136,8 +136,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    # MPI starts when it is imported, holds the interpreter while it waits for all ranks, and would wait for ever for one
-    # that died before.
+    # MPI starts when it is imported. It then blocks the interpreter until all ranks are there, and would wait for ever for
+    # one that died before.
     outlive_terminal()
     faulthandler.dump_traceback_later(_start_seconds(), exit=True)
     from accept_mpi.cli.train import main

@@ -1,4 +1,4 @@
-"""Types of command-line arguments: counts, sizes, seconds, links."""
+"""Types of command-line arguments: counts, sizes, seconds, links. Each raises ArgumentTypeError if the text does not fit."""
 
 import argparse
 import math
@@ -8,10 +8,12 @@ _FLOAT = 4  # bytes
 
 
 def positive_integer(text: str) -> int:
+    """A whole number from 1."""
     return _integer(text, 1)
 
 
 def nonnegative_integer(text: str) -> int:
+    """A whole number from 0."""
     return _integer(text, 0)
 
 
@@ -22,17 +24,18 @@ def _integer(text: str, least: int) -> int:
 
 
 def duration(text: str) -> float:
+    """Seconds, more than 0."""
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:  # nor NaN
+    if not seconds > 0:  # also refuses NaN
         raise argparse.ArgumentTypeError(f'expected seconds > 0, got "{text}"')
     return seconds
 
 
 def byte_size(text: str) -> int:
-    """ "64K", "16M" or a plain number."""
+    """Bytes from a text such as "64K", "16M" or a plain number."""
     found = re.fullmatch(r"([1-9]\d*)([KMG]?)", text)
     if not found:
         raise argparse.ArgumentTypeError(f'expected a size such as 4096, 64K or 16M, got "{text}"')
@@ -43,7 +46,7 @@ def byte_size(text: str) -> int:
 
 
 def link_speed(text: str) -> tuple[str, float]:
-    """ "edge2=10"."""
+    """Host and Mbit/s from a text such as "edge2=10"."""
     host, _, rate = text.partition("=")
     if not re.fullmatch(r"\d+(\.\d+)?", rate) or not 0 < float(rate) < math.inf:
         raise argparse.ArgumentTypeError(f'expected a host and Mbit/s such as edge2=10, got "{text}"')

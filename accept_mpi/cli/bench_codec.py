@@ -1,8 +1,8 @@
-"""``accept_mpi bench codec``: what each codec costs, as ratios to a memcpy of the same array in the same run, and loses.
+"""``accept_mpi bench codec``: speed of each codec, relative to a memcpy of the same array in the same run, and its error.
 
 Rates are GB/s of float32 input (encode) and output (decode) on one thread. Memcpy, encoding and decoding are timed in turn,
-each a few calls in a row after one that is not counted; a ratio is the median over repeats of memcpy's time over the
-codec's. Errors are relative squared errors, sum (x - y)^2 / sum x^2.
+each over several calls after a warm-up call. A ratio is the median over repeats of memcpy's time divided by the codec's.
+Errors are relative squared errors, sum (x - y)^2 / sum x^2.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _ERROR_VALUES = 1 << 18
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure and print a table, or JSON."""
+    """Measure and print a table, or JSON with ``--json``."""
     try:
         codecs = [parse(name, False) for name in options.codecs or _CODECS]
     except ValueError as error:
@@ -87,7 +87,7 @@ def _error(coding: Coding, x: F32) -> float:
 
 
 def _timer(call: Callable[[], object], calls: int) -> Callable[[], float]:
-    """Measures the seconds of one ``call``, the mean of ``calls``."""
+    """A function that measures ``call``: mean seconds over ``calls`` calls after a warm-up call."""
 
     def run() -> float:
         call()

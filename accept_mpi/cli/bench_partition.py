@@ -1,8 +1,9 @@
-"""``accept_mpi bench partition``: how the partitioner's time grows with layers and devices, and how far its plans are from
-the lower bound.
+"""``accept_mpi bench partition``: growth of the partitioner's time with layers and devices, and the distance of its plans
+from the lower bound.
 
-Problems are random: layers and devices of unequal speed, four codecs, links of 10 to 100 Mbit/s, memory for twice a fair
-share. "in order": devices keep their order; "any order": exact over subsets and orders; "beam": for more devices than that.
+Problems are random: layers and devices of unequal speed, four codecs, links of 10 to 100 Mbit/s, memory for four times a
+fair share. "in order": devices keep their order; "any order": exact search over subsets and orders of devices; "beam": beam
+search, for more devices than the exact search can take.
 """
 
 import argparse
@@ -20,8 +21,8 @@ _IN_ORDER = {(50, 4), (50, 8), (100, 16), (200, 16)}
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure and print a table, or JSON."""
-    for devices in (2, 8):  # kernels, of few devices and of more, are compiled or loaded before the clock starts
+    """Measure and print a table, or JSON with ``--json``."""
+    for devices in (2, 8):  # compile or load the kernels for few and for many devices before the measurement
         solve(random_problem(16, devices), ordered=True)
     rows = []
     for layers, devices in _SIZES:
@@ -39,7 +40,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def random_problem(layers: int, devices: int, seed: int = 0) -> Problem:
-    """A model of ``layers`` layers whose boundaries narrow, on ``devices`` unequal devices."""
+    """A random problem: ``layers`` layers with ever fewer values at their boundaries, on ``devices`` unequal devices."""
     rng = np.random.default_rng(seed)
     speed = rng.choice([1, 2, 4, 8], devices)
     seconds = rng.lognormal(0, 0.7, layers) * 0.02 / speed[:, None] * rng.uniform(0.9, 1.1, (devices, layers))

@@ -1,7 +1,7 @@
 """``accept_mpi bench single``: one rank against a plain PyTorch loop of the same arithmetic, in turn on the same machine.
 
-"plain" is the loop as most people write it; "plain, tuned" the same loop with channels_last and the allocator settings that
-accept_mpi sets by default. All accumulate the same micro-batches of digits, with the same threads.
+"plain" is the loop as most people write it; "plain, tuned" is the same with channels_last and the allocator settings that
+accept_mpi uses by default. All accumulate the same micro-batches of digits, with the same threads.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.registry import find_function
 
 _BATCH, _MICRO_BATCHES = 64, 8
-_SECONDS = 600  # a measurement's most
+_SECONDS = 600  # time limit of a measurement
 _JOB = """
 [model]
 name = "{model}"
@@ -37,7 +37,7 @@ directory = "run"
 
 
 def main(options: argparse.Namespace) -> int:
-    """Measure in turn, print samples/s and ratios to "plain"."""
+    """Measure all in turn, and print samples/s and ratios to "plain"."""
     find_function(options.model, models.ZOO, "--model")
     rates: dict[str, list[float]] = {"plain": [], "plain, tuned": [], "accept_mpi, 1 rank": []}
     for _ in range(options.repeats):
@@ -75,7 +75,7 @@ def _run(command: Sequence[str], folder: str | None) -> str:
     import os
 
     checkout = str(Path(__file__).resolve().parent.parent.parent)
-    path = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH"), os.getcwd()]))  # a user's model lies here
+    path = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH"), os.getcwd()]))  # for a user's model
     environment = os.environ | {"PYTHONPATH": path}
     try:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS)
@@ -88,7 +88,7 @@ def _run(command: Sequence[str], folder: str | None) -> str:
 
 
 def _plain_loop(model_name: str, steps: int, tuned: bool) -> float:
-    """The loop as most people write it; returns samples/s without the first step."""
+    """Train with the plain loop, in this process; returns samples/s over all steps but the first."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 

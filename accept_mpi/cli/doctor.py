@@ -1,4 +1,4 @@
-"""``accept_mpi doctor``: what the hosts are, and how fast the links between them."""
+"""``accept_mpi doctor``: the hosts of a run, their versions, and the speed of the links between them."""
 
 import argparse
 from typing import Any
@@ -12,8 +12,8 @@ from accept_mpi.logs.progress import on_terminal
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the tables on rank 0; ends the process."""
-    runtime = Runtime()
+    """Measure the links and print the tables on rank 0; ends the process."""
+    runtime = Runtime.start()
     try:
         mine = {f"{a}-{b}": values for (a, b), values in links(runtime.world).items()}
         found = runtime.messenger.allgather(mine, runtime.startup_seconds, "the links")
@@ -27,7 +27,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _losses(runtime: Runtime) -> str:
-    """What the loss of a rank would do here."""
+    """A sentence on what the loss of a rank would do to a run here."""
     if runtime.survives:
         return "A lost rank: the others go on (ULFM)."
     if "Open MPI v5" in runtime.hosts[0]["versions"]["mpi"]:

@@ -1,4 +1,4 @@
-"""``accept_mpi export``: a checkpoint as one file that the plain whole model loads."""
+"""``accept_mpi export``: converts a checkpoint to one file that the plain, undivided model can load."""
 
 import os
 from pathlib import Path
@@ -17,16 +17,16 @@ _TORCH = (".pt", ".pth")
 
 
 def export(source: Path, out: Path) -> int:
-    """Write the whole model's state_dict to ``out``: .safetensors, or with ``torch.save`` .pt or .pth. What is there already
-    stays until all of the new is on the disk.
+    """Write the whole model's state_dict to ``out``: as .safetensors, or with ``torch.save`` as .pt or .pth.
 
-    Raises UserError where ``out`` ends otherwise or cannot be written, or the checkpoint is missing or damaged.
+    An existing file stays until the new one is complete. Raises UserError if ``out`` has another suffix or cannot be
+    written, or if the checkpoint is missing or damaged.
     """
     if out.suffix not in (".safetensors", *_TORCH):
         raise UserError(f"{out}: expected a file name that ends in .safetensors, {' or '.join(_TORCH)}")
     checkpoint = Checkpoint(source, available_memory(), ("weights",))
     try:
-        target = Path(os.path.realpath(out))  # what a link leads to
+        target = Path(os.path.realpath(out))  # write to the target of a link instead of replacing the link
         if target.parent == checkpoint.path.resolve():
             raise UserError(f"{out}: cannot write: it is in the checkpoint itself; choose another folder")
         state = checkpoint.whole()
@@ -43,7 +43,7 @@ def export(source: Path, out: Path) -> int:
 
 
 def _write(path: Path, state: dict[str, torch.Tensor], about: dict[str, str]) -> None:
-    """State that is no tensor is in a file of torch as it was; of a file that has tensors only it is told."""
+    """Write ``state``. Only torch's files can hold state that is not a tensor; for .safetensors its names are printed."""
     odd = {name: unpacked(value) for name, value in state.items() if is_packed(value)}
     if path.suffix in _TORCH:
         torch.save(state | odd, path)
@@ -53,4 +53,4 @@ def _write(path: Path, state: dict[str, torch.Tensor], about: dict[str, str]) ->
         save_file({name: value for name, value in state.items() if name not in odd}, path, metadata=about)
     mask = os.umask(0)
     os.umask(mask)
-    path.chmod(0o666 & ~mask)  # safetensors makes files for this user alone
+    path.chmod(0o666 & ~mask)  # safetensors creates files that only this user may read

@@ -1,4 +1,4 @@
-"""``accept_mpi plan``: what would be faster, asked without a cluster."""
+"""``accept_mpi plan``: predicts, without a cluster, how fast a job would run on other devices, links and cuts."""
 
 import argparse
 import re
@@ -28,7 +28,7 @@ from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the plan that a job would get on a run's devices or a fleet's, with changes."""
+    """Print the plan that a job would get on the devices of a run or a fleet, with added devices and changed links."""
     job = parse_job(read_text(options.job), str(options.job), options.set)
     hosts = _added(options.add)
     if options.log is not None:
@@ -68,7 +68,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _added(personas: list[str]) -> list[Host]:
-    """Hosts of "pi5" or "pi5:2"."""
+    """Hosts from texts such as "pi5" or "pi5:2". Raises UserError."""
     hosts: list[dict[str, Any]] = []
     counts: Counter[str] = Counter()
     for text in personas:
@@ -82,7 +82,7 @@ def _added(personas: list[str]) -> list[Host]:
 
 
 def _plain(found: Estimate) -> dict[str, Any]:
-    """For machines: seconds, bytes and shares by stage."""
+    """An estimate as plain data for JSON: stages, codecs, seconds, shares and bytes by stage."""
     codecs = [
         {"forward": found.choices[b, "F"].name, "backward": found.choices[b, "B"].name}
         for b in range(len(found.plan.boundaries))
@@ -94,7 +94,7 @@ def _plain(found: Estimate) -> dict[str, Any]:
 
 
 def _measured(path: Path) -> list[str]:
-    """What the run itself took, as a line."""
+    """A line with the run's own seconds per step; none if it has fewer than four steps."""
     with open_log(path) as log:
         ends, plan = log["steps"]["end"][:], log.attrs["plan"]
     if len(ends) < 4:

@@ -1,4 +1,4 @@
-"""Output whose reader may go away: a terminal that is closed, a pipe's other end."""
+"""Output that survives the loss of its reader: a closed terminal, or the other end of a pipe."""
 
 import errno
 import io
@@ -8,7 +8,7 @@ _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO, errno.ENODEV)
 
 
 class _Raw(io.FileIO):
-    """What nobody reads any more is dropped."""
+    """A file that drops what it cannot write because nobody reads it any more."""
 
     def write(self, data: "io.ReadableBuffer") -> int | None:  # type: ignore[override, name-defined]
         try:
@@ -20,13 +20,13 @@ class _Raw(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """From now on standard output and error never fail because nobody is there to read them."""
+    """Make writes to standard output and error succeed even if nobody reads them any more."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__") or not isinstance(stream, io.TextIOWrapper):
-            continue  # somebody else's, as under pytest
+            continue  # replaced by someone else, such as pytest
         stream.flush()
         steady = io.BufferedWriter(_Raw(stream.fileno(), "w", closefd=False))
-        # Errors are written at once, as Python does it.
+        # Standard error is line-buffered, as Python's own is.
         lines = stream.line_buffering or name == "stderr"
         setattr(sys, name, io.TextIOWrapper(steady, stream.encoding, stream.errors, line_buffering=lines))

@@ -1,4 +1,4 @@
-"""``accept_mpi train``."""
+"""``accept_mpi train``: trains as one rank of a job."""
 
 import argparse
 
@@ -9,7 +9,7 @@ from accept_mpi.training.start import Options
 
 def main(arguments: argparse.Namespace) -> int:
     """Run as one rank of the job; ends the process."""
-    runtime = Runtime()
+    runtime = Runtime.start()
     options = Options(arguments.job, tuple(arguments.set), arguments.resume, arguments.quiet, arguments.run)
     try:
         train(runtime, options)

@@ -1,7 +1,7 @@
-"""Surveys of devices that are not there: a run's own, changed, or a fleet on paper.
+"""Cluster profiles without a cluster: a run's own with changes, or that of a fleet on paper.
 
-A device on paper is this machine, timed with the threads and the instruction set that the fleet gives it and then taken to
-be as slow as its share of a core says; so figures are in the proportion of personas, and as good as those.
+For a device on paper, this machine is timed with the threads and instruction set that the fleet gives the device, and the
+times are scaled by its share of a core. Its figures are therefore only as good as the fleet's persona.
 """
 
 import contextlib
@@ -33,29 +33,32 @@ from accept_mpi.profiling.layer_times import LayerTimes
 from accept_mpi.profiling.message_costs import codec_costs, message_cost
 from accept_mpi.profiling.outline import Outline, outline_of
 
-_CARRIED = 0.93  # of a link's rate, through TCP and MPI
+_CARRIED = 0.93  # share of a link's rate that is left to messages by TCP and MPI
 _UNLIMITED = 1e9  # bytes/s of a link without a limit
 _LATENCY = 2e-4  # seconds
 _BYTE_CPU = 2e-9  # seconds of a whole core to send or receive a byte through TCP
-_MESSAGE_CPU = 1e-4  # and a message, its bytes apart, on MPI's side
-_PROCESS = 450 << 20  # bytes of Python, torch, MPI and a small data set, before there is a model
+_MESSAGE_CPU = 1e-4  # the same for a message without its bytes, within MPI
+_PROCESS = 450 << 20  # bytes of Python, torch, MPI and a small data set, without a model
 _DEADLINE = 300.0
 
 
 class _Measured(NamedTuple):
-    """What this machine tells of itself."""
+    """Measurements of this machine."""
 
     model: Outline
     times: LayerTimes
     costs: dict[str, tuple[float, float]]
-    """Seconds of CPU to encode and to decode a value, by codec."""
+    """CPU seconds to encode and to decode a value, by codec."""
     message: float
-    """Seconds of CPU that a message takes besides, this side of MPI."""
+    """CPU seconds per message, without its values' coding and without MPI."""
 
 
 def cluster_of_log(path: Path, job: Job) -> ClusterProfile:
-    """What a run was planned from. Raises UserError where it was not planned by measuring, or tells nothing of this job:
-    another model, another size of micro-batch, other threads, codecs that it did not measure."""
+    """The cluster profile from which a run was planned.
+
+    Raises UserError if the run was not planned by measuring, or its measurements do not apply to this job: another model,
+    micro-batch size or number of threads, or codecs that it did not measure.
+    """
     with open_log(path) as log:
         if "survey" not in log:
             raise UserError(f'{path}: this run was not planned by measuring (pipeline.cuts = "auto")')
@@ -91,7 +94,7 @@ def cluster_of_log(path: Path, job: Job) -> ClusterProfile:
 
 
 def _with_weights(cluster: ClusterProfile) -> ClusterProfile:
-    """The same, where what zero-bubble puts off was not measured since another schedule ran: half of each backward then."""
+    """A copy in which devices without measured weight gradients (another schedule ran) have half of each backward."""
     devices = [
         device
         if any(device.weight_gradient)
@@ -102,11 +105,12 @@ def _with_weights(cluster: ClusterProfile) -> ClusterProfile:
 
 
 def _same_model(timed: Outline, job: Job, ran: dict[str, Any]) -> bool:
-    """Whether a job has the layers that were timed for the job that ran. Looks at them only where the jobs' words differ."""
+    """True if a job's layers are those that were timed for the job that ran. Builds the model only if the jobs' settings
+    differ."""
     model, data = (msgspec.to_builtins(section) == ran[key] for key, section in (("model", job.model), ("data", job.data)))
     if model and data and job.train.memory_format == ran["train"]["memory_format"]:
         return True
-    with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is no plan
+    with contextlib.redirect_stdout(sys.stderr):  # a user's code may print, and standard output is for the plan
         first = timed.layers[0]
         batch = MicroBatch(tuple(spec.zeros() for spec in first.inputs), None, first.tree, timed.samples)
         if not data:
@@ -118,12 +122,12 @@ def _same_model(timed: Outline, job: Job, ran: dict[str, Any]) -> bool:
 
 
 def _sizes(model: Outline) -> tuple[bool, list[tuple[int, list[tuple[int, ...]]]]]:
-    """Whether channels come last; parameters of each layer, and the shapes of what it takes."""
+    """The parts of an outline by which models are compared: memory format, and each layer's parameters and input shapes."""
     return model.channels_last, [(layer.parameters, [spec.shape for spec in layer.inputs]) for layer in model.layers]
 
 
 def cluster_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str]) -> ClusterProfile:
-    """A fleet on paper; times come from this machine."""
+    """The cluster profile of a fleet on paper, timed on this machine. Raises UserError if layers cannot be timed here."""
     measured: dict[tuple[str | None, int], _Measured] = {}
     devices = []
     for host in hosts:
@@ -153,7 +157,10 @@ def cluster_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str])
 
 
 def joined(cluster: ClusterProfile, more: ClusterProfile) -> ClusterProfile:
-    """Both surveys' devices; a link between two of them is as fast as the slower one's own. Raises UserError."""
+    """The devices of both profiles; a link between the two groups is as fast as the slower device's own link.
+
+    Raises UserError if the profiles have different models or micro-batch sizes.
+    """
     if more.outline.key != cluster.outline.key:
         raise UserError("the added devices were timed on another model or size of micro-batch than the log's")
     both = ClusterProfile(cluster.outline, cluster.devices + more.devices, [], [])
@@ -165,8 +172,11 @@ def joined(cluster: ClusterProfile, more: ClusterProfile) -> ClusterProfile:
 
 
 def with_links(cluster: ClusterProfile, links: Mapping[str, float]) -> ClusterProfile:
-    """The same with other links (Mbit/s) of some hosts, all at once: between two hosts the slower one's own link counts, and
-    ranks that share a host keep what they have. Raises UserError where there is no such host."""
+    """A copy with other links (``links``: Mbit/s by host).
+
+    Between two hosts the slower one's own link counts; rates between ranks on the same host stay. Raises UserError if there
+    is no such host.
+    """
     hosts = [device.host for device in cluster.devices]
     for host in links:
         if host not in hosts:
@@ -186,7 +196,7 @@ def _bytes_per_second(mbit: float | None) -> float:
 
 
 def _measure_here(host: Host, job: Path, overrides: list[str]) -> _Measured:
-    """This machine with a host's threads and instruction set, which a process takes at its start."""
+    """Measure this machine with a host's threads and instruction set, in a new process: both are fixed at its start."""
     command = [sys.executable, "-m", "accept_mpi.cli.whatif", str(job), *overrides]
     environment = os.environ | host.environment()
     try:
@@ -200,7 +210,7 @@ def _measure_here(host: Host, job: Path, overrides: list[str]) -> _Measured:
 
 
 def _measure(path: Path, overrides: list[str]) -> _Measured:
-    """Of this process."""
+    """Measure this machine in this process, for the job at ``path``."""
     job = parse(path.read_text(), str(path), overrides)
     keep_memory()
     chain = load_model(job.model.name, job.model.args, job.train.seed)
@@ -215,7 +225,7 @@ def _measure(path: Path, overrides: list[str]) -> _Measured:
 
 
 if __name__ == "__main__":
-    # The answer goes to standard output, and what a user's code prints to standard error.
+    # Standard output carries the answer, so whatever a user's code prints goes to standard error.
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
         sys.stdout = sys.stderr

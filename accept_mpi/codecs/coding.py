@@ -1,9 +1,9 @@
-"""Codecs by name: what is done to a floating-point tensor's values on the wire.
+"""Codecs by name: how a floating-point tensor's values are coded on the wire.
 
-``none``: as they are. ``bf16``, ``fp16``: half the bytes. ``uniform:B``: B = 1..8 bits a value in groups of 64 that share a
-zero point and a scale (kernels/uniform.py); ``uniform:B/G`` sets the group, 0 for the whole tensor; ``+sr`` rounds
-stochastically (unbiased; the default for gradients, AccEPT), ``+nr`` to nearest (the default for activations). ``mbq:B``,
-``mbq:B/G``: B = 1..4 bits a value, multi-bit quantization (kernels/mbq.py).
+``none``: not at all. ``bf16``, ``fp16``: in half the bytes. ``uniform:B``: in B = 1..8 bits per value, in groups of 64 that
+share a zero point and a scale (kernels/uniform.py); ``uniform:B/G`` sets the group size, 0 for the whole tensor; ``+sr``
+rounds stochastically (unbiased; the default for gradients, AccEPT), ``+nr`` to nearest (the default for activations).
+``mbq:B``, ``mbq:B/G``: in B = 1..4 bits per value by multi-bit quantization (kernels/mbq.py).
 """
 
 import re
@@ -33,11 +33,13 @@ class Coding(msgspec.Struct, frozen=True):
     kind: CodecKind = "none"
     bits: int = 0
     group: int = 0
+    """Values that share parameters; 0: the whole tensor."""
     stochastic: bool = False
+    """True: round stochastically, without bias."""
 
     @property
     def number(self) -> int:
-        """How headers call it."""
+        """Number of the codec in message headers."""
         return KINDS.index(self.kind)
 
     def nbytes(self, values: int) -> int:
@@ -47,9 +49,9 @@ class Coding(msgspec.Struct, frozen=True):
         return _kernels(self.kind).encoded_bytes(values, self.bits, self.group)
 
     def encode(self, x: F32, out: Bytes, key: int) -> bool:
-        """Code ``x`` (1-D float32) into ``out``; False where it cannot be coded: not finite, or too large.
+        """Code ``x`` (1-D float32) into ``out``; False if it cannot be coded: not finite, or too large.
 
-        ``key``: 64 bits that decide stochastic rounding.
+        ``key``: 64 bits that determine stochastic rounding.
         """
         if self.kind == "bf16":
             _kernels("bf16").to_bf16(x.view(np.uint32), out.view(np.uint16))
@@ -65,7 +67,7 @@ class Coding(msgspec.Struct, frozen=True):
         return kernels.encode(x, self.bits, self.group, out) == kernels.CODED
 
     def decode(self, data: Bytes, x: F32) -> None:
-        """The values that ``encode`` wrote, into ``x``."""
+        """Decode the values that ``encode`` wrote into ``x`` (1-D float32)."""
         if self.kind == "bf16":
             _kernels("bf16").from_bf16(data.view(np.uint16), x.view(np.uint32))
         elif self.kind == "fp16":
@@ -78,7 +80,7 @@ NONE = Coding()
 
 
 def parse(text: str, gradients: bool) -> Coding:
-    """A codec from its name. Raises ValueError with a sentence."""
+    """Codec with this name; ``gradients`` sets the default rounding. Raises ValueError with a sentence."""
     if text in ("none", "bf16", "fp16"):
         return Coding(text)  # type: ignore[arg-type]
     found = re.fullmatch(r"(uniform|mbq):(\d+)(?:/(\d+))?(\+sr|\+nr)?", text)
@@ -102,7 +104,8 @@ def _kernels(kind: CodecKind) -> Any:
 
 
 def prepare(codings: list[Coding]) -> float:
-    """Compile what these codecs need, before any clock starts, or take it from the cache. Returns the seconds it took."""
+    """Compile the kernels of these codecs, or load them from the cache, before any clock starts. Returns the seconds it
+    took."""
     began = time.perf_counter()
     for kind in sorted({coding.kind for coding in codings} - {"none", "fp16"}):
         _kernels(kind)
@@ -111,6 +114,6 @@ def prepare(codings: list[Coding]) -> float:
 
 @cache
 def bits_of(name: str) -> float:
-    """Bits a value of a codec, side information included."""
+    """Bits per value that a codec takes, side information included."""
     coding = parse(name, False)
     return 32.0 if coding.kind == "none" else 8 * coding.nbytes(1 << 16) / (1 << 16)

@@ -1,9 +1,9 @@
-"""Tensors <-> bytes on the wire: the header, and what a boundary agrees on once per plan.
+"""Tensors as bytes on the wire and back: a message's header, layout, encoding and decoding.
 
-A message is one boundary's tensors of one micro-batch in one direction: a 64-byte header, then each tensor's bytes in
-memory order, each padded to 64. Shapes, dtypes, strides and the tree that the tensors belong to (``tree``) are not in it
-where they are what both ends have agreed on beforehand (``Signature``), for each number of samples that a micro-batch can
-have. Where a micro-batch differs, a description lies between header and tensors.
+A message carries one boundary's tensors of one micro-batch in one direction: a 64-byte header, then each tensor's bytes in
+memory order, each padded to a multiple of 64. Both ends agree beforehand, once per plan and for each number of samples that
+a micro-batch can have, on shapes, dtypes, strides and the tree that the tensors belong to (``BoundarySpecs``). Only a
+micro-batch that differs has them in its message, as a description between header and tensors.
 """
 
 import struct
@@ -34,7 +34,7 @@ _GUARDED = HEADER_BYTES - 8  # bytes before the checksum
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a message says of itself, in the order of its fields on the wire (little-endian, 64 bytes)."""
+    """A message's header: 64 bytes, little-endian, its fields in the order in which they lie on the wire."""
 
     direction: int
     codec: int
@@ -84,14 +84,15 @@ class Header(msgspec.Struct, frozen=True):
         return header
 
     def announce(self) -> Bytes:
-        """A message without its payload: the whole one comes by itself, too large for the buffer that waits for this."""
+        """The header alone, to announce a message too large for the buffer that waits for it; the message follows."""
         message = aligned(HEADER_BYTES)
         self.pack_into(message)
         return message
 
 
 class Label(NamedTuple):
-    """What a sender says of a message: where it belongs, and what travels with it. Fields as those of ``Header``."""
+    """Part of a header that the sender knows: where the message belongs, and what travels with it. Fields as in
+    ``Header``."""
 
     direction: int
     boundary: int
@@ -108,7 +109,7 @@ def _announces(header: Header, buffer: Bytes) -> bool:
 
 
 def announced(message: Bytes) -> int:
-    """Bytes of the whole message that a received one announces; 0: it is whole itself. Raises ProtocolError."""
+    """Bytes of the whole message that a received one announces; 0 if it is whole itself. Raises ProtocolError."""
     header = Header.unpack(message)
     return HEADER_BYTES + header.length if _announces(header, message) else 0
 
@@ -123,22 +124,22 @@ def _padded(nbytes: int) -> int:
 
 
 class _Part(NamedTuple):
-    """Where a tensor lies in a message."""
+    """Bytes start to end of a message in which a tensor lies."""
 
     start: int
     end: int
     padded: int
-    """Where the next one starts."""
+    """Start of the next tensor."""
     coded: bool
 
 
 class _Layout(NamedTuple):
-    """A message. Known in advance: when one comes, caches are full of what is being computed, and each line of Python is
-    slow."""
+    """Layout of a message. It is computed before the first message: when one arrives, caches are full of what is being
+    computed, and each line of Python is slow."""
 
     parts: tuple[_Part, ...]
     wire: int
-    """Bytes, header included."""
+    """Bytes of the message, header included."""
     raw: int
     """Bytes of the tensors, uncoded."""
 
@@ -155,17 +156,17 @@ def _layout(specs: Specs, coding: Coding) -> _Layout:
 
 
 def raw_bytes(specs: Specs) -> int:
-    """Size of these tensors, uncoded."""
+    """Bytes of these tensors, uncoded."""
     return _layout(specs, NONE).raw
 
 
 def wire_bytes(specs: Specs, coding: Coding = NONE) -> int:
-    """Size of a message, header included."""
+    """Bytes of a message with these tensors, header included."""
     return _layout(specs, coding).wire
 
 
 def buffer_bytes(specs: Specs, coding: Coding, description: bytes = b"") -> int:
-    """Room for a message, coded or (where values are not finite) not."""
+    """Bytes that a message may take, whether it is coded or, if values are not finite, not."""
     return max(wire_bytes(specs), wire_bytes(specs, coding)) + _padded(len(description))
 
 
@@ -177,7 +178,7 @@ def aligned(nbytes: int) -> Bytes:
 
 
 def describe(specs: Specs, tree: Tree) -> bytes:
-    """What a message says of itself where it is not as agreed."""
+    """Description that precedes the tensors in a message that is not as agreed."""
     return msgspec.msgpack.encode((tree, specs))
 
 
@@ -200,11 +201,11 @@ def encode(
     now: Callable[[], float],
     description: bytes = b"",
 ) -> Header:
-    """Write a message of ``flat`` tensors (from ``TensorSpec.flatten``) into ``buffer``; returns its header.
+    """Write a message of ``flat`` tensors (from ``TensorSpec.flatten``) into ``buffer``, and return its header.
 
-    ``key`` decides stochastic rounding; ``now`` is asked for the header's ``sent`` when everything is coded; ``description``
-    comes from ``describe`` where the message is not as agreed. A message with values that cannot be coded (not finite) goes
-    uncoded, and its header says so.
+    ``key`` determines stochastic rounding; ``now`` is called for the header's ``sent`` when everything is coded;
+    ``description`` comes from ``describe`` if the message is not as agreed. A message with values that cannot be coded (not
+    finite) goes uncoded, and its header says so.
     """
     layout, offset = _layout(specs, coding), _padded(len(description))
     for number, (tensor, part) in enumerate(zip(flat, layout.parts, strict=True)):
@@ -243,7 +244,7 @@ class Decoded(NamedTuple):
 def decode(
     by_samples: dict[int, Specs], message: Bytes, agreed: Coding = NONE, trees: Mapping[int, Tree] = MappingProxyType({})
 ) -> Decoded:
-    """A received message. Raises ProtocolError with a sentence where it cannot be right."""
+    """Decode a received message. Raises ProtocolError with a sentence if it is invalid."""
     header = Header.unpack(message)
     offset, tree = _padded(header.described), trees.get(header.samples, LONE)
     if header.described:
@@ -271,7 +272,7 @@ def decode(
 
 
 def _is_coded(spec: TensorSpec, coding: Coding) -> bool:
-    """Token ids, masks and what is half as long already go as they are."""
+    """True if ``coding`` applies to a tensor: not to token ids or masks, and not where it would not make values shorter."""
     if coding.kind == "none" or spec.dtype == "absent" or not spec.torch_dtype.is_floating_point or spec.numel == 0:
         return False
     return coding.kind in ("uniform", "mbq") or spec.torch_dtype.itemsize > 2

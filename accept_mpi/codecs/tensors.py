@@ -1,4 +1,4 @@
-"""A tensor without its values: shape, strides and dtype, and what crosses a boundary."""
+"""Tensors without their values: shape, strides and dtype, and what crosses a boundary."""
 
 import math
 
@@ -11,20 +11,21 @@ from accept_mpi.tree import Tree
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """A tensor but for its values. ``dtype`` is torch's name ("float32"), or "absent" for a gradient that is None.
+    """A tensor without its values. ``dtype`` is torch's name ("float32"), or "absent" for a gradient that is None.
 
-    Strides cross the wire exactly, since kernels choose their order of summation by them: a dimension of stride 0 (an
-    expanded gradient) is sent once and expanded again on the other side.
+    Strides are preserved exactly, since kernels choose their order of summation by them. A dimension of stride 0 (an
+    expanded gradient) is sent once and expanded again by the receiver.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
     grad: bool = False
-    """Whether a gradient comes back for it."""
+    """True if a gradient is sent back for the tensor."""
 
     @staticmethod
     def of(tensor: torch.Tensor | None) -> "TensorSpec":
+        """Spec of a tensor; None gives the spec of an absent one."""
         if tensor is None:
             return TensorSpec((0,), (1,), "absent")
         stride = tensor.stride()
@@ -35,7 +36,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     @property
     def sent_shape(self) -> tuple[int, ...]:
-        """The shape of what is sent: dimensions of stride 0 reduced to 1."""
+        """Shape of the values that are sent: dimensions of stride 0 are reduced to 1."""
         return _sent_shape(self.shape, self.stride)
 
     @property
@@ -45,6 +46,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the values sent, uncoded."""
         return 0 if self.dtype == "absent" else self.numel * self.torch_dtype.itemsize
 
     @property
@@ -60,7 +62,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return dense.expand(self.shape).requires_grad_(self.grad)
 
     def fits(self, tensor: torch.Tensor | None, training: bool = True) -> bool:
-        """Whether this is the spec of a tensor; in evaluation no gradient is wanted, whatever was agreed."""
+        """True if this is the spec of ``tensor``. Outside ``training``, it may want a gradient or not."""
         if tensor is None or self.dtype == "absent":
             return tensor is None and self.dtype == "absent"
         if (
@@ -72,7 +74,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return tensor.stride() == self.stride or _same_layout(self.shape, TensorSpec.of(tensor).stride, self.stride)
 
     def flatten(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """The values to send of a tensor that ``fits``, in memory order: a 1-D view, or a copy where it is not dense."""
+        """Values of a tensor that ``fits``, in memory order: a 1-D view, or a copy if the tensor is not dense."""
         if self.dtype == "absent":
             return None
         assert tensor is not None, "ask ``fits`` first"
@@ -87,7 +89,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return tensor.as_strided((tensor.numel(),), (1,))
 
     def unflatten(self, data: Bytes, coding: Coding = NONE) -> torch.Tensor | None:
-        """A fresh tensor of this spec from the bytes of its values, or what ``coding`` made of them."""
+        """New tensor of this spec, from its values' bytes as ``coding`` wrote them."""
         if self.dtype == "absent":
             return None
         dense = torch.empty_strided(self.sent_shape, self.stride, dtype=self.torch_dtype)
@@ -109,14 +111,15 @@ Tensors = tuple[torch.Tensor | None, ...]
 
 
 class BoundarySpecs(msgspec.Struct, frozen=True):
-    """What crosses one boundary, by the number of samples of the micro-batch."""
+    """Specs of the tensors that cross one boundary, by the number of samples in the micro-batch."""
 
     forward: dict[int, Specs]
     backward: dict[int, Specs]
     trees: dict[int, Tree] = {}
-    """What activations belong to; gradients are just as many as inputs want one."""
+    """Trees of the activations. Gradients need none: there is one for each input that wants one."""
 
     def direction(self, direction: int) -> dict[int, Specs]:
+        """Specs for activations (``direction`` 0) or gradients (1), by number of samples."""
         return self.backward if direction else self.forward
 
 
@@ -125,7 +128,7 @@ def _sent_shape(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, .
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill one block of memory, in whatever order of dimensions."""
+    """True if the elements fill one block of memory, in any order of dimensions."""
     expected = 1
     for st, sh in sorted((st, sh) for sh, st in zip(shape, stride, strict=True) if sh != 1):
         if st != expected:

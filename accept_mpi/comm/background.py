@@ -1,8 +1,8 @@
-"""Bulk that yields to training: how many pieces are under way follows from how long a piece takes to arrive.
+"""Bulk transfers that yield to training: the number of pieces in flight follows from how long a piece takes to arrive.
 
-One at a time leaves a link idle while its receiver, short of CPU, gets round to looking; many at a time are a queue in front
-of what computing waits for. So there is one more after each piece that came soon, and one less after each that took longer
-than ``_TARGET_SECONDS`` (as LEDBAT does it for TCP: RFC 6817).
+One piece at a time leaves a link idle until its receiver, short of CPU, polls; many at a time are a queue in front of the
+messages that computing waits for. So the number grows by one after each piece that arrived soon, and falls by one after each
+that took longer than ``_TARGET_SECONDS`` (as LEDBAT does for TCP: RFC 6817).
 """
 
 import time
@@ -13,11 +13,11 @@ from accept_mpi.comm.messenger import Messenger, Sending
 
 _TARGET_SECONDS = 0.08
 _MOST = 8
-_PATIENCE_SECONDS = 0.2  # after which a piece goes although training sends: a link that is always busy must not hold it off
+_PATIENCE_SECONDS = 0.2  # after these a piece goes even if training sends: a busy link must not block it for ever
 
 
 class Background:
-    """Control messages that may wait. ``put`` and ``busy`` from any thread, all else from the data plane's."""
+    """Control messages that may wait. Any thread may use ``put`` and ``busy``, only the data plane's thread the rest."""
 
     def __init__(self, messenger: Messenger) -> None:
         self._messenger = messenger
@@ -25,18 +25,19 @@ class Background:
         self._active: deque[Sending] = deque()
         self._last = 0.0
         self.window = 1
-        """Pieces under way at most."""
+        """Maximum number of pieces in flight."""
 
     def put(self, dest: int, control: Control) -> None:
+        """Queue a message to rank ``dest``."""
         self._waiting.append((dest, control))
 
     @property
     def busy(self) -> bool:
-        """Whether a piece is under way, or waits."""
+        """True if a piece is in flight or queued."""
         return bool(self._active or self._waiting)
 
     def move(self, quiet: bool) -> bool:
-        """Begin what may begin; ``quiet``: training sends nothing. Returns whether anything has arrived or begun."""
+        """Start the sends that may start; ``quiet``: training sends nothing. Returns True if any send started or arrived."""
         moved = False
         while self._active and (took := self._active[0].took) is not None:
             full = len(self._active) >= self.window

@@ -1,7 +1,7 @@
-"""One direction of one boundary: what waits to be sent, and what has arrived, between computing thread and data plane.
+"""Channels: one direction of one boundary, as queues between the computing thread and the data plane.
 
-Messages are as both ends have agreed, or say themselves how they differ. Each is received into one of a few buffers, in
-turn; one that does not fit is announced by its header alone and comes by itself.
+Messages have the format that both ends agreed on, or describe how they differ. Each is received into one of a few buffers,
+in turn; a message that does not fit is announced by its header alone and follows separately.
 """
 
 import queue
@@ -41,12 +41,12 @@ _POLL = 0.008
 _BUFFERED_BYTES = 1 << 19
 _RECEIVES_POSTED = 3
 _SENDS_POSTED = 3
-_LARGER = 1 << 14  # tag of the messages that are larger than the buffer which waits for them, in front of the boundary's
-_GROWTH = 1 << 12  # buffers grow to a multiple of so many bytes
+_LARGER = 1 << 14  # added to the tag of messages that are larger than the buffer posted for them
+_GROWTH = 1 << 12  # buffers grow to a multiple of this many bytes
 
 
 class Plane(Protocol):
-    """What a channel asks of the data plane (``data_plane.DataPlane``)."""
+    """The part of ``data_plane.DataPlane`` that channels use."""
 
     def hurry(self, awaited: bool) -> None: ...
 
@@ -58,19 +58,19 @@ class Plane(Protocol):
 
 
 class Channel(NamedTuple):
-    """One direction of one boundary as seen from one rank."""
+    """One direction of one boundary, as seen from one rank; ``peer`` is the rank at the other end."""
 
     peer: int
     boundary: int
     direction: int
     specs: dict[int, Specs]
     limit: int
-    """Most messages that the schedule can leave waiting."""
+    """Maximum number of messages that the schedule can leave waiting."""
     coding: Coding
     seed: int
-    """The job's, for stochastic rounding."""
+    """The job's seed, for stochastic rounding."""
     trees: Mapping[int, Tree] = MappingProxyType({})
-    """What activations belong to."""
+    """Structures of activations, by the number of samples."""
 
     @property
     def tag(self) -> int:
@@ -89,14 +89,14 @@ class _Item(NamedTuple):
     specs: Specs
     flat: Tensors
     description: bytes
-    """Empty where all is as agreed."""
+    """Format of the tensors; empty if it is the one agreed on."""
 
 
 class Slots:
-    """How large the buffers are in which an endpoint's messages are received, one after another in turn.
+    """Sizes of the buffers in which a channel's messages are received, in turn. Both ends keep the same count.
 
-    A message that does not fit is announced by its header alone and comes under a tag of its own; from then on its slot has
-    room for such a one. Both ends count alike.
+    A message that does not fit is announced by its header alone and follows under a separate tag; from then on its slot has
+    room for a message of that size.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -105,11 +105,11 @@ class Slots:
 
     @property
     def next(self) -> int:
-        """Bytes that the next message may have."""
+        """Maximum bytes of the next message."""
         return self._sizes[self._turn]
 
     def pass_by(self, wire: int) -> int:
-        """The next message has so many bytes. Returns those of its slot afterwards."""
+        """Count the next message, of ``wire`` bytes; returns the bytes of its slot afterwards."""
         size = max(self.next, -(-wire // _GROWTH) * _GROWTH if wire > self.next else 0)
         self._sizes[self._turn] = size
         self._turn = (self._turn + 1) % _RECEIVES_POSTED
@@ -117,7 +117,7 @@ class Slots:
 
 
 class Sender:
-    """Where the computing thread puts tensors for a peer."""
+    """The sending end of a channel: the computing thread queues tensors, the data plane encodes and sends them."""
 
     def __init__(self, plane: Plane, end: Channel) -> None:
         self.end = end
@@ -130,7 +130,7 @@ class Sender:
 
     @property
     def sends_bulk(self) -> bool:
-        """Whether something is under way that MPI must be called for again and again."""
+        """True if a message larger than a socket's buffer is in flight: only repeated calls of MPI move it on."""
         return any(wire > SOCKET_BYTES for _, _, wire in self.active)
 
     def send(
@@ -146,10 +146,11 @@ class Sender:
         tree: Tree | None = None,
         deadline: float | None = None,
     ) -> None:
-        """Queue tensors. With ``deadline`` (evaluation) wait so long for room; in training the schedule guarantees room.
-        ``tree``: what activations belong to.
+        """Queue tensors for the peer.
 
-        Raises AssertionError where the schedule broke that promise, DeadlineError where no room came.
+        ``flags``, ``suspect``, ``scale``: header fields (``codecs.message.Header``). ``tree``: structure of activations.
+        ``deadline``: seconds to wait for room, in evaluation; without it, in training, the schedule guarantees room.
+        Raises AssertionError if the schedule broke that promise, DeadlineError if no room came in time.
         """
         self._plane.check()
         if not self._room.acquire(blocking=deadline is not None, timeout=deadline):
@@ -165,13 +166,14 @@ class Sender:
         self._plane.wake()
 
     def _values(self, spec: TensorSpec, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Activations without a gradient may be what a layer keeps, and goes on to change before they are under way."""
+        """The values to send. Activations without a gradient are copied: they may be state that a layer changes before they
+        are sent."""
         flat = spec.flatten(tensor)
         may_change = self.end.direction == 0 and tensor is not None and not tensor.requires_grad
         return flat.clone() if may_change and flat is not None else flat
 
     def _specs(self, samples: int, tensors: Tensors, tree: Tree | None, training: bool) -> tuple[Specs, bytes]:
-        """The specs of these tensors, and their description where that is not what was agreed."""
+        """The specs of these tensors, and their description if the format is not the one agreed on (else empty)."""
         specs = self.end.specs.get(samples)
         as_usual = specs is not None and len(specs) == len(tensors) and tree in (None, self.end.trees.get(samples))
         if as_usual and all(spec.fits(tensor, training) for spec, tensor in zip(specs or (), tensors, strict=True)):
@@ -180,11 +182,11 @@ class Sender:
         return specs, describe(specs, LONE if tree is None else tree)
 
     def fail(self) -> None:
-        """Data-plane thread: it ends with an error; whoever waits for room is to learn that."""
+        """Wake a thread that waits for room, since the data plane ends with an error. Called on the data-plane thread."""
         self._room.release()
 
     def drain(self, deadline: float) -> None:
-        """Wait until the peer has everything. Raises DeadlineError."""
+        """Wait until the peer has received everything. Raises DeadlineError after ``deadline`` seconds."""
         until = time.monotonic() + deadline
         while self.waiting or self.active:
             self._plane.check()
@@ -193,7 +195,8 @@ class Sender:
             time.sleep(_POLL)
 
     def move(self, comm: MPI.Intracomm, recorder: Recorder) -> bool:
-        """Data-plane thread: finish sends that are taken, begin those that wait."""
+        """Complete sends that the peer has received and start queued ones; returns True if there were any. Called on the
+        data-plane thread."""
         moved = False
         while self.active and all(request.Test() for request in self.active[0][0]):
             self.free.append(self.active.popleft()[1])
@@ -219,7 +222,8 @@ class Sender:
         return moved
 
     def _begin(self, comm: MPI.Intracomm, header: Header, message: Bytes) -> list[MPI.Request]:
-        """Synchronous mode: done when the peer has it, so that at most _SENDS_POSTED messages are ever under way."""
+        """Start a send in synchronous mode: it completes when the peer receives it, so at most _SENDS_POSTED messages are
+        in flight."""
         tag, requests = self.end.tag, []
         if message.size > self._slots.next:
             requests.append(comm.Issend([header.announce(), MPI.BYTE], self.end.peer, tag))
@@ -229,7 +233,8 @@ class Sender:
 
 
 class Receiver:
-    """Where the computing thread takes a peer's tensors from, in the order of the schedule."""
+    """The receiving end of a channel: the data plane decodes messages, the computing thread takes their tensors in the order
+    of the schedule."""
 
     def __init__(self, plane: Plane, end: Channel, comm: MPI.Intracomm) -> None:
         self.end = end
@@ -239,10 +244,10 @@ class Receiver:
         self._posted: deque[tuple[MPI.Prequest, Bytes]] = deque()
         self._slots = Slots(end.buffer_bytes)
         self._larger: tuple[MPI.Request, Bytes] | None = None
-        """A message that was announced."""
+        """Receive of an announced message that exceeds its slot."""
         self.brings_bulk = True
-        """Whether the last message was larger than what the kernel keeps until it is taken: the next one, too, comes only
-        as fast as this side looks."""
+        """True if the last message was larger than the kernel's receive buffer. The next one probably is, too, and then
+        arrives only as fast as this side polls."""
         for _ in range(_RECEIVES_POSTED):
             self._post(aligned(end.buffer_bytes))
 
@@ -252,9 +257,9 @@ class Receiver:
         self._posted.append((request, buffer))
 
     def receive(self, step: int, micro_batch: int, deadline: float, recorder: Recorder) -> Decoded:
-        """The message of this micro-batch, waiting ``deadline`` seconds at most.
+        """The message of this micro-batch; waits for it at most ``deadline`` seconds.
 
-        Raises DeadlineError, and ProtocolError where another message comes first.
+        Raises DeadlineError if it does not come, ProtocolError if another message comes first.
         """
         start = recorder.clock.now()
         try:
@@ -283,7 +288,8 @@ class Receiver:
         return item
 
     def move(self, recorder: Recorder) -> bool:
-        """Data-plane thread: decode what has arrived, as long as the computing thread has room for it."""
+        """Decode arrived messages, up to ``limit`` that the computing thread has not taken; returns True if there were any.
+        Called on the data-plane thread."""
         moved = False
         while self._ready.qsize() < self.end.limit and (message := self._arrived()) is not None:
             start = recorder.clock.now()
@@ -303,7 +309,7 @@ class Receiver:
         return moved
 
     def _arrived(self) -> Bytes | None:
-        """The next message, once it is there."""
+        """The next message if it has arrived completely, else None."""
         request, buffer = self._posted[0]
         if self._larger is None:
             status = MPI.Status()
@@ -319,7 +325,7 @@ class Receiver:
         return larger if coming.Test() else None
 
     def _again(self, wire: int) -> None:
-        """Wait in the same slot for the message after the next ones."""
+        """Post the receive of the message just taken (``wire`` bytes) again, in the same slot."""
         self._larger = None
         request, buffer = self._posted.popleft()
         size = self._slots.pass_by(wire)
@@ -331,10 +337,11 @@ class Receiver:
             self._posted.append((request, buffer))
 
     def fail(self) -> None:
+        """Wake a thread that waits for a message, since the data plane ends with an error."""
         self._ready.put(None)
 
     def close(self) -> None:
-        """Take back the posted receives."""
+        """Cancel the posted receives."""
         for request, _ in self._posted:
             request.Cancel()
             request.Test()

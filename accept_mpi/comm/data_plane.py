@@ -1,7 +1,7 @@
-"""The data plane: one thread a rank owns all MPI traffic while the other computes.
+"""The data plane: one thread per rank that owns all MPI traffic, while the main thread computes.
 
 Nonblocking is not asynchronous: MPI moves a message only while someone calls it. So this thread drives progress, encodes
-and decodes, and sleeps in between (Open MPI's own waits would spin and steal the core). The computing thread hands tensors
+and decodes, and sleeps in between (Open MPI's own waits would spin and take the core). The computing thread hands tensors
 over by queue and never blocks in a send.
 """
 
@@ -35,7 +35,7 @@ _UNCODED_REPORTED = 10
 
 
 class DataPlane(threading.Thread):
-    """The thread, its endpoints, and the control messages that share it."""
+    """The data-plane thread, with its channels and the control messages that it sends and handles."""
 
     def __init__(
         self,
@@ -45,10 +45,9 @@ class DataPlane(threading.Thread):
         handle: Callable[[Message], bool],
         shares_core: bool = False,
     ) -> None:
-        """``comm`` is this plane's alone, as long as it runs. ``handle`` is called on this thread with each control message
-        and says whether it took it; it must not take long. ``shares_core``: with a thread that computes.
-
-        What it does not take goes back to the messenger when the thread ends.
+        """``comm``: communicator that only this plane uses while it runs. ``shares_core``: True if this thread and the
+        computing one have one core together. ``handle``: called on this thread with each control message, must be quick, and
+        returns True if it took the message; others go back to the messenger when the thread ends.
         """
         super().__init__(name="data plane", daemon=True)
         self._comm = comm
@@ -61,7 +60,7 @@ class DataPlane(threading.Thread):
         self._posts: queue.SimpleQueue[tuple[int, Control] | None] = queue.SimpleQueue()
         self.background = Background(messenger)
         self._not_taken: list[Message] = []
-        # Python lets a thread that asks for its lock wait 5 ms while another computes, and a transfer asks several times.
+        # Python's default lets a thread wait 5 ms for the GIL while another computes; a transfer needs it several times.
         sys.setswitchinterval(_SWITCH_SECONDS)
         self._uncoded = 0
         self._stopping = self._abandoned = False
@@ -70,43 +69,48 @@ class DataPlane(threading.Thread):
         self._awaited = False
 
     def outgoing(self, end: Channel) -> Sender:
-        """Add an endpoint to send through (before ``start``)."""
+        """Add the sending end of a channel (before ``start``)."""
         self._outgoing.append(Sender(self, end))
         return self._outgoing[-1]
 
     def incoming(self, end: Channel) -> Receiver:
-        """Add an endpoint to receive through (before ``start``)."""
+        """Add the receiving end of a channel (before ``start``)."""
         self._incoming.append(Receiver(self, end, self._comm))
         return self._incoming[-1]
 
     def post(self, dest: int, control: Control, bulk: bool = False) -> None:
-        """Send a control message, from any thread. ``bulk``: when training sends nothing, and not at all after ``stop``."""
+        """Queue a control message to rank ``dest``, from any thread.
+
+        ``bulk``: send it in the background (``Background``), and not at all after ``stop``.
+        """
         if bulk:
             self.background.put(dest, control)
         else:
             self._posts.put((dest, control))
 
     def wake(self) -> None:
+        """End the thread's pause between two polls, from any thread."""
         self._posts.put(None)
 
     def hurry(self, awaited: bool) -> None:
-        """The computing thread waits for a message from now on, or no longer: poll more often, or less."""
+        """Poll more often while the computing thread waits for a message (``awaited``), or as usual again."""
         self._awaited = awaited
 
     def report_uncoded(self, header: Header, end: Channel) -> None:
-        """Tell rank 0 of a message whose values could not be coded; of the first few."""
+        """Send rank 0 an event for a message whose values could not be coded; only for the first few."""
         if self._uncoded < _UNCODED_REPORTED:
             text = f"micro-batch {header.micro_batch}: {end} were not finite and went uncoded"
             self.post(0, Event(self._recorder.clock.now(), header.step + 1, text))
         self._uncoded += 1
 
     def check(self) -> None:
-        """Raise what ended the thread, if something did."""
+        """Raise the error that ended the thread, if one did."""
         if self._error is not None:
             raise self._error
 
     def stop(self, deadline: float) -> None:
-        """Send out what is queued and end the thread. Raises DeadlineError where a peer does not take it."""
+        """Send all queued messages and end the thread. Raises DeadlineError if that takes more than ``deadline`` seconds,
+        or the error that ended the thread."""
         self._stopping = True
         self.wake()
         self.join(deadline)
@@ -117,7 +121,7 @@ class DataPlane(threading.Thread):
             incoming.close()
 
     def abandon(self) -> None:
-        """End the thread, whatever is under way; its communicators are revoked."""
+        """End the thread without completing transfers; its communicators have been revoked."""
         self._abandoned = True
         self.wake()
         if self.is_alive():
@@ -143,7 +147,7 @@ class DataPlane(threading.Thread):
         return self._stopping and drained and self._posts.empty() and self._messenger.idle
 
     def _move(self) -> bool:
-        """One look at everything; whether anything moved."""
+        """Poll all transfers once; returns True if anything moved."""
         moved = False
         for out in self._outgoing:
             moved |= out.move(self._comm, self._recorder)
@@ -158,14 +162,14 @@ class DataPlane(threading.Thread):
         return moved
 
     def _expects_much(self) -> bool:
-        """Whether something is under way that more looks bring on."""
+        """True if more frequent polls would speed up a transfer."""
         bulk = any(out.waiting for out in self._outgoing) or any(incoming.brings_bulk for incoming in self._incoming)
         return bulk or self._stopping or self.background.busy or not self._messenger.quiet
 
     def _interval(self) -> float:
-        """Seconds to the next look."""
+        """Seconds until the next poll."""
         if not (self._outgoing or self._incoming):
-            # Others send one message at a time: what comes at all should not wait long.
+            # Ranks send control messages one at a time, so after a message others are likely to follow soon.
             return POLL_SENDING if time.monotonic() - self._moved < LIVELY_SECONDS else POLL_ALONE
         if self._awaited:
             return POLL_AWAITED
@@ -174,7 +178,7 @@ class DataPlane(threading.Thread):
         return POLL_RARE if self._shares_core and not self._expects_much() else POLL_IDLE
 
     def _pause(self) -> None:
-        """Sleep until the next look is due, or the computing thread has something."""
+        """Sleep until the next poll is due or another thread posts or wakes."""
         interval = self._interval()
         try:
             while True:

@@ -1,9 +1,9 @@
-"""Who is alive: a TCP connection from every rank to rank 0, beside MPI.
+"""The lifeline, which detects lost ranks: a TCP connection from every rank to rank 0, independent of MPI.
 
-When a process dies the kernel closes its sockets, so rank 0 knows within milliseconds who it was and in which step, while
-MPI would only wait (and mpirun, half a second later, ends everyone). It also carries the one error message that matters
-when a rank raises. Messages are JSON lines. Where no connection can be made (a firewall), the run goes on without: errors
-then end the job through MPI_Abort, and mpirun names the rank.
+When a process dies, the kernel closes its sockets, so rank 0 knows within milliseconds which rank it was and in which step,
+while MPI would only wait (and mpirun would end everyone half a second later). It also carries the one error message that
+matters when a rank raises. Messages are JSON lines. If no connection can be made (a firewall), the run goes on without it:
+errors then end the job through MPI_Abort, and mpirun names the rank.
 """
 
 import contextlib
@@ -23,26 +23,33 @@ log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 2.0
 _HELLO_SECONDS = 10.0
-# A machine that lost its power or its cable says nothing more: after some 20 s of that it is gone.
+# A machine that lost its power or its cable goes silent without closing its sockets: after about 20 s it counts as lost.
 _SILENCE = {"TCP_KEEPIDLE": 8, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
 
 
 class Lifeline:
-    """One end of the star: rank 0 in its centre, or a rank at its rim."""
+    """One rank's part of the star of connections whose centre is rank 0."""
 
-    def __init__(self, messenger: Messenger, deadline: float, on_end: Callable[[int, str | None, int], None]) -> None:
-        """Connect, with all ranks together. ``on_end(rank, error, exit_code)`` is called once, on a thread of its own:
-
-        on rank 0 when ``rank`` ended: with its error's text, or None where it died without a word; elsewhere when rank 0
-        ended the job or died (``rank`` 0).
-        """
-        self.rank, self.size = messenger.rank, messenger.size
+    def __init__(self, rank: int, size: int, on_end: Callable[[int, str | None, int], None]) -> None:
+        """``on_end(rank, error, exit_code)`` is called at most once, on the thread of the lifeline: on rank 0 when ``rank``
+        ended, with the text of its error, or None if it died without one; elsewhere when rank 0 ended the job or died
+        (``rank`` 0)."""
+        self.rank, self.size = rank, size
         self.steps: dict[int, int] = {}
-        """The step that a rank began last: its own; on rank 0 everyone's; on rank 1 rank 0's."""
+        """The step that each rank began last: this rank's own; on rank 0 also all others'; on rank 1 also rank 0's."""
         self._on_end = on_end
         self._ended = threading.Event()
         self._peers: dict[int, socket.socket] = {}
         self._closing = False
+
+    @staticmethod
+    def start(messenger: Messenger, deadline: float, on_end: Callable[[int, str | None, int], None]) -> "Lifeline":
+        """Connect; all ranks call this together. ``deadline``: seconds to wait for the address of rank 0."""
+        lifeline = Lifeline(messenger.rank, messenger.size, on_end)
+        lifeline._join(messenger, deadline)
+        return lifeline
+
+    def _join(self, messenger: Messenger, deadline: float) -> None:
         listener = self._listen() if self.rank == 0 and self.size > 1 else None
         token = secrets.token_hex(16)
         where = (token, _addresses(), listener.getsockname()[1]) if listener else None
@@ -58,32 +65,32 @@ class Lifeline:
             threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     def begin_step(self, step: int) -> None:
-        """Tell rank 0 that this rank begins ``step``; rank 0 tells rank 1, which speaks if rank 0 dies."""
+        """Report to rank 0 that this rank begins ``step``. Rank 0 reports to rank 1, which names the step if rank 0 dies."""
         self.steps[self.rank] = step
         self._tell(0 if self.rank else 1, step=step)
 
     def report(self, error: str, exit_code: int) -> bool:
-        """A rank other than 0 tells rank 0 why it ends; whether that was possible."""
+        """Send rank 0 the reason for which this rank ends; returns True if that was possible. Not for rank 0."""
         return self._tell(0, error=error, exit_code=exit_code)
 
     def mute(self) -> None:
-        """Do not call ``on_end`` any more: this rank has its own reason to end."""
+        """Do not call ``on_end`` any more, because this rank has its own reason to end."""
         self._ended.set()
 
     def end_all(self, exit_code: int) -> None:
-        """Rank 0 tells all others to end."""
+        """Have all other ranks end with ``exit_code``. Only for rank 0."""
         self.mute()
         for rank in list(self._peers):
             self._tell(rank, end=exit_code)
 
     def close(self) -> None:
-        """Say goodbye: from here on a closed connection means nothing."""
+        """Announce a regular end, so that the closing of a connection no longer counts as a loss."""
         self._closing = True
         for rank in list(self._peers):
             self._tell(rank, bye=True)
 
     def leave(self) -> None:
-        """Be done with it, without a word: the ranks that are left make another."""
+        """Close all connections without notice; after a loss the surviving ranks create another lifeline."""
         self.mute()
         self._closing = True
         for peer in self._peers.values():
@@ -165,7 +172,7 @@ class Lifeline:
                         self._end(rank, None, 1)
 
     def _hear(self, rank: int, message: dict[str, Any]) -> bool:
-        """Act on a message; whether its sender leaves with it."""
+        """Act on a message; returns True if it is its sender's last."""
         if "step" in message:
             self.steps[rank] = message["step"]
         elif "error" in message:
@@ -191,7 +198,7 @@ def _receive_exactly(peer: socket.socket, count: int) -> bytes:
 
 
 def _addresses() -> list[str]:
-    """This host's IPv4 addresses, the loopback first: from another host it is refused at once."""
+    """This host's IPv4 addresses. The loopback comes first: on another host it is refused at once, so trying it is cheap."""
     found = ["127.0.0.1"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -75,8 +75,10 @@ class NeighbourRates(NamedTuple):
     """Bytes/s that come from the stage before; 0.0 where nothing comes."""
     after: float
     """Bytes/s that come from the stage after."""
-    cpu: float
-    """Seconds of CPU to send or receive a byte."""
+    seconds_per_byte: float
+    """CPU seconds to send or receive a byte."""
+    seconds_per_message: float
+    """CPU seconds to send or receive a message, its bytes apart."""
 
 
 def neighbour_rates(
@@ -91,9 +93,11 @@ def neighbour_rates(
     most = np.zeros(1)
     _wait(comm.Iallreduce(np.array([float(max(weights))]), most, MPI.MAX), comm.rank)
     nbytes = float(_FIRST_BYTES)
+    used: list[tuple[int, float]] = []  # bytes in all, CPU seconds
     while True:
         sizes = [max(1, int(nbytes * weight / max(most[0], 1.0))) if weight else 0 for weight in weights]
         *seconds, cpu = _exchange(comm, before, after, sizes)
+        used.append((sum(sizes), cpu))
         slowest = np.zeros(1)
         _wait(comm.Iallreduce(np.array([max(seconds)]), slowest, MPI.MAX), comm.rank)
         if slowest[0] > _BUSY_SECONDS or nbytes >= _MOST_BYTES:
@@ -101,7 +105,8 @@ def neighbour_rates(
         nbytes *= 4
     comm.Free()
     from_before, from_after = (n / max(t, 1e-9) if n else 0.0 for n, t in zip(sizes[2:], seconds, strict=True))
-    return NeighbourRates(from_before, from_after, cpu / max(1, sum(sizes)))
+    per_byte, per_exchange = _line(used)
+    return NeighbourRates(from_before, from_after, per_byte, per_exchange / max(1, sum(map(bool, sizes))))
 
 
 class PairRates(NamedTuple):
@@ -158,6 +163,8 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
     if not points:
         return 0.0, 0.0
     smallest, largest = min(points)[0], max(points)[0]
+    if not largest:
+        return 0.0, 0.0
     small = float(np.median([cpu for size, cpu in points if size == smallest]))
     large = float(np.median([cpu for size, cpu in points if size == largest]))
     if largest == smallest:

@@ -1,8 +1,8 @@
-"""Who works together: a run's communicators, and what is left of them when ranks are lost (ULFM: Bland et al. 2013).
+"""The communicators of a run, and their repair when ranks are lost (ULFM: Bland et al. 2013).
 
-When a process is lost, some of what others wait for fails and some never ends. So whoever notices first revokes all
-communicators of the circle, which interrupts everyone; then the survivors shrink it to a new circle, and agree that all of
-them have it.
+When a process is lost, some requests of other ranks fail and some never complete. So the first rank that notices revokes
+all communicators of the circle, which interrupts everyone. Then the survivors shrink it to a new circle, and agree that all
+of them have it.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _POLL = 0.001
 
 
 def survivable() -> bool:
-    """Whether this MPI tells of lost processes instead of ending the job: ``mpirun --with-ft ulfm`` of Open MPI."""
+    """True if this MPI reports lost processes instead of ending the job: Open MPI with ``mpirun --with-ft ulfm``."""
     return hasattr(MPI.Comm, "Shrink") and os.environ.get(_ENABLED, "0") not in ("0", "false")
 
 
@@ -28,23 +28,23 @@ class Circle(NamedTuple):
 
     world: MPI.Intracomm
     control: MPI.Intracomm
-    """For the messenger."""
+    """Communicator of the messenger."""
     data: MPI.Intracomm
-    """For the data plane."""
+    """Communicator of the data plane."""
 
     @staticmethod
     def of(world: MPI.Intracomm) -> "Circle":
-        """All ranks of ``world`` together."""
+        """A circle of all ranks of ``world``, which call this together."""
         return Circle(world, world.Dup(), world.Dup())
 
     def revoke(self) -> None:
-        """Let all that anybody waits for here fail. Any thread, any rank."""
+        """Make all pending requests of all ranks on these communicators fail. Any rank may call this."""
         for comm in self:
             with contextlib.suppress(MPI.Exception):
                 comm.Revoke()
 
     def survivors(self) -> "Circle":
-        """A circle of those who are left, in the same order; all of them call this together."""
+        """A circle of the surviving ranks, in the same order; all of them call this together."""
         world = self.world
         while True:
             world = MPI.Intracomm(world.Shrink())
@@ -58,18 +58,20 @@ class Circle(NamedTuple):
 
 
 def leave_together(world: MPI.Intracomm, meanwhile: Callable[[], object]) -> bool:
-    """Whether all ranks have come here. False on all of them alike where one was lost instead. ``meanwhile``: called again
-    and again, takes what others still have to send before they come."""
+    """Wait until all ranks have called this. Returns True, or, on all ranks alike, False if one was lost instead.
+
+    ``meanwhile`` is called repeatedly while waiting; it receives the messages that others must send before they get here.
+    """
     return _all_agree(world, True, meanwhile)
 
 
 def _all_agree(world: MPI.Intracomm, fine: bool, meanwhile: Callable[[], object]) -> bool:
-    """The same answer everywhere: whether all ranks live and say so."""
+    """True if all ranks are alive and passed ``fine``; the answer is the same on all of them."""
     flag = np.array([int(fine)], np.intc)
     try:
         request = world.Iagree(flag)
         while not request.Test():
-            with contextlib.suppress(MPI.Exception):  # a loss: the others will not come, which the request tells
+            with contextlib.suppress(MPI.Exception):  # after a loss the request reports it
                 meanwhile()
             time.sleep(_POLL)
     except MPI.Exception:

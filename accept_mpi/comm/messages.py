@@ -1,8 +1,8 @@
-"""Every control message between ranks, as a typed struct: who sends it to whom, and when.
+"""All control messages between ranks, as typed structs; each says who sends it to whom, and when.
 
-A message is its struct's name and fields in MessagePack, with the sender's rank beside it (``comm.messenger``). While a run
-is set up the main thread waits for messages by type (``Messenger.expect``); while a deployment runs the data-plane thread
-hands each one to the part that handles it.
+A message is encoded as its struct's name and fields in MessagePack (``comm.messenger``). While a run is set up, the main
+thread waits for messages by type (``Messenger.expect``); while a deployment runs, the data-plane thread passes each one to
+the part that handles it.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,7 @@ class Control(msgspec.Struct, frozen=True, tag=True):
     """A control message."""
 
 
-# While a run is set up, handled by whoever waits for them.
+# Messages while a run is set up, handled by the code that waits for them.
 
 
 class Gather(Control, frozen=True):
@@ -48,19 +48,19 @@ class LayerChunks(Control, frozen=True):
     """As ``list[layer_state.Chunk]``."""
 
 
-# While a deployment runs, handled on rank 0 by ``training.controller.Controller``.
+# Messages while a deployment runs, handled on rank 0 by ``training.controller.Controller`` ...
 
 
 class CheckpointChunk(Control, frozen=True):
-    """Each stage to rank 0: some bytes of one of its two files of a checkpoint."""
+    """Each stage to rank 0: a part of one of its two checkpoint files."""
 
     step: int
     stage: int
     part: Literal["weights", "optimizer"]
     total: int
-    """Bytes of the whole file."""
+    """Size of the whole file in bytes."""
     data: Any
-    """Bytes."""
+    """A part of the file, as bytes."""
 
 
 class StepMade(Control, frozen=True):
@@ -94,7 +94,7 @@ class TraceRows(Control, frozen=True):
 
 
 class Event(Control, frozen=True):
-    """Any rank to rank 0: something for the log's table of events."""
+    """Any rank to rank 0: a row for the log's table of events."""
 
     seconds: float
     step: int
@@ -102,19 +102,19 @@ class Event(Control, frozen=True):
 
 
 class Stopping(Control, frozen=True):
-    """The first stage to rank 0: a signal ends the run, with a checkpoint after this step."""
+    """The first stage to rank 0: a signal ends the run after this step, with a checkpoint."""
 
     step: int
 
 
 class Leaving(Control, frozen=True):
-    """Each rank to rank 0, last of all: it has made so many steps and will send nothing more."""
+    """Each rank to rank 0, as its last message: the number of steps that it has made."""
 
     steps_made: int
 
 
 class Speed(Control, frozen=True):
-    """A rank that mostly waits to rank 0: by which factor its device is slower than at first (``device.speed_check``)."""
+    """A rank that mostly waits to rank 0: factor by which its device has become slower (``device.speed_check``)."""
 
     factor: float
 
@@ -123,7 +123,7 @@ class Speed(Control, frozen=True):
 
 
 class PlanOver(Control, frozen=True):
-    """Rank 0 to each rank that the plan leaves idle: all have left, after so many steps."""
+    """Rank 0 to each rank that the plan leaves idle: all stages have left, after ``steps_made`` steps."""
 
     steps_made: int
 
@@ -132,25 +132,25 @@ class PlanOver(Control, frozen=True):
 
 
 class ReplicaChunks(Control, frozen=True):
-    """A stage to the next stage's rank, in the background: some of the state that it had after a step."""
+    """A stage to the next stage's rank, in the background: a part of its state after ``step``."""
 
     step: int
     stage: int
     layers: int
-    """Layers of the stage, all of which will come."""
+    """Number of layers in the stage, all of which will follow."""
     chunks: Any
     """As ``list[layer_state.Chunk]``."""
 
 
 class Replicated(Control, frozen=True):
-    """A rank to rank 0: all of a stage's state after a step has arrived here."""
+    """A rank to rank 0: it has received all of a stage's state after ``step``."""
 
     step: int
     stage: int
 
 
 class Committed(Control, frozen=True):
-    """Rank 0 to all: every stage's state after this step has a copy; older ones are not needed any more."""
+    """Rank 0 to all: every stage's state after ``step`` has a copy, so older copies may be dropped."""
 
     step: int
 
@@ -160,7 +160,7 @@ class StopAsked(Control, frozen=True):
 
 
 class ReplanAsked(Control, frozen=True):
-    """Rank 0 to the first stage: a better plan waits; let this one end with the next step."""
+    """Rank 0 to the first stage: a better plan is ready, so end this deployment after the next step."""
 
 
 # ... and on the last stage by ``data.feed.Drawn``.

@@ -50,6 +50,15 @@ class Runtime:
         self._ended = threading.Lock()
         self._left_behind: list[Messenger] = []
         self.messenger = Messenger(self.circle.control)
+
+    @staticmethod
+    def start() -> "Runtime":
+        """All ranks together: facts of each host, the lifeline, one clock. Raises UserError where MPI is unfit."""
+        runtime = Runtime()
+        runtime._meet()
+        return runtime
+
+    def _meet(self) -> None:
         _log_format(self.rank, self.size, self.host)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise UserError("this MPI library was built without MPI_THREAD_MULTIPLE, which accept_mpi needs")
@@ -196,7 +205,7 @@ class Runtime:
     def _lifeline(self) -> Lifeline:
         """All ranks together."""
         circle, messenger = self.circle, self.messenger  # a late word must not end the circle that comes after
-        return Lifeline(messenger, self.startup_seconds, lambda *end: self._on_end(circle, messenger, *end))
+        return Lifeline.start(messenger, self.startup_seconds, lambda *end: self._on_end(circle, messenger, *end))
 
     def _on_end(self, circle: Circle, messenger: Messenger, rank: int, error: str | None, exit_code: int) -> None:
         """Lifeline thread: another rank of this circle ended."""

@@ -18,10 +18,10 @@ ZOO: dict[str, Loader] = {"digits": digits, "text": text, "cifar10": cifar10, "i
 
 
 def load(name: str, args: Mapping[str, Any], model: Any = None) -> tuple[Dataset, Dataset]:
-    """The training and the test set that a job names. Raises UserError with one sentence, also where a text has more symbols
-    than the job's ``model`` (``config.Model``) knows.
+    """Training and test set that a job names. Raises UserError with one sentence, also if a text has more symbols than
+    ``model`` (the job's ``job.Model``) knows.
 
-    Always under the same seed: another ``train.seed`` is another run on the same data.
+    The seed is always the same: a run with another ``train.seed`` is another run on the same data.
     """
     function = find_function(name, ZOO, "data.name")
     result = call(function, args, "data.args", seed=0)

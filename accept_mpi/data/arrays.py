@@ -1,4 +1,4 @@
-"""Arrays as people keep them, as tensors: any byte order, any width of integers and of floating-point numbers."""
+"""Conversion of arrays to tensors: any byte order, any width of integers and of floating-point numbers."""
 
 from typing import Any
 
@@ -10,16 +10,17 @@ _WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.uint16): np.dtype(np.int32),
     np.dtype(np.uint32): np.dtype(np.int64),
 }
-"""Of what torch has no arithmetic for."""
+"""Wider types that replace those for which torch has no arithmetic."""
 DTYPES = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
-"""What a user may ask for."""
+"""Names of the dtypes that a user may ask for."""
 
 
 def dtype_of(found: np.dtype[Any], floats: bool = True) -> np.dtype[Any]:
-    """The dtype of the tensor that an array of dtype ``found`` becomes, in this machine's byte order.
+    """Dtype of the tensor that an array of dtype ``found`` becomes, in this machine's byte order.
 
-    Floating-point numbers become float32, with ``floats`` false only those that torch does not have (float64); uint16 int32;
-    uint32 and uint64 int64; the rest stays. Raises TypeError with a sentence for what is no real number (texts, records).
+    Floating-point numbers become float32, or, if ``floats`` is False, keep a dtype that torch has and else become float64.
+    uint16 becomes int32, uint32 and uint64 become int64; other dtypes stay. Raises TypeError with a sentence for anything
+    but real numbers (texts, records).
     """
     plain = found.newbyteorder("=")
     if plain.kind not in "biuf":
@@ -33,7 +34,8 @@ def dtype_of(found: np.dtype[Any], floats: bool = True) -> np.dtype[Any]:
 
 
 def tensor_of(values: npt.NDArray[Any], asked: np.dtype[Any] | None = None, floats: bool = True) -> torch.Tensor:
-    """An array as a tensor, of dtype ``asked`` or ``dtype_of``. Raises TypeError or ValueError with a sentence."""
+    """Tensor from an array, of dtype ``asked`` or by default as in ``dtype_of``. Raises TypeError or ValueError with a
+    sentence."""
     wanted = asked if asked is not None else dtype_of(values.dtype, floats)
     if values.dtype.kind == "u" and values.dtype.itemsize == 8 and wanted.kind == "i":
         check_fits(values)
@@ -43,6 +45,6 @@ def tensor_of(values: npt.NDArray[Any], asked: np.dtype[Any] | None = None, floa
 
 
 def check_fits(values: npt.NDArray[Any]) -> None:
-    """Raises ValueError with a sentence where a number is too large for torch's whole numbers: 64 bits with a sign."""
+    """Raise ValueError with a sentence if a number is too large for torch's largest integers: 64 bits with a sign."""
     if values.size and (most := int(values.max())) >= 1 << 63:
         raise ValueError(f"holds {most}, which int64 cannot hold")

@@ -1,4 +1,4 @@
-"""Random crops and flips that depend on a seed and a sample's index only, however samples are put into batches."""
+"""Random crops and flips that depend only on a seed and a sample's index, not on how samples are batched."""
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ _PAD = 4
 
 
 def crop_and_flip(images: npt.NDArray[np.uint8], indices: Indices, seed: int) -> npt.NDArray[np.uint8]:
-    """Shift each image (n, channels, h, w) by up to 4 pixels each way over a black border, and mirror half of them."""
+    """Shift each image (n, channels, h, w) by up to 4 pixels each way over a black border, and mirror half of the images."""
     n, _, h, w = images.shape
     padded = np.pad(images, ((0, 0), (0, 0), (_PAD, _PAD), (_PAD, _PAD)))
     result = np.empty_like(images)

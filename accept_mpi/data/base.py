@@ -1,11 +1,12 @@
-"""What a data set owes the pipeline: its length, inputs for the first stage, targets for the last, by sample index.
+"""The interface between data sets and the pipeline: length, inputs for the first stage, targets for the last, by sample
+index.
 
 A host needs a data set only where its stage uses it: the first stage asks for inputs, the last for targets, the stages
-between for neither. So the two may be asked for apart, and loading one must not need the other where that can be helped.
+between for neither. So inputs and targets can be asked for separately, and loading one should not need the other.
 
 Random augmentation may concern both. So torch's, NumPy's and Python's generators are seeded for each sample by epoch and
-index before a torch-style data set is asked for it, and one call gives x and y; first and last stage, on two ranks, make
-the same call.
+index before a torch-style data set is asked for it, and one call gives x and y; first and last stage, on two ranks, make the
+same call.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ class Dataset(Protocol):
     def inputs(self, indices: Indices, seed: int | None = None) -> Any:
         """Inputs of these samples, stacked along dimension 0: a tensor, or a tuple, list or dict of tensors.
 
-        ``seed`` (None at evaluation) is all that random augmentation may depend on, together with the sample's index.
+        Random augmentation may depend only on ``seed`` (None in evaluation) and a sample's index.
         """
 
     def targets(self, indices: Indices) -> Any:
@@ -43,19 +44,19 @@ class Dataset(Protocol):
 
 
 class Samples(NamedTuple):
-    """A micro-batch."""
+    """Inputs and targets of a micro-batch."""
 
     inputs: Any
-    """None where only targets were asked for, perhaps."""
+    """May be None if only targets were asked for."""
     targets: Any
-    """None where only inputs were asked for, perhaps."""
+    """May be None if only inputs were asked for."""
 
 
 def fetch(data: Dataset, indices: Indices, seed: int | None, inputs: bool, targets: bool) -> Samples:
-    """Inputs and targets of these samples, where wanted. ``seed``: of what is drawn, None at evaluation, where the same is
-    drawn each time.
+    """Inputs and targets of these samples, as far as they are wanted. ``seed`` determines random numbers; None in
+    evaluation, where they are always the same.
 
-    Raises UsersBug for what the user's data set raises, UserError for samples that do not fit together.
+    Raises UsersBug for exceptions in the user's data set, UserError for samples that do not fit together.
     """
     try:
         if isinstance(data, MapDataset):
@@ -70,7 +71,7 @@ def fetch(data: Dataset, indices: Indices, seed: int | None, inputs: bool, targe
 
 
 def draws_both(data: Dataset | None) -> bool:
-    """Whether what is drawn at random may concern inputs and targets alike, so that two ranks must draw the same."""
+    """True if random numbers may affect inputs and targets together, so that two ranks must draw the same."""
     return isinstance(data, MapDataset)
 
 
@@ -80,7 +81,7 @@ def _some(indices: Indices) -> str:
 
 
 class ArrayDataset:
-    """Two tensors in memory: ``x`` of shape (n, ...) and ``y`` of shape (n, ...)."""
+    """Data set of two tensors in memory, ``x`` (n, ...) and ``y`` (n, ...)."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         if len(x) != len(y):
@@ -98,7 +99,7 @@ class ArrayDataset:
 
 
 class MapDataset:
-    """A torch-style map data set (``len`` and ``[i] -> (x, y)``) made into ours. Raises UserError for other samples."""
+    """Adapter for a torch-style map data set (``len`` and ``[i] -> (x, y)``). Raises UserError for other samples."""
 
     def __init__(self, items: Any) -> None:
         self.items = items
@@ -113,7 +114,7 @@ class MapDataset:
         return self.samples(indices, seed, inputs=False).targets
 
     def samples(self, indices: Indices, seed: int | None = None, inputs: bool = True, targets: bool = True) -> Samples:
-        """Inputs and targets, where wanted, by one call for each sample."""
+        """Inputs and targets, as far as they are wanted, from one call per sample."""
         pairs = []
         for i in indices.tolist():
             seed_all(mix(AUGMENT, EVALUATION if seed is None else seed, i))
@@ -130,7 +131,8 @@ class MapDataset:
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    """Of an array of any byte order and width, or of a number. Raises TypeError or ValueError for anything else."""
+    """Tensor from an array of any byte order and width, or from a number. Raises TypeError or ValueError for anything
+    else."""
     return (
         tensor_of(np.asarray(value), floats=False) if isinstance(value, np.ndarray | np.generic) else torch.as_tensor(value)
     )
@@ -145,15 +147,15 @@ def _stack(values: Sequence[Any], what: str) -> Any:
 
 
 EVALUATION = 0
-"""In place of a seed, at evaluation."""
+"""Used in place of a seed in evaluation."""
 
 Loader = Callable[..., tuple[Any, Any]]
 
 
 def adapt(data: object) -> Dataset:
-    """A user's data set as ours: already one, a pair of tensors or arrays ``(x, y)``, or torch's map style.
+    """A user's data set as a ``Dataset``: it may be one, a pair of tensors or arrays ``(x, y)``, or of torch's map style.
 
-    Raises TypeError with a sentence where it is none of these.
+    Raises TypeError with a sentence if it is none of these.
     """
     if isinstance(data, Dataset) and callable(data.inputs) and callable(data.targets):
         return data
@@ -161,7 +163,7 @@ def adapt(data: object) -> Dataset:
         raise TypeError("expected a data set with __len__ and __getitem__: samples of an IterableDataset have no numbers")
     if isinstance(data, Sequence) and len(data) == 2 and all(isinstance(d, torch.Tensor | np.ndarray) for d in data):
         return ArrayDataset(_tensor(data[0]), _tensor(data[1]))
-    if type(data) is TensorDataset and len(data.tensors) == 2:  # draws nothing, and gives rows
+    if type(data) is TensorDataset and len(data.tensors) == 2:  # draws no random numbers, and its samples are rows
         return ArrayDataset(*data.tensors)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return MapDataset(data)

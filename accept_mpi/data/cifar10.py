@@ -1,4 +1,4 @@
-"""CIFAR-10 (Krizhevsky 2009) from its binary version on disk: the archive as it is, or the folder in it."""
+"""CIFAR-10 (Krizhevsky 2009) from its binary version on disk: the archive itself, or the folder that it unpacks to."""
 
 import gzip
 import tarfile
@@ -18,14 +18,14 @@ from accept_mpi.files.regular import is_regular, open_regular, read_regular
 _RECORD = 1 + 3 * 32 * 32
 _TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 _TEST = ("test_batch.bin",)
-_MOST, _MOST_UNPACKED = 64 << 20, 512 << 20  # bytes of a file (they have 29 MiB), and of all in an archive (175 MiB)
+_MOST, _MOST_UNPACKED = 64 << 20, 512 << 20  # limits in bytes: of a file (29 MiB each), of an unpacked archive (175 MiB)
 _MOST_MEMBERS = 1000
 _MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)[:, None, None]
 _STD = np.array([0.2470, 0.2435, 0.2616], np.float32)[:, None, None]
 
 
 class Cifar10:
-    """Images (3, 32, 32) float32, each channel with mean 0 and deviation 1 over the training set; classes int64."""
+    """Images (3, 32, 32) float32, each channel with mean 0 and standard deviation 1 over the training set; classes int64."""
 
     def __init__(self, records: npt.NDArray[np.uint8], augment: bool) -> None:
         self._records, self._augment = records, augment
@@ -46,7 +46,7 @@ class Cifar10:
 def cifar10(path: str, augment: bool = True) -> tuple[Cifar10, Cifar10]:
     """Training and test set from ``cifar-10-binary.tar.gz`` or the folder that holds its .bin files.
 
-    Training images are randomly cropped and mirrored unless ``augment`` is false. Raises UserError for missing or truncated
+    Training images are randomly cropped and mirrored unless ``augment`` is False. Raises UserError for missing or truncated
     files.
     """
     files = _read(Path(path))
@@ -57,7 +57,7 @@ def cifar10(path: str, augment: bool = True) -> tuple[Cifar10, Cifar10]:
 
 
 def _read(path: Path) -> dict[str, bytes]:
-    """All files, by name, whole and of ten classes."""
+    """Contents of all files, by name. Raises UserError unless they consist of whole records of ten classes."""
     if path.is_dir():
         folders = [path, path / "cifar-10-batches-bin"]
         folder = next((f for f in folders if (f / _TRAIN[0]).exists()), path)
@@ -84,7 +84,7 @@ def _read(path: Path) -> dict[str, bytes]:
 
 
 def _from_archive(path: Path) -> dict[str, bytes]:
-    """Plain files of these names; what else is in an archive, links too, does not count."""
+    """Contents of the archive's plain files with the expected names. Anything else in it is ignored, links too."""
     found: dict[str, bytes] = {}
     names = (*_TRAIN, *_TEST)
     try:
@@ -113,8 +113,8 @@ def _from_archive(path: Path) -> dict[str, bytes]:
 
 
 class _Bounded:
-    """A file that ends a reading which asks for more than an archive of CIFAR-10 can hold: a few bytes of an archive may say
-    that thousands of millions follow."""
+    """A file that refuses to read more than an archive of CIFAR-10 can hold: a few bytes of an archive may announce
+    gigabytes."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""scikit-learn's digits: 1,797 real scans of handwritten digits, 8 x 8 pixels, shipped inside the package."""
+"""scikit-learn's digits: 1,797 real scans of handwritten digits, 8 x 8 pixels, shipped with scikit-learn."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,9 +11,9 @@ from accept_mpi.data.split import split
 
 
 def digits(size: int = 8, channels: int = 3, test_fraction: float = 0.2) -> tuple[ArrayDataset, ArrayDataset]:
-    """Training and test set of digits as (channels, size, size) float32 in [-1, 1], and their class, 0..9.
+    """Training and test set of digits as (channels, size, size) float32 in [-1, 1], and their classes, 0..9.
 
-    Enlarged bilinearly; the grey channel is repeated. The split is fixed: it depends on nothing but ``test_fraction``.
+    Images are enlarged bilinearly; the grey channel is repeated. The split depends on nothing but ``test_fraction``.
     """
     pixels, target = _scans()
     x = torch.from_numpy(pixels).float().reshape(-1, 1, 8, 8) / 8 - 1
@@ -24,8 +24,8 @@ def digits(size: int = 8, channels: int = 3, test_fraction: float = 0.2) -> tupl
 
 
 def _scans() -> tuple[np.ndarray, np.ndarray]:
-    """(scans, 64) pixels from 0 to 16, and (scans,) classes: from scikit-learn's file, since to import scikit-learn takes
-    a second of CPU and 72 MB."""
+    """Pixels (scans, 64) from 0 to 16 and classes (scans,), from scikit-learn's file: importing scikit-learn takes a second
+    of CPU and 72 MB."""
     package = find_spec("sklearn")
     for folder in (package and package.submodule_search_locations) or ():
         path = Path(folder) / "datasets" / "data" / "digits.csv.gz"

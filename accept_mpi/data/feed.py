@@ -1,10 +1,9 @@
-"""A stage's part of the training data, step by step: inputs on the first stage, targets on the last, on one rank both.
+"""A stage's part of the training data, step by step: inputs on the first stage, targets on the last, both on a lone rank.
 
-The last stage has all targets of a step before its first forward, since they say how much each micro-batch counts.
+The last stage has all targets of a step before its first forward, since they determine how much each micro-batch counts.
 
-Where one call to a data set gives inputs and targets, first and last stage make the same calls under the same seeds, and
-what they drew is compared: a data set with a generator of its own would pair inputs with other targets, and nobody would
-see it.
+If one call to a data set gives inputs and targets, first and last stage make the same calls under the same seeds, and what
+they drew is compared: a data set with its own generator would pair inputs with other targets, and nobody would notice.
 """
 
 import threading
@@ -30,28 +29,28 @@ Sums = list[int]
 
 
 class Drawn:
-    """What first and last stage have drawn of the same samples. ``tell`` is for the first stage, ``hear`` and the rest for
-    the last; any thread."""
+    """Compares the targets that first and last stage have drawn for the same samples. The first stage uses ``tell``, the
+    last one everything else. Thread-safe."""
 
     def __init__(self, tell: Callable[[int, Sums], None]) -> None:
-        """``tell`` sends a step's checksums to the last stage, to be given to ``hear`` there."""
+        """``tell`` sends a step's checksums to the last stage, where ``hear`` takes them."""
         self.tell = tell
         self._lock = threading.Lock()
         self._mine: dict[int, Sums] = {}
         self._others: dict[int, Sums] = {}
 
     def hear(self, step: int, sums: Sums) -> None:
-        """What the first stage has drawn."""
+        """Take the checksums of a step from the first stage."""
         with self._lock:
             self._others[step] = sums
 
     def expect(self, step: int, sums: Sums) -> None:
-        """What the last stage has drawn."""
+        """Take the checksums of a step from the last stage."""
         with self._lock:
             self._mine[step] = sums
 
     def check(self) -> None:
-        """Compare what is known by now. Raises UserError where it differs."""
+        """Compare the steps that both stages have reported. Raises UserError if they differ."""
         with self._lock:
             for step in sorted(self._mine.keys() & self._others.keys()):
                 if self._mine.pop(step) != self._others.pop(step):
@@ -62,7 +61,7 @@ class Drawn:
                     )
 
     def check_all(self, deadline: float) -> None:
-        """Compare everything, waiting for what is under way. Raises UserError and DeadlineError."""
+        """Compare all steps, waiting up to ``deadline`` seconds for the first stage. Raises UserError and DeadlineError."""
         until = time.monotonic() + deadline
         self.check()
         while self._mine:
@@ -83,7 +82,8 @@ class Feed:
         shares: Callable[[Sequence[Any], Sequence[int]], list[float]] | None,
         drawn: Drawn,
     ) -> None:
-        """``shares``: the loss's, on the last stage. ``data`` is needed on the first and the last."""
+        """``shares``: the loss's (``Loss.shares``) on the last stage, else None. ``data`` is needed on the first and the
+        last stage."""
         self._batches, self._data, self._place, self._shares, self._drawn = batches, data, place, shares, drawn
         self._compares = draws_both(data) and place.first != place.last
         self._steps: dict[int, list[Samples]] = {}
@@ -91,7 +91,7 @@ class Feed:
         self._sums: Sums = []
 
     def begin(self, step: int, indices: Sequence[Indices]) -> None:
-        """Before the first micro-batch of a step, with the numbers of the samples of each."""
+        """Prepare a step, before its first micro-batch. ``indices``: the samples of each micro-batch."""
         if self._shares is None:
             return
         self._steps[step] = [self._fetch(step, samples) for samples in indices]
@@ -102,7 +102,7 @@ class Feed:
             self._drawn.check()
 
     def take(self, step: int, k: int, indices: Indices) -> Samples:
-        """Micro-batch ``k``: inputs on the first stage, targets on the last."""
+        """Samples of micro-batch ``k``: inputs on the first stage, targets on the last."""
         if self._shares is not None:
             found = self._steps[step][k]
             self._steps[step][k] = Samples(None, None)
@@ -118,16 +118,16 @@ class Feed:
         return found
 
     def share(self, step: int, k: int) -> float:
-        """The last stage: of micro-batch ``k`` in the step's loss."""
+        """Share of micro-batch ``k`` in the step's loss on the last stage; 1 on other stages."""
         return self._weighed[step][k] if self._shares is not None else 1.0
 
     def end(self, step: int) -> None:
-        """All of a step's micro-batches have gone back."""
+        """Forget a step, after the backward of all its micro-batches."""
         self._steps.pop(step, None)
         self._weighed.pop(step, None)
 
     def close(self, deadline: float) -> None:
-        """After the last step."""
+        """Compare what has not been compared, after the last step. Raises UserError and DeadlineError."""
         if self._compares and self._place.last:
             self._drawn.check_all(deadline)
 
@@ -138,7 +138,7 @@ class Feed:
 
 
 def checksum(targets: Any) -> int:
-    """Of what a data set gives."""
+    """Checksum of a value that a data set gave: of its tree and its tensors."""
     digest = xxh3_64()
     tensors, of = tree.flatten(targets)
     digest.update(of)

@@ -1,4 +1,4 @@
-"""Arrays in an HDF5 file, read row by row as they are asked for."""
+"""Arrays in an HDF5 file, read row by row on demand."""
 
 import math
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from accept_mpi.seeds import ORDER, mix
 
 _MOST_ROWS = 100_000_000
 _MOST_ROW, _MOST_CHUNK = 1 << 30, 1 << 28  # bytes
-_PART = 1 << 20  # rows looked through at a time
+_PART = 1 << 20  # values checked at a time
 
 
 class Hdf5Dataset:
-    """Rows of two data sets of one file as ``arrays.tensor_of`` gives them, or of the dtypes asked for; y's whole numbers
-    and booleans are int64."""
+    """Rows of two data sets of one file, converted as by ``arrays.tensor_of`` or to the dtypes asked for; whole numbers and
+    booleans in y become int64."""
 
     def __init__(self, path: Path, x: str, y: str, rows: Indices, dtypes: Sequence[str | None] = (None, None)) -> None:
         self._path, self._x, self._y, self._rows = path, x, y, rows
@@ -42,7 +42,7 @@ class Hdf5Dataset:
         return read if read.is_floating_point() or self._dtypes[1] is not None else read.long()
 
     def _read(self, name: str, indices: Indices, asked: np.dtype[Any] | None) -> torch.Tensor:
-        rows, back = np.unique(self._rows[indices], return_inverse=True)  # h5py wants rows once each, in order
+        rows, back = np.unique(self._rows[indices], return_inverse=True)  # h5py needs distinct rows in increasing order
         try:
             if self._file is None:
                 self._file = open_file(self._path)
@@ -65,8 +65,8 @@ def hdf5(
 ) -> tuple[Hdf5Dataset, Hdf5Dataset]:
     """Training and test rows of the file's data sets ``x`` (n, ...) and ``y`` (n, ...).
 
-    The test set is ``test_x`` and ``test_y`` where given, else a fixed shuffle's last ``test_fraction``. ``x_dtype`` and
-    ``y_dtype``: of ``arrays.DTYPES``, in place of what ``arrays.tensor_of`` makes of what is stored. Raises UserError for a
+    The test set is ``test_x`` and ``test_y`` if given, else the last ``test_fraction`` of a fixed shuffle. ``x_dtype`` and
+    ``y_dtype`` (from ``arrays.DTYPES``) replace the dtypes that ``arrays.tensor_of`` would choose. Raises UserError for a
     missing, truncated or mismatched file, and for one that holds no numbers or refers to other files.
     """
     for key, asked in (("x_dtype", x_dtype), ("y_dtype", y_dtype)):
@@ -90,7 +90,7 @@ def hdf5(
 
 
 def _rows(path: Path, x: str, y: str) -> int:
-    """Rows of both, which are numbers. Raises UserError."""
+    """Number of rows of ``x`` and of ``y``, which must be equal. Raises UserError, also if they are not numbers."""
     if not is_regular(path):
         raise UserError(f"data.args: there is no file {path}")
     try:
@@ -113,7 +113,8 @@ def _rows(path: Path, x: str, y: str) -> int:
 
 
 def _check(found: h5py.Dataset, what: str) -> int:
-    """Rows of a data set that can be read row by row as numbers. Raises UserError, a sentence that begins with ``what``."""
+    """Number of rows of a data set that can be read row by row as numbers. Raises UserError with a sentence that begins with
+    ``what``."""
     try:
         held_here(found, found.name)
     except Damaged as error:

@@ -1,4 +1,4 @@
-"""Folders of images, one folder a class."""
+"""Folders of images, one folder per class."""
 
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from accept_mpi.files.regular import is_regular, open_regular
 from accept_mpi.seeds import ORDER, mix
 
 _ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm"}
-_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "PPM")  # Pillow's names; it would hand others to other programs
+_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "PPM")  # Pillow's names; it hands some others to other programs
 _LARGEST_SIZE, _MOST_PIXELS = 4096, 1 << 26
 _Listing = list[tuple[Path, int]]
 
 
 class ImageFolder:
-    """Images (3, size, size) float32 in [-1, 1], decoded when asked for; classes int64 in the order of folder names."""
+    """Images (3, size, size) float32 in [-1, 1], decoded on demand; classes int64 in the order of folder names."""
 
     def __init__(self, listing: _Listing, size: int, augment: bool) -> None:
         self._files = [file for file, _ in listing]
@@ -41,9 +41,10 @@ class ImageFolder:
 
 
 def images(path: str, size: int = 32, augment: bool = True, test_fraction: float = 0.2) -> tuple[ImageFolder, ImageFolder]:
-    """``path/train/CLASS/*.jpg`` and ``path/test/CLASS/*.jpg`` (or .png, ...), or ``path/CLASS/*`` split by a fixed shuffle.
+    """Training and test set from ``path/train/CLASS/*.jpg`` and ``path/test/CLASS/*.jpg`` (or .png, ...), or from
+    ``path/CLASS/*`` split by a fixed shuffle.
 
-    Images are scaled so that the shorter side is ``size`` and cropped in the middle. Raises UserError where folders are
+    Images are scaled so that the shorter side is ``size``, and cropped in the middle. Raises UserError if folders are
     missing or empty, and later for an image that cannot be decoded.
     """
     _pillow()
@@ -106,7 +107,7 @@ def _decode(file: Path, size: int) -> npt.NDArray[np.uint8]:
             image = image.convert("RGB").resize(scaled)
             left, top = ((side - size) // 2 for side in image.size)
             pixels = np.asarray(image.crop((left, top, left + size, top + size)), np.uint8)
-    except Exception as error:  # decoders of half a dozen formats meet anything
+    except Exception as error:  # decoders of six formats may raise anything
         known = "cannot identify" not in str(error)
         reason = str(error) if known else f"it is damaged or none of {', '.join(_FORMATS)}"
         raise UserError(f"data: cannot decode the image {file}: {reason}") from error

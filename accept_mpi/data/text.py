@@ -19,24 +19,24 @@ log = logging.getLogger(__name__)
 
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
-    (codecs.BOM_UTF32_LE, "utf-32"),  # begins with UTF-16's
+    (codecs.BOM_UTF32_LE, "utf-32"),  # before UTF-16, whose mark it begins with
     (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-"""What a text of an encoding that says so begins with."""
-_SNIFFED = 8192  # bytes in which a file that is no text has a NUL, as git takes it
+"""Byte order marks, and the encodings that they announce."""
+_SNIFFED = 8192  # bytes: a NUL within them marks a binary file, as in git
 _CHARACTERS = 0x110000
 _SKIPPED = {"site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}
 
 
 class TextDataset:
-    """Windows of a text that do not overlap: inputs (context,) and targets, the same one character on, int64."""
+    """Windows of a text that do not overlap: inputs (context,) and targets, the same window one character later, int64."""
 
     def __init__(self, tokens: npt.NDArray[Any], context: int, vocabulary: int) -> None:
         self.tokens, self.context = tokens, context
         self.vocabulary = vocabulary
-        """Symbols that there are in training and test set together: what a model must know at least."""
+        """Number of symbols in training and test set together, which a model must know at least."""
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.context)
@@ -60,16 +60,16 @@ def text(
     limit: int = 4_000_000,
     encoding: str | None = None,
 ) -> tuple[TextDataset, TextDataset]:
-    """Characters of a file, or of all text files below a directory in order of their names, ``limit`` at most. Line ends of
-    any kind are one character.
+    """Training and test set from the characters of a file, or of all text files below a directory in order of their names,
+    at most ``limit`` of them. Line ends of any kind are one character.
 
-    Files are what their byte order mark says, or ``encoding``, or UTF-8. Raises UserError, naming the file, for one that
-    cannot be decoded so. Of a directory, files and folders whose names begin with a dot do not count, and neither do files
-    that are no text (a NUL in their first 8 KiB and no mark), which is said in a warning.
+    A file's encoding is that of its byte order mark, else ``encoding``, else UTF-8. Raises UserError, naming the file, if it
+    cannot be decoded. In a directory, files and folders whose names begin with a dot are ignored, and so are binary files (a
+    NUL in their first 8 KiB and no mark), with a warning.
 
-    Without a path: the sources of Python's standard library on this machine. A character is its code; those beyond
-    ``vocabulary`` become its last symbol, so that the vocabulary does not depend on the text. "auto": a character is its
-    place among those that there are, in the order of their codes. The test set is the end.
+    Without a path, the text is the sources of Python's standard library on this machine. A character's symbol is its code;
+    codes beyond ``vocabulary`` become the last symbol, so that the vocabulary does not depend on the text. With "auto", it
+    is the character's place among those that occur, in the order of their codes. The test set is the end of the text.
     """
     if vocabulary != "auto" and not (_whole(vocabulary) and 1 <= vocabulary <= _CHARACTERS):  # type: ignore[operator]
         raise ValueError(f'vocabulary must be a whole number from 1 to {_CHARACTERS} or "auto", got {vocabulary!r}')
@@ -122,7 +122,7 @@ def _read(source: Path, limit: int, encoding: str | None, pattern: str) -> npt.N
 
 
 def _listing(source: Path, pattern: str) -> list[Path]:
-    """Files below a directory, in order of their names."""
+    """Files below a directory, in order of their names; hidden ones, tests and installed packages are skipped."""
 
     def counts(file: Path) -> bool:
         inside = file.relative_to(source).parts
@@ -132,7 +132,7 @@ def _listing(source: Path, pattern: str) -> list[Path]:
 
 
 def _check(encoding: str) -> None:
-    """Raises ValueError where no text has an encoding."""
+    """Raise ValueError unless ``encoding`` is a text encoding that Python knows."""
     try:
         b"".decode(encoding)
         known = codecs.lookup(encoding).name not in ("idna", "punycode", "undefined")
@@ -143,7 +143,7 @@ def _check(encoding: str) -> None:
 
 
 def _characters(file: Path, most: int, encoding: str | None, alone: bool) -> str | None:
-    """The first characters of a file; None for one that is no text, unless it was asked for ``alone``. Raises UserError."""
+    """First ``most`` characters of a file; None for a binary file, unless it was asked for ``alone``. Raises UserError."""
     try:
         with open_regular(file) as raw:
             head = raw.read(_SNIFFED)
@@ -164,8 +164,8 @@ def _characters(file: Path, most: int, encoding: str | None, alone: bool) -> str
 
 
 def check_vocabulary(data: Any, model: str, args: dict[str, Any]) -> None:
-    """Raises UserError where a text has more symbols than the model of a job knows, as far as that can be said: of the
-    zoo's, and of users' that take a ``vocabulary``."""
+    """Raise UserError if a text has more symbols than a job's model knows, as far as that is known: for the zoo's models and
+    for users' models that take a ``vocabulary``."""
     needed, known = getattr(data, "vocabulary", None), args.get("vocabulary", 128 if model == "gpt" else None)
     if isinstance(needed, int) and isinstance(known, int) and known < needed:
         raise UserError(f"model.args: vocabulary = {known}, but the text has {needed} symbols: it must be {needed} or more")

@@ -1,1 +1,1 @@
-"""What this process may use of its machine: memory, cores, threads; and hosts on paper."""
+"""Memory, cores and threads that this process may use of its machine; and descriptions of hosts."""

@@ -1,4 +1,4 @@
-"""glibc's allocator: keep freed memory, take it ahead, give it back."""
+"""glibc's allocator: keep freed memory, take memory in advance, give it back."""
 
 import contextlib
 import ctypes
@@ -12,11 +12,11 @@ _BLOCK, _PAGE = 16 * _MIB, 4096
 
 
 def keep_memory() -> bool:
-    """Tell glibc to keep freed memory instead of giving it back: page faults cost a tenth of MobileNetV2's speed.
+    """Make glibc keep freed memory instead of giving it back: page faults cost a tenth of MobileNetV2's speed.
 
-    The mmap threshold goes to its ceiling of 32 MiB, nothing is trimmed (a first stage frees more than 1 GiB when the
-    pipeline drains), and one arena serves all threads, so that what the data-plane thread allocates and the computing thread
-    frees is used again. Returns False where the C library is not glibc.
+    The mmap threshold is raised to its maximum of 32 MiB, nothing is trimmed (a first stage frees more than 1 GiB when the
+    pipeline drains), and one arena serves all threads, so that memory that the data-plane thread allocates and the computing
+    thread frees is reused. Returns False if the C library is not glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -32,18 +32,18 @@ def keep_memory() -> bool:
 
 
 def take_memory(nbytes: int) -> None:
-    """Have the kernel give so much memory now, and keep it for what is allocated next (after ``keep_memory``)."""
+    """Take ``nbytes`` from the kernel now, and keep them for the next allocations (after ``keep_memory``)."""
     blocks = [torch.empty(_BLOCK, dtype=torch.uint8) for _ in range(-(-nbytes // _BLOCK))]
     for block in blocks:
         block[::_PAGE] = 0
 
 
 def memory_taken() -> int:
-    """How often memory had to come from the kernel, page by page, since this process began."""
+    """Number of pages that this process has taken from the kernel so far (minor page faults)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def give_back_memory() -> None:
-    """What has been kept and is free goes back to the kernel, as far as the C library can."""
+    """Return kept memory that is free to the kernel, as far as the C library can."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""What this process's control groups allow it, of either version: its own and those above it count."""
+"""Limits that this process's control groups, of version 1 or 2, set: its own group and those above it count."""
 
 import contextlib
 import math
@@ -9,8 +9,8 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def own(controller: str, first: Sequence[str], second: Sequence[str]) -> list[list[str]]:
-    """Texts of a controller's files (``first``: their names in version 1, ``second``: in version 2) in each group that has
-    them all."""
+    """Contents of a controller's files (``first``: their names in version 1, ``second``: in version 2), for each group of
+    this process that has them all."""
     found = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -22,7 +22,8 @@ def own(controller: str, first: Sequence[str], second: Sequence[str]) -> list[li
 def of_group(
     controllers: str, path: str, root: Path, controller: str, first: Sequence[str], second: Sequence[str]
 ) -> list[list[str]]:
-    """The same of one group (version 2: no ``controllers``; 1: ``controller`` among them) and of those above it."""
+    """Contents of a controller's files, as in ``own``, for one group and those above it. ``controllers`` is empty for
+    version 2; for version 1 it must contain ``controller``."""
     if controllers and controller not in controllers.split(","):
         return []
     top = root / controller if controllers else root
@@ -37,14 +38,14 @@ def of_group(
 
 
 def cpu_share() -> float:
-    """Cores that this process may use on average; infinite where nobody says."""
+    """Cores that this process may use on average; infinite without a limit."""
     return min(map(quota, own("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"), ("cpu.max",))), default=math.inf)
 
 
 def quota(texts: Sequence[str]) -> float:
-    """Cores of "40000", "100000" or of "40000 100000"."""
+    """Cores that a quota allows, such as 0.4 for "40000", "100000" or "40000 100000"; infinite if it is "max"."""
     words = " ".join(texts).split()
-    with contextlib.suppress(ValueError, ZeroDivisionError):  # "max"
+    with contextlib.suppress(ValueError, ZeroDivisionError):  # "max": no limit
         allowed, period = map(float, words)
         if allowed > 0:
             return allowed / period

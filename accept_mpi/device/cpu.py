@@ -1,4 +1,4 @@
-"""Settings that make one device compute faster: threads, and how glibc's allocator keeps memory."""
+"""The processor: its name, its threads, and whether computing leaves a core free."""
 
 import contextlib
 import logging
@@ -15,12 +15,12 @@ log = logging.getLogger(__name__)
 
 
 def computing_takes_all(cores: float) -> bool:
-    """Whether the threads that compute leave no core of a rank's ``cores`` to another thread."""
+    """True if the threads that compute leave none of a rank's ``cores`` to another thread."""
     return cores < torch.get_num_threads() + 1
 
 
 def cpu_name() -> str:
-    """What the processor calls itself."""
+    """Name that the processor gives itself, or its architecture."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
@@ -30,9 +30,9 @@ def cpu_name() -> str:
 
 
 def set_threads(asked: int | str, cores: int, ranks_on_host: int) -> int:
-    """Set torch's threads and return their number: as asked, or OMP_NUM_THREADS, or a fair share of the host's cores.
+    """Set torch's threads and return their number: as asked, else OMP_NUM_THREADS, else a fair share of the host's cores.
 
-    Raises UserError for an OMP_NUM_THREADS that no machine has.
+    Raises UserError if OMP_NUM_THREADS is out of range.
     """
     said = os.environ.get("OMP_NUM_THREADS", "")
     if asked != "auto":

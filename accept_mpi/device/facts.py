@@ -1,4 +1,4 @@
-"""What a rank reports about its host."""
+"""Facts that a rank reports about its host."""
 
 import math
 import os
@@ -21,7 +21,7 @@ def package_version(name: str) -> str:
 
 
 def host_facts(rank: int, mpi: str) -> dict[str, Any]:
-    """What a rank knows of its host: plain values, ready for JSON. ``mpi``: the MPI library's name and version."""
+    """Facts about this rank's host as plain values, ready for JSON. ``mpi``: the MPI library's name and version."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:

@@ -1,18 +1,18 @@
-"""Fleets: what hosts there are, from a TOML file; the edge lab makes them, the ``plan`` command reckons with them.
+"""Fleets: hosts that a TOML file describes. The edge lab creates them, the ``plan`` command plans for them.
 
-    [defaults]              # of all hosts below; each key is optional
-    link = 100              # Mbit/s both ways; left out: unlimited
+    [defaults]              # for all hosts below; each key is optional
+    link = 100              # Mbit/s each way; left out: unlimited
     [[hosts]]
     name = "edge"           # count = 4: edge1 .. edge4
     count = 4
     cpu = 0.4               # share of one core (1.5: one and a half)
-    threads = 1             # computing threads, each on a core of its own
-    isa = "avx2"            # cap of the instruction set: default, avx2, avx512
+    threads = 1             # computing threads, each on its own core
+    isa = "avx2"            # cap on the instruction set: default, avx2, avx512
     memory = "2G"           # left out: unlimited
     [[hosts]]
-    persona = "pi4"         # figures of personas.toml; keys given here win
+    persona = "pi4"         # keys from personas.toml; keys given here win
 
-Only these keys are known; a mistake is a UserError of one sentence.
+All other keys are refused. Mistakes raise UserError with one sentence.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _KEYS: dict[str, type] = {
 _SLOWEST = 0.01
 _ONEDNN = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}
 _FLAGS = {"default": set(), "avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}}
-"""What /proc/cpuinfo says of a CPU that can do as much."""
+"""Flags in /proc/cpuinfo of a CPU that has each instruction set."""
 _CPUINFO = Path("/proc/cpuinfo")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -49,17 +49,17 @@ class Host:
 
     name: str
     cpu: float
-    """Share of one core's time; more than one with several threads."""
+    """Share of one core's time; may exceed one with several threads."""
     threads: int = 1
     isa: str | None = None
     memory: int | None = None
-    """Bytes."""
+    """Bytes; None: unlimited."""
     link: float | None = None
-    """Mbit/s, each way."""
+    """Mbit/s each way; None: unlimited."""
 
     def environment(self) -> dict[str, str]:
-        """What a process on this host finds set. A cap above what this machine's CPU can do caps nothing (torch would take
-        it for a command and end with an illegal instruction)."""
+        """Environment variables of processes on this host. A cap that exceeds what this machine's CPU can do is left out:
+        torch would take it for a command and die of an illegal instruction."""
         found = {"OMP_NUM_THREADS": str(self.threads)}
         if self.isa and _FLAGS[self.isa] <= _flags():
             found |= {"ATEN_CPU_CAPABILITY": self.isa, "ONEDNN_MAX_CPU_ISA": _ONEDNN[self.isa]}
@@ -67,7 +67,7 @@ class Host:
 
 
 def _flags() -> set[str]:
-    """Of this machine's CPU; none where nobody says."""
+    """Flags of this machine's CPU; empty if they are unknown."""
     with contextlib.suppress(OSError):
         if found := re.search(r"^flags\s*:(.*)$", _CPUINFO.read_text(), re.MULTILINE):
             return set(found[1].split())
@@ -75,7 +75,7 @@ def _flags() -> set[str]:
 
 
 def read(path: Path) -> list[Host]:
-    """Hosts of a fleet file. Raises UserError where it is wrong."""
+    """Hosts of a fleet file. Raises UserError if the file is wrong."""
     try:
         content = loads(read_regular(path, _MOST_BYTES).decode("utf-8-sig"))
     except OSError as error:
@@ -87,7 +87,7 @@ def read(path: Path) -> list[Host]:
 
 
 def parse(content: dict[str, Any], where: str) -> list[Host]:
-    """Hosts of a fleet that was read. ``where`` begins every message."""
+    """Hosts of a fleet that has been read from TOML. Raises UserError with a sentence that begins with ``where``."""
     unknown = set(content) - {"defaults", "hosts"}
     if unknown:
         raise UserError(f'{where}: unknown key "{min(unknown)}"; a fleet has [defaults] and [[hosts]]')
@@ -118,7 +118,7 @@ def parse(content: dict[str, Any], where: str) -> list[Host]:
 
 
 def changed(host: Host, settings: list[str]) -> Host:
-    """The host after ``cpu=0.2 link=5`` (``link=free``: unlimited). Raises UserError."""
+    """The host with settings such as ``cpu=0.2 link=5`` applied (``link=free``: unlimited). Raises UserError."""
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -134,7 +134,7 @@ def changed(host: Host, settings: list[str]) -> Host:
 
 
 def _expand(given: dict[str, Any], at: str) -> Iterator[Host]:
-    """The hosts of one entry."""
+    """Yield the hosts that one entry of a fleet stands for."""
     for key, value in given.items():
         if key not in _KEYS:
             raise UserError(f'{at}: unknown key "{key}"; known are {", ".join(_KEYS)}')

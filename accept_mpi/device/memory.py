@@ -1,4 +1,4 @@
-"""How much memory this process may have: the machine's, and what its control groups allow."""
+"""Memory that this process may have, by the machine's and by its control groups' limits."""
 
 import contextlib
 import math
@@ -7,23 +7,24 @@ from pathlib import Path
 
 from accept_mpi.device import cgroups
 
-_PLANNED = 0.8  # of what a process may still take: its allocator cannot use all of it
-_WORKING = 128 << 20  # bytes beside tensors: code that runs for the first time, scratch, buffers. MobileNetV2: 35 to 190 MiB
+_PLANNED = 0.8  # share of the memory left to a process that plans may use: its allocator cannot use all of it
+_WORKING = 128 << 20  # bytes not in tensors: code run for the first time, scratch, buffers. MobileNetV2: 35 to 190 MiB
 
 
 def planned(available: float) -> float:
-    """Bytes of weights, activations and the like that a plan may give to a process which may still take ``available``."""
+    """Bytes of weights, activations and the like that a plan may give to a process that can still take ``available``
+    bytes."""
     return max(0.0, _PLANNED * available - _WORKING)
 
 
 def total_memory() -> int:
-    """Bytes that this process may take in all; 0 where nobody says."""
+    """Bytes that this process may take in total; 0 if unknown."""
     found = min([_physical(), *(limit for limit, _ in _limits())])
     return 0 if math.isinf(found) else int(found)
 
 
 def available_memory() -> float:
-    """Bytes that this process may still take; infinite where nobody says."""
+    """Bytes that this process may still take; infinite if unknown."""
     found = [_physical(), *(limit - used for limit, used in _limits())]
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -40,16 +41,16 @@ def _physical() -> float:
 
 
 def _limits() -> list[tuple[float, float]]:
-    """Of this process's control groups: limit and use in bytes."""
+    """Limit and use, in bytes, of each of this process's control groups that has a limit."""
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
     return limits(cgroups.own("memory", *names))
 
 
 def limits(groups: list[list[str]]) -> list[tuple[float, float]]:
-    """Limit and use as numbers, of those groups that have a limit."""
+    """Limit and use as numbers, for each of the groups that has a limit."""
     found = []
     for texts in groups:
-        with contextlib.suppress(ValueError):  # "max"
+        with contextlib.suppress(ValueError):  # "max": no limit
             limit, used = map(float, texts)
             found.append((limit, used))
     return found

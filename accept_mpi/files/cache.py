@@ -16,7 +16,7 @@ def cache_directory() -> Path:
 
 
 def open_lock(path: Path) -> IO[bytes]:
-    """A file to lock, made where there is none. Raises OSError for a link, a pipe, a device."""
+    """Open a file to lock, creating it if it does not exist. Raises OSError for a link, a pipe or a device."""
     number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
@@ -25,7 +25,7 @@ def open_lock(path: Path) -> IO[bytes]:
 
 
 def hold(lock: int, seconds: float) -> None:
-    """Take an exclusive lock on an open file. Raises BlockingIOError where others keep it for so long."""
+    """Take an exclusive lock on an open file. Raises BlockingIOError if others hold it for longer than ``seconds``."""
     until = time.monotonic() + seconds
     while True:
         try:

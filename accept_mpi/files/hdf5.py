@@ -1,7 +1,8 @@
 """Reading HDF5 files that another person or machine may have written.
 
-HDF5 lets a file name others: external links, data sets whose bytes lie elsewhere, virtual ones. It also lets a few bytes
-stand for as many as one likes. None of that is followed here: what is read lies in the file itself, and is no larger.
+HDF5 lets a file refer to others (external links, data sets whose bytes are in other files, virtual data sets), and lets a
+few bytes stand for any number of them. Neither is accepted here: everything that is read is in the file itself and no larger
+than it.
 """
 
 import errno
@@ -17,41 +18,42 @@ import numpy as np
 from accept_mpi.files.regular import open_regular
 from accept_mpi.files.values import every_value
 
-_SPARE = 4 << 20  # bytes: a growing file's last rows may not have reached the disk
-_PACKED = 4  # a file system that compresses says that a file takes less than it holds
+_SPARE = 4 << 20  # bytes: the last rows of a growing file may not have reached the disk yet
+_PACKED = 4  # bytes held per byte on disk, at most: some file systems compress
 _MOST_TEXT = 16 << 20
 _DEEPEST = 64
 _NUMBERS = "biuf"
-_SUPERBLOCK, _FLAGS_AT, _END_AT = 48, 11, 28  # bytes of a superblock, and where in it what is
-_FOLLOWED = 0b101  # open for writing, and readers may follow
+_SUPERBLOCK, _FLAGS_AT, _END_AT = 48, 11, 28  # bytes of a superblock, and offsets of two of its fields
+_FOLLOWED = 0b101  # flags of a file that is open for writing and that readers may follow
 _WORD = 0xFFFFFFFF
 
 
 class Damaged(ValueError):
-    """A file is not laid out as it should be. The message says what of it."""
+    """A file is not laid out as it should be. The message says which part of it."""
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
-    """An HDF5 file, open for reading. Raises OSError, with a reason in words, where it is none or cannot be read."""
+    """Open an HDF5 file for reading. Raises OSError, with a reason in words, if it is not one or cannot be read."""
     with open_regular(path):
         pass
     return _opened(path, locking=False)
 
 
 def is_followed(path: str | os.PathLike[str]) -> bool:
-    """Whether a file says that a writer has it whom readers may follow (HDF5's SWMR): now, or until it was killed."""
+    """True if a file is marked as being written while readers may follow (HDF5's SWMR). The mark stays if the writer is
+    killed."""
     with open_regular(path) as file:
         return _flags(file.read(_SUPERBLOCK)) & _FOLLOWED == _FOLLOWED
 
 
 def open_followed(path: str | os.PathLike[str]) -> h5py.File:
-    """Such a file, such that what comes is seen. Raises OSError. Where HDF5 finds damage in it, it tries again without end:
-    so ``open_still`` comes first."""
+    """Open a file that is being written, so that new data become visible. Raises OSError. On a damaged file HDF5 retries
+    without end, so ``open_still`` comes first."""
     return _opened(path, libver="latest", swmr=True, locking=False)
 
 
 def open_still(path: str | os.PathLike[str]) -> h5py.File:
-    """Such a file as it is now, as if nobody wrote it. Raises OSError."""
+    """Open a file that is being written as it is at this moment, as if it had no writer. Raises OSError."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > _taken(file.fileno()):
             raise OSError(errno.EINVAL, f"most of its {size} bytes are not there", os.fspath(path))
@@ -63,12 +65,12 @@ def _opened(file: Any, **how: Any) -> h5py.File:
         return h5py.File(file, "r", **how)
     except OSError:
         raise
-    except Exception as error:  # HDF5 says what it finds in many ways
+    except Exception as error:  # HDF5 reports damage by many types of exceptions
         raise OSError(0, " ".join(str(error).split())) from error
 
 
 class _Still(io.FileIO):
-    """A file whose superblock (HDF5's format specification, version 3) does not say that it has a writer."""
+    """A file read as if its superblock (HDF5's format specification, version 3) did not say that it has a writer."""
 
     def readinto(self, buffer: Any) -> int:
         at, view = self.tell(), memoryview(buffer).cast("B")
@@ -83,7 +85,7 @@ class _Still(io.FileIO):
         return len(view)
 
     def _head(self) -> bytes:
-        """The superblock without its flags; the file ends where it does."""
+        """Superblock without its flags, and with the file's actual size as its end."""
         end = self.seek(0, os.SEEK_END)
         self.seek(0)
         head = bytearray(super().read(_SUPERBLOCK).ljust(_SUPERBLOCK, b"\0"))
@@ -94,13 +96,13 @@ class _Still(io.FileIO):
 
 
 def _flags(superblock: bytes) -> int:
-    """Of a file's superblock; 0 where it has none."""
+    """Flags of a file's superblock; 0 if it has none of version 3."""
     known = superblock.startswith(b"\x89HDF\r\n\x1a\n\x03\x08\x08") and len(superblock) == _SUPERBLOCK
     return superblock[_FLAGS_AT] if known else 0
 
 
 def _lookup3(data: bytes | bytearray) -> int:
-    """HDF5's checksum of metadata (Jenkins 2006)."""
+    """HDF5's checksum of metadata: lookup3 (Jenkins 2006)."""
 
     def turned(x: int, by: int) -> int:
         return x << by & _WORD | x >> 32 - by
@@ -120,7 +122,7 @@ def _lookup3(data: bytes | bytearray) -> int:
 
 
 def group_in(parent: Any, name: str) -> h5py.Group:
-    """A group of this very file. Raises Damaged."""
+    """Group ``name`` of ``parent``, which must be in this very file. Raises Damaged."""
     found = _own(parent, name)
     if not isinstance(found, h5py.Group):
         raise Damaged(f'"{name}" is not a group')
@@ -130,9 +132,10 @@ def group_in(parent: Any, name: str) -> h5py.Group:
 def dataset_in(
     parent: Any, name: str, kinds: str = _NUMBERS, shape: tuple[int | None, ...] | None = None, dtype: Any = None
 ) -> h5py.Dataset:
-    """A data set of this very file, its size known to be within the file's. Raises Damaged.
+    """Data set ``name`` of ``parent``, which must be in this very file and no larger than it. Raises Damaged.
 
-    ``kinds``: NumPy's letters of what it may hold, unless ``dtype`` says exactly. ``shape``: None stands for any length.
+    ``kinds``: NumPy's letters of the allowed types, unless ``dtype`` gives the exact one. ``shape``: None stands for any
+    length.
     """
     found = _own(parent, name)
     if not isinstance(found, h5py.Dataset):
@@ -155,14 +158,14 @@ def dataset_in(
 
 
 def held_here(dataset: h5py.Dataset, name: str) -> None:
-    """Raises Damaged where a data set's values lie in other files."""
+    """Raise Damaged if a data set's values are in other files."""
     how = dataset.id.get_create_plist()
     if how.get_external_count() or how.get_layout() not in (h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED):
         raise Damaged(f'"{name}" lies in another file')
 
 
 def values_in(parent: Any, name: str, **how: Any) -> np.ndarray:
-    """All that ``dataset_in`` finds. Raises Damaged."""
+    """All values of a data set that ``dataset_in`` accepts. Raises Damaged."""
     dataset = dataset_in(parent, name, **how)
     try:
         return np.asarray(dataset[()])
@@ -171,7 +174,7 @@ def values_in(parent: Any, name: str, **how: Any) -> np.ndarray:
 
 
 def text_in(thing: Any, name: str) -> str:
-    """An attribute that is one text. Raises Damaged."""
+    """Attribute ``name`` as a text. Raises Damaged if it is missing or not a single text."""
     if name not in thing.attrs:
         raise Damaged(f'there is no attribute "{name}"')
     found = thing.attrs.get_id(name)
@@ -186,7 +189,7 @@ def text_in(thing: Any, name: str) -> str:
 
 
 def number_in(thing: Any, name: str) -> float:
-    """An attribute that is one number. Raises Damaged."""
+    """Attribute ``name`` as a number. Raises Damaged if it is missing or not a single number."""
     if name not in thing.attrs:
         raise Damaged(f'there is no attribute "{name}"')
     found = thing.attrs.get_id(name)
@@ -197,7 +200,7 @@ def number_in(thing: Any, name: str) -> float:
 
 
 def json_in(text: str, what: str) -> Any:
-    """JSON that is not nested too deeply. Raises Damaged."""
+    """Value of a JSON text that is not nested too deeply. Raises Damaged, a sentence that begins with ``what``."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -211,7 +214,7 @@ def json_in(text: str, what: str) -> Any:
 
 
 def _own(parent: Any, name: str) -> Any:
-    """What a name in a group stands for, if it is there and no link to elsewhere."""
+    """Object that a name in a group stands for. Raises Damaged if there is none or the name is a link to elsewhere."""
     if not parent.id.links.exists(name.encode()):  # "in" would follow links
         raise Damaged(f'there is no "{name}"')
     if not isinstance(parent.get(name, getlink=True), h5py.HardLink):
@@ -223,13 +226,13 @@ def _own(parent: Any, name: str) -> Any:
 
 
 def _most_bytes(file: h5py.File) -> int:
-    """What the data sets of a file may hold: what it takes on the disk, since holes in it are free."""
+    """Most bytes that a file's data sets may hold: what it takes on disk, since holes in a file cost nothing."""
     if file.driver == "sec2":
         return _taken(file.id.get_vfd_handle())
-    return _SPARE + int(file.id.get_filesize())  # without holes: ``open_still``
+    return _SPARE + int(file.id.get_filesize())  # ``open_still`` refuses files with holes
 
 
 def _taken(handle: int) -> int:
-    """Bytes that a file may hold, by what it takes on the disk."""
+    """Bytes that a file may hold, judged by the space that it takes on disk."""
     about = os.fstat(handle)
     return _SPARE + min(about.st_size, _PACKED * 512 * getattr(about, "st_blocks", about.st_size))

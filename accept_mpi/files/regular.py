@@ -1,5 +1,5 @@
-"""Files that another person or machine may have written: regular ones only, inside their folder, of a size that is known
-before anything of them is read. A link may lead anywhere, a device never ends, a pipe never begins."""
+"""Files that another person or machine may have written: only regular ones, inside their folder, of a size that is known
+before anything is read. A link may lead anywhere, a device never ends, a pipe may never begin."""
 
 import contextlib
 import errno
@@ -14,9 +14,9 @@ from typing import BinaryIO
 
 
 def open_regular(path: str | os.PathLike[str], most: int | None = None, links: bool = True) -> BinaryIO:
-    """A regular file, open for reading. Raises OSError, with a reason in words, where there is none, where it has more than
-    ``most`` bytes, or where it is a link and ``links`` are not to be followed."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe is not waited for
+    """Open a regular file for reading. Raises OSError, with a reason in words, if there is none, if it has more than
+    ``most`` bytes, or if it is a link and ``links`` is False."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # do not wait for a pipe's writer
     try:
         number = os.open(path, flags if links else flags | os.O_NOFOLLOW)
     except ValueError as error:  # a NUL in the name
@@ -41,13 +41,13 @@ def open_regular(path: str | os.PathLike[str], most: int | None = None, links: b
 
 
 def read_regular(path: str | os.PathLike[str], most: int, links: bool = True) -> bytes:
-    """All of a regular file of at most ``most`` bytes. Raises OSError, with a reason in words."""
+    """Content of a regular file of at most ``most`` bytes. Raises OSError, with a reason in words."""
     with open_regular(path, most, links) as file:
         return file.read(most)
 
 
 def is_regular(path: Path) -> bool:
-    """Whether there is a regular file; False for a name that no file can have."""
+    """True if ``path`` is a regular file; False also for a name that no file can have."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except (OSError, ValueError):
@@ -55,20 +55,20 @@ def is_regular(path: Path) -> bool:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether it names something in a folder, and nothing elsewhere."""
+    """True if ``name`` stands for an entry of a folder and cannot lead elsewhere."""
     return 0 < len(name) <= 255 and name.isprintable() and not {"/", "\\"} & set(name) and name not in (".", "..")
 
 
 def is_private(path: Path) -> bool:
-    """Whether a file or folder is this user's own, and nobody else may write to it; a link is not. Raises OSError."""
+    """True if a file or folder belongs to this user and nobody else may write to it; False for a link. Raises OSError."""
     about = os.lstat(path)
     return not stat.S_ISLNK(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o022
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Another name, beside ``path``, for a file that takes its place once it is whole. Raises OSError, with a reason in
-    words, where something else than a file has that name: a device is not to be replaced."""
+    """Within the context: a temporary name next to ``path`` for a file that takes its place once it is whole. Raises
+    OSError, with a reason in words, if ``path`` is anything but a file: a device must not be replaced."""
     try:
         there = os.stat(path)
     except FileNotFoundError:
@@ -87,10 +87,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def foreign(folder: Path) -> str:
-    """Why what lies in a folder may not be the user's own; empty where nobody else can have put it there.
+    """Reason why the content of a folder may not be the user's own; empty if nobody else can have put it there.
 
-    Machine code is run as it is found. So the folder and what is in it belong to the user, others cannot write there, and
-    nobody else can put another folder in its place. A group that is the user's own is nobody else.
+    Cached machine code is run as it is. So the folder and everything in it must belong to the user, others must not be able
+    to write there, and nobody else may be able to replace the folder. A group of which only the user is a member does not
+    count as others.
     """
     folder = folder.resolve()
     for path in (folder, *(found for found in sorted(folder.rglob("*")))):
@@ -116,7 +117,7 @@ def _others_write(about: os.stat_result) -> bool:
 
 @lru_cache
 def _own_group(number: int) -> bool:
-    """Whether a group has only this user in it, as far as one can see: named as the user is, without other members."""
+    """True if a group seems to contain only this user: it has the user's name and no other members."""
     try:
         me, group = pwd.getpwuid(os.getuid()), grp.getgrgid(number)
     except KeyError:

@@ -1,4 +1,4 @@
-"""Values of files that another person may have written, TOML or JSON: no dates, nothing endless, too deep or too long."""
+"""Values of TOML and JSON files that another person may have written: no dates, nothing infinite, too deep or too long."""
 
 import math
 import tomllib
@@ -13,20 +13,20 @@ _MOST_VALUES = 100_000
 
 
 def loads(text: str) -> dict[str, Any]:
-    """TOML. Raises ValueError (of it TOMLDecodeError) for all that is none, or too much of it."""
+    """Parse TOML. Raises ValueError (TOMLDecodeError for its syntax) if the text is invalid or nested too deeply."""
     try:
         return tomllib.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except tomllib.TOMLDecodeError:
         raise
-    except ValueError as error:  # of int and datetime
+    except ValueError as error:  # from int() or datetime
         raise ValueError(f"a number or a date in it is none: {error}") from error
 
 
 def every_value(value: Any, deepest: int) -> Iterator[Any]:
-    """A value of a JSON or TOML file and all that it holds. Raises ValueError where that is nested more than ``deepest``
-    deep."""
+    """Yield a value of a JSON or TOML file and everything that it contains. Raises ValueError if it is nested more than
+    ``deepest`` deep."""
     left = [(value, 0)]
     while left:
         part, depth = left.pop()
@@ -38,9 +38,9 @@ def every_value(value: Any, deepest: int) -> Iterator[Any]:
 
 
 def check_values(tree: Mapping[str, Any], source: str, free: Sequence[str] = ()) -> None:
-    """Raises UserError, a sentence that begins with ``source`` and names the key, where something in ``tree`` is not finite,
-    larger than 64 bits, a date, nested more than 32 deep, or a text with control characters. In what lies below the keys
-    ``free`` texts may hold any character that UTF-8 can write."""
+    """Raise UserError, a sentence that begins with ``source`` and names the key, if something in ``tree`` is not finite,
+    larger than 64 bits, a date, nested more than 32 deep, or a text with control characters. Texts below the keys ``free``
+    may hold any character that UTF-8 can write."""
     left: list[tuple[str, Any, int, bool]] = [("", tree, 0, False)]
     values = 0
     while left:

@@ -1,1 +1,1 @@
-"""What surrounds a run: the host file, ``mpirun`` and its restarts, signals, whose the run directory is."""
+"""The surroundings of a run: the host file, ``mpirun`` and its restarts, signals, ownership of the run directory."""

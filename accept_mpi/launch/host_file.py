@@ -1,4 +1,4 @@
-"""Host files as people write them, and which of their hosts answer."""
+"""Reads host files, and asks which of their hosts answer."""
 
 import errno
 import ipaddress
@@ -19,7 +19,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.files.regular import read_regular
 
 ASK_SECONDS = 9.0
-"""A host that does not answer for so long is gone."""
+"""Seconds after which a host that does not answer counts as lost."""
 _AGENT, _AGENT_FLAGS = "PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm_ssh_args"
 _MOST_BYTES, _MOST_SLOTS = 1 << 20, 1000
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
@@ -30,36 +30,37 @@ _KEYS = {
     **dict.fromkeys(("user", "username", "user_name", "user-name"), "user"),
     "port": "port",
 }
-_MISSING = 1  # exit code of test
+_MISSING = 1  # exit code of ``test -x`` for a missing file
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host, and how many ranks it gets."""
+    """A host of a host file, and the number of ranks that it gets (``slots``)."""
 
     name: str
     slots: int
     user: str | None = None
     port: int | None = None
-    """Of its ssh server, where the file gives one."""
+    """Port of its ssh server, if the file gives one."""
     here: bool = False
-    """Whether it is this machine, which mpirun does not reach by ssh."""
+    """True for this machine, which mpirun does not reach by ssh."""
 
     @property
     def target(self) -> str:
-        """As ssh takes it."""
+        """The host as an argument of ssh: USER@NAME or NAME."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
     @property
     def line(self) -> str:
-        """As mpirun takes it. Left to itself mpirun takes a line without slots as a rank a core."""
+        """The host as a line of mpirun's host file. It always gives slots: without them mpirun starts a rank per core."""
         return f"{self.target} slots={self.slots}" + (f" port={self.port}" if self.port else "")
 
 
 def read_hosts(path: Path) -> list[Host]:
-    """The hosts in the order of their first lines; lines of one host are added up. Raises UserError.
+    """The hosts of a host file, in the order of their first lines; slots of several lines for one host are added up.
 
-    A line is NAME, USER@NAME or NAME:SLOTS and, if need be, slots=N, max_slots=N, user=NAME, port=N; # begins a comment.
+    A line is NAME, USER@NAME or NAME:SLOTS, optionally followed by slots=N, max_slots=N, user=NAME, port=N; # begins a
+    comment. Raises UserError if the file cannot be read, has no hosts, or has a line that is not understood.
     """
     lines = []
     for number, line in enumerate(_text(path).splitlines(), 1):
@@ -82,12 +83,15 @@ def read_hosts(path: Path) -> list[Host]:
 
 
 def answering(hosts: Sequence[Host]) -> list[Host]:
-    """Those that start a command within some seconds, asked in the way in which mpirun starts its daemons."""
+    """The hosts that start a command within ``ASK_SECONDS``; see ``ask``."""
     return [host for host, why in ask(hosts).items() if why is None]
 
 
 def ask(hosts: Sequence[Host]) -> dict[Host, str | None]:
-    """Why a host cannot take part, in the words of ssh; None where it can. Raises UserError where ssh itself is missing."""
+    """Ask every host, simultaneously, to start a command, in the way in which mpirun starts its daemons.
+
+    Returns for each host ssh's words on why it cannot take part, or None if it can. Raises UserError if ssh does not start.
+    """
     agent = shlex.split(os.environ.get(_AGENT, "ssh -o BatchMode=yes -o ConnectTimeout=8"))
     agent += shlex.split(os.environ.get(_AGENT_FLAGS, ""))
     question = ["test", "-x", shlex.quote(sys.executable)]
@@ -96,7 +100,7 @@ def ask(hosts: Sequence[Host]) -> dict[Host, str | None]:
         for place, host in enumerate(hosts):
             if host.here:
                 continue
-            said = Path(folder) / str(place)  # a file: what ssh leaves running (a master connection) holds a pipe open
+            said = Path(folder) / str(place)  # a file, since a master connection that ssh leaves running keeps a pipe open
             command = [*agent, host.target, *(["-p", str(host.port)] if host.port else []), *question]
             with open(said, "wb") as words:
                 try:
@@ -110,7 +114,7 @@ def ask(hosts: Sequence[Host]) -> dict[Host, str | None]:
 
 
 def missing(why: str | None) -> bool:
-    """Whether a host answered, but has no such Python."""
+    """True if a host answered (``why``: its answer from ``ask``), but lacks this Python."""
     return why is not None and why.startswith("it has no ")
 
 
@@ -141,13 +145,13 @@ def _text(path: Path) -> str:
 
 
 def _host(first: str, *more: str) -> Host:
-    """Raises ValueError."""
+    """Parse the words of a line. Raises ValueError if they are not understood."""
     user, at, name = first.rpartition("@")
     given: dict[str, str] = {"user": user} if at else {}
     if name.startswith("["):
         name, _, rest = name[1:].partition("]")
         if rest:
-            name = f"[{name}]{rest}"  # shown as it was
+            name = f"[{name}]{rest}"  # shown unchanged in the error
     elif name.count(":") == 1:
         name, _, given["slots"] = name.partition(":")
     for word in more:
@@ -181,7 +185,7 @@ def _is_address(name: str) -> bool:
 
 
 def _here(names: set[str]) -> set[str]:
-    """Those that mean this machine. All are asked at once: where nobody knows a name, that may take seconds."""
+    """The names that mean this machine. Each is looked up in a thread, since an unknown name may take seconds."""
     found: set[str] = set()
     threads = [
         threading.Thread(target=lambda name=name: found.add(name) if is_here(name) else None, daemon=True) for name in names
@@ -195,7 +199,7 @@ def _here(names: set[str]) -> set[str]:
 
 
 def is_here(name: str) -> bool:
-    """Whether a name means this machine: by name, or since it leads to one of this machine's own addresses."""
+    """True if a name means this machine: it is this machine's name, or resolves to one of its addresses."""
     if name.lower() in ("localhost", socket.gethostname().lower()):
         return True
     try:

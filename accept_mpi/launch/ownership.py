@@ -1,9 +1,9 @@
-"""A run's directory belongs to one run at a time.
+"""Locks that give a run's directory to one run at a time.
 
-Two locks, files of the directory: one of the run itself (the process that is rank 0), one of whoever may begin it again
-(``launch``; a ``train`` without it takes both). They are POSIX record locks, which end with the process that holds them,
-however it ends, also over NFS, and which its children do not inherit. The files stay: who removed one could take it from
-under another who has just opened it. Where a file system knows no locks a run goes on without, and says so.
+There are two, both files in the directory: one for the run itself (the process that is rank 0) and one for the process that
+may restart it (``launch``; ``train`` without it takes both). They are POSIX record locks, which end with their process,
+however it ends, work over NFS, and are not inherited by children. The files are never removed: that could pull a lock from
+under another process that has just opened it. On a file system without locks a run prints a note and goes on.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import msgspec
 
 from accept_mpi.errors import UserError
 
-if TYPE_CHECKING:  # it starts MPI
+if TYPE_CHECKING:
     pass
 
 _HELD = (errno.EACCES, errno.EAGAIN)
@@ -31,18 +31,18 @@ _GONE_SECONDS = 5.0
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """What a lock's file says of who holds it."""
+    """Content of a lock's file: the process that holds the lock."""
 
     host: str
     pid: int
     since: str
-    """UTC."""
+    """Time at which it took the lock (ISO 8601, UTC)."""
     run: str
-    """The same for all that belong to one run: a supervisor's starts, and ranks that take over after a loss."""
+    """Name of the run, equal for all its processes: a supervisor's starts, and ranks that take over after a loss."""
 
 
 class Lock:
-    """``Lock(directory, "run").take(run)``; held until ``release`` or the process's end."""
+    """One lock of a run directory: ``Lock(directory, "run").take(run)`` holds it until ``release`` or the process's end."""
 
     def __init__(self, directory: Path, what: str) -> None:
         """``what``: "run" or "launch"."""
@@ -50,8 +50,10 @@ class Lock:
         self._file: int | None = None
 
     def take(self, run: str) -> None:
-        """Take it, if this process does not hold it already. Raises UserError where another run does; OSError where the
-        directory cannot be written. A process of the same run is waited for, some seconds: it is lost, and about to end.
+        """Take the lock, unless this process holds it already.
+
+        If another process of the same run holds it, wait a few seconds: it is lost and about to end. Raises UserError if
+        another run holds the lock, OSError if the directory is not writable.
         """
         if self._file is not None:
             return
@@ -74,16 +76,16 @@ class Lock:
                 os.close(file)
                 raise UserError(_in_use(self.directory, owner))
             if time.monotonic() > until:
-                break  # one of our own that was cut off, and cannot be told
+                break  # held by a rank of this run that was cut off from the others and does not know it
             time.sleep(0.1)
         self._file = file
         me = Owner(socket.gethostname(), os.getpid(), datetime.now(UTC).isoformat(timespec="seconds"), run)
-        with contextlib.suppress(OSError):  # a full disk: the lock is held all the same
+        with contextlib.suppress(OSError):  # the lock is held even if a full disk does not take its content
             os.ftruncate(file, 0)
             os.pwrite(file, msgspec.json.encode(me), 0)
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock, if this process holds it."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
@@ -92,14 +94,15 @@ class Lock:
 
 
 class Ownership:
-    """The locks that one process of a run takes. They are held until ``release``, or the process's end."""
+    """The locks that one process of a run takes: the run's and, without a supervisor, the launcher's. It holds them until
+    ``release`` or its end."""
 
     def __init__(self, directory: Path, run: str, supervised: bool) -> None:
         self.directory, self.run = directory, run
         self._locks = [Lock(directory, what) for what in (("run",) if supervised else ("launch", "run"))]
 
     def take(self) -> None:
-        """The directory exists. Raises UserError where it is another run's, or cannot be written."""
+        """Take the locks. The directory must exist. Raises UserError if another run has it or it is not writable."""
         try:
             for lock in self._locks:
                 lock.take(self.run)
@@ -107,7 +110,7 @@ class Ownership:
             raise UserError(f"output.directory: cannot write to {self.directory}: {error.strerror}") from error
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the locks that this process holds."""
         for lock in self._locks:
             lock.release()
 

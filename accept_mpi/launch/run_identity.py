@@ -1,4 +1,4 @@
-"""What ``launch`` tells the ranks of a run that it begins, and begins again."""
+"""The identity that ``launch`` gives to a run, at its first start and at each restart."""
 
 import os
 import re
@@ -6,33 +6,34 @@ import re
 import msgspec
 
 _RANKS_HERE = "OMPI_COMM_WORLD_LOCAL_SIZE"
-# A name becomes a folder's, so it may lead nowhere else.
+# The name becomes a folder's, so it must not contain a path.
 _TEXT = re.compile(r"([\w-]{1,100})/(\d{1,9})(?:/(\d{1,5}(?:,\d{1,5})*)?)?", re.ASCII)
 
 
 class RunIdentity(msgspec.Struct, frozen=True):
-    """``NAME/NUMBER/SLOTS``, an option of ``train``'s command line."""
+    """A run and one of its starts: ``NAME/NUMBER/SLOTS`` on ``train``'s command line (option ``--run``)."""
 
     name: str
-    """Of the run, the same at each start: what bears it is this run's, whatever clocks say."""
+    """Name of the run, the same at each start, by which its files are recognized regardless of clocks."""
     number: int
-    """Of the start, counting those that made a step: 1, 2, ..."""
+    """Number of the start: 1 plus the number of earlier starts that made a step."""
     slots: tuple[int, ...] = ()
-    """Ranks that each host was to get, in the order of the host file; empty: all are on one machine."""
+    """Ranks that each host should get, in the order of the host file; empty if all are on one machine."""
 
     def __str__(self) -> str:
         return "/".join([self.name, str(self.number), ",".join(map(str, self.slots))])
 
     @staticmethod
     def parse(text: str) -> "RunIdentity":
-        """Raises ValueError."""
+        """Parse ``NAME/NUMBER/SLOTS``. Raises ValueError."""
         found = _TEXT.fullmatch(text)
         if not found:
             raise ValueError(f'expected NAME/NUMBER, got "{text}"')
         return RunIdentity(found[1], int(found[2]), tuple(map(int, found[3].split(","))) if found[3] else ())
 
     def misplaced(self, rank: int) -> str | None:
-        """What is wrong where mpirun has started other ranks beside this one than the host file asks for; else None."""
+        """An error text if mpirun started another number of ranks on this rank's host than the host file asks for, else
+        None."""
         found = os.environ.get(_RANKS_HERE, "")
         if not self.slots or not found.isdigit():  # another MPI
             return None

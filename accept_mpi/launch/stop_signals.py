@@ -1,5 +1,5 @@
-"""SIGTERM (Slurm, before a time limit), SIGUSR1 (which mpirun hands on), SIGHUP (a closed terminal) and Ctrl-C ask a run to
-end with a checkpoint."""
+"""Signals that ask a run to end with a checkpoint: SIGTERM (Slurm, before a time limit), SIGUSR1 (which mpirun forwards),
+SIGHUP (a closed terminal) and Ctrl-C."""
 
 import signal
 from collections.abc import Callable, Sequence
@@ -10,24 +10,25 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """Those of some signals that a process is to hear of: not a hangup that it was told to ignore (nohup)."""
+    """The given signals that this process should handle: all but a SIGHUP that it was started to ignore (nohup)."""
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
 class StopSignals:
-    """What is asked for while layers move, or ranks find together after a loss, is not forgotten: the next term hears of it.
+    """Handles the stop signals of a process.
 
-    Before the first term, where nothing would be lost, and after the first signal, they end the process.
+    A signal that arrives while layers move or ranks regroup is remembered and delivered to the next deployment. Before the
+    first deployment, when nothing would be lost, and after the first signal, a signal ends the process.
     """
 
     def __init__(self) -> None:
         self._asked = False
         self._tell: Callable[[], None] | None = None
         self._before: dict[signal.Signals, Any] = {}
-        """What the signals did before the first term."""
+        """Handlers of the signals before the first deployment."""
 
     def connect(self, tell: Callable[[], None] | None) -> None:
-        """``tell`` is called when it is asked for, at once where it was before; None: nobody can be told now."""
+        """Have ``tell`` called at the first signal, immediately if it has arrived already. None: remember it for later."""
         self._tell = tell
         if not self._before:
             self._before = {number: signal.signal(number, self._hear) for number in heeded(_SIGNALS)}
@@ -35,14 +36,14 @@ class StopSignals:
             tell()
 
     def close(self) -> None:
-        """The run is over: they do what they did before."""
+        """Restore the handlers that the signals had before the run."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before, self._tell = {}, None
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         tell, self._asked = self._tell, True
-        for each in _SIGNALS:  # a terminal's end comes more than once, by its shell, too
+        for each in _SIGNALS:  # SIGHUP is ignored, since a closing terminal sends it more than once (by its shell, too)
             signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
         if tell:
             tell()

@@ -1,5 +1,5 @@
-"""A supervisor around mpirun: starts a job on the hosts that answer, and again, from its newest checkpoint, where it ends
-before its time: a host lost its power or its cable, mpirun gave up. Needs no MPI itself.
+"""A supervisor around mpirun. It starts a job on the hosts that answer, and restarts it from its newest checkpoint if it
+ends early (a host lost its power or its cable, mpirun gave up). It needs no MPI itself.
 """
 
 import contextlib
@@ -32,26 +32,26 @@ from accept_mpi.launch.stop_signals import heeded
 _POLL = 0.5
 _ASK_EVERY = 5.0
 _END_SECONDS, _LOST_SECONDS = 5.0, 1.0
-"""After SIGTERM, until SIGKILL; an mpirun that has lost a host waits for its daemon in vain."""
+"""Seconds from SIGTERM to SIGKILL; fewer after a lost host, for whose daemon mpirun would wait in vain."""
 _LAST_WORDS_SECONDS = 1.0
 _CHECKPOINT_SECONDS = 30.0
 _DONE_SECONDS = 60.0
-"""After rank 0's last line, until an mpirun that does not end is ended."""
+"""Seconds from rank 0's last line until an mpirun that does not end is killed."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Its standard input ends with this process, however that ends; then so does mpirun, and with it all it started.
+# The watcher's standard input ends with this process, however that ends; the watcher then ends mpirun and all it started.
 _WATCHER = 'read word; [ "$word" = over ] && exit; kill -TERM "-$1"; sleep "$2"; kill -KILL "-$1"'
-_NO_USE_AGAIN = 2  # exit code of a mistake that a person must mend
-_WITHOUT_PROGRESS = 3  # starts in a row
-_STUCK = 5  # starts in a row that end where those before have ended: a bug, mostly
-_STEP = re.compile(rb"step (\d+)(/\d+|  (done: ))")  # as ``progress`` prints it
-_LAST_WORD = re.compile(rb"accept_mpi: (?!note: )(.*stopped by a signal after step )?")  # as ``runtime`` prints it
+_NO_USE_AGAIN = 2  # exit code of a user's mistake, which a restart cannot fix
+_WITHOUT_PROGRESS = 3  # consecutive starts without a step after which to give up
+_STUCK = 5  # consecutive starts that get no further than earlier ones after which to give up: probably a bug
+_STEP = re.compile(rb"step (\d+)(/\d+|  (done: ))")  # as ``logs.progress`` prints it
+_LAST_WORD = re.compile(rb"accept_mpi: (?!note: )(.*stopped by a signal after step )?")  # as ``comm.runtime`` prints it
 _KEEP_NAMES = {"PRTE_MCA_prte_keep_fqdn_hostnames": "1"}
-"""Else pi.kitchen.lan and pi.attic.lan are one host to mpirun."""
+"""Environment for mpirun, which would otherwise take pi.kitchen.lan and pi.attic.lan for the same host."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The command line of ``launch``."""
+    """The arguments of ``launch``."""
 
     job: Path
     overrides: tuple[str, ...] = ()
@@ -59,32 +59,33 @@ class Request:
     ranks: int | None = None
     restarts: int = 20
     stall: float = 900.0
-    """Seconds without a step after which a run is ended and begun again."""
+    """Seconds without a step after which a run is ended and restarted."""
     resume: Path | None = None
 
 
 @dataclass
 class _Start:
-    """One mpirun."""
+    """One start of the job: an mpirun and the output that it has printed. Times are ``time.monotonic`` seconds."""
 
     process: "subprocess.Popen[bytes]"
     hosts: list[Host]
     asked: float = field(default_factory=time.monotonic)
+    """Time at which hosts were last asked whether they answer."""
     steps: int = 0
-    """That it has told of."""
+    """Number of steps that it reported."""
     step: int = 0
-    """The last of them."""
+    """Highest step that it reported."""
     done: bool = False
     moved: float = field(default_factory=time.monotonic)
-    """When it last told of a step."""
+    """Time of the last report of a step."""
     last_word: float | None = None
-    """When it told of its end, good or bad."""
+    """Time at which it reported its end, good or bad."""
     stopped: bool = False
-    """By a signal, after a checkpoint."""
+    """True if it reported that a signal stopped it, after a checkpoint."""
     there: list[Host] = field(default_factory=list)
-    """Who answered when last asked."""
+    """Hosts that answered when last asked."""
     silent: set[Host] = field(default_factory=set)
-    """Who did not."""
+    """Hosts that did not."""
 
     def __post_init__(self) -> None:
         pairs = ((self.process.stdout, sys.stdout, self._told), (self.process.stderr, sys.stderr, self._warned))
@@ -93,7 +94,7 @@ class _Start:
             reader.start()
 
     def _read(self, source: IO[bytes], target: TextIO, note: Callable[[bytes], None]) -> None:
-        """Hand on what ranks print, wherever they run, also where nobody sees it any more."""
+        """Forward the ranks' output line by line, and let ``note`` read it. It is read even if the target is closed."""
         for line in source:
             note(line)
             with contextlib.suppress(OSError, ValueError):
@@ -101,7 +102,7 @@ class _Start:
                 target.buffer.flush()
 
     def _told(self, line: bytes) -> None:
-        """How far rank 0 is."""
+        """Note rank 0's progress from a line of its output."""
         if found := _STEP.match(line):
             self.steps += not found[3]
             self.step = max(self.step, int(found[1]))
@@ -114,16 +115,16 @@ class _Start:
             self.last_word, self.stopped = time.monotonic(), found[1] is not None
 
     def close(self) -> None:
-        """After mpirun's end: its last lines. What a lost host's agent holds open does not end."""
+        """Read the last lines after mpirun's end; only for a moment, since a lost host's ssh may keep the pipe open."""
         for reader in self.readers:
             reader.join(_LAST_WORDS_SECONDS)
 
 
 class Supervisor:
-    """``Supervisor(request).run()``."""
+    """Starts and restarts one job: ``Supervisor(request).run()``."""
 
     def __init__(self, request: Request) -> None:
-        """Raises UserError where job or host file are wrong."""
+        """Raises UserError if the job file or the host file is not valid."""
         self.request = request
         self._job = parse(read_text(request.job), str(request.job), request.overrides)
         self._all = host_file.read_hosts(request.hostfile) if request.hostfile else []
@@ -134,7 +135,7 @@ class Supervisor:
         self._scratch = tempfile.TemporaryDirectory(prefix="accept_mpi-launch-")
 
     def run(self) -> int:
-        """The exit code of the last start; 0 where the job came to its end."""
+        """Run the job until it is complete (returns 0), stopped or given up (returns the last start's exit code)."""
         before = {number: signal.signal(number, self._stop) for number in heeded(_SIGNALS)}
         try:
             self._own()
@@ -147,13 +148,13 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _own(self) -> None:
-        """Nobody else begins a run in its directory meanwhile, even where no rank runs. Raises UserError where one has."""
-        with contextlib.suppress(OSError):  # of another machine's disk, perhaps; rank 0 says what is wrong
+        """Lock the run's directory, also for the time between two starts. Raises UserError if another run has it."""
+        with contextlib.suppress(OSError):  # the directory may be on another machine; rank 0 reports what is wrong
             self._lock.directory.mkdir(parents=True, exist_ok=True)
             self._lock.take(self._supervised.name)
 
     def _first_hosts(self) -> list[Host]:
-        """Those that answer. Raises UserError where one lacks what mpirun starts there, or none answers."""
+        """The hosts that answer. Raises UserError if one lacks the Python that mpirun would start there, or none answers."""
         found = host_file.ask(self._all)
         there = [host for host, why in found.items() if why is None]
         for host, why in found.items():
@@ -201,7 +202,7 @@ class Supervisor:
                 return code or 1
 
     def _wait_for_any(self, seconds: float) -> list[Host]:
-        """Hosts that answer, once there are any. Raises UserError where that takes longer."""
+        """Wait until hosts answer, and return these. Raises UserError if that takes longer than ``seconds``."""
         _say("none of the hosts answers")
         until = time.monotonic() + seconds
         hosts: list[Host] = []
@@ -228,18 +229,22 @@ class Supervisor:
         missing = [host.name for host in self._all if host not in hosts]
         without = f" without {', '.join(missing)}" if missing else ""
         _say(f"starting {ranks or 1} ranks{without}")
-        # A group of its own: Ctrl-C reaches mpirun only through this process.
+        # A separate process group, so that Ctrl-C reaches mpirun only through this process.
         pipe = subprocess.PIPE
         environment = _KEEP_NAMES | os.environ
         return _Start(subprocess.Popen(command, start_new_session=True, stdout=pipe, stderr=pipe, env=environment), hosts)
 
     def _watch(self, start: _Start) -> str:
-        """Until the job is over or must be ended: "done", "ended", "lost", "stalled", "back" or "stopped"."""
+        """Wait until a start ends, or end it if it must be.
+
+        Returns "done" (the job is complete), "ended" (mpirun ended early), "lost" (a host is), "stalled" (no steps), "back"
+        (a host is, and can take part again) or "stopped" (by a signal).
+        """
         while True:
             code = start.process.poll()
             if code is not None:
                 start.close()
-                if code == 0 and start.done:  # mpirun's exit code is 0, too, where it lost a host's daemon
+                if code == 0 and start.done:  # mpirun's exit code is 0 even if it lost a host's daemon
                     return "done"
                 _say(f"mpirun ended with exit code {code} before the job was done")
                 return "ended"
@@ -257,7 +262,7 @@ class Supervisor:
             if self._all and start.last_word is None and time.monotonic() - start.asked > _ASK_EVERY:
                 there = answering(self._all)
                 silent = {host for host in start.hosts if host not in there}
-                # Once is not enough: nobody hears this machine for a moment, or a busy host is slow to answer.
+                # A host counts as lost only after two silences: the network may fail for a moment, or the host be busy.
                 doubted, start.silent = bool(silent - start.silent), silent
                 if doubted:
                     continue
@@ -275,8 +280,8 @@ class Supervisor:
             time.sleep(_POLL)
 
     def _end(self, start: _Start, checkpoint: bool = False, seconds: float = _END_SECONDS) -> None:
-        """SIGUSR1, which mpirun hands on and ranks answer with a checkpoint; SIGTERM, at once where a second signal asks for
-        it; SIGKILL to what heeds neither."""
+        """End a start: with ``checkpoint`` by SIGUSR1, which mpirun forwards and ranks answer with a checkpoint; then by
+        SIGTERM (immediately after a second signal to the supervisor); after ``seconds`` more by SIGKILL."""
         asked = len(self._signals)
         signals = [(signal.SIGUSR1, _CHECKPOINT_SECONDS)] if checkpoint else []
         for number, most in [*signals, (signal.SIGTERM, seconds)]:
@@ -292,19 +297,19 @@ class Supervisor:
         start.process.wait()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGHUP or not self._signals:  # a terminal's end comes more than once, by its shell, too
+        if number != signal.SIGHUP or not self._signals:  # a closing terminal sends several SIGHUPs
             self._signals.append(number)
 
 
 def _ended(start: _Start) -> bool:
-    """Whether the ranks should have ended by now, and mpirun with them."""
+    """True if the ranks, and mpirun with them, should have ended by now."""
     return start.last_word is not None and time.monotonic() - start.last_word > _END_SECONDS
 
 
 @contextlib.contextmanager
 def _end_with_us(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """In this block ``process`` and its group end when this process does, even by SIGKILL: a watcher's standard input is
-    then at its end. Once mpirun is gone ranks end by themselves."""
+    """In this block ``process`` and its group end with this process, even if that is killed by SIGKILL: a watcher process
+    sees the end of its standard input. Ranks end by themselves once mpirun has ended."""
     command = ["/bin/sh", "-c", _WATCHER, "sh", str(process.pid), str(int(_END_SECONDS))]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     watcher = subprocess.Popen(command, start_new_session=True, stdin=subprocess.PIPE, **quiet)  # type: ignore[call-overload]
@@ -321,7 +326,8 @@ def _mpirun() -> str:
 
 
 def _flags() -> list[str]:
-    """What this mpirun wants: Open MPI to survive lost ranks, and to start as root and beyond the number of cores."""
+    """Options for this mpirun. Open MPI needs them to survive lost ranks, to start as root, and to start more ranks than
+    there are cores."""
     try:
         shown = subprocess.run([_mpirun(), "--version"], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -332,11 +338,11 @@ def _flags() -> list[str]:
     flags = ["--with-ft", "ulfm"] if version and int(version[1]) >= 5 else []
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         flags.append("--allow-run-as-root")
-    # Slot after slot, as the host file has them. ":oversubscribe" alone, here or in the environment, names no policy, and
-    # all ranks start on the first host.
+    # Fill slots in the order of the host file. ":oversubscribe" alone, here or in the environment, sets no mapping policy:
+    # all ranks would start on the first host.
     return [*flags, "--map-by", "slot:oversubscribe", "--bind-to", "none"]
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # a closed terminal
+    with contextlib.suppress(OSError):  # the terminal may be closed
         print(f"accept_mpi launch: {text}", file=sys.stderr, flush=True)

@@ -29,7 +29,7 @@ class Recorder:
     """Collects trace rows. Appending to a list is atomic, so the computing and the data-plane thread share a recorder."""
 
     def __init__(self, clock: Clock, rank: int, stage: int, names: Sequence[int] | None = None) -> None:
-        """``names``: the numbers of ranks 0, 1, ... in the trace, if they differ: after a loss ranks keep their first ones."""
+        """``names``: the numbers of ranks 0, 1, ... in the trace, if they differ: after a loss ranks keep their old ones."""
         self.clock = clock
         self._names = names
         self._rank, self._stage = rank, stage

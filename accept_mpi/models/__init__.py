@@ -27,11 +27,11 @@ ZOO: dict[str, Callable[..., Chain]] = {
 
 
 def load(name: str, args: Mapping[str, Any], seed: int) -> Chain:
-    """The chain that a job names. Raises UserError with one sentence.
+    """Chain of layers that a job names. Raises UserError with one sentence.
 
-    A user's function returns an ``nn.Sequential``, or a list of layers, or (to build only what a rank holds) a list of
-    functions that each make one; list entries may be ``(name, layer)``. It runs under ``seed``, and runs again whenever
-    layers are needed anew.
+    A user's function returns an ``nn.Sequential``, a list of layers, or (to build only what a rank holds) a list of
+    functions that each make a layer; list entries may be ``(name, layer)``. It is called under ``seed``, and called again
+    whenever new layers are needed.
     """
     function = find_function(name, ZOO, "model.name")
 
@@ -52,9 +52,9 @@ def load(name: str, args: Mapping[str, Any], seed: int) -> Chain:
 
 
 def as_chain(model: object) -> Chain:
-    """A chain of layers that are there already, of which it hands out copies. (A job's model is made by its function.)
+    """Chain of layers that exist already, and of which it hands out copies. (A job's model is made by its function instead.)
 
-    Raises TypeError or ValueError with a sentence where it is none.
+    Raises TypeError or ValueError with a sentence if ``model`` is not a model.
     """
     if isinstance(model, Chain):
         return model
@@ -66,14 +66,14 @@ def as_chain(model: object) -> Chain:
 
 
 def entries_of(model: object) -> list[tuple[str, Entry]]:
-    """The named layers, or functions that make them, of what a user's function gives. Raises TypeError or ValueError with a
-    sentence where it is no model."""
+    """Named layers, or functions that make them, in what a user's function returned. Raises TypeError or ValueError with a
+    sentence if it is not a model."""
     if isinstance(model, Chain):
         return list(model.layers)
     if isinstance(model, nn.Sequential):
         if type(model).forward is not nn.Sequential.forward:
             raise TypeError(f"{type(model).__name__} has a forward of its own, so its layers cannot be run one by one")
-        model = list(model._modules.items())  # named_children() leaves out what comes a second time
+        model = list(model._modules.items())  # named_children() leaves out repeated modules
     if not isinstance(model, list | tuple):
         raise TypeError(f"expected an nn.Sequential or a list of layers, got {type(model).__name__}")
     named = [entry if _is_named(entry) else (str(i), entry) for i, entry in enumerate(model)]

@@ -1,11 +1,12 @@
-"""A model as a chain of layers, each built on its own, so that a rank builds only the layers it holds.
+"""A model as a chain of layers, each built separately, so that a rank builds only the layers that it holds.
 
-A layer is an ``nn.Module`` that takes and gives a tensor or a tuple of tensors, as one argument. The whole model is the
-``nn.Sequential`` of all of them under their names, so ``state_dict()`` names are the same whole or cut.
+A layer is an ``nn.Module`` that takes one argument, a tensor or a tree of tensors (``tree``), and returns one. The whole
+model is the ``nn.Sequential`` of all layers under their names, so ``state_dict()`` has the same names whether the model is
+cut or not.
 
-Layers are never copied: a copy loses hooks on parameters, and functions that know a module still know the original. Who
-needs layers anew has the model's function called anew. What one call gives is a generation; each layer of it is handed out
-once.
+Layers are never copied: a copy loses hooks on parameters, and functions that refer to a module still refer to the original.
+Where new layers are needed, the model's function is called again. What one call returns is a generation; each layer of it is
+handed out once.
 """
 
 from collections import OrderedDict
@@ -27,15 +28,15 @@ Entries = Sequence[tuple[str, Entry]]
 class Chain:
     """Named layers, built from a seed.
 
-    What a factory makes depends on the seed and the layer's position alone, so any cut of the chain starts from the same
+    What a factory makes depends only on the seed and the layer's position, so that any cut of the chain starts from the same
     model.
     """
 
     def __init__(self, layers: Iterable[Named] | Entries, again: Callable[[], Entries] | None = None) -> None:
-        """``layers``: factories, which may be called as often as one likes. With ``again`` they are what a user's function
-        has given, modules or factories that may share what they know; each is then used once, and ``again`` makes others.
+        """``layers``: factories, which may be called any number of times. With ``again``, they are what a user's function
+        returned, modules or factories that may share state; each is then used once, and ``again`` makes new ones.
 
-        Raises ValueError with a sentence where names are wrong, UserError where a layer has no shape yet.
+        Raises ValueError with a sentence if names are wrong, UserError if a layer has no shape yet.
         """
         self.layers = list(layers)
         if not self.layers:
@@ -50,28 +51,28 @@ class Chain:
         self._drawn: _Generation | None = None
         self._handed = Handed()
         self._shared: tuple[Shared, ...] | None = None if again else ()
-        if again:  # they are held by their generation alone, which lets go of them
+        if again:  # only the generation keeps them, and drops each when it is taken
             self._made = _Generation(self.names, self.layers)
             self.layers = []
-            if self._made.modules is not None:  # they are there to be looked at
+            if self._made.modules is not None:  # they exist and can be inspected
                 self._shared = self._find_shared()
 
     def __len__(self) -> int:
         return len(self.names)
 
     def build(self, index: int, seed: int) -> nn.Module:
-        """Layer ``index`` with its initial weights, a new module each time. Raises UserError where it cannot be built."""
+        """Layer ``index`` with its initial weights, a new module each time. Raises UserError if it cannot be built."""
         return self.build_range(index, index + 1, seed)[0]
 
     def build_range(self, start: int, stop: int, seed: int) -> list[nn.Module]:
-        """Layers ``start <= i < stop`` with their initial weights, new modules each time; what they share with each other
-        they share here. Raises UserError where one cannot be built."""
+        """Layers ``start <= i < stop`` with their initial weights, new modules each time. They share what the model's layers
+        share. Raises UserError if one cannot be built."""
         indices = range(start, stop)
         if self._again is None:
             return [_make(self.names, index, self.layers[index][1], seed) for index in indices]
         while True:
             if self._made is None or not self._made.has(indices):
-                self._made = None  # what is left of the last one goes before the next comes
+                self._made = None  # frees what is left of it before the next one is made
                 self._made = self._call_again()
             fresh = self._made.whole
             layers = [self._made.take(index, seed) for index in indices]
@@ -84,10 +85,10 @@ class Chain:
                     f"model.name: the function gives the same {self.names[index]}.{part} whenever it is called, and "
                     "training changes that: it must make it anew, or clone it"
                 )
-            self._made = None  # these share something with others of their generation
+            self._made = None  # these layers share something with ones that were handed out before
 
     def abstract(self, index: int, seed: int) -> nn.Module:
-        """Layer ``index`` on torch's meta device: shapes without values. Raises UserError where it cannot be built."""
+        """Layer ``index`` on torch's meta device, with shapes but no values. Raises UserError if it cannot be built."""
         if self._again is None:
             with torch.device("meta"):
                 layer = _make(self.names, index, self.layers[index][1], seed)
@@ -104,18 +105,18 @@ class Chain:
         return layer
 
     def shared(self) -> tuple[Shared, ...]:
-        """What layers share, found once. Raises UserError where a layer cannot be built."""
+        """State that layers share, found once. Raises UserError if a layer cannot be built."""
         if self._shared is None:
             self._shared = self._find_shared()
         return self._shared
 
     def release(self) -> None:
-        """Let go of layers that have been made and that nobody has asked for; who asks later gets new ones."""
+        """Free layers that have been made but not handed out. New ones are made when they are asked for."""
         if self._again:
             self._made = self._drawn = None
 
     def whole(self, seed: int = 0) -> nn.Sequential:
-        """The whole model, plain PyTorch: what an exported checkpoint loads into with ``strict=True``."""
+        """The whole model in plain PyTorch, into which an exported checkpoint loads with ``strict=True``."""
         return nn.Sequential(OrderedDict(zip(self.names, self.build_range(0, len(self), seed), strict=True)))
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -147,24 +148,24 @@ class Chain:
         try:
             with unfilled():
                 return find()
-        except UserError:  # a function may need the values, or say what is wrong
+        except UserError:  # the function may need initial values; if not, it raises the same error again
             return find()
 
 
 class _Generation:
-    """What one call of a model's function has given."""
+    """Layers, or functions that make them, from one call of a model's function."""
 
     def __init__(self, names: Sequence[str], entries: Entries) -> None:
         self._names = names
         self._entries: list[Entry | None] = [entry for _, entry in entries]
 
     def has(self, indices: Iterable[int]) -> bool:
-        """Whether these layers have not been taken yet."""
+        """True if none of these layers has been taken."""
         return all(self._entries[index] is not None for index in indices)
 
     @property
     def whole(self) -> bool:
-        """Whether nothing has been taken yet."""
+        """True if no layer has been taken."""
         return all(entry is not None for entry in self._entries)
 
     @property
@@ -173,19 +174,20 @@ class _Generation:
 
     @property
     def modules(self) -> list[nn.Module] | None:
-        """All layers, if each is a module and none has been taken."""
+        """All layers, if each is a module and none has been taken; else None."""
         found = [entry for entry in self._entries if isinstance(entry, nn.Module)]
         return found if len(found) == len(self._entries) else None
 
     def take(self, index: int, seed: int) -> nn.Module:
-        """A layer, once."""
+        """Hand out a layer; it can be taken only once."""
         entry, self._entries[index] = self._entries[index], None
         assert entry is not None
         return _make(self._names, index, entry, seed)
 
 
 def _make(names: Sequence[str], index: int, entry: Entry, seed: int) -> nn.Module:
-    """A layer of what makes it, or of itself. Raises UserError where that is none, or fails."""
+    """Layer from its factory, or ``entry`` itself if it is a module. Raises UserError if that fails or gives no
+    ``nn.Module``."""
     what = f'model: layer {index} "{names[index]}"'
     layer: object = entry
     if not isinstance(entry, nn.Module):

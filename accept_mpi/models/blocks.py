@@ -1,4 +1,4 @@
-"""Pieces that several models share."""
+"""Building blocks that several models share."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def conv_bn(
     groups: int = 1,
     activation: Callable[..., nn.Module] | None = nn.ReLU,
 ) -> nn.Sequential:
-    """Convolution without bias, batch norm and, unless None, an activation in place."""
+    """Convolution without bias, batch norm and, unless ``activation`` is None, an activation in place."""
     conv = nn.Conv2d(inputs, outputs, kernel, stride, (kernel - 1) // 2, groups=groups, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out")
     parts: OrderedDict[str, nn.Module] = OrderedDict(conv=conv, norm=nn.BatchNorm2d(outputs))

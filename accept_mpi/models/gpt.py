@@ -28,7 +28,7 @@ class _Embedding(nn.Module):
 
 
 class _Attention(nn.Module):
-    """x + causal self-attention(norm(x)), (n, t, width) both."""
+    """x + causal self-attention(norm(x)), for x (n, t, width)."""
 
     def __init__(self, width: int, heads: int, dropout: float, residual_std: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _Attention(nn.Module):
 
 
 class _Mlp(nn.Module):
-    """x + two linear layers with a GELU between(norm(x)), (n, t, width) both."""
+    """x + mlp(norm(x)), for x (n, t, width); the MLP is two linear layers with a GELU between them."""
 
     def __init__(self, width: int, dropout: float, residual_std: float) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _Mlp(nn.Module):
 
 
 class _Head(nn.Module):
-    """(n, t, width) -> scores (n, t, vocabulary)."""
+    """Norm and linear layer: (n, t, width) -> scores (n, t, vocabulary)."""
 
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The layers that a rank holds, built."""
+"""The layers that a rank holds: how they are built."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,11 +18,13 @@ class Layers(NamedTuple):
 
     @property
     def has_conv2d(self) -> bool:
+        """True if a layer contains a 2-D convolution."""
         return any(isinstance(part, nn.Conv2d) for module in self.modules for part in module.modules())
 
 
 def may_draw(layer: nn.Module) -> bool:
-    """Whether a layer may ask NumPy or Python for random numbers: all but torch's own and ours, without hooks."""
+    """True if a layer may ask NumPy or Python for random numbers. Only torch's layers and this package's, without hooks, do
+    not."""
     for module in layer.modules():
         hooked = module._forward_hooks or module._forward_pre_hooks
         if hooked or not type(module).__module__.startswith(("torch.nn.", "accept_mpi.models.")):
@@ -31,8 +33,8 @@ def may_draw(layer: nn.Module) -> bool:
 
 
 def restore_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    """Modules have the modes again that they had. A user's own ``train`` may do more than set one (low-rank weights are
-    merged for evaluation, and parted again), so it is called; what it does to others' modes does not stay."""
+    """Set modules back to their former modes. A user's own ``train`` may do more than set the mode (low-rank weights are
+    merged for evaluation, and split again), so it is called; what it does to the modes of other modules is overwritten."""
     own = [(module, training) for module, training in modes if type(module).train is not nn.Module.train]
     for module, training in sorted(own, key=lambda one: not one[1]):
         module.train(training)
@@ -41,13 +43,13 @@ def restore_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
 
 
 def build_layers(chain: Chain, start: int, stop: int, seed: int) -> Layers:
-    """Layers ``start <= i < stop`` with their initial weights. Raises UserError where one cannot be built."""
+    """Layers ``start <= i < stop`` with their initial weights. Raises UserError if one cannot be built."""
     return Layers(start, chain.names[start:stop], chain.build_range(start, stop, seed))
 
 
 def build_stage(chain: Chain, start: int, stop: int, seed: int) -> Layers:
-    """The same for a stage that is going to train: what it shares with other stages, it must not write to (a forward that
-    does raises UserError), and the chain lets go of the other layers that were made with these."""
+    """Layers ``start <= i < stop`` for a stage that is going to train. They must not write to what they share with other
+    stages (a forward that does raises UserError). The chain frees the other layers that were made with them."""
     shared = chain.shared() if 0 < stop - start < len(chain) else ()
     layers = build_layers(chain, start, stop, seed)
     watched(layers.modules, start, shared)

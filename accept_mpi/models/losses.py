@@ -1,10 +1,9 @@
-"""Losses by name. A step's loss is a mean over all that counts in the step, however it is cut into micro-batches.
+"""Losses by name. A step's loss is a mean over everything that counts in the step, however it is cut into micro-batches.
 
-What counts: targets that are not ignored (-100), with the weights of their classes; elements of what is compared; samples,
-where a function of the user's gives a plain mean. How much counts in each micro-batch is known from the step's targets
-before its first forward, so each mean gets its share of the step at once. Only a user's function that gives ``(sum,
-count)`` says so later: its sums are divided by an estimate meanwhile, and gradients are put right before the update
-(``Stage.update``).
+What counts: targets that are not ignored (-100), with the weights of their classes; elements that are compared; samples, if
+a user's function returns a plain mean. How much counts in each micro-batch is known from the step's targets before its first
+forward, so each mean is multiplied by its share of the step at once. Only a user's function that returns ``(sum, count)``
+says so later: its sums are divided by an estimate first, and gradients are corrected before the update (``Stage.update``).
 """
 
 import copy
@@ -22,48 +21,50 @@ from accept_mpi.registry import find_function
 from accept_mpi.users_code import blame, does_not_fit, in_words
 
 IGNORED = -100
-"""The class that does not count, as torch's losses have it."""
+"""Class that does not count, the same as in torch's losses."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a loss says of one micro-batch."""
+    """Loss of one micro-batch."""
 
     value: torch.Tensor
-    """Scalar; backward begins here: a mean over what counts, or their sum."""
+    """Scalar at which backward begins: the mean over what counts, or the sum."""
     count: float
-    """How much counts."""
+    """Amount that counts: targets, elements, samples or class weights."""
     summed: bool
+    """True if ``value`` is a sum."""
 
     @property
     def total(self) -> float:
-        """The sum over what counts."""
+        """Sum of the loss over what counts."""
         value = float(self.value.detach())
         return value if self.summed or not self.count else value * self.count
 
 
 @dataclass
 class Result:
-    """What the last stage learns from one micro-batch."""
+    """Loss and accuracy of one micro-batch, known on the last stage."""
 
     loss: float
-    """Sum over all that counts."""
+    """Sum over everything that counts."""
     count: float
-    """How much counts."""
+    """Amount that counts."""
     correct: int
     targets: int
-    """That it was asked for and that count."""
+    """Number of targets that count for accuracy; ``correct`` of them are hits."""
     samples: int
 
 
 class Loss:
-    """``loss(output, target, samples)``: ``output`` is all that the last layer gives, ``target`` what the data set has."""
+    """A loss, called as ``loss(output, target, samples)``: ``output`` is the last layer's value, ``target`` the data
+    set's."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        """``function(output, target)`` gives a mean over samples, or (sum, count)."""
+        """``function(output, target)`` returns a mean over samples, or (sum, count)."""
         self.name, self.function = name, function
         self.ignored = getattr(function, "ignore_index", IGNORED)
-        """Targets of this class count neither in loss nor in accuracy."""
+        """Class of targets that count neither in the loss nor in accuracy."""
         self._weigh, self._main = next((known for one, known in _KNOWN.items() if one is function), (None, False))
         if isinstance(function, nn.Module) and getattr(function, "reduction", "mean") == "sum":
             raise UserError(
@@ -71,20 +72,21 @@ class Loss:
                 "function that gives (sum, count)"
             )
         if getattr(function, "reduction", None) == "mean":
-            if type(function) in (nn.CrossEntropyLoss, nn.NLLLoss):  # whoever inherits may count otherwise
+            if type(function) in (nn.CrossEntropyLoss, nn.NLLLoss):  # subclasses may count otherwise
                 self._weigh = self._classes
             elif type(function) in _ELEMENTWISE:
                 self._weigh = _elements
 
     def __call__(self, output: Any, target: Any, samples: int, setting_up: bool = False) -> Judgement:
-        """Raises UserError for what it cannot take while ``setting_up``, UsersBug for all else that goes wrong in it."""
+        """Judge one micro-batch. Raises UserError for what the loss cannot take while ``setting_up``, UsersBug for any other
+        exception in it."""
         if self._main:
             output = scores(output)
         try:
             if self._weigh is None:
                 return _judgement(self.function(output, target), samples)
             count = self._weigh(target)
-            if count == 0:  # all of it is padding, of which a mean would be NaN
+            if count == 0:  # all of it is padding, and the mean would be NaN
                 return Judgement(_sum_of(self.function)(output, target), 0.0, False)
             return Judgement(_scalar(self.function(output, target)), count, False)
         except Exception as error:
@@ -98,14 +100,14 @@ class Loss:
             blame(error, f'the loss "{self.name}"')
 
     def apart(self) -> "Loss":
-        """The same, for a trial: what a loss counts or keeps, it keeps of the training."""
+        """Copy for a trial, so that what the loss counts or keeps comes from training alone."""
         try:
             return Loss(self.name, copy.deepcopy(self.function))
         except Exception:  # some modules cannot be copied
             return self
 
     def shares(self, targets: Sequence[Any], samples: Sequence[int]) -> list[float]:
-        """The share of each micro-batch of a step: of all that counts where that is known, else of the samples."""
+        """Share of each micro-batch in a step: of everything that counts if that is known, else of the samples."""
         counts: list[float] = list(samples)
         if self._weigh is not None:
             counts = [self._weigh(target) for target in targets]
@@ -113,7 +115,8 @@ class Loss:
         return [count / total if total else 0.0 for count in counts]
 
     def hits(self, output: Any, target: Any) -> tuple[int, int]:
-        """Targets that the highest of the last dimension's scores hits, and how many there are (0: means nothing here)."""
+        """Number of targets that get the highest score (of the last dimension), and number of targets; (0, 0) if that makes
+        no sense."""
         given = scores(output)
         if not isinstance(target, torch.Tensor) or not isinstance(given, torch.Tensor):
             return 0, 0
@@ -123,7 +126,7 @@ class Loss:
         return int((given.detach().argmax(-1) == target)[counting].sum()), int(counting.sum())
 
     def _classes(self, target: torch.Tensor) -> float:
-        """As torch's classes of losses count."""
+        """Amount that counts in ``target``, as torch's classification losses compute it."""
         weight = getattr(self.function, "weight", None)
         if target.is_floating_point():
             return float(target.numel() / max(1, target.shape[1 if target.dim() > 1 else 0]))
@@ -132,15 +135,15 @@ class Loss:
 
 
 class Divisors:
-    """What sums of losses are divided by, step by step: an estimate, until all that counts in a step is known."""
+    """Divisors of summed losses, by step: an estimate, until everything that counts in a step is known."""
 
     def __init__(self) -> None:
         self._assumed: dict[int, float] = {}
         self._counted: dict[int, float] = {}
 
     def share(self, step: int, count: float, samples: int, share: float) -> float:
-        """What the sum of a micro-batch, of which so much counts, is multiplied with; its samples have this ``share`` in the
-        step's. Others of the step are taken to count as much as its first."""
+        """Factor for the loss sum of a micro-batch in which ``count`` counts, and whose samples are ``share`` of the step's.
+        The step's other micro-batches are assumed to count as much as its first."""
         for old in [known for known in self._assumed if known < step - 1]:
             del self._assumed[old], self._counted[old]
         assumed = self._assumed.setdefault(step, (count or samples) / share)
@@ -148,15 +151,15 @@ class Divisors:
         return 1 / assumed
 
     def scale(self, step: int) -> float:
-        """What the step's gradients are to be multiplied with, as far as that is known."""
+        """Factor by which the step's gradients must be multiplied, as far as it is known."""
         if step not in self._assumed:
             return 1.0
         return self._assumed[step] / self._counted[step] if self._counted[step] else 0.0
 
 
 def scores(output: Any) -> Any:
-    """What of a model's output the built-in losses, and accuracy, look at: it itself; the first part of a tuple or list; of
-    a mapping what it calls "logits", or its first value."""
+    """Part of a model's output that the built-in losses and accuracy use: the output itself, the first part of a tuple or
+    list, or a mapping's "logits", else its first value."""
     while isinstance(output, tuple | list | dict) and output:
         if isinstance(output, dict):
             output = output["logits"] if "logits" in output else next(iter(output.values()))
@@ -166,7 +169,7 @@ def scores(output: Any) -> Any:
 
 
 def find_loss(name: str) -> Loss:
-    """The loss that a job names. Raises UserError with one sentence."""
+    """Loss that a job names. Raises UserError with one sentence."""
     return Loss(name, _LOSSES.get(name) or find_function(name, _LOSSES, "train.loss"))
 
 
@@ -181,18 +184,19 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor, reduction: str = "
 
 
 def mse(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """Squared differences of two tensors of one shape."""
+    """Squared differences of two tensors of the same shape, as their mean or (``reduction``) sum. Raises ValueError if
+    shapes differ."""
     if output.shape != target.shape:
         raise ValueError("the shapes differ")  # torch would broadcast
     return nn.functional.mse_loss(output, target, reduction=reduction)
 
 
 class _Unfit(ValueError):
-    """What a loss gives is neither a mean nor (sum, count)."""
+    """A loss returned neither a mean nor (sum, count)."""
 
 
 def _judgement(found: Any, samples: int) -> Judgement:
-    """Of what a user's function gives."""
+    """Judgement from what a user's function returned. Raises _Unfit."""
     if not isinstance(found, tuple | list):
         return Judgement(_scalar(found), float(samples), False)
     if len(found) != 2:
@@ -212,7 +216,7 @@ def _scalar(value: Any) -> torch.Tensor:
 
 
 def _sum_of(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """The same loss, summed."""
+    """The same loss, but summed."""
     if isinstance(function, nn.Module):
         summed = copy.copy(function)
         summed.reduction = "sum"  # type: ignore[assignment]
@@ -221,7 +225,7 @@ def _sum_of(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
 
 
 def _not_ignored(target: torch.Tensor) -> float:
-    """Classes that count; of probabilities, the rows."""
+    """Number of targets that count: classes that are not ignored, or the rows of probabilities."""
     if target.is_floating_point():
         return float(target.numel() / max(1, target.shape[-1]))
     return float((target != IGNORED).sum())
@@ -248,6 +252,6 @@ _KNOWN: dict[Any, tuple[Callable[[torch.Tensor], float] | None, bool]] = {
     nn.functional.nll_loss: (_not_ignored, False),
     **dict.fromkeys(_MEANS_OF_ELEMENTS, (_elements, False)),
 }
-"""What of a target counts in a loss, and whether it looks at the model's scores alone."""
+"""Known losses: the function that counts a target (None if unknown), and True if the loss uses a model's scores alone."""
 _LOSSES: dict[str, Callable[..., torch.Tensor]] = {"cross_entropy": cross_entropy, "mse": mse}
 _WANTS = "; it wants scores (..., n) and int64 classes (...) from 0 to n - 1"

@@ -55,7 +55,7 @@ class _Join(nn.Module):
 
 
 class _Plain(nn.Module):
-    """A layer of a block without residual, under the same parameter names."""
+    """A layer of a block without residual, wrapped to have the same parameter names."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class _Plain(nn.Module):
 def mobilenetv2(classes: int = 10, channels: int = 3, width: float = 1.0, dropout: float = 0.2) -> Chain:
     """MobileNetV2 in 53 layers. Images (n, channels, h, w) -> scores (n, classes).
 
-    A block is three layers (expand | depthwise | project; the first block has no expand). In a block with a residual the
-    block's input travels along as the second tensor of a tuple, so that cuts inside blocks are possible. ``width`` scales
+    A block is three layers (expand | depthwise | project; the first block has no expand). In a block with a residual, the
+    block's input travels along as the second tensor of a tuple, so that cuts inside the block are possible. ``width`` scales
     all channels, rounded to multiples of 8 as in the paper.
     """
     positive(classes=classes, channels=channels)
@@ -109,6 +109,6 @@ def _block(name: str, before: int, after: int, expansion: int, stride: int) -> l
 
 
 def _round(channels: float) -> int:
-    """To the nearest multiple of 8, not below 8, not more than a tenth lower."""
+    """Nearest multiple of 8 that is at least 8 and at most a tenth below ``channels``."""
     rounded = max(8, int(channels + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * channels else rounded

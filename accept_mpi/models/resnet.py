@@ -19,7 +19,7 @@ class _First(nn.Module):
 
 
 class _Second(nn.Module):
-    """Second half: (h, x) -> relu(norm(conv(h)) + shortcut(x))."""
+    """Second half of a basic block: (h, x) -> relu(norm(conv(h)) + shortcut(x))."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class _Second(nn.Module):
 def resnet18(classes: int = 10, channels: int = 3) -> Chain:
     """ResNet-18 in 18 layers: a 3 x 3 stem without pooling, 8 blocks of two layers, a classifier.
 
-    Images (n, channels, h, w) -> scores (n, classes). The block's input crosses the cut inside a block as the second tensor
-    of a tuple.
+    Images (n, channels, h, w) -> scores (n, classes). At a cut inside a block, the block's input crosses as the second
+    tensor of a tuple.
     """
     positive(classes=classes, channels=channels)
     layers: list[Named] = [("stem", lambda: conv_bn(channels, 64))]

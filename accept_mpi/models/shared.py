@@ -1,8 +1,9 @@
-"""What layers share: parameters, buffers, and other tensors on the same memory, which one stage alone can train.
+"""State that several layers share: parameters, buffers and other tensors in the same memory. If trained, it must be in one
+stage.
 
-A tensor is known by its memory, so one that comes twice is found as well as another one that was made from it
-(``nn.Parameter(embedding.weight.data)``). Memory is remembered by weak references: layers may be built, looked at and let go
-one after another, since what is shared lives on in whoever shares it.
+A tensor is identified by its memory, so that a repeated tensor is found as well as one that was made from another
+(``nn.Parameter(embedding.weight.data)``). Memory is remembered by weak references: layers may be built, inspected and freed
+one after another, since shared memory lives as long as one of the layers that share it.
 """
 
 import weakref
@@ -24,25 +25,27 @@ _FILLS: set[Any] = {
     nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_,
     torch.Tensor.uniform_, torch.Tensor.normal_,
 }  # fmt: skip
-"""What torch's own layers begin with, as a ``TorchFunctionMode`` meets it."""
+"""Functions that initialize torch's own layers, as a ``TorchFunctionMode`` meets them."""
 
 
 class Shared(msgspec.Struct, frozen=True):
-    """What two or more layers share."""
+    """State that two or more layers share."""
 
     first: int
+    """Index of the first layer that shares it."""
     last: int
-    """The outermost of them."""
+    """Index of the last layer that shares it."""
     text: str
-    """For people: who shares what, as half a sentence."""
+    """Half a sentence for the user: which layers share what."""
     constant: bool = False
-    """Whether nobody trains it: buffers, frozen parameters. Layers may be parted then, as long as none writes to it."""
+    """True if nothing trains it: buffers, frozen parameters. Layers that share it may be in different stages, as long as
+    none writes to it."""
     places: tuple[tuple[int, str], ...] = ()
-    """Of what is constant: layers and its names in them."""
+    """Layers in which it occurs and its names there, if it is constant."""
 
 
 def uncuttable(shared: Iterable[Shared], layers: int) -> frozenset[int]:
-    """Of so many layers those in front of which the model must not be cut."""
+    """Layers, of ``layers`` in total, in front of which the model must not be cut."""
     runs = [range(max(one.first, 0) + 1, min(one.last + 1, layers)) for one in shared if not one.constant]
     return frozenset(cut for run in runs for cut in run)
 
@@ -54,13 +57,13 @@ class Part(NamedTuple):
     tensor: torch.Tensor
     kind: str
     written: bool
-    """Whether training changes it, as far as its kind says."""
+    """True if training changes it, judged by its kind."""
 
 
 def parts(layer: nn.Module) -> Iterator[Part]:
-    """A layer's parameters and buffers, each once."""
+    """Yield the parameters and buffers of each module in a layer."""
     for prefix, module in layer.named_modules():
-        # Running statistics are written in forward; other buffers hardly ever (``watched`` sees to those).
+        # Running statistics are written in forward; other buffers hardly ever, which ``watched`` checks.
         statistics = isinstance(module, _NormBase) and module.training
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in tensors.items():
@@ -70,7 +73,7 @@ def parts(layer: nn.Module) -> Iterator[Part]:
 
 
 def refuse_lazy(what: str, layer: nn.Module) -> None:
-    """Raise UserError where parameters or buffers of a layer have no shape yet."""
+    """Raise UserError if parameters or buffers of a layer have no shape yet."""
     for module in layer.modules():
         if any(
             is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
@@ -82,8 +85,8 @@ def refuse_lazy(what: str, layer: nn.Module) -> None:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Within: parameters keep whatever their memory holds instead of their initial values. What is not written takes no
-    memory either. (torch's meta device would do that, too, but a user's function may keep what it has once made.)"""
+    """Within the context, parameters keep whatever their memory holds instead of initial values. Memory that is not written
+    costs nothing. (torch's meta device would do that, too, but a user's function may keep what it has made once.)"""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FILLS:
@@ -94,12 +97,12 @@ class _Unfilled(TorchFunctionMode):
 
 
 def unfilled() -> TorchFunctionMode:
-    """Within: layers are made for their shapes, without initial values."""
+    """Context in which layers are made for their shapes, without initial values."""
     return _Unfilled()
 
 
 def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Where a tensor's values lie. None: it has several places (a sparse one), or none."""
+    """Storage of a tensor's values; None if it has several (a sparse tensor) or none."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
@@ -107,7 +110,7 @@ def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte, and last + 1, that a tensor has of its memory."""
+    """First byte, and last + 1, of its storage that a tensor uses."""
     size = tensor.element_size()
     begin = int(tensor.storage_offset()) * size
     reach = sum(int(n - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -115,7 +118,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def common_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Places of tensors that lie on one memory, though they are not one tensor."""
+    """Groups of positions of tensors that lie in one storage, unless they are all the same tensor."""
     places: dict[int, list[int]] = {}
     for place, tensor in enumerate(tensors):
         if (storage := memory_of(tensor)) is not None:
@@ -124,7 +127,7 @@ def common_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors' values in the same layout; those that lie on one memory have copies on one."""
+    """Copies of tensors in the same layout. Tensors that share a storage get copies that share one."""
     found: list[torch.Tensor | None] = [None] * len(tensors)
     for places in common_memory(tensors):
         memory = tensors[places[0]].untyped_storage().clone()
@@ -135,8 +138,8 @@ def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def lay_out(layers: Sequence[nn.Module], memory_format: torch.memory_format) -> None:
-    """Give layers' parameters and buffers a memory format; what lies on one memory still does. Raises UserError where that
-    cannot be."""
+    """Convert layers' parameters and buffers to a memory format, keeping shared memory shared. Raises UserError if that is
+    impossible."""
 
     def places() -> list[tuple[str, torch.Tensor]]:
         return [
@@ -167,19 +170,21 @@ def lay_out(layers: Sequence[nn.Module], memory_format: torch.memory_format) -> 
 
 
 class _Tie(NamedTuple):
+    """Parts of layers that overlap in a storage, and the bytes that the first of them uses."""
+
     span: tuple[int, int]
     places: list[tuple[int, Part]]
 
 
 class Finder:
-    """Finds what layers share, as they are shown to it one after another."""
+    """Finds what layers share. The layers are shown to it one after another."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._memory: dict[int, tuple[Any, list[_Tie]]] = {}
 
     def show(self, index: int, layer: nn.Module) -> None:
-        """A layer, which may be let go afterwards. Raises UserError where it has no shape yet."""
+        """Inspect a layer, which may be freed afterwards. Raises UserError if it has no shape yet."""
         refuse_lazy(f'model: layer {index} "{self._names[index]}"', layer)
         for part in parts(layer):
             storage = memory_of(part.tensor)
@@ -190,11 +195,11 @@ class Finder:
                 alive = StorageWeakRef(storage)
                 key, span = alive.cdata, _span(part.tensor)
             reference, ties = self._memory.get(key, (None, []))
-            if isinstance(reference, weakref.ref) and reference() is not part.tensor:  # another one at its place
+            if isinstance(reference, weakref.ref) and reference() is not part.tensor:  # freed; a new tensor has its id
                 ties = []
             if span[0] == span[1]:
                 continue
-            # No place of a storage is used again while a weak reference knows of it.
+            # The address of a storage is not reused while a weak reference to it exists.
             self._memory[key] = (reference if ties else alive), ties
             place = (index, part._replace(tensor=torch.empty(0)))
             tie = next((tie for tie in ties if tie.span[0] < span[1] and span[0] < tie.span[1]), None)
@@ -204,7 +209,7 @@ class Finder:
                 tie.places.append(place)
 
     def found(self) -> tuple[Shared, ...]:
-        """What layers share, those that cannot be parted first; what the same layers share is one."""
+        """State that layers share, trained state first. Entries with the same first and last layer are merged."""
         by_layers: dict[tuple[bool, int, int], list[list[tuple[int, Part]]]] = {}
         for _, ties in self._memory.values():
             for tie in ties:
@@ -231,16 +236,17 @@ def _places(all_places: list[list[tuple[int, Part]]]) -> tuple[tuple[int, str], 
 
 
 class Handed:
-    """What layers have been handed out, remembered weakly, so that nothing is handed out a second time."""
+    """Weak references to the layers that have been handed out, so that nothing is handed out twice."""
 
     def __init__(self) -> None:
         self._layers: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
-        """And what a layer that nobody trains was like."""
+        """Layers, and for those without trained state their attributes when they were handed out."""
         self._memory: dict[int, tuple[StorageWeakRef, int | None]] = {}
 
     def add(self, layers: Iterable[nn.Module]) -> list[nn.Module]:
-        """Layers that are handed out now. One that has been before comes as it was then: a function may know one ``nn.ReLU``
-        for ever, and hooks, say, are put on this one alone."""
+        """Remember layers that are handed out, and return them. A layer without trained state that was handed out before is
+        replaced by a copy of what it was then: a function may always return the same ``nn.ReLU``, but hooks, say, must be
+        put on one copy alone."""
         self._memory = {key: known for key, known in self._memory.items() if not known[0].expired()}
         given = [_another(layer, self._layers[layer]) if layer in self._layers else layer for layer in layers]
         for layer in given:
@@ -253,7 +259,7 @@ class Handed:
         return given
 
     def used(self, layer: nn.Module) -> list[str]:
-        """Names of what a layer has that has been handed out before and may have changed since."""
+        """Names of a layer's tensors that have been handed out before and may have changed since."""
         found = []
         for part in parts(layer):
             storage = memory_of(part.tensor)
@@ -269,19 +275,19 @@ class Handed:
 
 
 def _own(state: dict[str, Any]) -> dict[str, Any]:
-    """Attributes of a layer, with dictionaries (hooks, layers within) of their own."""
+    """Attributes of a layer, with copies of dictionaries (hooks, submodules)."""
     return {name: value.copy() if isinstance(value, dict) else value for name, value in state.items()}
 
 
 def _another(layer: nn.Module, state: dict[str, Any]) -> nn.Module:
-    """A layer like this one, which nobody trains, was when it had these attributes."""
+    """New layer of the same type with these attributes, in place of ``layer``, which has no trained state."""
     other = type(layer).__new__(type(layer))
     vars(other).update(_own(state))
     return other
 
 
 def _checksum(storage: torch.UntypedStorage | None) -> int | None:
-    """Of values; None where there are none to see."""
+    """Checksum of a storage's values; None if they cannot be read here."""
     if storage is None or storage.device.type != "cpu":
         return None
     values = torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -289,9 +295,10 @@ def _checksum(storage: torch.UntypedStorage | None) -> int | None:
 
 
 class Watch:
-    """Sees to it that a layer does not write to what it shares with layers of other stages: hooks around its forward.
+    """Hooks around a layer's forward that raise UserError if it writes to what it shares with layers of other stages.
 
-    Values are compared in the first forward, later whether torch saw a write. What changes its size is a table that grows.
+    The first forward is checked by comparing values, later ones by torch's counts of writes. A tensor whose size changes is
+    a table that grows, and allowed.
     """
 
     def __init__(self, names: Sequence[str], text: str) -> None:
@@ -300,6 +307,7 @@ class Watch:
         self._before: list[tuple[torch.Tensor, int, int | None]] = []
 
     def put_on(self, layer: nn.Module) -> None:
+        """Install the hooks on a layer."""
         layer.register_forward_pre_hook(self._look)
         layer.register_forward_hook(self._compare)
 
@@ -331,8 +339,8 @@ class Watch:
 
 
 def watched(layers: Sequence[nn.Module], start: int, shared: Iterable[Shared]) -> None:
-    """Watch over what layers ``start``, ``start`` + 1, ... share with layers of other stages. A forward that writes to it
-    raises UserError."""
+    """Watch what layers ``start``, ``start`` + 1, ... share with layers of other stages. A forward that writes to it raises
+    UserError."""
     stop = start + len(layers)
     for one in shared:
         if not one.constant or (start <= one.first and one.last < stop):

@@ -1,1 +1,1 @@
-"""What one stage of the pipeline does, and in which order. One process's business: nothing here knows of other ranks."""
+"""One stage of the pipeline: what it computes, and in which order. Nothing here knows of other ranks."""

@@ -1,9 +1,9 @@
-"""Backward in two parts: input gradients now (B), weight gradients later (W), for the zero-bubble schedule.
+"""Backward in two parts for the zero-bubble schedule: input gradients at once (B), weight gradients later (W).
 
-The layers that are worth it, ``nn.Linear`` and ``nn.Conv*d``, get a forward whose backward computes the input's gradient
-and leaves the weights' for ``DeferredWeights.run``: convolutions by torch's own function for both, linear layers by a
-small graph that is asked twice. Both are computed by the very kernels that autograd would use, so the results are the
-same to the bit. Everything else (norms, embeddings, modules of other types) computes its weights' gradients within B.
+The layers for which this pays, ``nn.Linear`` and ``nn.Conv*d``, get a forward whose backward computes the input's gradient
+and leaves the weights' to ``DeferredWeights.run``: convolutions use torch's own function for both, linear layers a small
+graph that runs backward twice. Both use the same kernels as autograd, so the results are the same to the bit. Everything
+else (norms, embeddings, modules of other types) computes its weight gradients within B.
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """
@@ -22,92 +22,94 @@ _Work = Callable[[], None]
 
 
 class DeferredWeights:
-    """Weight gradients that wait, gathered by backward passes under ``collect``."""
+    """Weight gradients that wait for W. Backward passes put them here, ``collect`` takes them out."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        """Teach every suitable module below ``modules`` to defer."""
+        """Give every suitable module below ``modules`` a forward that can defer."""
         self._anchor = torch.zeros((), requires_grad=True)
         self._waiting: list[_Work] = []
         self._on = True
         self.forwarding = False
-        """Whether this is a forward of the stage."""
+        """True during a forward of the stage."""
         self.looking = False
-        """Nothing defers; what never may is found out."""
+        """True on a trial stage: nothing defers, and modules that never may are found."""
         self._parts: list[nn.Module] = []
         self._used: set[int] = set()
         self._called: set[int] = set()
-        """In a backward: what the forward before used."""
+        """Modules that the last forward used, during a backward."""
         self._never: set[int] = set()
-        """Modules whose weights have other uses in a forward than one call: their gradients are added to each other first,
-        and then to what is there."""
+        """Modules that never defer, since a forward uses their weights more than once: autograd adds up the gradients of all
+        uses, and adds only the sum to what is there."""
         every = {id(part): part for module in modules for part in module.modules()}.values()
         owners = Counter(id(p) for part in every for p in part._parameters.values() if p is not None)
         for part in every:
             if isinstance(part.__dict__.get("forward"), _Deferred):
-                del part.forward  # a copy's, which would call the original
+                del part.forward  # copied with the module, it would call the original
             if type(part) in _TYPES and not _is_hooked(part) and all(owners[id(p)] == 1 for p in part.parameters()):
                 part.forward = _Deferred(part, len(self._parts), self)
                 self._parts.append(part)
 
     def begin(self, on: bool, forward: bool = True) -> None:
-        """Another forward, or a backward in which forwards may be computed once more, which defers or not."""
+        """Begin a forward, or a backward in which forwards may be computed again. ``on``: modules defer."""
         self._on, self.forwarding = on, forward
         self._called = set() if forward else self._used.copy()
         self._used.clear()
 
     def use(self, number: int) -> bool:
-        """Whether a module's forward of now defers. One that is called twice in a forward does not."""
-        # Nor one whose forward is computed once more in backward, as what its graph keeps is (``torch.utils.checkpoint``).
+        """True if a module's current forward defers. A module that is called twice in a forward never does."""
+        # Neither does a module whose forward is computed again in backward (``torch.utils.checkpoint``).
         if number in self._used or (self.looking and number in self._called):
             self._never.add(number)
         self._used.add(number)
         return self._on and not self.looking and number not in self._never
 
     def asked(self, number: int) -> None:
-        """A gradient goes through a module's forward. Within the stage's forward somebody wants it for himself
-        (``torch.autograd.grad`` in a layer), perhaps that of the weights, too."""
+        """Note that a gradient passes through a module's forward. Within the stage's forward, a layer wants that gradient
+        itself (``torch.autograd.grad``), and perhaps the weights' as well: the module must not defer."""
         if self.forwarding:
             self._never.add(number)
 
     def look(self, outputs: list[torch.Tensor]) -> None:
-        """After a first forward, which deferred nothing: modules whose weights are used elsewhere, too, defer nothing."""
+        """After a first forward that deferred nothing: exclude modules whose weights have other uses."""
         uses = _uses(outputs)
         for number, part in enumerate(self._parts):
             if any(uses[id(parameter)] > 1 for parameter in part._parameters.values()):
                 self._never.add(number)
 
     def learn(self, trial: "DeferredWeights") -> None:
-        """From the same modules' first forward."""
+        """Take over what ``trial``, from copies of the same modules, has found."""
         self._never |= trial._never
 
     @property
     def anchor(self) -> torch.Tensor:
+        """Scalar that wants a gradient, so that autograd calls a module's backward even if its input wants none."""
         return self._anchor
 
     def put(self, work: _Work) -> None:
+        """Leave work to W."""
         self._waiting.append(work)
 
     def collect(self) -> list[_Work]:
-        """What the backward just done has left to do."""
+        """Take the work that the last backward left to W."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
     @staticmethod
     def run(work: list[_Work]) -> None:
-        """W: accumulate the weight gradients that a backward left."""
+        """Accumulate the weight gradients that a backward left (W)."""
         for one in work:
             one()
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether its type's forward is not all there is to it (hooks, weight norm, a forward of its own)."""
+    """True if a module does more than its type's forward (hooks, weight norm, a forward of its own)."""
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooked) or "forward" in module.__dict__ or hasattr(module, "parametrizations")
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
-    """A module's parameters that are trained; none where something else has taken the place of one (a tensor that is
-    computed in each forward, ``torch.func.functional_call``): its gradient goes on."""
+    """Trained parameters of a module; none if something else has taken the place of one (a tensor computed in each forward,
+    ``torch.func.functional_call``), since that needs its gradient in B."""
     found = []
     for name in ("weight", "bias"):
         parameter = getattr(module, name)
@@ -121,7 +123,7 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _uses(outputs: list[torch.Tensor]) -> Counter[int]:
-    """How often each parameter, by its id, occurs in the graph behind these tensors."""
+    """Number of times that each parameter, by its id, occurs in the graph behind these tensors."""
     found: Counter[int] = Counter()
     waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(waiting)
@@ -138,7 +140,7 @@ def _uses(outputs: list[torch.Tensor]) -> Counter[int]:
 
 
 class _Deferred:
-    """A module's forward."""
+    """A module's forward that defers weight gradients."""
 
     def __init__(self, module: nn.Module, number: int, store: DeferredWeights) -> None:
         self._module, self._number, self._store = module, number, store
@@ -147,7 +149,7 @@ class _Deferred:
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         store, module = self._store, self._module
         parameters = _own(module)
-        # torch.func's transforms (vmap, jacrev, ...) take no autograd functions such as ours.
+        # torch.func's transforms (vmap, jacrev, ...) do not accept autograd functions such as ours.
         plain = torch._C._are_functorch_transforms_active() or not torch.is_grad_enabled()
         defers = parameters and not plain and len(args) == 1 and not kwargs
         result: torch.Tensor
@@ -164,7 +166,7 @@ class _Deferred:
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Deferred":
-        return self  # the copy's stage finds it, and takes it away
+        return self  # the copy's stage finds it and removes it
 
 
 def _is_plain_convolution(module: nn.Module, x: torch.Tensor, parameters: list[nn.Parameter]) -> bool:
@@ -179,7 +181,7 @@ def _is_plain_convolution(module: nn.Module, x: torch.Tensor, parameters: list[n
 
 
 class _Convolution(torch.autograd.Function):
-    """Without a graph of its own, which costs 2 to 6 % of the time of MobileNetV2's layers."""
+    """A convolution without an inner graph, which would cost 2 to 6 % of the time of MobileNetV2's layers."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, module: Any, store: DeferredWeights) -> torch.Tensor:
@@ -203,7 +205,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _convolution_backward(gradient: torch.Tensor, x: torch.Tensor, module: Any, wanted: tuple[bool, ...]) -> Any:
-    """Gradients of a convolution's input, weight and bias, where ``wanted``: the function that autograd calls."""
+    """Gradients of a convolution's input, weight and bias, where ``wanted``, by the function that autograd calls."""
     sizes = None if module.bias is None else module.bias.shape
     return torch.ops.aten.convolution_backward(
         gradient, x, module.weight, sizes, module.stride, module.padding, module.dilation, False,
@@ -220,11 +222,13 @@ def _weight_gradients(gradient: torch.Tensor, x: torch.Tensor, module: Any) -> N
             continue
         if parameter.grad is not None:
             parameter.grad.add_(found)
-        else:  # in the parameter's layout, as autograd has it
+        else:  # in the parameter's layout, as autograd does
             parameter.grad = found if found.stride() == parameter.stride() else torch.empty_like(parameter).copy_(found)
 
 
 class _InputGradientOnly(torch.autograd.Function):
+    """A layer whose backward computes only its input's gradient, and keeps an inner graph for W."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -244,10 +248,10 @@ class _InputGradientOnly(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
         of_input = None
-        if ctx.inside.requires_grad:  # which is linear in the gradient, whatever the input
+        if ctx.inside.requires_grad:  # it is linear in the gradient, whatever the input
             again = torch.is_grad_enabled()
             (of_input,) = torch.autograd.grad(ctx.output, ctx.inside, gradient, retain_graph=True, create_graph=again)
-        if ctx.store.forwarding:  # a layer wants it for itself
+        if ctx.store.forwarding:  # a layer itself wants this gradient
             return of_input, None, None, None, None
         ctx.store.put(partial(torch.autograd.backward, ctx.output, gradient, inputs=ctx.parameters))
         ctx.output = ctx.inside = None

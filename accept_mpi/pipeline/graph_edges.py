@@ -1,4 +1,4 @@
-"""Where a stage's autograd graph begins and ends: inputs enter it, gradients are given to its outputs."""
+"""Edges of a stage's autograd graph: where inputs enter it, and where gradients are given to its outputs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +15,7 @@ class Box:
         self.gradient: torch.Tensor | None = None
 
     def open(self, anchor: torch.Tensor) -> torch.Tensor:
+        """Move the tensor into the graph; afterwards the box no longer holds it."""
         assert self.tensor is not None
         tensor: torch.Tensor = Enter.apply(anchor, self) if self.wants_gradient else self.tensor
         self.tensor = None
@@ -22,8 +23,8 @@ class Box:
 
 
 class Seeded(torch.autograd.Function):
-    """A scalar; its backward gives these outputs these gradients. (``torch.autograd.backward`` would, too, but imports sympy
-    to compare their shapes: 35 MB and a third of a second of CPU in every process.)"""
+    """A scalar whose backward gives these outputs these gradients. (``torch.autograd.backward`` would, too, but it imports
+    sympy to compare their shapes: 35 MB and a third of a second of CPU per process.)"""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
@@ -36,7 +37,7 @@ class Seeded(torch.autograd.Function):
 
 
 class Enter(torch.autograd.Function):
-    """A stage's input as a non-leaf without a copy, so that a first layer may work in place, as it may when whole."""
+    """A stage's input as a non-leaf without a copy, so that a first layer may work in place as it may in the whole model."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -51,7 +52,7 @@ class Enter(torch.autograd.Function):
 
 
 def finite(values: Sequence[torch.Tensor]) -> bool:
-    """Whether all values are finite: by their sum first, which is one pass, and only then one by one."""
+    """True if all values are finite. Their sum is checked first, in one pass, and single values only if it is not finite."""
     for value in values:
         if value.is_floating_point() and not torch.isfinite(value.detach().sum()) and not value.isfinite().all():
             return False

@@ -1,4 +1,4 @@
-"""What enters a stage with a micro-batch, what comes out, and what stays until its backward."""
+"""A micro-batch in a stage: its inputs, its outputs, and what is kept until its backward."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ Key = tuple[int, int]  # step, micro-batch
 
 @dataclass
 class InFlight:
-    """A micro-batch between its F and its B (or W)."""
+    """State of a micro-batch between its F and its B (or W)."""
 
     boxes: list[Box]
     outputs: list[torch.Tensor]
@@ -27,20 +27,21 @@ class InFlight:
 
 
 class Outputs(NamedTuple):
-    """What F gives."""
+    """Results of F."""
 
     outputs: Tensors
-    """For the next stage; empty on the last."""
+    """Tensors for the next stage; empty on the last."""
     result: Result | None
-    """On the last stage."""
+    """Loss and accuracy on the last stage; None on others."""
     suspect: int
-    """1 + the first layer that made NaN or infinity out of finite values for this micro-batch; 0: none seen so far."""
+    """Number, from 1, of the first layer that made NaN or infinity out of finite values of this micro-batch; 0: none so
+    far."""
     tree: Tree = tree.LONE
-    """What the outputs are the tensors of."""
+    """Tree of which the outputs are the tensors."""
 
 
 class Inputs(NamedTuple):
-    """What a stage takes of a micro-batch."""
+    """Tensors that a stage takes for a micro-batch, and their tree."""
 
     tensors: Tensors
     tree: Tree

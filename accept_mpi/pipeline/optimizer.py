@@ -1,7 +1,8 @@
 """Torch's optimizers under a learning rate that is a function of the step alone.
 
-Their methods import ``torch._dynamo`` first, the compiler that nobody here asks for: more than a second of a whole core, as
-long as torch itself, three to four seconds of a small device's start. So it is left out (unless a model brings it).
+The first call of their methods imports ``torch._dynamo``, a compiler that nothing here uses. That takes more than a second
+of a whole core, as long as torch itself, and three to four seconds of a small device's start. So the import is avoided
+(unless a model needs it).
 """
 
 import inspect
@@ -16,7 +17,7 @@ from accept_mpi.job import Optimizer
 
 
 def learning_rate(options: Optimizer, lr: float, step: int, steps: int) -> float:
-    """The rate of update ``step`` (counted from 0) of a run of ``steps``."""
+    """Learning rate of update ``step``, counted from 0, in a run of ``steps`` updates."""
     if step < options.warmup_steps:
         return lr * (step + 1) / options.warmup_steps
     done, span = step - options.warmup_steps, max(1, steps - options.warmup_steps)
@@ -28,7 +29,7 @@ def learning_rate(options: Optimizer, lr: float, step: int, steps: int) -> float
 
 
 def make_optimizer(options: Optimizer, lr: float, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
-    """The optimizer a job names over a stage's parameters; None where the stage has none."""
+    """Optimizer that a job names, for a stage's parameters; None if there are none."""
     if not parameters:
         return None
     kind: type[torch.optim.Optimizer]
@@ -43,18 +44,18 @@ def make_optimizer(options: Optimizer, lr: float, parameters: Sequence[nn.Parame
 
 
 COUNTER = "step"
-"""Of a parameter's updates, among the optimizer's state."""
+"""Name, in the optimizer's state, of the number of a parameter's updates."""
 
 
 def state_names(options: Optimizer) -> frozenset[str]:
-    """What the optimizer keeps of each parameter that has been updated."""
+    """Names of the optimizer's state for each parameter that has been updated."""
     if options.name == "sgd":
         return frozenset({"momentum_buffer"} if options.momentum else ())
     return frozenset({COUNTER, "exp_avg", "exp_avg_sq"})
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:
-    """One step with the gradients that parameters have, which are gone afterwards."""
+    """Make one step with the gradients of the parameters, and drop the gradients."""
     with torch.no_grad():
         inspect.unwrap(type(optimizer).step)(optimizer)
     for group in optimizer.param_groups:
@@ -63,7 +64,7 @@ def update(optimizer: torch.optim.Optimizer) -> None:
 
 
 def leave_the_compiler_out() -> None:
-    """Let torch believe that it has made the version of a method that the compiler does not look into: the plain one."""
+    """Mark torch's plain method as the version that its compiler would make, so that torch does not import the compiler."""
     plain = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     if not hasattr(plain, "__dynamo_disable"):
         setattr(plain, "__dynamo_disable", plain)

@@ -1,8 +1,8 @@
-"""Schedules: the actions of each stage, in order. Pure lists, walked by the worker and by the simulator alike.
+"""Schedules: the actions of each stage, in order. Pure lists that both the worker and the simulator carry out.
 
-Letters: P stages, s a stage (0-based), k a micro-batch. F forward, B backward (of the stage's inputs, where W is apart),
-W weight gradient, BW both at once, U update. For P = 3 and 4 micro-batches of one step, ``transfer_slack`` 0, time to the
-right:
+Letters: P stages, s a stage (0-based), k a micro-batch. F forward, B backward (only of the stage's inputs if W is separate),
+W weight gradients, BW both at once, U update. Three stages, one step of 4 micro-batches, ``transfer_slack`` 0, with time to
+the right:
 
     gpipe   s=0  F0 F1 F2 F3                B0 B1 B2 B3 U
             s=1     F0 F1 F2 F3          B0 B1 B2 B3 U
@@ -16,17 +16,18 @@ right:
     bubble  s=1     F0 F1    B0 F2    B1 W0 F3 B2 W1 B3 W2 W3 U
     (ZB-H1) s=2        F0 B0 F1 B1    F2 B2 W0 F3 B3 W1 W2 W3 U
 
-"1f1b-async" is 1f1b over all steps of a segment without a pause between them: F of the next step goes on with the
-weights that the stage has by then (PipeDream's weight stashing), U follows the B of a step's last micro-batch.
+"1f1b-async" is 1f1b over all steps of a segment without a pause between them: F of the next step uses the weights that the
+stage has by then (PipeDream's weight stashing), and U follows the B of a step's last micro-batch.
 
-To put W off costs (twice the way through memory: 5 to 10 % of MobileNetV2's F + B + W). So stage 0, which has nobody to
-send gradients to, does not. And with a ``transfer_slack`` of 2 and more other stages do so only for the last micro-batches
-of a step, as many as wait there for B, and ``s`` more: with slack, stages before do not wait for the first gradients. On
-equal stages that is never slower than ZB-H1 (tests/unit/test_schedule.py), and up to 6 % faster where that costs 6 %.
+Deferring W has a price (a second pass through memory: 5 to 10 % of MobileNetV2's F + B + W). So stage 0, which sends no
+gradients, does not defer. With a ``transfer_slack`` of 2 or more, other stages defer only for the last micro-batches of a
+step: for as many as wait there for B, and ``s`` more. With slack, the stages before do not wait for the first gradients. On
+equal stages that is never slower than ZB-H1 (tests/unit/pipeline/test_schedule.py), and up to 6 % faster where deferring
+costs 6 %.
 
 Sources: GPipe (Huang et al. 2019); 1F1B and its bound (PipeDream, Narayanan et al. 2019, section 3.2); ZB-H1 (Qi et al.
-2023, section 2.2). ``transfer_slack`` 1 gives Asteroid's K_p (reconstruction): one more micro-batch for each boundary
-behind the stage, so that a transfer counts like a stage.
+2023, section 2.2). ``transfer_slack`` 1 gives Asteroid's K_p (reconstruction): one more micro-batch per boundary behind the
+stage, so that a transfer counts like a stage.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,9 +39,9 @@ _SLACK_FOR_WHOLE = 2
 
 
 class Action(NamedTuple):
-    """One thing a stage does. ``step`` counts from the segment's first; ``micro_batch`` is -1 for U.
+    """One action of a stage. ``step`` counts from the segment's first; ``micro_batch`` is -1 for U.
 
-    ``version`` is the weight version that an F computes with: the number of updates since the segment began.
+    ``version``: weight version that an F computes with, the number of updates since the segment began.
     """
 
     kind: str
@@ -48,7 +49,7 @@ class Action(NamedTuple):
     micro_batch: int
     version: int = 0
     whole: bool = False
-    """Of zero-bubble's F and B: B computes the weights' gradients, too; there is no W."""
+    """For zero-bubble's F and B: B computes the weight gradients, too, and there is no W."""
 
     def __str__(self) -> str:
         if self.kind == "U":
@@ -57,7 +58,7 @@ class Action(NamedTuple):
 
 
 def parse(text: str) -> list[Action]:
-    """The inverse of ``" ".join(map(str, actions))``, without versions."""
+    """Actions from text, the inverse of ``" ".join(map(str, actions))``; versions are lost."""
     actions = []
     for word in text.split():
         kind = word.rstrip(".0123456789")
@@ -67,10 +68,10 @@ def parse(text: str) -> list[Action]:
 
 
 def max_in_flight(kind: ScheduleKind, stage: int, stages: int, micro_batches: int, slack: int = 0) -> int:
-    """Most micro-batches in flight at ``stage``: F done, and B (zero-bubble: W or BW) not.
+    """Most micro-batches in flight at ``stage``: those after F, and before B (zero-bubble: before W or BW).
 
-    gpipe: all of a step. 1f1b: P - s. zero-bubble: P (Qi et al.: the peak of 1F1B, at every stage). Each plus ``slack`` for
-    every boundary behind the stage.
+    gpipe: all of a step. 1f1b: P - s. zero-bubble: P (Qi et al.: the peak of 1F1B, at every stage). Except for gpipe,
+    ``slack`` comes on top per boundary behind the stage.
     """
     ahead = slack * (stages - 1 - stage)
     bound = {"gpipe": micro_batches, "zero-bubble": stages + ahead}.get(kind, stages - stage + ahead)
@@ -80,15 +81,19 @@ def max_in_flight(kind: ScheduleKind, stage: int, stages: int, micro_batches: in
 def actions(
     kind: ScheduleKind, stage: int, stages: int, counts: Sequence[int], slack: int = 0, vertical_sync: bool = False
 ) -> list[Action]:
-    """Actions of ``stage`` for a segment: ``counts[i]`` micro-batches in its step ``i``. The pipeline is empty before and
-    after; within it only "1f1b-async" goes from step to step without draining."""
+    """List of the actions that ``walk`` yields, for the same arguments."""
     return list(walk(kind, stage, stages, counts, slack, vertical_sync))
 
 
 def walk(
     kind: ScheduleKind, stage: int, stages: int, counts: Sequence[int], slack: int = 0, vertical_sync: bool = False
 ) -> Iterator[Action]:
-    """``actions``, one after another: a segment may be the whole of a long run."""
+    """Yield the actions of ``stage`` for a segment, one after another: a segment may be the whole of a long run.
+
+    ``counts[i]``: micro-batches in the segment's step ``i``; ``slack``: the job's ``transfer_slack``; ``vertical_sync``: F
+    uses the weight version that stage 0 used ("1f1b-async" only). The pipeline is empty before and after a segment; within
+    it only "1f1b-async" goes from step to step without draining.
+    """
     if kind == "1f1b-async":
         mine = _asynchronous(stage, stages, counts, slack)
         if not vertical_sync or stage == 0:
@@ -121,7 +126,7 @@ def _one_step(kind: ScheduleKind, stage: int, stages: int, count: int, slack: in
 
 
 def _one_forward_one_backward(admitted: int, count: int) -> Iterator[tuple[str, int]]:
-    """``admitted`` forwards, then B and F in turn, then the backwards that are left."""
+    """Yield ``admitted`` forwards, then B and F in turn, then the remaining backwards."""
     for k in range(admitted):
         yield "F", k
     for k in range(count):
@@ -131,17 +136,17 @@ def _one_forward_one_backward(admitted: int, count: int) -> Iterator[tuple[str, 
 
 
 def _whole(stage: int, stages: int, count: int, slack: int) -> int:
-    """How many of a step's first micro-batches have one B for all."""
+    """Number of a step's first micro-batches whose B computes the weight gradients, too."""
     if stage == 0:
         return count
     return max(0, count - max_in_flight("1f1b", stage, stages, count, slack) - stage) if slack >= _SLACK_FOR_WHOLE else 0
 
 
 def _zero_bubble(admitted: int, lag: int, count: int, whole: int) -> list[tuple[str, int]]:
-    """1F1B with W put off by ``lag`` micro-batches, so that B goes upstream early and W fills the gaps at the end. The
-    first ``whole`` micro-batches have none."""
+    """1F1B with W deferred by ``lag`` micro-batches, so that B goes upstream early and W fills the gaps at the end. The
+    first ``whole`` micro-batches have no W."""
     order = [("F", k) for k in range(admitted)]
-    done = whole  # weight gradients
+    done = whole  # micro-batches whose weight gradients are complete
     for k in range(count):
         order.append(("B", k))
         steady = k + admitted < count
@@ -167,5 +172,5 @@ def _asynchronous(stage: int, stages: int, counts: Sequence[int], slack: int) ->
 
 
 def grid(walks: Sequence[Sequence[Action]]) -> str:
-    """The schedule of all stages as text, a line a stage."""
+    """Schedule of all stages as text, one line per stage."""
     return "\n".join(f"stage {s}: " + " ".join(map(str, walk)) for s, walk in enumerate(walks))

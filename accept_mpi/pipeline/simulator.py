@@ -1,4 +1,4 @@
-"""A discrete-event run of the very action lists that the worker walks, on given times."""
+"""Discrete-event simulation of the same action lists that the worker carries out, with given times."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,14 @@ from accept_mpi.pipeline.schedule import Action, grid
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a simulated run took. Times in the unit of the durations given."""
+    """Result of a simulated run. All times are in the unit of the given durations."""
 
     makespan: float
+    """Time at which the last action ends."""
     busy: list[float]
     """Compute time of each stage."""
     spans: list[list[tuple[float, float]]]
-    """Start and end of each action, stage by stage."""
+    """Start and end of each action, for each stage."""
     transfers: list[tuple[int, str, int, int, float, float]]
     """(boundary, "F" or "B", step, micro-batch, start, end) of each message."""
 
@@ -33,14 +34,15 @@ def simulate(
     transfer: Callable[[int, str], float] = lambda boundary, kind: 0.0,
     begins: Sequence[float] | None = None,
 ) -> Simulated:
-    """Run ``walks`` (one action list a stage): each stage does its actions in order, each as soon as its input is there.
+    """Simulate ``walks`` (one action list per stage): each stage carries out its actions in order, each as soon as its input
+    has arrived.
 
-    ``duration(stage, action)`` and ``transfer(boundary, "F" or "B")`` give times; a link carries one message a direction at
-    a time. ``begins``: when each stage is there; 0 if None. Raises RuntimeError with the grid of actions where the
+    ``duration(stage, action)`` and ``transfer(boundary, "F" or "B")`` return times; a link carries one message at a time per
+    direction. ``begins``: time at which each stage can begin; 0 if None. Raises RuntimeError with the grid of actions if the
     lists wait for each other.
     """
     last = len(walks) - 1
-    arrived: dict[tuple[str, int, int, int], float] = {}  # (kind, stage, step, micro-batch) -> its input is there
+    arrived: dict[tuple[str, int, int, int], float] = {}  # (kind, stage, step, micro-batch) -> arrival of its input
     link_free: dict[tuple[int, str], float] = {}
     at = [0] * len(walks)
     clock = list(begins) if begins is not None else [0.0] * len(walks)
@@ -75,14 +77,18 @@ def simulate(
 
 
 class PackedSchedule:
-    """Action lists as arrays, for ``simulate_packed``: made once, run on many times."""
+    """Action lists as arrays for ``simulate_packed``: made once, simulated many times.
+
+    ``kinds`` (actions,): index in ``KINDS``, or ``WHOLE``; ``numbers`` (actions,): micro-batch, counted over all steps, -1
+    for U; ``steps`` (actions,); ``begins`` (stages + 1,): index of each stage's first action.
+    """
 
     KINDS = "FBWU"
     WHOLE = 4
-    """A B that leaves nothing to W."""
+    """Kind of a B that leaves nothing to W."""
 
     def __init__(self, walks: Iterable[Sequence[Action]], counts: Sequence[int]) -> None:
-        """``counts``: micro-batches of each step. ``walks`` (one a stage) may be a generator."""
+        """``counts``: micro-batches of each step. ``walks`` (one per stage) may be a generator."""
         first = np.concatenate([[0], np.cumsum(counts)])
         self.micro_batches = int(first[-1])
         kinds, numbers, steps, begins = [], [], [], [0]
@@ -104,7 +110,8 @@ class PackedSchedule:
 
 
 def action_seconds(seconds: npt.NDArray[np.float64], stage: int, action: Action) -> float:
-    """What an action takes, by ``seconds`` (stages, 4) of F, B, W and U: a B that leaves nothing to W takes both."""
+    """Duration of an action, from ``seconds`` (stages, 4) of F, B, W and U. A B that leaves nothing to W takes the time of
+    both."""
     found = float(seconds[stage, PackedSchedule.KINDS.index(action.kind)])
     return found + float(seconds[stage, PackedSchedule.KINDS.index("W")]) if action.kind == "B" and action.whole else found
 
@@ -112,10 +119,10 @@ def action_seconds(seconds: npt.NDArray[np.float64], stage: int, action: Action)
 def simulate_packed(
     packed: PackedSchedule, seconds: npt.NDArray[np.float64], transfers: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Starts and ends of all actions, as ``simulate`` finds them. ``seconds`` (stages, 4) of F, B, W and U; ``transfers``
-    (stages - 1, 2): activations ahead, gradients back.
+    """Starts and ends (actions,) of all actions, the same that ``simulate`` finds. ``seconds`` (stages, 4): of F, B, W and
+    U; ``transfers`` (stages - 1, 2): of activations forward and gradients backward.
 
-    Raises RuntimeError where the lists wait for each other.
+    Raises RuntimeError if the lists wait for each other.
     """
     starts, ends = np.empty(len(packed.kinds)), np.empty(len(packed.kinds))
     arrived = np.full((2, packed.stages, packed.micro_batches), np.inf)

@@ -1,4 +1,4 @@
-"""One stage's compute: forward, backward, what is kept in between, and the optimizer."""
+"""One stage's computation: forward, backward, what is kept in between, and the optimizer."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -39,8 +39,8 @@ class Stage:
         channels_last: bool,
         again: Callable[[], Layers] | None = None,
     ) -> None:
-        """``loss`` is given on the last stage; ``channels_last`` must be the same on all stages. ``again`` builds the
-        layers once more, for a trial, where they cannot be copied."""
+        """``loss`` is given on the last stage; ``channels_last`` must be the same on all stages. ``again`` builds the layers
+        once more for a trial if they cannot be copied."""
         self.start, self.names, self.layers = layers.start, layers.names, layers.modules
         self._job, self._seed, self._again = job, job.train.seed, again
         self._loss = loss
@@ -61,14 +61,14 @@ class Stage:
         self._searches = 3
         self._setting_up = False
         self._made: set[str] = set()
-        """Names of buffers that a first forward makes."""
+        """Names of buffers that the first forward creates."""
         self._written: set[tuple[int, int]] = set()
-        """Which parameters (0) and buffers (1), by their place among them, a forward writes to."""
-        self._kept = self._check_state()  # what cannot be kept is said now, not at the first checkpoint
+        """Parameters (0, position) and buffers (1, position) that a forward writes to."""
+        self._kept = self._check_state()  # reports state that cannot be kept now, not at the first checkpoint
 
     @property
     def shares(self) -> Callable[[Sequence[Any], Sequence[int]], list[float]] | None:
-        """``Loss.shares`` on the last stage."""
+        """``Loss.shares`` on the last stage, else None."""
         return self._loss.shares if self._loss is not None else None
 
     @property
@@ -77,14 +77,14 @@ class Stage:
         return sum(p.numel() for p in self.parameters)
 
     def from_data(self, value: Any) -> Inputs:
-        """A data set's inputs as the first stage takes them: images in the model's memory format."""
+        """A data set's inputs in the form that the first stage takes: images in the model's memory format."""
         tensors, of = tree.flatten(value)
         layout = torch.channels_last if self._channels_last else torch.contiguous_format
         laid_out = (v.contiguous(memory_format=layout) if v.dim() == 4 else v for v in tensors)
         return Inputs(tuple(laid_out), of)
 
     def close(self) -> None:
-        """Give the memory back, whoever still knows this object: another stage is to be built from it."""
+        """Release all tensors even if something still refers to this object, since another stage is to be built from it."""
         self.in_flight.clear()
         self.optimizer = self._deferred = None
         self.layers, self.parameters, self._weights = [], [], Weights([], False)
@@ -105,10 +105,11 @@ class Stage:
         of: Tree | None = None,
         samples: int | None = None,
     ) -> Outputs:
-        """F. ``inputs`` come from the wire or the data set, and are the tensors ``of`` a tree (by default one alone, or a
-        tuple of several); ``version`` counts updates since the segment began; on the last stage ``target`` is wanted, and
-        ``samples``, and the micro-batch's loss has this ``share`` in the step's (``Loss.shares``). ``whole``: in the
-        zero-bubble schedule, that B is to leave nothing to W."""
+        """F of one micro-batch. ``inputs``, from the wire or the data set, are the tensors of the tree ``of`` (by default a
+        single tensor, or a tuple of several); ``version`` counts updates since the segment began. On the last stage
+        ``target`` is required, ``samples`` is ``len(target)`` if None, and the micro-batch's loss has this ``share`` in the
+        step's (``Loss.shares``). ``suspect``: the previous stage's (``Outputs.suspect``). ``whole``: B is to leave nothing
+        to W (zero-bubble)."""
         boxes = [Box(x) for x in inputs]
         self._weights.begin(version)
         if self._deferred is not None:
@@ -127,7 +128,7 @@ class Stage:
         return Outputs(() if result else tuple(outputs), result, suspect, given)
 
     def backward(self, step: int, micro_batch: int, gradients: Tensors) -> Tensors:
-        """B: gradients of the inputs that want one, for the stage before; ``gradients`` is empty on the last stage."""
+        """B: gradients of the inputs that want one, for the previous stage. ``gradients`` is empty on the last stage."""
         flight = self.in_flight[step, micro_batch]
         wanting = [out for out in flight.outputs if out.requires_grad]
         if self._loss is not None:
@@ -136,7 +137,7 @@ class Stage:
         if pairs:
             seed_all(backward_seed(self._seed, step, micro_batch, self.start))
             if self._deferred is not None:
-                self._deferred.begin(not flight.whole, forward=False)  # forwards may be computed once more
+                self._deferred.begin(not flight.whole, forward=False)  # which may compute forwards again
             with self._going_back(flight):
                 Seeded.apply([g for _, g in pairs], *(out for out, _ in pairs)).backward()
         flight.outputs = []
@@ -147,17 +148,17 @@ class Stage:
         return tuple(box.gradient for box in flight.boxes if box.wants_gradient)
 
     def weight_gradient(self, step: int, micro_batch: int) -> None:
-        """W: what B left to do."""
+        """W: compute the weight gradients that B left."""
         flight = self.in_flight.pop((step, micro_batch))
         with self._going_back(flight):
             DeferredWeights.run(flight.work)
 
     def scale(self, step: int) -> float:
-        """What the step's gradients are to be multiplied with in ``update``, as far as the last stage knows by now."""
+        """Factor for the step's gradients in ``update``, as far as the last stage knows it."""
         return self._divisors.scale(step)
 
     def update(self, lr: float, version: int, scale: float = 1.0) -> None:
-        """U: one optimizer step with ``scale`` times the gradients; from here on the weights are version ``version`` + 1 of
+        """U: one optimizer step with ``scale`` times the gradients. Afterwards the weights are version ``version`` + 1 of
         the segment."""
         if self.optimizer is not None:
             if scale != 1.0:
@@ -171,13 +172,14 @@ class Stage:
         self._weights.publish(version + 1)
 
     def drained(self) -> None:
-        """A segment is over: nothing is in flight, and versions count from 0 again."""
+        """End a segment: nothing is in flight, and versions count from 0 again."""
         assert not self.in_flight, f"micro-batches {sorted(self.in_flight)} are still in flight"
         self._weights.restart()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within: the newest weights, no dropout, BatchNorm's running statistics. Modules have their own modes later."""
+        """Within the context: the newest weights, no dropout, BatchNorm's running statistics. Modules get their modes back
+        on exit."""
         self._weights.newest()
         modes = [(module, module.training) for layer in self.layers for module in layer.modules()]
         for layer in self.layers:
@@ -203,8 +205,8 @@ class Stage:
 
     @contextmanager
     def trial(self) -> Iterator["Stage"]:
-        """A stage of the same layers to try things on. It shares nothing with this one: whatever a forward does to modules
-        (buffers made, replaced or resized, attributes, counters) happens to copies."""
+        """Within the context: a stage of the same layers to try things on. It shares nothing with this one: whatever a
+        forward does to modules (buffers created, replaced or resized, attributes, counters) happens to copies."""
         with kept(), untouched(self.layers, self._loss and self._loss.function):
             try:
                 modules = copy.deepcopy(self.layers)
@@ -231,10 +233,10 @@ class Stage:
         of: Tree | None = None,
         samples: int | None = None,
     ) -> tuple[TensorSpec, ...]:
-        """One forward and backward, on a ``trial`` stage, for the shapes of what crosses.
+        """Run one forward and backward on a ``trial`` stage, to find the shapes of what crosses boundaries.
 
-        ``gradients_of`` is asked, with the outputs' specs and tree, for gradients of the same layout as training will send.
-        Returns the specs of the inputs' gradients.
+        ``gradients_of`` is called with the outputs' specs and tree, and returns gradients in the layout that training will
+        send. Returns the specs of the inputs' gradients.
         """
         if not self._setting_up:
             with self.trial() as trial:
@@ -254,7 +256,7 @@ class Stage:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The newest weights under their names in the whole model."""
+        """Yield the newest weights under their names in the whole model."""
         yield from zip(self._parameter_names, self.parameters, strict=True)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -267,7 +269,7 @@ class Stage:
         }
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Copies of the optimizer's tensors as "<what>/<parameter's name>"."""
+        """Copies of the optimizer's tensors as "<name of the state>/<parameter's name>"."""
         if self.optimizer is None:
             return {}
         return {
@@ -278,7 +280,7 @@ class Stage:
         }
 
     def load(self, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> None:
-        """Take over weights and optimizer state. Raises UserError where they are another model's."""
+        """Load weights and optimizer state. Raises UserError if they belong to another model."""
         self._weights.newest()
         with torch.no_grad():
             for name, layer in zip(self.names, self.layers, strict=True):
@@ -300,7 +302,7 @@ class Stage:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _find_parameters(self) -> None:
-        """Parameters once each (a layer may use one twice, and so may two layers), under the first of their names."""
+        """Collect each parameter once, under the first of its names: a layer may use one twice, and so may two layers."""
         seen: set[int] = set()
         for layer_name, layer in zip(self.names, self.layers, strict=True):
             for name, parameter in layer.named_parameters(prefix=layer_name):
@@ -314,7 +316,7 @@ class Stage:
         return self.start + len(self.layers) - 1
 
     def _through(self, inputs: Sequence[Any], of: Tree | None, seed: Callable[[int], int]) -> Any:
-        """What the last layer gives; each draws from the ``seed`` of its number."""
+        """Output of the last layer. Each layer's random numbers are seeded by ``seed`` of its index."""
         value = tree.unflatten(of or tree.packed(len(inputs)), inputs)
         for index, layer in enumerate(self.layers, self.start):
             self._seed_layer(index, seed(index))
@@ -323,7 +325,7 @@ class Stage:
 
     @contextmanager
     def _going_back(self, flight: InFlight) -> Iterator[None]:
-        """Within: weights are those of a micro-batch's F; what raises is the user's."""
+        """Within the context: the weights are those of the micro-batch's F, and an exception is the user's."""
         newest = self._weights.meet(flight.weights)
         try:
             yield
@@ -333,7 +335,7 @@ class Stage:
             self._weights.leave(newest)
 
     def _seed_layer(self, index: int, seed: int) -> None:
-        """Torch's own layers ask torch alone for random numbers."""
+        """Seed the random numbers of a layer; torch's own layers use torch's only."""
         if self._draws[index - self.start]:
             seed_all(seed)
         else:
@@ -342,7 +344,7 @@ class Stage:
     def _judge(
         self, step: int, value: Any, target: Any, share: float, samples: int | None
     ) -> tuple[Result, list[torch.Tensor]]:
-        """What the loss says of what the last layer gives, and what backward begins with."""
+        """Result that the loss gives for the last layer's output, and the tensors at which backward begins."""
         assert self._loss is not None
         samples = len(target) if samples is None else samples
         judged = self._loss(value, target, samples, self._setting_up)
@@ -352,12 +354,13 @@ class Stage:
         return result, [judged.value * share]
 
     def _check_state(self) -> set[str]:
-        """The names of all state. Raises UserError where something of it cannot be kept."""
+        """Names of all state. Raises UserError if some of it cannot be kept."""
         layers = zip(self.names, self.layers, strict=True)
         return {f"{name}.{key}" for name, layer in layers for key in check_state(name, layer)}
 
     def _learn(self, trial: "Stage") -> None:
-        """From a stage of the same layers on which things were tried."""
+        """Take over what ``trial`` has found: buffers that are created, tensors that are written to, modules that never
+        defer. Raises UserError if ``vertical_sync`` does not allow it."""
         self._made |= trial._check_state() - self._kept
         self._written |= trial._written
         if self._written and self._job.pipeline.vertical_sync:
@@ -374,10 +377,11 @@ class Stage:
         self._weights.written = [both[kind][position] for kind, position in sorted(self._written)]
 
     def _search(self, step: int, micro_batch: int, inputs: Tensors, of: Tree | None) -> int:
-        """Outputs are not finite: find the layer by running a copy of the stage once more, layer by layer."""
+        """Number, from 1, of the layer that makes outputs not finite, found by running a copy of the stage layer by layer; 0
+        if none."""
         if self._searches == 0 or not finite([x for x in inputs if x is not None]):
             return 0
-        self._searches -= 1  # a model may mean its infinities (masks); do not search for ever
+        self._searches -= 1  # a model may intend its infinities (masks), so do not search forever
         with torch.no_grad(), self.trial() as trial:
             value = tree.unflatten(of or tree.packed(len(inputs)), inputs)
             for index, layer in enumerate(trial.layers, self.start):
@@ -385,4 +389,4 @@ class Stage:
                 value = layer(value)
                 if not finite(tree.leaves(value)):
                     return index + 1
-        return 0  # the loss, then
+        return 0  # then it is the loss

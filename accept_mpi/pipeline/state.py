@@ -1,7 +1,7 @@
-"""All that ``state_dict()`` of a layer gives, as tensors, so that checkpoints and snapshots can hold it; and back.
+"""A layer's ``state_dict()`` as tensors, so that checkpoints and snapshots can hold it; and back.
 
-State that is no tensor (what ``get_extra_state`` gives, say) becomes bytes in a uint8 tensor of its name: a tree (``tree``)
-with its tensors in safetensors' format, never pickle.
+State that is not a tensor (the result of ``get_extra_state``, for example) becomes bytes in a uint8 tensor of the same name:
+a tree (``tree``) with its tensors in safetensors' format, never pickle.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,12 +21,12 @@ _TREE = "tree"
 
 
 def state_of(name: str, layer: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of a layer's state, contiguous, by its own names. Raises UserError where something of it cannot be kept."""
+    """Copies of a layer's state, contiguous, by the layer's own names. Raises UserError if some of it cannot be kept."""
     return {key: _kept(name, key, value) for key, value in _state_dict(name, layer).items()}
 
 
 def check_state(name: str, layer: nn.Module) -> set[str]:
-    """The names of a layer's state. Raises UserError where something of it cannot be kept."""
+    """Names of a layer's state. Raises UserError if some of it cannot be kept."""
     state = _state_dict(name, layer)
     for key, value in state.items():
         if not _is_plain(value):
@@ -35,9 +35,9 @@ def check_state(name: str, layer: nn.Module) -> set[str]:
 
 
 def load_layer(name: str, layer: nn.Module, state: Mapping[str, torch.Tensor], made: Collection[str] = ()) -> None:
-    """Give a layer its state. ``made``: names of buffers that its first forward makes.
+    """Load a layer's state. ``made``: names of buffers that its first forward creates.
 
-    Raises UserError where it is another layer's.
+    Raises UserError if the state belongs to another layer.
     """
     _make_room(layer, state, made)
     given = {key: unpacked(value) for key, value in state.items()}
@@ -51,12 +51,12 @@ def load_layer(name: str, layer: nn.Module, state: Mapping[str, torch.Tensor], m
 
 
 def is_packed(value: torch.Tensor) -> bool:
-    """Whether this is state that was no tensor."""
+    """True if ``value`` holds state that was not a tensor."""
     return value.dtype == torch.uint8 and value.dim() == 1 and bytes(value[: len(_MAGIC)].tolist()) == _MAGIC
 
 
 def unpacked(value: torch.Tensor) -> Any:
-    """State as ``state_dict()`` gave it. Raises UserError for what is damaged."""
+    """State as ``state_dict()`` gave it. Raises UserError if it is damaged."""
     if not is_packed(value):
         return value
     data = value[len(_MAGIC) :].numpy().tobytes()
@@ -106,7 +106,7 @@ def _bytes(data: bytes) -> torch.Tensor:
 
 
 def _make_room(layer: nn.Module, state: Mapping[str, torch.Tensor], made: Collection[str]) -> None:
-    """Let a layer have the buffers that its forwards had made, replaced or resized when its state was kept."""
+    """Give a layer the buffers that its forwards had created, replaced or resized when its state was kept."""
     for key, value in state.items():
         path, _, name = key.rpartition(".")
         try:

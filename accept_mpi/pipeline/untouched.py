@@ -1,7 +1,7 @@
-"""What a trial must leave as it was though no copy of a module has its own: what functions, classes and Python modules keep.
+"""Restores what a trial changes although it works on copies of modules: state in functions, classes and Python modules.
 
 Hooks, functions that are a module's attributes, and a class's or Python module's own names are not copied with a layer. The
-counters, lists and caches that are known there are put back after the trial, as they were before.
+counters, lists and caches in them are restored after the trial.
 """
 
 import sys
@@ -23,7 +23,7 @@ _Undo = Callable[[], None]
 
 @contextmanager
 def untouched(layers: Sequence[nn.Module], *others: Any) -> Iterator[None]:
-    """Afterwards what layers' functions and classes, and those of ``others`` (a loss), know is what it was."""
+    """On exit, restore the state in the functions and classes of layers, and of ``others`` (a loss)."""
     undo: list[_Undo] = []
     seen: set[int] = set()
     for one in (*(module for layer in layers for module in layer.modules()), *others):
@@ -67,7 +67,7 @@ def _remember_names(owner: Any, seen: set[int], undo: list[_Undo]) -> None:
 
 
 def _remember_function(function: Any, seen: set[int], undo: list[_Undo], depth: int) -> None:
-    """What a function, or one that it knows, keeps between two calls."""
+    """Remember what a function, or one that it refers to, keeps between two calls."""
     if not isinstance(function, types.FunctionType) or depth > _DEEP or id(function) in seen:
         return
     seen.add(id(function))
@@ -75,7 +75,7 @@ def _remember_function(function: Any, seen: set[int], undo: list[_Undo], depth: 
     for cell in function.__closure__ or ():
         try:
             value = cell.cell_contents
-        except ValueError:  # nothing in it yet
+        except ValueError:  # an empty cell
             continue
         if isinstance(value, _CONSTANT) or type(value) in (list, set) or isinstance(value, dict):
             undo.append(_named(cell, "cell_contents", value, _copied(value)))
@@ -97,7 +97,7 @@ def _named(owner: Any, name: str, value: Any, before: Any) -> _Undo:
 
 
 def _emptied(cached: Any, size: int) -> _Undo:
-    """Of a function behind ``functools.lru_cache``: what it has kept since is forgotten."""
+    """Undo for a function behind ``functools.lru_cache``: empty the cache if its size has changed."""
     return lambda: cached.cache_clear() if cached.cache_info().currsize != size else None
 
 
@@ -110,7 +110,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _copied(value: Any) -> Any:
-    """A collection of the same things."""
+    """Shallow copy of a collection; any other value itself."""
     if isinstance(value, dict):
         return dict(value)
     return value.copy() if type(value) in (list, set) else value

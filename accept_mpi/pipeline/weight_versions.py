@@ -1,15 +1,14 @@
-"""Which values a stage's parameters have at the moment.
+"""Versions of the values of a stage's parameters.
 
-Parameters stay the same objects for the whole of a run, so that hooks on them, parametrizations and whoever else knows them
-go on working; what changes is the memory behind them. In the asynchronous schedule each update makes a new version in
-memory of its own, while each micro-batch in flight keeps the one that its forward met (PipeDream's weight stashing): before
-its backward the parameters show that one again, so that whatever computes then (recomputed activations, hooks) meets it,
+Parameters stay the same objects for the whole of a run, so that hooks on them, parametrizations and all other references
+keep working; what changes is the memory behind them. In the asynchronous schedule each update makes a new version in its own
+memory, while each micro-batch in flight keeps the one that its forward used (PipeDream's weight stashing): before its
+backward the parameters show that version again, so that everything computed then (recomputed activations, hooks) uses it,
 too. The newest version is the optimizer's own memory, so that what a layer writes into its parameters in a forward is not
 lost.
 
-A layer that writes into its own parameters in every forward (a norm that it keeps, say) gets memory of its own for each
-micro-batch, in every schedule: the forwards of later micro-batches must not change what the backward of an earlier one
-meets.
+A layer that writes into its own parameters in every forward (a norm that it keeps, say) gets separate memory for each
+micro-batch, in every schedule: the forwards of later micro-batches must not change what the backward of an earlier one uses.
 """
 
 from collections.abc import Sequence
@@ -22,23 +21,23 @@ from accept_mpi.models.shared import common_memory, copies
 
 
 class Kept(NamedTuple):
-    """What a micro-batch keeps of weights from its F to its B."""
+    """Weights that a micro-batch keeps from its F to its B."""
 
     values: list[torch.Tensor] | None
-    """Of all parameters; None where there are no versions."""
+    """Values of all parameters; None if there are no versions."""
     own: list[tuple[torch.Tensor, int]]
-    """Of what forwards write to: memory, and how often it had been written to."""
+    """Memory of each tensor that forwards write to, and torch's count of the writes to it."""
 
 
 class Weights:
-    """The values of some parameters: by version, where ``versions``; else there is one of each. They show the newest, but
-    for the time from ``begin`` to ``end`` and from ``meet`` to ``leave``."""
+    """Values of some parameters: several versions if ``versions``, else only one. The parameters show the newest values,
+    except from ``begin`` to ``end`` and from ``meet`` to ``leave``."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], versions: bool, buffers: Sequence[torch.Tensor] = ()) -> None:
-        """``buffers``: of the same layers; what lies on the memory of parameters goes with them."""
+        """``buffers``: the same layers'; those that share memory with parameters are treated like parameters."""
         self.parameters: list[torch.Tensor] = list(parameters)
         self.updated = list(parameters)
-        """What the optimizer updates."""
+        """Parameters that the optimizer updates."""
         self._versions: dict[int, list[torch.Tensor]] | None = None
         self._shown: list[torch.Tensor] | None = None
         if versions:
@@ -48,7 +47,7 @@ class Weights:
             taken = [place for place in range(len(every)) if place < len(parameters) or place in common]
             self.parameters = [every[place] for place in taken]
             self._copied = [place in common or every[place].requires_grad for place in taken]
-            # Of their own, since an update in place must not count as written to what graphs in flight have kept.
+            # Separate objects, since an update in place must not count as a write to tensors that graphs in flight keep.
             self._own = [nn.Parameter(p.data, requires_grad=p.requires_grad) for p in self.parameters]
             self.updated = self._own[: len(parameters)]
             self._shown = [p.data for p in self.parameters]
@@ -57,7 +56,7 @@ class Weights:
         """Parameters and buffers that forwards write to."""
 
     def begin(self, version: int) -> None:
-        """F: parameters have the values of this version. Older ones live on only with micro-batches in flight."""
+        """Before F: show the values of this version. Older ones live on only in micro-batches in flight."""
         if self._versions is not None:
             for old in [v for v in self._versions if v < version]:
                 del self._versions[old]
@@ -66,18 +65,18 @@ class Weights:
             tensor.data = own
 
     def end(self, version: int) -> Kept:
-        """F is done."""
+        """After F: show the newest values. Returns what the micro-batch keeps for its B."""
         own = [(tensor.data, tensor._version) for tensor in self.written]
         if self._versions is None:
             return Kept(None, own)
         values = self._versions[version]
-        if self.written:  # they have become this version's newest
+        if self.written:  # what was written belongs to this version
             values = self._versions[version] = self._shown = [p.data for p in self.parameters]
         self.newest()
         return Kept(values, own)
 
     def meet(self, kept: Kept) -> list[tuple[torch.Tensor, int]]:
-        """B: parameters have the values that F met. Returns what ``leave`` wants."""
+        """Before B: show the values that F used. Returns what ``leave`` needs."""
         if kept.values is not None:
             self._show(kept.values)
         newest = [(tensor.data, tensor._version) for tensor in self.written]
@@ -87,19 +86,19 @@ class Weights:
         return newest
 
     def leave(self, newest: list[tuple[torch.Tensor, int]]) -> None:
-        """B is done."""
+        """After B: show the newest values."""
         for tensor, (data, count) in zip(self.written, newest, strict=True):
             tensor.data = data
             _set_version(tensor, max(count, tensor._version))
         self.newest()
 
     def newest(self) -> None:
-        """Parameters have the newest values, and what is written to them stays."""
+        """Show the newest values; what is written to them stays."""
         if self._versions is not None:
             self._show(self._versions[max(self._versions)])
 
     def before_update(self) -> None:
-        """Gradients go to what the optimizer updates, in new memory."""
+        """Before U: give the parameters that the optimizer updates the gradients and new memory."""
         if self._versions is None:
             return
         self.newest()
@@ -109,21 +108,21 @@ class Weights:
             own.grad, parameter.grad = parameter.grad, None
 
     def publish(self, version: int) -> None:
-        """The optimizer's values are a version now."""
+        """After U: make the optimizer's values this version, and show it."""
         if self._versions is not None:
             self._versions[version] = [own.data for own in self._own]
             self._show(self._versions[version])
 
     def restart(self) -> None:
-        """Nothing is in flight: the newest values are version 0."""
+        """Make the newest values version 0. Nothing may be in flight."""
         if self._versions is not None:
             self.newest()
             assert self._shown is not None
             self._versions = {0: self._shown}
 
     def adopt(self) -> None:
-        """Parameters were given other values from outside, nothing is in flight: these are the newest, and the
-        optimizer's."""
+        """Make values that were loaded into the parameters the newest version and the optimizer's. Nothing may be in
+        flight."""
         if self._versions is not None:
             values = [p.data for p in self.parameters]
             for own, data in zip(self._own, values, strict=True):
@@ -146,17 +145,17 @@ def may_be_written(layers: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 
 class Writes:
-    """Finds out which tensors a forward writes to."""
+    """Finds out which tensors a forward writes to. It must be created before the forward."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        """Before it."""
+        """Remember the state of the tensors before the forward."""
         self._parameters, self._buffers = parameters, buffers
         self._before = [(tensor.data.clone(), tensor._version, tensor.data_ptr()) for tensor in parameters]
         self._counts = [buffer._version for buffer in buffers]
 
     def found(self) -> set[tuple[int, int]]:
-        """After it: places among parameters, as (0, place), and among buffers, as (1, place), of what torch saw a write to;
-        parameters are looked at, too."""
+        """Tensors that have been written to since: (0, position) for parameters, (1, position) for buffers. Writes that
+        torch has not counted are found in parameters only."""
         written = set()
         for place, (tensor, (data, count, at)) in enumerate(zip(self._parameters, self._before, strict=True)):
             if tensor._version != count or tensor.data_ptr() != at or not torch.equal(tensor.data, data):
@@ -166,6 +165,7 @@ class Writes:
 
 
 def _set_version(tensor: torch.Tensor, count: int) -> None:
-    """Autograd refuses what was written to after a forward kept it: this memory was not."""
+    """Set torch's count of writes to a tensor. Autograd refuses memory that was written to after a forward kept it, which
+    does not apply to this memory."""
     if tensor._version != count:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (count,))

@@ -147,8 +147,8 @@ class _Kernel:
         other[list(problem.uncuttable)] = np.inf
         shared = (
             prefix_sums(problem.layer_seconds), extra, problem.values, other, problem.rate, problem.host_link,
-            problem.bytes_per_value, messages, prefix_sums(problem.state), prefix_sums(problem.saved_bytes), problem.capacity,
-            problem.in_flight, problem.state_copies,
+            problem.bytes_per_value, messages, prefix_sums(problem.state), prefix_sums(problem.saved_bytes),
+            problem.capacity, problem.in_flight, problem.state_copies,
         )  # fmt: skip
         self.shared = tuple(np.ascontiguousarray(array, np.float64) for array in shared)
 

@@ -1,7 +1,7 @@
-"""AccEPT's latency predictor (reconstruction; its sizes and losses are not known): a dual-stream regression network.
+"""AccEPT's latency predictor, a dual-stream regression network (a reconstruction: its sizes and losses are not published).
 
-One stream takes a sub-model as a binary vector over layers, the other a device as the measured times of ``PROBES``
-representative sub-models; joined, they give forward and backward time, in logarithms.
+One stream takes a sub-model as a binary vector over layers, the other a device as its measured times of ``PROBES``
+representative sub-models; joined, they give the logarithms of forward and backward time.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ _STEPS, _RATE = 1200, 3e-3
 
 
 class DualStream(nn.Module):
-    """AccEPT (reconstruction): binary vector and probe times, a stream each, joined with their product; two times out."""
+    """AccEPT's network (reconstruction): a stream for the binary vector and one for the probe times, joined with their
+    product, give two times. ``models``: the keys of the models that it will know."""
 
     def __init__(self, models: Sequence[str]) -> None:
         super().__init__()
@@ -29,7 +30,7 @@ class DualStream(nn.Module):
         self.joined = mlp(3 * _WIDTH, _WIDTH, 2)
 
     def forward(self, known: DeviceSamples, intervals: Intervals) -> torch.Tensor:
-        """(k, 2): logarithms of seconds."""
+        """(k, 2) logarithms of seconds forward and backward, for k intervals on the device of ``known``."""
         chosen = np.zeros((len(intervals), _LAYERS + len(self.models)))
         chosen[:, : known.layers] = membership(intervals, known.layers)
         if known.model in self.models:
@@ -40,7 +41,7 @@ class DualStream(nn.Module):
 
 
 def train_dual_stream(data: Sequence[DeviceSamples], seed: int = 0, steps: int = _STEPS) -> DualStream:
-    """The network, pre-trained on what is known."""
+    """Train a network on the times in ``data``."""
     torch.manual_seed(seed)
     network = DualStream(sorted({known.model for known in data}))
     generator = torch.Generator().manual_seed(seed)

@@ -1,16 +1,15 @@
-"""The latency database: what layers took on which device, kept from run to run (by default in the user's cache).
+"""The latency database: layer times by model and device, kept from run to run (by default in the user's cache).
 
 Layout (HDF5, version 2; root attribute ``format`` is "accept-mpi latency")::
 
-    /MODEL              outline (JSON of ``outline.Outline``): the layers, shapes and size of micro-batch the key stands for
-    /MODEL/DEVICE       times (4 x layers: seconds forward, backward, of it weights, update; NaN: not measured yet),
-                        pieces (k x 4: first layer, last + 1, seconds forward, backward: sub-models as probed), observed
-                        (alike: stages in training); attributes device (JSON), stretch, created
-    /predictor          what ``predictor.Predictor`` writes: weights, what they were learned from, errors on that
+    /MODEL              outline (JSON of ``outline.Outline``): the layers, shapes and micro-batch size behind the key
+    /MODEL/DEVICE       times (4 x layers: seconds of forward, backward, the backward's weight gradients, update; NaN: not
+                        measured yet), pieces (k x 4: first layer, last + 1, seconds forward, backward), observed (the same,
+                        of stages in training); attributes device (JSON), stretch, created
+    /predictor          written by ``predictor.Predictor``: weights, training data, errors on it
 
-A damaged or foreign file is set aside under another name, never deleted. Files change as a whole (written beside, renamed),
-under a lock, so that two runs at a time lose nothing but what both measured of the same model on the same device: the last
-counts.
+A damaged or foreign file is set aside under another name, never deleted. A change replaces the whole file atomically, under
+a lock. Of two simultaneous runs, the last to write wins only where both measured the same model on the same device.
 """
 
 import contextlib
@@ -44,12 +43,12 @@ log = logging.getLogger(__name__)
 
 FORMAT, VERSION = "accept-mpi latency", 2
 _LOCK_SECONDS = 10.0
-_MOST_OBSERVED = 100  # sub-models kept of a device, besides those probed
+_MOST_OBSERVED = 100  # observed sub-models kept per device
 
 
 def database_path(asked: str) -> Path | None:
-    """Where a job's database lies ("auto": in the user's cache; "none": nowhere). Raises UserError where there is no such
-    place."""
+    """Path of a job's latency database: ``asked``, the user's cache for "auto", None for "none". Raises UserError if there
+    is no home directory."""
     if asked == "none":
         return None
     try:
@@ -59,12 +58,12 @@ def database_path(asked: str) -> Path | None:
 
 
 def device_key(facts: dict[str, Any]) -> str:
-    """Names a device and its settings: equal for equal facts."""
+    """Hash that identifies a device and its settings: equal for equal facts."""
     return hashlib.sha256(msgspec.json.encode(facts, order="deterministic")).hexdigest()[:16]
 
 
 def recall(path: Path, outline: Outline, devices: list[str]) -> list[LayerTimes | None]:
-    """What is known of this model on devices with these keys."""
+    """Stored times of this model on the devices with these keys; None for each device that has none."""
     found: list[LayerTimes | None] = [None] * len(devices)
     with _opened(path) as file:
         for n, key in enumerate(devices):
@@ -76,12 +75,12 @@ def recall(path: Path, outline: Outline, devices: list[str]) -> list[LayerTimes 
 
 
 def remember(path: Path, outline: Outline, entries: dict[str, tuple[dict[str, Any], LayerTimes]]) -> None:
-    """Put in what was measured, by device key. Warns, and goes on, where the file cannot be written."""
+    """Store measured times of a model; ``entries``: facts and times by device key. Only warns if that fails."""
 
     def put(file: Any) -> None:
         try:
             model = group_in(file, outline.key)
-        except Damaged:  # or not there
+        except Damaged:  # or missing
             if _has(file, outline.key):
                 del file[outline.key]
             model = file.create_group(outline.key)
@@ -96,7 +95,7 @@ def remember(path: Path, outline: Outline, entries: dict[str, tuple[dict[str, An
 
 
 def library(path: Path) -> list[DeviceSamples]:
-    """All that is known, of every model and device, for a predictor to learn from."""
+    """The samples of all models and devices in the database, for a predictor to learn from."""
     found = []
     with _opened(path) as file:
         for name in file or ():
@@ -116,7 +115,7 @@ def library(path: Path) -> list[DeviceSamples]:
 
 
 def recall_predictor(path: Path) -> Predictor | None:
-    """The predictor that an earlier run has left; None where there is none that can be read."""
+    """The predictor that an earlier run stored; None if there is no readable one."""
     with _opened(path) as file:
         if file and _has(file, "predictor"):
             with _passed_over(path, "predictor"):
@@ -125,7 +124,7 @@ def recall_predictor(path: Path) -> Predictor | None:
 
 
 def keep_predictor(path: Path, predictor: Predictor) -> None:
-    """Leave it to later runs. Warns where the file cannot be written."""
+    """Store the predictor for later runs. Only warns if that fails."""
 
     def put(file: Any) -> None:
         if _has(file, "predictor"):
@@ -136,7 +135,7 @@ def keep_predictor(path: Path, predictor: Predictor) -> None:
 
 
 def _change(path: Path, change: Callable[[Any], None]) -> None:
-    """Change a copy of the file, which then takes its place."""
+    """Apply ``change`` to a copy of the file, which then replaces it. Only warns if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not is_regular(path):
@@ -159,7 +158,7 @@ def _change(path: Path, change: Callable[[Any], None]) -> None:
 
 
 def observe(path: Path, outline: Outline, runs: dict[str, list[TimedRange]]) -> None:
-    """Add what sub-models took in training, by device key, to devices that are known. Warns where that cannot be written."""
+    """Add times of sub-models in training, by device key, to devices that the database has. Only warns if that fails."""
 
     def add(file: Any) -> None:
         if not _has(file, outline.key):
@@ -177,13 +176,13 @@ def observe(path: Path, outline: Outline, runs: dict[str, list[TimedRange]]) -> 
 
 
 def _has(group: Any, name: str) -> bool:
-    """Whether there is something of a name, a link to elsewhere too."""
+    """True if the group has an entry of that name, even a dangling link."""
     return bool(group.id.links.exists(name.encode()))
 
 
 @contextlib.contextmanager
 def _passed_over(path: Path, what: str) -> Iterator[None]:
-    """What cannot be read in a database is not known; that is said."""
+    """Treat errors of the ``with`` block as "entry ``what`` is unreadable": log a warning and continue."""
     try:
         yield
     except (Damaged, KeyError, OSError, ValueError, TypeError, RuntimeError, msgspec.MsgspecError) as error:
@@ -191,7 +190,7 @@ def _passed_over(path: Path, what: str) -> Iterator[None]:
 
 
 def _read(group: Any, layers: int) -> LayerTimes | None:
-    """Raises Damaged."""
+    """Times of a device from its group. Raises Damaged if they are not valid."""
     times = values_in(group, "times", kinds="f", shape=(4, layers))
     there = np.isfinite(times)
     if (there != there[0]).any() or not there.any() or (times < 0).any() or np.isinf(times).any():
@@ -223,7 +222,7 @@ def _write(group: Any, facts: dict[str, Any], times: LayerTimes) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The database for reading; None where there is none. What is not one is set aside."""
+    """Open the database for reading; None if there is none. A file that is not a valid database is set aside."""
     file = None
     if path.exists() and not is_regular(path):
         log.warning("%s is no file, so there is no latency database", path)

@@ -1,4 +1,4 @@
-"""Small networks and how they are trained."""
+"""Small regression networks and their training loop."""
 
 import math
 import time
@@ -10,18 +10,21 @@ from torch import nn
 from accept_mpi.pipeline.optimizer import leave_the_compiler_out, update
 
 _BATCH = 8
-BETA = 0.02  # logarithm of a ratio from which on errors count as they are, not squared
+BETA = 0.02  # log ratio above which the smooth L1 loss is linear instead of quadratic
 
 
 def some_of(count: int, generator: torch.Generator) -> list[int]:
-    """A batch of what is known."""
+    """Indices of a random batch from ``count`` examples."""
     return torch.randint(count, (min(_BATCH, count),), generator=generator).tolist()
 
 
 def descend(
     network: nn.Module, losses: Callable[[int], list[torch.Tensor]], steps: int, rate: float, until: float = math.inf
 ) -> None:
-    """AdamW with a cosine's rate on the mean of what ``losses`` gives for each step; done by ``until`` (monotonic)."""
+    """Minimize the mean of ``losses(step)`` by AdamW with a cosine schedule of the learning ``rate``.
+
+    The time of ``until`` (``time.monotonic``) ends it before all ``steps`` are made; the schedule takes that into account.
+    """
     leave_the_compiler_out()
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=1e-3)
     began = time.monotonic()
@@ -35,5 +38,5 @@ def descend(
 
 
 def mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
-    """One hidden layer."""
+    """A network with one hidden layer of ``width`` units (SiLU)."""
     return nn.Sequential(nn.Linear(inputs, width), nn.SiLU(), nn.Linear(width, outputs))

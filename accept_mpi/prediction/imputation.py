@@ -1,7 +1,7 @@
-"""Times of layers that a device has not measured: its budget ended, or they did not fit its memory.
+"""Fills in the times of layers that a device has not measured, because its budget ended or they did not fit its memory.
 
-The latency predictor says them where it has learned from anybody, FTPipeHD's capacity ratio where others have measured, and
-operations and memory at a middling core's rates where nobody has.
+They come from the latency predictor if it has learned from any device, else from other devices' times scaled by FTPipeHD's
+capacity ratio, else, if no device has measured the layer, from operations and memory at an average core's rates.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,12 @@ from accept_mpi.prediction.samples import DeviceSamples, known_of
 from accept_mpi.profiling.layer_times import LayerTimes, guess, pieces
 from accept_mpi.profiling.outline import Outline
 
-_STEPS, _SECONDS = 150, 4.0  # of training a predictor while a run waits for its plan
+_STEPS, _SECONDS = 150, 4.0  # limits on training a predictor while a run waits for its plan
 
 
 def learned(data: Sequence[DeviceSamples], stored: Predictor | None) -> Predictor | None:
-    """A predictor that knows all of ``data``: the stored one as it is, or adapted to what is new, or one trained anew."""
+    """A predictor that has learned from all of ``data``: ``stored``, adapted to samples that are new to it, or a newly
+    trained one if ``stored`` lacks a model. None without data."""
     if not data:
         return None
     if stored is None or not {known.model for known in data} <= stored.models:
@@ -39,16 +40,18 @@ def _same(one: DeviceSamples | None, other: DeviceSamples) -> bool:
 
 
 def impute(times: Sequence[LayerTimes], outline: Outline, predictor: Predictor | None = None) -> np.ndarray:
-    """(4, devices, layers): forward, backward, weights, update, with a guess where a device has not measured: what others
-    take, in proportion to what both have measured (FTPipeHD's capacity); where nobody has, operations and memory. With a
-    predictor, forward and backward are its prediction from what the device has measured."""
+    """(4, devices, layers) seconds of forward, backward, the backward's weight gradients and update, without gaps.
+
+    A gap is filled with other devices' times, scaled by what both have measured (FTPipeHD's capacity), or, if no device
+    measured the layer, by ``guess``. With a predictor, forward and backward are its prediction from the device's pieces.
+    """
     rows = np.array([[t.forward, t.backward, t.weight_gradient, t.update] for t in times]).transpose(1, 0, 2)
     known = np.isfinite(rows[0])
     total = np.where(known, rows[0] + rows[1], 0.0)
     filled = rows.copy()
     for n in range(len(times)):
         gaps = ~known[n]
-        nothing = not known[n].any()  # as fast as the others, for all one knows
+        nothing = not known[n].any()  # then the device is assumed to be as fast as the others
         others = [
             m for m in range(len(times)) if m != n and (nothing or (known[m] & known[n]).any()) and (known[m] & gaps).any()
         ]
@@ -74,7 +77,11 @@ def impute(times: Sequence[LayerTimes], outline: Outline, predictor: Predictor |
 
 
 def predictor_for(path: Path | None, model: Outline, times: dict[str, LayerTimes]) -> Predictor | None:
-    """A predictor of what devices have not measured, kept in the database; without one, from this run's devices alone."""
+    """A predictor for layers that devices have not measured; None without data to learn from.
+
+    With a database at ``path`` it learns from all of that and is stored there, else only from this run's ``times`` (by
+    device key).
+    """
     known = library(path) if path else [known_of(model, key, one) for key, one in times.items() if one.pieces]
     stored = recall_predictor(path) if path else None
     predictor = learned(known, stored)
@@ -84,6 +91,7 @@ def predictor_for(path: Path | None, model: Outline, times: dict[str, LayerTimes
 
 
 def pieces_to_time(path: Path, model: Outline) -> list[int]:
-    """In which order devices never seen probe the model's pieces, as what is known of others suggests."""
+    """The order in which unknown devices should time the model's pieces, most informative first, according to the stored
+    predictor; empty without one."""
     predictor = recall_predictor(path)
     return predictor.order(model, np.array(pieces(model))) if predictor else []

@@ -1,12 +1,12 @@
-"""How long any run of layers takes on any device: a dual-stream network that corrects a physical prior.
+"""Predicts how long any range of layers takes on any device: a dual-stream network that corrects a physical prior.
 
-AccEPT's network (``dual_stream``) learns times from nothing. This one (ours) begins with what is known of every layer: this
-device's own clocks between the layers of its probes; else what other devices took, mixed so that the mixture takes what this
-device's probes took; else operations and memory at a middling core's rates. One stream sees each layer's features and where
-its time is from, the other the device; joined, they correct the layer's time. A sum over layers is close but not right: a
-whole stage finds less in the caches than a probe of a tenth of the model does, which a second, smaller network learns from
-the run's size and the device. Probes come out as measured by construction. Several networks, trained apart, tell by their
-spread how sure they are. All errors are relative, so everything is learned in logarithms.
+AccEPT's network (``accept_network``) learns times from nothing. This one (ours) starts from the best known time of every
+layer: the device's own measurement within a probe; else a mixture of other devices' times that reproduces this device's
+probes; else operations and memory at an average core's rates. One stream sees each layer's features and the origin of its
+time, the other the device; joined, they correct the layer's time. The sum over layers is close but not exact: a whole stage
+finds less in the caches than a probe of a tenth of the model. A second, smaller network learns that from the range's size
+and the device. By construction, probes come out as measured. The spread of several separately trained networks tells how
+certain they are. Since only relative errors count, everything is learned in logarithms.
 """
 
 import copy
@@ -41,16 +41,16 @@ _WIDTH = 48
 _MEMBERS = 4
 _STEPS, _RATE = 300, 3e-3
 _ADAPT_STEPS, _ADAPT_RATE = 60, 5e-4
-_FEWER = (2, 4, 7)  # probes of devices that could not take all
-_ORDERED_BY = 4  # known devices, the newest, that say in which order another is probed
-_MIXING = 200  # multiplicative updates
+_FEWER = (2, 4, 7)  # numbers of probes in training examples that stand for devices with too little time for all
+_ORDERED_BY = 4  # newest known devices by which the order of probes for unknown ones is chosen
+_MIXING = 200  # multiplicative updates of the mixture's weights
 _SAVED = ("probes", "probe_times", "intervals", "times", "own")
 
 Tensor = torch.Tensor
 
 
 class _Correction(nn.Module):
-    """One network of ``Predictor``. It begins as no correction at all."""
+    """One network of ``Predictor``. Before training it corrects nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,16 +63,18 @@ class _Correction(nn.Module):
             nn.init.zeros_(last.bias)  # type: ignore[arg-type]
 
     def layers(self, view: "_View") -> tuple[Tensor, Tensor]:
-        """(layers, 2) seconds of each as a part of a run of no size, and the device's vector."""
+        """(layers, 2) seconds of each layer, without the correction for a range's size (``of_runs``), and the device's
+        vector."""
         u, v = self.layer(view.layers), self.device(view.device)
         raw = (view.prior + self.joined(torch.cat([u, v.expand_as(u), u * v], dim=1))).exp()
         scale = view.measured / (view.cover @ raw).clamp_min(1e-12) / self.of_runs(view.probes, v)
-        # What no probe covers goes at the pace of all that some probe does.
+        # Layers outside all probes are scaled by the geometric mean of the probes' scales.
         reached = view.cover.sum(dim=0)[:, None]
         return raw * (view.cover.T @ scale + (1 - reached) * scale.log().mean(dim=0).exp()), v
 
     def of_runs(self, runs: Tensor, v: Tensor) -> Tensor:
-        """(k, 2): how much longer than the sum of their layers runs with these features take."""
+        """(k, 2) ratios of a range's time to the sum of its layers' times. ``runs``: features of the ranges; ``v``: the
+        device's vector."""
         return self.whole(torch.cat([runs, v.expand(len(runs), -1)], dim=1)).exp()
 
     def forward(self, view: "_View") -> Tensor:
@@ -83,25 +85,31 @@ class _Correction(nn.Module):
 
 @dataclass(frozen=True)
 class _View:
-    """One model on one device as the networks see it."""
+    """A network's inputs for k intervals of one model on one device."""
 
     layers: Tensor
+    """(layers, 8 + 3): features of each layer, and the origin of its prior, one-hot."""
     prior: Tensor
     """(layers, 2) logarithms of seconds."""
     device: Tensor
+    """(2 x PROBES,): ``device_vector``."""
     cover: Tensor
-    """(probes, layers) binary."""
+    """(probes, layers) binary: the layers of each probe."""
     probes: Tensor
+    """(probes, 8): ``interval_features`` of the probes."""
     measured: Tensor
+    """(probes, 2) seconds that the probes took."""
     inside: Tensor
-    """(k, layers) binary: the intervals asked for."""
+    """(k, layers) binary: the layers of each interval."""
     runs: Tensor
+    """(k, 8): ``interval_features`` of the intervals."""
     wanted: Tensor | None = None
-    """(k, 2) logarithms."""
+    """(k, 2) logarithms of the intervals' measured seconds."""
 
 
 def _view(known: DeviceSamples, others: Sequence[DeviceSamples], intervals: Intervals, times: F64 | None = None) -> _View:
-    """``others``: what is known of devices that this one's layers may be mixed from."""
+    """Inputs for ``intervals`` on the device of ``known``. ``others``: devices from which its layer times may be mixed;
+    ``times``: (k, 2) measured seconds of the intervals, for training."""
     prior, source = _prior(known, others)
 
     def tensor(array: F64) -> Tensor:
@@ -121,7 +129,7 @@ def _view(known: DeviceSamples, others: Sequence[DeviceSamples], intervals: Inte
 
 
 def _prior(known: DeviceSamples, others: Sequence[DeviceSamples]) -> tuple[F64, Intervals]:
-    """(layers, 2) seconds; (layers,) where each is from: 0 its own clocks, 1 other devices, 2 operations and memory."""
+    """(layers, 2) seconds, and the (layers,) origin of each: 0 own measurement, 1 other devices, 2 operations and memory."""
     prior, source = guesses(known.outline), np.full(known.layers, 2)
     cover = membership(known.probes, known.layers)
     prior *= known.probe_times.sum() / (cover @ prior).sum()
@@ -134,8 +142,8 @@ def _prior(known: DeviceSamples, others: Sequence[DeviceSamples]) -> tuple[F64, 
 
 
 def _mixed(measured: F64, cover: F64, tables: F64) -> F64:
-    """(layers, 2): devices' layer times, each with a weight of its own and none below 0, such that probes take what was
-    measured, as nearly as relative errors go (non-negative least squares by Lee and Seung's updates)."""
+    """(layers, 2) seconds: the mixture of devices' layer times (``tables``: (devices, layers, 2)) that best reproduces the
+    probes' measured times in relative terms. Non-negative least squares by Lee and Seung's multiplicative updates."""
     parts = np.array([(cover @ table / measured).ravel() for table in tables]).T
     weights = np.full(parts.shape[1], 1 / np.maximum(parts.sum(axis=1).mean(), 1e-12))
     for _ in range(_MIXING):
@@ -144,21 +152,21 @@ def _mixed(measured: F64, cover: F64, tables: F64) -> F64:
 
 
 class Predictor:
-    """Several networks that agree where they know."""
+    """An ensemble of networks that predict times; their spread tells how certain the prediction is."""
 
     def __init__(self, members: list[_Correction], memory: Sequence[DeviceSamples]) -> None:
         self._members = members
         self.memory = tuple(memory)
-        """What it learned from."""
+        """Samples that it has learned from."""
 
     @property
     def models(self) -> set[str]:
-        """Keys of the models that it has learned."""
+        """Keys of the models that it has learned from."""
         return {known.model for known in self.memory}
 
     @staticmethod
     def train(data: Sequence[DeviceSamples], seed: int = 0, steps: int = _STEPS, seconds: float = math.inf) -> "Predictor":
-        """Pre-train on what is known, for ``seconds`` at most."""
+        """Train a predictor on ``data``, for at most ``steps`` per network and ``seconds`` in total."""
         until = time.monotonic() + seconds
         members = []
         views = _lessons(data, data, seed)
@@ -172,14 +180,15 @@ class Predictor:
 
     @torch.no_grad()
     def predict(self, known: DeviceSamples, intervals: Intervals) -> tuple[F64, F64]:
-        """(k, 2) seconds forward and backward, and (k, 2) how far the networks are apart, as a share of them."""
+        """(k, 2) seconds forward and backward of k intervals on the device of ``known``, and (k, 2) the networks' spread
+        relative to them."""
         view = _view(known, self.memory, intervals)
         return _together([network(view) for network in self._members])
 
     @torch.no_grad()
     def layers(self, known: DeviceSamples, stages: int = PROBES) -> tuple[F64, F64]:
-        """(layers, 2) seconds forward and backward of every layer, in a pipeline of about so many stages; and how far the
-        networks are apart."""
+        """(layers, 2) seconds forward and backward of every layer in a pipeline of about ``stages`` stages, and (layers, 2)
+        the networks' spread relative to them."""
         work = guesses(known.outline)[:, 0]
         ends = work.cumsum() / work.sum()
         around = np.array([np.searchsorted(ends, (e - 0.5 / stages, e + 0.5 / stages)) for e in ends])
@@ -192,8 +201,11 @@ class Predictor:
         return _together(each)
 
     def order(self, outline: Outline, candidates: Intervals) -> list[int]:
-        """In which order to measure the candidates on a device never seen: each time where the networks would be least sure
-        of devices that are known. Empty where none of these has measured the candidates of this model."""
+        """The order in which an unknown device should measure the candidates, as indices.
+
+        Each next one is where the networks would be least certain of known devices, given the ones before. Empty if no known
+        device has measured exactly these candidates of this model.
+        """
         known = [k for k in self.memory if k.model == outline.key and np.array_equal(k.probes, candidates)][-_ORDERED_BY:]
         if not known:
             return []
@@ -205,7 +217,7 @@ class Predictor:
         return chosen
 
     def next_probe(self, known: DeviceSamples, candidates: Intervals) -> int:
-        """Which of the candidates to measure next: where the networks disagree by most seconds."""
+        """Index of the candidate to measure next: the one where the networks disagree by the most seconds."""
         return int(self._doubt(known, candidates).argmax())
 
     def _doubt(self, known: DeviceSamples, candidates: Intervals) -> F64:
@@ -215,8 +227,8 @@ class Predictor:
     def adapt(
         self, *fresh: DeviceSamples, seed: int = 0, steps: int = _ADAPT_STEPS, seconds: float = math.inf
     ) -> "Predictor":
-        """Learn what was observed on devices (their ``intervals``): half of each batch is that, half is replayed from what
-        was known before, so that nothing is lost. ``seconds``: at most."""
+        """A predictor that has also learned the ``intervals`` of ``fresh``, trained for at most ``steps`` per network and
+        ``seconds`` in total. Half of each batch replays earlier samples, so that they are not forgotten."""
         until = time.monotonic() + seconds
         new = {(known.model, known.device) for known in fresh}
         others = [known for known in self.memory if (known.model, known.device) not in new]
@@ -232,7 +244,7 @@ class Predictor:
         return Predictor(members, memory)
 
     def write(self, group: Any) -> None:
-        """Weights, what it learned from, and its errors on that, into an HDF5 group."""
+        """Write the weights, the samples they were learned from and the errors on these into an HDF5 group."""
         for number, network in enumerate(self._members):
             for name, value in network.state_dict().items():
                 group[f"weights/{number}/{name}"] = value.numpy()
@@ -249,7 +261,7 @@ class Predictor:
 
     @staticmethod
     def read(group: Any) -> "Predictor":
-        """From an HDF5 group that ``write`` has filled. Raises Damaged or RuntimeError where it was not."""
+        """Read a predictor from a group that ``write`` filled. Raises Damaged or RuntimeError if it is not valid."""
         members, weights = [], group_in(group, "weights")
         for number in range(_MEMBERS):
             network = _Correction()
@@ -266,7 +278,7 @@ class Predictor:
 
 
 def _known_in(entry: Any, models: Mapping[str, Outline]) -> DeviceSamples:
-    """What a predictor has learned from, from an HDF5 group. Raises Damaged."""
+    """One of a predictor's samples from its HDF5 group. ``models``: outlines by key. Raises Damaged if it is not valid."""
     model = models.get(text_in(entry, "model"))
     if model is None:
         raise Damaged("what was learned is of a model that is not there")
@@ -285,8 +297,8 @@ def _known_in(entry: Any, models: Mapping[str, Outline]) -> DeviceSamples:
 
 
 def _lessons(data: Sequence[DeviceSamples], others: Sequence[DeviceSamples], seed: int) -> list[_View]:
-    """Each of ``data`` in all the ways in which something like it may be asked for: with its own clocks; with its probes
-    alone; with few of them; and as a model that nobody has seen."""
+    """Training examples: each of ``data`` in every form in which a prediction may be needed: with its own layer times, with
+    its probes alone, with few of these, and as a model that no other device has measured."""
     generator = np.random.default_rng(seed)
     found = []
     for known in data:
@@ -304,7 +316,8 @@ def _fit(
     network: _Correction, views: Sequence[_View], steps: int, rate: float, generator: torch.Generator,
     replay: Sequence[_View], until: float,
 ) -> None:  # fmt: skip
-    """Least mean relative error (as a smooth absolute difference of logarithms)."""
+    """Train ``network`` on ``views``, and as much on ``replay``, until ``until`` (``time.monotonic``) at the latest. The
+    loss is the relative error: the smooth absolute difference of logarithms."""
 
     def loss(view: _View) -> Tensor:
         assert view.wanted is not None
@@ -319,12 +332,12 @@ def _fit(
 
 
 def _share(until: float, members: int) -> float:
-    """When a network must be done so that so many have the same time each."""
+    """Deadline (``time.monotonic``) for the next of ``members`` networks, if all get equal parts of the time left."""
     now = time.monotonic()
     return now + (until - now) / members
 
 
 def _together(each: Sequence[Tensor]) -> tuple[F64, F64]:
-    """The networks' mean (of logarithms), and their spread."""
+    """Geometric mean of the networks' predictions, and the standard deviation of their logarithms."""
     logs = np.log(np.maximum([one.double().numpy() for one in each], 1e-9))
     return np.exp(logs.mean(axis=0)), logs.std(axis=0)

@@ -1,6 +1,7 @@
-"""Sub-models, devices and the times that one took on the other, as predictors take them.
+"""Sub-models, devices and measured times in the form that predictors take.
 
-A sub-model is a run of layers of a model: a binary vector over its layers (AccEPT). A device is the times of some of them.
+A sub-model is a range of layers, represented by a binary vector over the model's layers (AccEPT). A device is represented by
+its times of some sub-models.
 """
 
 import math
@@ -17,25 +18,25 @@ PROBES = 10
 
 F64 = npt.NDArray[np.float64]
 Intervals = npt.NDArray[np.int64]
-"""(k, 2): first layer, last + 1."""
+"""(k, 2): first layer, last + 1 of each interval."""
 
-_LEAST = 1e-6  # seconds that a run of layers is taken to need at least: its logarithm is learned
+_LEAST = 1e-6  # seconds, a lower bound on the time of an interval, whose logarithm is learned
 
 
 @dataclass(frozen=True)
 class DeviceSamples:
-    """One model on one device: what was measured. Times are (k, 2): seconds forward and backward."""
+    """Measurements of one model on one device. Times are (k, 2): seconds forward and backward."""
 
     outline: Outline
     device: str
     probes: Intervals
-    """Runs of layers in order, at least one; together they cover the model, or what there was time and memory for."""
+    """Intervals in order, at least one; together they cover the model, or the part that time and memory allowed."""
     probe_times: F64
     intervals: Intervals = field(default_factory=lambda: np.zeros((0, 2), np.int64))
-    """Other sub-models."""
+    """Other measured sub-models."""
     times: F64 = field(default_factory=lambda: np.zeros((0, 2)))
     layer_times: F64 | None = None
-    """(layers, 2): each layer's between the clocks of the probe that it was in; NaN where none was. None: not kept."""
+    """(layers, 2): each layer's time within the probe that it was in, NaN if in none. None if not kept."""
 
     @property
     def layers(self) -> int:
@@ -48,11 +49,11 @@ class DeviceSamples:
 
     @cached_property
     def own(self) -> F64:
-        """(layers, 2): ``layer_times`` or NaN."""
+        """(layers, 2): ``layer_times``, or NaN if they were not kept."""
         return np.full((self.layers, 2), np.nan) if self.layer_times is None else self.layer_times
 
     def only(self, probes: npt.ArrayLike) -> "DeviceSamples":
-        """The same with no more than these of its probes."""
+        """A copy with only the probes of these indices, and the layer times inside them."""
         some = np.sort(np.asarray(probes))
         inside = membership(self.probes[some], self.layers).sum(axis=0) > 0
         own = np.where(inside[:, None], self.own, np.nan)
@@ -60,7 +61,7 @@ class DeviceSamples:
 
 
 def features(outline: Outline) -> F64:
-    """(layers, 8): what a layer is, without its device."""
+    """(layers, 8): features of each layer that do not depend on the device, scaled to about -1 to 1."""
     rows = []
     for index, layer in enumerate(outline.layers):
         ahead = outline.crossing(index + 1)[0] if index + 1 < len(outline.layers) else 0
@@ -72,18 +73,17 @@ def features(outline: Outline) -> F64:
             math.log1p(layer.operations / (1 + layer.saved_bytes + layer.parameter_bytes)),
             float(layer.operations > 0),
         ])  # fmt: skip
-    # To about -1 to 1.
     return (np.array(rows) - np.array([-9, 13, 12, 8, 10, 10, 3, 0.5])) / np.array([2, 8, 4, 6, 4, 4, 2, 0.5])
 
 
 def guesses(outline: Outline) -> F64:
-    """(layers, 2): seconds forward and backward on a middling core, from operations and memory."""
+    """(layers, 2): seconds forward and backward on an average core, from operations and memory."""
     forward = np.array([guess(x.operations, x.saved_bytes, x.parameter_bytes) for x in outline.layers])
     return np.stack([forward, 2 * forward], axis=1)
 
 
 def interval_features(outline: Outline, intervals: Intervals) -> F64:
-    """(k, 8): what a run of layers is as a whole: what of it caches may hold, and where in the model it lies."""
+    """(k, 8): features of each interval as a whole: size (how much of it caches may hold) and position in the model."""
     inside = membership(intervals, len(outline.layers))
     work = guesses(outline)[:, 0]
     sums = [
@@ -98,7 +98,8 @@ def interval_features(outline: Outline, intervals: Intervals) -> F64:
 
 
 def device_vector(known: DeviceSamples) -> F64:
-    """(2 x PROBES,): logarithms of probe times over the guess for the same layers, resampled to PROBES along the work."""
+    """(2 x PROBES,): logarithms of probe times relative to the guess for the same layers, resampled at PROBES points spaced
+    evenly over the model's work."""
     work = guesses(known.outline)
     ratios = np.log([times / work[a:b].sum(axis=0) for (a, b), times in zip(known.probes, known.probe_times, strict=True)])
     done = np.concatenate([[0.0], work[:, 0].cumsum()]) / work[:, 0].sum()
@@ -108,13 +109,14 @@ def device_vector(known: DeviceSamples) -> F64:
 
 
 def membership(intervals: Intervals, layers: int) -> F64:
-    """(k, layers): binary vectors."""
+    """(k, layers): a binary vector per interval, 1 for its layers."""
     place = np.arange(layers)
     return ((place >= intervals[:, :1]) & (place < intervals[:, 1:])).astype(float)
 
 
 def known_of(outline: Outline, device: str, times: LayerTimes) -> DeviceSamples:
-    """A device's times as the predictor takes them: its probes, runs of layers between its clocks, and stages observed."""
+    """A device's times in the form that the predictor takes: its probes, the intervals whose layers were all measured (of
+    power-of-two lengths), and observed stages."""
     probes, observed = (np.array(runs).reshape(-1, 4) for runs in (times.pieces, times.observed))
     rows = np.array([times.forward, times.backward]).T
     lengths = [2**k for k in range(1, len(rows).bit_length())]

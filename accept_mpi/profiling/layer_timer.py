@@ -2,7 +2,7 @@
 
 A piece is a real ``Stage`` over about a tenth of the model's work, on random activations, with the threads and memory format
 that training will use; clocks between its layers split its time. Layers are not measured alone, because a layer's time
-depends on what its neighbours leave in the caches. Pieces are built and discarded one by one, so only one must fit in memory.
+depends on what its neighbours leave in the caches. Pieces are built and discarded one by one, so memory must hold only one.
 """
 
 import math

@@ -33,6 +33,12 @@ class MessageCosts(msgspec.Struct, frozen=True):
     """To send or receive a message, its bytes and coding apart."""
 
 
+def message_costs(codings: Mapping[str, Coding], seconds_per_byte: float, seconds_per_message: float = 0.0) -> MessageCosts:
+    """Measure this device's side of MPI, and add to it what MPI itself takes per byte and per message (``comm.links``)."""
+    here = message_cost(one_that_codes(codings))
+    return MessageCosts(codec_costs(codings), seconds_per_byte, seconds_per_message + here)
+
+
 def one_that_codes(codings: Mapping[str, Coding]) -> Coding:
     """One of them that codes, if there is one: what a message takes whatever its size, it takes with any codec."""
     return max(codings.values(), key=lambda coding: coding.kind != "none", default=NONE)

@@ -131,7 +131,7 @@ def _outline(chain: Chain, seed: int, value: Any, channels_last: bool, samples: 
             value = call_layer(index, chain.names[index], module, value, setting_up=True)
         if abstract and channels_last:  # convolutions on the meta device forget the layout
             value = tree.replace(value, held.laid_out)
-        if not abstract:  # Release this layer's graph. The product makes a non-leaf, on which the next layer may work in place.
+        if not abstract:  # release this layer's graph; times 1 makes a non-leaf, which the next layer may change in place
             value = tree.replace(
                 value, lambda x: x.detach().requires_grad_(x.requires_grad) * 1 if x.requires_grad else x.detach()
             )

@@ -40,7 +40,7 @@ def probing_order(order: Sequence[int], place: int, mates: int) -> list[int]:
 
 
 def merged(same: Sequence[LayerTimes]) -> LayerTimes:
-    """Merge the times of ranks that have equal facts: medians over those that measured a layer or piece.
+    """Merge the times of equal devices into one: medians over those that measured a layer or piece.
 
     Medians, because a piece that was still cold when its turn ended may seem to take twice as long on one rank.
     """

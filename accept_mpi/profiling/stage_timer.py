@@ -7,14 +7,13 @@ import numpy as np
 import torch
 
 from accept_mpi import tree
-from accept_mpi.codecs.coding import Coding
 from accept_mpi.codecs.tensors import BoundarySpecs, Tensors, TensorSpec
 from accept_mpi.data import Dataset, Samples, fetch
 from accept_mpi.device.cpu import computing_takes_all
 from accept_mpi.pipeline.micro_batch import Inputs
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.profiling.cluster_profile import StageTimes
-from accept_mpi.profiling.message_costs import codec_costs, message_cost, one_that_codes
+from accept_mpi.profiling.message_costs import MessageCosts
 from accept_mpi.profiling.timed_piece import stretch_of
 from accept_mpi.tree import LONE, Tree
 
@@ -25,15 +24,14 @@ def time_stage(
     behind: BoundarySpecs,
     ahead: BoundarySpecs,
     train: Dataset | None,
-    codings: dict[str, Coding],
-    byte_cpu: float,
+    costs: MessageCosts,
     cores: float,
     budget: float = 1.0,
 ) -> StageTimes:
     """Measure for about ``budget`` seconds, longer than a CPU quota's period; leaves no trace in the stage.
 
     ``size``: samples a micro-batch. ``behind`` and ``ahead`` are empty at the ends of the pipeline; the first and the last
-    stage need ``train``. ``byte_cpu``: CPU seconds to send or receive a byte. ``cores`` that this rank has. All
+    stage need ``train``. ``costs`` of messages here, in CPU seconds. ``cores`` that this rank has. All
     ranks do this at the same time, since that is how they will share what they share.
     """
     data = Samples(None, None)
@@ -60,16 +58,14 @@ def time_stage(
     # as all rounds were: where a quota stops the rank now and then, that is part of its speed.
     forward, backward = (float(np.quantile(column, 0.25)) for column in zip(*times[1:], strict=True))
     stretch = stretch_of(wall, sum(map(sum, times[1:])))
-    costs = codec_costs(codings)
-    shared = computing_takes_all(cores)
     return StageTimes(
         forward=stretch * forward,
         backward=stretch * backward,
-        encode={name: stretch * encode for name, (encode, _) in costs.items()},
-        decode={name: stretch * decode for name, (_, decode) in costs.items()},
-        seconds_per_byte=stretch * byte_cpu,
-        seconds_per_message=stretch * message_cost(one_that_codes(codings)) if shared else 0.0,
-        shared=shared,
+        encode={name: stretch * encode for name, (encode, _) in costs.codecs.items()},
+        decode={name: stretch * decode for name, (_, decode) in costs.codecs.items()},
+        seconds_per_byte=stretch * costs.seconds_per_byte,
+        seconds_per_message=stretch * costs.seconds_per_message,
+        shared=computing_takes_all(cores),
     )
 
 

@@ -41,7 +41,7 @@ class Timed(NamedTuple):
     """Times of a piece."""
 
     layers: np.ndarray
-    """(4, layers) CPU seconds per pass: forward, backward, the backward's weight gradients, update (``lap``: the first two)."""
+    """(4, layers) CPU seconds per pass: forward, backward, the backward's weight gradients, update; ``lap``: (2, layers)."""
     wall: float
     """Wall-clock seconds of the whole measurement."""
     cpu: float
@@ -60,7 +60,7 @@ def _usual(passes: list[tuple[int, np.ndarray]]) -> np.ndarray:
 
 
 class TimedPiece:
-    """Layers ``start`` to ``stop`` - 1 as a stage, with clocks between them. ``loss``: needed if the last layer is included."""
+    """Layers ``start`` to ``stop`` - 1 as a stage, with clocks between them. The model's last layer needs ``loss``."""
 
     def __init__(self, chain: Chain, outline: Outline, job: Job, start: int, stop: int, loss: Loss | None) -> None:
         self.start, self.stop = start, stop
@@ -75,12 +75,12 @@ class TimedPiece:
         self._forwards: list[tuple[int, np.ndarray]] = []
         """Page faults and (layers,) CPU seconds of each forward."""
         self._backwards: list[tuple[int, np.ndarray]] = []
-        """Page faults and (2, layers) CPU seconds of each backward: all of it, and the part that zero-bubble can put off."""
+        """Page faults and (2, layers) CPU seconds of each backward: all of it, and what zero-bubble can put off."""
         self._gradients: dict[int, Tensors] = {}
         self._hooks = [layer.register_forward_hook(self._stamp(n)) for n, layer in enumerate(self.stage.layers)]
 
     def close(self) -> None:
-        """Free the memory now: the hooks reference this object, so otherwise it would last until the garbage collector runs."""
+        """Free the memory now: hooks reference this object, so otherwise it would live until the garbage collector runs."""
         for hook in self._hooks:
             hook.remove()
         self._gradients.clear()
@@ -131,7 +131,7 @@ class TimedPiece:
         return Timed(np.stack([forward, backward, weights, update]), time.monotonic() - began, time.thread_time() - cpu)
 
     def begin(self, inputs: Tensors, target: Any, of: Tree | None = None, samples: int | None = None) -> None:
-        """Bring micro-batches into flight, so that a backward does not find its activations in the caches, as in training."""
+        """Bring micro-batches into flight, so that, as in training, a backward's activations have left the caches."""
         self._given = inputs, target, of, samples
         self._first = self._next = 0
         self._forwards, self._backwards = [], []
@@ -180,7 +180,7 @@ class TimedPiece:
         if self._deferred:
             self.stage.weight_gradient(0, k)
             weights = (time.thread_time() - ended) * self._operations / max(1.0, self._operations.sum())
-        # A layer's backward begins when the gradient of its output is ready, and ends when the layer before begins its own.
+        # A layer's backward begins when its output's gradient is ready, and ends when that of the layer before begins.
         begins = np.array([began, *(self._backward.get(position, np.nan) for position in range(count - 2, -1, -1)), ended])
         begins = np.maximum.accumulate(np.where(np.isnan(begins), -np.inf, begins))
         self._backwards.append((memory_taken() - pages, np.stack([np.diff(begins)[::-1] + weights, weights])))

@@ -33,11 +33,12 @@ from accept_mpi.prediction.database import (
 )
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.layer_timer import Subject, micro_batch, time_layers
-from accept_mpi.profiling.layer_times import TimedRange, nothing_measured, pieces
-from accept_mpi.profiling.message_costs import MessageCosts, codec_costs, message_cost, one_that_codes
+from accept_mpi.profiling.layer_times import LayerTimes, TimedRange, nothing_measured, pieces
+from accept_mpi.profiling.message_costs import message_costs
 from accept_mpi.profiling.outline import Outline
 from accept_mpi.profiling.pooling import doubted
 from accept_mpi.training.profile_cluster import (
+    Devices,
     Measured,
     Report,
     agree_on_outline,
@@ -83,7 +84,6 @@ def plan_by_measuring(
 
     Raises Agreed where no plan fits or nobody has the data.
     """
-    messenger, seconds = runtime.messenger, runtime.startup_seconds
     data, source = _load(runtime, job)
     began = time.monotonic()
     batch = runtime.agree("a micro-batch", lambda: micro_batch(data[0], job))
@@ -96,50 +96,77 @@ def plan_by_measuring(
     devices = introduce_devices(runtime, job, model, path)
     give_back_memory()  # of a run before this one in the same process
     room = min(most, planned(available_memory() / runtime.ranks_on_host))
-    crowded = runtime.cores < torch.get_num_threads()
     subject = Subject(chain, model, job, loss, *batch)
-    before, order = devices.known[runtime.rank], devices.order(runtime.rank, len(pieces(model)))
     times = runtime.agree(
         "the time of each layer",
         lambda: (
-            time_layers(subject, job.pipeline.probe_seconds, before, room, order, crowded)
-            if given is None or runtime.rank == 0
-            else nothing_measured(model)
+            _times_here(runtime, subject, devices, room) if given is None or runtime.rank == 0 else nothing_measured(model)
         ),
     )
-    shared = computing_takes_all(runtime.cores)
+    costs = message_costs(codings, rates.seconds_per_byte, rates.seconds_per_message)
     copies = runtime.survives and runtime.size > 1 and job.recovery.replicate_every != 0
-    handling = MessageCosts(
-        codec_costs(codings), rates.seconds_per_byte, rates.seconds_per_message + message_cost(one_that_codes(codings))
+    mine = Report(times, rates, costs, data[0] is not None, room, computing_takes_all(runtime.cores), copies)
+    seen = _gathered(runtime, devices, subject, mine)
+    took = _Took(began, linked, time.monotonic())
+    decided = runtime.agree(
+        "the plan", lambda: _decided(job, given, data, devices, seen, path, model, took) if runtime.rank == 0 else None
     )
-    mine = Report(times, rates, handling, data[0] is not None, room, shared, copies)
-    gathered = messenger.allgather(msgspec.to_builtins(mine), seconds, "what each device has measured")
-    reports = [msgspec.convert(one, Report) for one in gathered] if runtime.rank == 0 else []
+    told = decided.plan.to_json() if decided else None
+    plan = Plan.from_json(runtime.messenger.broadcast(told, runtime.startup_seconds, "the plan"))
+    return decided or AutoPlan(plan, data, [], None, None, model)
+
+
+class _Took(NamedTuple):
+    """When parts of the measuring were done, in monotonic seconds."""
+
+    began: float
+    linked: float
+    measured: float
+
+
+def _times_here(runtime: Runtime, subject: Subject, devices: Devices, room: float) -> LayerTimes:
+    """The time of each layer on this rank, in the order in which its pieces tell most."""
+    known, order = devices.known[runtime.rank], devices.order(runtime.rank, len(pieces(subject.outline)))
+    crowded = runtime.cores < torch.get_num_threads()
+    return time_layers(subject, subject.job.pipeline.probe_seconds, known, room, order, crowded)
+
+
+def _gathered(runtime: Runtime, devices: Devices, subject: Subject, mine: Report) -> Measured:
+    """All ranks' reports, on rank 0, and what devices of one kind measure once more because they disagree. All ranks
+    together."""
+    messenger, seconds = runtime.messenger, runtime.startup_seconds
+    told = messenger.allgather(msgspec.to_builtins(mine), seconds, "what each device has measured")
+    reports = [msgspec.convert(one, Report) for one in told] if runtime.rank == 0 else []
     first = devices.together([report.times for report in reports])
     doubts = messenger.broadcast(doubted(first, devices.kinds) if first else None, seconds, "whom to ask again")
-    again = retime_doubted(runtime, subject, doubts, room) if any(doubts) else []
-    measured = time.monotonic()
+    again = retime_doubted(runtime, subject, doubts, mine.memory) if any(doubts) else []
+    return Measured(reports, first, doubts, again)
 
-    def decide() -> AutoPlan | None:
-        if runtime.rank:
-            return None
-        cluster = pooled_profile(model, devices, Measured(reports, first, doubts, again), path, given is not None)
-        keys = tuple(devices.keys)
-        if given:
-            return AutoPlan(given, data, [], cluster, None, model, time.monotonic() - began, keys)
-        found, even = plans_for(cluster, job)
-        looked = sum(map(bool, again))
-        lines = table(cluster, job, found, even)
-        lines.append(
-            f"measuring took {measured - began:.1f} s (layers {measured - linked:.1f} s; {sum(map(bool, devices.known))} of "
-            f"{runtime.size} devices were known{f', {looked} looked twice' if looked else ''}), "
-            f"planning {time.monotonic() - measured:.1f} s"
-        )
-        return AutoPlan(with_codecs(found), data, lines, cluster, found.step, model, time.monotonic() - began, keys)
 
-    decided = runtime.agree("the plan", decide)
-    plan = Plan.from_json(messenger.broadcast(decided.plan.to_json() if decided else None, seconds, "the plan"))
-    return decided or AutoPlan(plan, data, [], None, None, model)
+def _decided(
+    job: Job,
+    given: Plan | None,
+    data: Data,
+    devices: Devices,
+    seen: Measured,
+    path: Path | None,
+    model: Outline,
+    took: _Took,
+) -> AutoPlan:
+    """Rank 0: the plan, with what it rests on. Raises UserError where none fits."""
+    cluster = pooled_profile(model, devices, seen, path, given is not None)
+    keys = tuple(devices.keys)
+    if given:
+        return AutoPlan(given, data, [], cluster, None, model, time.monotonic() - took.began, keys)
+    found, even = plans_for(cluster, job)
+    known, twice = sum(map(bool, devices.known)), sum(map(bool, seen.again))
+    lines = table(cluster, job, found, even)
+    lines.append(
+        f"measuring took {took.measured - took.began:.1f} s (layers {took.measured - took.linked:.1f} s; {known} of "
+        f"{len(devices.known)} devices were known{f', {twice} looked twice' if twice else ''}), "
+        f"planning {time.monotonic() - took.measured:.1f} s"
+    )
+    return AutoPlan(with_codecs(found), data, lines, cluster, found.step, model, time.monotonic() - took.began, keys)
 
 
 def learn(job: Job, planned: AutoPlan, plan: Plan, log: Path) -> None:

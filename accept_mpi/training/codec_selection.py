@@ -19,6 +19,7 @@ from accept_mpi.planning.codec_choice import AUTO, Choice, choose, codings, is_o
 from accept_mpi.planning.forecast import Forecast, Traffic
 from accept_mpi.planning.tables import aligned
 from accept_mpi.profiling.cluster_profile import StageTimes
+from accept_mpi.profiling.message_costs import message_costs
 from accept_mpi.profiling.outline import crossing_sizes
 from accept_mpi.profiling.stage_timer import time_stage
 
@@ -49,9 +50,8 @@ def select_codecs(
     rates = neighbour_rates(runtime.world, place.before, place.after, weights)
     mine = None
     if not place.idle:
-        mine = time_stage(
-            stage, size, behind, ahead, train, codings(job, plan) | {"none": Coding()}, rates.cpu, runtime.cores
-        )
+        costs = message_costs(codings(job, plan) | {"none": Coding()}, rates.seconds_per_byte, rates.seconds_per_message)
+        mine = time_stage(stage, size, behind, ahead, train, costs, runtime.cores)
     # What comes in here: activations over the boundary behind, gradients over the one ahead.
     coming = {}
     if place.before is not None:

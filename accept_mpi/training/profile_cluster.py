@@ -36,7 +36,7 @@ def agree_on_outline(runtime: Runtime, chain: Chain, job: Job, batch: MicroBatch
     return msgspec.convert(told[source], Outline)
 
 
-class _Devices(NamedTuple):
+class Devices(NamedTuple):
     """All ranks' devices, by rank, as they introduce themselves."""
 
     facts: list[dict[str, Any]]
@@ -60,7 +60,7 @@ class _Devices(NamedTuple):
         return [merged(hosts[key]) for key in self.keys if times]
 
 
-def introduce_devices(runtime: Runtime, job: Job, model: Outline, path: Path | None) -> _Devices:
+def introduce_devices(runtime: Runtime, job: Job, model: Outline, path: Path | None) -> Devices:
     """Who is there, and what rank 0's database, if there is one, knows of them."""
     messenger, seconds = runtime.messenger, runtime.startup_seconds
     facts = messenger.allgather(_facts(runtime, job), seconds, "the kind of each device")
@@ -69,7 +69,7 @@ def introduce_devices(runtime: Runtime, job: Job, model: Outline, path: Path | N
     wanted = pieces_to_time(path, model) if path and not all(one and all(one.measured) for one in known) else []
     told = messenger.broadcast([msgspec.to_builtins(known), wanted], seconds, "what is known of each device")
     known, wanted = msgspec.convert(told, tuple[list[LayerTimes | None], list[int]])
-    return _Devices(facts, keys, [_kind(one) for one in facts], known, wanted)
+    return Devices(facts, keys, [_kind(one) for one in facts], known, wanted)
 
 
 def retime_doubted(
@@ -87,7 +87,7 @@ class Report(msgspec.Struct, frozen=True):
 
     times: LayerTimes
     rates: PairRates
-    handling: MessageCosts
+    costs: MessageCosts
     data: bool
     memory: float
     shared: bool
@@ -106,7 +106,7 @@ class Measured(NamedTuple):
     """What that found."""
 
 
-def pooled_profile(model: Outline, devices: _Devices, seen: Measured, path: Path | None, assumed: bool) -> ClusterProfile:
+def pooled_profile(model: Outline, devices: Devices, seen: Measured, path: Path | None, assumed: bool) -> ClusterProfile:
     """Devices of a kind pooled, what is new kept in the database, what nobody has measured predicted. ``assumed``: all but
     rank 0, which alone has measured, are taken to be as fast."""
     pooled = pool(seen.times, devices.kinds, seen.again)
@@ -120,9 +120,9 @@ def pooled_profile(model: Outline, devices: _Devices, seen: Measured, path: Path
     if not assumed and not all(all(one.measured) for one in pooled):  # nor any of their kind
         predictor = predictor_for(path, model, {key: kept[n] for key, n in leaders.items()})
     same = [one is not own for one, own in zip(pooled, seen.times, strict=True)]
-    handled = pool_message_costs([report.handling for report in seen.reports], devices.kinds, same)
+    handled = pool_message_costs([report.costs for report in seen.reports], devices.kinds, same)
     said = [
-        msgspec.structs.replace(report, times=one, handling=costs)
+        msgspec.structs.replace(report, times=one, costs=costs)
         for report, one, costs in zip(seen.reports, pooled, handled, strict=True)
     ]
     cluster = cluster_profile_of(model, said, [facts["host"] for facts in devices.facts], predictor)
@@ -148,10 +148,10 @@ def cluster_profile_of(
                 backward=backward[n],
                 weight_gradient=weights[n],
                 update=update[n],
-                encode={name: stretch * encode for name, (encode, _) in report.handling.codecs.items()},
-                decode={name: stretch * decode for name, (_, decode) in report.handling.codecs.items()},
-                seconds_per_byte=stretch * report.handling.seconds_per_byte,
-                seconds_per_message=stretch * report.handling.seconds_per_message,
+                encode={name: stretch * encode for name, (encode, _) in report.costs.codecs.items()},
+                decode={name: stretch * decode for name, (_, decode) in report.costs.codecs.items()},
+                seconds_per_byte=stretch * report.costs.seconds_per_byte,
+                seconds_per_message=stretch * report.costs.seconds_per_message,
                 shared=report.shared,
                 memory=report.memory,
                 snapshots=report.snapshots,

@@ -14,7 +14,7 @@ import msgspec
 
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data.calendar import Calendar, Milestones, Position
-from accept_mpi.errors import UserError, shown
+from accept_mpi.errors import Agreed, UserError, shown
 from accept_mpi.job import GOES_WITH, Job, Optimizer
 from accept_mpi.models import Chain
 from accept_mpi.pipeline.optimizer import state_names
@@ -59,10 +59,15 @@ def calendar(batches: Calendar, manifest: Manifest | None) -> Calendar:
     return replace(batches, since=before.position(manifest.step)._replace(order=order))
 
 
+_MOST_STEPS = (1 << 32) - 1  # messages have room for no larger number
+
+
 def course_of(job: Job, batches: Calendar, first: int) -> Milestones:
     """How many steps, from where."""
     train, output = job.train, job.output
     last = train.steps if train.steps is not None else batches.end(train.epochs or 1)
+    if last > _MOST_STEPS:
+        raise Agreed(f"train.{'epochs' if train.steps is None else 'steps'}: {last} steps; at most {_MOST_STEPS}")
     return Milestones(
         first, last, train.evaluate_every * batches.steps_per_epoch, output.checkpoint_every,
         checkpoint_at_end=output.checkpoint_at_end, evaluate_from=batches.end(0, whole=False),

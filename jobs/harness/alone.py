@@ -1,8 +1,8 @@
-"""A session's program: every host computes alone at the same time as the others, nothing is sent: the hardware's limit.
+"""A session's program: all hosts compute simultaneously, each alone and without communication. This is the hardware's limit.
 
 A point has ``job``, ``tuned``, ``seconds``, and ``cuts``: None (each host trains the whole model) or the first layers of
-stages 1, 2, ... (each host runs forward and backward of its stage, on inputs that the stages before have made). Or
-``layers``: each host measures every layer of the model by itself, in seconds a micro-batch.
+stages 1, 2, ... (each host runs forward and backward of its stage, on inputs computed by the layers before). With ``layers``
+each host measures every layer of the model separately, in seconds per micro-batch.
 """
 
 import json
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def measure(setting: Setting, point: dict[str, Any], rank: int, size: int) -> float:
-    """samples/s of this host while the others compute too."""
+    """samples/s of this host while the others compute, too."""
     whole = point["cuts"] is None
     start, stop = (0, len(setting.chain)) if whole else setting.edges(size, point["cuts"])[rank]
     layers, last = setting.layers(start, stop), stop == len(setting.chain)
@@ -73,7 +73,7 @@ def measure(setting: Setting, point: dict[str, Any], rank: int, size: int) -> fl
 
 
 def by_layer(setting: Setting, seconds: float) -> list[float]:
-    """Mean seconds of forward and backward of each layer: computing time, stretched as the host's quota stretches all."""
+    """Mean seconds of each layer's forward plus backward: its CPU time, times the wall-clock time per CPU time of all."""
     layers = list(setting.layers(0, len(setting.chain)))
     inputs, target = next(setting.batches(slice(0, setting.batch // setting.micro_batches)))
     total, rounds, until = [0.0] * len(layers), 0, time.perf_counter() + seconds

@@ -1,6 +1,6 @@
 """A session's program: DistributedDataParallel over gloo, the whole model on every host, plain or with PowerSGD of rank 1.
 
-A point has ``job``, ``tuned``, ``powersgd``, and what ``serve`` asks for.
+A point has ``job``, ``tuned``, ``powersgd``, and the keys of ``harness.peer.serve``.
 """
 
 from typing import Any
@@ -10,15 +10,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.peer import Setting, Trial, loss_of, serve
 
-_PLAIN_STEPS = 2  # PowerSGD sends gradients whole in its first steps
+_PLAIN_STEPS = 2  # first steps, in which PowerSGD sends whole gradients
 _ONE_BUCKET_MB = 1000
 
 
 def build(point: dict[str, Any], rank: int, size: int) -> Trial:
-    """The model on this rank, and its share of each batch."""
+    """A trial of DDP with this rank's model and its share of each batch."""
     setting = Setting(point)
-    # One bucket: the hook sends several times a bucket, and with more of them ranks on slow links disagree on whose turn it
-    # is ("distributed collective mismatch", gloo aborts).
+    # One bucket: the hook sends several times per bucket, and with more buckets ranks on slow links disagree on the order of
+    # their collectives ("distributed collective mismatch", gloo aborts).
     bucket: dict[str, Any] = {"bucket_cap_mb": _ONE_BUCKET_MB} if point["powersgd"] else {}
     model = DistributedDataParallel(setting.layers(0, len(setting.chain)), **bucket)
     if point["powersgd"]:

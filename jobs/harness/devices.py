@@ -1,7 +1,7 @@
-"""Two dozen devices and four models, each sub-model timed: the data of the predictor's and the partitioner's experiments.
+"""Times of sub-models of four models on two dozen devices: the data of the predictor's and the partitioner's experiments.
 
 A device is a host of the lab (share of a core x threads x instruction set) with a memory format. Data are measured in the
-lab, or come from data.h5 in the predictor's folder, which a run has left there.
+lab, or come from data.h5 in the predictor's folder, which an earlier run left there.
 """
 
 import sys
@@ -38,21 +38,21 @@ MODELS: dict[str, list[str]] = {
 FORMATS = ("channels_last", "contiguous")
 ISAS = ("default", "avx2", "avx512")
 SHARES = (0.5, 0.7, 1.0)  # of a core, one thread; two of 1.8 cores
-COUNT = 16  # sub-models besides the probes
+COUNT = 16  # sub-models, not counting the probes
 
 
 def host_of(share: float, isa: str) -> Host:
-    """A host of one thread."""
+    """A host with one thread and this share of a core."""
     return Host(f"cpu{round(100 * share)}", share, 1, isa)
 
 
 def device_of(isa: str, host: Host, kind: str) -> str:
-    """A device's name in the data."""
+    """Name of a device in the data; ``kind``: its memory format."""
     return f"{isa} {host.name} {kind}"
 
 
 def fleets() -> dict[str, list[Host]]:
-    """Hosts, a few at a time: one a core."""
+    """Hosts by fleet, few enough per fleet that each gets a core of the machine."""
     found = {}
     for isa in ISAS:
         first, second, third = (host_of(share, isa) for share in SHARES)
@@ -63,16 +63,16 @@ def fleets() -> dict[str, list[Host]]:
 
 
 class Gathered(NamedTuple):
-    """One model on one device."""
+    """Measurements of one model on one device."""
 
     model: str
     known: DeviceSamples
     passes: Floats
-    """(sub-models, 2) seconds: each of ``known.intervals``, in every other visit and in the rest."""
+    """(sub-models, 2) seconds of each of ``known.intervals``: in the even visits and in the odd ones."""
 
 
 def gathered(experiment: Experiment) -> list[Gathered]:
-    """All models on all devices."""
+    """Measurements of all models on all devices."""
     _take_kept(experiment)
     outlines = {(name, kind): _outline(settings, kind) for name, settings in MODELS.items() for kind in FORMATS}
     data = []
@@ -92,14 +92,14 @@ def gathered(experiment: Experiment) -> list[Gathered]:
 
 
 def _take_kept(experiment: Experiment) -> None:
-    """Begin with what lies beside the predictor's experiment."""
+    """Start with the results in data.h5, unless there are results already or ``--fresh`` is given."""
     kept = JOB.with_name("data.h5")
     if kept.exists() and not experiment.store.path.exists() and "--fresh" not in sys.argv:
         experiment.store.take(kept)
 
 
 def _outline(settings: list[str], kind: str) -> Outline:
-    """The model's layers; its key does not depend on the memory format, which is the device's."""
+    """The model's outline in a form whose key is the same for all memory formats, since these belong to the device."""
     job = parse(JOB.read_text(), str(JOB), [*settings, f"train.memory_format={kind}"])
     chain = load_model(job.model.name, job.model.args, job.train.seed)
     inputs = micro_batch(load_data(job.data.name, job.data.args)[0], job).inputs
@@ -111,5 +111,5 @@ def _outline(settings: list[str], kind: str) -> Outline:
 
 
 def _laid_out(spec: TensorSpec) -> TensorSpec:
-    """The same in one layout for all devices."""
+    """The spec with contiguous strides."""
     return msgspec.structs.replace(spec, stride=torch.empty(spec.shape, device="meta").stride())

@@ -1,4 +1,4 @@
-"""An experiment: a fleet in the lab, systems measured side by side at many points, results kept and shown."""
+"""The frame of an experiment: a fleet in the lab, systems measured at many points, results stored and shown."""
 
 import argparse
 import statistics
@@ -26,11 +26,14 @@ _PROGRAMS = {"alone": "harness.alone", "ours": "harness.ours", "pipelining": "ha
              "submodels": "harness.submodels"}  # fmt: skip
 _GLOO = ("pipelining", "ddp")
 _MOST_SECONDS = 300.0
-_NEW_CUTS, _NEW_CUTS_SECONDS = 3, 6.0  # more first steps, and so long, that do not count
+_NEW_CUTS, _NEW_CUTS_SECONDS = 3, 6.0  # after new cuts, further first steps and seconds (the larger) that do not count
 
 
 class Experiment:
-    """``with experiment.lab(fleet): experiment.measure(...)``; ``folder`` holds its fleets and jobs."""
+    """Measures points in the lab and stores their results: ``with experiment.lab(fleet): experiment.measure(...)``.
+
+    ``folder`` has its fleets and jobs, ``out`` its results.
+    """
 
     def __init__(self, file: str) -> None:
         parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
@@ -47,13 +50,13 @@ class Experiment:
         self._fleet, self._hosts = "", 0
         self._sessions: dict[str, Session] = {}
         self._cuts: object = None
-        """That the session of ours has trained with last, and in what order of ranks."""
+        """Cuts and order of ranks with which the session of accept_mpi trained last."""
         self._stack = ExitStack()
         self._began = time.monotonic()
 
     @contextmanager
     def fleet(self, name: str, hosts: Sequence[Host]) -> Iterator[None]:
-        """These hosts, made when the block first measures something that is not known yet."""
+        """Use these hosts in the block. They are created when the block first measures a point without a stored result."""
         with ExitStack() as stack:
             self._lab, self._fleet, self._hosts = None, name, len(hosts)
             self._make = lambda: stack.enter_context(self.lab(name, hosts))
@@ -62,7 +65,7 @@ class Experiment:
 
     @contextmanager
     def lab(self, fleet: str, hosts: Sequence[Host] | None = None) -> Iterator[Laboratory]:
-        """Hosts of a fleet file (or these, as a fleet of this name) for as long as the block. Raises UserError."""
+        """Create the hosts of a fleet file (or ``hosts``, named ``fleet``), for the time of the block. Raises UserError."""
         hosts = read(self.folder / fleet) if hosts is None else list(hosts)
         with Laboratory("experiment-" + self.folder.name.replace("_", "-")).using(hosts) as lab, ExitStack() as stack:
             self._lab, self._fleet, self._stack = lab, fleet, stack
@@ -71,7 +74,7 @@ class Experiment:
             self.end_sessions()
 
     def end_sessions(self) -> None:
-        """Let the programs that have measured so far end. Until then they wait: their start costs more than that."""
+        """End the programs that have measured so far. They stay alive until then, because starting them again costs more."""
         self._stack.close()
         self._sessions, self._cuts = {}, None
 
@@ -80,11 +83,11 @@ class Experiment:
         return str(self.folder / "job.toml")
 
     def measure(self, program: str, known: Point, asked: dict[str, Any], link: float | None = None) -> Result:
-        """The result at a point, measured now where it is not known yet.
+        """The result at a point; measured unless it is stored already.
 
         ``known`` names the point in the results; ``asked`` goes to the program; ``link``: Mbit/s of every host (0:
-        unlimited; None: as the fleet says). The result has samples_per_s summed over what the ranks report, and "at": when
-        it was measured, in seconds since the epoch.
+        unlimited; None: as the fleet says). The result has samples_per_s of all ranks together (see ``combined``), and "at",
+        the time of the measurement in seconds since the epoch.
         """
         point = {"fleet": self._fleet, "program": program, "link": link} | known
         found = self.store.get(point)
@@ -94,7 +97,7 @@ class Experiment:
             except LabError as error:
                 if program not in _GLOO:
                     raise
-                # Gloo aborts now and then when links change under it: once more, in new processes.
+                # Gloo sometimes aborts when links change under it: try once more, in new processes.
                 print(f"{program} failed and is started again: {str(error).splitlines()[-1]}", file=sys.stderr, flush=True)
                 self.end_sessions()
                 found = self._measure(program, asked, link)
@@ -113,7 +116,7 @@ class Experiment:
         assert self._lab is not None
         fresh = False
         if asked.get("skip", ()) is None:
-            self._cuts = None  # a process that measures its layers gives its memory back before
+            self._cuts = None  # a process gives back its memory before it measures layers, so it must warm up again
         if program not in self._sessions:
             folder = self._lab.folder / "sessions" / program
             self._sessions[program] = self._stack.enter_context(Session(self._lab, _PROGRAMS[program], folder))
@@ -126,7 +129,7 @@ class Experiment:
         return combined(program, answers)
 
     def _set_links(self, link: float | None) -> None:
-        """Mbit/s of every host; 0: unlimited; None: as they are."""
+        """Set the link of every host to ``link`` Mbit/s (0: unlimited); None leaves them unchanged."""
         assert self._lab is not None
         if link is not None:
             for host in self._lab.hosts:
@@ -135,14 +138,15 @@ class Experiment:
     def ours(
         self, link: float | None, settings: dict[str, Any], seconds: float = 6.0, turn: int | None = None, **known: Any
     ) -> Result:
-        """accept_mpi with these keys changed, for about so many seconds. ``turn``: once more, with the same plan.
+        """Measure accept_mpi with these keys of the job changed, for about ``seconds``. ``turn``: number of a repetition
+        with the same plan.
 
-        Where cuts or the order of ranks are other ones than those before, more first steps do not count: a rank whose stage
-        has grown takes memory from the kernel, a gigabyte of it at 0.4 core for five to eight seconds.
+        If cuts or the order of ranks differ from the run before, more first steps do not count: a rank whose stage has grown
+        takes memory from the kernel, which for a gigabyte at 0.4 core lasts five to eight seconds.
         """
         batch = int(settings.get("train.batch_size", self.batch))
         rate = self._last[1] if self._last is not None and self._last[0] == settings else batch
-        # Where a step takes long, it is the link that takes long: nothing has to warm up.
+        # If a step takes long, the link is the reason, so less warm-up is needed.
         skip = 2 if seconds * rate > batch else 1
         count = max(2, min(40, round(seconds * rate / batch)))
         planned = self.planned(link, settings, **known)
@@ -170,18 +174,18 @@ class Experiment:
         return found
 
     def planned(self, link: float | None, settings: dict[str, Any], **known: Any) -> Result:
-        """Where a job leaves cuts to rank 0: a short run that finds them, once; else nothing.
+        """The result of a short run that finds the plan, if the job leaves cuts to rank 0; else empty.
 
-        What was found is then measured in a run of its own, like cuts that are given: after measuring layers a process is
-        some 6 % slower for a while.
+        The plan's speed is then measured in a separate run, like given cuts: for a while after measuring layers a process is
+        about 6 % slower.
         """
         if self._job(settings).pipeline.cuts != "auto":
             return {}
         return self._train(link, settings, None, {"train.steps": 1}, known | {"for": "its plan"}, twice=False)
 
     def by_cuts(self, points: Sequence[tuple[float | None, dict[str, Any]]]) -> list[int]:
-        """In which order to measure these links and settings, so that a process gets used to new cuts as rarely as can be;
-        what rank 0 finds is found first."""
+        """The order (indices) in which to measure these links and settings so that cuts change as rarely as possible, since
+        a process must warm up to new ones. Finds the plans of jobs that leave cuts to rank 0 first."""
         cuts = []
         for link, settings in points:
             found = self.planned(link, settings)
@@ -195,18 +199,18 @@ class Experiment:
         return parse(job.read_text(), str(job), [f"{key}={value}" for key, value in settings.items()])
 
     def _drain(self, settings: dict[str, Any]) -> int:
-        """Last steps in which an asynchronous pipeline only empties, faster than it can be filled."""
+        """Number of last steps in which an asynchronous pipeline drains, which is faster than its steady state."""
         train, pipeline = (job := self._job(settings)).train, job.pipeline
         if pipeline.schedule != "1f1b-async":
             return 0
         return -(-max_in_flight(pipeline.schedule, 0, self._hosts, 1 << 30, pipeline.transfer_slack) // train.micro_batches)
 
     def expect(self, settings: dict[str, Any], rate: float) -> None:
-        """A guess for the next ``ours`` with these settings, in samples/s."""
+        """Give the next ``ours`` with these settings an estimate of samples/s, from which it derives the number of steps."""
         self._last = (settings, rate)
 
     def train(self, link: float | None, settings: dict[str, Any], skip: int, **known: Any) -> Result:
-        """accept_mpi with these keys changed, as long as the job says; its rate without the first ``skip`` steps."""
+        """Measure accept_mpi with these keys changed, for as many steps as the job has; the first ``skip`` do not count."""
         return self._train(link, settings, (skip, 0), {}, known, twice=False)
 
     def _train(
@@ -219,9 +223,12 @@ class Experiment:
         twice: bool,
         cluster: str = "",
     ) -> Result:
-        """``skip``: first and last steps that do not count; None: only the plan is wanted. ``more``: keys that do not name
-        the point. ``twice``: a process's first run is made twice, since its first steps take memory from the kernel and have
-        oneDNN choose its routines. ``cluster``: log of the run that found the plan."""
+        """Run accept_mpi at a point.
+
+        ``skip``: numbers of first and last steps that do not count; None: only the plan is wanted. ``more``: overrides that
+        are not part of the point's name. ``twice``: repeat a process's first run, whose steps are slowed by memory from the
+        kernel and by oneDNN's choice of routines. ``cluster``: log of the run that found the plan.
+        """
         name = "-".join([Path(self._fleet).stem, *(str(value) for value in (known | settings).values()), f"{link}"])
         directory = self.out / "runs" / "".join(c if c.isalnum() else "-" for c in name)
         changed = (
@@ -237,21 +244,21 @@ class Experiment:
         return self.measure("ours", settings | known, asked, link)
 
     batch = 64
-    """Samples a step, where the settings do not say."""
+    """Samples per step, unless the settings give another number."""
     _last: tuple[dict[str, Any], float] | None = None
-    """Settings and rate of the point before: links come in the order of their rates."""
+    """Settings and rate of the point before, as an estimate for the next: links come in the order of their rates."""
 
     def finish(self, text: str) -> None:
-        """Keep the table and show it."""
+        """Write the table to ``table.md`` and print it."""
         (self.out / "table.md").write_text(text)
         print(f"\n{text}\n{self.out / 'table.md'}, {self.out / 'results.h5'}, {self.out / 'plot.png'}")
 
 
 def combined(program: str, answers: list[dict[str, Any]]) -> Result:
-    """What all ranks answered as one result: rank 0's, with samples_per_s of all."""
+    """One result from the answers of all ranks: rank 0's, with the samples_per_s of all (summed, or averaged for gloo's)."""
     rates = [float(answer["samples_per_s"]) for answer in answers if answer]
     result: Result = {key: value for key, value in answers[0].items() if value}
-    if program in _GLOO:  # each rank has timed the same steps of all
+    if program in _GLOO:  # each rank has timed the steps of all ranks together
         return result | {"samples_per_s": statistics.fmean(rates)}
     if "probes" in result:
         return {"samples_per_s": 0.0} | {
@@ -263,7 +270,7 @@ def combined(program: str, answers: list[dict[str, Any]]) -> Result:
 
 
 def run(main: Any) -> None:
-    """Run an experiment's main; mistakes of users are one sentence."""
+    """Run an experiment's main; a UserError is printed as one sentence and ends the process with exit code 2."""
     try:
         main()
     except UserError as error:

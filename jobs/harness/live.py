@@ -1,4 +1,4 @@
-"""Runs that are watched from outside while they go on: what they print, with the time at which they did, and their log."""
+"""Observes runs from outside while they train, by the lines that they print and by their log."""
 
 import os
 import queue
@@ -25,7 +25,7 @@ SECONDS = 300.0
 
 
 class Lines:
-    """What a command prints, each line with the time at which it came."""
+    """Lines that a command prints, with the time at which each arrived."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.text = ""
@@ -43,7 +43,8 @@ class Lines:
         return time.monotonic()
 
     def wait(self, wanted: Callable[[str], Any]) -> float:
-        """When a line came for which ``wanted`` is true. Raises UserError where none comes."""
+        """Wait for a line for which ``wanted`` is true; returns the time (``now``) of its arrival. Raises UserError if none
+        comes."""
         until = time.monotonic() + SECONDS
         while (left := until - time.monotonic()) > 0:
             try:
@@ -59,19 +60,19 @@ class Lines:
 
 
 def step_of(line: str) -> int:
-    """The step that a line of progress tells of; 0: none."""
+    """The step in a line of progress; 0 for other lines."""
     found = re.match(r"step (\d+)/", line)
     return int(found[1]) if found else 0
 
 
 def anew(directory: Path) -> Path:
-    """The directory without what an earlier experiment left there, which would be taken for the new run's."""
+    """Remove the directory, whose files of an earlier experiment could pass for the new run's; returns its path."""
     shutil.rmtree(directory, ignore_errors=True)
     return directory
 
 
 def start(lab: Laboratory, job: Path, directory: Path, *more: str, ulfm: bool = False, drain: bool = False) -> Running:
-    """A run of this job in the lab, one rank on each host, its output piped, or thrown away (``drain``)."""
+    """Start this job in the lab, one rank per host, with its output piped, or discarded (``drain``)."""
     mpirun = Path(sys.executable).with_name("mpirun")
     command = [str(mpirun) if mpirun.exists() else "mpirun", *(["--with-ft", "ulfm"] if ulfm else []), "-n", len(lab.hosts)]
     command += ["-hostfile", lab.hostfile, sys.executable, "-m", "accept_mpi", "train", job]
@@ -80,7 +81,7 @@ def start(lab: Laboratory, job: Path, directory: Path, *more: str, ulfm: bool = 
 
 
 def begin(lab: Laboratory, command: Sequence[object], drain: bool = False) -> Running:
-    """A command in the lab, its output piped, or thrown away (``drain``)."""
+    """Start a command in the lab, with its output piped, or discarded (``drain``)."""
     out = subprocess.DEVNULL if drain else subprocess.PIPE
     return lab.start(
         command, env=dict(os.environ), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, text=True
@@ -88,7 +89,7 @@ def begin(lab: Laboratory, command: Sequence[object], drain: bool = False) -> Ru
 
 
 def wait_for_step(directory: Path, step: int) -> int:
-    """The last step in a growing log, once it is at least this one. Raises UserError where it does not come."""
+    """Wait until a growing log has at least ``step``; returns its last step. Raises UserError if it does not get there."""
     until, made = time.monotonic() + SECONDS, 0
     while made < step:
         if time.monotonic() > until:
@@ -103,13 +104,13 @@ def wait_for_step(directory: Path, step: int) -> int:
 
 
 def rate(steps: Rows, first: int, last: int) -> float:
-    """samples/s of steps after ``first``, up to ``last``."""
+    """samples/s from the end of step ``first`` to the end of step ``last``."""
     rows = steps[(steps["step"] >= first) & (steps["step"] <= last)]
     return float(rows["samples"][1:].sum() / (rows["end"][-1] - rows["end"][0]))
 
 
 def plot_rates(path: Path, runs: dict[str, Rows], moments: Sequence[float] = ()) -> None:
-    """samples/s by seconds since the first step, a line a run; dashed where something changed in the first."""
+    """Plot samples/s over seconds since the first step, one line per run. ``moments``: seconds to mark by dashed lines."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
     for colour, (name, steps) in zip(("#0072B2", "#D55E00", "#009E73", "#999999"), runs.items(), strict=False):

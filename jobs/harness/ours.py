@@ -1,5 +1,5 @@
-"""A session's program: accept_mpi itself. A point has ``job`` (path), ``set`` (overrides) and ``skip`` (how
-many first and last steps do not count; None: only the plan is wanted)."""
+"""A session's program: accept_mpi itself. A point has ``job`` (path), ``set`` (overrides) and ``skip`` (numbers of first and
+last steps that do not count; None: only the plan is wanted)."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from harness.session import points
 
 
 def main() -> None:
-    runtime = Runtime()
+    runtime = Runtime.start()
     try:
         for point, answer in points():
             overrides = tuple(point["set"])
@@ -32,10 +32,13 @@ def main() -> None:
 
 
 def measured(job: Job, skip: list[int] | None, planned: str | None) -> dict[str, object]:
-    """samples/s over all steps but so many first and last ones (of the slowest stage: others may be catching up), the share
-    of that time in which each stage computed (the busiest: ``busy``), and all hosts in the mean (``used``), evaluations as
-    (seconds, accuracy), the plan, and, for cuts found by the run whose log is ``planned``, the step that it foresaw and the
-    simulator's of this trace."""
+    """The result of a finished run, without its ``skip`` first and last steps.
+
+    It has samples/s (of the slowest stage: others may be catching up), the share of that time in which each stage computed
+    (``stages_busy``), the busiest one's (``busy``) and the mean over all hosts (``used``), evaluations as (seconds,
+    accuracy), plan and log. With ``planned``, the log of the run that found the cuts, also the step time that this forecast
+    and the simulator's for this trace.
+    """
     file = Path(job.output.directory) / "log.h5"
     with open_log(file) as log:
         if skip is None:

@@ -1,4 +1,4 @@
-"""What the peers' programs share: the same model code, data, batches and optimizer as our job, in plain PyTorch."""
+"""The common parts of the peers' programs: our job's model code, data, batches and optimizer in plain PyTorch."""
 
 import itertools
 import json
@@ -18,11 +18,11 @@ from accept_mpi.job_file import parse
 from accept_mpi.plan import even_cuts
 from harness.session import points
 
-_FIRST_STEPS = 5  # of a process: memory comes from the kernel, oneDNN chooses its routines
+_FIRST_STEPS = 5  # steps of a process that do not count: memory comes from the kernel, oneDNN chooses its routines
 
 
 class Setting:
-    """A job as a peer runs it; ``tuned``: with our memory settings (glibc's allocator, channels_last)."""
+    """A job as a peer runs it. ``tuned``: with our memory settings (glibc's allocator, channels_last)."""
 
     def __init__(self, point: dict[str, Any]) -> None:
         self.job = parse(Path(point["job"]).read_text(), point["job"], tuple(point.get("set", ())))
@@ -35,20 +35,21 @@ class Setting:
         torch.manual_seed(self.job.train.seed)
 
     def edges(self, stages: int, cuts: list[int] | None = None) -> list[tuple[int, int]]:
-        """First and last + 1 layer of each stage."""
+        """Layers (first, last + 1) of each stage, split at ``cuts`` or evenly."""
         return list(itertools.pairwise([0, *(cuts or even_cuts(len(self.chain), stages)), len(self.chain)]))
 
     def layers(self, start: int, stop: int) -> nn.Sequential:
-        """Layers of the model, in the memory format of this setting."""
+        """Layers ``start`` to ``stop`` - 1 of the model, in this setting's memory format."""
         built = nn.Sequential(*self.chain.build_range(start, stop, self.job.train.seed))
         return self.format(built)
 
     def format(self, what: Any) -> Any:
-        """A module or an image in this setting's memory format."""
+        """Convert a module or a batch of images to this setting's memory format."""
         image = isinstance(what, nn.Module) or what.dim() == 4
         return what.to(memory_format=torch.channels_last) if self.tuned and image else what
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        """torch's optimizer for this module, with the job's settings."""
         given = self.job.train.optimizer
         parameters = list(module.parameters())
         if given.name == "sgd":
@@ -56,8 +57,9 @@ class Setting:
         return torch.optim.AdamW(parameters, lr=self.job.lr, weight_decay=given.weight_decay)
 
     def batches(self, share: slice = slice(None)) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Shuffled batches for ever, the same on all ranks; ``share`` takes a part of each."""
-        shuffle = torch.Generator().manual_seed(self.job.train.seed)  # the global one also gives some ranks their dropout
+        """An endless series of shuffled batches (inputs, targets), the same on all ranks; ``share`` takes a part of each."""
+        # A separate generator: on some ranks dropout also draws from the global one.
+        shuffle = torch.Generator().manual_seed(self.job.train.seed)
         while True:
             order = torch.randperm(len(self.train), generator=shuffle).numpy()
             for first in range(0, len(order) - self.batch + 1, self.batch):
@@ -68,12 +70,12 @@ class Setting:
 
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy, of images' classes or of every position of a text."""
+    """Mean cross entropy over images, or over all positions of texts."""
     return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), target.reshape(-1))
 
 
 def join() -> tuple[int, int]:
-    """Join gloo's process group over the lab's network; rank and size."""
+    """Join gloo's process group over the lab's network; returns rank and size."""
     rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
     store = dist.FileStore(f"{os.environ['TMPDIR']}/gloo-{os.environ['ACCEPT_LAB_RUN']}", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
@@ -82,7 +84,7 @@ def join() -> tuple[int, int]:
 
 
 def timed(step: Callable[[], None], steps: int, warm: int) -> float:
-    """Seconds a step, all ranks together: from barrier to barrier."""
+    """Seconds per step of all ranks together, from barrier to barrier, after ``warm`` steps that do not count."""
     for _ in range(warm):
         step()
     dist.barrier()
@@ -98,16 +100,16 @@ class Trial(NamedTuple):
 
     setting: Setting
     step: Callable[[], None]
-    """One step of all ranks."""
+    """Trains one step; all ranks call it together."""
     whole: Callable[[], nn.Module | None]
-    """The model as it is, on rank 0."""
+    """Gives the whole trained model on rank 0, None elsewhere."""
 
 
 def serve(build: Callable[[dict[str, Any], int, int], Trial]) -> None:
-    """Measure points: ``build`` makes a trial of a point's keys, rank and size.
+    """Measure a session's points; ``build`` makes a trial from a point, rank and size.
 
-    A point has what ``build`` asks for, and ``steps`` and ``warm``; or, instead of these two, ``until`` (a test accuracy)
-    and ``seconds``, to train that far from the beginning.
+    A point has the keys that ``build`` needs, and ``steps`` and ``warm``; or, instead of these two, ``until`` (a test
+    accuracy) and ``seconds``, to train from the beginning until either is reached.
     """
     rank, size = join()
     built: dict[str, Trial] = {}
@@ -123,10 +125,8 @@ def serve(build: Callable[[dict[str, Any], int, int], Trial]) -> None:
 
 
 def trained(trial: Trial, until: float, seconds: float) -> dict[str, Any]:
-    """Train until the test set is hit so often, or so many seconds have passed: (seconds, accuracy) after every epoch.
-
-    Evaluating is not counted.
-    """
+    """Train until the test accuracy reaches ``until`` or ``seconds`` have passed, not counting evaluation. The result has
+    samples/s and (seconds, accuracy) after every epoch."""
     setting = trial.setting
     epoch = len(setting.train) // setting.batch
     found: list[list[float]] = []
@@ -145,7 +145,7 @@ def trained(trial: Trial, until: float, seconds: float) -> dict[str, Any]:
 
 @torch.no_grad()
 def accuracy(setting: Setting, model: nn.Module) -> float:
-    """Share of the test set that is hit."""
+    """Share of the test set that the model classifies correctly."""
     model.eval()
     hits = 0
     for first in range(0, len(setting.test), setting.batch):

@@ -1,6 +1,6 @@
 """A session's program: torch.distributed.pipelining with 1F1B over gloo, layers split evenly or at the point's ``cuts``.
 
-A point has ``job``, ``tuned``, and what ``serve`` asks for.
+A point has ``job``, ``tuned``, and the keys of ``harness.peer.serve``.
 """
 
 import functools
@@ -15,7 +15,7 @@ from harness.peer import Setting, Trial, loss_of, serve
 
 
 class _Enter(torch.autograd.Function):
-    """To channels_last, and its gradient back to contiguous: gloo sends contiguous tensors only."""
+    """Converts a tensor to channels_last, and its gradient back to contiguous, since gloo sends only contiguous tensors."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Stage(nn.Module):
-    """Layers that take one argument each, as a stage that takes what crosses a boundary as several."""
+    """Layers, which take one argument each, as a stage that takes each tensor crossing a boundary as an argument."""
 
     def __init__(self, layers: nn.Sequential, channels_last: bool) -> None:
         super().__init__()
@@ -40,19 +40,19 @@ class _Stage(nn.Module):
 
 
 def gathered(setting: Setting, module: _Stage, rank: int, size: int, cuts: list[int] | None) -> nn.Module | None:
-    """The whole model, on rank 0."""
+    """Gather all stages' weights; returns the whole model on rank 0, None elsewhere."""
     states: list[Any] | None = [None] * size if rank == 0 else None
     dist.gather_object(module.layers.state_dict(), states)
     if states is None:
         return None
     whole = setting.layers(0, len(setting.chain))
     for (start, stop), state in zip(setting.edges(size, cuts), states, strict=True):
-        nn.Sequential(*list(whole)[start:stop]).load_state_dict(state)  # a slice would keep its layers' numbers
+        nn.Sequential(*list(whole)[start:stop]).load_state_dict(state)  # numbered from 0, as in the stage
     return whole
 
 
 def build(point: dict[str, Any], rank: int, size: int) -> Trial:
-    """This rank's stage and schedule."""
+    """A trial of torch's pipelining with this rank's stage and schedule."""
     setting = Setting(point)
     module = _Stage(setting.layers(*setting.edges(size, point.get("cuts"))[rank]), setting.tuned)
     optimizer = setting.optimizer(module)

@@ -1,7 +1,7 @@
-"""One program under mpirun in the lab measures many points, so that its start is paid once; links change in between.
+"""Sessions: a program under mpirun in the lab measures many points, so that it is started once; links change in between.
 
-The driver (``Session``) writes ``point-N.json``, every rank waits for it (``points()``) and writes ``result-N-RANK.json``:
-all hosts of a lab see the same files.
+All hosts of a lab see the same files. The driver (``Session``) writes ``point-N.json``, every rank waits for it
+(``points()``) and writes ``result-N-RANK.json``.
 """
 
 import json
@@ -20,11 +20,11 @@ from edgelab.laboratory import Laboratory, Running
 Answer = Callable[[dict[str, Any]], None]
 _START_SECONDS = 180.0
 _POLL = 0.02
-_IDLE_POLL = 0.2  # of programs that wait while others are measured
+_IDLE_POLL = 0.2  # seconds between polls of programs that wait while others are measured
 
 
 class Session:
-    """``with Session(lab, "harness.ours", folder) as session: session.measure({...}, seconds)``."""
+    """A program that measures points: ``with Session(lab, "harness.ours", folder) as session: session.measure(...)``."""
 
     def __init__(self, lab: Laboratory, module: str, folder: Path) -> None:
         self._ranks = len(lab.hosts)
@@ -57,7 +57,7 @@ class Session:
             self._out.close()
 
     def measure(self, point: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
-        """The results of all ranks. Raises LabError where the program ends, or takes longer than ``seconds``."""
+        """Measure a point; returns all ranks' results. Raises LabError if the program ends or exceeds ``seconds``."""
         number = self._ask(point)
         until = time.monotonic() + seconds + (_START_SECONDS if number == 0 else 0)
         files = [self._folder / f"result-{number}-{rank}.json" for rank in range(self._ranks)]
@@ -77,7 +77,7 @@ class Session:
 
 
 def points() -> Iterator[tuple[dict[str, Any], Answer]]:
-    """On every rank: the points as they come, and where to put what was measured."""
+    """On every rank of the program: the points as they arrive, each with a function that takes its result."""
     folder, rank = Path(sys.argv[1]), int(os.environ["OMPI_COMM_WORLD_RANK"])
     number = 0
     while True:

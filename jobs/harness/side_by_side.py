@@ -1,4 +1,4 @@
-"""accept_mpi and its peers on one fleet at several links: measured in turn, as a table and a plot."""
+"""Compares accept_mpi with its peers on one fleet at several links: measures them in turn, and makes a table and a plot."""
 
 import itertools
 import math
@@ -21,57 +21,57 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _SETTINGS = {False: "as users start it", True: "our memory settings"}
 _ASYNC = "1f1b-async"
-_NO_WARM_UP = 5.0  # seconds of a peer's step from which on it is the link that takes long, and nothing has to warm up
+_NO_WARM_UP = 5.0  # seconds per step above which a peer gets no warm-up: the link takes that long
 _BLUES = ("#9ad0f5", "#6db4e8", "#3c93d1", "#1a6fb0", "#003f7d")
 _WARM = ("#D55E00", "#E69F00", "#009E73")
 
 
 @dataclass
 class Case:
-    """What is compared."""
+    """The settings of a comparison."""
 
     title: str
     links: tuple[float, ...]
-    """Mbit/s of every host, falling; 0: unlimited."""
+    """Mbit/s of every host, in falling order; 0: unlimited."""
     cuts: list[int]
-    """Set by hand, to compare those that rank 0 finds with."""
+    """Cuts set by hand, to compare with those that rank 0 finds."""
     untuned: tuple[float, ...]
-    """Links at which peers run as users start them, too."""
+    """Links at which peers also run as users start them."""
     ours: dict[str, tuple[str, ...]]
-    """Schedule -> codecs. With "auto" rank 0 finds the cuts, too; else they are set by hand."""
+    """Codecs by schedule. With "auto" rank 0 also finds the cuts; else they are set by hand."""
     samples: int
-    """Of a step."""
+    """Samples per step."""
     codec_links: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """Codec -> links that it runs at in the asynchronous schedule, where not at all."""
+    """Links at which a codec runs in the asynchronous schedule; for codecs not listed, all."""
     slow_cuts: dict[float, list[int]] = field(default_factory=dict)
-    """Links -> other cuts set by hand, where less crosses."""
+    """Other cuts set by hand, for links at which less must cross."""
     synchronous: dict[str, Any] = field(default_factory=dict)
-    """Keys of the job that synchronous schedules run with."""
+    """Keys of the job for synchronous schedules."""
     synchronous_links: tuple[float, ...] = ()
-    """Links that they run at; all, if empty."""
+    """Links at which synchronous schedules run; all, if empty."""
     pipelining: dict[str, Any] = field(default_factory=dict)
-    """What torch's pipelining is asked besides: ``set``, keys of the job; ``cuts``, where an even split would send more."""
+    """Further keys of torch's pipelining's points: ``set``, keys of the job; ``cuts``, if an even split would send more."""
     hopeless: float = 0
-    """Mbit/s from which on plain DDP makes one step only, which takes longest."""
+    """Mbit/s at or below which plain DDP, the slowest system, makes only one step."""
     seconds: float = 5.0
     turns: int = 3
-    """How often what decides is measured in turn, at each link."""
+    """Number of turns in which the decisive systems are measured at each link."""
 
 
 class Rate(NamedTuple):
-    """What was measured, and when."""
+    """A measured rate, and the time of the measurement (``at``, seconds since the epoch; 0 if unknown)."""
 
     samples_per_s: float
     at: float
     busy: float = math.nan
-    """Share of the time in which the busiest stage computed. The machine's speed is not in it."""
+    """Share of the time in which the busiest stage computed. It does not depend on the machine's speed."""
     used: float = math.nan
-    """The same of all hosts, in the mean: of equal ones, what all of them computing alone would make at the same time,
-    if they computed as fast then."""
+    """Mean of that share over all hosts. If hosts are equal, this is the rate relative to all of them computing alone at the
+    same time and speed."""
 
     @staticmethod
     def of(found: Result, samples_per_s: float | None = None) -> "Rate":
-        """Of a result (those of older files do not say when)."""
+        """The rate in a result, or ``samples_per_s`` instead of it. Results of older files have no time."""
         rate = found["samples_per_s"] if samples_per_s is None else samples_per_s
         more = (float(found.get(key, math.nan)) for key in ("busy", "used"))
         return Rate(float(rate), float(found.get("at", 0.0)), *more)
@@ -81,15 +81,15 @@ _NOTHING = Rate(math.nan, math.nan)
 
 
 class Turn(NamedTuple):
-    """What decides at a link, one after another within a minute."""
+    """Rates of the decisive systems at a link, measured one after another within about a minute."""
 
     alone: Rate
     by_hand: Rate
-    """The best codec and cuts set by hand."""
+    """Rate with the best codec and cuts set by hand."""
     found: Rate
-    """What rank 0 found."""
+    """Rate with the codecs and cuts that rank 0 found."""
     peer: Rate
-    """The best of the peers."""
+    """Rate of the best peer."""
 
 
 def _each(turns: Sequence[Turn], one: str) -> list[Rate]:
@@ -97,7 +97,7 @@ def _each(turns: Sequence[Turn], one: str) -> list[Rate]:
 
 
 def _over(turns: Sequence[Turn], one: str, other: str) -> list[float]:
-    """How many times as fast one of them was as another, in each turn."""
+    """Ratio of one system's rate to another's, in each turn."""
     pairs = zip(_each(turns, one), _each(turns, other), strict=True)
     return [rate.samples_per_s / beside.samples_per_s for rate, beside in pairs]
 
@@ -115,12 +115,12 @@ Setup = tuple[str, str, float]
 
 
 class SideBySide:
-    """All rates of a case, in samples/s.
+    """All rates of a case, in samples/s; measured on construction.
 
-    A shared machine is half as fast again in some minutes as in others. So all settings and peers are measured once at each
-    link; the best by hand, what rank 0 finds, the best peer and all hosts computing alone then several times in turn, and
-    what is said of them are medians of ratios within a turn. Other rates are compared with what all hosts make alone at that
-    time: what lies between the two measurements around it.
+    A shared machine is 50 % faster in some minutes than in others. So all settings and peers are measured once at each link;
+    then the decisive ones (the best by hand, rank 0's, the best peer, all hosts computing alone) several times in turn, and
+    the table gives medians of ratios within a turn. Other rates are compared with the hosts' rate alone at the same time,
+    interpolated between the measurements before and after.
     """
 
     def __init__(self, experiment: Experiment, case: Case) -> None:
@@ -131,13 +131,13 @@ class SideBySide:
         self.peers: dict[tuple[str, bool, float], Rate] = {}
         self.turns: dict[float, list[Turn]] = {}
         self._alone("before", "plain", "tuned", "stages")
-        # As users start them first: our memory settings stay with a process.
+        # First without our memory settings, since these stay in effect for the rest of a process.
         for name, link in itertools.product(PEERS, case.untuned):
             self._peer(name, False, link, self.alone("plain")[0] / case.samples)
         points = [
             (kind, codec, link) for kind in case.ours for codec in case.ours[kind] for link in self._links(kind, codec)
         ]
-        for point in points:  # before any is measured: a process that has measured layers has to get used to cuts
+        for point in points:  # before any is measured: a process that has measured layers must warm up to cuts again
             experiment.planned(point[2], self._settings(*point))
         guesses = dict.fromkeys(PEERS, 1.0)
         for link in case.links:
@@ -156,7 +156,7 @@ class SideBySide:
             self.ours[point] = Rate.of(found)
 
     def _turn(self, link: float, number: int) -> Turn:
-        """What decides at a link, once more."""
+        """Measure the decisive systems at a link once more."""
         points = [point for point in self.ours if point[0] == _ASYNC and point[2] == link]
         rates: list[Rate] = []
         for auto in (False, True):
@@ -176,9 +176,11 @@ class SideBySide:
         return case.codec_links.get(codec, case.links) if schedule == _ASYNC else case.synchronous_links or case.links
 
     def _alone(self, when: str, *wanted: str) -> None:
-        """All hosts computing alone at the same time: the whole model as users start it and with our memory settings; and
-        each host its stage of our cuts, of which the slowest counts. ``wanted``: these; "plain" before the
-        others, whose settings stay with a process."""
+        """Measure all hosts computing alone at the same time.
+
+        ``wanted``: "plain" and "tuned", the whole model without and with our memory settings; "stages", each host its stage
+        of our cuts, of which the slowest counts. "plain" must come first, since the settings of the others stay in effect.
+        """
         for name, tuned, cuts in (("plain", False, None), ("tuned", True, None), ("stages", True, self.case.cuts)):
             if name not in wanted:
                 continue
@@ -187,11 +189,11 @@ class SideBySide:
             self._alone_at.setdefault(name, []).append(Rate.of(found, min(found["each"]) if cuts else None))
 
     def alone(self, name: str) -> list[float]:
-        """Rates of all hosts computing alone, each time they were measured."""
+        """All rates measured of all hosts computing alone; ``name`` as in ``_alone``."""
         return [rate.samples_per_s for rate in self._alone_at[name]]
 
     def _of(self, name: str, rate: Rate) -> float:
-        """A rate as a share of what all hosts computing alone made at that time."""
+        """A rate relative to that of all hosts computing alone at the same time, which is interpolated."""
         there = sorted(self._alone_at[name], key=lambda one: one.at)
         return rate.samples_per_s / float(
             np.interp(rate.at, [one.at for one in there], [one.samples_per_s for one in there])
@@ -206,7 +208,7 @@ class SideBySide:
         return settings
 
     def _peer(self, name: str, tuned: bool, link: float, guess: float) -> Rate:
-        """What the table shows of a peer. ``guess``: steps a second at the link before."""
+        """Measure a peer's rate for the table. ``guess``: steps/s at the link before."""
         rate = self.peers[name, tuned, link] = self._measured(name, tuned, link, guess)
         return rate
 
@@ -221,11 +223,11 @@ class SideBySide:
             asked, known = asked | self.case.pipelining, known | self.case.pipelining
         return Rate.of(self.experiment.measure(program, known, asked, link))
 
-    # -- what comes out ------------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------------
 
     def best(self, link: float, synchronous: bool = False, auto: bool | None = None) -> Rate:
-        """Highest rate of ours over codecs and cuts (``auto``: over rank 0's, or over those set by hand); NaN where nothing
-        was measured."""
+        """Our highest rate over codecs and cuts: rank 0's (``auto`` True), those set by hand (False) or all (None); NaN if
+        nothing was measured."""
         rates = [
             rate
             for (kind, codec, at), rate in self.ours.items()
@@ -249,13 +251,15 @@ class SideBySide:
         return names[0] if len(names) == 1 else "synchronous, best"
 
     def best_peer(self, link: float, *names: str) -> Rate:
-        """The fastest of these peers (of all, where none is named), with whichever settings, by what all hosts made alone
-        at its time: as users start them, peers run before everything else."""
+        """The rate of the fastest of these peers (default: all), with or without our memory settings.
+
+        Rates are compared relative to all hosts alone at the same time, because the runs without our settings come first.
+        """
         rates = [rate for (name, _, at), rate in self.peers.items() if at == link and name in (names or PEERS)]
         return max(rates, key=lambda rate: self._of("tuned", rate))
 
     def text(self) -> str:
-        """Rates, and what they mean."""
+        """The report in Markdown: the rates, and their ratios."""
         links = self.case.links
         head = ["free" if link == 0 else f"{link:g} Mbit/s" for link in links]
         names = [(schedule, codec) for schedule, codecs in self.case.ours.items() for codec in codecs]
@@ -269,7 +273,7 @@ class SideBySide:
         }
         rows = [[name, *(rate and rate.samples_per_s for rate in rates)] for name, rates in measured.items()]
         turns = [self.turns[link] for link in links]
-        # By hand or found by rank 0, whichever is faster in most turns.
+        # Cuts by hand or found by rank 0, whichever has the higher median over turns.
         best = [max((statistics.median(_over(at, one, "alone")), one) for one in ("by_hand", "found"))[1] for at in turns]
         found = ["found"] * len(links)
 
@@ -322,7 +326,7 @@ class SideBySide:
         return "\n".join([title, table(["samples/s", *head], rows), sentence, table(["ratio", *head], lines)])
 
     def draw(self) -> None:
-        """Shares of what all hosts make alone, over the link's rate: the machine's speed is not in them."""
+        """Plot rates relative to all hosts alone, which do not depend on the machine's speed, over the links."""
         plt, links = pyplot(), self.case.links
         figure, axes = plt.subplots(figsize=(8, 5.6), layout="constrained")
         places = range(len(links))
@@ -352,7 +356,7 @@ class SideBySide:
 
 
 def compare(file: str, case: Case) -> None:
-    """The whole of an experiment that is one comparison; ``file`` is its script, beside fleet.toml and job.toml."""
+    """Run an experiment that is one comparison; ``file`` is its script, in a folder with fleet.toml and job.toml."""
     experiment = Experiment(file)
     with experiment.lab("fleet.toml"):
         found = SideBySide(experiment, case)

@@ -1,7 +1,7 @@
-"""Results of points in one HDF5 file: what is there is not measured again.
+"""Stores the results of points in one HDF5 file, so that no point is measured twice.
 
-Layout: a group ``/points/00000``, ... for each point; attribute ``point`` is its JSON text, every other attribute or data
-set a result. The file is written beside and renamed, so it is whole or absent.
+Layout: a group ``/points/00000``, ... for each point. Its attribute ``point`` is the point's JSON text; all other attributes
+and datasets are results. The file is written under another name and renamed, so it is complete or absent.
 """
 
 import json
@@ -20,15 +20,15 @@ Result = dict[str, Any]
 
 
 def name_of(point: Point) -> str:
-    """The text by which a point is known again."""
+    """Text that identifies a point."""
     return json.dumps(point, sort_keys=True)
 
 
 class Store:
-    """``store.add(point, result)``; ``store.get(point)`` is None until then."""
+    """Results by point: ``store.add(point, result)``; ``store.get(point)`` is None until then."""
 
     def __init__(self, path: Path) -> None:
-        """Raises UserError where there is a file that is not one of results."""
+        """Read the results at ``path``, if there are any. Raises UserError if the file is something else."""
         self.path = path
         self._found: dict[str, Result] = {}
         if path.exists():
@@ -44,15 +44,16 @@ class Store:
                 self._found[group.attrs["point"]] = values | {key: data[()] for key, data in group.items()}
 
     def take(self, path: Path) -> None:
-        """Begin with another file's results. Raises UserError where it is not one of results."""
+        """Add another file's results for points that have none yet. Raises UserError if it is not a file of results."""
         other = Store(path)
         self._found = other._found | self._found
 
     def get(self, point: Point) -> Result | None:
+        """The result of a point; None if there is none."""
         return self._found.get(name_of(point))
 
     def add(self, point: Point, result: Result) -> None:
-        """Keep a point's result, on the disk too when this returns."""
+        """Store a point's result; it is on disk when this returns."""
         self._found[name_of(point)] = result
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_suffix(".part")
@@ -68,12 +69,12 @@ class Store:
         os.replace(beside, self.path)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Point and result together, one a point."""
+        """For each point a dict of its keys and its result's."""
         return [json.loads(name) | values for name, values in self._found.items()]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; floats with three significant digits."""
+    """A Markdown table; floats have about three significant digits, None is an empty cell."""
 
     def text(value: object) -> str:
         if value is None:

@@ -1,9 +1,9 @@
-"""A session's program: times of sub-models on every host, each host by itself, for the latency predictor's data.
+"""A session's program that times sub-models on every host, each host alone, for the latency predictor's data.
 
-A point has ``job``, ``set`` (overrides) and ``count``: how many sub-models besides the ten that cover the model. They are
-the same on every host. The answer holds runs of layers as (first, last + 1, seconds forward, backward): ``probes`` and
-``intervals``; ``passes``, what each of the latter took in every other visit and in the rest; and ``layers``, (forward,
-backward) of each, from the probes.
+A point has ``job``, ``set`` (overrides) and ``count``, the number of sub-models in addition to the ten that cover the model.
+Sub-models are the same on every host. The answer has ``probes`` and ``intervals``, each as (first layer, last + 1, seconds
+forward, seconds backward); ``passes``, the seconds of each interval in the even visits and in the odd ones; and ``layers``,
+(forward, backward) seconds of each, from the probes.
 """
 
 import os
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def measured(job: Job, count: int) -> dict[str, Any]:
-    """All sub-models in turn, many times: what disturbs for a while disturbs all alike."""
+    """Time all sub-models in turn, many times, so that a temporary disturbance affects all of them alike."""
     chain, loss = load_model(job.model.name, job.model.args, job.train.seed), find_loss(job.train.loss)
     inputs, target, *_ = micro_batch(load_data(job.data.name, job.data.args)[0], job)
     model = outline_of(chain, job, inputs)
@@ -51,7 +51,7 @@ def measured(job: Job, count: int) -> dict[str, Any]:
     generator = np.random.default_rng(7)
     for visit in range(-1, _VISITS):
         for at in generator.permutation(len(built)):
-            built[at].round()  # the others have filled the caches
+            built[at].round()  # warm-up, since the other sub-models have filled the caches
             timed = built[at].lap()
             if visit >= 0:
                 rows[at].append(timed.layers)
@@ -69,7 +69,7 @@ def measured(job: Job, count: int) -> dict[str, Any]:
 
 
 def sub_models(layers: int, count: int) -> list[tuple[int, int]]:
-    """``count`` different runs of layers: the whole model, and others of all lengths."""
+    """``count`` different ranges (first layer, last + 1): the whole model, and others of all lengths."""
     generator = np.random.default_rng(layers)
     runs = {(0, layers)}
     while len(runs) < min(count, layers * (layers + 1) // 2):

@@ -1,9 +1,9 @@
-"""A sweep: one job file, many overrides, run one after another; what is finished is not run again.
+"""Runs a sweep: one job file with many overrides, one after another; finished runs are not repeated.
 
-    job = "cnn.toml"                    # beside the sweep's file
+    job = "cnn.toml"                    # in the folder of the sweep's file
     ranks = 4
     output = "runs/quality/cnn"         # results.h5, table.md, plot.png, and a directory for each run
-    metric = "accuracy"                 # of the last evaluation; or loss (of it), samples_per_s (median of steps)
+    metric = "accuracy"                 # of the last evaluation; or its "loss"; or "samples_per_s" (median of steps)
     repeat = "seed"                     # an axis to average over; optional
     [axes.codec]                        # axes multiply; lists within an axis go together
     "pipeline.forward"  = ["none", "uniform:4", "mbq:4"]
@@ -11,7 +11,7 @@
     [axes.seed]
     "train.seed" = [0, 1, 2]
 
-``python -m harness.sweep SWEEP.toml [-- MPIRUN FLAGS]``; jobs/sweep.sh installs what it needs and calls this.
+Usage: ``python -m harness.sweep SWEEP.toml [-- MPIRUN FLAGS]``; jobs/sweep.sh installs what it needs and calls this.
 """
 
 import argparse
@@ -47,7 +47,7 @@ _END_SECONDS = 30.0
 
 
 class Sweep(msgspec.Struct, forbid_unknown_fields=True):
-    """A sweep's file."""
+    """Content of a sweep's file; see the module's docstring."""
 
     job: str
     output: str
@@ -59,7 +59,7 @@ class Sweep(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read(path: Path) -> Sweep:
-    """Raises UserError where the file is wrong."""
+    """Read a sweep's file. Raises UserError if it is not valid."""
     try:
         sweep = msgspec.convert(tomllib.loads(path.read_text()), Sweep)
     except OSError as error:
@@ -77,7 +77,7 @@ def read(path: Path) -> Sweep:
 
 
 def points(sweep: Sweep) -> list[dict[str, dict[str, Any]]]:
-    """Every combination: overrides by axis. What is repeated changes slowest, so that a first table is there early."""
+    """All combinations, as overrides by axis. The repeated axis changes slowest, so that a first table is complete early."""
     names = sorted(sweep.axes, key=lambda name: name != sweep.repeat)
     columns = [
         [dict(zip(sweep.axes[name], values, strict=True)) for values in zip(*sweep.axes[name].values(), strict=True)]
@@ -87,12 +87,12 @@ def points(sweep: Sweep) -> list[dict[str, dict[str, Any]]]:
 
 
 def label(overrides: dict[str, Any]) -> str:
-    """Of one place on an axis."""
+    """Label of one place on an axis: its overrides' values."""
     return " / ".join(str(value) for value in overrides.values())
 
 
 def run(path: Path, flags: list[str]) -> int:
-    """Run what is missing, then table and plot; the number of points that failed."""
+    """Run the points without results, then write table and plot; returns the number of points that failed."""
     sweep, failed = read(path), 0
     out = Path(sweep.output)
     store = Store(out / "results.h5")
@@ -123,7 +123,7 @@ def run(path: Path, flags: list[str]) -> int:
 
 
 def _train(sweep: Sweep, path: Path, settings: list[str], flags: list[str], log: Path, job: Job) -> dict[str, Any] | None:
-    """Run one point; None, and why on standard error, where it failed."""
+    """Run one point; returns its result, or None if it failed, with the reason on standard error."""
     words = [*_mpirun(sweep.ranks), *flags, sys.executable, "-m", "accept_mpi", "train", "--quiet", str(path)]
     words += [word for setting in settings for word in ("--set", setting)]
     with subprocess.Popen(
@@ -144,7 +144,7 @@ def _train(sweep: Sweep, path: Path, settings: list[str], flags: list[str], log:
 
 
 def result(log: Path, job: Job, ranks: int) -> dict[str, Any] | None:
-    """What a finished run of this very job on so many ranks gave, wherever its files lie; None where there is none."""
+    """The result in the log of a finished run of exactly this job (except for its output) on ``ranks`` ranks; else None."""
     try:
         with open_log(log) as file:
             finished = any(text.startswith(b"done") for text in file["events"]["text"])
@@ -167,7 +167,7 @@ def result(log: Path, job: Job, ranks: int) -> dict[str, Any] | None:
 
 
 def _identity(job: Job) -> str:
-    """What decides a run's result: everything but where its files go."""
+    """Text of the settings that determine a run's result: all but those of its output."""
     content = json.loads(job.to_json())
     del content["output"]
     return json.dumps(content, sort_keys=True)
@@ -178,8 +178,10 @@ def _toml(value: Any) -> str:
 
 
 def as_launch(flags: list[str], folder: Path) -> list[str]:
-    """The flags with a host file that mpirun reads as ``launch`` does: one rank a line that says nothing else; mpirun takes
-    one a core. Raises UserError."""
+    """The flags with a copy of the host file (in ``folder``) that mpirun reads as ``launch`` would.
+
+    For a line without slots, ``launch`` starts one rank, but mpirun one per core. Raises UserError.
+    """
     found = list(flags)
     for place, flag in enumerate(flags[:-1]):
         if flag.lstrip("-") in ("hostfile", "machinefile"):
@@ -198,7 +200,7 @@ def _mpirun(ranks: int) -> list[str]:
 
 
 def groups(sweep: Sweep, rows: list[dict[str, Any]]) -> list[tuple[tuple[str, ...], list[float]]]:
-    """Values of the metric by the labels of all axes but the repeated one, in the sweep's order."""
+    """The metric's values for each combination of labels of all axes but the repeated one, in the sweep's order."""
     axes = [name for name in sweep.axes if name != sweep.repeat]
     found: dict[tuple[str, ...], list[float]] = {}
     for point in points(sweep):
@@ -209,7 +211,7 @@ def groups(sweep: Sweep, rows: list[dict[str, Any]]) -> list[tuple[tuple[str, ..
 
 
 def summary(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
-    """A Markdown table: means, the spread of single runs, differences from the first line and their standard errors."""
+    """A Markdown table of means, the spread of single runs, differences from the first row and their standard errors."""
     axes = [name for name in sweep.axes if name != sweep.repeat]
     grouped = groups(sweep, rows)
     base, first = statistics.fmean(grouped[0][1]), _error(grouped[0][1])
@@ -225,17 +227,17 @@ def summary(sweep: Sweep, rows: list[dict[str, Any]]) -> str:
 
 
 def _spread(values: list[float]) -> float:
-    """Standard deviation of single runs; 0 of one."""
+    """Standard deviation of single runs; 0 for one run."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def _error(values: list[float]) -> float:
-    """Standard error of their mean."""
+    """Standard error of the mean."""
     return _spread(values) / math.sqrt(len(values))
 
 
 def draw(sweep: Sweep, rows: list[dict[str, Any]], path: Path) -> None:
-    """Every run a dot, every mean a bar."""
+    """Plot every run as a dot and every mean as a bar."""
     plt, grouped = pyplot(), groups(sweep, rows)
     figure, axes = plt.subplots(figsize=(7, 1.2 + 0.35 * len(grouped)), layout="constrained")
     for y, (_, values) in enumerate(grouped):

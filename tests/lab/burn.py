@@ -68,7 +68,7 @@ if __name__ == "__main__":
         self.drain(60)
 
     data_plane.Outgoing.send = blocking
-    runtime = Runtime()
+    runtime = Runtime.start()
     try:
         train(runtime, Options(Path(sys.argv[1]), quiet=True))
     except BaseException as error:

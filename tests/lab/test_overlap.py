@@ -61,6 +61,7 @@ def test_transfers_hide_behind_computing(tmp_path: Path, monkeypatch: pytest.Mon
         print(f"{mbit} Mbit/s: computing {1e3 * COMPUTING:.0f} ms, link {1e3 * link:.0f} ms a micro-batch")
         print(f"  ours     {1e3 * ours:6.1f} ms, {found[-1][0]:.3f} of the longer")
         print(f"  blocking {1e3 * blocking:6.1f} ms, {found[-1][1]:.3f} of the sum")
-        if found[-1][0] < 1.10 and found[-1][1] > 0.95:
+        # What else the machine does takes from both: the blocking exchange tells how much.
+        if found[-1][0] < 1.10 * max(1.0, found[-1][1]) and found[-1][1] > 0.95:
             return
-    pytest.fail(f"(ours / longer, blocking / sum) was {found}; expected below 1.10 and about 1")
+    pytest.fail(f"(ours / longer, blocking / sum) was {found}; expected the first below 1.10 of the second, that about 1")

@@ -123,7 +123,7 @@ def links(runtime: Runtime) -> None:
 
 
 if __name__ == "__main__":
-    this = Runtime()
+    this = Runtime.start()
     time.sleep(0.5)  # the other one is there, too, by then
     {"revoked": revoked, "late": late, "twice": twice, "looks": looks, "links": links}[sys.argv[1]](this)
     this.finish(0)

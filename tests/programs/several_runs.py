@@ -10,7 +10,7 @@ from accept_mpi.errors import Agreed
 from accept_mpi.training.run import train
 from accept_mpi.training.start import Options
 
-runtime = Runtime()
+runtime = Runtime.start()
 try:
     for job, overrides, resume in json.loads(sys.argv[1]):
         if runtime.rank == 0:

@@ -7,7 +7,7 @@ from accept_mpi.comm.runtime import Runtime
 from accept_mpi.training.run import train
 from accept_mpi.training.start import Options
 
-runtime = Runtime()
+runtime = Runtime.start()
 try:
     for job in sys.argv[1:]:
         train(runtime, Options(Path(job), quiet=True))

@@ -1,6 +1,6 @@
-"""The edge lab: several unequal hosts on slow links in one machine. Standard library only; Linux, root.
+"""The edge lab: several unequal hosts on slow links, in one machine. Standard library only; needs Linux and root.
 
-accept_mpi.device.fleet (what the hosts are) -> cgroups, network, shells (what they are made of) -> laboratory (up, run,
+accept_mpi.device.fleet (describes the hosts) -> cgroups, network, shells (the parts of a host) -> laboratory (up, run,
 change, down) -> cli.
 """
 
@@ -8,4 +8,4 @@ from accept_mpi.errors import UserError
 
 
 class LabError(UserError):
-    """Something that the user can mend, in one sentence."""
+    """A mistake that the user can fix, in one sentence."""

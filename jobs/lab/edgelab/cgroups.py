@@ -1,4 +1,4 @@
-"""Shares of cores and memory, by control groups of version 1 or 2."""
+"""Limits hosts' shares of cores and memory by control groups, version 1 or 2."""
 
 import contextlib
 import os
@@ -11,18 +11,18 @@ from edgelab import LabError
 
 _ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "accept-lab-"
-# A short period makes a slow host slow evenly; the kernel takes no quota under 1 ms.
+# With a short period a slow host is slow evenly; the kernel accepts no quota below 1 ms.
 _PERIOD_US, _LEAST_QUOTA_US = 5_000, 1_000
 
 
 def quota(cpu: float) -> tuple[int, int]:
-    """Microseconds of computing a period, and the period, for a share of one core."""
+    """Microseconds of computing per period, and the period in microseconds, for a share ``cpu`` of one core."""
     period = max(_PERIOD_US, round(_LEAST_QUOTA_US / cpu))
     return round(cpu * period), period
 
 
 class Groups:
-    """The control groups of one lab: one for each host, below one for the lab."""
+    """The control groups of one lab: one per host, below one for the lab."""
 
     def __init__(self, lab: str, root: Path = _ROOT) -> None:
         self.name = _PREFIX + lab
@@ -34,11 +34,11 @@ class Groups:
             raise LabError(f"no control groups for cpu, cpuset and memory under {root}: the lab needs them to slow hosts")
 
     def of(self, host: str) -> list[Path]:
-        """The directories that a host's processes belong to."""
+        """Directories of the groups to which a host's processes belong."""
         return [tree / self.name / host for tree in self.trees]
 
     def make(self, host: str, cpu: float | None, cores: list[int], memory: int | None) -> None:
-        """Make a host's groups; ``cpu`` None: no limit. Raises LabError."""
+        """Create a host's groups: ``cpu`` cores (None: no limit) of ``cores``, ``memory`` bytes. Raises LabError."""
         try:
             for tree in self.trees:
                 (tree / self.name / host).mkdir(parents=True, exist_ok=True)
@@ -64,20 +64,20 @@ class Groups:
             raise LabError(f'no control group for host "{host}": {error}') from error
 
     def set_cpu(self, host: str, cpu: float) -> None:
-        """Give a host this share of a core from now on."""
+        """Limit a host to this share of a core."""
         mine, period = quota(cpu)
         group = self.of(host)[0]
         burst = group / ("cpu.max.burst" if self.version == 2 else "cpu.cfs_burst_us")
         if burst.is_file():
-            burst.write_text("0")  # it may not be larger than the quota
+            burst.write_text("0")  # reset, since the burst may not exceed the new quota
         if self.version == 2:
             (group / "cpu.max").write_text(f"{mine} {period}")
         else:
-            (group / "cpu.cfs_quota_us").write_text("-1")  # else a longer period with the old quota may be refused
+            (group / "cpu.cfs_quota_us").write_text("-1")  # the old quota with a longer period may be refused
             (group / "cpu.cfs_period_us").write_text(str(period))
             (group / "cpu.cfs_quota_us").write_text(str(mine))
-        # The kernel looks at its ticks (4 ms) who has used up a quota, so hosts of one core run over theirs in turn, and
-        # what a host could not use meanwhile would be lost: up to 13 % of its share, as long as phases stay as they are.
+        # The kernel checks quotas only at its ticks (4 ms), so hosts that share a core overrun theirs in turn. Without a
+        # burst, a host would lose the time that it could not use meanwhile: up to 13 % of its share.
         if burst.is_file():  # Linux 5.14
             burst.write_text(str(mine))
 
@@ -92,7 +92,7 @@ class Groups:
         return sorted(found - {os.getpid()})
 
     def kill(self, host: str, seconds: float = 10.0) -> None:
-        """SIGKILL to everything on a host, until nothing is left. Raises LabError where something stays."""
+        """Kill all processes on a host by SIGKILL, until none is left. Raises LabError if some remain after ``seconds``."""
         until = time.monotonic() + seconds
         while pids := self.processes(host):
             for pid in pids:
@@ -116,13 +116,14 @@ class Groups:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL, if it is still there."""
+    """Kill a process by SIGKILL, if it still exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def _remove(group: Path, again: Callable[[], object], seconds: float = 5.0) -> None:
-    """The kernel needs a moment after the last process has ended; and one may have come in since."""
+    """Remove a group. Until that succeeds (the kernel may need a moment, or a new process has entered) call ``again``, which
+    kills what is in it. Raises LabError after ``seconds``."""
     until = time.monotonic() + seconds
     while True:
         try:

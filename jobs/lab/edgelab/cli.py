@@ -1,4 +1,4 @@
-"""The command ``lab``."""
+"""The command line ``lab``."""
 
 import argparse
 import os
@@ -13,7 +13,7 @@ from edgelab.laboratory import Laboratory, crowded, keep, labs
 
 
 def main() -> int:
-    """Parse the command line and do what it says; the exit code."""
+    """Parse the command line and run its command; returns the exit code."""
     if sys.argv[1:2] == ["_keep"]:
         return keep(sys.argv[2], sys.stdin.buffer)
     options = _parser().parse_args()
@@ -23,7 +23,7 @@ def main() -> int:
     except UserError as error:
         print(f"lab: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # "| head" has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe, as in "| head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _lab(options: argparse.Namespace) -> Laboratory:
-    """The lab that is meant. Raises LabError."""
+    """The lab that the command is for. Raises LabError if it is not up, or it is unclear which one is meant."""
     name = options.name or os.environ.get("ACCEPT_LAB")
     if name is None:
         there = labs()
@@ -108,7 +108,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _wait(lab: Laboratory, words: list[str]) -> int:
-    """Ctrl-C reaches the command itself first; a second one ends it and all it started."""
+    """Run a command; returns its exit code. The first Ctrl-C is left to the command itself; a second one kills it and all
+    that it started."""
     with lab.start(words) as running:
         for _ in range(2):
             try:

@@ -1,4 +1,4 @@
-"""Hosts' networks: a namespace each, joined by a bridge; links slowed by tc, both ways."""
+"""The network of the hosts: a namespace per host, joined by a bridge; tc limits links in both directions."""
 
 import subprocess
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from edgelab import LabError
 NAMESPACES = Path("/run/netns")
 _FIRST = "10.213"
 HEAD = 254
-# TCP hands down up to 64 KB at once, as to a network card that cuts it. A bucket that holds less has the kernel cut it into
-# 1,500 bytes each, which costs more than sending does; one that holds more lets too much pass at once. On a fast link
-# segments pass whole; on a slow one, where packets are few, whole messages must not pass at once.
+# TCP passes down segments of up to 64 KB, for the network card to split. If tc's token bucket is smaller than a segment, the
+# kernel splits it into packets of 1,500 bytes, which costs more than the sending; if it is larger, too much passes at once.
+# So fast links pass whole segments; slow ones, with few packets, do not, or whole messages would pass at once.
 _SEGMENT = 30_000
 _FAST_MBIT = 50
 _BURST_SECONDS, _LEAST_BURST = 0.002, 3_200
 
 
 def run(*command: object, check: bool = True) -> str:
-    """Run a command; its standard output. Raises LabError where it fails and ``check``."""
+    """Run a command; returns its standard output. Raises LabError if it fails, unless ``check`` is False."""
     words = [str(word) for word in command]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode and check:
@@ -27,7 +27,7 @@ def run(*command: object, check: bool = True) -> str:
 
 
 def free_number(taken: set[int]) -> int:
-    """A number from 1 that no lab, no bridge and no address here uses yet."""
+    """The lowest network number from 1 that no lab (``taken``), bridge or address of this machine uses. Raises LabError."""
     links, addresses = run("ip", "-o", "link"), run("ip", "-o", "-4", "addr")
     for number in range(1, 255):
         if number not in taken and f" al{number}b:" not in links and f" {_FIRST}.{number}." not in addresses:
@@ -37,14 +37,14 @@ def free_number(taken: set[int]) -> int:
 
 @dataclass(frozen=True)
 class Network:
-    """The network of one lab."""
+    """The network of one lab. A host's place is its position in the fleet: 0, 1, ..."""
 
     lab: str
     number: int
 
     @property
     def cidr(self) -> str:
-        """All addresses of the lab."""
+        """The lab's network in CIDR notation."""
         return f"{_FIRST}.{self.number}.0/24"
 
     @property
@@ -52,7 +52,7 @@ class Network:
         return f"al{self.number}b"
 
     def address(self, place: int) -> str:
-        """Of the host at a place (0, 1, ...)."""
+        """IPv4 address of the host at ``place``."""
         return f"{_FIRST}.{self.number}.{place + 1}"
 
     def namespace(self, host: str) -> str:
@@ -68,7 +68,7 @@ class Network:
         run("ip", "link", "set", self.bridge, "up")
 
     def make_host(self, host: str, place: int, names: Path) -> None:
-        """Network and host name; ``names``: a file that will hold the host name's namespace."""
+        """Create a host's network and host name; ``names``: file to which the UTS namespace is bound."""
         space, port = self.namespace(host), self.port(place)
         run("ip", "netns", "add", space)
         run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
@@ -82,7 +82,7 @@ class Network:
         run("unshare", f"--uts={names}", "hostname", host)
 
     def set_link(self, host: str, place: int, mbit: float | None) -> None:
-        """Limit a host's link in both directions; None: no limit."""
+        """Limit a host's link to ``mbit`` Mbit/s in both directions; None: no limit."""
         space = self.namespace(host)
         for where in (("-n", space, "qdisc"), ("qdisc",)):
             device = "eth0" if len(where) > 1 else self.port(place)
@@ -101,7 +101,7 @@ class Network:
         return "NO-CARRIER" not in (shown := run("ip", "-o", "link", "show", self.port(place))) and ",UP" in shown
 
     def remove(self, hosts: list[str], names: list[Path]) -> None:
-        """Remove what there is of it."""
+        """Remove the network, as far as it exists."""
         for place, host in enumerate(hosts):
             run("ip", "link", "del", self.port(place), check=False)
             if (NAMESPACES / self.namespace(host)).exists():

@@ -1,7 +1,7 @@
-"""What lets hosts reach each other as machines do: names in /etc/hosts, an OpenSSH server each, keys of the lab's own.
+"""Lets hosts reach each other as separate machines do: names in /etc/hosts, an OpenSSH server per host, keys of the lab.
 
-All of it lies in the lab's folder and is seen only by what runs in the lab: each command gets a mount namespace of its own,
-with the lab's files over /etc/hosts, /etc/ssh/ssh_config and, on a host, /etc/passwd, which gives root another home.
+All files are in the lab's folder, and only processes in the lab see them: each command gets a separate mount namespace, with
+the lab's files over /etc/hosts, /etc/ssh/ssh_config and, on a host, /etc/passwd, which gives root another home.
 """
 
 import os
@@ -17,14 +17,14 @@ from edgelab import LabError
 from edgelab.network import run
 
 _CONFIG, _NAMES, _USERS = Path("/etc/ssh/ssh_config"), Path("/etc/hosts"), Path("/etc/passwd")
-_EMPTY = Path("/run/sshd")  # where Debian's sshd locks its unprivileged part in
+_EMPTY = Path("/run/sshd")  # empty directory to which Debian's sshd confines its unprivileged part
 _START_SECONDS = 30.0
-# Environment that a command's hosts are sent: the lab's mark of what belongs together, and what experiments set.
+# Environment variables that ssh passes on: the lab's mark of processes that belong together, and those of experiments.
 _SENT = "ACCEPT_* PYTHONPATH LAB_* GLOO_* TMPDIR"
 
 
 def why_not() -> str | None:
-    """Why hosts get no ssh server, in one sentence; None where they do."""
+    """A sentence on why hosts cannot have ssh servers on this machine; None if they can."""
     if _sshd() is None or shutil.which("ssh") is None or shutil.which("ssh-keygen") is None:
         return "needs ssh and sshd (Debian: openssh-server and openssh-client)"
     return None if _CONFIG.is_file() else f"needs {_CONFIG}, over which a lab's own is laid"
@@ -35,13 +35,13 @@ def _sshd() -> str | None:
 
 
 class Shells:
-    """Files and servers of one lab's hosts."""
+    """The ssh files and servers of one lab's hosts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "ssh"
 
     def write(self, hosts: Sequence[Host], addresses: Sequence[str], homes: dict[str, Path]) -> None:
-        """Keys, names and settings; ``homes``: those of hosts that lie outside the lab's folder."""
+        """Write keys, names and settings of all hosts. ``homes``: root's home by host, if not in the lab's folder."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
         known, names = [], [_NAMES.read_text().rstrip("\n") if _NAMES.is_file() else "127.0.0.1 localhost"]
         for key in ("key", *(f"{host.name}.key" for host in hosts)):
@@ -67,7 +67,7 @@ class Shells:
                 "SetEnv " + " ".join(f"{key}={value}" for key, value in environment.items()),
             ]
             (self.folder / f"{host.name}.conf").write_text("\n".join(settings) + "\n")
-            # What lies in the user's own home, such as .bashrc, is no matter of the lab's hosts.
+            # A separate home, so that files in the user's own, such as .bashrc, do not affect the lab's hosts.
             home = homes.get(host.name, self.folder / f"{host.name}.home")
             home.mkdir(exist_ok=True)
             users = [line.split(":") for line in _USERS.read_text().splitlines()]
@@ -86,7 +86,7 @@ class Shells:
         (self.folder / "config").write_text("\n".join(settings) + "\n")
 
     def inside(self, host: str | None = None) -> str:
-        """The beginning of a shell's line that runs a command where these files are in place."""
+        """Beginning of a shell command line that runs the rest with these files in place: on a host, or outside of all."""
         binds = [(self.folder / "hosts", _NAMES), (self.folder / "config", _CONFIG)]
         if host:
             binds.append((self.folder / f"{host}.passwd", _USERS))
@@ -95,7 +95,8 @@ class Shells:
         return f"unshare --mount sh -c {shlex.quote(' '.join(steps))} sh"
 
     def serve(self, enter: dict[str, Path], seconds: float = _START_SECONDS) -> None:
-        """Start the servers of hosts, given what enters each. Raises LabError where one does not start."""
+        """Start the ssh servers of hosts. ``enter``: by host, the script that runs a command on it. Raises LabError if one
+        does not start within ``seconds``."""
         _EMPTY.mkdir(mode=0o755, exist_ok=True)
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         for host, way in enter.items():
@@ -111,7 +112,7 @@ class Shells:
             time.sleep(0.01)
 
     def server(self, host: str) -> int | None:
-        """Process id of a host's server; None before it listens."""
+        """Process id of a host's ssh server; None before it listens."""
         try:
             return int(self._pid_file(host).read_text())
         except (OSError, ValueError):

@@ -172,3 +172,13 @@ def test_a_gradient_laid_out_otherwise_is_copied_into_the_agreed_layout() -> Non
     assert back is not None
     assert back.equal(other)
     assert back.stride() == agreed.stride
+
+
+def test_a_layer_s_number_and_how_the_step_ends_have_fields_of_their_own() -> None:
+    """They shared 16 bits: layer 4,096 and those behind it set flags."""
+    specs = (TensorSpec.of(torch.zeros(3)),)
+    for suspect in (0, 1, 4096, 0x1000, 70_000, 2**32 - 1):
+        buffer = aligned(wire_bytes(specs))
+        encode(LABEL._replace(flags=0x8000, suspect=suspect), specs, (torch.zeros(3),), buffer, now=now)
+        header = Header.unpack(buffer)
+        assert (header.flags, header.suspect) == (0x8000, suspect)

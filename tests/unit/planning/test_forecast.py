@@ -14,8 +14,9 @@ from accept_mpi.plan import make_plan
 from accept_mpi.planning import forecast as module
 from accept_mpi.planning.estimate import forecast_of, replayed
 from accept_mpi.planning.forecast import Forecast, Traffic
-from accept_mpi.planning.message_model import per_message, while_sending
+from accept_mpi.planning.message_model import message_seconds
 from accept_mpi.planning.planner import plan_for
+from accept_mpi.polling import SENDING_SECONDS
 from accept_mpi.profiling.cluster_profile import StageTimes
 
 FREE = {"none": 0.0}
@@ -62,7 +63,7 @@ def test_the_slowest_stage_sets_the_step_wherever_it_is(slow: int) -> None:
 def test_messages_cost_a_shared_core() -> None:
     """A stage between two others has four a micro-batch."""
     free, shared = (pipeline("1f1b-async", 4, 8, seconds_per_message=2e-3, shared=flag) for flag in (False, True))
-    each = per_message(2e-3)
+    each = message_seconds(0.0, 0.0, 0.0, 0.0, 2e-3)
     assert each > 2e-3
     assert shared.handling(1, "F", codecs(shared)) == pytest.approx(2 * each)
     assert shared.handling(0, "F", codecs(shared)) == pytest.approx(each)
@@ -70,15 +71,16 @@ def test_messages_cost_a_shared_core() -> None:
     assert shared.steady(codecs(shared))[0] > 1.3 * free.steady(codecs(free))[0]
 
 
-def test_who_sends_more_than_a_socket_takes_looks_after_it() -> None:
+def test_who_sends_more_than_a_socket_takes_polls_for_it() -> None:
     """As long as the link takes for it; not for what arrives, nor for little."""
     pipe = pipeline("1f1b-async", 2, 8, seconds_per_message=2e-3, shared=True)
     place, crossing = (0, "F"), pipe.crossings[0, "F"]
-    for values, looks in ((1 << 15, 0.0), (1 << 18, while_sending(0.1, 2e-3))):
+    fixed = message_seconds(0.0, 0.0, 0.0, 0.0, 2e-3)
+    for values, polls in ((1 << 15, 0.0), (1 << 18, 0.1 / SENDING_SECONDS * 0.5 * 2e-3)):
         pipe.crossings[place] = msgspec.structs.replace(crossing, values=values, other_bytes=0, rate=values * 4 / 0.1)
-        assert pipe.handling(0, "F", {place: "none"}) == pytest.approx(per_message(2e-3) + looks)
-        assert pipe.handling(1, "F", {place: "none"}) == pytest.approx(per_message(2e-3))
-    assert looks > 10 * 2e-3
+        assert pipe.handling(0, "F", {place: "none"}) == pytest.approx(fixed + polls)
+        assert pipe.handling(1, "F", {place: "none"}) == pytest.approx(fixed)
+    assert polls > 10 * 2e-3
 
 
 def test_a_stages_boundaries_share_its_link_as_they_are_coded() -> None:

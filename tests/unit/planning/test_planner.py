@@ -1,10 +1,12 @@
 """From measurements to a plan: fast devices get more, memory and data decide who may, forecasts agree with hand counts."""
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from accept_mpi.codecs.message import HEADER_BYTES
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.job_file import parse
@@ -12,17 +14,20 @@ from accept_mpi.models import as_chain
 from accept_mpi.models.shared import Shared
 from accept_mpi.plan import make_plan
 from accept_mpi.planning import planner
-from accept_mpi.planning.codec_choice import codings_of
+from accept_mpi.planning.codec_choice import codec_pairs, codings_of
 from accept_mpi.planning.estimate import estimate
+from accept_mpi.planning.forecast import Forecast, Traffic
 from accept_mpi.planning.formulation import problem_of
-from accept_mpi.planning.message_model import while_sending
+from accept_mpi.planning.message_model import message_seconds
 from accept_mpi.planning.planner import even_plan, plan_for, plans_for
 from accept_mpi.planning.problem import NoPlan, Problem, Solution, lower_bound
 from accept_mpi.planning.search import solve
 from accept_mpi.planning.tables import table
-from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
+from accept_mpi.polling import SENDING_SECONDS
+from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile, StageTimes
 from accept_mpi.profiling.outline import outline
 
+AUTO_CODECS = 'pipeline.forward="auto"', 'pipeline.backward="auto"'
 JOB = """
 [model]
 name = "m"
@@ -233,19 +238,63 @@ def test_a_device_whose_messages_cost_more_than_its_layers_save_stays_idle() -> 
         assert layers_by_rank(plan_for(fleet, job()), 3) == layers
 
 
-def test_what_is_sent_slowly_is_looked_after() -> None:
-    """One core computes and sends: a value costs it more on a slow link, most uncoded; not where it has another."""
+def messages_of(fleet: ClusterProfile, size: int) -> np.ndarray | None:
+    """The partitioner's seconds for messages, where ``size`` times as many values cross."""
+    layers = [
+        msgspec.structs.replace(
+            layer, inputs=tuple(msgspec.structs.replace(spec, shape=(4, WIDTH * size)) for spec in layer.inputs)
+        )
+        for layer in fleet.outline.layers
+    ]
+    large = msgspec.structs.replace(fleet, outline=msgspec.structs.replace(fleet.outline, layers=layers))
+    return problem_of(large, job(*AUTO_CODECS))[0].messages
+
+
+def test_what_is_sent_slowly_is_polled_for() -> None:
+    """One core computes and sends: a large message costs it more on a slow link, most uncoded; a small one, which a socket
+    takes at once, does not; nor any where the data plane has a core of its own."""
     fast, slow, free = (
-        problem_of(cluster(1, 1, rate=rate, shared=[shared] * 2, seconds_per_message=[1e-3] * 2), job())[0].coding
+        cluster(1, 1, rate=rate, shared=[shared] * 2, seconds_per_message=[1e-3] * 2, of=job(*AUTO_CODECS))
         for rate, shared in ((1e12, True), (1e6, True), (1e6, False))
     )
-    assert fast is not None
-    assert slow is not None
-    assert free is not None
-    assert slow[0, 0] == pytest.approx(while_sending(4 / 1e6, 1e-3), rel=0.01)
-    assert (slow[0, 1:] < slow[0, 0]).all()
-    assert fast.max() < 1e-3 * slow.min()
-    assert not free.any()
+    assert messages_of(free, 1) is None
+    small, large = messages_of(slow, 1), messages_of(slow, 1000)
+    assert small == pytest.approx(messages_of(fast, 1))
+    nbytes = 4 * 4 * WIDTH * 1000 + HEADER_BYTES
+    fixed = 2 * message_seconds(0.0, 0.0, 0.0, 0.0, 1e-3)
+    assert large[0, 5, 0] == pytest.approx(fixed + nbytes / 1e6 / SENDING_SECONDS * 0.5e-3)
+    assert (large[0, 5, 1:] < large[0, 5, 0]).all()
+    assert large[0, 5, 0] > 10 * messages_of(fast, 1000)[0, 5, 0]
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_partitioner_and_forecast_agree_on_what_messages_take(size: int) -> None:
+    """There were two models, which counted polls, fixed costs and bytes besides differently."""
+    costs = {"none": 1e-10, "bf16": 2e-10, "uniform:8": 8e-10, "uniform:6": 1e-9, "uniform:4": 9e-10, "uniform:3": 1e-9,
+             "uniform:2": 7e-10, "mbq:1": 5e-9}  # fmt: skip
+    fleet = cluster(
+        1, 1, rate=2e6, shared=[True] * 2, seconds_per_message=[1e-3] * 2, seconds_per_byte=[2e-9] * 2, encode=[costs] * 2,
+        decode=[{name: 3 * cost for name, cost in costs.items()}] * 2, of=job(*AUTO_CODECS),
+    )  # fmt: skip
+    messages = messages_of(fleet, size)
+    names, pairs = codec_pairs(job(*AUTO_CODECS).pipeline)
+    values = 4 * WIDTH * size
+    times = StageTimes(
+        0.0,
+        0.0,
+        fleet.devices[0].encode,
+        fleet.devices[0].decode,
+        seconds_per_byte=2e-9,
+        seconds_per_message=1e-3,
+        shared=True,
+    )
+    other = fleet.outline.crossing(5)[1]
+    traffic = {(0, way): Traffic(values, other, 2e6) for way in "FB"}
+    forecast = Forecast("1f1b", 8, 2, [times, times], traffic, host_links=[2e6, 2e6])
+    for k, (forward, backward) in enumerate(pairs):
+        codecs = {(0, "F"): forward, (0, "B"): backward}
+        both = sum(forecast.handling(stage, way, codecs) for stage in (0, 1) for way in "FB")
+        assert messages[:, 5, k].sum() == pytest.approx(both), names[k]
 
 
 def test_uneven_batches_have_fewer_micro_batches() -> None:

@@ -33,7 +33,8 @@ def random_problem(rng: np.random.Generator, devices: int, layers: int, codecs: 
         host_link=rng.choice([600.0, 2000.0, np.inf], devices),
         codecs=("a", "b", "c")[:codecs],
         bytes_per_value=np.array([4.0, 1.0, 0.5])[:codecs],
-        messages=values[:, None] * rng.uniform(0, 4e-4, (devices, 1, codecs)) * (np.arange(codecs) > 0),
+        messages=values[:, None] * rng.uniform(0, 4e-4, (devices, 1, codecs)) * (np.arange(codecs) > 0)
+        + rng.choice([0.0, 0.1], (devices, 1, 1)),
         state=rng.uniform(0, 4e3, layers),
         saved_bytes=rng.uniform(0, 2e3, layers),
         capacity=rng.choice([4e3, 8e3, 16e3, 1e9], devices),

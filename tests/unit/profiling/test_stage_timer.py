@@ -12,7 +12,7 @@ from clocks import Clock
 from accept_mpi.codecs.coding import parse
 from accept_mpi.codecs.tensors import BoundarySpecs
 from accept_mpi.pipeline.micro_batch import Inputs
-from accept_mpi.profiling.message_costs import codec_costs
+from accept_mpi.profiling.message_costs import MessageCosts, codec_costs, message_costs
 from accept_mpi.profiling.stage_timer import time_stage
 from accept_mpi.tree import LONE
 
@@ -61,20 +61,22 @@ def warming(monkeypatch: pytest.MonkeyPatch) -> Warming:
 def test_cold_rounds_do_not_count(warming: Warming) -> None:
     """The mean of a second's rounds had been twice what training took: codecs were too mild for it."""
     nothing = BoundarySpecs({}, {})
-    found = time_stage(warming, 4, nothing, nothing, Zeros(), {}, 0.0, 1.0, budget=1.5)  # type: ignore[arg-type]
+    found = time_stage(warming, 4, nothing, nothing, Zeros(), MessageCosts({}, 0.0, 0.0), 1.0, budget=1.5)  # type: ignore[arg-type]
     assert found.forward == pytest.approx(WARM, rel=0.01)
     assert found.backward == pytest.approx(2 * WARM, rel=0.01)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_messages_cost_where_one_core_does_it_all(monkeypatch: pytest.MonkeyPatch, warming: Warming, shared: bool) -> None:
-    """Counted as free, given cuts went uncoded at 100 Mbit/s: 0.78 of all hosts alone, where 4 bits make 0.85."""
-    monkeypatch.setattr("accept_mpi.profiling.stage_timer.computing_takes_all", lambda cores: shared)
+def test_messages_cost_what_mpi_takes_too(warming: Warming) -> None:
+    """Counted as free, given cuts went uncoded at 100 Mbit/s: 0.78 of all hosts alone, where 4 bits make 0.85. MPI's share
+    of each message was left out later."""
     nothing = BoundarySpecs({}, {})
     codings = {"none": parse("none", False)}
-    found = time_stage(warming, 4, nothing, nothing, Zeros(), codings, 0.0, 1.0, budget=0.1)  # type: ignore[arg-type]
-    assert found.shared == shared
-    assert (found.seconds_per_message > 0) == shared
+    alone, both = message_costs(codings, 1e-9), message_costs(codings, 1e-9, 3e-3)
+    assert alone.seconds_per_message > 0
+    assert both.seconds_per_message == pytest.approx(alone.seconds_per_message + 3e-3, rel=0.05)
+    found = time_stage(warming, 4, nothing, nothing, Zeros(), both, 1.0, budget=0.1)  # type: ignore[arg-type]
+    assert found.seconds_per_message >= both.seconds_per_message
+    assert found.seconds_per_byte >= 1e-9
 
 
 def test_what_is_not_coded_is_copied() -> None:
