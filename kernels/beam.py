@@ -25,7 +25,7 @@ def beam(  # type: ignore[no-untyped-def]
     """
     devices, layers = prefix.shape[0], values.size - 1
     width, words = table.shape[1], used.shape[2]
-    out_i, out_c = np.empty(value_bytes.size * layers + 1, np.int32), np.empty(width.size * layers + 1, np.int32)
+    out_i, out_c = np.empty(value_bytes.size * layers + 1, np.int32), np.empty(value_bytes.size * layers + 1, np.int32)
     one = np.uint64(1)
     whole = speed.sum()
     here = 1

@@ -147,7 +147,7 @@ def reach(  # type: ignore[no-untyped-def]
     """
     devices, layers = prefix.shape[0], values.size - 1
     every = fill > 0
-    out_i, out_c = np.empty(value_bytes.size * layers + 1, np.int32), np.empty(width.size * layers + 1, np.int32)
+    out_i, out_c = np.empty(value_bytes.size * layers + 1, np.int32), np.empty(value_bytes.size * layers + 1, np.int32)
     counts[:] = 0
     best = np.inf
     found = 0
