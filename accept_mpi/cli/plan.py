@@ -100,7 +100,7 @@ def _measured(path: Path) -> list[str]:
     if len(ends) < 4:
         return []
     stages = len(msgspec.json.decode(plan)["stages"])
-    return [f"the run itself took {1e3 * np.median(np.diff(ends)):.0f} ms a step (median), over {stages} stages"]
+    return [f"the run itself took {1e3 * np.median(np.diff(ends)):.0f} ms per step (median), over {stages} stages"]
 
 
 def _draw(path: Path, cluster: ClusterProfile, job: Job, found: Estimate) -> None:

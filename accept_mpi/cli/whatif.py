@@ -66,7 +66,7 @@ def cluster_of_log(path: Path, job: Job) -> ClusterProfile:
     timed, batch, count = cluster.outline.samples, job.train.batch_size, job.train.micro_batches
     if (asked := -(-batch // count)) != timed:
         raise UserError(
-            f"{path}: layers were timed with {timed} samples a micro-batch, but train.batch_size = {batch} and "
+            f"{path}: layers were timed with {timed} samples per micro-batch, but train.batch_size = {batch} and "
             f"train.micro_batches = {count} make {asked}; keep their ratio, or run this job to measure anew"
         )
     try:

@@ -74,10 +74,12 @@ class Channel(NamedTuple):
 
     @property
     def tag(self) -> int:
+        """MPI tag of the channel's messages."""
         return 2 * self.boundary + self.direction
 
     @property
     def buffer_bytes(self) -> int:
+        """Bytes of the largest message in the format agreed on."""
         return max(buffer_bytes(specs, self.coding) for specs in self.specs.values())
 
     def __str__(self) -> str:

@@ -128,6 +128,7 @@ class DataPlane(threading.Thread):
             self.join(_ABANDON_SECONDS)
 
     def run(self) -> None:
+        """Move all transfers until ``stop`` or ``abandon``; an error is kept for ``check``."""
         try:
             while not self._abandoned and not self._done():
                 if self._move():

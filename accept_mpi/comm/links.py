@@ -1,4 +1,4 @@
-"""Measurements between pairs of ranks: clocks, latency, bandwidth. All ranks call these together."""
+"""Measures clocks, latency and bandwidth between pairs of ranks. All ranks call these functions together."""
 
 import math
 import time
@@ -16,13 +16,13 @@ _PINGS = 20
 _SECONDS = 120.0  # deadline of one exchange
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 24
 _ENOUGH_SECONDS = 0.05  # a message that takes this long measures bandwidth well
-_BUSY_SECONDS = 0.25  # traffic on all links: long beside what a link passes at once before it slows down
-_REPEATS = 3  # of the exchange that tells a pair's rate, at most: a quota may stop either of them for half of one
-_USUAL = 0.9  # of what either has seen before: such a rate needs no other look
+_BUSY_SECONDS = 0.25  # of traffic: much longer than the burst that a link passes at full speed before it slows down
+_REPEATS = 3  # times at most that a pair's exchange is measured: a CPU quota may stop either rank for half of one
+_USUAL = 0.9  # a rate of at least this share of the best that either rank has seen is accepted without a repetition
 
 
 def clock_offset(world: MPI.Intracomm) -> float:
-    """Rank 0's ``time.monotonic()`` minus this rank's in seconds: the exchange with the shortest round trip of several
+    """Rank 0's ``time.monotonic()`` minus this rank's, in seconds, from the exchange with the shortest round trip of several
     (Cristian 1989)."""
     comm, offset = _own(world), 0.0
     mine, theirs = np.zeros(1), np.zeros(1)
@@ -46,9 +46,9 @@ def clock_offset(world: MPI.Intracomm) -> float:
 
 
 def links(world: MPI.Intracomm) -> dict[tuple[int, int], tuple[float, float]]:
-    """Latency in seconds (half the median round trip of 8 bytes) and bandwidth in bytes/s of every pair (a, b), a < b.
+    """Latency in seconds (half the median round trip of 8 bytes) and bandwidth in bytes/s, by pair (a, b) with a < b.
 
-    A rank learns the pairs that it is in. One pair measures at a time.
+    A rank gets the pairs that it belongs to. One pair measures at a time.
     """
     comm = _own(world)
     found = {}
@@ -62,38 +62,38 @@ def links(world: MPI.Intracomm) -> dict[tuple[int, int], tuple[float, float]]:
 
 
 def _own(world: MPI.Intracomm) -> MPI.Intracomm:
-    """A communicator of our own."""
+    """A duplicate of ``world``, so that measurements cannot receive other messages."""
     comm, request = world.Idup()
     _wait(request, world.rank)
     return comm
 
 
 class NeighbourRates(NamedTuple):
-    """What a rank's links carry while all links are busy both ways, and what that costs it."""
+    """Rates of a rank's links while all links are busy in both directions, and the CPU time of the traffic."""
 
     before: float
-    """Bytes/s that come from the stage before; 0.0 where nothing comes."""
+    """Bytes/s from the stage before; 0.0 if nothing comes from it."""
     after: float
-    """Bytes/s that come from the stage after."""
+    """Bytes/s from the stage after; 0.0 if nothing comes from it."""
     seconds_per_byte: float
     """CPU seconds to send or receive a byte."""
     seconds_per_message: float
-    """CPU seconds to send or receive a message, its bytes apart."""
+    """CPU seconds to send or receive a message, without its bytes."""
 
 
 def neighbour_rates(
     world: MPI.Intracomm, before: int | None, after: int | None, weights: tuple[int, int, int, int]
 ) -> NeighbourRates:
-    """Rates from ranks ``before`` and ``after``.
+    """Measure the rates from ranks ``before`` and ``after`` (None at the ends of the pipeline), on all links simultaneously.
 
-    ``weights``: bytes that training sends to ``after`` and to ``before`` and receives from ``before`` and from ``after``;
-    what is sent here is in proportion, so that traffic shares a host's link as it will.
+    ``weights``: bytes that training sends to ``after`` and to ``before`` and receives from ``before`` and from ``after``.
+    The bytes sent here are in proportion to them, so that traffic shares a host's link as it will in training.
     """
     comm = _own(world)
     most = np.zeros(1)
     _wait(comm.Iallreduce(np.array([float(max(weights))]), most, MPI.MAX), comm.rank)
     nbytes = float(_FIRST_BYTES)
-    used: list[tuple[int, float]] = []  # bytes in all, CPU seconds
+    used: list[tuple[int, float]] = []  # total bytes and CPU seconds of each exchange
     while True:
         sizes = [max(1, int(nbytes * weight / max(most[0], 1.0))) if weight else 0 for weight in weights]
         *seconds, cpu = _exchange(comm, before, after, sizes)
@@ -110,25 +110,26 @@ def neighbour_rates(
 
 
 class PairRates(NamedTuple):
-    """What a rank's links to each other rank carry, both ways at once, one pair at a time."""
+    """Rates of a rank's links to all other ranks, measured with both directions busy and one link per rank at a time."""
 
     rate: list[float]
-    """Bytes/s that come from each rank; infinite from itself."""
+    """Bytes/s from each rank; infinite from itself."""
     latency: list[float]
-    """Seconds that a short message takes to come from each rank."""
+    """Seconds that a short message takes from each rank."""
     seconds_per_byte: float
-    """Seconds of CPU to send or receive a byte."""
+    """CPU seconds to send or receive a byte."""
     seconds_per_message: float
-    """Seconds of CPU to send or receive a message, its bytes apart."""
+    """CPU seconds to send or receive a message, without its bytes."""
 
 
 def pair_rates(world: MPI.Intracomm) -> PairRates:
-    """Rates of all pairs, in rounds of a tournament: in each round every rank meets another one, so that N - 1 rounds do."""
+    """Measure the rates of all pairs in a round-robin tournament: every rank meets another one per round, so that N - 1
+    rounds suffice (N if the number of ranks is odd)."""
     comm = _own(world)
     count = comm.size + comm.size % 2
     rate, latency = [math.inf] * comm.size, [0.0] * comm.size
-    used: list[tuple[int, float]] = []  # bytes each way, seconds of CPU
-    fastest = 0.0  # that came from anyone yet
+    used: list[tuple[int, float]] = []  # bytes per direction and CPU seconds of each exchange
+    fastest = 0.0  # highest rate so far, from any rank
     for turn in range(count - 1):
         peer = _opponent(comm.rank, turn, count)
         _wait(comm.Ibarrier(), comm.rank)
@@ -158,8 +159,8 @@ def pair_rates(world: MPI.Intracomm) -> PairRates:
 
 
 def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds a byte and seconds besides, of exchanges of so many bytes each way: the large ones tell the first, the small
-    ones the second."""
+    """CPU seconds per byte and per exchange, by a line through the (bytes, CPU seconds) of the smallest and the largest
+    exchanges."""
     if not points:
         return 0.0, 0.0
     smallest, largest = min(points)[0], max(points)[0]
@@ -174,7 +175,8 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _opponent(rank: int, turn: int, count: int) -> int:
-    """Who meets ``rank`` in a round of the circle method: ``count`` (even) ranks, all pairs in ``count`` - 1 rounds."""
+    """Opponent of ``rank`` in round ``turn`` of a tournament by the circle method: ``count`` (even) ranks meet in all pairs
+    in ``count`` - 1 rounds."""
     last = count - 1
     if rank == last:
         return turn * (count // 2) % last
@@ -185,11 +187,12 @@ def _opponent(rank: int, turn: int, count: int) -> int:
 def _exchange(
     comm: MPI.Intracomm, before: int | None, after: int | None, sizes: list[int], apart: bool = False
 ) -> tuple[float, float, float]:
-    """Send to both neighbours at once; seconds until what they send is here, and of CPU for all of it.
+    """Send to both neighbours and receive from them simultaneously.
 
-    ``apart``: other ranks are not waited for.
+    ``sizes``: bytes to ``after``, to ``before``, from ``before``, from ``after``. Returns the seconds until the data from
+    ``before`` and from ``after`` arrived, and CPU seconds. ``apart``: do not wait for all other ranks at the start.
     """
-    buffers = [np.full(size, 1, np.uint8) for size in sizes]  # zeros would all lie in one page, and so in the cache
+    buffers = [np.full(size, 1, np.uint8) for size in sizes]  # zeros may all lie in one page, and so in the cache
     ways: list[tuple[int | None, Any]] = [
         (after, comm.Issend),
         (before, comm.Issend),
@@ -211,7 +214,7 @@ def _exchange(
             took[i] = time.monotonic() - began
         if time.monotonic() - began > _SECONDS:
             raise DeadlineError(f"waited {_SECONDS:.0f} s for ranks {before} and {after} while measuring links")
-        time.sleep(SENDING_SECONDS)  # as the data plane does
+        time.sleep(SENDING_SECONDS)  # like the data plane, whose rate is wanted
     return took[2], took[3], time.thread_time() - cpu
 
 
@@ -221,7 +224,7 @@ def _pair(comm: MPI.Intracomm, peer: int, leads: bool) -> tuple[float, float]:
     while True:
         seconds = min(_round_trip(comm, peer, leads, np.zeros(nbytes, np.uint8)) for _ in range(3)) / 2
         enough = np.array([seconds > _ENOUGH_SECONDS or nbytes >= _MOST_BYTES])
-        _to_follower(comm, peer, leads, enough)  # one of the two decides
+        _to_follower(comm, peer, leads, enough)  # the leader decides for both
         if enough[0]:
             return latency, nbytes / max(seconds - latency, 1e-9)
         nbytes *= 4
@@ -245,7 +248,7 @@ def _to_follower(comm: MPI.Intracomm, peer: int, leads: bool, value: np.ndarray)
 
 
 def _swap(comm: MPI.Intracomm, peer: int, values: list[float]) -> list[float]:
-    """The peer's for ours."""
+    """Exchange values with the peer; returns the peer's."""
     theirs = np.empty(len(values))
     incoming, outgoing = comm.Irecv(theirs, peer), comm.Isend(np.array(values), peer)
     _wait(outgoing, peer)
@@ -254,7 +257,8 @@ def _swap(comm: MPI.Intracomm, peer: int, values: list[float]) -> list[float]:
 
 
 def _wait(request: MPI.Request, peer: int, pause: Callable[[float], None] = time.sleep) -> None:
-    """Spin a little, then sleep between looks, so that ranks that share a core let each other work."""
+    """Wait for a request: spin briefly, then sleep between polls, so that ranks that share a core let each other work.
+    Raises DeadlineError."""
     began = time.monotonic()
     while not request.Test():
         waited = time.monotonic() - began

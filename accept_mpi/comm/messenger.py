@@ -1,6 +1,6 @@
-"""Typed control messages between ranks: MessagePack over their own communicator, never pickle, never a blocking call.
+"""Control messages between ranks: MessagePack over a separate communicator, without pickle and without blocking calls.
 
-Used by the main thread while a run is set up, by the data-plane thread (and only by it) from then on.
+The main thread uses a messenger while a run is set up; while a deployment runs, only the data-plane thread does.
 """
 
 import time
@@ -18,19 +18,19 @@ _TAG = 7
 _DECODER = msgspec.msgpack.Decoder(AnyControl)
 C = TypeVar("C", bound=Control)
 POLL_SECONDS = 0.0005
-"""Between two looks while waiting."""
+"""Seconds between two polls while waiting."""
 
 
 class Sending:
-    """A message under way."""
+    """A control message in flight."""
 
     def __init__(self, request: MPI.Request, data: bytes) -> None:
         self._request, self._data, self._began = request, data, time.monotonic()
         self.took: float | None = None
-        """Seconds until its receiver had it; None: not yet."""
+        """Seconds until its receiver had it; None before that."""
 
     def look(self) -> bool:
-        """Whether its receiver has it."""
+        """Poll once; returns True if the receiver has the message."""
         if self.took is None and self._request.Test():
             self.took = time.monotonic() - self._began
         return self.took is not None
@@ -40,7 +40,7 @@ class Messenger:
     """Sends and receives control messages; every wait has a deadline."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        """``comm``: for this messenger alone."""
+        """``comm``: communicator that only this messenger uses."""
         self._comm = comm
         self.rank, self.size = self._comm.rank, self._comm.size
         self._queue: deque[tuple[int, bytes]] = deque()
@@ -49,23 +49,23 @@ class Messenger:
         self._receiving: tuple[MPI.Request, bytearray, int] | None = None
         self._received: deque[Message] = deque()
         self._interrupt: Callable[[], None] | None = None
-        """What the thread that polls is to do first, set by one that keeps out of MPI."""
+        """A call that the polling thread makes at its next poll."""
 
     def interrupt_with(self, call: Callable[[], None]) -> None:
-        """Have the thread that polls make this call first; for threads that keep out of MPI."""
+        """Have the polling thread make this call at its next poll; for threads that must not call MPI."""
         self._interrupt = call
 
     def send(self, dest: int, control: Control) -> None:
-        """Queue a message; it goes out, in order, as ``poll`` is called."""
+        """Queue a message to rank ``dest``. Calls of ``poll`` send the queue in order, one message at a time."""
         self._queue.append((dest, msgspec.msgpack.encode(control)))
 
     def begin(self, dest: int, control: Control) -> Sending:
-        """Send a message at once, beside what is queued."""
+        """Send a message to rank ``dest`` immediately, ahead of the queue."""
         self._beside.append(self._start(dest, msgspec.msgpack.encode(control)))
         return self._beside[-1]
 
     def poll(self) -> list[Message]:
-        """Move sends on and return what has arrived."""
+        """Advance sends and receives, and return the messages that have arrived."""
         if self._interrupt:
             self._interrupt()
             self._interrupt = None
@@ -75,7 +75,7 @@ class Messenger:
             self._beside = [sending for sending in self._beside if not sending.look()]
         if self._queue and not self._sending:
             self._sending = self._start(*self._queue.popleft())  # one at a time: a checkpoint cannot crowd out training
-        # One at a time, in order. A long one (a piece of a snapshot) takes many looks to come in.
+        # Receive one at a time, in order. A long message (a piece of a snapshot) takes many polls to arrive.
         while self._receiving or self._find():
             assert self._receiving
             request, buffer, source = self._receiving
@@ -88,11 +88,11 @@ class Messenger:
         return messages
 
     def _start(self, dest: int, data: bytes) -> Sending:
-        """In synchronous mode: done when its receiver has it."""
+        """Start a send in synchronous mode: it completes when its receiver has the message."""
         return Sending(self._comm.Issend([data, MPI.BYTE], dest, _TAG), data)
 
     def _find(self) -> bool:
-        """Begin to receive what has arrived, if anything has."""
+        """Start receiving the next message; returns False if none has arrived."""
         status = MPI.Status()
         found = self._comm.Improbe(MPI.ANY_SOURCE, _TAG, status)
         if found:
@@ -102,16 +102,19 @@ class Messenger:
 
     @property
     def idle(self) -> bool:
-        """Whether everything has been taken by its receiver."""
+        """True if all messages have been received by their receivers."""
         return not self._queue and not self._sending and not self._beside
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is under way, in or out."""
+        """True if no message is in flight, in or out."""
         return self.idle and not self._receiving
 
     def flush(self, deadline: float, awaited: str) -> None:
-        """Poll until all sends are taken; what arrives meanwhile is kept. Raises DeadlineError."""
+        """Poll until all sends are received; messages that arrive meanwhile are kept for a later ``poll``.
+
+        ``deadline``: seconds to wait; ``awaited``: the purpose, for the error. Raises DeadlineError.
+        """
         until = time.monotonic() + deadline
         while not self.idle:
             self.keep(self.poll())
@@ -120,7 +123,8 @@ class Messenger:
             time.sleep(POLL_SECONDS)
 
     def expect(self, kind: type[C], sources: set[int], deadline: float, awaited: str) -> dict[int, C]:
-        """One message of ``kind`` from each of ``sources``. Raises DeadlineError naming who is missing."""
+        """Wait for one message of ``kind`` from each of ``sources``; returns them by rank. Others are kept for a later
+        ``poll``. Raises DeadlineError, which names the missing ranks, after ``deadline`` seconds."""
         until = time.monotonic() + deadline
         bodies: dict[int, C] = {}
         while sources - bodies.keys():
@@ -144,7 +148,7 @@ class Messenger:
         self._received.extend(messages)
 
     def allgather(self, value: Any, deadline: float, awaited: str) -> list[Any]:
-        """Every rank's value, in the order of ranks, on every rank."""
+        """Every rank's value, in the order of ranks, on every rank; all ranks call this together. Raises DeadlineError."""
         others = set(range(self.size)) - {0}
         if self.rank == 0:
             values = self.expect(Gather, others, deadline, awaited)
@@ -158,5 +162,5 @@ class Messenger:
         return list(together)
 
     def broadcast(self, value: Any, deadline: float, awaited: str) -> Any:
-        """Rank 0's value, on every rank."""
+        """Rank 0's value, on every rank; all ranks call this together. Raises DeadlineError."""
         return self.allgather(value if self.rank == 0 else None, deadline, awaited)[0]

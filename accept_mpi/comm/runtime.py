@@ -1,7 +1,7 @@
-"""How MPI starts, ends and dies: everyone else asks here for ranks, agreement and the clock.
+"""The start and the end of MPI in this process, and the rank's view of the job: ranks, agreement, clock, losses.
 
-Ends: ``finish`` when all went well or all ranks agreed on the same mistake; ``fail`` when one rank alone raised; the
-lifeline's callback when another rank did, or died. The last two print the one message that matters, on rank 0, close the
+A job ends by ``finish`` if all went well or all ranks agreed on the same mistake; by ``fail`` if one rank alone raised; by
+the lifeline's callback if another rank raised or died. The last two print the one message that matters, on rank 0, close the
 log and abort the job, so that no rank waits for a dead one.
 """
 
@@ -34,15 +34,15 @@ _REGROUP_SECONDS = 30.0
 
 
 class Runtime:
-    """This process as a rank of the job."""
+    """This process as a rank of the job; ``start`` creates it."""
 
     def __init__(self) -> None:
         self.circle = Circle.of(MPI.COMM_WORLD)
         self.rank, self.size = self.world.rank, self.world.size
         self.members = list(range(self.size))
-        """Who is rank 0, 1, ... now, by their ranks when the job began."""
+        """The ranks that ranks 0, 1, ... had when the job began; they differ after a loss."""
         self.survives = survivable()
-        """Whether the job goes on when a rank is lost."""
+        """True if the job goes on when a rank is lost."""
         self.host = socket.gethostname()
         self.startup_seconds = _AGREE_SECONDS
         self._before_end: Callable[[str], None] = lambda text: None
@@ -53,7 +53,8 @@ class Runtime:
 
     @staticmethod
     def start() -> "Runtime":
-        """All ranks together: facts of each host, the lifeline, one clock. Raises UserError where MPI is unfit."""
+        """Exchange the facts of each host, create the lifeline and one clock; all ranks call this together. Raises UserError
+        if MPI was built without MPI_THREAD_MULTIPLE."""
         runtime = Runtime()
         runtime._meet()
         return runtime
@@ -76,16 +77,17 @@ class Runtime:
 
     @property
     def world(self) -> MPI.Intracomm:
-        """All ranks."""
+        """Communicator of all ranks."""
         return self.circle.world
 
     @property
     def cores(self) -> float:
-        """This rank's share of its host's."""
+        """This rank's share of its host's cores."""
         return float(self.hosts[self.rank]["cores"] / self.ranks_on_host)
 
     def agree(self, what: str, do: Callable[[], T]) -> T:
-        """Do something that any rank may find wrong: all get their result, or all raise the same mistake (Agreed)."""
+        """Call ``do`` on all ranks together. If it raises UserError on any rank, all raise the same error as Agreed;
+        otherwise each gets its own result. ``what`` names the step for a DeadlineError."""
         value, error = None, None
         try:
             value = do()
@@ -100,7 +102,7 @@ class Runtime:
         raise Agreed(text if everywhere or rank == 0 else f"rank {rank} on host {self.hosts[rank]['host']}: {text}")
 
     def same(self, what: str, value: Any) -> None:
-        """Raise Agreed on every rank where ``value`` is not the same on all."""
+        """Raise Agreed on every rank unless ``value`` (named ``what`` in the error) is the same on all ranks."""
         values = self.messenger.allgather(value, self.startup_seconds, what)
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -112,15 +114,17 @@ class Runtime:
     # -- losses --------------------------------------------------------------------------------------------------------
 
     def lost_one(self, error: BaseException) -> bool:
-        """Whether an error may be the loss of a rank, and the others can go on. (What fails because of a loss has more error
-        classes than ULFM's three: a broken collective is MPI_ERR_OTHER.)"""
+        """True if an error may be due to the loss of a rank, and the others can go on.
+
+        Any MPI error counts, since losses also cause others than ULFM's three: a broken collective is MPI_ERR_OTHER.
+        """
         return self.survives and isinstance(error, MPI.Exception)
 
     def regroup(self) -> list[int]:
-        """After a loss: those who are left become ranks 0, 1, ... in their old order. All of them call this together.
+        """After a loss, make the surviving ranks 0, 1, ... in their old order. All of them call this together.
 
-        Returns who is gone, by their ranks when the job began. Ends the process where that takes half a minute: it would
-        take for ever where a host has lost its cable.
+        Returns the lost ranks, as numbered when the job began. Ends the process after ``_REGROUP_SECONDS``: if a host has
+        lost its cable, regrouping would take for ever.
         """
         guard = threading.Timer(_REGROUP_SECONDS, self._give_up)
         guard.daemon = True
@@ -146,19 +150,19 @@ class Runtime:
                 self.lifeline = self._lifeline()
                 break
             except MPI.Exception:
-                continue  # another one, meanwhile
+                continue  # another rank was lost meanwhile
         gone = [member for member in self.members if member not in members]
         self.members, self.hosts = members, [facts[member] for member in members]
         return gone
 
     def all_done(self) -> bool:
-        """Whether all ranks have come to the end: the same answer on all; if not, one was lost."""
+        """Wait until all ranks have come to the end; returns True, or, on all ranks alike, False if one was lost."""
         return not self.survives or leave_together(self.world, self.messenger.poll)
 
     def _give_up(self) -> None:
         at = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])[-1]
         print(
-            f"accept_mpi: {self.who(self.rank)}: the ranks that are left did not find together "
+            f"accept_mpi: {self.who(self.rank)}: the surviving ranks could not regroup "
             f"(waits in {Path(at.filename).name}:{at.lineno}, {at.name})",
             file=sys.stderr,
             flush=True,
@@ -168,12 +172,12 @@ class Runtime:
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def finish(self, exit_code: int) -> NoReturn:
-        """The end that all ranks reach together."""
+        """End the process with ``exit_code``; all ranks call this together."""
         if not self.survives:
             self.messenger.allgather(None, self.startup_seconds, "the end of the run")
         self.lifeline.close()
         if self.world != MPI.COMM_WORLD:
-            # Ranks are lost, and MPI_Finalize now and then waits for them; all who are left have agreed that all is done.
+            # MPI_Finalize sometimes waits for lost ranks. The surviving ones have agreed that all is done, so skip it.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(exit_code)
@@ -181,7 +185,10 @@ class Runtime:
         sys.exit(exit_code)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """The end of a rank that raised alone: the message goes to rank 0, which prints it once and ends all."""
+        """End the job because this rank raised ``error``: rank 0 prints the message once and ends all ranks.
+
+        If ``error`` is Agreed, all ranks have raised it, and ``finish`` together.
+        """
         if isinstance(error, Agreed):
             if self.rank == 0:
                 print(f"accept_mpi: {error}", file=sys.stderr, flush=True)
@@ -203,20 +210,21 @@ class Runtime:
         _wait_for_the_end(exit_code)
 
     def _lifeline(self) -> Lifeline:
-        """All ranks together."""
-        circle, messenger = self.circle, self.messenger  # a late word must not end the circle that comes after
+        """Create the lifeline; all ranks call this together."""
+        circle, messenger = self.circle, self.messenger  # bound here, so that a late callback cannot end a later circle
         return Lifeline.start(messenger, self.startup_seconds, lambda *end: self._on_end(circle, messenger, *end))
 
     def _on_end(self, circle: Circle, messenger: Messenger, rank: int, error: str | None, exit_code: int) -> None:
-        """Lifeline thread: another rank of this circle ended."""
+        """Handle the end of another rank of this circle. Called on the lifeline's thread; arguments as in ``Lifeline``."""
         if error is None and self.survives:
-            # Whoever waits for it learns that. Not from this thread: Open MPI, in which another one is, may lock up.
+            # Revoking interrupts all ranks that wait for the lost one. The polling thread must do it: Open MPI may lock up
+            # if two threads call it.
             messenger.interrupt_with(circle.revoke)
         elif self.rank == 0:
             if error is None:
                 error = f"{self.who(rank)} ended unexpectedly (killed, out of memory, or its machine is gone)"
             self._end_job(error, exit_code)
-        elif error is None:  # rank 0 died, and with it the one who tells
+        elif error is None:  # rank 0 died, which would have printed the message, so rank 1 does
             if self.rank == 1:
                 text = f"{self.who(0)} ended unexpectedly; the run is over"
                 print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
@@ -228,10 +236,10 @@ class Runtime:
             os._exit(exit_code)
 
     def _end_job(self, text: str, exit_code: int) -> NoReturn:
-        """Rank 0: say why, close the log, end everyone."""
+        """On rank 0: print the reason, close the log, end all ranks."""
         with self._ended:
             print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
-            threading.Timer(_END_SECONDS, os._exit, [exit_code]).start()  # whatever hangs below
+            threading.Timer(_END_SECONDS, os._exit, [exit_code]).start()  # even if something below hangs
             try:
                 self._before_end(text)
             finally:
@@ -242,19 +250,19 @@ class Runtime:
         os._exit(exit_code)
 
     def allow(self, startup_seconds: float) -> None:
-        """Waits of start-up, and of what all ranks agree on, end after so many seconds from now on."""
+        """Set the deadline, in seconds, of waits during start-up and of agreements between all ranks."""
         self.startup_seconds = startup_seconds
 
     def describe_ranks(self, describe: Callable[[int], str]) -> None:
-        """``describe`` says what a rank holds, for messages: "stage 2, layers 10..14"."""
+        """Set the function that describes a rank's place in the plan for messages, such as "stage 2, layers 10..14"."""
         self._describe = describe
 
     def call_before_end(self, call: Callable[[str], None]) -> None:
-        """On rank 0: ``call`` gets the text of the error that ends the job, and closes the log."""
+        """Set the function that rank 0 calls, with the error's text, before an error ends the job; it closes the log."""
         self._before_end = call
 
     def who(self, rank: int) -> str:
-        """ "rank 2 on host edge2 (stage 2, layers 10..14) in step 17"."""
+        """Name of a rank for messages, such as "rank 2 on host edge2 (stage 2, layers 10..14) in step 17"."""
         holds = self._describe(rank)
         host = self.hosts[rank]["host"]
         step = self.lifeline.steps.get(rank)
@@ -269,7 +277,7 @@ def _wait_for_the_end(exit_code: int) -> NoReturn:
 
 
 def _log_format(rank: int, size: int, host: str) -> None:
-    """Every record carries rank, host and size; all but rank 0 speak from WARNING up."""
+    """Set up logging: records carry rank, size and host; ranks other than 0 log only warnings and errors."""
     logging.basicConfig(
         format=f"[rank {rank}/{size} {host}] %(levelname)s %(message)s",
         level=logging.INFO if rank == 0 else logging.WARNING,

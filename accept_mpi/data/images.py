@@ -69,7 +69,7 @@ def _classes(root: Path) -> list[str]:
         raise UserError(f"data.args: there is no directory {root}")
     classes = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
     if not classes:
-        raise UserError(f"data.args: {root} holds no folders; expected one a class")
+        raise UserError(f"data.args: {root} holds no folders; expected one per class")
     return classes
 
 

@@ -22,6 +22,7 @@ class Clock:
         self.offset = offset
 
     def now(self) -> float:
+        """Seconds since the run began."""
         return time.monotonic() + self._shift
 
 

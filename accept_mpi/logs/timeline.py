@@ -82,7 +82,7 @@ class StageUse:
     bytes_raw: tuple[int, int]
     """Bytes sent, before coding: (activations forward, gradients backward)."""
     bytes_wire: tuple[int, int]
-    """The same after coding, headers included."""
+    """Bytes sent, after coding, headers included: (forward, backward)."""
 
 
 def stage_use(trace: Rows, start: float, end: float) -> list[StageUse]:

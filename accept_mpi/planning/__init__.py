@@ -1,1 +1,1 @@
-"""From a cluster profile to a plan. Pure: nothing here measures, reads files or talks to other ranks."""
+"""Makes plans from cluster profiles. Pure: nothing here measures, reads files or talks to other ranks."""

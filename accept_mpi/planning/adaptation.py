@@ -1,14 +1,15 @@
-"""When devices turn out faster or slower than they were: whether a new plan pays back what moving to it costs.
+"""Proposes a new plan when devices become faster or slower, if the plan pays back the cost of changing to it.
 
-Rank 0 compares what each stage computes, as the trace has it, with what the survey says of its device, and scales the device
-by the quotient (FTPipeHD, section III-D: a device's capacity). Devices that the plan leaves idle, or little to do, time a
-fixed piece of arithmetic instead (``pulse``). The partitioner says what the best plan would be then. It is asked for where
-it saves at least ``_WORTH`` of a step and all steps that are left save more than ``_MARGIN`` times what moving takes, and
-when the old plan has lost as much as moving takes. (Nobody knows how long a device stays as it is. Who waits so long loses
-twice as much as who knew, at most, and noise does not move layers to and fro.) Where a device is twice as slow or fast in
-each of the newest steps, those count, from the second on, and a whole window of them is enough whatever it lost; otherwise
-windows in a row count, two at least. With a fixed period (``pipeline.adapt = N``, as FTPipeHD has it) it is asked for every
-N steps, from one window.
+Rank 0 divides the time that each stage computes, according to the trace, by the time in the cluster profile, and scales the
+device by the quotient (FTPipeHD, section III-D: a device's capacity). Devices that the plan leaves idle or with little to do
+time a fixed piece of arithmetic instead (``device.speed_check``). The planner then finds the best plan for the scaled
+devices. It is proposed if it saves at least ``_MIN_SAVING`` of a step, the remaining steps save at least ``_MARGIN`` times
+the cost of the change, and the old plan has already lost as much as the change costs. Nobody knows how long a device stays
+as it is: waiting that long costs at most twice as much as knowing would, and noise does not move layers to and fro.
+
+If a device is more than twice as slow or fast in each of the newest steps, those steps are the evidence: two of them
+suffice, and a whole window is enough whatever it lost. Otherwise consecutive windows are, at least two. With a fixed period
+(``pipeline.adapt = N``, as in FTPipeHD) one window is enough, every N steps, whatever it lost.
 """
 
 import math
@@ -27,24 +28,26 @@ from accept_mpi.planning.planner import moving, plan_for
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 WINDOW = 5
-"""Steps that are looked at together, at least."""
+"""Fewest steps that are judged together."""
 _NEWEST = 3
+"""Most steps of a sudden change from which the new speeds are taken."""
 _MUCH = math.log(2)
-"""A change by so much in each of the newest steps is sudden: no noise."""
+"""Logarithm of a factor: a larger change in each of the newest steps is sudden, not noise."""
 _FEWEST = 2
-"""Steps that show a sudden change: the first may have begun before it."""
-_SETTLED = math.log(1.6)
-"""Two windows, or pulses, that differ by more are of before and after a change."""
+"""Fewest steps that show a sudden change, since the first of them may have begun before it."""
+_SAME_STATE = math.log(1.6)
+"""Logarithm of a factor: two windows, or two speed checks, that differ by more lie before and after a change."""
 _NOISE = math.log(1.15)
-"""Of a stage's time: what it takes in training beside messages, and what it took when it was probed alone."""
+"""Logarithm of a factor: smaller changes are noise, such as that of a stage timed alone and then training with messages."""
 _LIGHT = 0.5
-"""Share of the time below which a stage that computes does not say how fast it would be with more to do."""
+"""A stage that computes for a smaller share of the time does not show how fast it would be with more to do."""
 _STEEPEST = 2.0
-"""Power by which a stage's time grows with its device's pulse, at most."""
-_WORTH, _MARGIN = 0.15, 2.0
+"""Largest exponent with which a stage's time grows with the time of its device's speed check."""
+_MIN_SAVING, _MARGIN = 0.15, 2.0
+"""A new plan must save this share of a step, and in all remaining steps this multiple of its cost."""
 _BUILD_STEPS, _BUILD_SECONDS = 5.0, 2.0
-"""Of its own steps, what a new plan costs besides moving: the pipeline drains and fills, caches are cold; and what planning
-and building its stages takes."""
+"""Cost of a new plan in addition to moving: so many of its own steps, since the pipeline drains and fills and caches are
+cold, and the seconds that planning and building its stages take."""
 
 
 class Proposal(msgspec.Struct, frozen=True):
@@ -52,20 +55,20 @@ class Proposal(msgspec.Struct, frozen=True):
 
     plan: Plan
     cluster: ClusterProfile
-    """With the devices' speeds of now."""
+    """The cluster profile with the present speeds of the devices."""
     saves: float
-    """Seconds a step."""
+    """Seconds per step."""
     cost: float
-    """Seconds that moving takes."""
+    """Seconds that changing to it takes."""
     text: str
-    """For people."""
+    """The reason, for the log and the terminal."""
 
 
 class Adapter(Observer):
-    """Watches one deployment on rank 0: sets ``proposal``, and calls ``ask``, when another plan pays."""
+    """Watches one deployment on rank 0; when another plan pays, sets ``proposal`` and calls ``ask``, once."""
 
     def __init__(self, job: Job, last_step: int, plan: Plan, cluster: ClusterProfile, ask: Callable[[], None]) -> None:
-        """``cluster`` has its devices in the order of the deployment's ranks."""
+        """``cluster``: its devices are in the order of the deployment's ranks. ``last_step``: the last step of the run."""
         self._job, self._last_step = job, last_step
         self._plan, self._cluster, self._ask = plan, cluster, ask
         self.proposal: Proposal | None = None
@@ -73,21 +76,22 @@ class Adapter(Observer):
         self._after = self._first = self._looked = -1
         self._refused = 0
         self._sudden_until = 0
-        """The step until which a sudden change must last to have lost what moving costs."""
+        """Step until which a sudden change must last before it has lost as much as a new plan costs."""
         self._from: int | None = None
         self._before: dict[int, float] | None = None
         self._lost = 0.0
-        """Seconds that windows in a row have lost by this plan."""
+        """Seconds that the present plan has lost in consecutive windows."""
         self._seen: set[int] = set()
-        """Ranks with enough to do to show how fast they are."""
+        """Ranks that had enough to do to show how fast they are."""
         self._beats: dict[int, list[float]] = {rank: [] for rank in range(len(cluster.devices))}
 
     def speed(self, rank: int, factor: float) -> None:
-        """A device that is idle, or mostly waits, takes this many times as long for the same as when it was measured."""
+        """Take the speed check of a rank that is idle or mostly waits: the factor by which its device has become slower."""
         self._beats[rank].append(factor)
 
     def trace(self, rows: Rows) -> None:
-        """A rank's trace, up to an update: is there a whole window, or has something become much slower or faster?"""
+        """Take a rank's trace rows. Looks for a better plan when all stages have completed a window, or when a device is
+        suddenly much slower or faster."""
         wanted = np.isin(rows["kind"], [KINDS.index(kind) for kind in "FBW"])
         self._rows.append(rows[wanted])
         if self.proposal:
@@ -103,7 +107,7 @@ class Adapter(Observer):
             self._after = self._first = int(rows["step"].min()) + 1  # the first steps of a plan are slow
         if isinstance(self._job.pipeline.adapt, bool):
             self.proposal = self._from_newest(rows, last)
-        if not self.proposal and (count := last - self._after) >= WINDOW:  # more, where steps are shorter than traces
+        if not self.proposal and (count := last - self._after) >= WINDOW:  # more if a trace holds several steps
             factors = self.factors(_between(rows, self._after, count))
             self._after = last
             self._rows = [rows[rows["step"] > last - 2 * WINDOW]]
@@ -113,7 +117,7 @@ class Adapter(Observer):
             self._ask()
 
     def _from_newest(self, rows: Rows, last: int) -> Proposal | None:
-        """After a sudden change."""
+        """A proposal after a sudden change, from the newest steps; None if no plan pays yet."""
         if last - self._first < WINDOW or last <= self._refused + WINDOW:
             return None
         each = [self.factors(_between(rows, last - k, 1)) for k in range(1, WINDOW + 1)]
@@ -123,7 +127,7 @@ class Adapter(Observer):
             return None
         if steps < WINDOW and last < self._sudden_until:
             return None
-        # Of the newest steps alone: the first may have begun before the change, and the pipeline was still full.
+        # Without the first of these steps: it may have begun before the change, and the pipeline was still full.
         newest = min(steps - 1, _NEWEST)
         found = self.propose(self.factors(_between(rows, last - newest, newest)), self._last_step - last)
         if steps == WINDOW:
@@ -134,6 +138,7 @@ class Adapter(Observer):
         return found
 
     def _from_window(self, factors: dict[int, float], step: int, count: int) -> Proposal | None:
+        """A proposal from the factors of a window of ``count`` steps that ends with ``step``; None if no plan pays yet."""
         every, left = self._job.pipeline.adapt, self._last_step - step
         if isinstance(every, bool):
             both = _agreed(self._before, factors) if self._before else None
@@ -148,7 +153,8 @@ class Adapter(Observer):
         return self.propose(factors, left)
 
     def factors(self, window: Rows) -> dict[int, float]:
-        """How many times as long as the survey says each rank computes, in the median step; an idle one says it itself."""
+        """For each rank, the factor by which it is slower than in the cluster profile, in the median step of ``window``. An
+        idle rank's comes from its speed checks."""
         found = {rank: self._change(rank) for rank in self._beats}
         for s, stage in enumerate(self._plan.stages):
             rank = stage.leader
@@ -166,27 +172,28 @@ class Adapter(Observer):
             if took.sum() > _LIGHT * span:
                 self._seen.add(rank)
             elif factor < 1:
-                # With more to do it may not be that fast. What it says itself is about a change; believed by half otherwise.
+                # With more to do it may not be that fast. Speed checks show only changes since the measurement; for a device
+                # without one, half of the gain (of its logarithm) is believed.
                 factor = math.sqrt(factor) if device.assumed else beat
             found[rank] = factor
         return found
 
     def _change(self, rank: int) -> float:
-        """By its pulse, how many times as long a device takes as when the term began."""
+        """Factor by which a device is slower than when the deployment began, from its speed checks; 1 if they disagree."""
         beats, whole = self._beats[rank], math.log(self._cluster.devices[rank].factor)
         if not beats:
             return 1.0
         newest = [math.log(beat / beats[0]) for beat in beats[-2:]]
-        if max(newest) - min(newest) > _SETTLED:  # of before and after a change, or in the midst of one
+        if max(newest) - min(newest) > _SAME_STATE:  # a change lies between or within them
             return 1.0
         first, change = math.log(beats[0]), sum(newest) / len(newest)
-        # A stage may have taken 16 x where a pulse says 10 x: when the pulse is back at 1, so is the device.
+        # A stage may have become 16 x slower where the check says 10 x. When the check is back at 1, so is the device.
         if min(abs(first), abs(whole)) > _NOISE and first * whole > 0:
             change *= min(_STEEPEST, max(1 / _STEEPEST, whole / first))
         return math.exp(change)
 
     def propose(self, factors: dict[int, float], steps: int) -> Proposal | None:
-        """The plan for devices that take ``factors`` as long, where it pays within so many steps."""
+        """The best plan for devices that take ``factors`` times as long, if it pays within ``steps`` steps; else None."""
         cluster = self._scaled(factors)
         now = estimate(cluster, self._job, self._plan)
         held = [self._plan.layers_of(rank) for rank in range(len(cluster.devices))]
@@ -194,7 +201,7 @@ class Adapter(Observer):
             best = plan_for(cluster, self._job, held)
         except UserError:
             return None
-        if best.step > (1 - _WORTH) * now.step:
+        if best.step > (1 - _MIN_SAVING) * now.step:
             return None
         cost = moving(cluster, best.plan, held)[0] + _BUILD_STEPS * best.step + _BUILD_SECONDS
         saves = now.step - best.step
@@ -208,8 +215,8 @@ class Adapter(Observer):
         return Proposal(with_codecs(best), cluster, saves, cost, text)
 
     def _scaled(self, factors: dict[int, float]) -> ClusterProfile:
-        """The survey with devices that take ``factors`` as long. What is within the noise of what all have in common, or of
-        what a device measured at first, is taken to be that: otherwise plans would wander."""
+        """The cluster profile with devices that take ``factors`` times as long. A factor within the noise of the median of
+        all, or of what the device first measured, is replaced by that; otherwise plans would wander."""
         devices, common = list(self._cluster.devices), float(np.median(list(factors.values())))
         for rank, found in factors.items():
             device = devices[rank]
@@ -222,18 +229,18 @@ class Adapter(Observer):
 
 
 def _between(rows: Rows, after: int, count: int) -> Rows:
-    """Of ``count`` steps after one."""
+    """The rows of the ``count`` steps after step ``after``."""
     return rows[(rows["step"] > after) & (rows["step"] <= after + count)]
 
 
 def _in_a_row(each: list[dict[int, float]], rank: int) -> int:
-    """How many of the newest steps, from the last back, a rank is much slower or faster in."""
+    """Number of newest steps in a row in which a rank is much slower or faster. ``each``: factors by step, newest first."""
     sudden = [abs(math.log(one[rank])) > _MUCH for one in each]
     return next((k for k, much in enumerate(sudden) if not much), len(sudden))
 
 
 def _agreed(before: dict[int, float], now: dict[int, float]) -> dict[int, float] | None:
-    """What two windows agree on: the smaller change, device by device; nothing where they are of different times."""
-    if any(abs(math.log(now[rank] / before[rank])) > _SETTLED for rank in now):
+    """The smaller change of two windows for each rank; None if something changed between the windows."""
+    if any(abs(math.log(now[rank] / before[rank])) > _SAME_STATE for rank in now):
         return None
     return {rank: min(now[rank], before[rank], key=lambda factor: abs(math.log(factor))) for rank in now}

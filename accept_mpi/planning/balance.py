@@ -1,4 +1,4 @@
-"""What is not at a plan's bottleneck, spread evenly."""
+"""Evens out the stages of a plan that are not at its bottleneck."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,19 +7,21 @@ import numpy as np
 
 from accept_mpi.planning.problem import Cost, Problem, Solution, cost
 
-_MOST_RUNS = 10_000_000  # of layers on devices, that are listed
-_POWER = 8
-_HARDLY = 1.02  # times the bottleneck
-_HELP = 0.97  # times the norm, from which on idle devices are taken in
+_MOST_RUNS = 10_000_000  # runs of layers on devices that are listed
+_POWER = 8  # exponent of the norm that is minimized
+_HARDLY = 1.02  # balancing may lengthen the bottleneck and the step by this factor
+_HELP = 0.97  # idle devices are used only if the norm falls below this share
 
 
 def balance(problem: Problem, plan: Solution) -> Solution:
-    """A plan with hardly a worse bottleneck and step (2 %) and what is not at it spread evenly (ours). One stage, or a link,
-    often decides alone; the search stops there, and leaves others as slow as that one although they need not be, where any
-    of them that takes longer than was foreseen delays all. Idle devices help where that makes less (3 %) of the stages.
+    """A plan whose bottleneck and step are at most 2 % longer, and whose other stages are as short as possible (our method).
 
-    Devices keep their order, idle ones come last if it is not that of the problem. The plan itself where it is the best, or
-    there are too many runs of layers to list.
+    One stage or link often decides alone. The search stops there and leaves other stages as slow as that one although they
+    need not be; then any of them that takes longer than foreseen delays all. Idle devices are used if that makes the norm of
+    the stages' times (``_norm``) 3 % smaller.
+
+    Devices keep their order; idle ones come last unless the order is the problem's own. Returns ``plan`` itself if none is
+    better, or if there are too many runs of layers to list.
     """
     if problem.devices * (problem.layers + 1) ** 2 > _MOST_RUNS:
         return plan
@@ -43,18 +45,19 @@ def balance(problem: Problem, plan: Solution) -> Solution:
 
 
 def _norm(reached: Cost) -> float:
-    """Of what stages compute: near their maximum, and less where fewer of them are near it."""
+    """Norm of the stages' seconds: close to the longest stage's, and smaller the fewer stages are close to that."""
     return float((np.array(reached.stages) ** _POWER).sum() ** (1 / _POWER))
 
 
 def _evenly(problem: Problem, order: Sequence[int], cap: float, rate: float) -> Solution | None:
-    """The least norm below the cap, with devices in this order, any of them idle. All links are taken to carry ``rate``, so
-    what is found is to be checked."""
+    """The solution with the least norm whose bottleneck is below ``cap``, for devices in this order, any of which may stay
+    idle; None if there is none. All links are assumed to carry ``rate`` bytes/s, so the caller must check the result."""
     n, layers = problem.devices, problem.layers
     seconds = problem.messages
     if seconds is None:
         seconds = np.zeros((n, layers + 1, len(problem.bytes_per_value)))
-    # In front of each layer, the codec that costs devices least and is fast enough.
+    # In front of each layer, take the codec that costs devices least and is fast enough. ``messages`` (L+1, C): bytes;
+    # ``handling`` (L+1, C): seconds; ``size`` and ``possible`` (L+1,).
     messages = problem.values[:, None] * problem.bytes_per_value + problem.other[:, None]
     handling = np.where(messages <= cap * rate, seconds.mean(axis=0), np.inf)
     codecs = handling.argmin(axis=1)
@@ -62,9 +65,10 @@ def _evenly(problem: Problem, order: Sequence[int], cap: float, rate: float) -> 
     size, possible = messages[place, codecs], np.isfinite(handling[place, codecs])
     possible[list(problem.uncuttable)] = False
     size[[0, -1]], possible[[0, -1]] = 0.0, True
-    own = seconds[:, place, codecs]  # (n, layers + 1)
+    own = seconds[:, place, codecs]  # (N, L+1)
     own[:, [0, -1]] = 0.0
     done = np.concatenate([np.zeros((n, 1)), problem.layer_seconds.cumsum(axis=1)], axis=1)
+    # ``least`` (L+1,): the least sum for the layers before each; ``before``: first layer of the device's stage in it.
     least, before = np.full(layers + 1, np.inf), np.full((len(order), layers + 1), -1)
     least[0] = 0.0
     for k, device in enumerate(order):
@@ -84,7 +88,7 @@ def _evenly(problem: Problem, order: Sequence[int], cap: float, rate: float) -> 
         least = np.where(better, total[first, place], least)
     devices: list[int] = []
     edges = [layers]
-    for k in range(len(order) - 1, -1, -1):  # a device whose stage made this point any better holds it
+    for k in range(len(order) - 1, -1, -1):  # the last device that improved a point holds the stage before it
         if edges[0] and before[k, edges[0]] >= 0:
             devices.insert(0, order[k])
             edges.insert(0, int(before[k, edges[0]]))

@@ -1,12 +1,13 @@
-"""Which codec each boundary uses where the job says "auto": the mildest that hides its transfer behind computing.
+"""Chooses a codec for each boundary where the job says "auto": the mildest one that hides its transfer behind computing.
 
-"Hides" is decided by the simulator, on measured compute times and link rates, over the schedule's own action lists: a
-choice is as good as hidden where a step takes at most ``TOLERANCE`` longer than with the strongest codecs allowed
-everywhere (an asynchronous schedule's in the middle of a run: it fills once in many steps), on links that carry
-``LINK_SHARE`` of what they were measured to: a link that is nearly full delays what computing waits for as soon as anything
-wavers. (A transfer that is shorter than a stage computes is hidden in the steady state, but a synchronous schedule's steps
-also begin and end with transfers that nothing hides; the simulator counts both. Where the data plane has no core of its
-own, a stage's time holds what its messages cost: a byte that need not be moved is worth coding even on a fast link.)
+The simulator decides that, with measured compute times and link rates and the schedule's own action lists. A codec is mild
+enough if a step takes at most ``TOLERANCE`` longer than with the fastest codecs. In an asynchronous schedule a step in the
+middle of a run counts, since the pipeline fills once in many steps. Links are assumed to carry ``LINK_SHARE`` of their
+measured rates, because a nearly full link delays computing as soon as anything wavers.
+
+In the steady state a transfer shorter than a stage's computing is hidden, but each step of a synchronous schedule also
+begins and ends with transfers that nothing hides; the simulator counts both. If the data plane has no core of its own, a
+stage's time includes what its messages cost, so that coding may pay even on a fast link.
 """
 
 import msgspec
@@ -19,33 +20,36 @@ from accept_mpi.planning.forecast import Crossing, Forecast
 
 AUTO = "auto"
 TOLERANCE = 0.02
+"""Share of a step that milder codecs may cost."""
 LINK_SHARE = 0.6
-_MANY = 64  # crossings from which on all get the same codec
+"""Share of their measured rates that links are assumed to carry."""
+_MANY = 64  # with more crossings than this, all that are free get the same codec
 
-# From the mildest to the strongest, and the bits of each.
+# Codecs and their bits per value, from the mildest to the strongest.
 _LADDER = (("none", 32), ("bf16", 16), ("uniform:8", 8), ("uniform:6", 6), ("uniform:4", 4), ("uniform:3", 3),
            ("uniform:2", 2), ("mbq:1", 1))  # fmt: skip
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A codec for one boundary and direction, and why."""
+    """The codec of one boundary and direction, and the times that speak for it."""
 
     name: str
     seconds: float
-    """A message takes this long, coding included, beside what else the link carries."""
+    """Seconds per message, coding included, while the link also carries its other traffic."""
     uncoded: float
-    """It would take this long as it is, beside the same."""
+    """Seconds that the same message would take uncoded."""
 
 
 def ladder(floor: int) -> dict[str, Coding]:
-    """The codecs to choose from, from the mildest on; none with fewer than ``floor`` bits."""
+    """The codecs to choose from, by name, from the mildest to the strongest with at least ``floor`` bits per value."""
     return {name: parse(name, False) for name, bits in _LADDER if bits >= floor}
 
 
 def choose(forecast: Forecast, fixed: dict[Crossing, str], floor: int) -> tuple[dict[Crossing, Choice], float]:
     """Codecs for all crossings, and the seconds that a step should take with them.
 
-    ``fixed``: those that the job names. Profiles must know them and the ladder's.
+    ``fixed``: codecs that the job names; ``floor``: fewest bits per value. The forecast's profiles must have times for these
+    codecs and for the ladder's.
     """
     names = list(ladder(floor))
     if len(forecast.crossings) > _MANY:
@@ -56,12 +60,12 @@ def choose(forecast: Forecast, fixed: dict[Crossing, str], floor: int) -> tuple[
     chosen = {**fixed, **fastest}
     best = forecast.step(chosen)
     for crossing in free:
-        # Where links are fast, what counts is the time of the core: bytes to move, values to code.
+        # On fast links the time of the core decides, and with it the bytes to move and the values to code.
         for name in names:
             if (found := forecast.step(chosen | {crossing: name})) < best:
                 best, chosen[crossing] = found, name
     limit = best * (1 + TOLERANCE)
-    # Milder and milder, everywhere in turn, so that all boundaries share what there is to give.
+    # Make codecs milder one step at a time, at one crossing after another, so that all of them share the slack.
     moved = True
     while moved:
         moved = False
@@ -76,7 +80,7 @@ def choose(forecast: Forecast, fixed: dict[Crossing, str], floor: int) -> tuple[
 
 
 def _choose_alike(forecast: Forecast, fixed: dict[Crossing, str], names: list[str]) -> tuple[dict[Crossing, Choice], float]:
-    """One codec for all that is free: the mildest that is as good as the best."""
+    """Choose one codec for all free crossings: the mildest that is within ``TOLERANCE`` of the best."""
     loaded = forecast.with_links(LINK_SHARE)
     steps = {name: loaded.step({c: fixed.get(c, name) for c in forecast.crossings}) for name in names}
     best = min(steps.values())
@@ -86,6 +90,7 @@ def _choose_alike(forecast: Forecast, fixed: dict[Crossing, str], names: list[st
 
 
 def _choices(forecast: Forecast, chosen: dict[Crossing, str]) -> dict[Crossing, Choice]:
+    """The chosen codecs with their times."""
     return {
         c: Choice(name, forecast.message(c, name, chosen), forecast.message(c, "none", chosen)) for c, name in chosen.items()
     }
@@ -98,9 +103,12 @@ def codings_of(job: Job) -> dict[str, Coding]:
 
 
 def codec_pairs(pipeline: Pipeline) -> tuple[list[str], list[tuple[str, str]]]:
-    """What the partitioner chooses from for each boundary: names, and (forward, backward) of each."""
+    """Options of the partitioner for each boundary: their names, and (forward, backward) codecs of each.
+
+    Raises UserError if the job lists codecs by boundary.
+    """
     if not isinstance(pipeline.forward, str) or not isinstance(pipeline.backward, str):
-        raise UserError('pipeline.forward and backward: a list has one codec a boundary, which cuts = "auto" may change')
+        raise UserError('pipeline.forward and backward: a list has one codec per boundary, which cuts = "auto" may change')
     options = list(ladder(pipeline.min_bits))
     forward, backward = (options if name == AUTO else [name] for name in (pipeline.forward, pipeline.backward))
     length = max(len(forward), len(backward))
@@ -109,12 +117,12 @@ def codec_pairs(pipeline: Pipeline) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def codings(job: Job, plan: Plan) -> dict[str, Coding]:
-    """All codecs that this run may use, by name."""
+    """All codecs that a run with this plan may use, by name."""
     names = {name for codec in plan.boundaries for name in (codec.forward, codec.backward)} - {AUTO}
     found = {name: parse(name, False) for name in sorted(names)}
     return found | ladder(job.pipeline.min_bits) if is_open(plan) else found
 
 
 def is_open(plan: Plan) -> bool:
-    """Whether a codec is left to choose."""
+    """True if the plan leaves a codec to be chosen."""
     return any(AUTO in (codec.forward, codec.backward) for codec in plan.boundaries)

@@ -1,4 +1,4 @@
-"""What a plan should do on devices that have been measured: step time, each stage's computing and memory, codecs."""
+"""Estimates of plans on measured devices: the time of a step, each stage's computing and memory, codecs."""
 
 import itertools
 from typing import NamedTuple
@@ -19,30 +19,31 @@ from accept_mpi.profiling.cluster_profile import ClusterProfile, StageTimes
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A plan, and what it should do."""
+    """A plan with its expected times, codecs and memory."""
 
     plan: Plan
     step: float
-    """Seconds."""
+    """Seconds per step."""
     loaded: float
-    """Seconds of a step on links that carry ``LINK_SHARE`` of what they were measured to."""
+    """Seconds per step if links carry only ``LINK_SHARE`` of their measured rates."""
     busy: list[float]
-    """Share of a step that each stage computes."""
+    """Share of a step during which each stage computes."""
     computes: list[float]
-    """Seconds a micro-batch of each stage."""
+    """Seconds of the computing core per micro-batch, for each stage."""
     choices: dict[Crossing, Choice]
+    """The codec of each crossing."""
     memory: list[float]
     """Bytes that each stage needs."""
 
     @property
     def expected(self) -> float:
-        """What plans of much the same step are compared by: seconds of a step between those on links as measured and those
-        on loaded ones. Cuts that want a link nearly full wait whenever it wavers, or get a stronger codec."""
+        """Seconds by which plans of similar speed are compared: the mean of ``step`` and ``loaded``. Cuts that need a nearly
+        full link wait whenever it wavers, or need a stronger codec."""
         return (self.step + self.loaded) / 2
 
 
 def estimate(cluster: ClusterProfile, job: Job, plan: Plan) -> Estimate:
-    """What a plan should do."""
+    """Estimate a plan; codecs are chosen where it leaves them open."""
     forecast = forecast_of(cluster, job, plan)
     fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
     choices, _ = choose(forecast, fixed, job.pipeline.min_bits)
@@ -57,7 +58,7 @@ def estimate(cluster: ClusterProfile, job: Job, plan: Plan) -> Estimate:
 
 
 def with_codecs(found: Estimate) -> Plan:
-    """Its plan with the codecs that it has chosen wherever the job leaves them open."""
+    """The plan of an estimate, with the chosen codecs wherever the job leaves them open."""
     codecs = []
     for boundary, codec in enumerate(found.plan.boundaries):
         chosen = {way: found.choices[boundary, way].name for way in "FB"}
@@ -67,7 +68,7 @@ def with_codecs(found: Estimate) -> Plan:
 
 
 def forecast_of(cluster: ClusterProfile, job: Job, plan: Plan) -> Forecast:
-    """The simulator on a plan's stages and boundaries."""
+    """Forecast for the stages and boundaries of a plan."""
     kind: ScheduleKind = job.pipeline.schedule
     profiles = []
     for stage in plan.stages:
@@ -92,18 +93,18 @@ def forecast_of(cluster: ClusterProfile, job: Job, plan: Plan) -> Forecast:
 
 
 class Replayed(NamedTuple):
-    """Seconds of a step in the middle of a run."""
+    """Seconds per step in the middle of a run, measured and simulated."""
 
     measured: float
     simulated: float
-    """With every action as long as it was."""
+    """Simulated with the measured length of every action."""
     with_means: float
-    """With each stage's mean times."""
+    """Simulated with each stage's mean times."""
 
 
 def replayed(cluster: ClusterProfile, job: Job, plan: Plan, trace: Rows) -> Replayed:
-    """What the simulator makes of a run, with the computing that its trace holds, on the links of the survey: whatever the
-    devices' speeds were foreseen to be. Raises UserError where the trace holds fewer than three finished steps."""
+    """Simulate a run with the computing times in its trace and the links in the cluster profile, regardless of the speeds
+    that the profile foresaw. Raises UserError if the trace holds fewer than three finished steps."""
     foreseen = forecast_of(cluster, job, plan)
     codecs = plan.codecs
     run = rerun(trace, lambda boundary, way: foreseen.message((boundary, way), codecs[boundary, way], codecs))
@@ -125,7 +126,7 @@ def replayed(cluster: ClusterProfile, job: Job, plan: Plan, trace: Rows) -> Repl
 
 
 def _crossings(cluster: ClusterProfile, plan: Plan) -> dict[Crossing, Traffic]:
-    """Traffic of all boundaries."""
+    """Traffic of all boundaries, in both directions."""
     ranks = plan.leaders
     found = {}
     for boundary, (stage, (a, b)) in enumerate(zip(plan.stages[1:], itertools.pairwise(ranks), strict=True)):

@@ -1,7 +1,7 @@
-"""What a plan's step takes, before it is run: the simulator on times and rates that devices have measured.
+"""Forecasts how long a step of a plan takes, by running the simulator on the times and rates that devices have measured.
 
-Where the data plane has no core of its own, a stage's time holds what its messages cost: coding, CPU for each byte, and
-looks while something large is sent.
+If the data plane has no core of its own, a stage's time includes what its messages cost: coding, CPU time per byte, and
+polls while something large is being sent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,32 +19,32 @@ from accept_mpi.profiling.cluster_profile import StageTimes
 
 F64 = npt.NDArray[np.float64]
 Crossing = tuple[int, str]
-"""A boundary, and "F" or "B"."""
+"""A boundary, and "F" (activations forward) or "B" (gradients backward)."""
 
-_STEPS = 3  # simulated
-_MANY = 20_000  # stages times micro-batches from which on the steady state is taken to go on as it began
+_STEPS = 3  # steps that are simulated
+_MANY = 20_000  # above this many (stages x micro-batches), simulate only the start of a step and extrapolate
 _STEADY = 4  # steps of an asynchronous pipeline that count, between those that fill it and those that drain it
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """One boundary's traffic in one direction."""
+    """The messages of one boundary in one direction, and the link that carries them."""
 
     values: int
-    """float32 values that a codec can code, a micro-batch."""
+    """Number of values per micro-batch that a codec can code."""
     other_bytes: int
-    """Bytes of a message besides."""
+    """Further bytes per message, header included."""
     rate: float
-    """Bytes a second from one end to the other, both ways at once."""
+    """Bytes/s from one end to the other, with both directions busy."""
     latency: float = 0.0
     """Seconds that a short message takes."""
 
     def nbytes(self, name: str) -> float:
-        """Of a message with codec ``name``."""
+        """Bytes of a message with codec ``name``."""
         return self.values * bits_of(name) / 8 + self.other_bytes
 
 
 class Forecast:
-    """A pipeline of stages with these profiles and crossings."""
+    """Forecasts for a pipeline with given times of its stages and given traffic between them."""
 
     def __init__(
         self,
@@ -55,23 +55,23 @@ class Forecast:
         crossings: Mapping[Crossing, Traffic],
         host_links: Sequence[float] = (),
     ) -> None:
-        """``host_links``: bytes/s of each stage's own link, each way; what the stage sends ahead and back shares it. Empty:
-        only what ``crossings`` say holds."""
+        """``micro_batches``: per step; ``slack``: the job's ``transfer_slack``. ``host_links``: bytes/s of each stage's own
+        link, per direction, which messages to both neighbours share; if empty, only the rates in ``crossings`` count."""
         self.kind, self.profiles, self.crossings, self._host_links = kind, profiles, crossings, host_links
         self._all, self._slack = micro_batches, slack
         stages = len(profiles)
-        # A long step has a beginning, an end, and in between every micro-batch takes what the one before it took.
+        # Between its beginning and its end, every micro-batch of a long step takes as long as the one before it.
         enough = 2 * max_in_flight(kind, 0, stages, 1 << 30, slack) if kind != "gpipe" else 2 * stages
         self._micro_batches = min(micro_batches, enough) if stages * micro_batches > _MANY else micro_batches
         self._packed: dict[int, PackedSchedule] = {}
         self._steps = _STEPS if self._micro_batches == micro_batches else 1
 
     def with_profiles(self, profiles: Sequence[StageTimes]) -> "Forecast":
-        """The same where stages take this long."""
+        """The same pipeline with other times of its stages."""
         return Forecast(self.kind, self._all, self._slack, profiles, self.crossings, self._host_links)
 
     def with_links(self, share: float) -> "Forecast":
-        """The same on links that carry only this share of what they were measured to."""
+        """The same pipeline on links that carry only this share of their measured rates."""
         crossings = {
             place: msgspec.structs.replace(crossing, rate=share * crossing.rate)
             for place, crossing in self.crossings.items()
@@ -80,8 +80,8 @@ class Forecast:
         return Forecast(self.kind, self._all, self._slack, self.profiles, crossings, host_links)
 
     def message(self, place: Crossing, name: str, codecs: Mapping[Crossing, str] | None = None) -> float:
-        """Seconds from a tensor here to a tensor there, with codec ``name``, while other crossings have ``codecs``; without
-        them, as if nothing else were sent."""
+        """Seconds from a tensor on one stage to the same on the next, with codec ``name``, coding included. ``codecs``:
+        those of the other crossings; None: nothing else is sent."""
         boundary, way = place
         source, target = (boundary, boundary + 1) if way == "F" else (boundary + 1, boundary)
         crossing = self.crossings[place]
@@ -89,8 +89,8 @@ class Forecast:
         return self._carried(place, name, codecs or {}) + crossing.latency + crossing.values * coding
 
     def _carried(self, place: Crossing, name: str, codecs: Mapping[Crossing, str]) -> float:
-        """Seconds on the link: at its rate, or, if that is longer, as long as either end's own link takes for this and for
-        what crosses that stage's other boundary beside it, out or in as this."""
+        """Seconds that a message is on the link: at the pair's rate, or longer if either end's own link takes longer for it
+        and the message that goes the same way, out or in, at that stage's other boundary."""
         nbytes = self.crossings[place].nbytes(name)
         seconds = nbytes / self.crossings[place].rate
         boundary, way = place
@@ -102,7 +102,7 @@ class Forecast:
         return seconds
 
     def handling(self, stage: int, way: str, codecs: Mapping[Crossing, str]) -> float:
-        """Seconds that the data plane takes from the computing core for the messages of one F or B."""
+        """Seconds of the computing core for the messages of one F or B (``way``); 0 if the data plane has its own core."""
         here = self.profiles[stage]
         if not here.shared or way not in "FB":
             return 0.0
@@ -120,11 +120,11 @@ class Forecast:
         return total
 
     def step(self, codecs: Mapping[Crossing, str]) -> float:
-        """Seconds of a step in the middle of a run."""
+        """Seconds per step in the middle of a run."""
         return self.steady(codecs)[0]
 
     def steady(self, codecs: Mapping[Crossing, str]) -> tuple[float, list[float]]:
-        """Seconds of a step in the middle of a run, and the share of them that each stage computes."""
+        """Seconds per step in the middle of a run, and the share of them during which each stage computes."""
         steps = counted = self._steps
         around = 0
         if self.kind == "1f1b-async":
@@ -137,7 +137,7 @@ class Forecast:
         if around:
             updates = packed.kinds == PackedSchedule.KINDS.index("U")
             first, last = (ends[updates & (packed.steps == step)] for step in (around - 1, around + counted - 1))
-            # Others may still be catching up with what the slowest stage has sent ahead while the pipeline filled.
+            # The slowest stage counts: others may still be working off what it sent ahead while the pipeline filled.
             slowest = int((last - first).argmax())
             begin, end = float(first[slowest]), float(last[slowest])
         inside = np.maximum(0.0, np.minimum(ends, end) - np.maximum(starts, begin))
@@ -149,7 +149,7 @@ class Forecast:
         return seconds, (busy / (end - begin)).tolist()
 
     def _each(self, codecs: Mapping[Crossing, str]) -> tuple[float, F64]:
-        """Seconds from one micro-batch to the next in the steady state, where all overlaps, and each stage's computing."""
+        """Seconds per micro-batch in the steady state, where everything overlaps, and the part that each stage computes."""
         compute, took = self._seconds(codecs)
         load = compute[:, : PackedSchedule.KINDS.index("U")].sum(axis=1)
         slowest = float(load.max())
@@ -158,7 +158,7 @@ class Forecast:
         return max(slowest, float(took.max(initial=0.0))), load
 
     def trace(self, codecs: Mapping[Crossing, str], ranks: Sequence[int]) -> Rows:
-        """Some steps as they would run, as rows of a log's trace. ``ranks``: of each stage."""
+        """A few simulated steps as rows of a log's trace (dtype ``logs.format.TRACE``). ``ranks``: each stage's rank."""
         walks = list(self._actions(2 * self._around() + _STEADY))
         run = self._run(walks, codecs)
         rows: list[tuple[object, ...]] = []
@@ -179,18 +179,19 @@ class Forecast:
         return np.array(rows, TRACE)
 
     def _around(self) -> int:
-        """Steps that fill an asynchronous pipeline, or drain it; of another schedule, each step does both."""
+        """Number of steps that fill an asynchronous pipeline, and of those that drain it; 1 for other schedules."""
         if self.kind != "1f1b-async":
             return 1
         stages = len(self.profiles)
         return 1 + -(-max_in_flight(self.kind, 0, stages, 1 << 30, self._slack) // self._micro_batches)
 
     def _actions(self, steps: int) -> Iterator[list[Action]]:
+        """Yield the actions of ``steps`` steps for one stage after another."""
         stages = len(self.profiles)
         return (actions(self.kind, s, stages, [self._micro_batches] * steps, self._slack) for s in range(stages))
 
     def _seconds(self, codecs: Mapping[Crossing, str]) -> tuple[F64, F64]:
-        """(stages, 4) of F, B, W and U; (boundaries, 2) of transfers."""
+        """Seconds of F, B, W and U (stages, 4), and of the transfers forward and backward (boundaries, 2)."""
         stages = range(len(self.profiles))
         compute = [
             [self._compute(s, kind) + self.handling(s, kind, codecs) for kind in PackedSchedule.KINDS] for s in stages
@@ -199,7 +200,7 @@ class Forecast:
         return np.array(compute), np.array(took).reshape(-1, 2)
 
     def _timed(self, steps: int, codecs: Mapping[Crossing, str]) -> tuple[F64, F64]:
-        """Starts and ends of all actions of so many steps, packed."""
+        """Starts and ends in seconds of all actions of ``steps`` steps, in the order of ``PackedSchedule``."""
         if steps not in self._packed:
             self._packed[steps] = PackedSchedule(self._actions(steps), [self._micro_batches] * steps)
         return simulate_packed(self._packed[steps], *self._seconds(codecs))
@@ -213,7 +214,7 @@ class Forecast:
         )
 
     def _compute(self, stage: int, kind: str) -> float:
-        """Seconds of one action."""
+        """Seconds of one action of ``stage`` (``kind``: F, B, W or U), without its messages."""
         here = self.profiles[stage]
         weights = 0.0
         if self.kind == "zero-bubble":

@@ -1,4 +1,4 @@
-"""From what devices have measured to the partitioner's problem: what layers, messages and codecs cost where; what fits."""
+"""Turns a cluster profile into the partitioner's problem: what layers, messages and codecs cost where, and what fits."""
 
 from collections.abc import Sequence
 
@@ -15,12 +15,13 @@ from accept_mpi.planning.problem import F64, Problem
 from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
 
 NEVER = 1e9
-"""Seconds of a layer that a device must not get."""
-_FILL = {"1f1b-async": 0.0, "1f1b": 1.0, "gpipe": 1.0, "zero-bubble": 1 / 3}  # ZB-H1: Qi et al. 2023, section 2.2
+"""Seconds per micro-batch that mark a layer which a device must not get."""
+_FILL = {"1f1b-async": 0.0, "1f1b": 1.0, "gpipe": 1.0, "zero-bubble": 1 / 3}
+"""``Problem.fill`` by schedule (zero-bubble: ZB-H1, Qi et al. 2023, section 2.2)."""
 
 
 def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[Problem, list[str]]:
-    """The partitioner's problem, and the names of its codecs. Links carry ``share`` of what they were measured to."""
+    """The partitioner's problem, and the names of its codecs. Links carry ``share`` of their measured rates."""
     outline, devices = cluster.outline, cluster.devices
     count, layers = len(devices), len(outline.layers)
     seconds = np.array([np.add(d.forward, d.backward) + np.array(d.update) / micro_batches_of(job) for d in devices])
@@ -57,9 +58,11 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[P
 def _messages(
     devices: Sequence[DeviceProfile], values: F64, other: F64, host_links: F64, pairs: Sequence[tuple[str, str]]
 ) -> F64 | None:
-    """(devices, layers + 1, codecs): seconds per micro-batch that a boundary in front of a layer takes from a device's
-    computing core: one message out and one in, of activations or gradients, the mean of either end. None where the data
-    plane has a core of its own everywhere."""
+    """Seconds of a device's computing core per micro-batch (devices, layers + 1, codecs) for the messages of a boundary in
+    front of a layer; None if the data plane has a core of its own on all devices.
+
+    Each end of a boundary sends one message and receives one, activations or gradients; the mean of both ends is taken.
+    """
     if not any(device.shared for device in devices):
         return None
     seconds = np.zeros((len(devices), len(values), len(pairs)))

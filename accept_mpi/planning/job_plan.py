@@ -1,4 +1,4 @@
-"""The plan that a job itself gives: cuts, ranks and codecs."""
+"""Makes the plan that a job itself gives by its cuts, ranks and codecs."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,12 +9,12 @@ from accept_mpi.models.shared import Shared, uncuttable
 from accept_mpi.plan import BoundaryCodecs, Plan, even_cuts, make_plan
 from accept_mpi.planning.codec_choice import AUTO
 
-_MOST_SHOWN = 8  # cuts, one by one
+_MOST_SHOWN = 8  # cuts that an error message lists
 
 
 def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequence[Shared]] = tuple) -> Plan:
-    """The plan that a job's cuts and ranks ask for, of ``size`` ranks. ``shared`` tells what layers share, where there are
-    cuts. Raises UserError with one sentence."""
+    """The plan for ``size`` ranks that a job's cuts, ranks and codecs ask for. ``shared`` returns what layers share; it is
+    called only if there are cuts. Raises UserError if the plan does not fit the model or the ranks."""
     ranks = job.pipeline.ranks or list(range(size))
     if wrong := [rank for rank in ranks if rank >= size or ranks.count(rank) > 1]:
         raise UserError(
@@ -27,7 +27,7 @@ def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequenc
         )
     codecs = _codecs(job, len(ranks) - 1)
     cuts = job.pipeline.cuts
-    if isinstance(cuts, str):  # "auto": one rank has nothing to choose
+    if isinstance(cuts, str):  # "even", or "auto" where one rank has nothing to choose
         cuts = even_cuts(layers, len(ranks))
     elif len(cuts) != len(ranks) - 1:
         raise UserError(f"pipeline.cuts: {cuts} makes {len(cuts) + 1} stages, but there are {len(ranks)} ranks")
@@ -41,7 +41,7 @@ def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequenc
 
 
 def _refuse_parting(cuts: list[int], layers: int, shared: Sequence[Shared]) -> None:
-    """Raise UserError where layers that share what is trained would be in two stages."""
+    """Raise UserError if layers that share trained state would be in different stages."""
     together = uncuttable(shared, layers)
     if not (wrong := [cut for cut in cuts if cut in together]):
         return
@@ -59,7 +59,7 @@ def _refuse_parting(cuts: list[int], layers: int, shared: Sequence[Shared]) -> N
 
 
 def _codecs(job: Job, boundaries: int) -> list[BoundaryCodecs]:
-    """The codec of each boundary, both ways. Raises UserError with one sentence."""
+    """The codecs of each boundary. Raises UserError if their number is wrong, or one of them cannot be parsed."""
     names = []
     for key, asked, gradients in (("forward", job.pipeline.forward, False), ("backward", job.pipeline.backward, True)):
         each = [asked] * boundaries if isinstance(asked, str) else asked

@@ -1,4 +1,4 @@
-"""Bytes that a stage needs, by its place in the pipeline."""
+"""Memory that a stage needs, which depends on its place in the pipeline."""
 
 import numpy as np
 
@@ -10,10 +10,11 @@ from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.outline import LayerOutline
 
 _OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}
+"""Values that an optimizer keeps per parameter (SGD: with momentum)."""
 
 
 def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
-    """Bytes that each stage takes by what a plan rests on."""
+    """Bytes that each stage of a plan needs, including what it has received of the micro-batches in flight."""
     needs = MemoryModel(cluster, job, len(plan.stages))
     rows = []
     for s, stage in enumerate(plan.stages):
@@ -27,7 +28,10 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
 
 
 class MemoryModel:
-    """Memory of a stage, by how many stages are behind it."""
+    """Memory of a stage, as a function of the number of stages behind it.
+
+    ``in_flight`` and ``state_copies`` (stages,) are those of ``planning.problem.Problem``, indexed by that number.
+    """
 
     def __init__(self, cluster: ClusterProfile, job: Job, stages: int) -> None:
         kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
@@ -35,13 +39,14 @@ class MemoryModel:
         if job.train.optimizer.name == "sgd" and not job.train.optimizer.momentum:
             self._optimizer = 0
         many = 1 << 20 if kind == "1f1b-async" else micro_batches_of(job)
-        # A stage with so many behind it is the first of a pipeline of one more; zero-bubble holds most in the longest.
+        # A stage with ``behind`` stages behind it is like the first of a pipeline of ``behind`` + 1 stages. With zero-bubble
+        # a stage holds the more the longer the pipeline is, so the longest possible one counts.
         self.in_flight = np.array(
             [max_in_flight(kind, stages - 1 - behind, stages, many, slack) if kind == "zero-bubble"
              else max_in_flight(kind, 0, behind + 1, many, slack) for behind in range(stages)], float
         )  # fmt: skip
         weights = np.ones(stages)
-        if kind == "1f1b-async":  # the optimizer's own, and a version for every update that happens while one is in flight
+        if kind == "1f1b-async":  # the optimizer's own, and one version per update while a micro-batch is in flight
             versions = np.full(stages, self.in_flight.max()) if job.pipeline.vertical_sync else self.in_flight
             weights = 2 + np.ceil(versions / micro_batches_of(job))
         whole = 2 + self._optimizer
@@ -49,6 +54,6 @@ class MemoryModel:
         self.state_copies = (weights + 1 + self._optimizer + snapshots) / whole
 
     def state(self, layer: LayerOutline) -> float:
-        """Bytes of a layer's weights, gradients and optimizer, one version. What is frozen has weights alone."""
+        """Bytes of one version of a layer's weights, gradients and optimizer state. Frozen parameters have only weights."""
         trained = layer.parameter_bytes - layer.frozen_bytes
         return (2 + self._optimizer) * trained + layer.frozen_bytes + layer.buffer_bytes

@@ -1,6 +1,6 @@
-"""Which layers, on which devices, in which order: the plan that should train fastest, as good ones told apart.
+"""Finds the plan that should train fastest: which layers go on which devices, in which order.
 
-Pure: what was measured comes in (``ClusterProfile``), a plan and its forecast go out. ``train`` and ``plan`` share it.
+Pure: a cluster profile and a job go in, a plan with its estimate comes out. The commands ``train`` and ``plan`` share it.
 """
 
 import contextlib
@@ -23,31 +23,40 @@ from accept_mpi.planning.problem import NoPlan, Problem, Solution, cost
 from accept_mpi.planning.search import solve
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
-_WORTH = 0.98  # of the step before; measurements are no finer
-_ROOM = 1.1  # times the fastest plan's step, at most, for room on links
-_ALIKE = 0.9  # so far apart are devices of one kind, measured for a second or two: which is which need not cost a move
-_SLOW = 1 / 4  # of the devices' mean speed: one that is slower has been measured worst, in a few rounds
-_SPARED = 1.08  # times a step, at most, without such devices
-_TRIED = 720  # orders of devices
-_STATES = 3.0  # times a layer's parameters: what a layer that changes hands may consist of
+_MIN_IMPROVEMENT = 0.98
+"""A reordering must cut the step time by 2 %, the precision of our measurements."""
+_ROOM = 1.1
+"""A plan may be slower than the fastest one by this factor if it leaves more room on links."""
+_ALIKE = 0.9
+"""Two equal devices may measure up to 10 % apart. Within that, prefer the assignment that moves less state."""
+_SLOW = 1 / 4
+"""Devices below this share of the mean speed finish few timing rounds, so their times are the least reliable."""
+_SPARED = 1.08
+"""Such devices are left idle if a step is at most this factor longer without them."""
+_TRIED = 720  # orders of devices that are all tried; with more, devices are exchanged one by one
+_STATES = 3.0  # most tensors per parameter that move with a layer: the weight and two moments of the optimizer
 
 Layers = Sequence[Collection[int]]
-"""Layers whose state each device has."""
+"""For each device, the layers of whose state it has a copy."""
 
 
 def plan_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> Estimate:
-    """The plan that trains fastest. Raises UserError where none fits. ``held``: in mid-run; among devices that do as well in
-    each other's place, those take layers that have most of them."""
+    """The plan that trains fastest. Raises UserError if none fits.
+
+    ``held``, during a run: among devices that do equally well in each other's place, those take layers that hold most of
+    their state.
+    """
     return plans_for(cluster, job, held)[0]
 
 
 def plans_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> tuple[Estimate, Estimate]:
-    """The plan that trains fastest, and even cuts, whether they fit or not. Raises UserError where no plan fits."""
+    """The plan that trains fastest, and the one with even cuts, whether that fits or not; ``held`` as in ``plan_for``.
+    Raises UserError if no plan fits."""
     problem, loaded = (problem_of(cluster, job, share)[0] for share in (1.0, LINK_SHARE))
     candidates: list[Solution] = []
     why = ""
     for one, ordered in itertools.product((loaded, problem), (True, False)):
-        try:  # of many devices in any order a search may miss plans that there are
+        try:  # for many devices in any order, a search may miss plans that exist
             candidates.append(balance(one, solve(one, ordered)))
         except NoPlan as error:
             why = str(error)
@@ -77,7 +86,7 @@ def plans_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> tuple[Est
 def _possible(
     problem: Problem, candidates: Iterable[Solution], cluster: ClusterProfile, job: Job
 ) -> list[tuple[Estimate, Solution]]:
-    """Those that fit, each once, with what they should do."""
+    """The candidates that fit, without duplicates, and their estimates."""
     found = []
     for candidate in dict.fromkeys(candidates):
         reached = cost(problem, candidate)
@@ -87,13 +96,13 @@ def _possible(
 
 
 def _best(possible: Sequence[tuple[Estimate, Solution]]) -> tuple[Estimate, Solution]:
-    """Of those that are nearly as fast as the fastest, the best to be expected."""
+    """The plan with the best expected time (``Estimate.expected``) among those nearly as fast as the fastest."""
     longest = _ROOM * min(found.step for found, _ in possible)
     fast = [one for one in possible if one[0].step <= longest]
     best = fast[0]
     for other in fast[1:]:
-        # The order that the user gave the hosts in may mean something; another one must be worth it.
-        if other[0].expected < _WORTH * best[0].expected:
+        # The order in which the user named the hosts may be intended, so only a clear gain justifies another one.
+        if other[0].expected < _MIN_IMPROVEMENT * best[0].expected:
             best = other
     return best
 
@@ -101,11 +110,13 @@ def _best(possible: Sequence[tuple[Estimate, Solution]]) -> tuple[Estimate, Solu
 def _spared(
     problem: Problem, best: tuple[Estimate, Solution], cluster: ClusterProfile, job: Job
 ) -> tuple[Estimate, Solution]:
-    """The best plan, or one without devices far slower than the others that is as good but for what these could save at
-    most: a few percent, while a third more than was measured would make the step a third longer."""
+    """The best plan, or one without devices far slower than the others if its step is at most ``_SPARED`` times as long.
+
+    Such a device saves a few percent at most, but if it takes a third longer than measured, so does the step.
+    """
     speeds = np.array([1 / max(sum(d.forward) + sum(d.backward), 1e-12) for d in cluster.devices])
     slow = sorted((n for n in best[1].devices if speeds[n] < _SLOW * speeds.mean()), key=lambda n: speeds[n])
-    for count in sorted({len(slow), min(len(slow), 1)} - {0}, reverse=True):  # all of them, or the slowest
+    for count in sorted({len(slow), min(len(slow), 1)} - {0}, reverse=True):  # leave out all of them, or the slowest
         left = [n for n in range(problem.devices) if n not in slow[:count]]
         others = problem.take(left)
         candidates = []
@@ -120,8 +131,8 @@ def _spared(
 
 
 def _nearest(problem: Problem, solution: Solution, cluster: ClusterProfile, job: Job, held: Layers) -> Solution:
-    """The same stages, with devices in each other's place wherever less must move then and a step takes hardly longer: all
-    orders of a few devices, else exchange by exchange."""
+    """The same stages with devices exchanged so that less state must move and a step takes hardly longer (``_ALIKE``). Tries
+    all orders of a few devices; of many, the exchanges of two, one after another."""
 
     def moves(devices: Sequence[int]) -> tuple[float, float]:
         return moving(cluster, _as_plan(replace(solution, devices=tuple(devices)), job), held)
@@ -147,13 +158,17 @@ def _nearest(problem: Problem, solution: Solution, cluster: ClusterProfile, job:
 
 
 def _swapped(items: Sequence[int], i: int, j: int) -> list[int]:
+    """A copy with items ``i`` and ``j`` exchanged."""
     found = list(items)
     found[i], found[j] = found[j], found[i]
     return found
 
 
 def moving(cluster: ClusterProfile, plan: Plan, held: Layers) -> tuple[float, float]:
-    """Seconds in which layers' states get to the devices that do not have them: on the busiest link, and on all together."""
+    """Seconds of moving layers' state to the devices that lack it: on the busiest link, and summed over all links.
+
+    ``held``: for each rank, the layers of whose state it has a copy.
+    """
     each = []
     for stage in plan.stages:
         rank = stage.leader
@@ -164,21 +179,21 @@ def moving(cluster: ClusterProfile, plan: Plan, held: Layers) -> tuple[float, fl
 
 
 def _even_solution(problem: Problem) -> Solution:
-    """Even cuts with the codec that has fewest bits."""
+    """Even cuts, with the codec of the fewest bits."""
     edges = (0, *even_cuts(problem.layers, problem.devices, problem.uncuttable), problem.layers)
     strongest = int(np.argmin(problem.bytes_per_value))
     return Solution(tuple(range(problem.devices)), edges, (strongest,) * (problem.devices - 1))
 
 
 def _as_plan(solution: Solution, job: Job) -> Plan:
-    """Codecs stay what the job says: which of an "auto" it is, is settled when stages have measured themselves."""
+    """The plan of a solution. Its codecs stay what the job says: ``estimate`` chooses those that are "auto"."""
     codec = BoundaryCodecs(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
     cuts = solution.edges[1:-1]
     return make_plan(solution.edges[-1], list(cuts), [codec] * len(cuts), list(solution.devices))
 
 
 def even_plan(cluster: ClusterProfile, job: Job) -> Plan:
-    """All devices in their order, the same number of layers each; layers that must stay together do."""
+    """The plan with all devices in their order and layers divided evenly, except where layers must stay together."""
     layers = len(cluster.outline.layers)
     cuts = even_cuts(layers, len(cluster.devices), uncuttable(cluster.outline.shared, layers))
     codec = BoundaryCodecs(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))

@@ -1,4 +1,4 @@
-"""The partitioning problem, a solution and what it costs. Pure."""
+"""The partitioning problem, its solutions and their costs. Pure."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,67 +8,71 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_UNUSUAL = 2.0  # times a device's median layer
+_UNUSUAL = 2.0  # longer layers count as this multiple of the device's median layer (``clipped``)
 F64 = npt.NDArray[np.float64]
 
 
 class NoPlan(Exception):
-    """Nothing fits; the message says what does not."""
+    """No plan fits; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A model of L layers on N devices with C codecs to choose from. Seconds and bytes are those of one micro-batch."""
+    """A model of L layers on N devices with C codecs to choose from. Seconds and bytes are per micro-batch."""
 
     layer_seconds: F64
-    """(N, L): forward and backward."""
+    """(N, L): seconds of forward, backward and the layer's share of the update."""
     extra_seconds: F64 | None = None
-    """(N, L+1, L+1): what layers i..j-1 together take beyond their sum, not below 0. Must not let a longer run take less."""
+    """(N, L+1, L+1): seconds of layers i..j-1 together beyond their sum, at least 0; None: all 0. A longer run must not
+    take less time than a part of it."""
     values: F64
-    """(L+1,): float values that cross in front of each layer, each way, and can be coded."""
+    """(L+1,): values that cross in front of each layer, per direction, and can be coded."""
     other: F64
-    """(L+1,): bytes that cross besides."""
+    """(L+1,): further bytes that cross, per direction."""
     rate: F64
     """(N, N): bytes/s from one device to another."""
     host_link: F64
-    """(N,): bytes/s of a device's own link, each way; its two boundaries share it."""
+    """(N,): bytes/s of a device's own link, per direction; the two boundaries of its stage share it."""
     codecs: tuple[str, ...] = ("none",)
     bytes_per_value: F64 = field(default_factory=lambda: np.array([4.0]))
     """(C,): bytes per value."""
     messages: F64 | None = None
-    """(N, L+1, C): seconds of a device for a boundary's two messages in front of each layer (``message_model``); 0 if
-    None. Grows with ``values`` and ``other``."""
+    """(N, L+1, C): seconds of a device for the two messages of a boundary in front of each layer (``message_model``); None:
+    all 0. They must grow with ``values`` and ``other``."""
     state: F64
-    """(L,): bytes of weights, gradients and optimizer."""
+    """(L,): bytes of weights, gradients and optimizer state."""
     saved_bytes: F64
-    """(L,): bytes of activations that autograd keeps until the backward."""
+    """(L,): bytes of activations that autograd keeps until the backward pass."""
     capacity: F64
-    """(N,): bytes."""
+    """(N,): bytes that a stage may take."""
     in_flight: F64
     """(N,): micro-batches in flight at a stage, by the number of stages behind it."""
     state_copies: F64
     """(N,): versions of ``state`` that a stage holds, by the number of stages behind it."""
     micro_batches: float = 1e9
-    """Of a step; without an end for asynchronous schedules."""
+    """Micro-batches per step; a very large number for asynchronous schedules, which do not drain."""
     fill: float = 0.0
-    """Share of a stage's time that filling and draining the pipeline adds: 0 asynchronous, 1 for 1F1B and GPipe."""
+    """Share of the stages' times that filling and draining adds to a step: 1 for 1F1B and GPipe, 1/3 for zero-bubble,
+    0 for asynchronous schedules."""
     uncuttable: frozenset[int] = frozenset()
-    """Layers that the one before must stay with: no stage begins with one of them."""
+    """Layers that must stay with the one before them: no stage may begin with one of these."""
 
     @property
     def devices(self) -> int:
+        """Number of devices (N)."""
         return len(self.layer_seconds)
 
     @property
     def layers(self) -> int:
+        """Number of layers (L)."""
         return self.layer_seconds.shape[1]
 
     def received(self, start: int) -> float:
-        """Bytes that a stage which begins with layer ``start`` has received of each micro-batch in flight."""
+        """Bytes that a stage beginning with layer ``start`` has received, per micro-batch in flight."""
         return float(4 * self.values[start] + self.other[start]) if start else 0.0
 
     def take(self, devices: Sequence[int]) -> "Problem":
-        """The same with these devices in this order."""
+        """The same problem with only these devices, in this order."""
         order = np.array(devices, int)
         changed: dict[str, Any] = {
             name: getattr(self, name)[order]
@@ -80,7 +84,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """Stage s holds layers ``edges[s]`` to ``edges[s+1]`` - 1 on ``devices[s]``; ``codecs[b]`` is boundary b's."""
+    """Stage s holds layers ``edges[s]`` to ``edges[s+1]`` - 1 on ``devices[s]``; ``codecs[b]`` is the index of boundary b's
+    codec."""
 
     devices: tuple[int, ...]
     edges: tuple[int, ...]
@@ -89,21 +94,22 @@ class Solution:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one plan, in seconds."""
+    """Cost of one solution, in seconds."""
 
     stages: tuple[float, ...]
-    """Computing a micro-batch, what messages take included."""
+    """Seconds per micro-batch that each stage computes, its messages included."""
     links: tuple[float, ...]
-    """Carrying a micro-batch across each boundary, the slower direction."""
+    """Seconds per micro-batch on each boundary's link, in the slower direction."""
     bottleneck: float
-    """The slowest of all that overlaps."""
+    """The longest of all times that overlap: stages, boundaries and hosts' own links."""
     step: float
-    """A step; for an asynchronous schedule, a micro-batch."""
+    """Seconds per step; for an asynchronous schedule, per micro-batch."""
     fits: bool
+    """True if each device has enough memory and no layers are cut apart that must stay together."""
 
 
 def cost(problem: Problem, plan: Solution) -> Cost:
-    """What a plan costs."""
+    """Cost of a solution."""
     stages, host_links, fits = [], [], problem.uncuttable.isdisjoint(plan.edges)
     last = len(plan.devices) - 1
     sizes = [
@@ -136,19 +142,19 @@ def cost(problem: Problem, plan: Solution) -> Cost:
 
 
 def lower_bound(problem: Problem) -> float:
-    """No plan's bottleneck is below this: all devices share every layer at will, for free (a weighted mean of their loads;
-    weak duality)."""
+    """Lower bound in seconds for the bottleneck of any plan: what it would be if all devices shared every layer at no cost
+    (a weighted mean of their loads, by weak duality), and at least the longest layer on its fastest device."""
     speed = 1 / np.maximum(clipped(problem.layer_seconds).sum(axis=1), 1e-300)
     shared = float(((speed / speed.sum())[:, None] * problem.layer_seconds).min(axis=0).sum())
     return max(shared, float(problem.layer_seconds.min(axis=0).max()))
 
 
 def clipped(seconds: F64) -> F64:
-    """Without what a device must not get (a layer that would take it for ever), to tell how fast devices are."""
+    """Layer times (N, L) for comparing devices: layers that a device must not get count as twice its median layer."""
     median = np.median(seconds, axis=1, keepdims=True)
     return np.where(median > 0, np.minimum(seconds, _UNUSUAL * median), seconds)
 
 
 def prefix_sums(each: F64) -> F64:
-    """Prefix sums along the last axis, from 0."""
+    """Sums of all prefixes along the last axis, beginning with 0 for the empty one."""
     return np.concatenate([np.zeros((*each.shape[:-1], 1)), each.cumsum(axis=-1)], axis=-1)

@@ -1,12 +1,13 @@
-"""Where to cut a model, on which devices, in which order: dynamic programming over (layers placed, devices used).
+"""Finds where to cut a model, on which devices and in which order: dynamic programming over (layers placed, devices used).
 
-The cost of a plan (FTPipeHD's recursion, turned around and made wider; ours): in the steady state a micro-batch takes what
-the slowest stage computes (coding included), or the slowest boundary carries, or the busiest device's own link does: all
-of them overlap. A synchronous schedule also fills and drains, which adds a share of every other stage's time and of every
-transfer. A device's memory is a hard limit; a device may stay idle.
+The cost of a plan is FTPipeHD's recursion, reversed and extended by us. In the steady state a micro-batch takes as long as
+the slowest stage (coding included), the slowest boundary or the busiest device's own link, since all of them overlap. A
+synchronous schedule also fills and drains, which adds a share of every other stage's time and of every transfer. A device's
+memory is a hard limit; a device may stay idle.
 
-The search decides for a cap whether any plan stays below it (``kernels.search``), and bisects the cap. Exact for all orders
-and subsets of up to ``MOST_EXACT`` devices and for a given order of up to ``MOST_ORDERED``; a beam for more.
+The search decides for a cap whether any plan stays below it (``kernels.search``), and bisects the cap. It is exact for all
+orders and subsets of up to ``MOST_EXACT`` devices, and for a given order of up to ``MOST_ORDERED``; for more devices it
+follows a beam.
 """
 
 from collections.abc import Callable
@@ -19,20 +20,21 @@ from accept_mpi.kernels.options import compiled
 from accept_mpi.planning.problem import F64, NoPlan, Problem, Solution, clipped, cost, lower_bound, prefix_sums
 
 MOST_EXACT, MOST_ORDERED = 10, 32
-MOST_FEW = 6  # devices for which a beam saves nothing
-BEAM = 24
-_ROOM = 160  # points kept of a set of devices
-_NOTHING = 1e-12  # seconds that no bisection goes below
-_CLOSE = 1e-3  # where the bisection ends, as a ratio
-_GUESSES = (1.05, 1.1, 1.2, 1.35, 1.6, 2, 3, 5)  # times the lower bound, for the beam to begin with
-_SWEEPS = 60  # caps tried for a synchronous schedule
+MOST_FEW = 6  # up to this many devices the exact search is so fast that a beam saves no time
+BEAM = 24  # points that a beam keeps per number of stages
+_ROOM = 160  # points that a table has room for at first, per set of devices
+_NOTHING = 1e-12  # seconds below which no bisection goes
+_CLOSE = 1e-3  # relative distance of the bounds at which the bisection ends
+_GUESSES = (1.05, 1.1, 1.2, 1.35, 1.6, 2, 3, 5)  # first caps, as multiples of the lower bound
+_SWEEPS = 60  # most caps tried for a synchronous schedule
 
 _Below = Callable[[float], "Solution | None"]
+"""A search for a solution whose bottleneck is at most a cap."""
 
 
 def _floors(problem: Problem, ordered: bool) -> F64:
-    """``lower_bound`` of layers 0..i-1 on the devices that are left when those of a set are used (or, in order, all from one
-    on): (sets or devices, L+1)."""
+    """``lower_bound`` for layers 0..i-1 on the devices that are not used yet: (sets of used devices, L+1), or, with
+    ``ordered``, (first used device, L+1), where only the devices before that one are left."""
     n, seconds = problem.devices, problem.layer_seconds
     speed = 1 / np.maximum(clipped(seconds).sum(axis=1), 1e-300)
     weighted = speed[:, None] * seconds
@@ -46,12 +48,12 @@ def _floors(problem: Problem, ordered: bool) -> F64:
 
 
 def solve(problem: Problem, ordered: bool = False) -> Solution:
-    """The plan with the shortest step. ``ordered``: devices keep their order (some may stay idle).
+    """The solution with the shortest step. ``ordered``: devices keep their order (some may stay idle).
 
-    For synchronous schedules order and subset are those of the least bottleneck, and cuts and codecs (of up to
-    ``MOST_ORDERED`` stages) those of the shortest step in that order.
+    For synchronous schedules, order and subset of the devices are those of the least bottleneck; cuts and codecs (of up to
+    ``MOST_ORDERED`` stages) are those of the shortest step in that order.
 
-    Raises NoPlan where memory does not suffice, ValueError where a time is not a number (no search would end).
+    Raises NoPlan if memory does not suffice, ValueError if a time is not finite, since the search would not end.
     """
     if not np.isfinite(problem.layer_seconds).all():
         raise ValueError("layer_seconds: a time is missing or infinite")
@@ -68,7 +70,8 @@ def solve(problem: Problem, ordered: bool = False) -> Solution:
 
 
 def _least_bottleneck(problem: Problem, guess: _Below, below: _Below, exact: bool) -> Solution:
-    """``guess`` may miss plans that there are, ``below`` not if ``exact``."""
+    """The solution with the least bottleneck, by bisection. ``guess`` may miss solutions that exist; so may ``below`` unless
+    ``exact``. Raises NoPlan if there is none."""
     low = max(lower_bound(problem), _NOTHING)
     guesses = (guess(low * ratio) for ratio in _GUESSES)
     best = next((plan for plan in guesses if plan is not None), None) or below(np.inf)
@@ -82,18 +85,18 @@ def _least_bottleneck(problem: Problem, guess: _Below, below: _Below, exact: boo
             low = middle
         else:
             best, high = found, min(middle, cost(problem, found).bottleneck)
-    # Plans differ by steps: what is left below the best is soon tried.
+    # Bottlenecks are discrete: the few that are left below the best one are soon tried.
     while exact and (found := below(high * (1 - 1e-9))) is not None:
         reached = cost(problem, found).bottleneck
-        if reached >= high:  # the kernel's sums of prefixes and these sums differ in the last digits
+        if reached >= high:  # the kernel's prefix sums and the sums in ``cost`` differ in their last digits
             break
         best, high = found, reached
     return best
 
 
 def _synchronous(problem: Problem, order: tuple[int, ...]) -> Solution:
-    """The least step over cuts and codecs with devices in this order: for lower and lower caps on the bottleneck, the plan
-    that fills and drains fastest."""
+    """The solution with the shortest step for devices in this order: of those that fill and drain fastest below lower and
+    lower caps on the bottleneck."""
     mine = problem.take(order)
     find, cap, plans = _Exact(mine, True), np.inf, []
     floor = lower_bound(mine)
@@ -106,14 +109,14 @@ def _synchronous(problem: Problem, order: tuple[int, ...]) -> Solution:
         best = min(cost(mine, p).step for p in plans)
         step = cost(mine, plan).step
         if step - (problem.micro_batches - problem.fill) * (reached - floor) >= best:
-            break  # the sum only grows from here, and the bottleneck cannot fall further
+            break  # lower caps only make filling slower, and the bottleneck cannot fall below ``floor``
         cap = reached * (1 - 1e-9) if len(plans) < _SWEEPS // 2 else reached * 0.98
     best_plan = min(plans, key=lambda plan: cost(mine, plan).step)
     return replace(best_plan, devices=tuple(order[n] for n in best_plan.devices))
 
 
 def _why(problem: Problem) -> str:
-    """What does not fit, and what would."""
+    """Explain in a sentence what does not fit, and what would help."""
     whole, held = float(problem.state.sum()), float(problem.saved_bytes.sum())
     room = float(problem.capacity.sum())
     alone = problem.state_copies[0] * problem.state + problem.in_flight[0] * problem.saved_bytes
@@ -128,13 +131,13 @@ def _why(problem: Problem) -> str:
     together = " (layers that share what is trained stay together)" if problem.uncuttable else ""
     return (
         f"no cuts fit{together}: the model takes {whole / 2**20:.1f} MiB of weights, gradients and optimizer state and "
-        f"{held / 2**20:.1f} MiB of activations a micro-batch, times those in flight, and all devices have "
+        f"{held / 2**20:.1f} MiB of activations per micro-batch, times those in flight, and all devices have "
         f"{room / 2**20:.1f} MiB together; smaller micro-batches or another device would help"
     )
 
 
 class _Kernel:
-    """A problem as the kernels take it."""
+    """A problem in the form that the kernels take."""
 
     def __init__(self, problem: Problem, ordered: bool) -> None:
         self.problem, self.ordered = problem, ordered
@@ -154,7 +157,7 @@ class _Kernel:
 
 
 class _Exact(_Kernel):
-    """All points that are worth keeping."""
+    """Exact search, which keeps every point that could lead to the best solution."""
 
     def __init__(self, problem: Problem, ordered: bool) -> None:
         super().__init__(problem, ordered)
@@ -162,12 +165,13 @@ class _Exact(_Kernel):
         self._keys = n * (n + 1) + n + 1 if ordered else (1 << n) * n
         self._room = 4 * _ROOM if ordered else _ROOM
         self._floor = _floors(problem, ordered)
-        # from a to b by way of c, for all a, c, b
+        # (N, N): the best rate from one device to another by way of a third
         around = np.minimum(problem.rate[:, :, None], problem.rate[None, :, :]).max(axis=1)
         self._relays = bool((around > problem.rate * (1 + 1e-9)).any())
 
     def below(self, cap: float, fill: float = 0.0) -> Solution | None:
-        """A plan whose bottleneck is at most ``cap``; with ``fill`` the one that fills and drains fastest."""
+        """A solution whose bottleneck is at most ``cap``, None if there is none; with ``fill``, the one that fills and
+        drains fastest."""
         while True:
             table = np.empty((self._keys, self._room, 4), np.int32)
             sums, counts = np.empty((self._keys, self._room)), np.empty(self._keys, np.int32)
@@ -181,6 +185,7 @@ class _Exact(_Kernel):
         return self._follow(table, end) if found else None
 
     def _follow(self, table: npt.NDArray[np.int32], end: npt.NDArray[np.int32]) -> Solution:
+        """The solution that ends at the point ``end`` (its key, its place and its device), read back from the table."""
         key, point, device = (int(x) for x in end[:3])
         n = self.problem.devices
         devices, edges, codecs = [device], [0], []
@@ -194,7 +199,7 @@ class _Exact(_Kernel):
 
 
 class _Beam(_Kernel):
-    """The most promising points only."""
+    """Beam search, which follows only the most promising points."""
 
     def __init__(self, problem: Problem, ordered: bool) -> None:
         super().__init__(problem, ordered)
@@ -203,7 +208,7 @@ class _Beam(_Kernel):
         self._speed = self._work[-1] / seconds.sum(axis=1)
 
     def below(self, cap: float) -> Solution | None:
-        """A plan whose bottleneck is at most ``cap``, if the beam meets one."""
+        """A solution whose bottleneck is at most ``cap``, None if the beam meets none."""
         n = self.problem.devices
         used = np.zeros((n + 1, BEAM, -(-n // 64)), np.uint64)
         table, scores = np.empty((n + 1, BEAM, 4), np.int32), np.empty((n + 1, BEAM))

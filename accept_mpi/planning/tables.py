@@ -1,4 +1,4 @@
-"""What a plan says of itself: a table of its stages, and the step that it and even cuts should take."""
+"""Shows plans as text: a table of the stages, and the step times expected of the plan and of even cuts."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 
 def table(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) -> list[str]:
-    """A plan as text, a line a stage, and the step that it and even cuts should take."""
+    """A plan as lines of text: the table of its stages (``stage_table``), then what to expect of it (``verdict``)."""
     return [*stage_table(cluster, found), *verdict(cluster, job, found, even)]
 
 
 def stage_table(cluster: ClusterProfile, found: Estimate) -> list[str]:
-    """A plan as text, a line a stage. Times are of one micro-batch."""
+    """A plan's stages as lines of text, one per stage, with a heading. Times are per micro-batch."""
     names = cluster.outline.names
     rows = [["stage", "host", "layers", "", "compute", "busy", "memory", "activations ahead", "", "gradients back", ""]]
     for s, stage in enumerate(found.plan.stages):
@@ -35,9 +35,10 @@ def stage_table(cluster: ClusterProfile, found: Estimate) -> list[str]:
 
 
 def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) -> list[str]:
-    """Who stays idle, what a step should take, what it would with even cuts, and what no plan can be faster than."""
+    """Lines that say which devices stay idle, and how long a step should take: with this plan, with even cuts, and at least
+    with any plan."""
     idle = [f"{device.host} (rank {n})" for n, device in enumerate(cluster.devices) if found.plan.place(n).idle]
-    lines = [f"idle, since they would cost more than they save, or save little: {', '.join(idle)}"] if idle else []
+    lines = [f"left idle, since using them would save little or no time: {', '.join(idle)}"] if idle else []
     if len(cluster.devices) > 1:
         lines += [f"{one.text}, so they are in one stage" for one in cluster.outline.shared if not one.constant]
     problem, _ = problem_of(cluster, job)
@@ -51,6 +52,6 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines, columns under each other."""
+    """Rows of cells as lines of text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -40,6 +40,7 @@ class DeviceSamples:
 
     @property
     def layers(self) -> int:
+        """Number of the model's layers."""
         return len(self.outline.layers)
 
     @cached_property

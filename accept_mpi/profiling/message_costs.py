@@ -1,4 +1,4 @@
-"""CPU seconds that messages and codecs cost on this device."""
+"""Measures the CPU seconds that messages and codecs cost on this device."""
 
 import queue
 import statistics
@@ -14,40 +14,43 @@ from accept_mpi.codecs.coding import NONE, Coding
 from accept_mpi.codecs.message import HEADER_BYTES, Bytes, Label, aligned, buffer_bytes, decode, encode
 from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
 
-_CODEC_VALUES = 1 << 21  # more than caches hold, as boundaries' tensors are by the time they are coded
+_CODEC_VALUES = 1 << 21  # more than the caches hold: in training, tensors have left these by the time they are coded
 _CODEC_ROUNDS = 5
-_SAMPLES = 8  # that a message says it holds
+_SAMPLES = 8  # number of samples in the label of a message
 _MESSAGES = 20
 _FEW_VALUES = 512
 _CACHE_BYTES = 32 << 20
 
 
 class MessageCosts(msgspec.Struct, frozen=True):
-    """What messages cost a device, in seconds of CPU."""
+    """CPU seconds that messages cost a device."""
 
     codecs: dict[str, tuple[float, float]]
-    """To encode and to decode a value, by codec."""
+    """Seconds to encode and to decode a value, by codec."""
     seconds_per_byte: float
-    """To send or receive a byte."""
+    """Seconds to send or receive a byte."""
     seconds_per_message: float
-    """To send or receive a message, its bytes and coding apart."""
+    """Seconds to send or receive a message, without its bytes and coding."""
 
 
 def message_costs(codings: Mapping[str, Coding], seconds_per_byte: float, seconds_per_message: float = 0.0) -> MessageCosts:
-    """Measure this device's side of MPI, and add to it what MPI itself takes per byte and per message (``comm.links``)."""
+    """Measure what messages cost on this device outside MPI, and add MPI's own seconds per byte and per message, which
+    ``comm.links`` measures."""
     here = message_cost(one_that_codes(codings))
     return MessageCosts(codec_costs(codings), seconds_per_byte, seconds_per_message + here)
 
 
 def one_that_codes(codings: Mapping[str, Coding]) -> Coding:
-    """One of them that codes, if there is one: what a message takes whatever its size, it takes with any codec."""
+    """A coding that codes, if there is one, for ``message_cost``, whose result does not depend on which one it is."""
     return max(codings.values(), key=lambda coding: coding.kind != "none", default=NONE)
 
 
 def codec_costs(codings: Mapping[str, Coding]) -> dict[str, tuple[float, float]]:
-    """CPU seconds a value to make a message of float32 values, and to make values of a message, by codec: coding, or, where
-    there is no codec, copying, which costs as much as few bits do; and the checksum. Codecs take turns, so that a moment in
-    which the machine is slow is not one codec's."""
+    """CPU seconds per float32 value to encode and to decode a message, by codec.
+
+    They include the checksum and, with "none", copying, which costs as much as coding with few bits. Codecs take turns, so
+    that a slow moment of the machine affects all of them.
+    """
     specs = (TensorSpec((_CODEC_VALUES,), (1,), "float32"),)
     values = (torch.randn(_CODEC_VALUES, generator=torch.Generator().manual_seed(0)),)
     buffer = aligned(max((buffer_bytes(specs, coding) for coding in codings.values()), default=0))
@@ -64,20 +67,20 @@ def codec_costs(codings: Mapping[str, Coding]) -> dict[str, tuple[float, float]]
 
 
 def _each(times: Sequence[float]) -> float:
-    """Seconds a value."""
+    """Seconds per value: the median of ``times`` of whole messages, divided by their number of values."""
     return statistics.median(times) / _CODEC_VALUES
 
 
 def _encoded(specs: Specs, values: Tensors, buffer: Bytes, coding: Coding) -> int:
-    """Write a message; its length in bytes."""
+    """Encode a message into ``buffer``; returns its length in bytes."""
     label = Label(direction=0, boundary=0, step=0, micro_batch=0, samples=_SAMPLES)
     header = encode(label, specs, values, buffer, coding, now=time.monotonic)
     return HEADER_BYTES + header.length
 
 
 def message_cost(coding: Coding = NONE) -> float:
-    """CPU seconds that a message takes whatever its size, this side of MPI, with cold caches: header, checks, and two
-    threads that hand it over."""
+    """CPU seconds per message that do not depend on its size, with cold caches and without MPI: the header, its checks, and
+    the handover between two threads."""
     spec = TensorSpec((_FEW_VALUES,), (1,), "float32")
     specs, values = (spec,), torch.zeros(_FEW_VALUES)
     buffer = aligned(buffer_bytes(specs, coding))
@@ -99,7 +102,7 @@ def message_cost(coding: Coding = NONE) -> float:
         np.add(scratch, 1, out=scratch)
 
     for _ in range(_MESSAGES):
-        compute()  # which has filled all caches, with its code too, by the time a message comes: that takes 4 x as long
+        compute()  # fills the caches with other data and code, as in training: a message then takes 4 x as long
         began = time.process_time()
         wire = _encoded(specs, (spec.flatten(values),), buffer, coding)
         there.put(1)

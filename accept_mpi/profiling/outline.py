@@ -67,7 +67,8 @@ class Outline(msgspec.Struct, frozen=True, omit_defaults=True):
         return crossing_sizes(self.layers[layer].inputs) if 0 < layer < len(self.layers) else (0, 0)
 
     def returning(self, layer: int) -> tuple[int, int]:
-        """The same for the gradients that come back there; inputs that need no gradient do not count."""
+        """Number of float values, and bytes of everything else, in the message of gradients that comes back in front of
+        ``layer``; inputs that need no gradient do not count."""
         return crossing_sizes(tuple(spec for spec in self.layers[layer].inputs if spec.grad))
 
 

@@ -1,4 +1,4 @@
-"""What a rank measures of itself before the first step: its stage's compute time, and what codecs cost here."""
+"""Measures a rank's own stage before the first step: the seconds of its forward, its backward and its messages."""
 
 import time
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ def time_stage(
     cores: float,
     budget: float = 1.0,
 ) -> StageTimes:
-    """Measure for about ``budget`` seconds, longer than a CPU quota's period; leaves no trace in the stage.
+    """Measure a stage for about ``budget`` seconds, longer than a CPU quota's period, without changing it.
 
-    ``size``: samples a micro-batch. ``behind`` and ``ahead`` are empty at the ends of the pipeline; the first and the last
-    stage need ``train``. ``costs`` of messages here, in CPU seconds. ``cores`` that this rank has. All
-    ranks do this at the same time, since that is how they will share what they share.
+    ``size``: samples per micro-batch. ``behind`` and ``ahead``: specs of the boundaries, empty at the ends of the pipeline.
+    ``train``: needed by the first and the last stage. ``costs``: CPU seconds of messages on this device. ``cores``: number
+    that this rank has. All ranks do this at the same time, because in training they share the same resources.
     """
     data = Samples(None, None)
     if train is not None:
@@ -54,8 +54,8 @@ def time_stage(
             trial.probe(given.tensors, data.targets, gradients, given.tree, size)
             times.append((halfway[0] - cpu, time.thread_time() - halfway[0]))
             wall += time.perf_counter() - began if len(times) > 1 else 0.0
-    # Of CPU, in a fast round: a process's first ones take memory from the kernel, up to three times as long. Then stretched
-    # as all rounds were: where a quota stops the rank now and then, that is part of its speed.
+    # CPU seconds of a fast round, since first rounds take memory from the kernel and last up to three times as long; then
+    # stretched by the wall-clock time of all rounds, since the pauses that a CPU quota imposes are part of a rank's speed.
     forward, backward = (float(np.quantile(column, 0.25)) for column in zip(*times[1:], strict=True))
     stretch = stretch_of(wall, sum(map(sum, times[1:])))
     return StageTimes(
@@ -70,7 +70,7 @@ def time_stage(
 
 
 def _given(stage: Stage, size: int, behind: BoundarySpecs, data: Samples) -> Inputs:
-    """Inputs of the shapes that training has, new ones each time: a layer may work in place."""
+    """Inputs of the shapes that training has; new ones for each round, since a layer may work in place."""
     if behind.forward:
         return Inputs(tuple(spec.zeros() for spec in behind.forward[size]), behind.trees.get(size, LONE))
     return stage.from_data(tree.replace(data.inputs, torch.clone))

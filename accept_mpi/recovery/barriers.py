@@ -1,13 +1,13 @@
-"""Barriers: marks on a step's first micro-batch which say how the step ends.
+"""Barriers: marks on a step's first micro-batch that say how the step ends.
 
 The first stage decides; the mark travels to the last stage with the activations. Each stage sees it before its own update of
-that step, so all stages act after the same update, in every schedule, without a message of their own and without draining
-the pipeline (as the markers of Chandy and Lamport 1985 and the checkpoint barriers of Apache Flink do).
+that step, so all stages act after the same update, in every schedule, without separate messages and without draining the
+pipeline (like the markers of Chandy and Lamport 1985 and the checkpoint barriers of Apache Flink).
 
-How often a snapshot is due (``recovery.replicate_every``): every so many steps, less those that the last snapshot took to be
-committed, so that a loss costs no more than that; or, if "auto", every sqrt(2 C M) seconds, with C the seconds that a
-snapshot takes and M the mean time between failures (Young 1974; Daly 2006, first order), but never for more than
-``_MOST_SHARE`` of the time.
+The job's ``recovery.replicate_every`` says when a snapshot is due. If it is a number, snapshots begin so many steps apart,
+less the steps that the last one took to be committed, so that a loss costs at most that number of steps. If it is "auto",
+they begin every sqrt(2 C M) seconds, with C the seconds that a snapshot takes and M the mean time between failures (Young
+1974; Daly 2006, first order), but take at most ``_MOST_SHARE`` of the time.
 """
 
 import math
@@ -19,26 +19,26 @@ from accept_mpi.job import MOST_EXTRA, Recovery
 
 SNAPSHOT, CHECKPOINT, REPLAN, EXTRA = 0x8000, 0x4000, 0x2000, 0x1000
 """Bits of a message's ``flags``: its step ends with a snapshot, with a checkpoint that the job did not ask for, with the
-end of its plan, or with a snapshot that only those stages send on which have nothing left to send."""
+end of its plan, or with an extra snapshot, which a stage sends on only if it has sent its previous one."""
 
 Post = Callable[[int, Control, bool], None]
-"""Sends a control message: to which rank, what, and whether it may wait until training sends nothing."""
+"""A function that sends a control message: (receiver's rank, message, whether it may wait until training sends nothing)."""
 
 _MOST_SHARE = 0.03
 _SOON = 3  # steps of a new plan before its first snapshot
-_FIRST_SECONDS = 2.0  # between snapshots, before the first one tells how long one takes
+_FIRST_SECONDS = 2.0  # between snapshots until one has shown how long it takes
 
 
 class Barriers:
-    """Decides on the first stage how steps end; on other ranks it only passes on what signals and rank 0 ask for."""
+    """Decides on the first stage how steps end. On other ranks it only passes on requests from signals and from rank 0."""
 
     def __init__(self, recovery: Recovery, first: int, snapshots: bool, post: Post) -> None:
-        """``first`` is the rank of the first stage; ``snapshots`` says whether the run keeps any."""
+        """``first``: rank of the first stage; ``snapshots``: whether the run keeps any."""
         self._recovery, self._first, self._snapshots, self._post = recovery, first, snapshots, post
         self._pending: tuple[int, float] | None = None
-        """Step and beginning of the snapshot that is not committed yet."""
+        """Step and start (monotonic seconds) of the snapshot that is not committed yet."""
         self._lag, self._soon = 1, 0
-        self._copied = self._extra = 0  # the last step with a copy; extra ones since the last snapshot
+        self._copied = self._extra = 0  # the last step with a copy; extra snapshots since the last regular one
         self._seconds: float | None = None
         self._last_time = time.monotonic()
         self._now = 0
@@ -47,7 +47,7 @@ class Barriers:
     # -- main thread ---------------------------------------------------------------------------------------------------
 
     def flags(self, step: int) -> int:
-        """How the step that begins (counted from 0) ends, as bits; asked on the first stage only."""
+        """Decide how ``step`` (counted from 0), which is about to begin, will end; returns bits. On the first stage only."""
         if self._replan:
             self._replan = False
             return REPLAN
@@ -61,7 +61,7 @@ class Barriers:
         return flags
 
     def _due(self, step: int) -> int:
-        """SNAPSHOT, EXTRA or 0."""
+        """SNAPSHOT, EXTRA or 0, for a step that is about to begin."""
         self._now = step + 1
         if not self._snapshots:
             return 0
@@ -81,28 +81,28 @@ class Barriers:
 
     @property
     def period(self) -> float:
-        """Seconds between two snapshots where the job says "auto"."""
+        """Seconds between two snapshots if ``replicate_every`` is "auto"."""
         if self._seconds is None:
             return _FIRST_SECONDS
         return max(math.sqrt(2 * self._seconds * self._recovery.mean_time_between_failures), self._seconds / _MOST_SHARE)
 
     def begin_after(self, step: int) -> None:
-        """A plan begins after ``step`` steps: its first snapshot follows ``_SOON`` steps later, since the first steps make
-        up for the loss, and the ranks that sent layers still hold them."""
+        """Make the first snapshot of a plan that begins after ``step`` steps follow ``_SOON`` steps later: the first steps
+        make up for the loss, and the ranks that sent layers still hold them."""
         self._soon = step + _SOON
 
     def ask_to_stop(self) -> None:
-        """Any rank: let the run end with a checkpoint."""
+        """Ask the first stage to end the run with a checkpoint; on any rank."""
         self._post(self._first, StopAsked(), False)
 
     def ask_to_replan(self) -> None:
-        """Rank 0: let the plan end with the next step that begins."""
+        """Ask the first stage to end the plan with the next step that begins; on rank 0."""
         self._post(self._first, ReplanAsked(), False)
 
     # -- data-plane thread ---------------------------------------------------------------------------------------------
 
     def handle(self, control: Control) -> bool:
-        """Take a message that asks for a barrier; whether it was one."""
+        """Handle a message that asks for a barrier; returns False for other messages."""
         if isinstance(control, StopAsked):
             self._stop = True
         elif isinstance(control, ReplanAsked):
@@ -112,7 +112,7 @@ class Barriers:
         return True
 
     def committed(self, step: int) -> None:
-        """The snapshot after ``step`` steps has a copy of every stage."""
+        """Note that the snapshot after ``step`` steps is complete: every stage's copy has arrived."""
         if self._pending is not None and self._pending[0] == step:
             self._seconds = time.monotonic() - self._pending[1]
             self._lag = max(1, self._now - step)

@@ -1,13 +1,13 @@
-"""Checkpoints: safetensors files and a JSON manifest in a directory that appears whole or not at all.
+"""Checkpoints: safetensors files and a JSON manifest in a directory that appears complete or not at all.
 
     checkpoints/step-00000050/manifest.json
                               stage-0.weights.safetensors      names as in the whole model's state_dict()
                               stage-0.optimizer.safetensors    "<what>/<parameter's name>"
                               stage-1. ...
 
-Each stage sends its two files to rank 0 in chunks, in the background; rank 0 writes chunks as they come, so that it never
-holds another stage's weights, and renames the directory when all is on the disk. Resuming needs neither the same number of
-ranks nor the same cuts: rank 0 sends each rank the tensors of the layers that it now holds.
+Each stage sends its two files to rank 0 in chunks, in the background. Rank 0 writes each chunk as it arrives, so that it
+never holds another stage's weights, and renames the directory when everything is on the disk. Resuming needs neither the
+same number of ranks nor the same cuts: rank 0 sends each rank the tensors of the layers that it now holds.
 """
 
 import contextlib
@@ -34,20 +34,22 @@ from accept_mpi.recovery.manifest import (
 )
 from accept_mpi.recovery.tensor_file import read_header
 
-_BLOCK = 1 << 20  # bytes read at once
+_BLOCK = 1 << 20  # bytes that are read at once
 
 
 def directory_of(run: Path, step: int) -> Path:
+    """Path of a run's checkpoint after ``step`` steps."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
 class Checkpoint:
-    """A checkpoint on disk, checked."""
+    """A checkpoint on disk, verified when it is opened."""
 
     def __init__(self, path: Path, most: float = math.inf, of: Sequence[Part] = PARTS) -> None:
-        """Open ``path``: a checkpoint's directory, or a run's (its newest checkpoint).
+        """Open the checkpoint in directory ``path``, or the newest one if ``path`` is the directory of a run.
 
-        Raises UserError where there is none, it is damaged, or its tensors ``of`` some kinds have more than ``most`` bytes.
+        Raises UserError if there is none, it is damaged, or its tensors ``of`` the given parts have more than ``most``
+        bytes.
         """
         try:
             if not (path / "manifest.json").is_file():
@@ -71,7 +73,7 @@ class Checkpoint:
             self._check_sum(stage, part)
 
     def tensors(self, part: Part, layers: range) -> dict[str, torch.Tensor]:
-        """Tensors of ``layers``, under their names in the files."""
+        """Tensors of the layers with these indices, by their names in the files. Raises UserError if a file is damaged."""
         wanted = {self.manifest.layers[i] for i in layers}
         found = {}
         for stage in self.manifest.stages:
@@ -88,11 +90,11 @@ class Checkpoint:
         return found
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """The whole model's state_dict."""
+        """The ``state_dict`` of the whole model."""
         return self.tensors("weights", range(len(self.manifest.layers)))
 
     def _check_header(self, stage: StageFiles, part: Part) -> int:
-        """The file's size, and which tensors it says that it holds; returns their bytes."""
+        """Check the size of a file and the tensors that its header names; returns their bytes. Raises UserError."""
         file = _file(stage, part)
         with self._opened(file) as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -109,6 +111,7 @@ class Checkpoint:
         return sum(end - begin for begin, end in (entry.data_offsets for entry in entries.values()))
 
     def _check_sum(self, stage: StageFiles, part: Part) -> None:
+        """Raise UserError if a file does not match its checksum."""
         file, crc = _file(stage, part), 0
         with self._opened(file) as opened:
             while data := opened.read(_BLOCK):
@@ -133,5 +136,6 @@ def _file(stage: StageFiles, part: Part) -> File:
 
 
 def _layer(key: str, part: Part) -> str:
-    """ "features-3" of "features-3.conv.weight", "exp_avg/features-3.conv.weight" in the optimizer's file."""
+    """Name of a tensor's layer: "features-3" for "features-3.conv.weight", in the optimizer's file for
+    "exp_avg/features-3.conv.weight"."""
     return (key if part == "weights" else key.partition("/")[2]).partition(".")[0]

@@ -1,4 +1,4 @@
-"""Rank 0 assembles the stages' chunks into a checkpoint."""
+"""Assembles checkpoints on rank 0 from the chunks that all stages send."""
 
 import contextlib
 import errno
@@ -23,13 +23,13 @@ from accept_mpi.errors import UserError
 from accept_mpi.recovery.checkpoint import directory_of
 from accept_mpi.recovery.manifest import PARTS, File, Manifest, Part, StageFiles, complete, last_number
 
-_CHUNK = 1 << 20  # bytes of a message
+_CHUNK = 1 << 20  # bytes per message
 
 
 def chunks(
     step: int, stage: int, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]
 ) -> Iterator[CheckpointChunk]:
-    """A stage's two files as messages for ``CheckpointWriter.take``."""
+    """Yield a stage's two files as messages for ``CheckpointWriter.take``."""
     for part, tensors in zip(PARTS, (weights, optimizer), strict=True):
         data = memoryview(save(tensors))
         for offset in range(0, len(data), _CHUNK):
@@ -37,13 +37,13 @@ def chunks(
 
 
 class CheckpointWriter:
-    """Rank 0: puts the stages' chunks together, checkpoint by checkpoint."""
+    """Writes the checkpoints of one deployment to rank 0's disk."""
 
     def __init__(
         self, run: Path, edges: list[tuple[int, int]], manifest: Callable[[int], Manifest], keep: int, after: int = 0
     ) -> None:
-        """``edges`` are each stage's first layer and end; ``manifest(step)`` gives all of a manifest but its stages and its
-        number; ``after``: the number of the checkpoint that the run goes on from."""
+        """``edges``: first layer and last + 1 of each stage; ``manifest(step)``: a manifest without its stages and its
+        number; ``keep``: checkpoints to keep, 0 for all; ``after``: number of the checkpoint that the run goes on from."""
         self.run, self._edges, self._manifest, self._keep = run, edges, manifest, keep
         self._open: dict[int, dict[tuple[int, Part], _Growing]] = {}
         self._finished: dict[int, threading.Event] = {}
@@ -52,9 +52,9 @@ class CheckpointWriter:
         self._number = max(after, last_number(run))
         self._counting = threading.Lock()
         self._held: dict[int, int] = {}
-        """Open folders of unfinished checkpoints by step: locked, so that no other run takes them for left behind."""
+        """Open directories of unfinished checkpoints by step, locked so that no other run removes them."""
         self.error: UserError | None = None
-        for left in (run / "checkpoints").glob(".*step-*"):  # of a run that was killed
+        for left in (run / "checkpoints").glob(".*step-*"):  # left by a run that was killed
             with contextlib.suppress(OSError):
                 handle = _lock(left) if re.fullmatch(r"\.(old-\.?)?step-\d{8,}", left.name) else None
                 if handle is not None:
@@ -62,12 +62,12 @@ class CheckpointWriter:
                     os.close(handle)
 
     def expect(self, step: int) -> None:
-        """Announce a checkpoint, before any chunk of it can come."""
+        """Announce the checkpoint of ``step``, before any of its chunks can arrive."""
         with self._lock:
             self._finished.setdefault(step, threading.Event())
 
     def take(self, chunk: CheckpointChunk) -> None:
-        """Write one chunk. Raises UserError where the disk will not have it."""
+        """Write one chunk. Raises UserError if it cannot be written."""
         step, stage, part = chunk.step, chunk.stage, chunk.part
         self.expect(step)
         try:
@@ -87,24 +87,25 @@ class CheckpointWriter:
             threading.Thread(target=self._commit, args=(step, files), name="checkpoint").start()
 
     def wait(self, step: int, deadline: float) -> bool:
-        """Wait until the checkpoint of ``step`` is on the disk. Raises what went wrong; False when time is up."""
+        """Wait until the checkpoint of ``step`` is on the disk; returns False after ``deadline`` seconds. Raises UserError
+        if a checkpoint could not be written."""
         done = self._finished[step].wait(deadline)
         if self.error:
             raise self.error
         return done
 
     def wait_for_begun(self, deadline: float) -> None:
-        """Until all checkpoints that have come in whole are on the disk, or ``deadline`` seconds have passed."""
+        """Wait until all checkpoints that have arrived completely are on the disk, for at most ``deadline`` seconds."""
         until = time.monotonic() + deadline
         for step in sorted(self._committing):
             self._finished[step].wait(max(0.0, until - time.monotonic()))
 
     def has(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` is on the disk."""
+        """True if the checkpoint of ``step`` is on the disk, or could not be written (``error``)."""
         return step in self._finished and self._finished[step].is_set()
 
     def close(self) -> None:
-        """Leave what has not come in whole: nobody will finish it, and whoever writes here next may clear it away."""
+        """Abandon the checkpoints that have not arrived completely, so that the next writer here can remove them."""
         for step, files in self._open.items():
             for file in files.values():
                 file.abandon()
@@ -117,7 +118,7 @@ class CheckpointWriter:
         return final.with_name(f".{final.name}")
 
     def _commit(self, step: int, files: "dict[tuple[int, Part], _Growing]") -> None:
-        """Manifest, fsync, rename; on a thread of its own, since an SD card may take seconds."""
+        """Write the manifest, fsync and rename. Runs on a thread of its own, since an SD card may take seconds."""
         try:
             stages = [
                 StageFiles(start, stop, *(files[stage, part].close() for part in PARTS))
@@ -132,7 +133,7 @@ class CheckpointWriter:
                     file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
                     file.flush()
                     os.fsync(file.fileno())
-                if final.exists():  # a resumed run comes by here again
+                if final.exists():  # a resumed run makes the same step again
                     os.rename(final, old)
                 os.rename(folder, final)
                 _fsync_directory(final.parent)
@@ -148,7 +149,7 @@ class CheckpointWriter:
 
 
 def _hold(folder: Path) -> int:
-    """Raises OSError where another process writes to the same folder."""
+    """Open and lock a directory. Raises OSError if another process has locked it."""
     handle = _lock(folder)
     if handle is None:
         raise OSError(errno.EBUSY, "another run writes the same checkpoint")
@@ -156,8 +157,8 @@ def _hold(folder: Path) -> int:
 
 
 def _lock(folder: Path) -> int | None:
-    """The folder, open and locked until it is closed; None where another process has it. Where the file system knows no
-    locks it counts as free."""
+    """Open a directory and lock it until it is closed; returns None if another process has locked it. On a file system
+    without locks it counts as free."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -197,7 +198,7 @@ class _Growing:
 
 
 def new_manifest(**fields: Any) -> Manifest:
-    """A manifest of now, its stages still to be filled in."""
+    """A manifest with the present time, and without stages, which are filled in later."""
     return Manifest(created=_now(), stages=[], **fields)
 
 

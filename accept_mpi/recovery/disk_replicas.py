@@ -1,9 +1,10 @@
-"""Replicas on local disks: what outlives the processes of a run that a supervisor (``launch``) begins again.
+"""Replicas on local disks, which outlive the processes of a run that a supervisor (``launch``) restarts.
 
-Each rank writes what it holds of the last two snapshots that were whole everywhere, to
-``~/.cache/accept_mpi/replicas/RUN/HOST/STEP-PID``: a CRC-32 (4 bytes) and MessagePack of {layer: state}. Two, since not all
-ranks may have written the newest when they end. Nothing is synchronized: a host that loses its power is not asked. Only
-this user's own files are read, in folders to which nobody else may write.
+Each rank writes its part of the last two snapshots that were complete everywhere to
+``~/.cache/accept_mpi/replicas/RUN/HOST/STEP-PID``: a CRC-32 (4 bytes) and MessagePack of {layer: state}. There are two,
+because some ranks may not have written the newest one when they end. Nothing is synchronized to the disk (fsync), since
+replicas need not survive a power failure. Only this user's own files are read, in directories to which nobody else may
+write.
 """
 
 import contextlib
@@ -30,38 +31,39 @@ from accept_mpi.recovery.layer_state import Blobs
 log = logging.getLogger(__name__)
 
 
-_OLD = 7 * 24 * 3600.0  # seconds after which another run's replicas are thrown away
+_OLD = 7 * 24 * 3600.0  # seconds after which another run's replicas are removed
 _ATTENDED, _SURVEY, _ROOM = "attended", "survey", "room"
+"""Names of files: the last start that this host took part in, the cluster profile, the memory of each rank."""
 _MOST_DIGITS, _MOST_SURVEY = 20, 64 << 20
 
 
 class DiskReplicas:
-    """The replicas that one host keeps of a run. Any thread."""
+    """The replicas of one run on one host's disk. Thread-safe."""
 
     def __init__(self, run: RunIdentity, host: str, root: Path | None = None) -> None:
-        """``root``: in place of the user's cache."""
+        """``root``: directory to use instead of the user's cache."""
         self._root = root or cache_directory() / "replicas"
         self._directory = self._root / run.name / host
         self._number = run.number
         self._lock = threading.Lock()
-        """Of what is to be written; never held for long."""
+        """Guards the snapshot that is to be written; never held for long."""
         self._disk = threading.Lock()
-        """Of the directory."""
+        """Guards the directory."""
         self._next: tuple[int, Blobs] | None = None
         self._writer: threading.Thread | None = None
         self._before = 0
-        """The snapshot before the last one."""
+        """Step of the last snapshot that was written; older ones are removed with the next."""
         self._warned = False
 
     def read(self) -> dict[int, Blobs]:
-        """States by step and layer that earlier starts have left here; damaged files are passed over. Once a host and start.
+        """States by step and layer that earlier starts left here, without damaged files. Call it once per host and start.
 
-        Nothing where this host had no part in the start before: others have made those steps anew, and asynchronous training
-        does not come by the same way twice.
+        Empty if this host had no part in the previous start: the other hosts have repeated those steps since, and
+        asynchronous training does not reach the same state twice.
         """
         self._forget_old_runs()
         found: dict[int, Blobs] = {}
-        for left in self._directory.glob(".*"):  # of a process that was killed while it wrote
+        for left in self._directory.glob(".*"):  # left by a process that was killed while it wrote
             with contextlib.suppress(OSError):
                 left.unlink()
         for path in self._kept() if self._attended() else []:
@@ -74,7 +76,7 @@ class DiskReplicas:
         return {step: blobs for step, blobs in found.items() if blobs}
 
     def write(self, step: int, layers: Blobs) -> None:
-        """In the background: a snapshot that is whole everywhere. Some are left out where they come faster than the disk."""
+        """Write a snapshot that is complete everywhere, in the background. Skips some if the disk is too slow."""
         with self._lock:
             self._next = step, layers
             if self._writer is None or not self._writer.is_alive():
@@ -82,43 +84,43 @@ class DiskReplicas:
                 self._writer.start()
 
     def drop_after(self, step: int) -> None:
-        """Steps after this one will be made anew."""
+        """Remove the states after later steps than ``step``, since these steps will be repeated."""
         with self._disk:
             self._cancel()
             self._remove(step + 1, None)
             self._before = 0
 
     def wait(self, seconds: float) -> None:
-        """Until what was asked for is written."""
+        """Wait until the snapshots given to ``write`` are written, for at most ``seconds``."""
         writer = self._writer
         if writer is not None:
             writer.join(seconds)
 
     def keep_cluster(self, cluster: Any) -> None:
-        """What all devices have measured (plain values), for the next start's plan."""
+        """Store the cluster profile (as plain values) for the next start's plan."""
         data = msgspec.msgpack.encode(cluster)
         with self._disk:
             self._put(self._directory / _SURVEY, data)
 
     def cluster(self) -> Any:
-        """What the last ``keep_cluster`` was given; None where there is none, or it is damaged."""
+        """The profile that ``keep_cluster`` stored last; None if there is none or it is damaged."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             return msgspec.msgpack.decode(_checked(self._directory / _SURVEY, _MOST_SURVEY))
         return None
 
     def keep_room(self, place: int, nbytes: float) -> None:
-        """So much memory the next start may plan for the host's rank at this place among its ranks."""
+        """Store how many bytes of memory the next start may plan for one of this host's ranks, number ``place`` of them."""
         with self._disk:
             self._put(self._directory / f"{_ROOM}-{place}", str(int(nbytes)).encode(), bare=True)
 
     def room(self, place: int) -> float:
-        """What the last ``keep_room`` was given for this place; infinite where there is none."""
+        """Bytes that ``keep_room`` stored last for the host's rank number ``place``; infinite if there are none."""
         with contextlib.suppress(OSError, ValueError):
             return float(int(_own(self._directory / f"{_ROOM}-{place}", _MOST_DIGITS)))
         return math.inf
 
     def clear(self) -> None:
-        """The run is at its end."""
+        """Remove all files of the run, at its end."""
         with self._disk:
             self._cancel()
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -141,12 +143,12 @@ class DiskReplicas:
 
     def _write_one(self, step: int, layers: Blobs) -> None:
         path = self._directory / f"{step:012}-{os.getpid()}"
-        if self._put(path, msgspec.msgpack.encode(layers)):  # other ranks of this host keep to the same snapshots
+        if self._put(path, msgspec.msgpack.encode(layers)):  # also other ranks' files: they keep the same snapshots
             self._remove(0, self._before)
             self._before = step
 
     def _put(self, path: Path, data: bytes, bare: bool = False) -> bool:
-        """``bare``: without a checksum."""
+        """Write a file, without a checksum if ``bare``. Returns False, after a warning, if that fails."""
         beside = path.with_name(f".{path.name}")
         try:
             self._make()
@@ -163,7 +165,7 @@ class DiskReplicas:
         return True
 
     def _make(self) -> None:
-        """The folder. Raises OSError where it is not this user's alone."""
+        """Make the directory. Raises OSError if others may write to it."""
         self._root.mkdir(parents=True, exist_ok=True)
         for folder in (self._directory.parent, self._directory):
             with contextlib.suppress(FileExistsError):
@@ -172,14 +174,14 @@ class DiskReplicas:
                 raise PermissionError(errno.EPERM, "others may write to it", str(folder))
 
     def _attended(self) -> bool:
-        """Whether this host had a part in the start before, or in this one."""
+        """True if this host took part in the previous start, or in this one."""
         with contextlib.suppress(OSError, ValueError):
             self._make()
             return int(_own(self._directory / _ATTENDED, _MOST_DIGITS)) >= self._number - 1
         return False
 
     def _kept(self) -> list[Path]:
-        """Files of states, oldest step first."""
+        """Paths of the files with states, oldest step first."""
         return sorted(path for path in self._directory.glob("*-*") if re.fullmatch(r"\d{12}-\d{1,10}", path.name))
 
     def _remove(self, first: int, end: int | None) -> None:
@@ -191,7 +193,7 @@ class DiskReplicas:
     def _forget_old_runs(self) -> None:
         with contextlib.suppress(OSError):
             for run in self._root.iterdir():
-                if run == self._directory.parent:  # whose last start may have been before the clock was set
+                if run == self._directory.parent:  # seems old if its last start was before the clock was set
                     continue
                 newest = max((path.lstat().st_mtime for path in [run, *run.rglob("*")]), default=0.0)
                 if time.time() - newest > _OLD:
@@ -208,13 +210,13 @@ def _step(path: Path) -> int:
 
 
 def _decoded(path: Path) -> Blobs:
-    """Raises OSError or ValueError where the file is damaged."""
+    """States by layer in a file. Raises OSError or ValueError if it is damaged."""
     blobs = msgspec.msgpack.decode(_checked(path, int(min(available_memory() / 2, 1 << 50))), type=Blobs)
     return {layer: blob for layer, blob in blobs.items() if blob}
 
 
 def _checked(path: Path, most: int) -> bytes:
-    """What follows the checksum. Raises OSError, or ValueError where it is another's."""
+    """Content of a file after its checksum. Raises OSError; ValueError if the checksum does not match."""
     data = _own(path, most)
     if len(data) <= 4 or zlib.crc32(data[4:]) != int.from_bytes(data[:4], "little"):
         raise ValueError("it does not match its checksum")
@@ -222,6 +224,7 @@ def _checked(path: Path, most: int) -> bytes:
 
 
 def _own(path: Path, most: int) -> bytes:
+    """Content of a file that only this user may write. Raises OSError, also if it has more than ``most`` bytes."""
     if not is_private(path):
         raise PermissionError(errno.EPERM, "others may write to it", str(path))
     return read_regular(path, most, links=False)

@@ -1,4 +1,4 @@
-"""A layer's weights and optimizer state as bytes, whole and in pieces."""
+"""State of layers (weights and optimizer state) as bytes, whole and in chunks."""
 
 import io
 import math
@@ -17,14 +17,14 @@ from accept_mpi.pipeline.stage import Stage
 from accept_mpi.recovery.tensor_file import read_header
 
 Blobs = dict[int, bytes]
-"""States by layer."""
+"""States by layer, each of them a safetensors file as bytes."""
 Chunk = tuple[int, int, Any]
-"""A layer, how many bytes its state has, and some of them, in order."""
+"""A layer, the size of its state in bytes, and some of these bytes. Chunks of a layer come in order."""
 _WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
 
 
 def states(stage: Stage) -> Blobs:
-    """All layers of a stage as they are now."""
+    """Present states of all layers of a stage."""
     tensors: dict[int, dict[str, torch.Tensor]] = {stage.start + i: {} for i in range(len(stage.names))}
     index = {name: stage.start + i for i, name in enumerate(stage.names)}
     for key, value in stage.weights().items():
@@ -35,14 +35,15 @@ def states(stage: Stage) -> Blobs:
 
 
 def pack(weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> bytes:
-    """One layer's state."""
+    """State of one layer, from its named weights and optimizer state."""
     named = {_WEIGHTS + key: value for key, value in weights.items()}
     return safetensors.torch.save(named | {_OPTIMIZER + key: value for key, value in optimizer.items()})
 
 
 def load(stage: Stage, blobs: Mapping[int, bytes], options: Optimizer) -> int:
-    """Give a stage the state of its layers, under a job's optimizer. Raises UserError where they are another model's, or
-    nothing to go on from. Returns how many tensors are left out, which are another optimizer's."""
+    """Load the states of a stage's layers, for a job with optimizer ``options``. Returns the number of tensors that are left
+    out because they belong to another optimizer. Raises UserError if the states are damaged, belong to another model or
+    have values that training cannot go on from."""
     weights, optimizer = {}, {}
     for blob in blobs.values():
         try:
@@ -63,11 +64,12 @@ def load(stage: Stage, blobs: Mapping[int, bytes], options: Optimizer) -> int:
 
 
 def fitting(blobs: Blobs, names: Sequence[str]) -> Blobs:
-    """Of states that come from a disk, those of a model's layers that hold nothing but their layer's tensors."""
+    """The states in ``blobs``, read from a disk, that hold only tensors of their layer. ``names``: the model's layers."""
     return {layer: blob for layer, blob in blobs.items() if 0 <= layer < len(names) and _is_of(blob, names[layer])}
 
 
 def _is_of(blob: bytes, name: str) -> bool:
+    """True if a state is intact and holds only tensors of the layer ``name``."""
     try:
         entries = read_header(io.BytesIO(blob), len(blob))
     except ValueError:
@@ -80,8 +82,10 @@ def _is_of(blob: bytes, name: str) -> bool:
 
 
 def _check_weights(stage: Stage, weights: Mapping[str, torch.Tensor]) -> None:
-    """What fits by name has the very kind and shape that the model has, since to load is to convert without a word; missing
-    and unexpected names are found there. A buffer may be infinite (a mask); from a parameter training goes on."""
+    """Raise UserError unless weights have the model's dtypes, and trained ones its shapes and finite values.
+
+    Loading would convert dtypes silently; it finds missing and unexpected names itself. A buffer may be infinite (a mask).
+    """
     buffers = {
         f"{name}.{key}": buffer
         for name, layer in zip(stage.names, stage.layers, strict=True)
@@ -98,7 +102,7 @@ def _check_weights(stage: Stage, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_optimizer(stage: Stage, state: Mapping[str, torch.Tensor], wanted: frozenset[str]) -> None:
-    """Raises UserError where state is not that of this stage's parameters, each with all that belongs to it."""
+    """Raise UserError unless optimizer state belongs to this stage's parameters and is complete for each of them."""
     parameters, found = dict(stage.named_parameters()), dict[str, set[str]]()
     for key, value in state.items():
         what, _, name = key.partition("/")
@@ -132,7 +136,7 @@ def _kind(value: torch.Tensor) -> str:
 
 
 def chunked(blobs: Mapping[int, bytes], size: int) -> Iterator[list[Chunk]]:
-    """Layers' states as messages of ``size`` bytes, which share their memory."""
+    """Yield layers' states as messages of up to ``size`` bytes, which share the states' memory."""
     message: list[Chunk] = []
     room = size
     for layer, blob in blobs.items():
@@ -148,14 +152,15 @@ def chunked(blobs: Mapping[int, bytes], size: int) -> Iterator[list[Chunk]]:
 
 
 class Arriving:
-    """Layers' states of which pieces come in, each layer's in order."""
+    """Collects layers' states from chunks, which arrive in order for each layer."""
 
     def __init__(self) -> None:
         self.whole: Blobs = {}
+        """States that have arrived completely."""
         self._growing: dict[int, bytearray] = {}
 
     def add(self, pieces: Iterable[Chunk]) -> None:
-        """Those of a message."""
+        """Take the chunks of a message."""
         for layer, total, data in pieces:
             growing = self._growing.setdefault(layer, bytearray())
             growing += data
@@ -164,5 +169,5 @@ class Arriving:
 
 
 def _layer(name: str) -> str:
-    """ "features-3" of "features-3.conv.weight"."""
+    """Name of a tensor's layer: "features-3" for "features-3.conv.weight"."""
     return name.partition(".")[0]

@@ -1,6 +1,6 @@
-"""A checkpoint's manifest, and the order of a directory's checkpoints: that of their own history.
+"""Manifests of checkpoints, and the order in which the checkpoints of a directory were made, by numbers in the manifests.
 
-Clocks say nothing of it: a device without a battery wakes in 1970, and a run may go on from an earlier step.
+Clocks and steps do not tell the order: a device without a battery wakes in 1970, and a run may resume from an earlier step.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ Text = Annotated[str, Meta(max_length=1000)]
 
 
 class File(msgspec.Struct, frozen=True):
-    """A file of a checkpoint and how to know that it is whole."""
+    """A file of a checkpoint, with the size and the checksum of its complete content."""
 
     name: Text
     nbytes: Count
@@ -37,7 +37,7 @@ class File(msgspec.Struct, frozen=True):
 
 
 class StageFiles(msgspec.Struct, frozen=True):
-    """What one stage left: layers ``start <= i < stop``."""
+    """The two files of one stage, which held layers ``start <= i < stop``."""
 
     start: Count
     stop: Count
@@ -46,28 +46,28 @@ class StageFiles(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """``manifest.json``."""
+    """Content of ``manifest.json``."""
 
     format: Text = FORMAT
     version: int = VERSION
     created: Text
-    """For people."""
+    """Time (ISO 8601, UTC), for people."""
     run: Text = ""
-    """Who made it: the same in all that one ``train`` or ``launch`` makes, and in nobody else's."""
+    """Name of the run that made it: the same in all checkpoints of one ``train`` or ``launch``, and in no others."""
     number: Count = 0
-    """Of what lies in one directory the later has the higher number. 0: nobody has counted."""
+    """Position in the directory's history: a later checkpoint has a higher number. 0: not numbered."""
     step: Annotated[int, Meta(ge=1, le=_MOST)]
-    """Updates made."""
+    """Number of updates made."""
     epoch: Count
     seen: Count | None = None
-    """Samples of ``epoch`` that the steps have seen; None: as the steps and the job's batch size say."""
+    """Samples of ``epoch`` that have been used; None: to be derived from the steps and the job's batch size."""
     order: Seed | None = None
-    """Seed of the order of ``epoch``; None: ``seed``."""
+    """Seed of the order of the samples in ``epoch``; None: ``seed``."""
     model: Text
     model_args: dict[str, Any]
     layers: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
     seed: Seed
-    """With the step, all there is to the state of the random numbers: every draw is seeded by what it is for."""
+    """Seed of the run. With the step, it is the whole state of the random numbers: every draw is seeded by its purpose."""
     samples: Annotated[int, Meta(ge=1, le=_MOST)]
     """Size of the training set."""
     job: str
@@ -75,14 +75,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     stages: list[StageFiles]
 
     def settings(self) -> dict[str, Any]:
-        """``job`` as plain values."""
+        """The job as plain values."""
         found = msgspec.json.decode(self.job)
         assert isinstance(found, dict)
         return found
 
 
 class OtherVersion(ValueError):
-    """What another program, or another version of this one, has written."""
+    """The manifest was written by another program, or by another version of this one."""
 
 
 class _Head(msgspec.Struct):
@@ -91,7 +91,7 @@ class _Head(msgspec.Struct):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Of a checkpoint. Raises OSError, or ValueError where what it says cannot be."""
+    """The manifest in a checkpoint's directory. Raises OSError if it cannot be read, ValueError if it is not valid."""
     data = read_regular(folder / "manifest.json", _MOST_BYTES, links=False)
     try:
         head = msgspec.json.decode(data, type=_Head)
@@ -110,7 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_job(text: str) -> None:
-    """Raises ValueError or RecursionError where ``text`` is no job's JSON."""
+    """Raise ValueError or RecursionError if ``text`` is not a job in JSON."""
     job = msgspec.json.decode(text)
     if not isinstance(job, dict):
         raise ValueError("job is not an object")
@@ -118,7 +118,7 @@ def check_job(text: str) -> None:
 
 
 def _check(manifest: Manifest) -> None:
-    """Raises ValueError where fields contradict each other, or cannot be what a run has written."""
+    """Raise ValueError if fields contradict each other, or have values that no run writes."""
     layers, stages = manifest.layers, manifest.stages
     texts = {"created": manifest.created, "model": manifest.model, "run": manifest.run}
     for name, text in texts.items():
@@ -137,15 +137,15 @@ def _check(manifest: Manifest) -> None:
     if manifest.epoch > manifest.step or (manifest.seen or 0) >= manifest.samples:
         raise ValueError(
             f"{manifest.seen or 0} samples of epoch {manifest.epoch} seen after {manifest.step} steps "
-            f"of {manifest.samples} samples an epoch cannot be"
+            f"of {manifest.samples} samples per epoch cannot be"
         )
     _check_values("model_args", manifest.model_args)
 
 
 def _check_values(name: str, values: dict[str, Any]) -> None:
-    """Raises ValueError where values are too many levels deep, or numbers of no job."""
+    """Raise ValueError if values are nested too deeply, or hold a number that no job can hold."""
     try:
-        for value in every_value([values], _MOST_DEPTH):  # it is one level itself
+        for value in every_value([values], _MOST_DEPTH):  # the list itself is one level
             if isinstance(value, int) and abs(value) >> 63:
                 raise ValueError("holds a number of more than 64 bits")
     except ValueError as error:
@@ -153,23 +153,23 @@ def _check_values(name: str, values: dict[str, Any]) -> None:
 
 
 def complete(run: Path) -> list[Path]:
-    """A run's checkpoints in the order in which they were made: a directory may hold those of several runs. Damaged ones are
-    among them, where the times of their files put them."""
+    """Checkpoints in a run's directory, in the order in which they were made; several runs may have made them. Damaged ones
+    are included, in the place that the times of their files suggest."""
     return [path for path, _ in _in_order(run)]
 
 
 def made_by(run: Path, who: str) -> list[Path]:
-    """The checkpoints in a run's directory that ``who`` has made, newest first; their tensors are not checked."""
+    """The checkpoints in a run's directory that the run named ``who`` made, newest first; their tensors are not checked."""
     return [path for path, manifest in reversed(_in_order(run)) if manifest and manifest.run == who]
 
 
 def last_number(run: Path) -> int:
-    """The highest number of a checkpoint in a run's directory."""
+    """The highest number of a checkpoint in a run's directory; 0 if there is none."""
     return max((manifest.number for _, manifest in _in_order(run) if manifest), default=0)
 
 
 def _in_order(run: Path) -> list[tuple[Path, Manifest | None]]:
-    """Checkpoints with their manifests; None of damaged ones."""
+    """Checkpoints with their manifests, in order (``complete``); None for damaged ones."""
     sound: list[tuple[Path, Manifest | None]] = []
     damaged: list[tuple[int, Path]] = []
     inside: list[Path] = []

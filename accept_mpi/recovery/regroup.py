@@ -1,4 +1,4 @@
-"""After a loss: who is left, and which layers each of them takes."""
+"""Regroups the surviving ranks after a loss, and plans which layers each of them takes."""
 
 import time
 from collections.abc import Sequence
@@ -17,29 +17,34 @@ from accept_mpi.recovery.replicas import Holdings, Replicas, newest
 
 
 def regroup(runtime: Runtime) -> str:
-    """All who are left come together. Returns who is not among them, for people."""
+    """Regroup the surviving ranks; all of them call this together. Returns a sentence that names the lost ones."""
     began = time.monotonic()
     who = {member: runtime.who(rank) for rank, member in enumerate(runtime.members)}
     gone = runtime.regroup()
     failpoint("regroup")
     lost = " and ".join(who[member] for member in gone) or "nobody but a connection"
-    return f"lost {lost}; {runtime.size} found together in {1e3 * (time.monotonic() - began):.0f} ms"
+    ranks = f"{runtime.size} rank{'s' if runtime.size > 1 else ''}"
+    return f"lost {lost}; {ranks} regrouped in {1e3 * (time.monotonic() - began):.0f} ms"
 
 
 class PlanInForce(msgspec.Struct, frozen=True):
-    """A plan that ranks have begun a term with."""
+    """A plan that ranks have built a deployment for."""
 
     number: int
-    """Of the term."""
+    """Number of the deployment."""
     plan: Plan
-    """In the ranks when mpirun began."""
+    """The plan, with ranks numbered as when the job began."""
 
 
 def newest_plan(
     runtime: Runtime, number: int, held: PlanInForce | None, replicas: Replicas
 ) -> tuple[int, PlanInForce | None, Layers]:
-    """The number of the next term, the last one that anybody has begun (a loss while a term is built finds some ranks with
-    its plan, others still with the one before), and the layers that each rank has a copy of. All ranks together."""
+    """Agree on the newest plan that any rank has built a deployment for; all ranks call this together.
+
+    Ranks may differ, since a loss while a deployment is built finds some with its plan and others with the one before.
+    Returns the number of the next deployment, the plan (None if nobody has one), and the layers that each rank has a copy
+    of, by rank.
+    """
     mine = [number, msgspec.to_builtins(held), replicas.holdings()]
     told = runtime.messenger.allgather(mine, runtime.startup_seconds, "the last plan")
     plans = [msgspec.convert(one, PlanInForce) for _, one, _ in told if one is not None]
@@ -51,8 +56,11 @@ def newest_plan(
 
 
 def next_plan(runtime: Runtime, job: Job, plan: Plan, cluster: ClusterProfile | None, layers: Layers = ()) -> Plan:
-    """The plan of those who are left, in their ranks of now. All ranks together. ``plan`` is in the ranks when mpirun
-    began, ``cluster`` of those who are left, ``layers`` what each has a copy of. Raises TooFewDevices where no plan fits."""
+    """The plan for the surviving ranks, as they are numbered now; all of them call this together.
+
+    ``plan``: the one before, with ranks numbered as when the job began; ``cluster``: profile of the surviving devices;
+    ``layers``: those that each rank has a copy of. Raises TooFewDevices if no plan fits.
+    """
     members = runtime.members
     try:
         decided = runtime.agree(
@@ -67,8 +75,11 @@ def next_plan(runtime: Runtime, job: Job, plan: Plan, cluster: ClusterProfile | 
 def plan_after_loss(
     job: Job, plan: Plan, cluster: ClusterProfile | None, members: Sequence[int], layers: Layers = ()
 ) -> Plan:
-    """The plan for those who are left, in their new ranks: from what all devices have measured of themselves, where they
-    have; else a lost stage's layers go to its neighbour. Raises UserError where no plan fits."""
+    """The plan for the surviving ranks ``members`` (as numbered when the job began), as they are numbered now.
+
+    It is made from the cluster profile; without one, a lost stage's layers go to a neighbour. Other arguments as for
+    ``next_plan``. Raises UserError if no plan fits.
+    """
     ranks = {member: rank for rank, member in enumerate(members)}
     if cluster is None:
         held = {rank for stage in plan.stages for rank in stage.ranks}

@@ -1,5 +1,5 @@
 """Snapshots in memory: each rank keeps its own layers' state and that of the stage before it, so that a lost rank's layers
-are still somewhere (FTPipeHD's chain replication, section III-E).
+exist elsewhere, too (FTPipeHD's chain replication, section III-E).
 
 A layer's state is one safetensors blob: ``weights/<name>`` and ``optimizer/<what>/<name>``, names as in the whole model.
 """
@@ -11,11 +11,11 @@ from typing import Protocol
 from accept_mpi.recovery.layer_state import Blobs
 
 Holdings = dict[int, list[int]]
-"""Step -> layers whose state after it a rank holds."""
+"""Layers whose state a rank holds, by the step after which the state was copied."""
 
 
 class Disk(Protocol):
-    """Where snapshots outlive the process (``disk_replicas.DiskReplicas``)."""
+    """A place in which snapshots outlive the process (``disk_replicas.DiskReplicas``)."""
 
     def write(self, step: int, layers: Blobs) -> None: ...
 
@@ -23,7 +23,7 @@ class Disk(Protocol):
 
 
 class Replicas:
-    """What one rank holds of the model's state after which steps. Any thread."""
+    """The states of layers that one rank holds, by step. Thread-safe."""
 
     def __init__(self, disk: Disk | None = None) -> None:
         self._disk = disk
@@ -31,12 +31,13 @@ class Replicas:
         self._steps: dict[int, Blobs] = {}
 
     def keep(self, step: int, layers: Mapping[int, bytes]) -> None:
-        """States of layers after ``step`` steps."""
+        """Keep the states of some layers after ``step`` steps."""
         with self._lock:
             self._steps.setdefault(step, {}).update(layers)
 
     def commit(self, step: int) -> None:
-        """The snapshot after ``step`` is whole everywhere: no earlier one is needed."""
+        """Write the snapshot after ``step`` steps, which is complete everywhere, to the disk if there is one; forget earlier
+        ones."""
         with self._lock:
             self._steps = {s: blobs for s, blobs in self._steps.items() if s >= step}
             layers = dict(self._steps.get(step, {}))
@@ -44,34 +45,37 @@ class Replicas:
             self._disk.write(step, layers)
 
     def back_to(self, step: int) -> None:
-        """What comes after ``step`` will be made anew."""
+        """Forget the states after later steps than ``step``, since these steps will be repeated."""
         with self._lock:
             self._steps = {s: blobs for s, blobs in self._steps.items() if s <= step}
         if self._disk:
             self._disk.drop_after(step)
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Forget all states, to free their memory."""
         with self._lock:
             self._steps = {}
 
     def holdings(self) -> Holdings:
+        """The layers whose states are held, by step."""
         with self._lock:
             return {step: sorted(blobs) for step, blobs in self._steps.items()}
 
     def get(self, step: int, layer: int) -> bytes:
+        """State of ``layer`` after ``step`` steps. Raises KeyError if it is not held."""
         with self._lock:
             return self._steps[step][layer]
 
     @property
     def nbytes(self) -> int:
-        """Memory that all of it takes."""
+        """Bytes of all states that are held."""
         with self._lock:
             return sum(len(blob) for blobs in self._steps.values() for blob in blobs.values())
 
 
 def newest(held: Sequence[Holdings], layers: int) -> int | None:
-    """The last step after which every layer's state is held by someone; ``held``: by rank."""
+    """The last step after which the state of each of ``layers`` layers is held by some rank; None if there is none.
+    ``held``: by rank."""
     for step in sorted({step for holdings in held for step in holdings}, reverse=True):
         if len({layer for holdings in held for layer in holdings.get(step, ())}) == layers:
             return step
@@ -79,8 +83,8 @@ def newest(held: Sequence[Holdings], layers: int) -> int | None:
 
 
 def sources(held: Sequence[Holdings], step: int, wanted: Sequence[range]) -> dict[tuple[int, int], list[int]]:
-    """Who sends which layers to whom: (from, to) -> layers. ``wanted``: layers by rank. Those who hold a layer share the
-    sending."""
+    """Layers to move so that every rank gets those that it lacks, by (sending rank, receiving rank). ``wanted``: layers by
+    rank. Ranks that hold the same layers share the work of sending them."""
     moves: dict[tuple[int, int], list[int]] = {}
     for dest, layers in enumerate(wanted):
         for layer in layers:

@@ -1,12 +1,12 @@
-"""Chain replication in the background: a snapshot's copy of each stage goes to the rank of the stage after it.
+"""Chain replication in the background: each stage's copy of a snapshot goes to the rank of the next stage.
 
-A barrier tells all stages after which step (``recovery.barriers``). What has arrived whole at the next rank is reported
-to rank 0; when that holds for all stages, the snapshot is committed and older ones are forgotten. A snapshot begins when the
-one before is committed, never earlier.
+A barrier tells all stages after which step to copy (``recovery.barriers``). When a copy has arrived completely, its receiver
+reports that to rank 0; when all copies have, the snapshot is committed and older ones are forgotten. A snapshot never begins
+before the previous one is committed.
 
-Where one stage's state takes its link longer than the job allows, there are extra snapshots in between: every stage keeps
-its own copy, and only stages whose copy before has left send it on. So a loss costs as many steps as the lost stage's own
-copy is behind, not the largest stage's.
+If sending one stage's state takes longer than the job allows between snapshots, there are extra ones in between: every stage
+keeps its own copy, but only stages that have sent their previous copy send it on. So a loss costs as many steps as the lost
+stage's own copy is behind, not as many as the largest stage's copy.
 """
 
 from collections.abc import Callable
@@ -19,22 +19,23 @@ from accept_mpi.recovery.barriers import SNAPSHOT, Barriers, Post
 from accept_mpi.recovery.layer_state import Arriving, chunked, states
 from accept_mpi.recovery.replicas import Replicas
 
-_CHUNK = 1 << 16  # bytes: 5 ms at 100 Mbit/s; `comm.background` decides how many are under way
+_CHUNK = 1 << 16  # bytes per message: 5 ms at 100 Mbit/s; `comm.background` decides how many are in flight
 
 
 class Route(NamedTuple):
-    """The way of a rank's copies."""
+    """Path of the copies that a rank makes."""
 
     stage: int | None
-    """The stage that this rank holds."""
+    """The stage that this rank holds; None if it is idle."""
     ranks: list[int]
-    """Those that hold stages 0, 1, ..."""
+    """The ranks that hold stages 0, 1, ..."""
     size: int
-    """All ranks, idle ones too."""
+    """Number of ranks, idle ones included."""
 
     @property
     def next(self) -> int:
-        """The rank that this stage's copy goes to: the next stage's; for the only stage, one that the plan leaves idle."""
+        """The rank that gets this stage's copy: the next stage's (for the last stage the first's), or, if there is only one
+        stage, one that the plan leaves idle."""
         assert self.stage is not None
         if len(self.ranks) > 1:
             return self.ranks[(self.stage + 1) % len(self.ranks)]
@@ -42,27 +43,28 @@ class Route(NamedTuple):
 
 
 class Replication:
-    """One rank's part in copying, as long as a plan holds."""
+    """One rank's part in replication during a deployment."""
 
     def __init__(
         self, replicas: Replicas, route: Route, on: bool, barriers: Barriers, post: Post, sending: Callable[[], bool]
     ) -> None:
-        """``on``: whether copies go to other ranks at all; ``sending``: whether a copy posted earlier is not sent yet."""
+        """``on``: whether copies go to other ranks; ``sending()``: whether an earlier copy is still being sent."""
         self._replicas, self._route, self.on = replicas, route, on
         self._barriers, self._post, self._sending = barriers, post, sending
         self._arriving: dict[tuple[int, int], Arriving] = {}
         self._whole: dict[int, set[int]] = {}
-        """Rank 0: stages whose copy after a step has arrived."""
+        """On rank 0: stages whose copy has arrived, by step."""
 
     # -- main thread ---------------------------------------------------------------------------------------------------
 
     def restart(self, step: int, stage: Stage) -> None:
-        """A plan begins after ``step`` steps: keep the state that the stage begins with."""
+        """Keep the state with which the stage begins a plan after ``step`` steps."""
         self._barriers.begin_after(step)
         self._replicas.keep(step, states(stage))
 
     def begin(self, step: int, stage: Stage, flags: int) -> None:
-        """Keep the stage's state after ``step`` steps, and send it on in the background."""
+        """Keep the stage's state after ``step`` steps, and send it on in the background (an extra snapshot only if the
+        previous copy has been sent). ``flags``: those of the barrier."""
         failpoint("snapshot")
         blobs = states(stage)
         self._replicas.keep(step, blobs)
@@ -74,7 +76,7 @@ class Replication:
     # -- data-plane thread ---------------------------------------------------------------------------------------------
 
     def handle(self, control: Control) -> bool:
-        """Take a message about copies; whether it was one."""
+        """Handle a message about copies; returns False for other messages."""
         if isinstance(control, ReplicaChunks):
             self._take(control)
         elif isinstance(control, Replicated):
@@ -87,6 +89,7 @@ class Replication:
         return True
 
     def _take(self, copy: ReplicaChunks) -> None:
+        """Take chunks of another stage's copy; report the copy to rank 0 once it is complete."""
         key = copy.step, copy.stage
         arriving = self._arriving.setdefault(key, Arriving())
         arriving.add(copy.chunks)
@@ -96,7 +99,7 @@ class Replication:
             self._post(0, Replicated(copy.step, copy.stage), False)
 
     def _count(self, arrived: Replicated) -> None:
-        """Rank 0: commit a snapshot once every stage's copy has arrived."""
+        """Commit a snapshot once every stage's copy has arrived; on rank 0."""
         whole = self._whole.setdefault(arrived.step, set())
         whole.add(arrived.stage)
         if len(whole) == len(self._route.ranks):

@@ -1,6 +1,6 @@
-"""Where layers' states come from when a term begins, and how they get to the ranks that need them: peer to peer.
+"""Finds the state that a deployment begins with, and moves layers' states to the ranks that need them, peer to peer.
 
-They lie in ranks' memory (``replicas``), or in a checkpoint on rank 0's disk.
+The states are in the memory of ranks (``replicas``), or in a checkpoint on rank 0's disk.
 """
 
 import time
@@ -20,34 +20,37 @@ from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.layer_state import Arriving, Blobs, chunked, pack
 from accept_mpi.recovery.replicas import Holdings, Replicas, newest, sources
 
-_PIECE = 1 << 18
-_AT_ONCE = 4  # pieces under way from one rank
+_PIECE = 1 << 18  # bytes per message
+_AT_ONCE = 4  # messages in flight from one rank
 
 
 class Origin(NamedTuple):
-    """A snapshot that all ranks know of."""
+    """The snapshot that a deployment begins with, as all ranks know it."""
 
     step: int
-    """0: weights as the seed makes them, no state to load."""
+    """Number of steps made; 0: weights as the seed makes them, no state to load."""
     held: list[Holdings]
-    """By rank."""
+    """The layers that each rank holds, by rank."""
     on_disk: bool
+    """True if it is the checkpoint on rank 0's disk."""
 
 
 class CheckpointStore:
-    """A checkpoint's layers as ``Replicas`` gives them."""
+    """The states of a checkpoint's layers, with the interface of ``Replicas``."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
 
     def get(self, step: int, layer: int) -> bytes:
+        """State of ``layer`` after ``step`` steps, which must be the checkpoint's."""
         assert step == self.checkpoint.manifest.step
         one = range(layer, layer + 1)
         return pack(self.checkpoint.tensors("weights", one), self.checkpoint.tensors("optimizer", one))
 
 
 def newest_snapshot(runtime: Runtime, replicas: Replicas, disk_step: int, layers: int) -> Origin:
-    """The newest snapshot that every layer still has a copy of. ``disk_step``: of rank 0's checkpoint, 0: it has none."""
+    """The newest snapshot that has a copy of every layer somewhere; all ranks call this together. ``disk_step``: the step of
+    rank 0's checkpoint, 0 if there is none."""
     mine = [replicas.holdings(), disk_step]
     told = runtime.messenger.allgather(mine, runtime.startup_seconds, "the snapshots that each rank holds")
     held = [msgspec.convert(holdings, Holdings, strict=False) for holdings, _ in told]
@@ -58,13 +61,14 @@ def newest_snapshot(runtime: Runtime, replicas: Replicas, disk_step: int, layers
 
 
 def fetch(messenger: Messenger, plan: Plan, origin: Origin, store: Replicas | CheckpointStore, seconds: float) -> Blobs:
-    """The states of this rank's layers; what others need of this rank's goes to them meanwhile. All ranks together."""
+    """The states of the layers that ``plan`` gives to this rank. Meanwhile it sends those that others need; all ranks call
+    this together. ``seconds``: time without any progress after which it raises DeadlineError."""
     failpoint("move")
     rank, step = messenger.rank, origin.step
     wanted = [plan.layers_of(r) for r in range(messenger.size)]
     moves = sources(origin.held, step, wanted)
     found = {layer: store.get(step, layer) for layer in wanted[rank] if layer in origin.held[rank].get(step, ())}
-    # One receiver after another: rank 0 need not hold what all wait for.
+    # Serve one receiver after another, so that rank 0 need not hold what all of them wait for.
     pieces = (
         (dest, LayerChunks(piece))
         for (source, dest), layers in sorted(moves.items())
@@ -80,8 +84,8 @@ def fetch(messenger: Messenger, plan: Plan, origin: Origin, store: Replicas | Ch
 def _exchange(
     messenger: Messenger, pieces: Iterator[tuple[int, LayerChunks]], coming: dict[int, int], seconds: float
 ) -> list[Blobs]:
-    """Send pieces, several at once, while so many layers of each rank in ``coming`` arrive; links carry both ways at once.
-    Raises DeadlineError where nothing moves for so many seconds."""
+    """Send ``pieces``, several at once, and meanwhile receive as many layers from each rank as ``coming`` says, since links
+    carry both directions at once. Raises DeadlineError if nothing moves for ``seconds``."""
     arriving = {source: Arriving() for source in coming}
     missing, later = set(coming), []
     under_way: deque[Sending] = deque()

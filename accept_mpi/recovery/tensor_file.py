@@ -1,4 +1,4 @@
-"""The header of a safetensors file, looked at before anything in the file is believed.
+"""Checks the header of a safetensors file before anything in the file is trusted.
 
 8 bytes   length of the header, little-endian
 header    JSON: {name: {"dtype": "F32", "shape": [3, 3], "data_offsets": [begin, end]}, "__metadata__": {...}}
@@ -21,7 +21,7 @@ _ITEM_BYTES = {
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One tensor, as the header has it."""
+    """One tensor's entry in the header."""
 
     dtype: str
     shape: list[int]
@@ -29,7 +29,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def read_header(file: BinaryIO, size: int) -> dict[str, Entry]:
-    """Tensors by name of an open file of ``size`` bytes. Raises ValueError where they are not all of it, in order."""
+    """Tensors by name in an open file of ``size`` bytes. Raises ValueError unless they fill the file, in order."""
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > size - 8:
         raise ValueError("cut short, or no safetensors file")

@@ -1,1 +1,1 @@
-"""A run from its job to its end; all ranks together."""
+"""A run from its job to its end, in which all ranks take part together."""

@@ -1,4 +1,4 @@
-"""How rank 0 learns what the devices can do, and all ranks learn the plan that follows (``cuts = "auto"``)."""
+"""Plans by measuring (``cuts = "auto"``): rank 0 learns what the devices can do, and all ranks get the plan that follows."""
 
 import math
 import time
@@ -49,52 +49,52 @@ from accept_mpi.training.profile_cluster import (
 
 Data = tuple[Dataset | None, Dataset | None]
 
-_MOST_ROWS = 50_000  # of a trace, that are looked at after a run
+_MOST_ROWS = 50_000  # newest rows of a trace that are evaluated after a run
 
 
 class AutoPlan(NamedTuple):
-    """What all ranks know afterwards."""
+    """Result of planning by measurement; some fields are set on rank 0 only."""
 
     plan: Plan
-    """With a codec wherever the job says "auto", unless the plan was given."""
+    """The plan, with a codec wherever the job says "auto", unless it was given."""
     data: Data
-    """Training and test set, where this rank has them."""
+    """Training and test set, if this rank has them."""
     lines: list[str]
-    """Rank 0: the plan as a table, and how long this took."""
+    """On rank 0: the plan as a table, and how long measuring and planning took."""
     cluster: ClusterProfile | None
-    """Rank 0: what was measured."""
+    """On rank 0: the cluster profile that was measured."""
     step: float | None
-    """Rank 0: seconds that a step should take."""
+    """On rank 0: expected seconds per step; None if the plan was given."""
     outline: Outline
-    """Of the model."""
+    """Outline of the model."""
     seconds: float = 0.0
-    """That measuring and planning took."""
+    """On rank 0: seconds that measuring and planning took."""
     keys: tuple[str, ...] = ()
-    """Rank 0: each rank's key in the latency database."""
+    """On rank 0: each rank's key in the latency database."""
 
 
 def plan_by_measuring(
     runtime: Runtime, job: Job, chain: Chain, loss: Loss, given: Plan | None = None, most: float = math.inf
 ) -> AutoPlan:
-    """Measure devices and links, and cut the model where training is fastest. All ranks call this together.
+    """Measure devices and links, and cut the model so that training is fastest. All ranks call this together.
 
-    Every rank that can load the data may be first or last. Where a plan is ``given``, it stays as it is, rank 0 alone times
-    layers and the others are taken to be as fast (FTPipeHD, section III-D: capacity 1 until training shows another). This
-    rank gets ``most`` bytes of memory at most.
+    Every rank that can load the data may hold the first or the last stage. If a plan is ``given``, it stays as it is: only
+    rank 0 times layers, and the others are assumed to be as fast (FTPipeHD, section III-D: capacity 1 until training shows
+    another). ``most``: most bytes of memory that this rank may take.
 
-    Raises Agreed where no plan fits or nobody has the data.
+    Raises Agreed if no plan fits or no rank has the data.
     """
     data, source = _load(runtime, job)
     began = time.monotonic()
     batch = runtime.agree("a micro-batch", lambda: micro_batch(data[0], job))
     codings = codings_of(job)
-    prepare(list(codings.values()))  # a slow device takes as long for this as rank 0 for the model's layers
+    prepare(list(codings.values()))  # now, since it takes a slow device as long as another rank takes for the outline
     model = agree_on_outline(runtime, chain, job, batch, source)
     rates = pair_rates(runtime.world)
     linked = time.monotonic()
     path = database_path(job.pipeline.latency_db) if runtime.rank == 0 and not given else None
     devices = introduce_devices(runtime, job, model, path)
-    give_back_memory()  # of a run before this one in the same process
+    give_back_memory()  # kept from an earlier run in the same process
     room = min(most, planned(available_memory() / runtime.ranks_on_host))
     subject = Subject(chain, model, job, loss, *batch)
     times = runtime.agree(
@@ -117,7 +117,7 @@ def plan_by_measuring(
 
 
 class _Took(NamedTuple):
-    """When parts of the measuring were done, in monotonic seconds."""
+    """Times at which parts of the measurement were done, in monotonic seconds."""
 
     began: float
     linked: float
@@ -125,20 +125,20 @@ class _Took(NamedTuple):
 
 
 def _times_here(runtime: Runtime, subject: Subject, devices: Devices, room: float) -> LayerTimes:
-    """The time of each layer on this rank, in the order in which its pieces tell most."""
+    """Time the layers on this rank, the most informative pieces first."""
     known, order = devices.known[runtime.rank], devices.order(runtime.rank, len(pieces(subject.outline)))
     crowded = runtime.cores < torch.get_num_threads()
     return time_layers(subject, subject.job.pipeline.probe_seconds, known, room, order, crowded)
 
 
 def _gathered(runtime: Runtime, devices: Devices, subject: Subject, mine: Report) -> Measured:
-    """All ranks' reports, on rank 0, and what devices of one kind measure once more because they disagree. All ranks
-    together."""
+    """Gather all ranks' reports on rank 0, and have devices of one kind that disagree time some pieces again. All ranks call
+    this together."""
     messenger, seconds = runtime.messenger, runtime.startup_seconds
     told = messenger.allgather(msgspec.to_builtins(mine), seconds, "what each device has measured")
     reports = [msgspec.convert(one, Report) for one in told] if runtime.rank == 0 else []
     first = devices.together([report.times for report in reports])
-    doubts = messenger.broadcast(doubted(first, devices.kinds) if first else None, seconds, "whom to ask again")
+    doubts = messenger.broadcast(doubted(first, devices.kinds) if first else None, seconds, "which times to check")
     again = retime_doubted(runtime, subject, doubts, mine.memory) if any(doubts) else []
     return Measured(reports, first, doubts, again)
 
@@ -153,7 +153,7 @@ def _decided(
     model: Outline,
     took: _Took,
 ) -> AutoPlan:
-    """Rank 0: the plan, with what it rests on. Raises UserError where none fits."""
+    """Make the plan on rank 0, from all measurements. Raises UserError if none fits."""
     cluster = pooled_profile(model, devices, seen, path, given is not None)
     keys = tuple(devices.keys)
     if given:
@@ -163,15 +163,15 @@ def _decided(
     lines = table(cluster, job, found, even)
     lines.append(
         f"measuring took {took.measured - took.began:.1f} s (layers {took.measured - took.linked:.1f} s; {known} of "
-        f"{len(devices.known)} devices were known{f', {twice} looked twice' if twice else ''}), "
+        f"{len(devices.known)} devices were known{f', {twice} timed twice' if twice else ''}), "
         f"planning {time.monotonic() - took.measured:.1f} s"
     )
     return AutoPlan(with_codecs(found), data, lines, cluster, found.step, model, time.monotonic() - took.began, keys)
 
 
 def learn(job: Job, planned: AutoPlan, plan: Plan, log: Path) -> None:
-    """Rank 0, after a run: what its stages took goes into the latency database, for the predictor to learn from (AccEPT's
-    continual learning; reconstruction)."""
+    """Store the times of a run's stages in the latency database, where the predictor learns from them (AccEPT's continual
+    learning; reconstruction). On rank 0, after the run."""
     path = database_path(job.pipeline.latency_db)
     if path is None or planned.cluster is None:
         return
@@ -186,7 +186,7 @@ def learn(job: Job, planned: AutoPlan, plan: Plan, log: Path) -> None:
 
 
 def _load(runtime: Runtime, job: Job) -> tuple[Data, int]:
-    """The data, where it can be loaded, and the first rank that has it."""
+    """Load the data if this rank can. Returns it and the first rank that has it. Raises Agreed if none has."""
     data: Data = (None, None)
     error = None
     try:

@@ -1,12 +1,12 @@
 """Agreement on what crosses each boundary: shapes, dtypes, strides and the tree that they belong to, once per plan.
 
-What a micro-batch has otherwise than agreed its message says itself, so this is about what is usual: it makes messages small
-and their buffers large enough.
+A message itself says where its micro-batch differs from the agreement, so the agreement is about the usual case: it makes
+messages small and their buffers large enough.
 
 Every stage runs one forward and backward for each size that a micro-batch can have, on data of the right shape. That also
-builds the kernels' caches before the first step is timed. What stages take is known only when those before have run. But
-where the model's outline is there, all of them try at the same time with what it suggests, and tell each other what came
-out; only if that does not fit, one begins after the other.
+builds the kernels' caches before the first step is timed. A stage's inputs are known only after the stages before it have
+run. If the model's outline is known, though, all stages run at the same time on the inputs that it suggests and compare the
+results; only if these do not fit do they run one after another.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ from accept_mpi.profiling.outline import LayerOutline, Outline
 from accept_mpi.tree import Tree
 
 Taken = tuple[Specs, Tree]
-"""What crosses forwards: the tensors and what they belong to."""
+"""Content of a forward message: the specs of its tensors, and the tree that they belong to."""
 
 Sizes = tuple[Sequence[int], Sequence[int]]
-"""Numbers of samples a micro-batch can have, in training and in evaluation."""
+"""Numbers of samples that a micro-batch can have, in training and in evaluation."""
 
 
 def agree_on_shapes(
@@ -44,9 +44,11 @@ def agree_on_shapes(
     deadline: float,
     outline: Outline | None = None,
 ) -> tuple[BoundarySpecs, BoundarySpecs]:
-    """Signatures of the boundary before and of the one after ``stage``; empty ones at the ends, and for an idle rank.
+    """Agree with the neighbours on the specs of the boundaries before and after ``stage``; returns both. They are empty at
+    the ends of the pipeline and on an idle rank. All ranks call this together.
 
-    ``train`` is needed on the first and the last stage. All ranks call this together.
+    ``train``: the training set, needed on the first and the last stage; ``deadline``: seconds to wait for other ranks;
+    ``outline``: the model's, if it is known.
     """
     if found := _all_at_once(messenger, stage, place, sizes, train, deadline, outline):
         return found
@@ -83,10 +85,11 @@ def _run(
     taken: Callable[[int, bool], Taken],
     returned: Callable[[int, bool, Specs, Tree], Specs],
 ) -> Specs:
-    """Let a trial stage run on so many samples, and write down in ``signatures`` what it takes and gives.
+    """Run a trial stage on ``size`` samples, and record in ``signatures`` (boundary behind, boundary ahead) what it takes
+    and gives. Returns the specs of the inputs' gradients.
 
-    ``taken`` says what comes in over the boundary behind, ``returned`` what comes back for outputs. Returns the specs of the
-    inputs' gradients.
+    ``taken(size, training)`` returns what arrives over the boundary behind, ``returned(size, training, outputs, tree)`` what
+    comes back for outputs.
     """
     behind, ahead = signatures
     target, inputs = None, Inputs((), tree.LONE)
@@ -109,7 +112,7 @@ def _run(
             ahead.backward[size] = back
         return tuple(spec.zeros() for spec in back)
 
-    if not training:  # forward only: BatchNorm may refuse to train on it
+    if not training:  # forward only, since BatchNorm may refuse to train on this size
         with stage.evaluating():
             out = stage.evaluate(inputs.tensors, target, inputs.tree, samples=size)
         gradients_of([TensorSpec.of(value) for value in out.outputs], out.tree)
@@ -127,14 +130,17 @@ _IDLE = "idle"
 
 
 class _Tried(msgspec.Struct, frozen=True):
-    """What came out of a stage, by size, and what was assumed to come in."""
+    """Results of a stage's trial by size, and what was assumed to arrive."""
 
     stage: int
     taken: dict[int, Specs]
+    """Inputs that were assumed to arrive from the stage before."""
     given: dict[int, Specs]
+    """Outputs."""
     back: dict[int, Specs]
-    """Gradients that were assumed to come back for what it gives."""
+    """Gradients that were assumed to come back for the outputs."""
     returned: dict[int, Specs]
+    """Gradients of the inputs."""
     taken_trees: dict[int, Tree]
     given_trees: dict[int, Tree]
 
@@ -148,12 +154,13 @@ def _all_at_once(
     deadline: float,
     outline: Outline | None,
 ) -> tuple[BoundarySpecs, BoundarySpecs] | None:
-    """The signatures, where every stage took what the one before gave; else nothing, on all ranks alike."""
+    """The specs of both boundaries (as ``agree_on_shapes``) if every stage was tried with what the one before gives; else
+    None, on all ranks alike."""
     behind, ahead = BoundarySpecs({}, {}, {}), BoundarySpecs({}, {}, {})
     mine: Any = _IDLE if place.idle else None
     if outline is not None and not place.idle:
         come = _suggested(outline.layers[stage.start], outline.samples)
-        # A mistake of the user's is met again, and told, one after the other.
+        # A mistake of the user's shows again, and is reported, when the stages run one after another.
         with contextlib.suppress(Exception), stage.trial() as trial:
             for size in dict.fromkeys([*sizes[0], *sizes[1]]):
                 _run(trial, place, train, size, size in sizes[0], (behind, ahead), come, _likely)
@@ -171,8 +178,8 @@ def _all_at_once(
 
 
 def _suggested(layer: LayerOutline, samples: int) -> Callable[[int, bool], Taken]:
-    """What an outline has in front of a layer for so many samples, for other numbers of them: they are the first
-    dimension."""
+    """A function that gives the inputs of a layer for any number of samples, from its outline for ``samples`` of them, which
+    are the first dimension."""
 
     def taken(size: int, training: bool) -> Taken:
         found = []
@@ -185,7 +192,7 @@ def _suggested(layer: LayerOutline, samples: int) -> Callable[[int, bool], Taken
 
 
 def _likely(size: int, training: bool, outputs: Specs, of: Tree) -> Specs:
-    """Gradients mostly have the layout of what they are of."""
+    """Likely gradients of outputs: they mostly have the same layout as the outputs."""
     return tuple(msgspec.structs.replace(spec, grad=False) for spec in outputs if spec.grad)
 
 
@@ -193,10 +200,12 @@ def _likely(size: int, training: bool, outputs: Specs, of: Tree) -> Specs:
 
 
 def _tell(messenger: Messenger, peer: int, what: str, specs: Sequence[TensorSpec], of: Tree) -> None:
+    """Send the specs of ``what`` ("activations" or "gradients") to a neighbouring stage's rank."""
     messenger.send(peer, Shapes(what, msgspec.to_builtins(list(specs)), of))
 
 
 def _hear(messenger: Messenger, peer: int, what: str, size: int, deadline: float) -> Taken:
+    """Receive the specs of ``what`` from a neighbouring stage's rank. Raises DeadlineError."""
     shapes = messenger.expect(Shapes, {peer}, deadline, f"the shapes of {what} for {size} samples")[peer]
     assert shapes.of == what
     return msgspec.convert(shapes.specs, tuple[TensorSpec, ...]), shapes.tree

@@ -1,6 +1,7 @@
-"""Before the first step of given cuts: ranks measure themselves and their links, and rank 0 settles codecs that are "auto".
+"""Chooses the codecs that are "auto" for given cuts: before the first step ranks measure themselves and their links, and
+rank 0 decides.
 
-(Where it has found the cuts itself, their codecs were part of that: ``outcome.settled``.)
+If rank 0 has found the cuts itself, it has chosen the codecs with them (``planning.estimate.with_codecs``).
 """
 
 import msgspec
@@ -35,7 +36,11 @@ def select_codecs(
     signatures: tuple[BoundarySpecs, BoundarySpecs],
     train: Dataset | None,
 ) -> tuple[Plan, list[str]]:
-    """The plan with a codec wherever it had "auto", and the reasons, a line each. ``size``: samples a micro-batch."""
+    """The plan with a codec wherever it had "auto", and on rank 0 the reasons as lines of text.
+
+    All ranks call this together. ``size``: samples per micro-batch; ``signatures``: specs of the boundaries before and
+    after the stage.
+    """
     if not is_open(plan):
         return plan, []
     messenger, seconds = runtime.messenger, runtime.startup_seconds
@@ -52,7 +57,7 @@ def select_codecs(
     if not place.idle:
         costs = message_costs(codings(job, plan) | {"none": Coding()}, rates.seconds_per_byte, rates.seconds_per_message)
         mine = time_stage(stage, size, behind, ahead, train, costs, runtime.cores)
-    # What comes in here: activations over the boundary behind, gradients over the one ahead.
+    # What this rank receives: activations over the boundary behind, gradients over the one ahead.
     coming = {}
     if place.before is not None:
         coming["F"] = msgspec.to_builtins(_crossing(behind.forward[size], rates.before))
@@ -80,6 +85,7 @@ def select_codecs(
 
 
 def _crossing(specs: Specs, rate: float) -> Traffic:
+    """Traffic of messages with these specs on a link of ``rate`` bytes/s."""
     return Traffic(*crossing_sizes(specs), max(rate, 1.0))
 
 
@@ -89,7 +95,7 @@ def _reasons(
     choices: dict[tuple[int, str], Choice],
     step: float,
 ) -> list[str]:
-    """A table, a line each: what was measured and what was chosen. Times are of one micro-batch."""
+    """Table of the measurements and the chosen codecs, as lines of text. Times are per micro-batch."""
     rows: list[list[str]] = [["stage", "forward", "backward", "activations ahead", "", "", "gradients back", "", ""]]
     for s, measured in enumerate(profiles):
         row = [str(s), f"{1e3 * measured.forward:.1f} ms", f"{1e3 * measured.backward:.1f} ms"]

@@ -1,4 +1,4 @@
-"""Rank 0's second job: what is decided for all ranks, and what comes in from all of them."""
+"""Handlers of control messages: ``Controller`` collects on rank 0 what all ranks report, ``Follower`` serves the others."""
 
 import contextlib
 import queue
@@ -32,7 +32,7 @@ _HANDLED = StepMade | EvaluationMade | TraceRows | Event | Stopping | Leaving | 
 
 
 class Controller:
-    """Takes control messages on the data-plane thread and hands them to observers on the main one."""
+    """Takes rank 0's control messages on the data-plane thread, and hands them to the observers on the main thread."""
 
     def __init__(self, observers: dict[str, Observer], writer: CheckpointWriter) -> None:
         self.writer = writer
@@ -42,25 +42,26 @@ class Controller:
         self._mistake: UserError | None = None
         self._left = 0
         self.steps_made = 0
-        """In this term, once all ranks have left it."""
+        """Number of steps made when this deployment ended, once all ranks have left it."""
         self._stop_at: int | None = None
-        """After which step a signal wants a checkpoint and the end."""
+        """Step after which a signal ends the run, with a checkpoint."""
         self._newest: dict[type[Control], int] = {}
-        """The last step of each kind of report that observers have had."""
+        """The last step that observers have been given, by kind of report."""
 
     def wait_for_disk(self, deadline: float) -> None:
-        """After a term: checkpoints that have come in whole get to the disk, what has come in besides to the observers."""
+        """Deliver all messages after a deployment, and wait up to ``deadline`` seconds until checkpoints that have arrived
+        completely are on the disk."""
         self.deliver()
         self.writer.wait_for_begun(deadline)
 
     def renew(self, writer: CheckpointWriter) -> None:
-        """Another term begins."""
+        """Begin another deployment, which writes checkpoints with ``writer``."""
         self.writer, self._left, self.steps_made = writer, 0, 0
 
     def handle(self, message: Message) -> bool:
-        """Data-plane thread: checkpoints go to disk at once, what else is the controller's waits for ``deliver``.
+        """Take a message on the data-plane thread: checkpoints go to the disk at once, other messages wait for ``deliver``.
 
-        Returns whether it was the controller's.
+        Returns False if the message is not for the controller.
         """
         control = message.control
         if isinstance(control, CheckpointChunk):
@@ -76,7 +77,8 @@ class Controller:
         return True
 
     def deliver(self) -> None:
-        """Main thread: tell the observers what has come in. Raises UserError where a disk is full."""
+        """Give the observers what has arrived; on the main thread. Raises UserError if a checkpoint could not be written,
+        Stopped if a signal's checkpoint is on the disk."""
         mistake = self._mistake or self.writer.error
         if mistake is not None:
             raise mistake
@@ -86,9 +88,10 @@ class Controller:
             raise Stopped(f"stopped by a signal after step {self._stop_at}; go on with --resume {self.writer.run}")
 
     def wait_for_all(self, ranks: int, deadline: float, check: Callable[[], None]) -> None:
-        """Deliver until every rank has sent its last. Raises DeadlineError, and whatever ``check`` raises.
+        """Deliver until each of ``ranks`` ranks has sent its last message. Raises DeadlineError after ``deadline`` seconds,
+        and whatever ``check`` raises.
 
-        While others train, ``deadline`` may be infinite: theirs are not, and the lifeline tells who is gone.
+        The deadline may be infinite while others train: their own waits are limited, and the lifeline reports lost ranks.
         """
         until = time.monotonic() + deadline
         while self._left < ranks:
@@ -102,7 +105,7 @@ class Controller:
                 )
 
     def watch(self, name: str, observer: Observer) -> None:
-        """Add an observer, or put another in its place."""
+        """Add an observer, or replace the one that has this name."""
         self._observers[name] = observer
 
     def each(self, what: str, *arguments: Any) -> None:
@@ -113,7 +116,7 @@ class Controller:
     def _deliver(self, message: Message) -> None:
         control = message.control
         if isinstance(control, StepMade | EvaluationMade):
-            # After a loss steps are made once more: in synchronous schedules with the same results.
+            # After a loss steps are repeated, in synchronous schedules with the same results; observers get each step once.
             if control.step <= self._newest.get(type(control), 0):
                 return
             self._newest[type(control)] = control.step
@@ -136,14 +139,14 @@ class Controller:
 
 
 class Follower:
-    """Takes the control messages of a rank that is not rank 0. One that the plan leaves idle waits here for the end."""
+    """Takes the control messages of a rank other than rank 0. A rank that the plan leaves idle waits here for the end."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
         self._steps_made = 0
 
     def handle(self, message: Message) -> bool:
-        """Data-plane thread. Returns whether it was for the bystander."""
+        """Take a message on the data-plane thread. Returns False if the message is not for this class."""
         if not isinstance(message.control, PlanOver):
             return False
         self._steps_made = message.control.steps_made
@@ -151,8 +154,11 @@ class Follower:
         return True
 
     def wait(self, check: Callable[[], None]) -> int:
-        """Until rank 0 says that the term is over; how many steps are made then. Others' deadlines and the lifeline end this
-        wait where nothing else does; raises whatever ``check`` raises."""
+        """Wait until rank 0 says that the deployment is over; returns the number of steps made by then.
+
+        There is no deadline, since those of the other ranks and the lifeline end this wait if something fails. Raises
+        whatever ``check`` raises.
+        """
         while not self._over.wait(0.5):
             check()
         return self._steps_made

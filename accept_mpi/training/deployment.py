@@ -1,4 +1,4 @@
-"""A term: the time for which a plan and its ranks hold. A run has one, and one more for each loss or new plan.
+"""A deployment: a plan on its ranks, in force until the next plan. A run has one, and one more for each loss or new plan.
 
 All ranks build it together: the stage with the state that it begins with, what crosses its boundaries, the data plane, and
 the worker that walks the schedule.
@@ -45,40 +45,40 @@ from accept_mpi.recovery.replication import Replication, Route
 from accept_mpi.training.boundaries import agree_on_shapes
 from accept_mpi.training.codec_selection import select_codecs
 from accept_mpi.training.controller import Controller, Follower
-from accept_mpi.training.worker import StageChannels, Worker
+from accept_mpi.training.worker import Services, StageChannels, Worker
 
 Data = tuple[Dataset | None, Dataset | None]
 
-_TOLD = 8  # more than can be under way
+_TOLD = 8  # reports kept: more than can be in flight
 
 
 @dataclass
 class RankState:
-    """What stays the same on a rank while plans change."""
+    """State of a rank that outlasts its deployments."""
 
     job: Job
     chain: Chain
     loss: Loss
     replicas: Replicas
     disk: DiskReplicas | None
-    """Under ``launch``: what outlives this process."""
+    """Replicas on this host's disk, which outlive the process; only under ``launch``."""
     threads: int
-    """Threads that this rank computes with."""
+    """Number of threads that this rank computes with."""
     data: Data = (None, None)
     """Training and test set, once this rank has needed them."""
     told: deque[StepMade | EvaluationMade] = field(default_factory=lambda: deque(maxlen=_TOLD))
-    """What this rank has told rank 0 last, should it have been under way when a rank was lost."""
+    """The newest reports to rank 0, to be repeated in case they were in flight when a rank was lost."""
     told_to: int = 0
-    """Who that was, by its rank when mpirun began."""
+    """The rank 0 that got these reports, as numbered when the job began."""
     outline: Outline | None = None
-    """Of the model, where devices have been measured."""
-    pulse: SpeedCheck | None = None
-    """How fast this device was at first, where plans adapt."""
+    """Outline of the model, if devices have been measured."""
+    speed: SpeedCheck | None = None
+    """Measures whether this device has become slower, if plans adapt."""
     stop: StopSignals = field(default_factory=StopSignals)
 
 
 class Deployment:
-    """One rank's part of a plan in force: ``start``, ``build``, ``connect``, ``train``, each by all ranks together."""
+    """One rank's part of a deployment. All ranks together call ``start``, ``build``, ``connect`` and ``train``."""
 
     batches: Calendar
     test_samples: int
@@ -94,7 +94,7 @@ class Deployment:
 
     @staticmethod
     def start(runtime: Runtime, state: RankState, plan: Plan) -> "Deployment":
-        """All ranks together: compile kernels, load the data where the stage needs it, and agree on its size."""
+        """Compile kernels, load the data if the stage needs it, and agree on its size; all ranks call this together."""
         compiling = prepare(list(codings(state.job, plan).values()))
         told = runtime.messenger.allgather(compiling, runtime.startup_seconds, "compiled kernels")
         new = Deployment(runtime, state, plan, max(told))
@@ -106,7 +106,8 @@ class Deployment:
         return new
 
     def build(self, course: Milestones, batches: Calendar, restore: Callable[[Stage], None]) -> None:
-        """All ranks together: the stage, with the state that ``restore`` gives it, and what crosses its boundaries."""
+        """Build the stage, agree on what crosses its boundaries, and have ``restore`` load its state; all ranks call this
+        together. ``course``: the steps to make; ``batches``: the samples of each step."""
         failpoint("build")
         runtime, job, self.course, self.batches = self.runtime, self.job, course, batches
         loss = self.state.loss if self.place.last else None
@@ -121,10 +122,10 @@ class Deployment:
         self.plan, self.codecs_why = select_codecs(
             runtime, job, self.plan, self.stage, max(sizes[0]), self._signatures, train_set
         )
-        restore(self.stage)  # after the first forward, which says what buffers there will be
+        restore(self.stage)  # after the first forward, which may create buffers
 
     def connect(self, controller: Controller | None) -> None:
-        """Connect to the neighbours; ``controller`` on rank 0."""
+        """Start the data plane and the channels to the neighbours. ``controller``: given on rank 0 only."""
         runtime, state = self.runtime, self.state
         self.recorder = Recorder(runtime.clock, runtime.rank, self.place.stage, runtime.members)
         self.role: Controller | Follower = controller or Follower()
@@ -140,9 +141,9 @@ class Deployment:
         self.replication = Replication(
             state.replicas, route, copying, self.barriers, plane.post, lambda: plane.background.busy
         )
-        self._links = self._channels(self._plane)
-        if state.pulse is None and self.job.pipeline.adapt:
-            state.pulse = SpeedCheck()
+        self._channels = self._channels_to(self._plane)
+        if state.speed is None and self.job.pipeline.adapt:
+            state.speed = SpeedCheck()
         self._plane.start()
         self._tell_again()
         state.stop.connect(self.barriers.ask_to_stop)
@@ -152,19 +153,20 @@ class Deployment:
             self.replication.restart(self.course.first, self.stage)
 
     def train(self) -> int:
-        """All steps, and what is to be sent after them: everything is on rank 0's disk afterwards.
+        """Make all steps, and wait until everything that follows from them is on rank 0's disk.
 
-        Returns how many steps are made: fewer than the course's where another plan is to make the others. What this rank
-        holds then is among its replicas.
+        Returns the number of steps made so far: fewer than the course's if another plan is to make the others. This rank's
+        state is then among its replicas.
         """
         assert self._plane is not None
         made = 0
         if not self.place.idle:
-            worker = Worker(
-                self.job, self.place, self.stage, self._links, self._plane, self.recorder, self.batches, self._data,
-                self.state.chain.names, self.runtime.lifeline.begin_step, self.replication, self.barriers, self.state.told,
-                self.state.pulse, self._drawn,
+            services = Services(
+                self._channels, self._plane, self.recorder, self.barriers, self.replication, self._drawn,
+                self.runtime.lifeline.begin_step, self.state.told, self.state.speed,
             )  # fmt: skip
+            names = self.state.chain.names
+            worker = Worker(self.job, self.place, self.stage, self.batches, self._data, names, services)
             deliver = self.role.deliver if isinstance(self.role, Controller) else lambda: None
             made = worker.train(self.course, deliver, self.test_samples)
             worker.ship_trace()
@@ -173,14 +175,14 @@ class Deployment:
         return self._end(self._plane, made)
 
     def abandon(self) -> None:
-        """After a loss: nothing here will be used again."""
+        """Drop everything after a loss, without waiting for other ranks."""
         self.state.stop.connect(None)
         if self._plane:
             self._plane.abandon()
         self.close()
 
     def close(self) -> None:
-        """The stage's memory is there for the next one. (Errors that are kept know the frames that know the stage.)"""
+        """Free the stage's memory now. (A stored exception keeps its frames alive, and they reference the stage.)"""
         if self._built:
             self._built.close()
 
@@ -188,7 +190,7 @@ class Deployment:
 
     @property
     def _data(self) -> Data:
-        """Only where the stage needs inputs or targets."""
+        """The data sets, if the stage needs inputs or targets."""
         return self.state.data if self.place.first or self.place.last else (None, None)
 
     def _handle(self, message: Message) -> bool:
@@ -199,7 +201,8 @@ class Deployment:
         return self.barriers.handle(control) or self.replication.handle(control) or self.role.handle(message)
 
     def _tell_again(self) -> None:
-        """What happened before this term and may not have reached rank 0; another one begins with what lies on its disk."""
+        """Repeat the reports from before this deployment, which may not have reached rank 0. A rank that has only now become
+        rank 0 gets none, since it begins with what is on its disk."""
         state, root = self.state, self.runtime.members[0]
         if state.told_to != root:
             state.told.clear()
@@ -209,8 +212,9 @@ class Deployment:
             if report.step <= self.course.first:
                 self._plane.post(0, report)
 
-    def _channels(self, plane: DataPlane) -> StageChannels:
-        """Endpoints to both neighbours. A link holds at most what the stage before it may have in flight."""
+    def _channels_to(self, plane: DataPlane) -> StageChannels:
+        """Channels to both neighbours. A channel holds at most as many messages as the stage before it has micro-batches in
+        flight."""
         job, place, plan = self.job, self.place, self.plan
 
         def end(peer: int, boundary: int, direction: int, signature: BoundarySpecs) -> Channel:
@@ -233,10 +237,11 @@ class Deployment:
         )
 
     def _end(self, plane: DataPlane, made: int) -> int:
-        """Everything is sent, the last checkpoint is on the disk. An idle rank waits here for the others."""
+        """Wait until everything is sent and the last checkpoint is on the disk; returns the number of steps made. An idle
+        rank waits here for the others."""
         failpoint("end")
         seconds, role = self.job.pipeline.startup_timeout, self.role
-        pulse = self.state.pulse if self.place.idle else None
+        pulse = self.state.speed if self.place.idle else None
 
         def look() -> None:
             plane.check()
@@ -262,19 +267,20 @@ class Deployment:
 
 
 def _holds(plan: Plan, rank: int) -> str:
+    """Description of what a rank holds, for messages, such as "stage 2, layers 10..14"."""
     layers = plan.layers_of(rank)
     return f"stage {plan.place(rank).stage}, layers {layers[0]}..{layers[-1]}" if layers else "idle"
 
 
 def _data_for(job: Job, place: Place, loaded: Data) -> Data:
-    """Training and test set where the stage needs inputs or targets."""
+    """Training and test set, loaded if the stage needs inputs or targets and this has not been done."""
     if loaded[0] is not None or not (place.first or place.last):
         return loaded
     return load_data(job.data.name, job.data.args, job.model)
 
 
 def _agree_on_data(runtime: Runtime, data: Data) -> tuple[int, int]:
-    """Numbers of training and test samples; first and last stage must have found the same data."""
+    """Numbers of training and test samples. Raises Agreed if the first and the last stage have different data."""
     mine = None
     if data[0] is not None and data[1] is not None:
         some = np.arange(min(64, len(data[0])))
@@ -291,6 +297,7 @@ def _agree_on_data(runtime: Runtime, data: Data) -> tuple[int, int]:
 
 
 def _make_stage(runtime: Runtime, job: Job, chain: Chain, mine: range, loss: Loss | None) -> Stage:
+    """Build the stage of the layers ``mine``, in a memory format that is the same on all stages."""
     layers = runtime.agree("the layers", lambda: build_stage(chain, mine.start, mine.stop, job.train.seed))
     convolutional = runtime.messenger.allgather(layers.has_conv2d, runtime.startup_seconds, "the memory format")
     memory_format = job.train.memory_format
@@ -303,7 +310,7 @@ def _make_stage(runtime: Runtime, job: Job, chain: Chain, mine: range, loss: Los
 
 
 def _sizes(batches: Calendar, test_samples: int) -> tuple[list[int], list[int]]:
-    """Every number of samples that a micro-batch of this run can have: in training, in evaluation."""
+    """All numbers of samples that a micro-batch of this run can have, in training and in evaluation."""
     return sorted(batches.every_size(), reverse=True), sorted(
         set(micro_batch_sizes(test_samples, batches.micro)), reverse=True
     )

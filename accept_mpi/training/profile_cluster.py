@@ -1,4 +1,4 @@
-"""Every rank's measurements become one cluster profile."""
+"""Turns the measurements of all ranks into one cluster profile."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ from accept_mpi.profiling.pooling import DeviceKind, merged, pool, pool_message_
 
 
 def agree_on_outline(runtime: Runtime, chain: Chain, job: Job, batch: MicroBatch, source: int) -> Outline:
-    """The model as rank ``source``, which has data for it, draws it."""
+    """The model's outline, which rank ``source``, since it has data, makes for all ranks; they call this together."""
 
     def draw() -> Outline | None:
         return outline_of(chain, job, batch.inputs, batch.tree, batch.samples) if runtime.rank == source else None
@@ -37,31 +37,32 @@ def agree_on_outline(runtime: Runtime, chain: Chain, job: Job, batch: MicroBatch
 
 
 class Devices(NamedTuple):
-    """All ranks' devices, by rank, as they introduce themselves."""
+    """All ranks' devices, by rank, with what is known of them before they measure."""
 
     facts: list[dict[str, Any]]
-    """What their times depend on."""
+    """Facts that a device's times depend on."""
     keys: list[str]
-    """In the latency database; the same for ranks that share a host."""
+    """Keys in the latency database; the same for ranks that share a host."""
     kinds: list[DeviceKind]
     known: list[LayerTimes | None]
-    """What the latency database knows of them."""
+    """Times in the latency database; None for a device that it does not have."""
     wanted: list[int]
-    """In which order the model's pieces tell most, as the predictor thinks; empty without one."""
+    """Order of the model's pieces, most informative first, according to the predictor; empty without one."""
 
     def order(self, rank: int, count: int) -> list[int]:
-        """In which order a rank should time the model's ``count`` pieces."""
+        """The order in which a rank should time the model's ``count`` pieces."""
         mates = [n for n, kind in enumerate(self.kinds) if kind.processor == self.kinds[rank].processor]
         return probing_order(self.wanted or bit_reversed_order(count), mates.index(rank), len(mates))
 
     def together(self, times: Sequence[LayerTimes]) -> list[LayerTimes]:
-        """What all ranks measured, with what those of one host measured made one."""
+        """Merge the times of ranks that share a host. ``times``: by rank, or empty."""
         hosts = {key: [one for one, own in zip(times, self.keys, strict=True) if own == key] for key in self.keys if times}
         return [merged(hosts[key]) for key in self.keys if times]
 
 
 def introduce_devices(runtime: Runtime, job: Job, model: Outline, path: Path | None) -> Devices:
-    """Who is there, and what rank 0's database, if there is one, knows of them."""
+    """Exchange the facts of all devices, and share the times that rank 0's latency database at ``path`` has for them (None:
+    there is no database). All ranks call this together."""
     messenger, seconds = runtime.messenger, runtime.startup_seconds
     facts = messenger.allgather(_facts(runtime, job), seconds, "the kind of each device")
     keys = [device_key(one) for one in facts]
@@ -75,49 +76,56 @@ def introduce_devices(runtime: Runtime, job: Job, model: Outline, path: Path | N
 def retime_doubted(
     runtime: Runtime, subject: Subject, doubts: Sequence[Sequence[Sequence[int]]], room: float
 ) -> list[list[TimedRange]]:
-    """What each rank measures at the same time of the pieces that are ``doubted`` on it."""
+    """Time the doubted pieces again, on all ranks at the same time, which call this together; returns the results by rank.
+
+    ``doubts``: pieces (first layer, last + 1) by rank; ``room``: most bytes of memory that this rank may take.
+    """
     asked = [(start, stop) for start, stop in doubts[runtime.rank]]
-    seen = runtime.agree("a second look", lambda: retime(subject, asked, room) if asked else [])
-    gathered = runtime.messenger.allgather(seen, runtime.startup_seconds, "a second look")
+    seen = runtime.agree("the times to check", lambda: retime(subject, asked, room) if asked else [])
+    gathered = runtime.messenger.allgather(seen, runtime.startup_seconds, "the times to check")
     return msgspec.convert(gathered, list[list[TimedRange]])
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a rank tells rank 0."""
+    """Measurements that a rank reports to rank 0."""
 
     times: LayerTimes
     rates: PairRates
     costs: MessageCosts
     data: bool
+    """True if the rank has the data set."""
     memory: float
+    """Bytes that a stage may take."""
     shared: bool
+    """True if the data-plane thread competes with computation for the same core."""
     snapshots: bool = False
+    """True if the rank will keep copies of its own stage's state and of another stage's."""
 
 
 class Measured(NamedTuple):
-    """What all ranks measured, by rank."""
+    """Measurements of all ranks, by rank."""
 
     reports: list[Report]
     times: list[LayerTimes]
-    """Of the reports, with what ranks of one host measured made one."""
+    """Layer times of the reports, merged for ranks that share a host."""
     doubts: Sequence[Sequence[Sequence[int]]]
-    """Pieces that a second look was for."""
+    """Pieces (first layer, last + 1) that were timed again."""
     again: list[list[TimedRange]]
-    """What that found."""
+    """Times of these pieces when timed again."""
 
 
 def pooled_profile(model: Outline, devices: Devices, seen: Measured, path: Path | None, assumed: bool) -> ClusterProfile:
-    """Devices of a kind pooled, what is new kept in the database, what nobody has measured predicted. ``assumed``: all but
-    rank 0, which alone has measured, are taken to be as fast."""
+    """The cluster profile: devices of one kind are pooled, new times are stored in the latency database at ``path``, missing
+    ones are predicted. ``assumed``: rank 0 alone has measured, and the others are assumed to be as fast."""
     pooled = pool(seen.times, devices.kinds, seen.again)
-    # What a second look did not find again is not remembered.
+    # A doubted device is stored with its pooled times, so that what retiming did not confirm is forgotten.
     kept = [one if doubt else own for one, own, doubt in zip(pooled, seen.times, seen.doubts, strict=True)]
-    leaders = {key: devices.keys.index(key) for key in devices.keys}  # of each host the first rank
+    leaders = {key: devices.keys.index(key) for key in devices.keys}  # the first rank of each host
     if path:
         there = {key: (devices.facts[n], kept[n]) for key, n in leaders.items() if any(kept[n].measured)}
         remember(path, model, there)
     predictor = None
-    if not assumed and not all(all(one.measured) for one in pooled):  # nor any of their kind
+    if not assumed and not all(all(one.measured) for one in pooled):  # on this device or another of its kind
         predictor = predictor_for(path, model, {key: kept[n] for key, n in leaders.items()})
     same = [one is not own for one, own in zip(pooled, seen.times, strict=True)]
     handled = pool_message_costs([report.costs for report in seen.reports], devices.kinds, same)
@@ -135,11 +143,11 @@ def pooled_profile(model: Outline, devices: Devices, seen: Measured, path: Path 
 def cluster_profile_of(
     model: Outline, reports: list[Report], hosts: list[str], predictor: Predictor | None = None
 ) -> ClusterProfile:
-    """All reports as one; what devices have not measured is predicted."""
+    """Combine all reports into a cluster profile; times that devices have not measured are predicted."""
     forward, backward, weights, update = impute([report.times for report in reports], model, predictor).tolist()
     devices = []
     for n, report in enumerate(reports):
-        # What a quota does to long computing it does to the sum of all short pieces.
+        # A CPU quota stretches many short pieces as much, in sum, as long computing.
         stretch = report.times.stretch
         devices.append(
             DeviceProfile(
@@ -158,14 +166,14 @@ def cluster_profile_of(
                 data=report.data,
             )
         )
-    # Each rank has measured what comes in.
+    # Each rank has measured what it receives, so its row becomes a column.
     rate = np.array([report.rates.rate for report in reports]).T.tolist()
     latency = np.array([report.rates.latency for report in reports]).T.tolist()
     return ClusterProfile(model, devices, rate, latency)
 
 
 def _facts(runtime: Runtime, job: Job) -> dict[str, Any]:
-    """What a device's times depend on, the model apart."""
+    """Facts that a device's times depend on, apart from the model."""
     host = runtime.hosts[runtime.rank]
     optimizer = job.train.optimizer
     return {
@@ -185,6 +193,6 @@ def _facts(runtime: Runtime, job: Job) -> dict[str, Any]:
 
 
 def _kind(facts: dict[str, Any]) -> DeviceKind:
-    """Of a device with these facts."""
+    """Kind of a device with these facts."""
     processor = {name: fact for name, fact in facts.items() if name not in ("host", "cores", "share")}
     return DeviceKind(device_key(processor), f"{facts['share']} of {facts['cores']}")

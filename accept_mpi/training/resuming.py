@@ -1,7 +1,7 @@
-"""Going on from a checkpoint: what a job may have in it that the checkpoint's had not, and where the data go on.
+"""Resumes from a checkpoint: which changes of the job are allowed, and where in the data the run goes on.
 
-What changes the meaning of a run is refused, in one sentence, unless the command line names it (``--set``); then it is told.
-Where layers lie, what carries them and how long the run is may change without a word.
+A change to the meaning of a run is refused, in one sentence, unless the command line names it (``--set``); then it is
+reported. Where layers are, how data is sent and how long the run is may change silently.
 """
 
 import json
@@ -22,14 +22,14 @@ from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.manifest import Manifest
 
 _OWN_DATA = "data.name"
-"""What a checkpoint's order of samples is of; it cannot go on with another's."""
+"""The key of the data set, which must not change, since the checkpoint's position is in the order of its samples."""
 _PLAIN = ("model.name", "train.batch_size", "train.micro_batches", "train.loss", "train.seed", "train.drop_last")
 _TABLES = ("model.args", "data.args")
 _ABSENT = object()
 
 
 class Change(NamedTuple):
-    """A key that the job has otherwise than the checkpoint's job."""
+    """A key whose value in the job differs from that in the checkpoint's job."""
 
     key: str
     old: Any
@@ -40,14 +40,15 @@ class Change(NamedTuple):
 
 
 def share_manifest(runtime: Runtime, checkpoint: Checkpoint | None) -> Manifest | None:
-    """Rank 0's, on every rank."""
+    """Share rank 0's manifest with all ranks, which call this together; None without a checkpoint."""
     mine = msgspec.to_builtins(checkpoint.manifest) if checkpoint else None
     shared = runtime.messenger.broadcast(mine, runtime.startup_seconds, "the checkpoint's manifest")
     return msgspec.convert(shared, Manifest) if shared else None
 
 
 def calendar(batches: Calendar, manifest: Manifest | None) -> Calendar:
-    """The calendar of a run that goes on from a checkpoint: with the first sample that it has not seen."""
+    """The calendar of a run that goes on from a checkpoint: it begins with the first sample not used yet. ``batches``: the
+    calendar of the same run from its beginning, returned as it is without a checkpoint."""
     if manifest is None:
         return batches
     order = manifest.seed if manifest.order is None else manifest.order
@@ -59,11 +60,11 @@ def calendar(batches: Calendar, manifest: Manifest | None) -> Calendar:
     return replace(batches, since=before.position(manifest.step)._replace(order=order))
 
 
-_MOST_STEPS = (1 << 32) - 1  # messages have room for no larger number
+_MOST_STEPS = (1 << 32) - 1  # the largest number that a message's header holds
 
 
 def course_of(job: Job, batches: Calendar, first: int) -> Milestones:
-    """How many steps, from where."""
+    """The steps of a run that goes on after ``first`` steps, and its pauses. Raises Agreed if there are too many steps."""
     train, output = job.train, job.output
     last = train.steps if train.steps is not None else batches.end(train.epochs or 1)
     if last > _MOST_STEPS:
@@ -75,8 +76,11 @@ def course_of(job: Job, batches: Calendar, first: int) -> Milestones:
 
 
 def check(manifest: Manifest, job: Job, overrides: Sequence[str], chain: Chain, samples: int, last: int) -> list[str]:
-    """Raises UserError where a checkpoint to resume from is another model's, another job's or already at the end. Returns
-    what is to be told of a run that goes on otherwise."""
+    """Check that the job may resume from a checkpoint; returns lines for the log on what has changed.
+
+    ``overrides``: the command line's changes; ``samples``: size of the training set; ``last``: the job's last step. Raises
+    UserError if the checkpoint belongs to another model or another job, or is already at the last step.
+    """
     if manifest.layers != chain.names:
         raise UserError(
             f"--resume: the checkpoint holds another model ({shown(manifest.model)}, {len(manifest.layers)} layers) "
@@ -103,12 +107,12 @@ def check(manifest: Manifest, job: Job, overrides: Sequence[str], chain: Chain, 
     except msgspec.ValidationError:
         kept = frozenset()
     if kept - state_names(job.train.optimizer):
-        told.append("the optimizer begins anew: its state was another one's")
+        told.append("the optimizer starts from nothing: its state was of another kind")
     return told
 
 
 def changes(manifest: Manifest, job: Job) -> Iterator[Change]:
-    """What gives a run another meaning, key by key."""
+    """Yield the changes that alter the meaning of a run, key by key."""
     before, now = manifest.settings(), json.loads(job.to_json())
     before = {"model": {"name": manifest.model, "args": manifest.model_args}} | before
     keys = [_OWN_DATA, *_PLAIN]
@@ -122,12 +126,12 @@ def changes(manifest: Manifest, job: Job) -> Iterator[Change]:
     yield from _optimizer_changes(_get(before, "train.optimizer"), _get(now, "train.optimizer"))
     schedules = [_get(tree, "pipeline.schedule") for tree in (before, now)]
     if schedules[0] is not _ABSENT and schedules[0] != schedules[1] and "1f1b-async" in schedules:
-        yield Change("pipeline.schedule", *schedules)  # all others compute the same
+        yield Change("pipeline.schedule", *schedules)  # all other schedules compute the same
     yield from _compared("pipeline.vertical_sync", *(_get(tree, "pipeline.vertical_sync") for tree in (before, now)))
 
 
 def _optimizer_changes(before: Any, now: Any) -> Iterator[Change]:
-    """Only of what both choices heed: a momentum that Adam does not know is not changed."""
+    """Yield only changes that both optimizers heed: a momentum that Adam does not use has not changed."""
     if not isinstance(before, dict):
         return
     for key, new in now.items():
@@ -138,17 +142,19 @@ def _optimizer_changes(before: Any, now: Any) -> Iterator[Change]:
 
 
 def _compared(key: str, old: Any, new: Any, missing: bool = False) -> Iterator[Change]:
-    """``missing``: whether it is a change, too, where one of them has no such key."""
+    """Yield the change of a key, if it is one. ``missing``: a key that only one of the jobs has counts as changed."""
     if old != new and (missing or (old is not _ABSENT and new is not _ABSENT)):
         yield Change(key, old, new)
 
 
 def _lr(job: dict[str, Any]) -> Any:
+    """Learning rate of a job: ``train.lr`` if given, else ``train.optimizer.lr``."""
     short = _get(job, "train.lr")
     return _get(job, "train.optimizer.lr") if short is None or short is _ABSENT else short
 
 
 def _get(tree: Any, path: str) -> Any:
+    """The value at a dotted path in nested dicts; ``_ABSENT`` if there is none."""
     for key in path.split("."):
         if not isinstance(tree, dict) or key not in tree:
             return _ABSENT
@@ -157,12 +163,13 @@ def _get(tree: Any, path: str) -> Any:
 
 
 def _is_named(key: str, named: Sequence[str]) -> bool:
+    """True if the command line names a key, or a table that holds it."""
     keys = (key, "train.optimizer.lr") if key == "train.lr" else (key,)
     return any(one == path or one.startswith(f"{path}.") for one in keys for path in named)
 
 
 def _hint(change: Change, job: Job) -> str:
-    """What names a change on the command line."""
+    """The option that names a change on the command line."""
     key, value = change.key, change.new
     if value is _ABSENT:
         key = key.rpartition(".")[0]

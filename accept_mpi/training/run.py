@@ -40,16 +40,16 @@ from accept_mpi.training.start import Options, known_cluster, own, place_on_host
 log = logging.getLogger(__name__)
 
 _LESS = 0.7
-"""Share that the next start may use of the memory which a stage was to take, and did not get."""
+"""Share of the memory that a stage needed but did not get, which the next start may plan for on that device."""
 
 
 class Begin(NamedTuple):
-    """How a deployment begins."""
+    """Beginning of a deployment."""
 
     plan: Plan
-    """In the ranks that are there now."""
+    """The plan, with ranks as they are numbered now."""
     first: bool
-    """Whether it is the first deployment of this start, which may resume from a checkpoint."""
+    """True for the first deployment of this start, which may resume from a checkpoint."""
 
 
 def train(runtime: Runtime, options: Options) -> None:
@@ -84,32 +84,32 @@ class _Run:
     """This rank's part in a run."""
 
     def __init__(self, job: Job, options: Options, members: list[int], ownership: Ownership) -> None:
-        """``members``: the ranks that begin the run, by their numbers when mpirun began."""
+        """``members``: the ranks that begin the run, as numbered when the job began."""
         self.job, self.options, self.members, self._ownership = job, options, members, ownership
         self._state: RankState | None = None
         self._deployment: Deployment | None = None
         self._planned: AutoPlan | None = None
         self._cluster: ClusterProfile | None = None
         self._measured: list[int] = []
-        """The devices in the cluster profile, by their ranks when mpirun began."""
+        """Ranks of the devices in the cluster profile, as numbered when the job began."""
         self._number = 0
         """Number of the deployment; the same on all ranks that build one together."""
         self._in_force: PlanInForce | None = None
         """The newest plan that this rank has built a deployment for."""
         self._lost = False
         self._begun: Begin | None = None
-        """How the newest deployment begins."""
+        """Beginning of the newest deployment."""
         self._notes: list[str] = []
-        """What happened since the last deployment, for the log."""
+        """Events since the last deployment, for the log."""
         self._since = 0.0
-        """When the ranks had regrouped, or a better plan was found (monotonic seconds)."""
+        """Time (monotonic seconds) at which the ranks had regrouped, or a better plan was found."""
         self._records: RunLog | None = None
-        """On rank 0."""
+        """Log and observers, on rank 0."""
 
     # -- the three ways in which a deployment begins -------------------------------------------------------------------
 
     def _first(self, runtime: Runtime, state: RankState) -> Begin:
-        """The run's first plan: the job's own, one from what an earlier start has measured, or by measuring now."""
+        """Make the run's first plan: the job's own, one from what an earlier start measured, or one by measuring now."""
         failpoint("plan")
         job, given = self.job, None
         if job.pipeline.cuts != "auto" or runtime.size == 1:
@@ -127,8 +127,8 @@ class _Run:
         return Begin(self._planned.plan, first=True)
 
     def recover(self, runtime: Runtime) -> Begin | None:
-        """After a loss: the survivors regroup and agree on the next plan. Another loss meanwhile begins that again. None
-        where nobody has built a deployment yet: the run begins with its first plan."""
+        """Regroup the survivors of a loss, and agree on the next plan; another loss meanwhile restarts that. Returns None if
+        no rank has built a deployment yet: the run then begins with its first plan."""
         while True:
             self._lost = True
             if self._deployment:
@@ -146,7 +146,7 @@ class _Run:
                     raise
 
     def _better(self, runtime: Runtime) -> Begin:
-        """The plan has ended for a better one, which rank 0 has found."""
+        """Share the better plan that rank 0 has found, after the old one has ended for it."""
         adapter = self._records.adapter if self._records else None
         found = adapter.proposal if adapter else None
         mine = [found.plan.to_json(), found.text] if found else None
@@ -158,8 +158,8 @@ class _Run:
     # -- a deployment --------------------------------------------------------------------------------------------------
 
     def deploy(self, runtime: Runtime, begin: Begin | None) -> Begin | None:
-        """Build a deployment, the first one where ``begin`` is None, and train with it. Returns how the next one begins;
-        None: the run is at its end."""
+        """Build a deployment, the first one if ``begin`` is None, and train with it. Returns the beginning of the next one;
+        None at the end of the run."""
         state = self._state = self._state or prepare(runtime, self.job, self.options)
         stored = runtime.agree("the checkpoint", lambda: self._checkpoint(runtime) if runtime.rank == 0 else None)
         manifest = share_manifest(runtime, stored)
@@ -168,7 +168,7 @@ class _Run:
             self._deployment.close()
         self._deployment = deployment = Deployment.start(runtime, state, begin.plan)
         if not begin.first and runtime.ranks_on_host > 1:
-            give_back_memory()  # other ranks on this host may need the previous deployment's
+            give_back_memory()  # other ranks on this host may need the previous deployment's memory
         snapshot = newest_snapshot(runtime, state.replicas, manifest.step if manifest else 0, len(state.chain))
         batches = calendar(deployment.batches, manifest)
         course = course_of(self.job, batches, snapshot.step)
@@ -220,7 +220,7 @@ class _Run:
     def _log(
         self, runtime: Runtime, deployment: Deployment, begin: Begin, manifest: Manifest | None, notes: list[str]
     ) -> None:
-        """Rank 0: the run's directory, log and observers; those that there are go on."""
+        """Create the run's directory, log and observers on rank 0, or go on with those that exist."""
         if not self._records:
             self._records = RunLog(runtime, self.job, self.options.quiet, self._ownership)
         adapter = None
@@ -236,7 +236,7 @@ class _Run:
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def lacked_memory(self, runtime: Runtime) -> None:
-        """Under ``launch``: the next start is to give this device less than the stage that did not fit."""
+        """Under ``launch``, have the next start plan less memory on this device than the stage that did not fit needs."""
         cluster, deployment = self._of_now(runtime), self._deployment
         disk = self._state.disk if self._state else None
         if disk and cluster and deployment and not deployment.place.idle:
@@ -244,7 +244,7 @@ class _Run:
             disk.keep_room(place_on_host(runtime), _LESS * need)
 
     def close(self, runtime: Runtime) -> None:
-        """Close the log and learn from it; what was kept for another start is not needed any more."""
+        """Close the log, learn from it, and remove what was kept for another start."""
         if self._state:
             self._state.stop.close()
             if self._state.disk:
@@ -259,7 +259,8 @@ class _Run:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _checkpoint(self, runtime: Runtime) -> Checkpoint | None:
-        """Rank 0: the one to resume from; after a loss or another start the newest that this run has written."""
+        """The checkpoint to resume from, on rank 0: after a loss or a restart, the newest one that this run has written.
+        None if there is none."""
         most = sum({facts["machine_id"]: facts["memory_bytes"] or math.inf for facts in runtime.hosts}.values())
         if self._lost or self.options.supervised:
             for path in made_by(Path(self.job.output.directory), self._ownership.run):
@@ -270,20 +271,20 @@ class _Run:
         return Checkpoint(self.options.resume, most) if self.options.resume else None
 
     def _changes(self, runtime: Runtime, chain: Chain, manifest: Manifest, samples: int, last: int) -> list[str]:
-        """What differs from the run that made the checkpoint. Raises Agreed where it does not fit this job."""
+        """Lines on what differs from the run that made the checkpoint. Raises Agreed if it does not fit this job."""
         return runtime.agree(
             "the checkpoint", lambda: check(manifest, self.job, self.options.overrides, chain, samples, last)
         )
 
     def _given_plan(self, runtime: Runtime, chain: Chain) -> Plan:
-        """The job's plan, for the ranks that it began with; those that are lost by now leave their layers to the others."""
+        """The job's own plan, made for the ranks that began the run; the layers of lost ones go to the others."""
         plan = plan_from_job(self.job, len(chain), len(self.members), chain.shared)
         if runtime.members == self.members:
             return plan
         return plan_after_loss(self.job, plan.renamed(dict(enumerate(self.members))), None, runtime.members)
 
     def _share_cluster(self, runtime: Runtime, cluster: ClusterProfile | None) -> None:
-        """Keep rank 0's cluster profile; on all ranks where a loss is survived, since whoever becomes rank 0 must know."""
+        """Keep rank 0's cluster profile: on all ranks if losses are survived, since any of them may become rank 0."""
         self._cluster, self._measured = cluster, list(runtime.members)
         if runtime.survives:
             mine = msgspec.to_builtins(cluster)
@@ -294,5 +295,5 @@ class _Run:
             disk.keep_cluster(msgspec.to_builtins(self._cluster))
 
     def _of_now(self, runtime: Runtime) -> ClusterProfile | None:
-        """The profile of the devices that are left, in the order of their present ranks."""
+        """The profile of the surviving devices, in the order of their present ranks; None if there is none."""
         return self._cluster.only([self._measured.index(member) for member in runtime.members]) if self._cluster else None

@@ -1,4 +1,4 @@
-"""Output directory, log and observers of a run."""
+"""The output directory, log and observers of a run, on rank 0."""
 
 import contextlib
 import json
@@ -29,22 +29,22 @@ from accept_mpi.training.deployment import Deployment
 
 
 class RunLog:
-    """A run's directory on rank 0: its log, its checkpoints, and those who watch it, from deployment to deployment."""
+    """A run's directory on rank 0: its log, its checkpoints and its observers, from deployment to deployment."""
 
     def __init__(self, runtime: Runtime, job: Job, quiet: bool, ownership: Ownership) -> None:
-        """``ownership`` is taken as soon as the directory is there."""
+        """``ownership`` is taken as soon as the directory exists."""
         self._runtime, self._job, self._quiet, self._ownership = runtime, job, quiet, ownership
         self.directory = Path(job.output.directory)
         self.controller: Controller | None = None
         self.adapter: Adapter | None = None
-        """Of the present deployment, where plans adapt."""
+        """Adapter of the present deployment, if plans adapt."""
         self._log: LogObserver | None = None
 
     def begin(
         self, deployment: Deployment, planned: AutoPlan | None, number: int, run: str | None, adapter: Adapter | None
     ) -> None:
-        """A deployment begins. ``number``: of the checkpoint that it goes on from. ``run``: after the first deployment, the
-        run's name, by which its own log is known. Raises UserError where the directory cannot be written."""
+        """Begin a deployment. ``number``: that of the checkpoint that it goes on from; ``run``: after the first deployment,
+        the run's name, by which its own log is recognized. Raises UserError if the directory cannot be written."""
         job, plan, course, runtime = self._job, deployment.plan, deployment.course, self._runtime
         prepare_directory(self.directory)
         self._ownership.take()
@@ -73,7 +73,8 @@ class RunLog:
             self.controller.watch("adapter", adapter)
 
     def say(self, deployment: Deployment, resumed: Sequence[str], happened: Sequence[str]) -> None:
-        """Tell log and people how a deployment begins: what it resumes from, and what happened before it."""
+        """Write to the log and the terminal how a deployment begins. ``resumed``: what it resumes from; ``happened``: events
+        before it."""
         assert self.controller
         plan, step = deployment.plan, deployment.course.first
         cuts = [stage.start for stage in plan.stages[1:]]
@@ -84,7 +85,7 @@ class RunLog:
             self.controller.each("event", self._runtime.clock.now(), step, text)
 
     def close(self, course: Milestones) -> None:
-        """The run is at its end."""
+        """End the log, and print where log and checkpoint are."""
         assert self.controller
         summary = summary_line(self.controller.last_evaluation)
         self.controller.each("event", self._runtime.clock.now(), course.last, f"done: {summary}")
@@ -94,14 +95,14 @@ class RunLog:
             print(f"checkpoint  {directory_of(self.directory, course.newest_checkpoint)}", flush=True)
 
     def _before_end(self, text: str) -> None:
-        """An error ends the run: the log says so and is closed."""
+        """Record the error that ends the run, and close the log."""
         assert self._log
         assert self.controller
         self._log.event(self._runtime.clock.now(), self._runtime.lifeline.steps.get(0, 0), text)
         self.controller.each("close")
 
     def _manifest_of(self, deployment: Deployment) -> Callable[[int], Manifest]:
-        """Makes the manifest of a step's checkpoint, without its stages."""
+        """A function that makes the manifest of a step's checkpoint, without its stages."""
         job, batches = self._job, deployment.batches
 
         def manifest(step: int) -> Manifest:
@@ -123,6 +124,7 @@ class RunLog:
         return manifest
 
     def _observers(self, facts: dict[str, Any], course: Milestones, log: LogObserver) -> dict[str, Observer]:
+        """Make the observers by name, and print what is known before the first step, unless the run is quiet."""
         observers: dict[str, Observer] = {"log": log}
         if not self._quiet:
             if facts["compile_s"] > 0.05:
@@ -135,7 +137,7 @@ class RunLog:
 
 
 def prepare_directory(directory: Path) -> None:
-    """Make the output directory. Raises UserError where it cannot be written."""
+    """Make the output directory. Raises UserError if it cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         probe = directory / ".writable"
@@ -154,18 +156,18 @@ def begin_log(
     cluster: ClusterProfile | None = None,
     run: str | None = None,
 ) -> LogWriter:
-    """A new log in ``directory``, with the ``cluster`` that the plan rests on.
+    """A new log in ``directory``, with the ``cluster`` profile from which the plan was made. Raises UserError.
 
-    A log that is there already is kept under another name; a resumed run's begins with the steps and evaluations that led to
-    its checkpoint. ``run``: after a loss, this run's name: a log that bears it is its own, whose writer was lost, and all of
-    it goes on here.
+    An existing log is kept under another name. A resumed run's log begins with the steps and evaluations up to
+    ``resumed_step``. ``run``, after a loss: this run's name. An existing log that bears it is the run's own, whose writer
+    was lost, so its trace, events and plans are continued, too.
     """
     path = directory / "log.h5"
     earlier: dict[str, Rows] = {}
     try:
         if path.exists():
             if resumed_step or run:
-                with contextlib.suppress(UserError):  # kept under its other name, whatever it is
+                with contextlib.suppress(UserError):  # an unreadable log is only renamed
                     earlier = _earlier(path, resumed_step, run)
             number = 1
             while (kept := directory / f"log.{number}.h5").exists():
@@ -182,12 +184,13 @@ def begin_log(
 
 
 def _earlier(path: Path, step: int, run: str | None) -> dict[str, Rows]:
-    """What led to a checkpoint, or to the loss of the writer. Raises UserError where it cannot be read."""
+    """Rows of an old log: steps and evaluations up to ``step``, and if the log is this ``run``'s own, its trace, events and
+    plans. Raises UserError if it cannot be read."""
     with open_log(path) as old:
         earlier = {name: old[name][old[name]["step"] <= step] for name in ("steps", "evals")}
         if run and json.loads(old.attrs["facts"]).get("run") == run:
             return earlier | {name: old[name][:] for name in ("trace", "events", "plans") if name in old}
-    # Times count from the beginning of this run: what came before it happened at negative times.
+    # Times count from the beginning of this run, so those of earlier rows become negative.
     ends = [rows["end"].max() for rows in earlier.values() if len(rows)]
     for rows in earlier.values():
         rows["end"] -= max(ends, default=0.0)
@@ -195,7 +198,7 @@ def _earlier(path: Path, step: int, run: str | None) -> dict[str, Rows]:
 
 
 def summary_line(result: Evaluated | None) -> str:
-    """The last evaluation as text."""
+    """The last evaluation as text, for the end of a run."""
     if result is None:
         return "no evaluation"
     accuracy = "" if math.isnan(result.accuracy) else f"test accuracy {100 * result.accuracy:.2f} %, "
@@ -203,7 +206,7 @@ def summary_line(result: Evaluated | None) -> str:
 
 
 def facts_of(hosts: list[dict[str, Any]], plan: Plan, layers: list[str], parameters: int, **more: Any) -> dict[str, Any]:
-    """A run's facts for the log."""
+    """Facts about a run for its log: hosts, versions, layers, and ``more``."""
     unlisted = ("machine_id", "versions")
     return {
         "versions": hosts[0]["versions"],

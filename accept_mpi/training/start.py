@@ -1,4 +1,4 @@
-"""What all ranks agree on before any plan: job, output directory, versions, model, and what an earlier start left."""
+"""The start of a run: all ranks agree on job, output directory, versions and model, and use what an earlier start left."""
 
 import contextlib
 import math
@@ -27,7 +27,8 @@ from accept_mpi.training.deployment import RankState
 
 
 def read_job(runtime: Runtime, path: Path, overrides: Sequence[str]) -> Job:
-    """Rank 0's job file, on every rank; a rank that has a file under the same path must have the same text there."""
+    """The job in rank 0's file, on every rank; all ranks call this together. Raises Agreed if the job is not valid, or a
+    rank has another text in a file of the same path."""
     mine = runtime.agree("the job file", lambda: read_text(path) if runtime.rank == 0 else None)
     text = runtime.messenger.broadcast(mine, runtime.startup_seconds, "the job file")
 
@@ -41,20 +42,23 @@ def read_job(runtime: Runtime, path: Path, overrides: Sequence[str]) -> Job:
 
 @dataclass(frozen=True)
 class Options:
-    """The command line of ``train``."""
+    """Options on the command line of ``train``."""
 
     job: Path
     overrides: tuple[str, ...] = ()
     resume: Path | None = None
     quiet: bool = False
     supervised: RunIdentity | None = None
-    """Under ``launch``."""
+    """The run's identity under ``launch``, else None."""
 
 
 @contextlib.contextmanager
 def own(runtime: "Runtime", directory: Path, supervised: RunIdentity | None) -> Iterator[Ownership]:
-    """All ranks together, before a run touches anything. Rank 0 takes the directory, or where there is none yet, has to as
-    soon as it has made it. Whoever is rank 0 later takes it then. Raises Agreed."""
+    """Own the output directory within the context. All ranks call this together, before a run touches anything.
+
+    Rank 0 takes the directory if it exists. Otherwise it must call ``Ownership.take`` as soon as it has made it, and so must
+    a rank that becomes rank 0 later. Raises Agreed if another run has the directory, or mpirun has placed ranks wrongly.
+    """
     runtime.agree("the hosts", lambda: _check_place(supervised, runtime.rank, runtime.host))
     mine = supervised.name if supervised else secrets.token_hex(8)
     run = runtime.messenger.broadcast(mine, runtime.startup_seconds, "the run's name")
@@ -68,14 +72,15 @@ def own(runtime: "Runtime", directory: Path, supervised: RunIdentity | None) -> 
 
 
 def _check_place(supervised: RunIdentity | None, rank: int, host: str) -> None:
+    """Raise UserError if mpirun started another number of ranks on this host than the host file asks for."""
     wrong = supervised.misplaced(rank) if supervised else None
     if wrong:
         raise UserError(f"{host}: {wrong}")
 
 
 def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
-    """What needs no plan: versions, threads, model and loss, and the snapshots that this host kept from an earlier start.
-    All ranks together. Raises Agreed."""
+    """Prepare everything that needs no plan: versions, threads, model and loss, and the snapshots that this host kept from
+    an earlier start. All ranks call this together. Raises Agreed."""
     facts = runtime.hosts[runtime.rank]
     runtime.same("versions of accept_mpi and torch", f"{facts['versions']['accept_mpi']} and {facts['versions']['torch']}")
     keep_memory()
@@ -92,17 +97,18 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
 
 
 def room_here(runtime: Runtime, disk: DiskReplicas | None) -> float:
-    """Bytes that this rank may take at most: less than it has where an earlier start ran out of memory here."""
+    """Most bytes that this rank may take; infinite unless an earlier start ran out of memory here."""
     return disk.room(place_on_host(runtime)) if disk else math.inf
 
 
 def known_cluster(runtime: Runtime, disk: DiskReplicas | None, room: float) -> ClusterProfile | None:
-    """What an earlier start measured of the very hosts that are here now, if any of them knows. All ranks together."""
+    """The profile that an earlier start measured of the hosts that are here now, if any rank has kept one; else None. All
+    ranks call this together. ``room``: most bytes of memory that this rank may take."""
     mine = [disk.cluster() if disk else None, room]
     told = runtime.messenger.allgather(mine, runtime.startup_seconds, "what an earlier start has measured")
     wanted, rooms = [host["host"] for host in runtime.hosts], [room for _, room in told]
     for kept in filter(None, (kept for kept, _ in told)):
-        with contextlib.suppress(msgspec.ValidationError, IndexError):  # damaged
+        with contextlib.suppress(msgspec.ValidationError, IndexError):  # a damaged profile
             cluster = msgspec.convert(kept, ClusterProfile)
             there = [device.host for device in cluster.devices]
             if len(set(there)) == len(there) and set(wanted) <= set(there):
@@ -111,6 +117,6 @@ def known_cluster(runtime: Runtime, disk: DiskReplicas | None, room: float) -> C
 
 
 def place_on_host(runtime: Runtime) -> int:
-    """Which of its host's ranks this is."""
+    """This rank's number among the ranks of its host, counted from 0."""
     mine = runtime.hosts[runtime.rank]["machine_id"]
     return [n for n, facts in enumerate(runtime.hosts) if facts["machine_id"] == mine].index(runtime.rank)

@@ -1,7 +1,7 @@
-"""The training loop of a rank: walk the schedule, nothing else.
+"""The training loop of a rank: it walks the schedule, and nothing else.
 
-The way of one micro-batch: ``forward`` takes it from the data set or from the stage before, has the stage compute, and
-hands it on; ``backward`` brings its gradient back the same way.
+The way of one micro-batch: ``forward`` takes it from the data set or from the stage before, runs the stage, and sends the
+outputs on; ``backward`` sends the gradients back the same way.
 """
 
 import math
@@ -36,12 +36,12 @@ from accept_mpi.recovery.checkpoint_writer import chunks
 from accept_mpi.recovery.replication import Replication
 from accept_mpi.tree import LONE
 
-_TRACE_SECONDS = 1.0
+_TRACE_SECONDS = 1.0  # between two messages with trace rows
 
 
 @dataclass(frozen=True)
 class StageChannels:
-    """A stage's ways to its neighbours; None at the ends of the pipeline."""
+    """A stage's channels to its neighbours; None at the ends of the pipeline."""
 
     activations_in: Receiver | None
     activations_out: Sender | None
@@ -49,54 +49,62 @@ class StageChannels:
     gradients_out: Sender | None
 
 
+@dataclass(frozen=True)
+class Services:
+    """The parts of a deployment that a worker uses, apart from its stage."""
+
+    channels: StageChannels
+    plane: DataPlane
+    recorder: Recorder
+    barriers: Barriers
+    replication: Replication
+    drawn: Drawn
+    begin_step: Callable[[int], None]
+    """Gets the number of each step, counted from 1, as it begins."""
+    told: deque[StepMade | EvaluationMade]
+    """The newest reports to rank 0, in case a loss overtakes them."""
+    speed: SpeedCheck | None
+    """Speed check of this device, if plans adapt."""
+
+
 class Worker:
-    """One rank's part in a run."""
+    """One rank's part in a run: walks its stage's actions."""
 
     def __init__(
         self,
         job: Job,
         place: Place,
         stage: Stage,
-        links: StageChannels,
-        plane: DataPlane,
-        recorder: Recorder,
         batches: Calendar,
         data: tuple[Dataset | None, Dataset | None],
         layer_names: list[str],
-        begin_step: Callable[[int], None],
-        replication: Replication,
-        barriers: Barriers,
-        told: deque[StepMade | EvaluationMade],
-        pulse: SpeedCheck | None,
-        drawn: Drawn,
+        services: Services,
     ) -> None:
-        """``data``: training and test set, where this stage needs them. ``begin_step`` is told
-        the number of each step (from 1) as it begins."""
-        self.job, self.stage, self.links, self.plane, self.recorder = job, stage, links, plane, recorder
+        """``data``: training and test set, if this stage needs them."""
+        self.job, self.stage, self.batches = job, stage, batches
         self.s, self.stages = place.stage, place.stages
-        self.batches = batches
         self.train_set, self.test_set = data
         self._layer_names = layer_names
-        self._begin_step, self._replication, self._barriers = begin_step, replication, barriers
-        self._told = told
+        self.links, self.plane, self.recorder = services.channels, services.plane, services.recorder
+        self._barriers, self._replication = services.barriers, services.replication
+        self._begin_step, self._told, self._speed = services.begin_step, services.told, services.speed
         self._flags: dict[int, int] = {}
-        """Steps that end with a snapshot or a checkpoint."""
+        """Flags of steps that end with a barrier (``recovery.barriers``), by step."""
         self._deadline = job.pipeline.startup_timeout
         self._final: int | None = None
-        """The step that the plan ends with, once that is known."""
-        self._feed = Feed(batches, self.train_set, place, stage.shares, drawn)
+        """Step with which the plan ends, once that is known."""
+        self._feed = Feed(batches, self.train_set, place, stage.shares, services.drawn)
         self._scale = 1.0
-        """Of the gradients of the step that is being made (``Stage.scale``)."""
+        """Scale of the gradients of the present step (``Stage.scale``)."""
         self._results: list[Result] = []
-        self._step_began = recorder.clock.now()
+        self._step_began = self.recorder.clock.now()
         self._traced = time.monotonic()
-        self._pulse = pulse
         self._waited, self._since = 0.0, time.monotonic()
 
     def train(self, course: Milestones, deliver: Callable[[], None], test_samples: int) -> int:
-        """Make the course's steps. ``deliver`` is called after each (observers on rank 0 hear what has come in).
+        """Make the course's steps. ``deliver`` is called after each of them, for the observers on rank 0.
 
-        Returns how many are made: fewer than wanted where another plan is to make the others.
+        Returns the number of steps made so far: fewer than the course's if another plan is to make the others.
         """
         self._course = course
         asynchronous = self.job.pipeline.schedule == "1f1b-async"
@@ -118,7 +126,7 @@ class Worker:
         return course.last
 
     def walk(self, segment: range, steps: int, deliver: Callable[[], None]) -> None:
-        """The actions of one segment: from an empty pipeline to an empty pipeline."""
+        """Carry out the actions of one segment, from an empty pipeline to an empty one. ``steps``: the run's last step."""
         pipeline = self.job.pipeline
         sizes: dict[int, list[int]] = {}
         indices: dict[int, Any] = {}
@@ -160,13 +168,17 @@ class Worker:
         self.stage.drained()
 
     def _flag(self, step: int, flags: int) -> None:
+        """Note how a step ends."""
         self._flags[step] = flags
         if flags & REPLAN:
             self._final = step
 
     def forward(self, step: int, k: int, samples: Any, version: int, sizes: list[int], whole: bool) -> None:
-        """F of micro-batch ``k``: its inputs, the stage, its outputs. ``samples``: of each micro-batch of the step. Loading
-        data counts to it, so that a host slow at that is given fewer layers."""
+        """F of micro-batch ``k``: get its inputs, run the stage, send its outputs.
+
+        ``samples`` and ``sizes``: indices and number of samples of each micro-batch of the step. Loading data counts as part
+        of F, so that a host slow at that is given fewer layers.
+        """
         failpoint("forward")
         given = Inputs((), LONE)
         suspect = 0
@@ -200,7 +212,7 @@ class Worker:
                 )
 
     def backward(self, step: int, k: int, samples: int) -> None:
-        """B of micro-batch ``k``: its outputs' gradients, the stage, its inputs' gradients."""
+        """B of micro-batch ``k``: get its outputs' gradients, run the stage backward, send its inputs' gradients."""
         failpoint("backward")
         gradients: Tensors = ()
         if self.links.gradients_in:
@@ -214,7 +226,7 @@ class Worker:
             self.links.gradients_out.send(step, k, samples, result, scale=self._scale)
 
     def update(self, step: int, version: int, steps: int) -> None:
-        """U: the optimizer's step; the last stage reports what the step gave."""
+        """U: make the optimizer's step; the last stage reports loss and speed. ``steps``: the run's last step."""
         failpoint("update")
         lr = learning_rate(self.job.train.optimizer, self.job.lr, step, steps)
         with self.recorder.span("U", step + 1):
@@ -230,7 +242,7 @@ class Worker:
             self.ship_trace()
 
     def evaluate(self, step: int, test_samples: int) -> None:
-        """The test set, forward only, through all stages."""
+        """Run the test set forward through all stages, after ``step`` steps; the last stage reports the result."""
         micro = list(in_order(test_samples, self.batches.micro))
         results = []
         with self.stage.evaluating():
@@ -245,7 +257,7 @@ class Worker:
         self._step_began = self.recorder.clock.now()
 
     def forward_test(self, step: int, k: int, samples: Any) -> Result | None:
-        """E of micro-batch ``k`` of the test set, after ``step`` steps."""
+        """E of micro-batch ``k`` of the test set, after ``step`` steps. Returns the result on the last stage, else None."""
         failpoint("evaluate")
         given = Inputs((), LONE)
         if self.links.activations_in:
@@ -265,7 +277,7 @@ class Worker:
         return out.result
 
     def checkpoint(self, step: int) -> None:
-        """Copy the stage's state and have it sent to rank 0 in the background."""
+        """Copy the stage's state, and send it to rank 0 in the background."""
         failpoint("checkpoint")
         with self.recorder.span("checkpoint", step):
             for chunk in chunks(step, self.s, self.stage.weights(), self.stage.optimizer_state()):
@@ -278,11 +290,12 @@ class Worker:
             self.plane.post(0, TraceRows(self.recorder.take().tobytes()))
 
     def _tell(self, report: StepMade | EvaluationMade) -> None:
-        """Tell rank 0, and keep the report: a loss may come before it arrives."""
+        """Report to rank 0, and keep the report, since a loss may happen before it arrives."""
         self.plane.post(0, report)
         self._told.append(report)
 
     def _receive(self, link: Receiver, step: int, k: int) -> Decoded:
+        """Receive a message, and add up the time of waiting for it."""
         began = time.monotonic()
         try:
             return link.receive(step, k, self._deadline, self.recorder)
@@ -290,14 +303,15 @@ class Worker:
             self._waited += time.monotonic() - began
 
     def _beat(self) -> None:
-        """A device that mostly waits says now and then how fast it would be with more to do."""
+        """On a device that mostly waits, report now and then how fast it would be with more to do."""
         span = time.monotonic() - self._since
-        if self._pulse and span > EVERY_BESIDE_A_STAGE:
+        if self._speed and span > EVERY_BESIDE_A_STAGE:
             if self._waited > span / 2:
-                self.plane.post(0, Speed(self._pulse.beat()))
+                self.plane.post(0, Speed(self._speed.beat()))
             self._waited, self._since = 0.0, time.monotonic()
 
     def _summary(self, step: int, epoch: int, results: list[Result]) -> dict[str, Any]:
+        """Fields of a report about ``step``, from the results of its micro-batches."""
         samples, targets = sum(r.samples for r in results), sum(r.targets for r in results)
         count = sum(r.count for r in results)
         return {

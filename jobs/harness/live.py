@@ -40,6 +40,7 @@ class Lines:
 
     @staticmethod
     def now() -> float:
+        """Seconds of the clock by which lines arrive."""
         return time.monotonic()
 
     def wait(self, wanted: Callable[[str], Any]) -> float:

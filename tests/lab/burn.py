@@ -56,18 +56,18 @@ def data():
 
 
 if __name__ == "__main__":
-    from accept_mpi.comm import data_plane
+    from accept_mpi.comm import channels
     from accept_mpi.comm.runtime import Runtime
     from accept_mpi.training.run import train
     from accept_mpi.training.start import Options
 
-    send = data_plane.Outgoing.send
+    send = channels.Sender.send
 
     def blocking(self, *arguments, **keywords):
         send(self, *arguments, **keywords)
         self.drain(60)
 
-    data_plane.Outgoing.send = blocking
+    channels.Sender.send = blocking
     runtime = Runtime.start()
     try:
         train(runtime, Options(Path(sys.argv[1]), quiet=True))

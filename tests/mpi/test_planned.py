@@ -55,7 +55,7 @@ def test_a_host_that_measured_itself_wrong_is_asked_again(mpirun, tmp_path: Path
         tmp_path / "job.toml", samples.CNN, "run", train_steps=1, train_evaluate_every=0, pipeline_cuts="auto",
         pipeline_latency_db=str(tmp_path / "latency.h5"), pipeline_probe_seconds=1.0,
     )  # fmt: skip
-    assert "3 looked twice" in mpirun(3, ROOT / "tests" / "programs" / "one_measured_slow.py", job).out
+    assert "3 timed twice" in mpirun(3, ROOT / "tests" / "programs" / "one_measured_slow.py", job).out
     with open_log(tmp_path / "run" / "log.h5") as log:
         forward = log["survey"]["times"][0]
     assert forward.sum(axis=1).max() < 2 * forward.sum(axis=1).min()

@@ -52,7 +52,7 @@ def late(runtime: Runtime) -> None:
 
 
 def twice(runtime: Runtime) -> None:
-    """Another loss while the ranks find together: who has found together lives."""
+    """Another loss while the ranks regroup: those that have regrouped live."""
     guards: list[threading.Timer] = []
 
     class Guard(threading.Timer):

@@ -1,4 +1,4 @@
-"""AccEPT's headline, side by side with its peers: MobileNetV2 over four equal hosts, links from free to 5 Mbit/s."""
+"""AccEPT's main experiment, with its peers: MobileNetV2 over four equal hosts, on links from unlimited to 5 Mbit/s."""
 
 from harness.experiment import run
 from harness.side_by_side import Case, compare
@@ -15,10 +15,10 @@ CASE = Case(
     },
     codec_links={"none": (0, 100), "uniform:8": (100,), "uniform:2": (100, 20, 10, 5)},
     samples=64,
-    # As many samples a micro-batch, eight times as many micro-batches: a longer step has a smaller bubble.
+    # Eight times as many micro-batches of the same size: a longer step has a smaller bubble.
     synchronous_links=(100,),
     synchronous={"train.batch_size": 512, "train.micro_batches": 32},
-    # Even in blocks: even in layers would cut inside blocks, where six times as much crosses.
+    # Cuts that split blocks evenly: splitting layers evenly would cut inside blocks, where six times as much crosses.
     pipelining={"set": ["train.micro_batches=8"], "cuts": [12, 27, 39]},
     hopeless=20,
     seconds=5.0,

@@ -1,4 +1,4 @@
-"""Seconds until a test accuracy is reached, at 20 Mbit/s: systems that differ in speed differ in what a step learns, too."""
+"""Seconds until a test accuracy is reached, at 20 Mbit/s: systems differ in how much a step learns as well as in speed."""
 
 from accept_mpi.logs.figures import pyplot
 from harness.experiment import Experiment, run
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def draw(experiment: Experiment, found: dict[str, Result]) -> None:
-    """Accuracy over seconds."""
+    """Plot test accuracy over seconds of training, one line per system."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     colours = ["#003f7d", "#CC79A7", "#009E73", "#D55E00", "#E69F00"]

@@ -1,9 +1,9 @@
-"""FTPipeHD's comparison: unequal devices, cut evenly and cut well, and what the sizes of the layers allow.
+"""FTPipeHD's comparison: even and good cuts on unequal devices, and the limit that the sizes of the layers set.
 
-The cuts by hand, and the order of the devices, come from every layer measured alone on every host: the least slowest stage
-of all cuts and orders, transfers taken as hidden. "auto" is what rank 0 finds by itself. The machine's speed drifts, so
-plans and all hosts alone are measured several times in turn; medians are shown, of ratios those within a turn. What is free
-of drift is how much of the time hosts compute (each run's own trace), weighted by their speed alone.
+Cuts and orders "by hand" come from every layer measured alone on every host: they minimize the slowest stage's time over all
+cuts and orders, assuming hidden transfers. "auto" is rank 0's plan. The machine's speed drifts, so plans and all hosts alone
+are measured several times in turn; the table has medians, those of ratios over ratios within a turn. Independent of drift is
+the share of the time in which hosts compute (from each run's trace), weighted by their speeds alone.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from harness.experiment import Experiment, run
 from harness.store import table
 
 FLEETS = {"ten-ten-one.toml": "3 hosts, 10:10:1", "personas.toml": "mini-pc, old-laptop, pi5, pi4"}
-MICRO = 8  # samples a micro-batch
+MICRO = 8  # samples per micro-batch
 TURNS = 3
 _PAPER = 6.8
 _SHOWN = ("even", "by hand", "by hand, any order", "auto")
@@ -43,7 +43,7 @@ def main() -> None:
             places = tuple(range(len(names)))
             even = even_cuts(seconds.shape[1], len(names))
             same_order, reordered = best_plan(seconds, [places]), best_plan(seconds, list(itertools.permutations(places)))
-            # The first is made twice, so not the slowest.
+            # A session makes its first run twice, so the slowest plan ("even") does not come first.
             plans: dict[str, tuple[Any, tuple[int, ...]]] = {
                 "by hand": same_order, "even": (even, places), "by hand, any order": reordered, "auto": ("auto", places)
             }  # fmt: skip
@@ -85,13 +85,13 @@ def main() -> None:
 
 
 def slowest(seconds: Seconds, cuts: list[int], order: tuple[int, ...]) -> float:
-    """Seconds a micro-batch of the slowest stage."""
+    """Seconds per micro-batch of the slowest stage; ``seconds``: (hosts, layers), ``order``: the stages' hosts."""
     edges = [0, *cuts, seconds.shape[1]]
     return max(float(seconds[place, a:b].sum()) for place, (a, b) in zip(order, itertools.pairwise(edges), strict=True))
 
 
 def best_plan(seconds: Seconds, orders: list[tuple[int, ...]]) -> tuple[list[int], tuple[int, ...]]:
-    """Cuts and order with the least slowest stage, by trying all."""
+    """Cuts and order (one of ``orders``) whose slowest stage is the fastest, by exhaustive search."""
     layers, stages = seconds.shape[1], seconds.shape[0]
     sums = np.concatenate([np.zeros((stages, 1)), seconds.cumsum(axis=1)], axis=1)
     cuts = np.array(list(itertools.combinations(range(1, layers), stages - 1)))
@@ -107,7 +107,7 @@ def best_plan(seconds: Seconds, orders: list[tuple[int, ...]]) -> tuple[list[int
 
 
 def draw(experiment: Experiment, bars: dict[str, dict[str, float]]) -> None:
-    """A group of bars a fleet."""
+    """Plot samples/s as a group of bars per fleet."""
     plt = pyplot()
     colours: dict[str, Any] = dict(
         zip(next(iter(bars.values())), ["#999999", "#D55E00", "#9ad0f5", "#6db4e8", "#003f7d"], strict=True)

@@ -1,4 +1,4 @@
-"""A language model side by side with its peers: GPT of 8 blocks of 256 over four equal hosts, at 100 and 20 Mbit/s."""
+"""A language model compared with the peers: GPT with 8 blocks of width 256 over four equal hosts, on several links."""
 
 from harness.experiment import run
 from harness.side_by_side import Case, compare

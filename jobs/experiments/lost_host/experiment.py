@@ -1,6 +1,6 @@
-"""A host loses its cable, or its power, in mid-run: how long until ``launch`` has the others make new steps, how many steps
-are made once more, and how long until the host is used again after its return. No checkpoints: the others' own disks have
-the snapshots.
+"""A host loses its cable or its power during a run. Measures the time until ``launch`` has the others make new steps, the
+number of repeated steps, and the time until the host is used again after its return. There are no checkpoints: the snapshots
+are on the others' disks.
 """
 
 import re
@@ -27,7 +27,8 @@ _HEAD = [
 
 
 def lose(lab: Laboratory, loss: str) -> list[object]:
-    """A row: seconds since the loss, steps; seconds since the return."""
+    """Run the experiment for one kind of loss; returns a row of the table: seconds since the loss, repeated steps, seconds
+    since the host's return."""
     directory, name = anew(_OUT / loss), lab.hosts[_HOST].name
     job = ["--set", f"output.directory={directory.resolve()}"]
     command = [sys.executable, "-m", "accept_mpi", "launch", "-hostfile", lab.hostfile, _FOLDER / "job.toml", *job]
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def draw(rows: list[Any]) -> None:
-    """Seconds until the first new step, and until the first with the host again."""
+    """Plot the seconds until the first new step, and until the first step with the host again."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 2.8), layout="constrained")
     parts = [("noticed", "#D55E00"), ("the others are started", "#E69F00"), ("the next step", "#1a6fb0")]

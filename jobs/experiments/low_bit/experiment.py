@@ -1,8 +1,9 @@
-"""What codecs leave of a slow link's cost: a step at 20 Mbit/s with few bits against one with an unlimited link, and what
-rank 0 chooses against the best that is the same everywhere. Same cuts; all cases in turn, several times: medians.
+"""The cost of a slow link that codecs leave: steps at 20 Mbit/s with few bits against steps on an unlimited link, and rank
+0's choice of codecs against the best codec that is the same everywhere. All cases have the same cuts and are measured in
+turn, several times; the table has medians.
 
-A shared machine computes at another speed from one minute to the next. So cases come in another order in every turn, and
-beside each step stands what the busiest stage computed in it: where that differs, it is not the link's doing.
+The speed of a shared machine changes from minute to minute. So every turn has another order of cases, and the table also has
+the busiest stage's computing time per step: differences in it are not due to the link.
 """
 
 import statistics
@@ -29,7 +30,7 @@ def main() -> None:
     milliseconds: dict[tuple[str, int, str], list[float]] = {}
     computing: dict[tuple[str, int, str], list[float]] = {}
     with experiment.lab("fleet.toml"):
-        experiment.ours(0, {}, seconds=2.0, turn="first")  # on cold hosts: not counted
+        experiment.ours(0, {}, seconds=2.0, turn="first")  # on cold hosts, so not counted
         for turn in range(_TURNS):
             for schedule in SCHEDULES:
                 for link, codec in CASES[turn:] + CASES[:turn]:
@@ -77,14 +78,14 @@ def main() -> None:
 
 
 def busiest(log: Path) -> float:
-    """Milliseconds of a step that the busiest stage computes, mean over the run."""
+    """Milliseconds per step that the busiest stage computes, averaged over the run."""
     with open_log(log) as file:
         stages, micro = mean_times(file["trace"][:]), int(file["trace"]["micro_batch"].max()) + 1
     return 1e3 * max(micro * (took["F"] + took["B"]) + took["U"] for took in stages)
 
 
 def draw(experiment: Experiment, median: dict[tuple[str, int, str], float]) -> None:
-    """A bar a case, a colour a schedule."""
+    """Plot milliseconds per step: a bar per case, a colour per schedule."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     for number, (schedule, colour) in enumerate(zip(SCHEDULES, _COLOURS, strict=True)):

@@ -1,7 +1,7 @@
-"""What fraction of the links' time is hidden behind computing, and a picture of three steps that shows it.
+"""The share of the links' time that is hidden behind computing, and a picture of a step that shows it.
 
-Hidden: what the busiest link's sending does not add to a step. What it does add is found by running the trace again with
-links that take no time (``accept_mpi.logs.replay``).
+The busiest link's sending is hidden as far as it does not make steps longer. What it adds to a step is found by replaying
+the trace on links that take no time (``accept_mpi.logs.replay``).
 """
 
 from pathlib import Path

@@ -1,10 +1,12 @@
-"""What it costs to cut by predicted times: random fleets of devices that the predictor has never seen, each cut and ordered
-by what it says (of a device it knows ten probes, no single layers), and by trying every cut and order on measured times,
-both priced with the measured ones. Some fleets are then made in the lab and train with either plan.
+"""The cost of planning with predicted instead of measured times, on random fleets of devices unknown to the predictor.
 
-Transfers are taken as hidden and memory as ample: what is asked here is what prediction costs. (Rank 0 weighs transfers,
-and would rather keep the devices' order.) Where one stage alone decides, several plans are equal on paper; of these the one
-whose other stages are evenest counts, by measured as by predicted times. In the lab both plans train several times in turn.
+Each fleet is planned by predicted times (from ten probes per device, without times of single layers) and by exhaustive
+search over cuts and orders on measured times; both plans are priced with the measured times. Some fleets are then created in
+the lab, where both plans train several times in turn.
+
+Since only the prediction is in question, transfers are assumed hidden and memory ample. (Rank 0 does consider transfers, and
+prefers to keep the devices' order.) If one stage alone determines the price, several plans may be equal; then the one whose
+other stages are the most even counts, for measured and predicted times alike.
 """
 
 import itertools
@@ -24,7 +26,7 @@ from harness.devices import FORMATS, ISAS, MODELS, SHARES, Gathered, device_of, 
 from harness.experiment import Experiment, run
 from harness.store import table
 
-FOLDS = 4  # of devices; each is predicted by networks that know the others only
+FOLDS = 4  # groups of devices; each is predicted by networks that know only the others
 FLEETS = 60
 IN_LAB = 5
 TURNS = 3
@@ -33,15 +35,15 @@ EQUAL = 1 + 1e-9
 
 
 class Fleet(NamedTuple):
-    """Devices for one model."""
+    """Devices for one model, with their times."""
 
     model: str
     devices: list[str]
     measured: F64
-    """(devices, layers) seconds of a micro-batch, forward and backward together."""
+    """(devices, layers) seconds per micro-batch, forward plus backward."""
     predicted: F64
     samples: int
-    """Of a micro-batch."""
+    """Samples per micro-batch."""
 
 
 def main() -> None:
@@ -66,7 +68,7 @@ def main() -> None:
 
 
 def drawn(data: list[Gathered]) -> list[Fleet]:
-    """Random fleets of three or four devices, each predicted by networks that know the others only."""
+    """Random fleets of three or four devices, predicted by networks that know only devices of other groups."""
     rng = np.random.default_rng(3)
     devices = sorted({one.known.device for one in data})
     fleets = []
@@ -79,7 +81,7 @@ def drawn(data: list[Gathered]) -> list[Fleet]:
 
 
 def fleet_of(data: list[Gathered], model: str, devices: list[str], predictor: Predictor) -> Fleet:
-    """These devices, measured and predicted."""
+    """A fleet of these devices, with measured and predicted times."""
     known = [one.known for device in devices for one in data if (one.model, one.known.device) == (model, device)]
     measured = np.array([one.own.sum(axis=1) for one in known])
     predicted = np.array([predictor.layers(replace(one, layer_times=None))[0].sum(axis=1) for one in known])
@@ -87,8 +89,10 @@ def fleet_of(data: list[Gathered], model: str, devices: list[str], predictor: Pr
 
 
 def in_lab(experiment: Experiment, data: list[Gathered]) -> list[list[object]]:
-    """Fleets of one host of each share, of any instruction sets, trained with the best plan by measured and by predicted
-    times."""
+    """Train fleets in the lab with the best plans by measured and by predicted times; returns rows of the table.
+
+    A fleet has a host for each share of a core, with random instruction sets.
+    """
     rng = np.random.default_rng(5)
     rows: list[list[object]] = []
     for number in range(IN_LAB):
@@ -118,7 +122,7 @@ def in_lab(experiment: Experiment, data: list[Gathered]) -> list[list[object]]:
 
 
 def planned(seconds: F64) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Devices in order and edges of the partitioner's plan: of those that are equal, the evenest."""
+    """The partitioner's plan for (devices, layers) seconds, the most even of equal ones: devices in order, and edges."""
     devices, layers = seconds.shape
     free = np.full((devices, devices), 1e15)
     problem = Problem(
@@ -140,17 +144,18 @@ def planned(seconds: F64) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def uneven(stages: F64) -> F64:
-    """More, the more of the stages (first axis) take long; as ``balance`` has it."""
+    """Measure of unevenness: the sum of the eighth powers of the stages' times (first axis), as in ``balance``."""
     return np.asarray((stages**8).sum(axis=0))
 
 
 def price(seconds: F64, devices: tuple[int, ...], edges: tuple[int, ...]) -> float:
-    """Seconds a micro-batch of the slowest stage."""
+    """Seconds per micro-batch of the slowest stage; ``seconds``: (devices, layers)."""
     return max(float(seconds[n, a:b].sum()) for n, (a, b) in zip(devices, itertools.pairwise(edges), strict=True))
 
 
 def exhaustive(seconds: F64) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Order and edges of the least price over every order, subset and cut, by trying all; of equal ones the evenest."""
+    """The plan of the lowest price over all subsets, orders and cuts, the most even of equal ones: devices in order, and
+    edges."""
     devices, layers = seconds.shape
     sums = np.concatenate([np.zeros((devices, 1)), seconds.cumsum(axis=1)], axis=1)
     best: tuple[float, float, tuple[int, ...], tuple[int, ...]] = (np.inf, np.inf, (), ())
@@ -168,7 +173,7 @@ def exhaustive(seconds: F64) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def draw(experiment: Experiment, off: F64) -> None:
-    """Share of fleets over what prediction costs."""
+    """Plot the cumulative share of fleets over the cost of prediction (``off``, %)."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     axes.plot(np.sort(off), (np.arange(len(off)) + 1) / len(off), color="#1a6fb0")

@@ -1,7 +1,7 @@
-"""How well sub-models' times are predicted on devices and models never seen, against four simpler ways and AccEPT's network.
+"""Accuracy of predicted times of sub-models on unknown devices and models: ours, four simpler methods, AccEPT's network.
 
-Devices: share of a core x threads x instruction set x memory format, each a host of the lab. Data are measured here
-(--fresh), or taken from data.h5 beside this file, which a run left. Errors are of forward + backward of a sub-model.
+Devices are hosts of the lab: share of a core x threads x instruction set, with a memory format. Data are measured here
+(--fresh), or taken from data.h5 in this folder, which an earlier run left. Errors are of forward + backward of a sub-model.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ from harness.devices import MODELS, Gathered, gathered
 from harness.experiment import Experiment, run
 from harness.store import table
 
-ADAPT = 10  # sub-models of a device that adaptation sees
-FEW = (3, 5)  # probes
+ADAPT = 10  # sub-models of a new device (per model) that adaptation sees
+FEW = (3, 5)  # numbers of probes
 
 Method = Callable[[DeviceSamples], F64]
 Errors = dict[str, dict[str, float]]
-"""Method -> device or model -> mean absolute percentage error."""
+"""Mean absolute percentage errors, by method and by device or model."""
 
 OURS, BARE = "ours", "ours, from the ten probes' totals alone"
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def simpler(others: Sequence[DeviceSamples]) -> dict[str, Method]:
-    """What predicts a device's ``intervals`` from its probes, and from the same model on other devices."""
+    """The simpler methods, which predict a device's ``intervals`` from its probes and the same model on other devices."""
 
     def alike(known: DeviceSamples) -> list[DeviceSamples]:
         return [other for other in others if other.model == known.model]
@@ -78,7 +78,7 @@ def simpler(others: Sequence[DeviceSamples]) -> dict[str, Method]:
 
 
 def both(predictor: Predictor) -> dict[str, Method]:
-    """Ours, with this device's own clocks between the layers of its probes and without them."""
+    """Our method, with the device's layer times from its probes and without them."""
     return {
         BARE: lambda known: predictor.predict(replace(known, layer_times=None), known.intervals)[0],
         OURS: lambda known: predictor.predict(known, known.intervals)[0],
@@ -86,7 +86,7 @@ def both(predictor: Predictor) -> dict[str, Method]:
 
 
 def two_streams(others: Sequence[DeviceSamples]) -> Method:
-    """AccEPT's network, trained on these."""
+    """AccEPT's network, trained on ``others``."""
     network: DualStream = train_dual_stream(others)
 
     @torch.no_grad()
@@ -97,13 +97,13 @@ def two_streams(others: Sequence[DeviceSamples]) -> Method:
 
 
 def error(predict: Method, some: Sequence[DeviceSamples]) -> float:
-    """Mean absolute percentage error of forward + backward."""
+    """Mean absolute percentage error of forward + backward over all intervals of ``some``."""
     off = [np.abs(predict(known).sum(axis=1) / known.times.sum(axis=1) - 1) for known in some]
     return 100 * float(np.concatenate(off).mean())
 
 
 def adaptation(ours: Predictor, mine: list[DeviceSamples], old: list[DeviceSamples]) -> list[float]:
-    """Errors on what adaptation has not seen of a device, before and after; and on old devices, before and after."""
+    """Errors before and after adaptation to a device: on its sub-models that adaptation did not see, and on old devices."""
     fresh, rest = [], []
     for known in mine:
         seen = np.random.default_rng(1).permutation(len(known.intervals)) < ADAPT
@@ -116,7 +116,7 @@ def adaptation(ours: Predictor, mine: list[DeviceSamples], old: list[DeviceSampl
 
 
 def fewer(ours: Predictor, mine: list[DeviceSamples]) -> list[list[float]]:
-    """(FEW, 3): errors with so many probes: those that the networks ask for, spread over the model, the first ones."""
+    """(FEW, 3) errors with few probes: those that the networks ask for, those spread over the model, the first ones."""
     rows = []
     for count in FEW:
         some: list[list[DeviceSamples]] = [[], [], []]
@@ -131,7 +131,7 @@ def fewer(ours: Predictor, mine: list[DeviceSamples]) -> list[list[float]]:
 
 
 def tables(data: list[Gathered], by_device: Errors, by_model: Errors, adapted: F64, few: F64) -> str:
-    """All that the experiment says, as Markdown."""
+    """The report in Markdown."""
     rows = []
     for method, errors in by_device.items():
         each, models = np.array(list(errors.values())), list(by_model.get(method, {}).values())
@@ -157,7 +157,7 @@ def tables(data: list[Gathered], by_device: Errors, by_model: Errors, adapted: F
 
 
 def draw(experiment: Experiment, by_device: Errors) -> None:
-    """Share of devices over error."""
+    """Plot the cumulative share of devices over the error, one line per method."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
     for method, errors in by_device.items():

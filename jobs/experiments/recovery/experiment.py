@@ -1,7 +1,7 @@
-"""A process is killed in mid-run: how long until the next new step is done, by recovery inside the job and by the baseline
-that stops the job and starts it again from the last checkpoint. Same job, same lab, the same moment; several times each.
+"""A process is killed during a run. Measures the time until the next new step is done, by recovery inside the job and by the
+baseline, which restarts the job from its last checkpoint. Job, lab and moment are the same; both are repeated several times.
 
-All times are seconds on one clock: of the kill, and of the lines that the run prints.
+All times (of the kill, and of the lines that the run prints) are seconds on one clock.
 """
 
 import os
@@ -28,12 +28,12 @@ _FOLDER = Path(__file__).resolve().parent
 _JOB = parse((_FOLDER / "job.toml").read_text(), "job.toml")
 _EVERY = _JOB.recovery.replicate_every
 _OUT = Path("runs/experiments/recovery")
-_PARTS = ("detect", "find together", "plan", "move state", "build", "replay, and the new step")
+_PARTS = ("detect", "regroup", "plan", "move state", "build", "replay, and the new step")
 _KILL_AFTER, _VICTIM = (17, 22, 27), 2  # steps; host
 
 
 def kill(lab: Laboratory, directory: Path, after: int) -> float:
-    """Kill the victim's rank as soon as so many steps are in the log; when that was."""
+    """Kill the victim's rank once the log has ``after`` steps; returns the time (``time.monotonic``)."""
     wait_for_step(directory, after)
     for pid in lab.processes(lab.hosts[_VICTIM].name):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -44,8 +44,8 @@ def kill(lab: Laboratory, directory: Path, after: int) -> float:
 
 
 def inside(lab: Laboratory, directory: Path, after: int) -> dict[str, Any]:
-    """Recovery in the job: seconds until it was noticed and said, until the next step and the next new one; the rate
-    afterwards."""
+    """Measure recovery inside the job: seconds until the new plan is ready, until the next step and the next new one, and
+    the rate afterwards."""
     with start(lab, _FOLDER / "job.toml", directory, ulfm=True) as running:
         lines = Lines(running.process)
         killed = kill(lab, directory, after)
@@ -58,7 +58,7 @@ def inside(lab: Laboratory, directory: Path, after: int) -> dict[str, Any]:
     lost = next(float(event["time"]) for event in events if b"lost rank" in event["text"])
     made = int(steps["step"][steps["end"] < lost].max())
     again = trace[(trace["kind"] == KINDS.index("U")) & (trace["step"] == begins + 1) & (trace["start"] > lost)]
-    began = noticed - lost  # of the run's clock
+    began = noticed - lost  # the start of the run's clock
     rest = steps[steps["step"] > made + 5]
     before = np.diff(steps["end"][steps["end"] < lost])[2:]
     return {
@@ -73,12 +73,12 @@ def inside(lab: Laboratory, directory: Path, after: int) -> dict[str, Any]:
 
 
 def end_of(steps: Rows, step: int) -> float:
-    """When a step was done, on its run's clock."""
+    """Second at which a step was done, on its run's clock."""
     return float(steps["end"][steps["step"] == step][0])
 
 
 def restarted(lab: Laboratory, directory: Path, after: int) -> dict[str, Any]:
-    """The baseline: the job ends, and is started again from its checkpoint on all hosts, its plan known."""
+    """Measure the baseline: the job ends and is restarted from its checkpoint on all hosts, with the same plan."""
     with start(lab, _FOLDER / "job.toml", directory, ulfm=False) as running:
         Lines(running.process)
         killed = kill(lab, directory, after)
@@ -99,8 +99,10 @@ def restarted(lab: Laboratory, directory: Path, after: int) -> dict[str, Any]:
 
 
 def cost(lab: Laboratory, often: float) -> str:
-    """What snapshots cost a run that loses nobody: seconds of one, from many; and how often "auto" makes them. ``often``:
-    seconds of a step where the job asks for that many."""
+    """A sentence on the cost of snapshots in a run without losses: the seconds of one, and how often "auto" makes them.
+
+    ``often``: seconds per step with the job's own ``replicate_every``.
+    """
     extra = []
     with start(lab, _FOLDER / "job.toml", anew(_OUT / "snapshots"), *_every(20), ulfm=True, drain=True):
         wait_for_step(_OUT / "snapshots", 135)
@@ -108,7 +110,7 @@ def cost(lab: Laboratory, often: float) -> str:
     seconds = np.diff(steps["end"])
     usual = float(np.median(seconds))
     for step in snapshots[1:]:
-        at = int(np.searchsorted(steps["step"], step))  # its copy is taken after it: the steps that follow are slower
+        at = int(np.searchsorted(steps["step"], step))  # copied after this step, so the following ones are slower
         if at + 4 < len(seconds):
             extra.append(float((seconds[at : at + 4] - usual).sum()))
     with start(lab, _FOLDER / "job.toml", anew(_OUT / "auto"), *_every('"auto"'), ulfm=True, drain=True):
@@ -129,7 +131,7 @@ def _every(steps: object) -> list[str]:
 
 
 def _with_snapshots(directory: Path) -> tuple[Rows, list[int]]:
-    """Steps, and after which of them the first stage took a copy."""
+    """The rows of steps, and the numbers of the steps after which the first stage took a snapshot."""
     with open_log(directory / "log.h5") as log:
         steps, trace = log["steps"][:], log["trace"][:]
     rows = trace[(trace["kind"] == KINDS.index("snapshot")) & (trace["stage"] == 0)]
@@ -137,7 +139,7 @@ def _with_snapshots(directory: Path) -> tuple[Rows, list[int]]:
 
 
 def alone(lab: Laboratory, directory: Path, last: int) -> float:
-    """samples/s of a job that hosts begin by themselves and that is left in peace."""
+    """samples/s of a job that these hosts start and that runs undisturbed until step ``last``."""
     with start(lab, _FOLDER / "job.toml", directory, "--set", f"train.steps={last}", ulfm=False) as running:
         running.process.communicate(timeout=SECONDS)
     with open_log(directory / "log.h5") as log:
@@ -147,9 +149,9 @@ def alone(lab: Laboratory, directory: Path, last: int) -> float:
 
 
 def parts(found: dict[str, Any]) -> list[float]:
-    """Seconds of a recovery's parts, in ``_PARTS``' order."""
+    """Seconds of a recovery's parts, in the order of ``_PARTS``."""
     numbers = re.search(
-        r"together in (\d+) ms, planned (\d+) ms later, had their layers' state (\d+) ms later, could begin (\d+) ms",
+        r"regrouped in (\d+) ms, planned (\d+) ms later, had their layers' state (\d+) ms later, could begin (\d+) ms",
         found["told"],
     )
     assert numbers
@@ -162,7 +164,7 @@ def main() -> None:
     hosts = read(_FOLDER / "fleet.toml")
     ours, theirs = [], []
     with Laboratory("experiment-recovery").using(hosts) as lab:
-        alone(lab, anew(_OUT / "first"), 4)  # after it the latency database knows the hosts
+        alone(lab, anew(_OUT / "first"), 4)  # puts the hosts into the latency database
         for trial, after in enumerate(_KILL_AFTER):
             ours.append(inside(lab, anew(_OUT / f"inside-{trial}"), after))
             print(f"recovered: {ours[-1]}", flush=True)
@@ -209,7 +211,7 @@ def main() -> None:
 
 
 def draw(log: Path) -> None:
-    """The first of our runs as its report draws it."""
+    """Plot the course of our first run, as a report does."""
     from accept_mpi.logs.figures import draw_course
 
     with open_log(log) as file:

@@ -1,9 +1,9 @@
-"""The simulator against runs: a step simulated with the computing times that the run's trace holds, and the step that
-rank 0 foresaw before the run, each beside the step that was measured.
+"""Compares the simulator with runs: a step simulated with the computing times in the run's trace, and the step that rank 0
+predicted before the run, against the measured step.
 
-With every action as long as it was, the question is whether schedules, links and codecs are simulated as they are; with each
-stage's mean times, what unsteady computing adds; the foreseen step asks also whether a device's speed, measured for some
-seconds, is its speed a minute later (on a machine that others use, it is not).
+Simulating with the measured time of every action tests whether schedules, links and codecs are modelled correctly; with each
+stage's mean times, also the effect of unsteady computing. The prediction also depends on whether a device's speed, measured
+for some seconds, is still the same a minute later (on a shared machine it is not).
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from harness.experiment import Experiment, run
 from harness.store import table
 
 _ASYNC, _SYNC, _ZERO, _GPIPE = "1f1b-async", "1f1b", "zero-bubble", "gpipe"
-# Fleet -> (schedule, Mbit/s or None: as the fleet says, codec both ways).
+# By fleet: (schedule, Mbit/s or None for the fleet's own links, codec both ways).
 CASES: dict[str, list[tuple[str, float | None, str]]] = {
     "four.toml": [
         (_ASYNC, 100, "none"), (_ASYNC, 20, "uniform:4"), (_ASYNC, 20, "none"), (_SYNC, 100, "uniform:4"),
@@ -59,7 +59,8 @@ def main() -> None:
 
 
 def draw(experiment: Experiment, points: np.ndarray) -> None:
-    """Simulated and foreseen over measured."""
+    """Plot simulated and predicted seconds over measured ones. ``points``: (n, 4) seconds: simulated, simulated with mean
+    times, predicted, measured."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(5, 5), layout="constrained")
     ends = [0.8 * points.min(), 1.25 * points.max()]

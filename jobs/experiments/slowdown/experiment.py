@@ -1,5 +1,5 @@
-"""A host falls to a tenth of its speed in mid-run, and recovers: adaptation against the plan that stays, and against a run
-that is planned for the slow host from its beginning.
+"""A host falls to a tenth of its speed during a run, and recovers: adaptation against the unchanged plan, and against a run
+that is planned for the slow host from the start.
 """
 
 from pathlib import Path
@@ -17,15 +17,18 @@ from harness.store import table
 _FOLDER = Path(__file__).resolve().parent
 _OUT = Path("runs/experiments/slowdown")
 _HOST = 2
-_AT, _HOLD, _WITHIN, _LOOK = 45, 50, 20, 20  # step of the change, steps until the next, steps that adapting may take
-_PLANNED_FROM, _PLANNED = 8, 30  # steps of a run that is planned for the slow host
+# Step of the first change; steps until the next one; steps that adapting may take; steps measured after that.
+_AT, _HOLD, _WITHIN, _LOOK = 45, 50, 20, 20
+_PLANNED_FROM, _PLANNED = 8, 30  # first and last measured step of a run that is planned for the slow host
 
 Run = dict[str, Any]
 
 
 def watched(lab: Laboratory, name: str, *settings: str, changes: list[str], last: int) -> Run:
-    """A run until step ``last``; at step ``_AT``, ``_AT + _HOLD``, ... the host's share of a core becomes what ``changes``
-    say. Its steps, when which change came, and what it said of its moves."""
+    """Run until step ``last``, and make the ``changes`` of the host at steps ``_AT``, ``_AT + _HOLD``, ...
+
+    Returns the run's steps and trace, the steps at which the changes came, and its messages on moved layers.
+    """
     directory, moments = anew(_OUT / name), []
     more = [word for setting in settings for word in ("--set", setting)]
     with start(lab, _FOLDER / "job.toml", directory, *more, drain=True):
@@ -42,13 +45,13 @@ def watched(lab: Laboratory, name: str, *settings: str, changes: list[str], last
 
 
 def computes(run: Run, first: int, last: int) -> float:
-    """Share of the time between two steps in which the busiest stage computed: how fast the machine was is not in it."""
+    """Share of the time between two steps in which the busiest stage computed; independent of the machine's speed."""
     start, end = (float(run["steps"]["end"][run["steps"]["step"] == step][0]) for step in (first, last))
     return max(use.busy for use in stage_use(run["trace"], start, end)) / (end - start)
 
 
 def steps_until(steps: Rows, after: int, wanted: float) -> int:
-    """Steps from ``after`` on until five in a row are made at this rate at least."""
+    """Number of steps from ``after`` until five consecutive ones reach the ``wanted`` rate; -1 if none do."""
     for step in range(after, int(steps["step"][-1]) - 5):
         if rate(steps, step, step + 5) >= wanted:
             return step - after
@@ -56,6 +59,7 @@ def steps_until(steps: Rows, after: int, wanted: float) -> int:
 
 
 def slow_down() -> tuple[str, Run, Run]:
+    """Make all runs; returns the report in Markdown, the adapting run and the one whose plan stays."""
     with Laboratory("experiment-slowdown").using(read(_FOLDER / "fleet.toml")) as lab:
         name = lab.hosts[_HOST].name
         lab.set(name, "cpu=0.04")
@@ -67,7 +71,7 @@ def slow_down() -> tuple[str, Run, Run]:
         planned.append(watched(lab, "planned", changes=[], last=_PLANNED))
     steps, (slower, faster) = ours["steps"], ours["moments"]
     before = rate(steps, 25, slower)
-    # A shared machine is faster in one minute than in the next: once before and once after.
+    # Planned runs were made before and after, since the speed of a shared machine changes.
     optima = [rate(run["steps"], _PLANNED_FROM, _PLANNED) for run in planned]
     best = sum(optima) / len(optima)
     static = rate(stays["steps"], stays["moments"][0] + 3, int(stays["steps"]["step"][-1]))

@@ -1,5 +1,5 @@
-"""FTPipeHD's comparison: two devices ten times as fast as the third, which nobody knows beforehand; from even cuts by
-adaptation alone, when it pays, and with the paper's fixed period.
+"""FTPipeHD's comparison: two devices are ten times as fast as the third, but the first plan, even cuts, does not know it.
+Adaptation improves it: whenever that pays, or with the paper's fixed period.
 """
 
 from pathlib import Path
@@ -15,8 +15,8 @@ from harness.store import table
 _FOLDER = Path(__file__).resolve().parent
 _OUT = Path("runs/experiments/unknown")
 _PAPER = 6.8
-_WARM = 7  # steps, in which a process takes its memory from the kernel
-_RUNS = {  # what is set, and how many steps are made
+_WARM = 7  # steps that do not count, in which a process takes its memory from the kernel
+_RUNS = {  # pipeline.adapt, and the number of steps
     "even cuts stay": ("false", 14),
     "adapting when it pays": ("true", 70),
     "every 10 steps (FTPipeHD)": ("10", 70),

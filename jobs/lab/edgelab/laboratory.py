@@ -1,7 +1,6 @@
-"""A lab that is up: its state on disk, what runs in it, what is changed while it runs.
-
-State lies in /run/accept-lab/NAME (gone after a reboot, as namespaces are) and is written before anything is made, so that
-``down`` finds all of it whatever happened. Nothing is touched that this state does not name.
+"""Labs: their creation and removal, their state on disk, changes while they are up, and commands that run in them.
+State is in /run/accept-lab/NAME (gone after a reboot, like namespaces) and is written before anything is created, so that
+``down`` finds everything, whatever happened. Nothing is touched that this state does not name.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ _END_SECONDS = 60.0
 
 
 def why_not() -> str | None:
-    """Why there can be no lab on this machine, in one sentence; None where there can."""
+    """A sentence on why there can be no lab on this machine; None if there can."""
     if sys.platform != "linux":
         return "the lab needs Linux"
     if os.geteuid() != 0:
@@ -49,13 +48,13 @@ def why_not() -> str | None:
         Groups("probe")
     except LabError as error:
         return str(error)
-    # Without a name, so that nothing is left however this ends.
+    # Try a namespace without a name, of which nothing remains however this ends.
     made = subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, text=True)
     return f"network namespaces are not allowed here: {made.stderr.strip()}" if made.returncode else None
 
 
 def labs() -> list[str]:
-    """Names of the labs that are up on this machine, or were left half made."""
+    """Names of the labs on this machine that are up, or were left incomplete."""
     return sorted(path.parent.name for path in STATE.glob("*/state.json"))
 
 
@@ -75,12 +74,9 @@ class Laboratory:
     def up(
         self, hosts: list[Host], keep: bool = True, ssh: bool | None = None, homes: dict[str, Path] | None = None
     ) -> "Laboratory":
-        """Make all hosts; on any error, Ctrl-C or death of this process what was made is removed again.
-
-        With ``keep`` the lab stays when this process ends. ``ssh``: hosts have an ssh server each (None: where this machine
-        has one); without, mpirun and ``launch`` reach them by a script. ``homes``: of hosts' roots, where not the lab's.
-        Raises LabError.
-        """
+        """Create all hosts; on any error, Ctrl-C or death of this process all is removed again. ``keep``: the lab outlives
+        this process. ``ssh``: each host has an ssh server (None: if this machine can run one); else mpirun and ``launch``
+        reach hosts by a script. ``homes``: root's home by host, if not in the lab's folder. Raises LabError."""
         reason = why_not()
         if reason:
             raise LabError(reason)
@@ -121,7 +117,7 @@ class Laboratory:
 
     @contextlib.contextmanager
     def using(self, hosts: list[Host], **options: Any) -> Iterator["Laboratory"]:
-        """A lab that lasts as long as the block, whatever ends it; ``options`` as of ``up``."""
+        """A lab that exists for the duration of the block, whatever ends it; ``options`` are those of ``up``."""
         self.up(hosts, keep=False, **options)
         try:
             yield self
@@ -129,7 +125,7 @@ class Laboratory:
             self._release(keep=False)
 
     def _release(self, keep: bool) -> None:
-        """Tell the keeper to let the lab be, or to remove it now. Raises LabError where something of it is left."""
+        """Have the keeper leave the lab up (``keep``) or remove it. Raises LabError if it cannot be removed completely."""
         assert self._keeper is not None
         assert self._keeper.stdin is not None
         with _uninterrupted():
@@ -144,7 +140,7 @@ class Laboratory:
             raise LabError(f'the lab "{self.name}" could not be removed whole; "lab down --name {self.name}" tries again')
 
     def _claim(self, hosts: list[Host], cores: dict[str, list[int]], ssh: bool) -> Network:
-        """Take the lab's name and a number for its network, one process at a time."""
+        """Reserve the lab's name and a number for its network, under a lock. Raises LabError if the name is taken."""
         STATE.mkdir(mode=0o755, exist_ok=True)
         with open(STATE / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -157,12 +153,12 @@ class Laboratory:
         return Network(self.name, number)
 
     def down(self) -> None:
-        """End every process of the lab and remove it. Raises LabError where it is not up."""
+        """End every process of the lab and remove it. Raises LabError if it is not up."""
         state = self.state()
         groups = Groups(self.name)
         names = [host["name"] for host in state["hosts"]]
         groups.remove()
-        for name in names:  # what entered the namespace by other ways
+        for name in names:  # processes that entered the namespace by other ways than the lab's scripts
             space = NAMESPACES / self.network.namespace(name)
             if space.exists():
                 listed = subprocess.run(["ip", "netns", "pids", space.name], capture_output=True, text=True).stdout
@@ -174,7 +170,7 @@ class Laboratory:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What is on disk. Raises LabError where the lab is not up."""
+        """The lab's state on disk. Raises LabError if it is not up."""
         try:
             found: dict[str, Any] = json.loads((self.folder / "state.json").read_text())
         except FileNotFoundError:
@@ -197,16 +193,16 @@ class Laboratory:
 
     @property
     def has_ssh(self) -> bool:
-        """Whether hosts have an ssh server each."""
+        """True if each host has an ssh server."""
         return bool(self.state()["ssh"])
 
     @property
     def hostfile(self) -> Path:
-        """One line a host, for ``mpirun -hostfile``."""
+        """Path of a host file for ``mpirun -hostfile``, one line per host."""
         return self.folder / "edges"
 
     def place(self, name: str) -> int:
-        """Of a host in the fleet. Raises LabError."""
+        """Position of a host in the fleet: 0, 1, ... Raises LabError if there is no such host."""
         names = [host.name for host in self.hosts]
         if name not in names:
             raise LabError(f'the lab "{self.name}" has no host "{name}"; it has {", ".join(names)}')
@@ -222,7 +218,7 @@ class Laboratory:
     # -- changes while it runs -----------------------------------------------------------------------------------------
 
     def set(self, name: str, *settings: str) -> Host:
-        """``set("edge2", "cpu=0.2", "link=5")``; returns the host as it is now. Raises LabError."""
+        """Change a host, as in ``set("edge2", "cpu=0.2", "link=5")``; returns the changed host. Raises LabError."""
         place = self.place(name)
         before = self.hosts[place]
         after = changed(before, list(settings))
@@ -236,22 +232,22 @@ class Laboratory:
         return after
 
     def kill(self, name: str) -> None:
-        """Power off: the cable falls silent, then every process is gone; no farewell reaches the others."""
+        """Power a host off: cut its cable, then kill its processes, so that the others see no connection close."""
         self.cut(name)
         Groups(self.name).kill(name)
 
     def cut(self, name: str) -> None:
-        """Pull the cable; processes go on."""
+        """Pull a host's cable; its processes go on."""
         self.network.set_cable(self.place(name), plugged=False)
 
     def mend(self, name: str) -> None:
-        """Plug the cable in again; after a power-off, the host is on again with nothing running."""
+        """Plug a host's cable in again; after a power-off it is on again, with nothing running but its ssh server."""
         self.network.set_cable(self.place(name), plugged=True)
         if self.has_ssh and self.shells.server(name) not in Groups(self.name).processes(name):
             self.shells.serve({name: self._enter(name)})
 
     def processes(self, name: str) -> list[int]:
-        """Process ids on a host, its ssh server left out."""
+        """Process ids on a host, without its ssh server."""
         self.place(name)
         server = self.shells.server(name)
         return [pid for pid in Groups(self.name).processes(name) if pid != server]
@@ -259,8 +255,8 @@ class Laboratory:
     # -- commands ------------------------------------------------------------------------------------------------------
 
     def environment(self) -> dict[str, str]:
-        """For commands that run beside the hosts, as on a head node: mpirun finds hosts and network in it; only where there
-        are no ssh servers, what stands in for them, too."""
+        """Environment of commands that run outside the hosts, as on a head node. It gives mpirun the hosts, their network
+        and, without ssh servers, the script that replaces ssh."""
         cidr = self.network.cidr
         agent = {} if self.has_ssh else {"PRTE_MCA_plm_ssh_agent": str(self.folder / "agent")}
         return agent | {
@@ -278,11 +274,11 @@ class Laboratory:
         }
 
     def start(self, command: Sequence[object], **options: Any) -> "Running":
-        """Start a command beside the hosts; ``options`` go to Popen. End it by ``with``: nothing of it is left then."""
+        """Start a command outside the hosts; ``options`` go to Popen. Use as ``with``, at whose end all of it is killed."""
         return Running(self, [str(word) for word in command], options)
 
     def run(self, command: Sequence[object], seconds: float, **options: Any) -> str:
-        """Run a command beside the hosts; its output. Raises LabError where it fails or takes longer than ``seconds``."""
+        """Run a command outside the hosts; returns its output. Raises LabError if it fails or exceeds ``seconds``."""
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | options
         with self.start(command, stdin=subprocess.DEVNULL, **options) as running:
             try:
@@ -296,16 +292,16 @@ class Laboratory:
         return str(out or "")
 
     def on(self, name: str, command: Sequence[object]) -> list[str]:
-        """The command line that runs ``command`` on a host."""
+        """Command line that runs ``command`` on a host."""
         self.place(name)
         return [str(self._enter(name)), *map(str, command)]
 
     def inside(self) -> str:
-        """The beginning of a shell's line that runs a command beside the hosts."""
+        """Beginning of a shell command line that runs the rest outside the hosts."""
         return f"exec {self.shells.inside()}" if self.has_ssh else "exec"
 
     def _write_scripts(self, hosts: list[Host], network: Network, groups: Groups) -> None:
-        """What enters a host, and the launch agent that mpirun can start instead of ssh."""
+        """Write the scripts that run a command on a host, the launch agent that replaces ssh, and the host file."""
         cases = []
         for place, host in enumerate(hosts):
             lines = [f"echo $$ > {group}/cgroup.procs || exit 1" for group in groups.of(host.name)]
@@ -323,7 +319,7 @@ class Laboratory:
 
 
 class Running:
-    """A command beside the hosts and all it started on them; all of it ends with the ``with`` block."""
+    """A command outside the hosts and all that it started on them; all of it ends with the ``with`` block."""
 
     def __init__(self, lab: Laboratory, command: list[str], options: dict[str, Any]) -> None:
         self.command, self._lab = command, lab
@@ -341,7 +337,7 @@ class Running:
         self.end()
 
     def end(self) -> None:
-        """SIGKILL to whatever of it still runs, here and on the hosts."""
+        """Kill all that still runs of the command, here and on the hosts, by SIGKILL. Raises LabError if some remains."""
         with _uninterrupted():
             groups = Groups(self._lab.name)
             everywhere = [host.name for host in self._lab.hosts] + [_HEAD_GROUP]
@@ -359,8 +355,7 @@ class Running:
 
 
 def keep(name: str, words: IO[bytes]) -> int:
-    """The keeper: waits for "keep" or "down"; the end of ``words`` (its maker has died) means "down" as well. Returns its
-    exit code: 1 where something of the lab is left."""
+    """The keeper process: waits for the end of ``words``, and removes the lab unless they are "keep"; 1 if it cannot."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if words.read() != b"keep":
@@ -375,10 +370,8 @@ def keep(name: str, words: IO[bytes]) -> int:
 
 
 def spread(hosts: list[Host], cores: list[int]) -> dict[str, list[int]]:
-    """Which cores each host computes on: the largest first, each on the least loaded cores.
-
-    One core a thread, never all: what a second thread of a host with one core's quota leaves unused would be lost.
-    """
+    """The cores on which each host computes, one per thread: the largest host first, each on the least loaded cores. With
+    more cores, the part of a one-core quota that a second core takes and leaves unused would be lost."""
     load = dict.fromkeys(cores, 0.0)
     placed = {}
     for host in sorted(hosts, key=lambda host: -host.cpu):
@@ -390,7 +383,7 @@ def spread(hosts: list[Host], cores: list[int]) -> dict[str, list[int]]:
 
 
 def crowded(hosts: list[Host]) -> str | None:
-    """A warning where hosts are given more than the machine can spare."""
+    """A warning if the hosts are given more than the machine can spare, else None."""
     total, cores = sum(host.cpu for host in hosts), len(os.sched_getaffinity(0))
     if total <= (1 - _FREE_SHARE) * cores + 1e-9:
         return None
@@ -414,10 +407,10 @@ def _write_script(path: Path, lines: list[str]) -> None:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the block is done."""
+    """Ignore Ctrl-C during the block."""
     try:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # not the main thread: Ctrl-C does not come here
+    except ValueError:  # another thread than the main one, which Ctrl-C does not interrupt
         yield
         return
     try:

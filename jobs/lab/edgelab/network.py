@@ -49,6 +49,7 @@ class Network:
 
     @property
     def bridge(self) -> str:
+        """Name of the bridge that joins the hosts."""
         return f"al{self.number}b"
 
     def address(self, place: int) -> str:
@@ -56,6 +57,7 @@ class Network:
         return f"{_FIRST}.{self.number}.{place + 1}"
 
     def namespace(self, host: str) -> str:
+        """Name of a host's network namespace."""
         return f"accept-lab-{self.lab}-{host}"
 
     def port(self, place: int) -> str:
@@ -63,6 +65,7 @@ class Network:
         return f"al{self.number}h{place}"
 
     def make_bridge(self) -> None:
+        """Create the bridge, at whose address commands outside the hosts are reached."""
         run("ip", "link", "add", self.bridge, "type", "bridge")
         run("ip", "addr", "add", f"{_FIRST}.{self.number}.{HEAD}/24", "dev", self.bridge)
         run("ip", "link", "set", self.bridge, "up")
@@ -95,9 +98,11 @@ class Network:
                 run("tc", *where, "replace", "dev", device, "root", "tbf", *limit)
 
     def set_cable(self, place: int, plugged: bool) -> None:
+        """Plug a host's cable in, or pull it."""
         run("ip", "link", "set", self.port(place), "up" if plugged else "down")
 
     def plugged(self, place: int) -> bool:
+        """True if a host's cable is plugged in."""
         return "NO-CARRIER" not in (shown := run("ip", "-o", "link", "show", self.port(place))) and ",UP" in shown
 
     def remove(self, hosts: list[str], names: list[Path]) -> None:

@@ -152,7 +152,7 @@ def log_of_a_run(directory: Path, weights: float = 1e-3) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("train.batch_size=64", "timed with 8 samples a micro-batch, but train.batch_size = 64 and"),
+        ("train.batch_size=64", "timed with 8 samples per micro-batch, but train.batch_size = 64 and"),
         ("train.micro_batches=8", "train.micro_batches = 8 make 4; keep their ratio, or run this job"),
         ("pipeline.forward=uniform:4", "this run did not measure what coding with uniform:4 takes; run this job"),
         ("pipeline.backward=auto", "did not measure what coding with bf16, uniform:8, uniform:6, uniform:4, uniform:3"),

@@ -166,7 +166,7 @@ def test_report(log: Path, tmp_path: Path) -> None:
 
 
 def test_report_of_a_run_that_lost_a_rank(tmp_path: Path) -> None:
-    log = write_log(tmp_path, "lost rank 2 on host edge2 (stage 2, layers 4..5) in step 4; 2 found together in 17 ms")
+    log = write_log(tmp_path, "lost rank 2 on host edge2 (stage 2, layers 4..5) in step 4; 2 ranks regrouped in 17 ms")
     assert main(["report", str(log), "--out", str(tmp_path / "page")]) == 0
     assert {path.name for path in (tmp_path / "page").iterdir()} == {
         "timeline.png", "loss.png", "course.png", "report.html"

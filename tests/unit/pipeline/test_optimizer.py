@@ -82,5 +82,5 @@ for schedule in "1f1b", "1f1b-async", "zero-bubble":
     stage.optimizer_state()
 assert "torch._dynamo" not in sys.modules
 """
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "unit")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "unit" / "pipeline")])
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": path}, timeout=HANGS)

@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from test_layer_timer import job, mobile
 from test_predictor import device
 from test_predictor import model as made_up
-from test_probe import job, mobile
 from torch import nn
 
 from accept_mpi.models import as_chain

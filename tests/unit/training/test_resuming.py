@@ -106,8 +106,8 @@ def test_another_optimizer() -> None:
     with pytest.raises(UserError, match=r'optimizer.name = "adamw" \(was "sgd"\); where') as error:
         told(parsed(), adam)
     assert "momentum" not in str(error.value)
-    assert told(parsed(), adam, *overrides)[1].startswith("the optimizer begins anew")
-    assert told(adam, parsed(), "train.optimizer.name=sgd")[1].startswith("the optimizer begins anew")
+    assert told(parsed(), adam, *overrides)[1].startswith("the optimizer starts from nothing")
+    assert told(adam, parsed(), "train.optimizer.name=sgd")[1].startswith("the optimizer starts from nothing")
     assert len(told(adam, parsed('train.optimizer={name = "adam", lr = 0.1}'), "train.optimizer.name=adam")) == 1
 
 
