@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import samples
-from conftest import environment, mpirun_command
+from conftest import HANGS, Finished, finish, mpirun_command
 
 MODELS = """
 import torch
@@ -176,12 +176,10 @@ def test_a_bug_shows_its_traceback_once(mpirun, tmp_path: Path, job: Path, rank:
     assert 'in step 2: layer 1 "1" raised:' in done.out
 
 
-def mixed(tmp_path: Path, first: list[str], second: list[str]) -> subprocess.CompletedProcess[str]:
+def mixed(tmp_path: Path, first: list[str], second: list[str]) -> Finished:
     """One rank each of two different command lines."""
     command = [*mpirun_command(1), sys.executable, *first, ":", "-n", "1", sys.executable, *second]
-    return subprocess.run(
-        command, cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600
-    )
+    return finish(command, tmp_path, {}, HANGS)
 
 
 def test_different_versions(tmp_path: Path, job: Path) -> None:
@@ -190,15 +188,15 @@ def test_different_versions(tmp_path: Path, job: Path) -> None:
         f"from accept_mpi.cli import main; main(['train', {str(job)!r}])"
     )
     done = mixed(tmp_path, ["-m", "accept_mpi", "train", str(job)], ["-c", code])
-    assert done.returncode == 2
-    said_once(done.stdout + done.stderr, "versions of accept_mpi and torch differ between hosts")
+    assert done.code == 2, done.out
+    said_once(done.out, "versions of accept_mpi and torch differ between hosts")
 
 
 def test_doctor_warns_of_different_versions(tmp_path: Path) -> None:
     code = "import accept_mpi.version as v; v.__version__ = '9.9'\nfrom accept_mpi.cli import main; main(['doctor'])"
     done = mixed(tmp_path, ["-m", "accept_mpi", "doctor"], ["-c", code])
-    assert done.returncode == 0, done.stderr
-    assert "WARNING: hosts disagree on the version of accept_mpi" in done.stdout
+    assert done.code == 0, done.out
+    assert "WARNING: hosts disagree on the version of accept_mpi" in done.out
 
 
 def test_ranks_that_read_different_job_files(tmp_path: Path, job: Path) -> None:
@@ -207,8 +205,8 @@ def test_ranks_that_read_different_job_files(tmp_path: Path, job: Path) -> None:
     samples.write_job(other / "job.toml", samples.CNN, train_steps=99)
     code = f"import os; os.chdir({str(other)!r})\nfrom accept_mpi.cli import main; main(['train', 'job.toml'])"
     done = mixed(tmp_path, ["-m", "accept_mpi", "train", "job.toml"], ["-c", code])
-    assert done.returncode == 2
-    said_once(done.stdout + done.stderr, "job.toml: differs from rank 0's file")
+    assert done.code == 2, done.out
+    said_once(done.out, "job.toml: differs from rank 0's file")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
