@@ -8,7 +8,6 @@ from msgspec import Meta
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
-PositiveOrZero = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
 MOST_THREADS = 1024
 _MOST_SAMPLES = 1 << 24  # per step
@@ -132,6 +131,10 @@ class Recovery(Section, frozen=True):
     snapshots, a loss returns to the last checkpoint."""
     mean_time_between_failures: Annotated[float, Meta(gt=0, le=1e12)] = 3600.0
     """Average seconds until one of the devices fails."""
+
+    def copies(self, ranks: int, survives: bool) -> bool:
+        """Whether stages' state is copied to other ranks: there are some, and the run ``survives`` the loss of one."""
+        return survives and ranks > 1 and self.replicate_every != 0
 
 
 class Output(Section, frozen=True):

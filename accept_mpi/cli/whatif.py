@@ -30,7 +30,7 @@ from accept_mpi.prediction.imputation import impute
 from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
 from accept_mpi.profiling.layer_timer import MicroBatch, Subject, micro_batch, time_layers
 from accept_mpi.profiling.layer_times import LayerTimes
-from accept_mpi.profiling.message_costs import codec_costs, message_cost
+from accept_mpi.profiling.message_costs import MessageCosts, message_costs
 from accept_mpi.profiling.outline import Outline, outline_of
 
 _CARRIED = 0.93  # share of a link's rate that is left to messages by TCP and MPI
@@ -47,10 +47,7 @@ class _Measured(NamedTuple):
 
     model: Outline
     times: LayerTimes
-    costs: dict[str, tuple[float, float]]
-    """CPU seconds to encode and to decode a value, by codec."""
-    message: float
-    """CPU seconds per message, without its values' coding and without MPI."""
+    costs: MessageCosts
 
 
 def cluster_of_log(path: Path, job: Job) -> ClusterProfile:
@@ -134,7 +131,7 @@ def cluster_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str])
         kind = (host.isa, host.threads)
         if kind not in measured:
             measured[kind] = _measure_here(host, job, list(overrides))
-        model, times, costs, message = measured[kind]
+        model, times, costs = measured[kind]
         forward, backward, weights, update = (host.threads / host.cpu * impute([times], model)[:, 0]).tolist()
         devices.append(
             DeviceProfile(
@@ -143,10 +140,10 @@ def cluster_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str])
                 backward=backward,
                 weight_gradient=weights,
                 update=update,
-                encode={name: encode / min(1.0, host.cpu) for name, (encode, _) in costs.items()},
-                decode={name: decode / min(1.0, host.cpu) for name, (_, decode) in costs.items()},
-                seconds_per_byte=_BYTE_CPU / min(1.0, host.cpu),
-                seconds_per_message=(_MESSAGE_CPU + message) / min(1.0, host.cpu),
+                encode={name: encode / min(1.0, host.cpu) for name, (encode, _) in costs.codecs.items()},
+                decode={name: decode / min(1.0, host.cpu) for name, (_, decode) in costs.codecs.items()},
+                seconds_per_byte=costs.seconds_per_byte / min(1.0, host.cpu),
+                seconds_per_message=costs.seconds_per_message / min(1.0, host.cpu),
                 shared=True,
                 memory=planned((host.memory or 1 << 40) - _PROCESS),
             )
@@ -218,10 +215,7 @@ def _measure(path: Path, overrides: list[str]) -> _Measured:
     batch = micro_batch(train, job)
     model = outline_of(chain, job, batch.inputs, batch.tree, batch.samples)
     times = time_layers(Subject(chain, model, job, find_loss(job.train.loss), *batch), job.pipeline.probe_seconds)
-    codings = codings_of(job)
-    costs = codec_costs(codings)
-    coded = max(codings.values(), key=lambda coding: coding.kind != "none")
-    return _Measured(model, times, costs, message_cost(coded))
+    return _Measured(model, times, message_costs(codings_of(job), _BYTE_CPU, _MESSAGE_CPU))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from accept_mpi.logs.observers import Evaluated, StepDone
 from accept_mpi.tree import Tree
 
 
@@ -64,27 +65,15 @@ class CheckpointChunk(Control, frozen=True):
 
 
 class StepMade(Control, frozen=True):
-    """The last stage to rank 0, after each step: the fields of ``logs.observers.StepDone``."""
+    """The last stage to rank 0, after each step."""
 
-    step: int
-    epoch: int
-    samples: int
-    loss: float
-    accuracy: float
-    lr: float
-    end: float
-    samples_per_s: float
+    report: StepDone
 
 
 class EvaluationMade(Control, frozen=True):
-    """The last stage to rank 0, after an evaluation: the fields of ``logs.observers.Evaluated``."""
+    """The last stage to rank 0, after an evaluation."""
 
-    step: int
-    epoch: int
-    samples: int
-    loss: float
-    accuracy: float
-    end: float
+    report: Evaluated
 
 
 class TraceRows(Control, frozen=True):

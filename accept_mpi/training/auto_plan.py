@@ -104,7 +104,7 @@ def plan_by_measuring(
         ),
     )
     costs = message_costs(codings, rates.seconds_per_byte, rates.seconds_per_message)
-    copies = runtime.survives and runtime.size > 1 and job.recovery.replicate_every != 0
+    copies = job.recovery.copies(runtime.size, runtime.survives)
     mine = Report(times, rates, costs, data[0] is not None, room, computing_takes_all(runtime.cores), copies)
     seen = _gathered(runtime, devices, subject, mine)
     took = _Took(began, linked, time.monotonic())

@@ -67,7 +67,7 @@ def select_codecs(
 
     names, lines = None, []
     if runtime.rank == 0:
-        by_stage = [told[held.leader] for held in plan.stages]
+        by_stage = [told[rank] for rank in plan.leaders]
         crossings = {
             (boundary, way): msgspec.convert(by_stage[boundary + (way == "F")][1][way], Traffic)
             for boundary in range(len(plan.boundaries))

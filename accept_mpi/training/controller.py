@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from accept_mpi.comm.messages import (
@@ -117,13 +116,13 @@ class Controller:
         control = message.control
         if isinstance(control, StepMade | EvaluationMade):
             # After a loss steps are repeated, in synchronous schedules with the same results; observers get each step once.
-            if control.step <= self._newest.get(type(control), 0):
+            if control.report.step <= self._newest.get(type(control), 0):
                 return
-            self._newest[type(control)] = control.step
+            self._newest[type(control)] = control.report.step
         if isinstance(control, StepMade):
-            self.each("step", StepDone(**msgspec.structs.asdict(control)))
+            self.each("step", control.report)
         elif isinstance(control, EvaluationMade):
-            self.last_evaluation = Evaluated(**msgspec.structs.asdict(control))
+            self.last_evaluation = control.report
             self.each("evaluated", self.last_evaluation)
         elif isinstance(control, TraceRows):
             self.each("trace", np.frombuffer(control.rows, TRACE))

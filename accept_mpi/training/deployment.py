@@ -135,7 +135,7 @@ class Deployment:
             runtime.circle.data, runtime.messenger, self.recorder, self._handle, computing_takes_all(runtime.cores)
         )
         ranks = self.plan.leaders
-        copying = runtime.survives and runtime.size > 1 and self.job.recovery.replicate_every != 0
+        copying = self.job.recovery.copies(runtime.size, runtime.survives)
         self.barriers = Barriers(self.job.recovery, ranks[0], copying, plane.post)
         route = Route(None if self.place.idle else self.place.stage, ranks, runtime.size)
         self.replication = Replication(
@@ -208,9 +208,9 @@ class Deployment:
             state.told.clear()
             state.told_to = root
         assert self._plane is not None
-        for report in state.told:
-            if report.step <= self.course.first:
-                self._plane.post(0, report)
+        for message in state.told:
+            if message.report.step <= self.course.first:
+                self._plane.post(0, message)
 
     def _channels_to(self, plane: DataPlane) -> StageChannels:
         """Channels to both neighbours. A channel holds at most as many messages as the stage before it has micro-batches in

@@ -26,6 +26,7 @@ from accept_mpi.planning.job_plan import plan_from_job
 from accept_mpi.planning.memory import memory_of
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.checkpoint import Checkpoint
+from accept_mpi.recovery.disk_replicas import DiskReplicas
 from accept_mpi.recovery.layer_state import load
 from accept_mpi.recovery.manifest import Manifest, made_by
 from accept_mpi.recovery.regroup import PlanInForce, newest_plan, next_plan, plan_after_loss, regroup
@@ -238,17 +239,16 @@ class _Run:
     def lacked_memory(self, runtime: Runtime) -> None:
         """Under ``launch``, have the next start plan less memory on this device than the stage that did not fit needs."""
         cluster, deployment = self._of_now(runtime), self._deployment
-        disk = self._state.disk if self._state else None
-        if disk and cluster and deployment and not deployment.place.idle:
+        if self._disk and cluster and deployment and not deployment.place.idle:
             need = memory_of(cluster, self.job, deployment.plan)[deployment.place.stage]
-            disk.keep_room(place_on_host(runtime), _LESS * need)
+            self._disk.keep_room(place_on_host(runtime), _LESS * need)
 
     def close(self, runtime: Runtime) -> None:
         """Close the log, learn from it, and remove what was kept for another start."""
         if self._state:
             self._state.stop.close()
-            if self._state.disk:
-                self._state.disk.clear()
+        if self._disk:
+            self._disk.clear()
         if self._records and self._deployment:
             self._records.close(self._deployment.course)
         if self._planned and self._planned.step and self._deployment and self._begun and self._begun.first:
@@ -257,6 +257,11 @@ class _Run:
             print(f"planning    {self._planned.seconds:.1f} s, {100 * share:.0f} % of the run", flush=True)
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _disk(self) -> DiskReplicas | None:
+        """Snapshots on this host's disk, under ``launch``."""
+        return self._state.disk if self._state else None
 
     def _checkpoint(self, runtime: Runtime) -> Checkpoint | None:
         """The checkpoint to resume from, on rank 0: after a loss or a restart, the newest one that this run has written.
@@ -290,9 +295,8 @@ class _Run:
             mine = msgspec.to_builtins(cluster)
             told = runtime.messenger.broadcast(mine, runtime.startup_seconds, "what all devices have measured")
             self._cluster = msgspec.convert(told, ClusterProfile)
-        disk = self._state.disk if self._state else None
-        if disk and self._cluster:
-            disk.keep_cluster(msgspec.to_builtins(self._cluster))
+        if self._disk and self._cluster:
+            self._disk.keep_cluster(msgspec.to_builtins(self._cluster))
 
     def _of_now(self, runtime: Runtime) -> ClusterProfile | None:
         """The profile of the surviving devices, in the order of their present ranks; None if there is none."""

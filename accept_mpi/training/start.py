@@ -53,7 +53,7 @@ class Options:
 
 
 @contextlib.contextmanager
-def own(runtime: "Runtime", directory: Path, supervised: RunIdentity | None) -> Iterator[Ownership]:
+def own(runtime: Runtime, directory: Path, supervised: RunIdentity | None) -> Iterator[Ownership]:
     """Own the output directory within the context. All ranks call this together, before a run touches anything.
 
     Rank 0 takes the directory if it exists. Otherwise it must call ``Ownership.take`` as soon as it has made it, and so must

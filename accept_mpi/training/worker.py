@@ -23,6 +23,7 @@ from accept_mpi.device.speed_check import EVERY_BESIDE_A_STAGE, SpeedCheck
 from accept_mpi.errors import NonFiniteLoss
 from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
+from accept_mpi.logs.observers import Evaluated, StepDone
 from accept_mpi.logs.recorder import Recorder
 from accept_mpi.models.losses import Result
 from accept_mpi.pipeline.micro_batch import Inputs
@@ -237,7 +238,7 @@ class Worker:
             del self._results[: len(self.batches.sizes(step))]
             summary |= {"lr": lr, "samples_per_s": summary["samples"] / (now - self._step_began)}
             self._step_began = now
-            self._tell(StepMade(**summary))
+            self._tell(StepMade(StepDone(**summary)))
         if time.monotonic() - self._traced > _TRACE_SECONDS:
             self.ship_trace()
 
@@ -253,7 +254,7 @@ class Worker:
         if self.links.activations_out:
             self.links.activations_out.drain(self._deadline)
         if results:
-            self._tell(EvaluationMade(**self._summary(step, self.batches.epoch(step - 1), results)))
+            self._tell(EvaluationMade(Evaluated(**self._summary(step, self.batches.epoch(step - 1), results))))
         self._step_began = self.recorder.clock.now()
 
     def forward_test(self, step: int, k: int, samples: Any) -> Result | None:
