@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from accept_mpi.direction import Crossing, Direction
+
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive layers ``start <= i < stop``, and the group of ranks that hold them."""
@@ -74,10 +76,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return [stage.leader for stage in self.stages]
 
     @property
-    def codecs(self) -> dict[tuple[int, str], str]:
-        """Codec names by boundary and direction ("F": activations forward, "B": gradients backward)."""
-        ways = [((b, "F"), codec.forward) for b, codec in enumerate(self.boundaries)]
-        return dict(ways + [((b, "B"), codec.backward) for b, codec in enumerate(self.boundaries)])
+    def codecs(self) -> dict[Crossing, str]:
+        """Codec names by boundary and direction."""
+        names = [(codec.forward, codec.backward) for codec in self.boundaries]
+        return {(b, way): pair[way] for way in Direction for b, pair in enumerate(names)}
 
     def renamed(self, names: Mapping[int, int]) -> "Plan":
         """The same plan with each rank replaced by ``names[rank]``."""

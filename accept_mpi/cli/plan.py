@@ -12,6 +12,7 @@ import numpy as np
 
 from accept_mpi.cli.whatif import cluster_of_fleet, cluster_of_log, joined, with_links
 from accept_mpi.device.fleet import Host, parse, read
+from accept_mpi.direction import Direction
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import replacing
 from accept_mpi.job import Job
@@ -84,7 +85,7 @@ def _added(personas: list[str]) -> list[Host]:
 def _plain(found: Estimate) -> dict[str, Any]:
     """An estimate as plain data for JSON: stages, codecs, seconds, shares and bytes by stage."""
     codecs = [
-        {"forward": found.choices[b, "F"].name, "backward": found.choices[b, "B"].name}
+        {"forward": found.choices[b, Direction.FORWARD].name, "backward": found.choices[b, Direction.BACKWARD].name}
         for b in range(len(found.plan.boundaries))
     ]
     return {

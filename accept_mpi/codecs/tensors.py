@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from accept_mpi.codecs.coding import NONE, Bytes, Coding
+from accept_mpi.direction import Direction
 from accept_mpi.tree import Tree
 
 
@@ -118,9 +119,9 @@ class BoundarySpecs(msgspec.Struct, frozen=True):
     trees: dict[int, Tree] = {}
     """Trees of the activations. Gradients need none: there is one for each input that wants one."""
 
-    def direction(self, direction: int) -> dict[int, Specs]:
-        """Specs for activations (``direction`` 0) or gradients (1), by number of samples."""
-        return self.backward if direction else self.forward
+    def direction(self, direction: Direction) -> dict[int, Specs]:
+        """Specs of the tensors that cross in this direction, by number of samples."""
+        return self.backward if direction is Direction.BACKWARD else self.forward
 
 
 def _sent_shape(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

@@ -31,8 +31,9 @@ from accept_mpi.codecs.message import (
     raw_bytes,
 )
 from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
+from accept_mpi.direction import Direction
 from accept_mpi.errors import DeadlineError, ProtocolError
-from accept_mpi.logs.recorder import Recorder
+from accept_mpi.logs.recorder import Recorder, Subject
 from accept_mpi.polling import SOCKET_BYTES
 from accept_mpi.seeds import CODE, mix
 from accept_mpi.tree import LONE, Tree
@@ -62,7 +63,7 @@ class Channel(NamedTuple):
 
     peer: int
     boundary: int
-    direction: int
+    direction: Direction
     specs: dict[int, Specs]
     limit: int
     """Maximum number of messages that the schedule can leave waiting."""
@@ -82,8 +83,12 @@ class Channel(NamedTuple):
         """Bytes of the largest message in the format agreed on."""
         return max(buffer_bytes(specs, self.coding) for specs in self.specs.values())
 
+    def subject(self, step: int, micro_batch: int, raw: int = 0, wire: int = 0) -> Subject:
+        """What a trace row about a message is about. ``step``: from 0; ``raw``, ``wire``: bytes uncoded and coded."""
+        return Subject(step + 1, micro_batch, self.boundary, self.direction, raw, wire)
+
     def __str__(self) -> str:
-        return f"{('activations', 'gradients')[self.direction]} across boundary {self.boundary}"
+        return f"{self.direction.tensors} across boundary {self.boundary}"
 
 
 class _Item(NamedTuple):
@@ -171,7 +176,7 @@ class Sender:
         """The values to send. Activations without a gradient are copied: they may be state that a layer changes before they
         are sent."""
         flat = spec.flatten(tensor)
-        may_change = self.end.direction == 0 and tensor is not None and not tensor.requires_grad
+        may_change = self.end.direction is Direction.FORWARD and tensor is not None and not tensor.requires_grad
         return flat.clone() if may_change and flat is not None else flat
 
     def _specs(self, samples: int, tensors: Tensors, tree: Tree | None, training: bool) -> tuple[Specs, bytes]:
@@ -215,9 +220,7 @@ class Sender:
                 label, specs, item.flat, buffer, coding, key, now=recorder.clock.now, description=item.description
             )
             wire, raw = HEADER_BYTES + header.length, raw_bytes(specs)
-            recorder.add(
-                "encode", start, label.step + 1, label.micro_batch, self.end.boundary, self.end.direction, raw, wire
-            )
+            recorder.add("encode", start, self.end.subject(label.step, label.micro_batch, raw, wire))
             self.active.append((self._begin(comm, header, buffer[:wire]), buffer, wire))
             self.waiting.popleft()
             moved = True
@@ -278,7 +281,7 @@ class Receiver:
                 ) from None
             finally:
                 self._plane.hurry(False)
-            recorder.add("wait", start, step + 1, micro_batch, self.end.boundary, self.end.direction)
+            recorder.add("wait", start, self.end.subject(step, micro_batch))
         self._plane.check()
         assert item is not None
         header = item.header
@@ -303,9 +306,10 @@ class Receiver:
             if header.codec != self.end.coding.number:
                 self._plane.report_uncoded(header, self.end)
             self._ready.put(decoded)
-            place = (header.step + 1, header.micro_batch, self.end.boundary, self.end.direction, decoded.raw, message.size)
-            recorder.add("send", header.sent, *place, end=start, of=(self.end.peer, self.end.boundary + self.end.direction))
-            recorder.add("decode", start, *place)
+            subject = self.end.subject(header.step, header.micro_batch, decoded.raw, message.size)
+            sender, _ = self.end.direction.ends(self.end.boundary)
+            recorder.add("send", header.sent, subject, end=start, of=(self.end.peer, sender))
+            recorder.add("decode", start, subject)
             self._again(message.size)
             moved = True
         return moved

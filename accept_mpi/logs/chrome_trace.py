@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from accept_mpi.direction import Direction
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import replacing
 from accept_mpi.logs.format import KINDS, TRACE
@@ -61,7 +62,7 @@ def _lane(rank: int, number: int, name: str) -> Iterator[dict[str, Any]]:
 def _event(row: dict[str, Any], until: dict[tuple[int, int], float]) -> Iterator[dict[str, Any]]:
     """Trace events of one row. ``until`` maps (rank, lane) to the second at which the lane's last message had arrived."""
     kind = KINDS[row["kind"]]
-    way = ("forward", "backward")[row["direction"]] if row["direction"] >= 0 else ""
+    way = str(Direction(row["direction"])) if row["direction"] >= 0 else ""
     lane = f"send {way}" if kind == "send" else "encode, decode" if kind in ("encode", "decode") else "compute"
     start, length = row["start"] * 1e6, (row["end"] - row["start"]) * 1e6
     place = {"pid": row["rank"], "tid": _LANES[lane]}

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from accept_mpi.direction import Direction
 from accept_mpi.errors import UserError, one_line
-from accept_mpi.logs.format import BACKWARD, FORWARD, Rows
+from accept_mpi.logs.format import Rows
 from accept_mpi.logs.timeline import of_kind, window
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish.
@@ -19,7 +20,10 @@ COLOURS = {
     "E": ("#0072B2", "evaluation"),
     "checkpoint": ("#999999", "checkpoint"),
 }
-_SENDS = {FORWARD: ("#1B6E9C", "activations sent"), BACKWARD: ("#A85C00", "gradients sent")}
+_SENDS = {
+    Direction.FORWARD: ("#1B6E9C", "activations sent"),
+    Direction.BACKWARD: ("#A85C00", "gradients sent"),
+}
 _MOST_BOXES = 4000  # a picture with more is unreadable
 _MOST_RANKS, _MOST_LOSSES, _MOST_POINTS = 64, 100, 20_000
 _MOST = 1e30  # matplotlib's axes cannot show larger values

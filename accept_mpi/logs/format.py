@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from accept_mpi.direction import Direction
 from accept_mpi.files.hdf5 import Damaged, dataset_in, group_in, json_in, text_in
 from accept_mpi.plan import Plan
 
@@ -38,7 +39,6 @@ from accept_mpi.plan import Plan
 #: MPI here to the arrival there, both on rank 0's clock); decode (from the arrival to the tensor). Pauses: wait (for a
 #: message); checkpoint and snapshot (the state is copied here and sent in the background).
 KINDS = ("F", "B", "W", "U", "E", "encode", "send", "decode", "wait", "checkpoint", "snapshot")
-FORWARD, BACKWARD = 0, 1
 
 TRACE = np.dtype(
     [
@@ -48,7 +48,7 @@ TRACE = np.dtype(
         ("stage", "i4"),
         ("kind", "u1"),  # index into KINDS
         ("boundary", "i2"),  # between stage `boundary` and the next; -1 for actions
-        ("direction", "i1"),  # FORWARD or BACKWARD; -1 for actions
+        ("direction", "i1"),  # ``Direction``; -1 for actions
         ("step", "i8"),
         ("micro_batch", "i4"),  # -1 for U and checkpoint
         ("bytes_raw", "i8"),  # before coding; 0 for actions
@@ -189,8 +189,8 @@ def _check(rows: npt.NDArray[Any], name: str, layers: int) -> None:
     """Raises Damaged if a value of ``rows`` is out of bounds for its column of table ``name``."""
     bounds = {
         "rank": (0, _MOST_RANKS - 1), "stage": (-1, layers - 1), "kind": (0, len(KINDS) - 1), "boundary": (-1, layers - 1),
-        "direction": (-1, BACKWARD), "micro_batch": (-1, None), "step": (0, None), "epoch": (0, None), "samples": (0, None),
-        "bytes_raw": (0, None), "bytes_wire": (0, None), "start": (0, layers - 1), "stop": (1, layers),
+        "direction": (-1, max(Direction)), "micro_batch": (-1, None), "step": (0, None), "epoch": (0, None),
+        "samples": (0, None), "bytes_raw": (0, None), "bytes_wire": (0, None), "start": (0, layers - 1), "stop": (1, layers),
     }  # fmt: skip
     for column in rows.dtype.names or ():
         values = rows[column]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from accept_mpi.direction import Direction
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import replacing
 from accept_mpi.logs.figures import draw_course, draw_loss, draw_timeline, pyplot
@@ -147,7 +148,7 @@ def _stages(facts: dict[str, Any], tables: dict[str, Rows], shown: tuple[float, 
         row: list[object] = [s, ", ".join(map(str, stage["rank"])), layers]
         if s in use:
             u = use[s]
-            row += [_percent(u.bubble), *(_bytes(u.bytes_raw[way], u.bytes_wire[way]) for way in (0, 1))]
+            row += [_percent(u.bubble), *(_bytes(u.bytes_raw[way], u.bytes_wire[way]) for way in Direction)]
         rows.append(row)
     return _table(("stage", "ranks", "layers", "bubble", "sent forward", "sent backward"), rows)
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,20 @@ class Clock:
         return time.monotonic() + self._shift
 
 
+class Subject(NamedTuple):
+    """What a row is about: an action, or a message. -1 stands for "does not apply"."""
+
+    step: int
+    """Counted from 1."""
+    micro_batch: int = -1
+    boundary: int = -1
+    direction: int = -1
+    raw: int = 0
+    """Bytes before coding."""
+    wire: int = 0
+    """Bytes after coding."""
+
+
 class Recorder:
     """Collects trace rows. Appending to a list is atomic, so the computing and the data-plane thread share a recorder."""
 
@@ -37,27 +52,15 @@ class Recorder:
         self._rows: list[tuple[object, ...]] = []
 
     def add(
-        self,
-        kind: str,
-        start: float,
-        step: int,
-        micro_batch: int = -1,
-        boundary: int = -1,
-        direction: int = -1,
-        raw: int = 0,
-        wire: int = 0,
-        end: float | None = None,
-        of: tuple[int, int] | None = None,
+        self, kind: str, start: float, subject: Subject, end: float | None = None, of: tuple[int, int] | None = None
     ) -> None:
-        """Add a row of ``kind`` from ``start`` to ``end`` (default: now), both in seconds of ``clock``.
-
-        ``raw`` and ``wire``: bytes before and after coding. ``of``: rank and stage, by default this recorder's. -1 stands
-        for "does not apply".
-        """
+        """Add a row of ``kind`` from ``start`` to ``end`` (default: now), both in seconds of ``clock``. ``of``: rank and
+        stage, by default this recorder's."""
         end = self.clock.now() if end is None else end
         number = _NUMBER[kind]
         rank, stage = of or (self._rank, self._stage)
         rank = self._names[rank] if self._names else rank
+        step, micro_batch, boundary, direction, raw, wire = subject
         self._rows.append((start, end, rank, stage, number, boundary, direction, step, micro_batch, raw, wire))
 
     @contextmanager
@@ -65,7 +68,7 @@ class Recorder:
         """Add a row that lasts as long as the ``with`` block; none if the block raises."""
         start = self.clock.now()
         yield
-        self.add(kind, start, step, micro_batch)
+        self.add(kind, start, Subject(step, micro_batch))
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accept_mpi.logs.format import BACKWARD, FORWARD, KINDS, Rows
+from accept_mpi.direction import Direction
+from accept_mpi.logs.format import KINDS, Rows
 from accept_mpi.logs.timeline import COMPUTE, busy_seconds, of_kind
 from accept_mpi.pipeline.schedule import Action
 from accept_mpi.pipeline.simulator import Simulated, simulate
@@ -53,10 +54,10 @@ class Rerun:
         return self.end - self.start
 
 
-def rerun(trace: Rows, transfer: Callable[[int, str], float] = lambda boundary, way: 0.0) -> Rerun | None:
+def rerun(trace: Rows, transfer: Callable[[int, Direction], float] = lambda boundary, direction: 0.0) -> Rerun | None:
     """Simulate the middle steps of a run with the measured length of every action.
 
-    ``transfer`` gives the seconds of a message by boundary and "F" or "B"; by default links take no time. None if fewer than
+    ``transfer`` gives the seconds of a message by boundary and direction; by default links take no time. None if fewer than
     three steps have been finished. Raises RuntimeError if actions wait for others that the trace does not have.
     """
     steps = _finished(trace)
@@ -126,7 +127,7 @@ def recorded(trace: Rows) -> tuple[list[list[Action]], list[dict[Action, float]]
         before, durations_here = float(rows["start"][0]), {}
         begins.append(before)
         for action, end in zip(walks[-1], rows["end"].tolist(), strict=True):
-            direction = BACKWARD if action.kind == "B" else FORWARD
+            direction = Direction.of(action.kind)
             # Several waits may match: F of a step and E after it wait under the same numbers, and a step may be repeated.
             ends = came[direction, action.step, action.micro_batch] if action.kind in "FEB" else []
             durations_here[action] = end - max([before, *(at for at in ends if at <= end)])

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import h5py
 import numpy as np
 
-from accept_mpi.logs.format import BACKWARD, FORWARD, KINDS, PLANS, Rows
+from accept_mpi.direction import Direction
+from accept_mpi.logs.format import KINDS, PLANS, Rows
 from accept_mpi.plan import Plan
 
 NUMBER = {kind: i for i, kind in enumerate(KINDS)}
@@ -95,7 +96,7 @@ def stage_use(trace: Rows, start: float, end: float) -> list[StageUse]:
         busy = busy_seconds(of_kind(mine, *COMPUTE), start, end)
         sent = of_kind(mine, "send")
         raw, wire = (
-            tuple(int(sent[column][sent["direction"] == direction].sum()) for direction in (FORWARD, BACKWARD))
+            tuple(int(sent[column][sent["direction"] == direction].sum()) for direction in Direction)
             for column in ("bytes_raw", "bytes_wire")
         )
         result.append(StageUse(int(stage), busy, 1 - busy / span, (raw[0], raw[1]), (wire[0], wire[1])))

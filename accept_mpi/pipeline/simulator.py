@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from accept_mpi.direction import Crossing, Direction
 from accept_mpi.kernels.options import compiled
 from accept_mpi.pipeline.schedule import Action, grid
 
@@ -20,8 +21,8 @@ class Simulated:
     """Compute time of each stage."""
     spans: list[list[tuple[float, float]]]
     """Start and end of each action, for each stage."""
-    transfers: list[tuple[int, str, int, int, float, float]]
-    """(boundary, "F" or "B", step, micro-batch, start, end) of each message."""
+    transfers: list[tuple[int, Direction, int, int, float, float]]
+    """(boundary, direction, step, micro-batch, start, end) of each message."""
 
     def bubble(self, stage: int) -> float:
         """Idle time of ``stage``."""
@@ -31,23 +32,23 @@ class Simulated:
 def simulate(
     walks: Sequence[Sequence[Action]],
     duration: Callable[[int, Action], float],
-    transfer: Callable[[int, str], float] = lambda boundary, kind: 0.0,
+    transfer: Callable[[int, Direction], float] = lambda boundary, direction: 0.0,
     begins: Sequence[float] | None = None,
 ) -> Simulated:
     """Simulate ``walks`` (one action list per stage): each stage carries out its actions in order, each as soon as its input
     has arrived.
 
-    ``duration(stage, action)`` and ``transfer(boundary, "F" or "B")`` return times; a link carries one message at a time per
+    ``duration(stage, action)`` and ``transfer(boundary, direction)`` return times; a link carries one message at a time per
     direction. ``begins``: time at which each stage can begin; 0 if None. Raises RuntimeError with the grid of actions if the
     lists wait for each other.
     """
     last = len(walks) - 1
     arrived: dict[tuple[str, int, int, int], float] = {}  # (kind, stage, step, micro-batch) -> arrival of its input
-    link_free: dict[tuple[int, str], float] = {}
+    link_free: dict[Crossing, float] = {}
     at = [0] * len(walks)
     clock = list(begins) if begins is not None else [0.0] * len(walks)
     spans: list[list[tuple[float, float]]] = [[] for _ in walks]
-    transfers: list[tuple[int, str, int, int, float, float]] = []
+    transfers: list[tuple[int, Direction, int, int, float, float]] = []
     moved = True
     while moved:
         moved = False
@@ -65,7 +66,7 @@ def simulate(
                 moved = True
                 peer = s + 1 if action.kind in "FE" else s - 1
                 if action.kind in "FEB" and 0 <= peer <= last:
-                    link = (min(s, peer), "B" if action.kind == "B" else "F")
+                    link = (min(s, peer), Direction.of(action.kind))
                     begin = max(clock[s], link_free.get(link, 0.0))
                     link_free[link] = begin + transfer(*link)
                     transfers.append((*link, action.step, action.micro_batch, begin, link_free[link]))

@@ -13,10 +13,11 @@ stage's time includes what its messages cost, so that coding may pay even on a f
 import msgspec
 
 from accept_mpi.codecs.coding import Coding, parse
+from accept_mpi.direction import Crossing
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, Pipeline
 from accept_mpi.plan import Plan
-from accept_mpi.planning.forecast import Crossing, Forecast
+from accept_mpi.planning.forecast import Forecast
 
 AUTO = "auto"
 TOLERANCE = 0.02

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from accept_mpi.data.calendar import micro_batches_of
+from accept_mpi.direction import Crossing, Direction
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.logs.format import Rows
@@ -13,7 +14,7 @@ from accept_mpi.logs.replay import mean_times, rerun
 from accept_mpi.pipeline.schedule import ScheduleKind
 from accept_mpi.plan import BoundaryCodecs, Plan
 from accept_mpi.planning.codec_choice import AUTO, LINK_SHARE, Choice, choose
-from accept_mpi.planning.forecast import Crossing, Forecast, Traffic
+from accept_mpi.planning.forecast import Forecast, Traffic
 from accept_mpi.planning.memory import memory_of
 from accept_mpi.profiling.cluster_profile import ClusterProfile, StageTimes
 
@@ -51,7 +52,7 @@ def estimate(cluster: ClusterProfile, job: Job, plan: Plan) -> Estimate:
     step, busy = forecast.steady(codecs)
     loaded, _ = forecast.with_links(LINK_SHARE).steady(codecs)
     computes = [
-        profile.forward + profile.backward + sum(forecast.handling(s, way, codecs) for way in "FB")
+        profile.forward + profile.backward + sum(forecast.handling(s, way, codecs) for way in Direction)
         for s, profile in enumerate(forecast.profiles)
     ]
     return Estimate(plan, step, loaded, busy, computes, choices, memory_of(cluster, job, plan))
@@ -61,9 +62,11 @@ def with_codecs(found: Estimate) -> Plan:
     """The plan of an estimate, with the chosen codecs wherever the job leaves them open."""
     codecs = []
     for boundary, codec in enumerate(found.plan.boundaries):
-        chosen = {way: found.choices[boundary, way].name for way in "FB"}
-        forward = chosen["F"] if codec.forward == AUTO else codec.forward
-        codecs.append(BoundaryCodecs(forward=forward, backward=chosen["B"] if codec.backward == AUTO else codec.backward))
+        chosen = [found.choices[boundary, way].name for way in Direction]
+        forward, backward = (
+            new if old == AUTO else old for old, new in zip((codec.forward, codec.backward), chosen, strict=True)
+        )
+        codecs.append(BoundaryCodecs(forward=forward, backward=backward))
     return Plan(stages=found.plan.stages, boundaries=tuple(codecs))
 
 
@@ -130,8 +133,8 @@ def _crossings(cluster: ClusterProfile, plan: Plan) -> dict[Crossing, Traffic]:
     ranks = plan.leaders
     found = {}
     for boundary, (stage, (a, b)) in enumerate(zip(plan.stages[1:], itertools.pairwise(ranks), strict=True)):
-        sizes = {"F": cluster.outline.crossing(stage.start), "B": cluster.outline.returning(stage.start)}
-        for way, (source, target) in {"F": (a, b), "B": (b, a)}.items():
+        sizes = cluster.outline.crossing(stage.start), cluster.outline.returning(stage.start)
+        for way, size, (source, target) in zip(Direction, sizes, ((a, b), (b, a)), strict=True):
             rate = max(cluster.rate[source][target], 1.0)
-            found[boundary, way] = Traffic(*sizes[way], rate, cluster.latency[source][target])
+            found[boundary, way] = Traffic(*size, rate, cluster.latency[source][target])
     return found

@@ -11,15 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from accept_mpi.codecs.coding import bits_of
-from accept_mpi.logs.format import BACKWARD, FORWARD, KINDS, TRACE, Rows
+from accept_mpi.direction import Crossing, Direction
+from accept_mpi.logs.format import KINDS, TRACE, Rows
 from accept_mpi.pipeline.schedule import Action, ScheduleKind, actions, max_in_flight
 from accept_mpi.pipeline.simulator import PackedSchedule, Simulated, action_seconds, simulate, simulate_packed
 from accept_mpi.planning.message_model import message_seconds
 from accept_mpi.profiling.cluster_profile import StageTimes
 
 F64 = npt.NDArray[np.float64]
-Crossing = tuple[int, str]
-"""A boundary, and "F" (activations forward) or "B" (gradients backward)."""
 
 _STEPS = 3  # steps that are simulated
 _MANY = 20_000  # above this many (stages x micro-batches), simulate only the start of a step and extrapolate
@@ -83,7 +82,7 @@ class Forecast:
         """Seconds from a tensor on one stage to the same on the next, with codec ``name``, coding included. ``codecs``:
         those of the other crossings; None: nothing else is sent."""
         boundary, way = place
-        source, target = (boundary, boundary + 1) if way == "F" else (boundary + 1, boundary)
+        source, target = way.ends(boundary)
         crossing = self.crossings[place]
         coding = self.profiles[source].encode[name] + self.profiles[target].decode[name]
         return self._carried(place, name, codecs or {}) + crossing.latency + crossing.values * coding
@@ -94,20 +93,19 @@ class Forecast:
         nbytes = self.crossings[place].nbytes(name)
         seconds = nbytes / self.crossings[place].rate
         boundary, way = place
-        other_way = "B" if way == "F" else "F"
+        other_way = Direction(1 - way)
         for stage, beside in ((boundary, boundary - 1), (boundary + 1, boundary + 1)) if self._host_links else ():
             codec = codecs.get((beside, other_way))
             both = nbytes + (self.crossings[beside, other_way].nbytes(codec) if codec else 0.0)
             seconds = max(seconds, both / self._host_links[stage])
         return seconds
 
-    def handling(self, stage: int, way: str, codecs: Mapping[Crossing, str]) -> float:
+    def handling(self, stage: int, way: Direction, codecs: Mapping[Crossing, str]) -> float:
         """Seconds of the computing core for the messages of one F or B (``way``); 0 if the data plane has its own core."""
         here = self.profiles[stage]
-        if not here.shared or way not in "FB":
+        if not here.shared:
             return 0.0
-        ahead = int(way == "F")
-        incoming, outgoing = (stage - ahead, way), (stage - 1 + ahead, way)
+        incoming, outgoing = (stage - 1 + way, way), (stage - way, way)
         total = 0.0
         for place, costs in ((incoming, here.decode), (outgoing, here.encode)):
             if place in codecs:
@@ -167,14 +165,13 @@ class Forecast:
             for action, (start, end) in zip(walk, spans, strict=True):
                 place = (action.step + 1, action.micro_batch, 0, 0)
                 if start > before and action.kind in "FB":
-                    way = FORWARD if action.kind == "F" else BACKWARD
+                    way = Direction.of(action.kind)
                     rows.append((before, start, ranks[s], s, KINDS.index("wait"), s - 1 + way, way, *place))
                 rows.append((start, end, ranks[s], s, KINDS.index(action.kind), -1, -1, *place))
                 before = end
-        for boundary, letter, step, k, start, end in run.transfers:
-            direction = FORWARD if letter == "F" else BACKWARD
-            size = int(self.crossings[boundary, letter].nbytes(codecs[boundary, letter]))
-            at = boundary + direction
+        for boundary, direction, step, k, start, end in run.transfers:
+            size = int(self.crossings[boundary, direction].nbytes(codecs[boundary, direction]))
+            at, _ = direction.ends(boundary)
             rows.append((start, end, ranks[at], at, KINDS.index("send"), boundary, direction, step + 1, k, size, size))
         return np.array(rows, TRACE)
 
@@ -193,11 +190,11 @@ class Forecast:
     def _seconds(self, codecs: Mapping[Crossing, str]) -> tuple[F64, F64]:
         """Seconds of F, B, W and U (stages, 4), and of the transfers forward and backward (boundaries, 2)."""
         stages = range(len(self.profiles))
-        compute = [
-            [self._compute(s, kind) + self.handling(s, kind, codecs) for kind in PackedSchedule.KINDS] for s in stages
-        ]
-        took = [[self.message((b, way), codecs[b, way], codecs) for way in "FB"] for b in stages[:-1]]
-        return np.array(compute), np.array(took).reshape(-1, 2)
+        compute = np.array([[self._compute(s, kind) for kind in PackedSchedule.KINDS] for s in stages])
+        for way in Direction:  # F and B, which take the messages
+            compute[:, way] += [self.handling(s, way, codecs) for s in stages]
+        took = [[self.message((b, way), codecs[b, way], codecs) for way in Direction] for b in stages[:-1]]
+        return compute, np.array(took).reshape(-1, 2)
 
     def _timed(self, steps: int, codecs: Mapping[Crossing, str]) -> tuple[F64, F64]:
         """Starts and ends in seconds of all actions of ``steps`` steps, in the order of ``PackedSchedule``."""
@@ -210,7 +207,7 @@ class Forecast:
         return simulate(
             walks,
             lambda stage, action: action_seconds(compute, stage, action),
-            lambda boundary, way: float(took[boundary, "FB".index(way)]),
+            lambda boundary, way: float(took[boundary, way]),
         )
 
     def _compute(self, stage: int, kind: str) -> float:

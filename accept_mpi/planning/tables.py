@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from accept_mpi.data.calendar import micro_batches_of
+from accept_mpi.direction import Direction
 from accept_mpi.job import Job
 from accept_mpi.planning.estimate import Estimate
 from accept_mpi.planning.formulation import problem_of
@@ -26,7 +27,7 @@ def stage_table(cluster: ClusterProfile, found: Estimate) -> list[str]:
             f"{names[stage.start]} .. {names[stage.stop - 1]}", f"{1e3 * found.computes[s]:.1f} ms",
             f"{100 * found.busy[s]:.0f} %", f"{found.memory[s] / 2**20:.0f} MiB",
         ]  # fmt: skip
-        for way in ("F", "B"):
+        for way in Direction:
             if (s, way) in found.choices:
                 choice = found.choices[s, way]
                 row += [choice.name, f"{1e3 * choice.seconds:.1f} ms"]

@@ -13,6 +13,7 @@ import torch
 from accept_mpi.codecs.coding import NONE, Coding
 from accept_mpi.codecs.message import HEADER_BYTES, Bytes, Label, aligned, buffer_bytes, decode, encode
 from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
+from accept_mpi.direction import Direction
 
 _CODEC_VALUES = 1 << 21  # more than the caches hold: in training, tensors have left these by the time they are coded
 _CODEC_ROUNDS = 5
@@ -73,7 +74,7 @@ def _each(times: Sequence[float]) -> float:
 
 def _encoded(specs: Specs, values: Tensors, buffer: Bytes, coding: Coding) -> int:
     """Encode a message into ``buffer``; returns its length in bytes."""
-    label = Label(direction=0, boundary=0, step=0, micro_batch=0, samples=_SAMPLES)
+    label = Label(direction=Direction.FORWARD, boundary=0, step=0, micro_batch=0, samples=_SAMPLES)
     header = encode(label, specs, values, buffer, coding, now=time.monotonic)
     return HEADER_BYTES + header.length
 

@@ -13,6 +13,7 @@ from accept_mpi.comm.links import neighbour_rates
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import Dataset
 from accept_mpi.data.calendar import micro_batches_of
+from accept_mpi.direction import Crossing, Direction
 from accept_mpi.job import Job
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import BoundaryCodecs, Plan
@@ -23,8 +24,6 @@ from accept_mpi.profiling.cluster_profile import StageTimes
 from accept_mpi.profiling.message_costs import message_costs
 from accept_mpi.profiling.outline import crossing_sizes
 from accept_mpi.profiling.stage_timer import time_stage
-
-_WAYS = ("F", "B")
 
 
 def select_codecs(
@@ -47,37 +46,38 @@ def select_codecs(
     place = plan.place(runtime.rank)
     behind, ahead = signatures
 
-    def nbytes(signature: BoundarySpecs, direction: int) -> int:
+    def nbytes(signature: BoundarySpecs, direction: Direction) -> int:
         specs = signature.direction(direction).get(size)
         return wire_bytes(specs) if specs else 0
 
-    weights = (nbytes(ahead, 0), nbytes(behind, 1), nbytes(behind, 0), nbytes(ahead, 1))
+    forward, backward = Direction
+    weights = (nbytes(ahead, forward), nbytes(behind, backward), nbytes(behind, forward), nbytes(ahead, backward))
     rates = neighbour_rates(runtime.world, place.before, place.after, weights)
     mine = None
     if not place.idle:
         costs = message_costs(codings(job, plan) | {"none": Coding()}, rates.seconds_per_byte, rates.seconds_per_message)
         mine = time_stage(stage, size, behind, ahead, train, costs, runtime.cores)
     # What this rank receives: activations over the boundary behind, gradients over the one ahead.
-    coming = {}
+    coming: list[Traffic | None] = [None, None]
     if place.before is not None:
-        coming["F"] = msgspec.to_builtins(_crossing(behind.forward[size], rates.before))
+        coming[forward] = _crossing(behind.forward[size], rates.before)
     if place.after is not None:
-        coming["B"] = msgspec.to_builtins(_crossing(ahead.backward[size], rates.after))
-    told = messenger.allgather([msgspec.to_builtins(mine), coming], seconds, "each stage's compute time and link rates")
+        coming[backward] = _crossing(ahead.backward[size], rates.after)
+    told = messenger.allgather(msgspec.to_builtins([mine, coming]), seconds, "each stage's compute time and link rates")
 
     names, lines = None, []
     if runtime.rank == 0:
         by_stage = [told[rank] for rank in plan.leaders]
         crossings = {
-            (boundary, way): msgspec.convert(by_stage[boundary + (way == "F")][1][way], Traffic)
+            (boundary, way): msgspec.convert(by_stage[way.ends(boundary)[1]][1][way], Traffic)
             for boundary in range(len(plan.boundaries))
-            for way in _WAYS
+            for way in Direction
         }
         profiles = [msgspec.convert(profiled, StageTimes) for profiled, _ in by_stage]
         forecast = Forecast(job.pipeline.schedule, micro_batches_of(job), job.pipeline.transfer_slack, profiles, crossings)
         fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
         choices, step = choose(forecast, fixed, job.pipeline.min_bits)
-        names = [[choices[boundary, way].name for way in _WAYS] for boundary in range(len(plan.boundaries))]
+        names = [[choices[boundary, way].name for way in Direction] for boundary in range(len(plan.boundaries))]
         lines = _reasons(profiles, crossings, choices, step)
     names = messenger.broadcast(names, seconds, "the codecs")
     boundaries = tuple(BoundaryCodecs(forward=forward, backward=backward) for forward, backward in names)
@@ -91,15 +91,15 @@ def _crossing(specs: Specs, rate: float) -> Traffic:
 
 def _reasons(
     profiles: list[StageTimes],
-    crossings: dict[tuple[int, str], Traffic],
-    choices: dict[tuple[int, str], Choice],
+    crossings: dict[Crossing, Traffic],
+    choices: dict[Crossing, Choice],
     step: float,
 ) -> list[str]:
     """Table of the measurements and the chosen codecs, as lines of text. Times are per micro-batch."""
     rows: list[list[str]] = [["stage", "forward", "backward", "activations ahead", "", "", "gradients back", "", ""]]
     for s, measured in enumerate(profiles):
         row = [str(s), f"{1e3 * measured.forward:.1f} ms", f"{1e3 * measured.backward:.1f} ms"]
-        for way in _WAYS:
+        for way in Direction:
             if (s, way) in choices:
                 choice, rate = choices[s, way], 8e-6 * crossings[s, way].rate
                 took = f"{1e3 * choice.seconds:.1f} ms (none {1e3 * choice.uncoded:.1f} ms)"

@@ -23,11 +23,11 @@ from accept_mpi.data.calendar import Calendar, Milestones, micro_batch_sizes
 from accept_mpi.data.feed import Drawn, checksum
 from accept_mpi.device.cpu import computing_takes_all
 from accept_mpi.device.speed_check import SpeedCheck
+from accept_mpi.direction import Direction
 from accept_mpi.errors import Agreed, DeadlineError
 from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
 from accept_mpi.launch.stop_signals import StopSignals
-from accept_mpi.logs.format import BACKWARD, FORWARD
 from accept_mpi.logs.recorder import Recorder
 from accept_mpi.models import Chain
 from accept_mpi.models.layers import Layers, build_stage
@@ -217,23 +217,23 @@ class Deployment:
         flight."""
         job, place, plan = self.job, self.place, self.plan
 
-        def end(peer: int, boundary: int, direction: int, signature: BoundarySpecs) -> Channel:
+        def end(peer: int, boundary: int, direction: Direction, signature: BoundarySpecs) -> Channel:
             kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
             limit = max_in_flight(
                 kind, boundary, len(plan.stages), self.batches.most if kind != "1f1b-async" else 1 << 30, slack
             )
             names = plan.boundaries[boundary]
-            coding = parse(names.backward, True) if direction == BACKWARD else parse(names.forward, False)
-            trees = signature.trees if direction == FORWARD else {}
+            coding = parse(names.backward, True) if direction is Direction.BACKWARD else parse(names.forward, False)
+            trees = signature.trees if direction is Direction.FORWARD else {}
             return Channel(peer, boundary, direction, signature.direction(direction), limit, coding, job.train.seed, trees)
 
         behind, ahead = self._signatures
         s, before, after = place.stage, place.before, place.after
         return StageChannels(
-            activations_in=None if before is None else plane.incoming(end(before, s - 1, FORWARD, behind)),
-            activations_out=None if after is None else plane.outgoing(end(after, s, FORWARD, ahead)),
-            gradients_in=None if after is None else plane.incoming(end(after, s, BACKWARD, ahead)),
-            gradients_out=None if before is None else plane.outgoing(end(before, s - 1, BACKWARD, behind)),
+            activations_in=None if before is None else plane.incoming(end(before, s - 1, Direction.FORWARD, behind)),
+            activations_out=None if after is None else plane.outgoing(end(after, s, Direction.FORWARD, ahead)),
+            gradients_in=None if after is None else plane.incoming(end(after, s, Direction.BACKWARD, ahead)),
+            gradients_out=None if before is None else plane.outgoing(end(before, s - 1, Direction.BACKWARD, behind)),
         )
 
     def _end(self, plane: DataPlane, made: int) -> int:

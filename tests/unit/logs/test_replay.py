@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from accept_mpi.logs.format import BACKWARD, FORWARD, KINDS, TRACE, Rows
+from accept_mpi.direction import Direction
+from accept_mpi.logs.format import KINDS, TRACE, Rows
 from accept_mpi.logs.replay import link_cost, mean_times, recorded
 from accept_mpi.pipeline.schedule import ScheduleKind, actions
 from accept_mpi.pipeline.simulator import simulate
@@ -22,7 +23,7 @@ def traced(kind: ScheduleKind, transfer: float, slack: int) -> Rows:
     for s, (walk, spans) in enumerate(zip(walks, run.spans, strict=True)):
         before = 0.0
         for action, (start, end) in zip(walk, spans, strict=True):
-            way = BACKWARD if action.kind == "B" else FORWARD
+            way = Direction.of(action.kind)
             place = (action.step + 1, action.micro_batch)
             if start > before:
                 rows.append((before, start, s, s, KINDS.index("wait"), s - 1 + way, way, *place, 0, 0))
@@ -84,7 +85,7 @@ def test_an_evaluation_waits_under_the_name_of_a_forward() -> None:
     began = trace["start"][later].min() - 20
     extra = []
     for s in range(STAGES):
-        extra.append((began + s, began + s + 0.5, s, s, KINDS.index("wait"), s - 1, FORWARD, 6, 1, 0, 0))
+        extra.append((began + s, began + s + 0.5, s, s, KINDS.index("wait"), s - 1, Direction.FORWARD, 6, 1, 0, 0))
         extra.append((began + s + 0.5, began + s + 1, s, s, KINDS.index("E"), -1, -1, 6, 1, 0, 0))
     both = np.sort(np.concatenate([trace, np.array(extra, TRACE)]), order="start")
     _, durations, _ = recorded(both)

@@ -179,7 +179,7 @@ def test_packed_lists_take_what_lists_take(kind: str) -> None:
             lambda s, action, seconds=seconds: float(
                 seconds[s, "FBWU".index(action.kind)] + (seconds[s, 2] if action.kind == "B" and action.whole else 0.0)
             ),
-            lambda boundary, way, transfers=transfers: float(transfers[boundary, "FB".index(way)]),
+            lambda boundary, way, transfers=transfers: float(transfers[boundary, way]),
         )
         starts, ends = simulate_packed(PackedSchedule(lists, counts), seconds, transfers)
         assert starts.tolist() == pytest.approx([start for spans in plain.spans for start, _ in spans])

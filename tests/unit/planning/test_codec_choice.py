@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from accept_mpi.direction import Crossing, Direction
 from accept_mpi.pipeline.schedule import ScheduleKind
 from accept_mpi.planning.codec_choice import choose, ladder
 from accept_mpi.planning.forecast import Forecast, Traffic
@@ -18,21 +19,20 @@ def profiles(*seconds: float, coding: dict[str, float] | None = None) -> list[St
     return [StageTimes(t / 3, 2 * t / 3, coding or FREE, coding or FREE) for t in seconds]
 
 
-def crossings(*rates: float) -> dict[tuple[int, str], Traffic]:
+def crossings(*rates: float) -> dict[Crossing, Traffic]:
     """Boundaries of 0.5 MB each way with these rates in bytes/s."""
-    return {(b, way): Traffic(VALUES, 64, rate) for b, rate in enumerate(rates) for way in "FB"}
+    return {(b, way): Traffic(VALUES, 64, rate) for b, rate in enumerate(rates) for way in Direction}
 
 
 def names(
     kind: ScheduleKind,
     profiled: list[StageTimes],
-    crossing: dict[tuple[int, str], Traffic],
+    crossing: dict[Crossing, Traffic],
     floor: int = 2,
     micro_batches: int = 32,
-    **fixed: str,
-) -> dict[tuple[int, str], str]:
-    by_place = {(int(place[1]), place[0]): name for place, name in fixed.items()}
-    choices, _ = choose(Forecast(kind, micro_batches, 2, profiled, crossing), by_place, floor)
+    fixed: dict[Crossing, str] | None = None,
+) -> dict[Crossing, str]:
+    choices, _ = choose(Forecast(kind, micro_batches, 2, profiled, crossing), fixed or {}, floor)
     return {place: choice.name for place, choice in choices.items()}
 
 
@@ -56,8 +56,8 @@ def test_bits_fall_with_the_rate_and_stop_at_the_floor(kind: ScheduleKind) -> No
 
 def test_only_the_slow_boundary_is_coded() -> None:
     chosen = names("1f1b-async", profiles(0.06, 0.06, 0.06), crossings(1e9, 2e6))
-    assert {chosen[0, way] for way in "FB"} == {"none"}
-    assert "none" not in {chosen[1, way] for way in "FB"}
+    assert {chosen[0, way] for way in Direction} == {"none"}
+    assert "none" not in {chosen[1, way] for way in Direction}
 
 
 def test_a_transfer_hides_behind_the_slowest_stage() -> None:
@@ -75,8 +75,8 @@ def test_filling_an_asynchronous_pipeline_wants_no_fewer_bits() -> None:
 
 def test_what_the_job_names_stays() -> None:
     """And what is not named gets what hides behind it: a slow fp16 one way leaves time the other way."""
-    chosen = names("1f1b", profiles(0.06, 0.06), crossings(1e3), F0="fp16")
-    assert chosen == {(0, "F"): "fp16", (0, "B"): "uniform:8"}
+    chosen = names("1f1b", profiles(0.06, 0.06), crossings(1e3), fixed={(0, Direction.FORWARD): "fp16"})
+    assert chosen == {(0, Direction.FORWARD): "fp16", (0, Direction.BACKWARD): "uniform:8"}
 
 
 def test_a_codec_that_costs_more_than_it_saves_is_not_chosen() -> None:
@@ -86,9 +86,9 @@ def test_a_codec_that_costs_more_than_it_saves_is_not_chosen() -> None:
 
 
 def test_ids_are_counted_and_never_coded() -> None:
-    ids = {(0, "F"): Traffic(0, 4096, 1e6), (0, "B"): Traffic(VALUES, 64, 1e9)}
+    ids = {(0, Direction.FORWARD): Traffic(0, 4096, 1e6), (0, Direction.BACKWARD): Traffic(VALUES, 64, 1e9)}
     choices, _ = choose(Forecast("1f1b", 8, 2, profiles(0.06, 0.06), ids), {}, 2)
-    assert choices[0, "F"].seconds == pytest.approx(4096e-6)
+    assert choices[0, Direction.FORWARD].seconds == pytest.approx(4096e-6)
 
 
 def test_where_the_core_is_shared_moving_bytes_costs_time() -> None:

@@ -7,6 +7,7 @@ from test_planner import cluster
 from test_planner import job as planner_job
 
 from accept_mpi.codecs.coding import bits_of
+from accept_mpi.direction import Crossing, Direction
 from accept_mpi.errors import UserError
 from accept_mpi.logs.timeline import between
 from accept_mpi.pipeline.schedule import KINDS, ScheduleKind
@@ -25,11 +26,11 @@ FREE = {"none": 0.0}
 def pipeline(kind: ScheduleKind, stages: int, micro_batches: int, **more: float) -> Forecast:
     """Uneven stages on links that take a third of the slowest."""
     profiles = [StageTimes(1e-3 * (1 + s % 3), 2e-3 * (1 + s % 3), FREE, FREE, update=1e-4) for s in range(stages)]
-    crossings = {(b, way): Traffic(1000, 64, 4064 / 3e-3) for b in range(stages - 1) for way in "FB"}
+    crossings = {(b, way): Traffic(1000, 64, 4064 / 3e-3) for b in range(stages - 1) for way in Direction}
     return Forecast(kind, micro_batches, 2, [msgspec.structs.replace(p, **more) for p in profiles], crossings)
 
 
-def codecs(forecast: Forecast) -> dict[tuple[int, str], str]:
+def codecs(forecast: Forecast) -> dict[Crossing, str]:
     return dict.fromkeys(forecast.crossings, "none")
 
 
@@ -50,7 +51,7 @@ def test_the_slowest_stage_sets_the_step_wherever_it_is(slow: int) -> None:
     """Behind a slow first stage others catch up with what it sent ahead, for eight steps at 0.84 of its time."""
     profiles = [StageTimes(0.04, 0.10, FREE, FREE, update=1e-3) for _ in range(4)]
     profiles[slow] = StageTimes(0.06, 0.14, FREE, FREE, update=1e-3)
-    free = Forecast("1f1b-async", 4, 2, profiles, {(b, way): Traffic(10, 0, 1e9) for b in range(3) for way in "FB"})
+    free = Forecast("1f1b-async", 4, 2, profiles, {(b, way): Traffic(10, 0, 1e9) for b in range(3) for way in Direction})
     seconds, busy = free.steady(codecs(free))
     assert seconds == pytest.approx(4 * 0.2 + 1e-3, rel=0.01)
     assert busy[slow] == pytest.approx(1.0, abs=0.01)
@@ -65,21 +66,21 @@ def test_messages_cost_a_shared_core() -> None:
     free, shared = (pipeline("1f1b-async", 4, 8, seconds_per_message=2e-3, shared=flag) for flag in (False, True))
     each = message_seconds(0.0, 0.0, 0.0, 0.0, 2e-3)
     assert each > 2e-3
-    assert shared.handling(1, "F", codecs(shared)) == pytest.approx(2 * each)
-    assert shared.handling(0, "F", codecs(shared)) == pytest.approx(each)
-    assert free.handling(1, "F", codecs(free)) == 0
+    assert shared.handling(1, Direction.FORWARD, codecs(shared)) == pytest.approx(2 * each)
+    assert shared.handling(0, Direction.FORWARD, codecs(shared)) == pytest.approx(each)
+    assert free.handling(1, Direction.FORWARD, codecs(free)) == 0
     assert shared.steady(codecs(shared))[0] > 1.3 * free.steady(codecs(free))[0]
 
 
 def test_who_sends_more_than_a_socket_takes_polls_for_it() -> None:
     """As long as the link takes for it; not for what arrives, nor for little."""
     pipe = pipeline("1f1b-async", 2, 8, seconds_per_message=2e-3, shared=True)
-    place, crossing = (0, "F"), pipe.crossings[0, "F"]
+    place, crossing = (0, Direction.FORWARD), pipe.crossings[0, Direction.FORWARD]
     fixed = message_seconds(0.0, 0.0, 0.0, 0.0, 2e-3)
     for values, polls in ((1 << 15, 0.0), (1 << 18, 0.1 / SENDING_SECONDS * 0.5 * 2e-3)):
         pipe.crossings[place] = msgspec.structs.replace(crossing, values=values, other_bytes=0, rate=values * 4 / 0.1)
-        assert pipe.handling(0, "F", {place: "none"}) == pytest.approx(fixed + polls)
-        assert pipe.handling(1, "F", {place: "none"}) == pytest.approx(fixed)
+        assert pipe.handling(0, Direction.FORWARD, {place: "none"}) == pytest.approx(fixed + polls)
+        assert pipe.handling(1, Direction.FORWARD, {place: "none"}) == pytest.approx(fixed)
     assert polls > 10 * 2e-3
 
 
@@ -87,15 +88,17 @@ def test_a_stages_boundaries_share_its_link_as_they_are_coded() -> None:
     """4 MB a second; 0.4 MB across boundary 0 and 40 KB across boundary 1, 100 and 10 ms alone. By what they would be
     uncoded, the small one beside the large one with 4 bits seemed to take all of 110 ms."""
     costs = dict.fromkeys(("none", "uniform:4"), 0.0)
-    crossings = {(b, way): Traffic(size, 0, 4e6) for b, size in enumerate((100_000, 10_000)) for way in "FB"}
+    crossings = {(b, way): Traffic(size, 0, 4e6) for b, size in enumerate((100_000, 10_000)) for way in Direction}
     pipe = Forecast("1f1b-async", 4, 2, [StageTimes(0.1, 0.2, costs, costs)] * 3, crossings, [4e6] * 3)
     names = codecs(pipe)
-    assert pipe.message((1, "F"), "none") == pytest.approx(0.01)
+    assert pipe.message((1, Direction.FORWARD), "none") == pytest.approx(0.01)
     for place in crossings:
         assert pipe.message(place, "none", names) == pytest.approx(0.11), "the middle stage's link carries both"
     large = {place: "uniform:4" for place in crossings if place[0] == 0}
-    assert pipe.message((1, "B"), "none", names | large) == pytest.approx(0.01 + 0.1 * bits_of("uniform:4") / 32)
-    assert pipe.with_links(0.5).message((1, "F"), "none", names) == pytest.approx(0.22)
+    assert pipe.message((1, Direction.BACKWARD), "none", names | large) == pytest.approx(
+        0.01 + 0.1 * bits_of("uniform:4") / 32
+    )
+    assert pipe.with_links(0.5).message((1, Direction.FORWARD), "none", names) == pytest.approx(0.22)
 
 
 def test_a_message_waits_for_its_latency() -> None:

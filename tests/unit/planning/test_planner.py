@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from accept_mpi.codecs.message import HEADER_BYTES
+from accept_mpi.direction import Direction
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.job_file import parse
@@ -289,11 +290,11 @@ def test_partitioner_and_forecast_agree_on_what_messages_take(size: int) -> None
         shared=True,
     )
     other = fleet.outline.crossing(5)[1]
-    traffic = {(0, way): Traffic(values, other, 2e6) for way in "FB"}
+    traffic = {(0, way): Traffic(values, other, 2e6) for way in Direction}
     forecast = Forecast("1f1b", 8, 2, [times, times], traffic, host_links=[2e6, 2e6])
     for k, (forward, backward) in enumerate(pairs):
-        codecs = {(0, "F"): forward, (0, "B"): backward}
-        both = sum(forecast.handling(stage, way, codecs) for stage in (0, 1) for way in "FB")
+        codecs = {(0, Direction.FORWARD): forward, (0, Direction.BACKWARD): backward}
+        both = sum(forecast.handling(stage, way, codecs) for stage in (0, 1) for way in Direction)
         assert messages[:, 5, k].sum() == pytest.approx(both), names[k]
 
 
@@ -334,7 +335,7 @@ def test_frozen_layers_want_no_gradients() -> None:
     parameters = sum(layer.parameter_bytes for layer in both[0].outline.layers[:6])
     assert trained.memory[0] - resting.memory[0] >= parameters
     assert trained.memory[1] == pytest.approx(resting.memory[1])
-    assert resting.choices[0, "B"].seconds < trained.choices[0, "B"].seconds
+    assert resting.choices[0, Direction.BACKWARD].seconds < trained.choices[0, Direction.BACKWARD].seconds
 
 
 def test_a_link_is_not_what_ranks_of_one_host_share() -> None:
