@@ -15,11 +15,28 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     stop: int
     ranks: tuple[int, ...]
+    paces: tuple[float, ...] = ()
+    """Seconds per micro-batch of each rank, or anything in proportion; empty: all ranks are alike. They decide which rank
+    takes which micro-batches (``pipeline.deal``)."""
+
+    def __post_init__(self) -> None:
+        if self.paces and len(self.paces) != len(self.ranks):
+            raise ValueError(f"{len(self.paces)} paces for {len(self.ranks)} ranks")
 
     @property
     def leader(self) -> int:
-        """The first rank of the group: it stands for the group towards other stages. Today a group has no other."""
+        """The first rank of the group: it speaks for the group wherever one rank suffices."""
         return self.ranks[0]
+
+    def without(self, lost: Container[int]) -> "StagePlan | None":
+        """The stage held by the ranks that are left; None if there are none."""
+        left = [i for i, rank in enumerate(self.ranks) if rank not in lost]
+        ranks = tuple(self.ranks[i] for i in left)
+        return (
+            msgspec.structs.replace(self, ranks=ranks, paces=tuple(self.paces[i] for i in left if self.paces))
+            if left
+            else None
+        )
 
 
 class BoundaryCodecs(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,13 +53,22 @@ class Place(NamedTuple):
     """Index of the rank's stage; -1: the plan leaves the rank idle."""
     stages: int
     before: int | None
-    """Rank of the previous stage; None on the first stage."""
+    """Leader of the previous stage; None on the first stage."""
     after: int | None
-    """Rank of the next stage; None on the last stage."""
+    """Leader of the next stage; None on the last stage."""
+    member: int = 0
+    """Index of the rank in its stage's group."""
+    members: int = 1
+    """Number of ranks in the group."""
 
     @property
     def idle(self) -> bool:
         return self.stage < 0
+
+    @property
+    def leads(self) -> bool:
+        """True if the rank is its stage's leader."""
+        return not self.idle and self.member == 0
 
     @property
     def first(self) -> bool:
@@ -64,7 +90,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         s = next((i for i, stage in enumerate(self.stages) if rank in stage.ranks), -1)
         before = self.stages[s - 1].leader if s > 0 else None
         after = self.stages[s + 1].leader if 0 <= s < len(self.stages) - 1 else None
-        return Place(s, len(self.stages), before, after)
+        mine = self.stages[s].ranks if s >= 0 else (rank,)
+        return Place(s, len(self.stages), before, after, mine.index(rank), len(mine))
 
     def layers_of(self, rank: int) -> range:
         """Layers that ``rank`` holds; empty if it is idle."""
@@ -74,6 +101,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def leaders(self) -> list[int]:
         """Each stage's leader, in the order of the stages."""
         return [stage.leader for stage in self.stages]
+
+    @property
+    def hybrid(self) -> bool:
+        """True if a group of several ranks holds a stage."""
+        return any(len(stage.ranks) > 1 for stage in self.stages)
 
     @property
     def codecs(self) -> dict[Crossing, str]:
@@ -87,17 +119,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, stages=tuple(stages))
 
     def without(self, lost: Container[int]) -> "Plan | None":
-        """Plan for the ranks that are left when ``lost`` ones are gone; None if nobody is left. The layers of a lost stage
-        go to the neighbour with fewer layers, to a surviving one if possible."""
+        """Plan for the ranks that are left when ``lost`` ones are gone; None if nobody is left. A group goes on without its
+        lost ranks; the layers of a lost stage go to the neighbour with fewer layers, to a surviving one if possible."""
         stages, boundaries = list(self.stages), list(self.boundaries)
-        while gone := [s for s, stage in enumerate(stages) if stage.leader in lost]:
-            if len(stages) == 1:
-                return None
+        left = {s: found for s, stage in enumerate(stages) if (found := stage.without(lost))}
+        if not left:
+            return None
+        stages = [left.get(s, stage) for s, stage in enumerate(stages)]
+
+        def is_lost(s: int) -> bool:
+            return stages[s].leader in lost
+
+        while gone := [s for s in range(len(stages)) if is_lost(s)]:
             s = gone[0]
             beside = [n for n in (s - 1, s + 1) if 0 <= n < len(stages)]
-            heir = min(beside, key=lambda n: (stages[n].leader in lost, stages[n].stop - stages[n].start))
-            both = stages[min(s, heir)], stages[max(s, heir)]
-            merged = StagePlan(start=both[0].start, stop=both[1].stop, ranks=stages[heir].ranks)
+            heir = min(beside, key=lambda n: (is_lost(n), stages[n].stop - stages[n].start))
+            first, second = stages[min(s, heir)], stages[max(s, heir)]
+            merged = msgspec.structs.replace(stages[heir], start=first.start, stop=second.stop)
             stages[min(s, heir) : max(s, heir) + 1] = [merged]
             del boundaries[min(s, heir)]
         return Plan(stages=tuple(stages), boundaries=tuple(boundaries))
@@ -126,13 +164,16 @@ def even_cuts(layers: int, stages: int, uncuttable: Container[int] = ()) -> list
 
 
 def make_plan(
-    layers: int, cuts: Sequence[int], codecs: Sequence[BoundaryCodecs] | None = None, ranks: Sequence[int] | None = None
+    layers: int,
+    cuts: Sequence[int],
+    codecs: Sequence[BoundaryCodecs] | None = None,
+    ranks: Sequence[int | Sequence[int]] | None = None,
 ) -> Plan:
-    """Plan with one rank per stage.
+    """Plan with given stages.
 
-    ``cuts``: first layers of stages 1, 2, ...; ``codecs``: one entry per boundary, uncoded if None; ``ranks``: in the order
-    of their stages, 0, 1, ... if None. Raises ValueError with a sentence if cuts do not increase, leave a stage empty or
-    leave the model.
+    ``cuts``: first layers of stages 1, 2, ...; ``codecs``: one entry per boundary, uncoded if None; ``ranks``: the rank or
+    the group of ranks of each stage; 0, 1, ... if None. Raises ValueError with a sentence if cuts do not increase, leave a
+    stage empty or leave the model.
     """
     edges = [0, *cuts, layers]
     for before, after in itertools.pairwise(edges):
@@ -143,5 +184,6 @@ def make_plan(
             )
     order = range(len(edges) - 1) if ranks is None else ranks
     spans = itertools.pairwise(edges)
-    stages = tuple(StagePlan(start=a, stop=b, ranks=(rank,)) for rank, (a, b) in zip(order, spans, strict=True))
+    groups = [(held,) if isinstance(held, int) else tuple(held) for held in order]
+    stages = tuple(StagePlan(start=a, stop=b, ranks=group) for group, (a, b) in zip(groups, spans, strict=True))
     return Plan(stages=stages, boundaries=tuple(codecs or [BoundaryCodecs()] * len(cuts)))

@@ -54,10 +54,10 @@ class Rerun:
         return self.end - self.start
 
 
-def rerun(trace: Rows, transfer: Callable[[int, Direction], float] = lambda boundary, direction: 0.0) -> Rerun | None:
+def rerun(trace: Rows, transfer: Callable[[int, int], float] = lambda source, target: 0.0) -> Rerun | None:
     """Simulate the middle steps of a run with the measured length of every action.
 
-    ``transfer`` gives the seconds of a message by boundary and direction; by default links take no time. None if fewer than
+    ``transfer`` gives the seconds of a message by sending and receiving device (default: 0). None if fewer than
     three steps have been finished. Raises RuntimeError if actions wait for others that the trace does not have.
     """
     steps = _finished(trace)

@@ -30,6 +30,7 @@ Sources: GPipe (Huang et al. 2019); 1F1B and its bound (PipeDream, Narayanan et 
 stage, so that a transfer counts like a stage.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -67,40 +68,58 @@ def parse(text: str) -> list[Action]:
     return actions
 
 
-def max_in_flight(kind: ScheduleKind, stage: int, stages: int, micro_batches: int, slack: int = 0) -> int:
+def max_in_flight(
+    kind: ScheduleKind, stage: int, stages: int, micro_batches: int, slack: int = 0, widths: Sequence[int] = ()
+) -> int:
     """Most micro-batches in flight at ``stage``: those after F, and before B (zero-bubble: before W or BW).
 
     gpipe: all of a step. 1f1b: P - s. zero-bubble: P (Qi et al.: the peak of 1F1B, at every stage). Except for gpipe,
-    ``slack`` comes on top per boundary behind the stage.
+    ``slack`` comes on top per boundary behind the stage, and a stage that a group holds counts as many times as it works on
+    micro-batches at a time (``widths``; by default 1 for each stage).
     """
+    width = widths or [1] * stages
     ahead = slack * (stages - 1 - stage)
-    bound = {"gpipe": micro_batches, "zero-bubble": stages + ahead}.get(kind, stages - stage + ahead)
+    bound = {"gpipe": micro_batches, "zero-bubble": sum(width) + ahead}.get(kind, sum(width[stage:]) + ahead)
     return min(bound, micro_batches)
 
 
 def actions(
-    kind: ScheduleKind, stage: int, stages: int, counts: Sequence[int], slack: int = 0, vertical_sync: bool = False
+    kind: ScheduleKind,
+    stage: int,
+    stages: int,
+    counts: Sequence[int],
+    slack: int = 0,
+    vertical_sync: bool = False,
+    widths: Sequence[int] = (),
 ) -> list[Action]:
     """List of the actions that ``walk`` yields, for the same arguments."""
-    return list(walk(kind, stage, stages, counts, slack, vertical_sync))
+    return list(walk(kind, stage, stages, counts, slack, vertical_sync, widths))
 
 
 def walk(
-    kind: ScheduleKind, stage: int, stages: int, counts: Sequence[int], slack: int = 0, vertical_sync: bool = False
+    kind: ScheduleKind,
+    stage: int,
+    stages: int,
+    counts: Sequence[int],
+    slack: int = 0,
+    vertical_sync: bool = False,
+    widths: Sequence[int] = (),
 ) -> Iterator[Action]:
     """Yield the actions of ``stage`` for a segment, one after another: a segment may be the whole of a long run.
 
     ``counts[i]``: micro-batches in the segment's step ``i``; ``slack``: the job's ``transfer_slack``; ``vertical_sync``: F
-    uses the weight version that stage 0 used ("1f1b-async" only). The pipeline is empty before and after a segment; within
-    it only "1f1b-async" goes from step to step without draining.
+    uses the weight version that stage 0 used ("1f1b-async" only); ``widths``: number of micro-batches that each stage works
+    on at a time (``deal.widths``; by default 1), each member of a group on its own part of these actions. The pipeline is
+    empty before and after a segment; within it only "1f1b-async" goes from step to step without draining.
     """
+    wide = tuple(widths) or (1,) * stages
     if kind == "1f1b-async":
-        mine = _asynchronous(stage, stages, counts, slack)
+        mine = _asynchronous(stage, wide, counts, slack)
         if not vertical_sync or stage == 0:
             return mine
-        firsts = (a.version for a in _asynchronous(0, stages, counts, slack) if a.kind == "F")
+        firsts = (a.version for a in _asynchronous(0, wide, counts, slack) if a.kind == "F")
         return (a._replace(version=next(firsts)) if a.kind == "F" else a for a in mine)
-    return _synchronous(kind, stage, stages, counts, slack)
+    return _synchronous(kind, stage, wide, counts, slack)
 
 
 def forward_only(count: int) -> list[Action]:
@@ -108,18 +127,20 @@ def forward_only(count: int) -> list[Action]:
     return [Action("E", 0, k) for k in range(count)]
 
 
-def _synchronous(kind: ScheduleKind, stage: int, stages: int, counts: Sequence[int], slack: int) -> Iterator[Action]:
+def _synchronous(
+    kind: ScheduleKind, stage: int, widths: Sequence[int], counts: Sequence[int], slack: int
+) -> Iterator[Action]:
     for step, count in enumerate(counts):
-        whole = _whole(stage, stages, count, slack) if kind == "zero-bubble" else 0
-        for letter, k in _one_step(kind, stage, stages, count, slack, whole):
+        admitted = max_in_flight("1f1b", stage, len(widths), count, slack, widths)
+        whole = _whole(stage, admitted, count, slack) if kind == "zero-bubble" else 0
+        for letter, k in _one_step(kind, stage, admitted, count, whole):
             yield Action(letter, step, k, step, k < whole and letter in "FB")
         yield Action("U", step, -1, step)
 
 
-def _one_step(kind: ScheduleKind, stage: int, stages: int, count: int, slack: int, whole: int) -> Iterable[tuple[str, int]]:
+def _one_step(kind: ScheduleKind, stage: int, admitted: int, count: int, whole: int) -> Iterable[tuple[str, int]]:
     if kind == "gpipe":
         return [("F", k) for k in range(count)] + [("B", k) for k in range(count)]
-    admitted = min(max_in_flight("1f1b", stage, stages, count, slack), count)
     if kind == "zero-bubble":
         return _zero_bubble(admitted, stage, count, whole)
     return _one_forward_one_backward(admitted, count)
@@ -135,11 +156,11 @@ def _one_forward_one_backward(admitted: int, count: int) -> Iterator[tuple[str, 
             yield "F", k + admitted
 
 
-def _whole(stage: int, stages: int, count: int, slack: int) -> int:
+def _whole(stage: int, admitted: int, count: int, slack: int) -> int:
     """Number of a step's first micro-batches whose B computes the weight gradients, too."""
     if stage == 0:
         return count
-    return max(0, count - max_in_flight("1f1b", stage, stages, count, slack) - stage) if slack >= _SLACK_FOR_WHOLE else 0
+    return max(0, count - admitted - stage) if slack >= _SLACK_FOR_WHOLE else 0
 
 
 def _zero_bubble(admitted: int, lag: int, count: int, whole: int) -> list[tuple[str, int]]:
@@ -158,17 +179,21 @@ def _zero_bubble(admitted: int, lag: int, count: int, whole: int) -> list[tuple[
     return order + [("W", k) for k in range(done, count)]
 
 
-def _asynchronous(stage: int, stages: int, counts: Sequence[int], slack: int) -> Iterator[Action]:
+def _asynchronous(stage: int, widths: Sequence[int], counts: Sequence[int], slack: int) -> Iterator[Action]:
+    """A group updates only after each of its members has had another micro-batch: meanwhile their gradients are summed."""
     total = sum(counts)
-    admitted = min(max_in_flight("1f1b", stage, stages, total, slack), total)
+    admitted = max_in_flight("1f1b", stage, len(widths), total, slack, widths)
     places = {letter: ((step, k) for step, count in enumerate(counts) for k in range(count)) for letter in "FB"}
-    updates = 0
-    for letter, _ in _one_forward_one_backward(admitted, total):
+    ends = itertools.accumulate(counts)
+    delay = widths[stage] if widths[stage] > 1 else 0
+    due = ((step, min(end + delay, total)) for step, end in enumerate(ends))
+    step_due, at = next(due)
+    for letter, number in _one_forward_one_backward(admitted, total):
         step, k = next(places[letter])
-        yield Action(letter, step, k, updates)
-        if letter == "B" and k == counts[step] - 1:
-            yield Action("U", step, -1, updates)
-            updates += 1
+        yield Action(letter, step, k, step_due)
+        while letter == "B" and number + 1 == at:
+            yield Action("U", step_due, -1, step_due)
+            step_due, at = next(due, (len(counts), -1))
 
 
 def grid(walks: Sequence[Sequence[Action]]) -> str:

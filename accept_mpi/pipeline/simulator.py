@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from accept_mpi.direction import Crossing, Direction
+from accept_mpi.direction import Direction
 from accept_mpi.kernels.options import compiled
 from accept_mpi.pipeline.schedule import Action, grid
 
@@ -18,63 +18,110 @@ class Simulated:
     makespan: float
     """Time at which the last action ends."""
     busy: list[float]
-    """Compute time of each stage."""
+    """Compute time of each device."""
     spans: list[list[tuple[float, float]]]
-    """Start and end of each action, for each stage."""
-    transfers: list[tuple[int, Direction, int, int, float, float]]
-    """(boundary, direction, step, micro-batch, start, end) of each message."""
+    """Start and end of each action, for each device."""
+    transfers: list[tuple[int, int, Direction, int, int, float, float]]
+    """(sending device, receiving device, direction, step, micro-batch, start, end) of each message."""
 
-    def bubble(self, stage: int) -> float:
-        """Idle time of ``stage``."""
-        return self.makespan - self.busy[stage]
+    def bubble(self, device: int) -> float:
+        """Idle time of a device."""
+        return self.makespan - self.busy[device]
 
 
 def simulate(
     walks: Sequence[Sequence[Action]],
     duration: Callable[[int, Action], float],
-    transfer: Callable[[int, Direction], float] = lambda boundary, direction: 0.0,
+    transfer: Callable[[int, int], float] = lambda source, target: 0.0,
     begins: Sequence[float] | None = None,
+    stages: Sequence[int] | None = None,
+    sums: Callable[[int], float] = lambda stage: 0.0,
 ) -> Simulated:
-    """Simulate ``walks`` (one action list per stage): each stage carries out its actions in order, each as soon as its input
-    has arrived.
+    """Simulate ``walks`` (one action list per device): each device carries out its actions in order, each as soon as its
+    input has arrived.
 
-    ``duration(stage, action)`` and ``transfer(boundary, direction)`` return times; a link carries one message at a time per
-    direction. ``begins``: time at which each stage can begin; 0 if None. Raises RuntimeError with the grid of actions if the
+    ``stages``: the stage of each device; by default device s holds stage s alone. ``duration(device, action)`` and
+    ``transfer(sending device, receiving device)`` return times; a device sends one message at a time per direction, and
+    receives one. ``sums(stage)``: time from the last backward of a step in a group to the sum of its gradients, for which U
+    waits. ``begins``: time at which each device can begin; 0 if None. Raises RuntimeError with the grid of actions if the
     lists wait for each other.
     """
-    last = len(walks) - 1
-    arrived: dict[tuple[str, int, int, int], float] = {}  # (kind, stage, step, micro-batch) -> arrival of its input
-    link_free: dict[Crossing, float] = {}
-    at = [0] * len(walks)
-    clock = list(begins) if begins is not None else [0.0] * len(walks)
-    spans: list[list[tuple[float, float]]] = [[] for _ in walks]
-    transfers: list[tuple[int, Direction, int, int, float, float]] = []
+    run = _Run(walks, stages or range(len(walks)), begins)
     moved = True
     while moved:
         moved = False
-        for s, walk in enumerate(walks):
-            while at[s] < len(walk):
-                action = walk[at[s]]
-                waits = (action.kind in "FE" and s > 0) or (action.kind == "B" and s < last)
-                key = (action.kind, s, action.step, action.micro_batch)
-                if waits and key not in arrived:
-                    break
-                start = max(clock[s], arrived.pop(key, 0.0))
-                clock[s] = start + duration(s, action)
-                spans[s].append((start, clock[s]))
-                at[s] += 1
+        for device, walk in enumerate(walks):
+            while run.at[device] < len(walk) and run.carry_out(device, walk[run.at[device]], duration, transfer, sums):
                 moved = True
-                peer = s + 1 if action.kind in "FE" else s - 1
-                if action.kind in "FEB" and 0 <= peer <= last:
-                    link = (min(s, peer), Direction.of(action.kind))
-                    begin = max(clock[s], link_free.get(link, 0.0))
-                    link_free[link] = begin + transfer(*link)
-                    transfers.append((*link, action.step, action.micro_batch, begin, link_free[link]))
-                    arrived[(action.kind, peer, action.step, action.micro_batch)] = link_free[link]
-    if stuck := [f"stage {s} waits at {walks[s][i]}" for s, i in enumerate(at) if i < len(walks[s])]:
+    if stuck := [f"device {d} waits at {walks[d][i]}" for d, i in enumerate(run.at) if i < len(walks[d])]:
         raise RuntimeError("the schedule deadlocks: " + ", ".join(stuck) + "\n" + grid(walks))
-    busy = [sum(end - start for start, end in row) for row in spans]
-    return Simulated(makespan=max(clock, default=0.0), busy=busy, spans=spans, transfers=transfers)
+    busy = [sum(end - start for start, end in row) for row in run.spans]
+    return Simulated(makespan=max(run.clock, default=0.0), busy=busy, spans=run.spans, transfers=run.transfers)
+
+
+class _Run:
+    """State of a simulation."""
+
+    def __init__(self, walks: Sequence[Sequence[Action]], stages: Sequence[int], begins: Sequence[float] | None) -> None:
+        self.stages, self.last = stages, max(stages, default=0)
+        self.at = [0] * len(walks)
+        self.clock = list(begins) if begins is not None else [0.0] * len(walks)
+        self.spans: list[list[tuple[float, float]]] = [[] for _ in walks]
+        self.transfers: list[tuple[int, int, Direction, int, int, float, float]] = []
+        self._arrived: dict[tuple[str, int, int, int], float] = {}
+        """Arrival of an action's input, by (kind, device, step, micro-batch)."""
+        self._free: dict[tuple[int, Direction, bool], float] = {}
+        """When a device's link is free, by (device, direction, whether it sends)."""
+        self._holder = {
+            (stages[d], a.kind, a.step, a.micro_batch): d for d, walk in enumerate(walks) for a in walk if a.kind in "FEB"
+        }
+        shared = {stage for stage in stages if list(stages).count(stage) > 1}
+        self._left: dict[tuple[int, int], int] = {}
+        """Backwards that a group has still to carry out, by (stage, step)."""
+        self._summed: dict[tuple[int, int], float] = {}
+        for device, walk in enumerate(walks):
+            for action in walk if stages[device] in shared else ():
+                if action.kind in "BW":
+                    key = stages[device], action.step
+                    self._left[key] = self._left.get(key, 0) + 1
+
+    def carry_out(
+        self,
+        device: int,
+        action: Action,
+        duration: Callable[[int, Action], float],
+        transfer: Callable[[int, int], float],
+        sums: Callable[[int], float],
+    ) -> bool:
+        """Carry out a device's next action if its input has arrived; returns False if it has not."""
+        stage = self.stages[device]
+        key = (action.kind, device, action.step, action.micro_batch)
+        start = self.clock[device]
+        if (action.kind in "FE" and stage > 0) or (action.kind == "B" and stage < self.last):
+            if key not in self._arrived:
+                return False
+            start = max(start, self._arrived.pop(key))
+        of_step = stage, action.step
+        if action.kind == "U" and of_step in self._left:
+            if self._left[of_step]:
+                return False
+            start = max(start, self._summed[of_step] + sums(stage))
+        end = self.clock[device] = start + duration(device, action)
+        self.spans[device].append((start, end))
+        self.at[device] += 1
+        if action.kind in "BW" and of_step in self._left:
+            self._left[of_step] -= 1
+            self._summed[of_step] = max(end, self._summed.get(of_step, 0.0))
+        peer_stage = stage + 1 if action.kind in "FE" else stage - 1
+        if action.kind in "FEB" and 0 <= peer_stage <= self.last:
+            way = Direction.of(action.kind)
+            peer = self._holder[peer_stage, action.kind, action.step, action.micro_batch]
+            out, into = (device, way, True), (peer, way, False)
+            begin = max(end, self._free.get(out, 0.0), self._free.get(into, 0.0))
+            arrives = self._free[out] = self._free[into] = begin + transfer(device, peer)
+            self.transfers.append((device, peer, way, action.step, action.micro_batch, begin, arrives))
+            self._arrived[action.kind, peer, action.step, action.micro_batch] = arrives
+        return True
 
 
 class PackedSchedule:

@@ -110,7 +110,8 @@ def replayed(cluster: ClusterProfile, job: Job, plan: Plan, trace: Rows) -> Repl
     that the profile foresaw. Raises UserError if the trace holds fewer than three finished steps."""
     foreseen = forecast_of(cluster, job, plan)
     codecs = plan.codecs
-    run = rerun(trace, lambda boundary, way: foreseen.message((boundary, way), codecs[boundary, way], codecs))
+    seconds = {crossing: foreseen.message(crossing, codecs[crossing], codecs) for crossing in codecs}
+    run = rerun(trace, lambda source, target: seconds[min(source, target), Direction(source > target)])
     if run is None:
         raise UserError("the trace holds fewer than three finished steps")
     profiles = [

@@ -169,9 +169,9 @@ class Forecast:
                     rows.append((before, start, ranks[s], s, KINDS.index("wait"), s - 1 + way, way, *place))
                 rows.append((start, end, ranks[s], s, KINDS.index(action.kind), -1, -1, *place))
                 before = end
-        for boundary, direction, step, k, start, end in run.transfers:
+        for at, to, direction, step, k, start, end in run.transfers:
+            boundary = min(at, to)
             size = int(self.crossings[boundary, direction].nbytes(codecs[boundary, direction]))
-            at, _ = direction.ends(boundary)
             rows.append((start, end, ranks[at], at, KINDS.index("send"), boundary, direction, step + 1, k, size, size))
         return np.array(rows, TRACE)
 
@@ -207,7 +207,7 @@ class Forecast:
         return simulate(
             walks,
             lambda stage, action: action_seconds(compute, stage, action),
-            lambda boundary, way: float(took[boundary, way]),
+            lambda source, target: float(took[min(source, target), int(source > target)]),
         )
 
     def _compute(self, stage: int, kind: str) -> float:

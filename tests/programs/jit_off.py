@@ -114,7 +114,9 @@ def check_events() -> None:
     _, ends = simulate_packed(PackedSchedule(lists, [4, 4]), np.ones((3, 4)), np.ones((2, 2)))
     assert (
         ends.max()
-        == simulate(lists, lambda s, action: 1.0 + (action.kind == "B" and action.whole), lambda b, way: 1.0).makespan
+        == simulate(
+            lists, lambda s, action: 1.0 + (action.kind == "B" and action.whole), lambda source, target: 1.0
+        ).makespan
     )
     try:
         simulate_packed(PackedSchedule([parse("F0.0 B0.1"), parse("F0.0 B0.0")], [2]), np.ones((2, 4)), np.ones((1, 2)))

@@ -32,7 +32,7 @@ def rows(*entries: tuple) -> np.ndarray:
 
 def pipeline(steps: int) -> np.ndarray:
     walks = [actions("1f1b", s, STAGES, [COUNT], 1) for s in range(STAGES)]
-    simulated = simulate(walks, lambda s, a: {"F": 1.0, "B": 2.0, "U": 0.1}[a.kind], lambda b, way: 0.5)
+    simulated = simulate(walks, lambda s, a: {"F": 1.0, "B": 2.0, "U": 0.1}[a.kind], lambda source, target: 0.5)
     entries = []
     for step in range(1, steps + 1):
         for s, (walk, spans) in enumerate(zip(walks, simulated.spans, strict=True)):

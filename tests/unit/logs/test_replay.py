@@ -18,7 +18,7 @@ SECONDS = {"F": 1.0, "B": 2.0, "W": 1.0, "U": 0.1}
 def traced(kind: ScheduleKind, transfer: float, slack: int) -> Rows:
     """The log of a simulated run: actions, waits and sends."""
     walks = [actions(kind, s, STAGES, [MICRO] * STEPS, slack) for s in range(STAGES)]
-    run = simulate(walks, lambda s, action: SECONDS[action.kind] * (1 + s / 10), lambda boundary, way: transfer)
+    run = simulate(walks, lambda s, action: SECONDS[action.kind] * (1 + s / 10), lambda source, target: transfer)
     rows, done = [], {}
     for s, (walk, spans) in enumerate(zip(walks, run.spans, strict=True)):
         before = 0.0

@@ -54,7 +54,7 @@ def test_complete_in_order_and_within_the_bound(kind, slack: int) -> None:
 def test_no_deadlock_at_any_size(kind, slack: int) -> None:
     for stages, count in SIZES:
         for counts in ([count], [count, 1], [1, count, 2]):
-            simulate(walks(kind, stages, counts, slack), times(kind), lambda boundary, way: 0.3)
+            simulate(walks(kind, stages, counts, slack), times(kind), lambda source, target: 0.3)
 
 
 def test_published_bounds() -> None:
@@ -109,7 +109,7 @@ def test_slack_hides_transfers() -> None:
     """With transfers as long as F, the published bound stalls; one more micro-batch a boundary does not."""
 
     def makespan(slack: int) -> float:
-        return simulate(walks("1f1b-async", 4, [8] * 8, slack), times("1f1b"), lambda boundary, way: 1.0).makespan
+        return simulate(walks("1f1b-async", 4, [8] * 8, slack), times("1f1b"), lambda source, target: 1.0).makespan
 
     assert makespan(1) < 1.1 * 64 * 3 < makespan(0)
 
@@ -158,7 +158,7 @@ def test_golden() -> None:
 
 
 def test_simulator_names_a_deadlock() -> None:
-    with pytest.raises(RuntimeError, match=r"deadlocks: stage 0 waits at B0\.0, stage 1 waits at F0\.0"):
+    with pytest.raises(RuntimeError, match=r"deadlocks: device 0 waits at B0\.0, device 1 waits at F0\.0"):
         simulate([[Action("B", 0, 0), Action("F", 0, 0)], [Action("F", 0, 0)]], times("1f1b"))
 
 
@@ -179,7 +179,7 @@ def test_packed_lists_take_what_lists_take(kind: str) -> None:
             lambda s, action, seconds=seconds: float(
                 seconds[s, "FBWU".index(action.kind)] + (seconds[s, 2] if action.kind == "B" and action.whole else 0.0)
             ),
-            lambda boundary, way, transfers=transfers: float(transfers[boundary, way]),
+            lambda a, b, transfers=transfers: float(transfers[min(a, b), int(a > b)]),
         )
         starts, ends = simulate_packed(PackedSchedule(lists, counts), seconds, transfers)
         assert starts.tolist() == pytest.approx([start for spans in plain.spans for start, _ in spans])
