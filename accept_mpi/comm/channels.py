@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from mpi4py import MPI
 
-from accept_mpi.codecs.coding import Coding
+from accept_mpi.codecs.coding import NONE, Coding
 from accept_mpi.codecs.message import (
     HEADER_BYTES,
     Bytes,
@@ -67,11 +67,13 @@ class Channel(NamedTuple):
     specs: dict[int, Specs]
     limit: int
     """Maximum number of messages that the schedule can leave waiting."""
-    coding: Coding
-    seed: int
+    coding: Coding = NONE
+    seed: int = 0
     """The job's seed, for stochastic rounding."""
     trees: Mapping[int, Tree] = MappingProxyType({})
     """Structures of activations, by the number of samples."""
+    in_group: bool = False
+    """True for messages between members of a group, which cross no boundary (``group_sum``)."""
 
     @property
     def tag(self) -> int:
@@ -85,10 +87,11 @@ class Channel(NamedTuple):
 
     def subject(self, step: int, micro_batch: int, raw: int = 0, wire: int = 0) -> Subject:
         """What a trace row about a message is about. ``step``: from 0; ``raw``, ``wire``: bytes uncoded and coded."""
-        return Subject(step + 1, micro_batch, self.boundary, self.direction, raw, wire)
+        place = (-1, -1) if self.in_group else (self.boundary, self.direction)
+        return Subject(step + 1, micro_batch, *place, raw, wire)
 
     def __str__(self) -> str:
-        return f"{self.direction.tensors} across boundary {self.boundary}"
+        return "gradients of its stage" if self.in_group else f"{self.direction.tensors} across boundary {self.boundary}"
 
 
 class _Item(NamedTuple):
@@ -220,7 +223,8 @@ class Sender:
                 label, specs, item.flat, buffer, coding, key, now=recorder.clock.now, description=item.description
             )
             wire, raw = HEADER_BYTES + header.length, raw_bytes(specs)
-            recorder.add("encode", start, self.end.subject(label.step, label.micro_batch, raw, wire))
+            if not self.end.in_group:
+                recorder.add("encode", start, self.end.subject(label.step, label.micro_batch, raw, wire))
             self.active.append((self._begin(comm, header, buffer[:wire]), buffer, wire))
             self.waiting.popleft()
             moved = True
@@ -292,6 +296,13 @@ class Receiver:
             )
         return item
 
+    def poll(self) -> Decoded | None:
+        """The next decoded message if there is one. Called on the data-plane thread, instead of ``receive``."""
+        try:
+            return self._ready.get_nowait()
+        except queue.Empty:
+            return None
+
     def move(self, recorder: Recorder) -> bool:
         """Decode arrived messages, up to ``limit`` that the computing thread has not taken; returns True if there were any.
         Called on the data-plane thread."""
@@ -307,9 +318,12 @@ class Receiver:
                 self._plane.report_uncoded(header, self.end)
             self._ready.put(decoded)
             subject = self.end.subject(header.step, header.micro_batch, decoded.raw, message.size)
-            sender, _ = self.end.direction.ends(self.end.boundary)
-            recorder.add("send", header.sent, subject, end=start, of=(self.end.peer, sender))
-            recorder.add("decode", start, subject)
+            if self.end.in_group:
+                recorder.add("sum", header.sent, subject, end=start)
+            else:
+                sender, _ = self.end.direction.ends(self.end.boundary)
+                recorder.add("send", header.sent, subject, end=start, of=(self.end.peer, sender))
+                recorder.add("decode", start, subject)
             self._again(message.size)
             moved = True
         return moved

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from mpi4py import MPI
 
@@ -28,6 +29,15 @@ from accept_mpi.polling import (
     POLL_RARE,
     POLL_SENDING,
 )
+
+
+class Moving(Protocol):
+    """A part of the data plane that makes messages of its own out of others (``group_sum.GroupSum``)."""
+
+    def move(self) -> bool: ...
+
+    def fail(self) -> None: ...
+
 
 _ABANDON_SECONDS = 5.0
 _SWITCH_SECONDS = 0.0005
@@ -57,6 +67,7 @@ class DataPlane(threading.Thread):
         self._shares_core = shares_core
         self._outgoing: list[Sender] = []
         self._incoming: list[Receiver] = []
+        self._groups: list[Moving] = []
         self._posts: queue.SimpleQueue[tuple[int, Control] | None] = queue.SimpleQueue()
         self.background = Background(messenger)
         self._not_taken: list[Message] = []
@@ -77,6 +88,10 @@ class DataPlane(threading.Thread):
         """Add the receiving end of a channel (before ``start``)."""
         self._incoming.append(Receiver(self, end, self._comm))
         return self._incoming[-1]
+
+    def add_group(self, group: Moving) -> None:
+        """Have this thread move a group's sums (before ``start``)."""
+        self._groups.append(group)
 
     def post(self, dest: int, control: Control, bulk: bool = False) -> None:
         """Queue a control message to rank ``dest``, from any thread.
@@ -142,6 +157,8 @@ class DataPlane(threading.Thread):
                 incoming.fail()
             for outgoing in self._outgoing:
                 outgoing.fail()
+            for group in self._groups:
+                group.fail()
 
     def _done(self) -> bool:
         drained = not any(out.waiting or out.active for out in self._outgoing)
@@ -154,6 +171,8 @@ class DataPlane(threading.Thread):
             moved |= out.move(self._comm, self._recorder)
         for incoming in self._incoming:
             moved |= incoming.move(self._recorder)
+        for group in self._groups:
+            moved |= group.move()
         for message in self._messenger.poll():
             if not self._handle(message):
                 self._not_taken.append(message)

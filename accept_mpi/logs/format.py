@@ -38,7 +38,7 @@ from accept_mpi.plan import Plan
 #: if there is a W), weight gradients, update. E: forward of an evaluation. On the data plane: encode; send (from the call of
 #: MPI here to the arrival there, both on rank 0's clock); decode (from the arrival to the tensor). Pauses: wait (for a
 #: message); checkpoint and snapshot (the state is copied here and sent in the background).
-KINDS = ("F", "B", "W", "U", "E", "encode", "send", "decode", "wait", "checkpoint", "snapshot")
+KINDS = ("F", "B", "W", "U", "E", "encode", "send", "decode", "wait", "checkpoint", "snapshot", "sum")
 
 TRACE = np.dtype(
     [

@@ -1,0 +1,308 @@
+"""Sums the gradients of a group's members, on the data-plane thread, while the computing threads go on.
+
+A step's gradients are made of contributions: in exact mode one per micro-batch, otherwise one per member, its own sum. The
+gradients are cut into chunks, each of which one member owns. Every member sends its contributions to a chunk to the chunk's
+owner; the owner adds all of them in a fixed order, that of micro-batches or of members, and sends the sum back. So all
+members get the same bits, in every run; in exact mode they are those of one process, which adds its micro-batches in order.
+
+What members must know of each other's micro-batches (``share_statistics``) goes to all of them in messages of its own.
+
+Source: reduce-scatter and all-gather as in Asteroid's group synchronization (section III); the fixed order is ours.
+"""
+
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from accept_mpi.codecs.message import Decoded
+from accept_mpi.codecs.tensors import Specs, TensorSpec
+from accept_mpi.comm.channels import Channel, Receiver, Sender
+from accept_mpi.comm.data_plane import DataPlane
+from accept_mpi.direction import Direction
+from accept_mpi.errors import DeadlineError
+
+Gradients = list[torch.Tensor | None]
+"""Gradients of a stage's parameters, in their order; None where a parameter got none."""
+
+_T = TypeVar("_T")
+_CHUNK = 1 << 18  # values per message: others can pass in between
+_PARTS, _SUMS, _STATISTICS = range(3)
+
+
+class Group(NamedTuple):
+    """The members of a group, and how a step's micro-batches are dealt to them."""
+
+    ranks: Sequence[int]
+    me: int
+    """Index of this rank among them."""
+    number: int
+    """A number that no other group of the plan has."""
+    table: Sequence[int]
+    """Member that takes each micro-batch, for the longest step."""
+    exact: bool
+    """True if every micro-batch's gradients are added in order; False if every member's sum is."""
+
+
+class _Chunk(NamedTuple):
+    """A range of one of the flat tensors."""
+
+    flat: int
+    start: int
+    stop: int
+
+
+@dataclass
+class _Sum:
+    """Sum of a chunk in one step, on its owner."""
+
+    value: torch.Tensor | None = None
+    added: int = 0
+    """Number of contributions in it."""
+
+
+class Layout:
+    """Gradients as a few flat tensors: one that says which parameters have a gradient, and one per dtype."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], owners: int) -> None:
+        self._like = parameters
+        self._dtypes = list(dict.fromkeys(p.dtype for p in parameters))
+        sizes = [len(parameters)] + [sum(p.numel() for p in parameters if p.dtype == dtype) for dtype in self._dtypes]
+        self.dtypes = [torch.uint8, *self._dtypes]
+        self.chunks: list[_Chunk] = []
+        for flat, size in enumerate(sizes):
+            length = max(1, min(_CHUNK, -(-size // owners))) if flat else max(1, size)
+            self.chunks += [_Chunk(flat, at, min(at + length, size)) for at in range(0, size, length)]
+
+    def pack(self, gradients: Gradients) -> list[torch.Tensor]:
+        """The flat tensors of these gradients."""
+        there = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+        flats = [there]
+        for dtype in self._dtypes:
+            mine = [(p, g) for p, g in zip(self._like, gradients, strict=True) if p.dtype == dtype]
+            flats.append(torch.cat([(torch.zeros_like(p) if g is None else g).detach().reshape(-1) for p, g in mine]))
+        return flats
+
+    def unpack(self, flats: Sequence[torch.Tensor]) -> Gradients:
+        """The gradients in flat tensors, each laid out like its parameter."""
+        at = dict.fromkeys(self._dtypes, 0)
+        found: Gradients = []
+        for there, parameter in zip(flats[0].tolist(), self._like, strict=True):
+            start = at[parameter.dtype]
+            at[parameter.dtype] = start + parameter.numel()
+            values = flats[1 + self._dtypes.index(parameter.dtype)][start : at[parameter.dtype]]
+            found.append(torch.empty_like(parameter).copy_(values.reshape(parameter.shape)) if there else None)
+        return found
+
+    def empty(self) -> list[torch.Tensor]:
+        """Uninitialized flat tensors."""
+        ends = [max(chunk.stop for chunk in self.chunks if chunk.flat == flat) for flat in range(len(self.dtypes))]
+        return [torch.empty(end, dtype=dtype) for end, dtype in zip(ends, self.dtypes, strict=True)]
+
+
+class GroupSum:
+    """One member's part in the sums of its group. Without parameters there is nothing to sum."""
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        group: Group,
+        parameters: Sequence[torch.Tensor],
+        statistics: int,
+        count_of: Callable[[int], int],
+    ) -> None:
+        """``parameters``: those that are trained; ``statistics``: values per micro-batch that ``share_statistics`` takes;
+        ``count_of(step)``: number of micro-batches of a step. Creates the channels, before the plane starts."""
+        self._plane, self._group, self._count_of = plane, group, count_of
+        self._layout = Layout(parameters, len(group.ranks)) if parameters else None
+        chunks = self._layout.chunks if self._layout else []
+        self._owner = [c % len(group.ranks) for c in range(len(chunks))]
+        self._ours: queue.SimpleQueue[tuple[int, int, float, list[torch.Tensor]]] = queue.SimpleQueue()
+        self._waiting: dict[tuple[int, int, int], tuple[torch.Tensor, float]] = {}
+        """Contributions whose turn has not come, and the scales that came with them, by (step, chunk, contribution)."""
+        self._sums: dict[tuple[int, int], _Sum] = {}
+        self._results: dict[int, list[torch.Tensor]] = {}
+        self._missing: dict[int, set[int]] = {}
+        self._scales: dict[int, float] = {}
+        self._done: queue.SimpleQueue[tuple[int, list[torch.Tensor], float] | None] = queue.SimpleQueue()
+        self._statistics: dict[tuple[int, int], torch.Tensor] = {}
+        self._heard: queue.SimpleQueue[tuple[int, int, torch.Tensor] | None] = queue.SimpleQueue()
+        self._to: dict[tuple[int, int], Sender] = {}
+        self._of: dict[tuple[int, int], Receiver] = {}
+        for peer, rank in enumerate(group.ranks):
+            if peer == group.me:
+                continue
+            mine, its = ([c for c, owner in enumerate(self._owner) if owner == m] for m in (group.me, peer))
+            self._connect(peer, rank, _PARTS, self._specs(its), self._specs(mine))
+            self._connect(peer, rank, _SUMS, self._specs(mine), self._specs(its))
+            if statistics:
+                specs: dict[int, Specs] = {1: (TensorSpec.of(torch.empty(statistics)),)}
+                self._connect(peer, rank, _STATISTICS, specs, specs)
+        plane.add_group(self)
+
+    def _specs(self, chunks: Sequence[int]) -> dict[int, Specs]:
+        """Specs of the messages of these chunks, by their number from 1."""
+        assert self._layout or not chunks
+        layout = self._layout
+        return {
+            c + 1: (TensorSpec.of(torch.empty(chunk.stop - chunk.start, dtype=layout.dtypes[chunk.flat])),)
+            for c in chunks
+            if layout and (chunk := layout.chunks[c])
+        }
+
+    def _connect(
+        self,
+        peer: int,
+        rank: int,
+        what: int,
+        out: dict[int, Specs],
+        into: dict[int, Specs],
+    ) -> None:
+        limit = 1 << 20  # the owner waits for contributions in a fixed order, and buffers the others
+        number = 3 * self._group.number + what
+        if out:
+            channel = Channel(rank, number, Direction.BACKWARD, out, limit, in_group=True)
+            self._to[peer, what] = self._plane.outgoing(channel)
+        if into:
+            channel = Channel(rank, number, Direction.BACKWARD, into, limit, in_group=True)
+            self._of[peer, what] = self._plane.incoming(channel)
+
+    # -- computing thread ----------------------------------------------------------------------------------------------
+
+    def contribute(self, step: int, key: int, gradients: Gradients, scale: float) -> None:
+        """Give this member's contribution ``key`` to a step: a micro-batch in exact mode, else the member's index.
+        ``scale``: factor for the step's gradients, as far as this member knows it."""
+        if self._layout:
+            self._ours.put((step, key, scale, self._layout.pack(gradients)))
+            self._plane.wake()
+
+    def keys(self, step: int) -> list[int]:
+        """The contributions to a step, in the order in which they are added."""
+        count = self._count_of(step)
+        return list(range(count)) if self._group.exact else sorted(set(self._group.table[:count]))
+
+    def take(self, step: int, deadline: float) -> tuple[Gradients, float]:
+        """The sum of a step's gradients, and their scale; waits at most ``deadline`` seconds. Raises DeadlineError."""
+        if not self._layout:
+            return [], 1.0
+        found = self._wait(self._done, deadline, f"the gradients of step {step + 1} from the other ranks of its stage")
+        of, flats, scale = found
+        assert of == step, f"the sum of step {of + 1} came as that of step {step + 1}"
+        return self._layout.unpack(flats), scale
+
+    def share_statistics(self, step: int, k: int, values: torch.Tensor) -> None:
+        """Give a float32 vector about micro-batch ``k`` to all members."""
+        self._statistics[step, k] = values
+        for peer in range(len(self._group.ranks)):
+            if peer != self._group.me:
+                self._to[peer, _STATISTICS].send(step, k, 1, (values,))
+
+    def statistics(self, step: int, deadline: float) -> list[torch.Tensor]:
+        """The vectors of all micro-batches of a step, in order; waits at most ``deadline`` seconds. Raises DeadlineError."""
+        wanted = [(step, k) for k in range(self._count_of(step))]
+        while not all(key in self._statistics for key in wanted):
+            of, k, values = self._wait(self._heard, deadline, f"BatchNorm's statistics of step {step + 1}")
+            self._statistics[of, k] = values
+        return [self._statistics.pop(key) for key in wanted]
+
+    def _wait(self, box: "queue.SimpleQueue[_T | None]", deadline: float, what: str) -> _T:
+        try:
+            found = box.get_nowait()
+        except queue.Empty:
+            self._plane.hurry(True)
+            self._plane.wake()
+            try:
+                found = box.get(timeout=deadline)
+            except queue.Empty:
+                self._plane.check()
+                raise DeadlineError(f"waited {deadline:.0f} s for {what}") from None
+            finally:
+                self._plane.hurry(False)
+        self._plane.check()
+        assert found is not None
+        return found
+
+    # -- data-plane thread ---------------------------------------------------------------------------------------------
+
+    def move(self) -> bool:
+        """Pass on this member's contributions, and add up what has arrived; returns True if there was anything."""
+        moved = False
+        while not self._ours.empty():
+            moved = True
+            step, key, scale, flats = self._ours.get()
+            assert self._layout
+            for c, chunk in enumerate(self._layout.chunks):
+                self._pass_on(step, c, key, scale, flats[chunk.flat][chunk.start : chunk.stop])
+        for (_, what), receiver in self._of.items():
+            while (message := receiver.poll()) is not None:
+                moved = True
+                self._take(what, message)
+        return moved
+
+    def fail(self) -> None:
+        """Wake the computing thread, since the data plane ends with an error."""
+        self._done.put(None)
+        self._heard.put(None)
+
+    def _pass_on(self, step: int, c: int, key: int, scale: float, values: torch.Tensor) -> None:
+        """Take or send this member's contribution to chunk ``c``."""
+        owner = self._owner[c]
+        if owner == self._group.me:
+            self._add(step, c, key, scale, values)
+        else:
+            self._to[owner, _PARTS].send(step, key, c + 1, (values,), scale=scale)
+
+    def _take(self, what: int, message: Decoded) -> None:
+        header, (values,) = message.header, message.tensors
+        assert values is not None
+        if what == _STATISTICS:
+            self._heard.put((header.step, header.micro_batch, values))
+        elif what == _PARTS:
+            self._add(header.step, header.samples - 1, header.micro_batch, header.scale, values)
+        else:
+            self._result(header.step, header.samples - 1, header.scale, values)
+
+    def _add(self, step: int, c: int, key: int, scale: float, values: torch.Tensor) -> None:
+        """Take a contribution to a chunk that this member owns, and add all whose turn has come."""
+        self._waiting[step, c, key] = values, scale
+        keys, total = self.keys(step), self._sums.setdefault((step, c), _Sum())
+        while total.added < len(keys) and (next_one := (step, c, keys[total.added])) in self._waiting:
+            part, part_scale = self._waiting.pop(next_one)
+            if self._knows_scale(step, keys[total.added]):
+                self._scales[step] = part_scale
+            total.added += 1
+            if total.value is None:
+                total.value = part
+            elif part.dtype == torch.uint8:
+                total.value = torch.maximum(total.value, part)
+            else:
+                total.value = total.value.add_(part) if total.added > 2 else total.value + part
+        if total.added == len(keys):
+            del self._sums[step, c]
+            assert total.value is not None
+            found = self._scales[step]
+            for peer in range(len(self._group.ranks)):
+                if peer != self._group.me:
+                    self._to[peer, _SUMS].send(step, 0, c + 1, (total.value,), scale=found)
+            self._result(step, c, found, total.value)
+
+    def _knows_scale(self, step: int, key: int) -> bool:
+        """True if a contribution came with the scale of the whole step: it holds the last micro-batch."""
+        last = self._count_of(step) - 1
+        return key == (last if self._group.exact else self._group.table[last])
+
+    def _result(self, step: int, c: int, scale: float, values: torch.Tensor) -> None:
+        """Take the sum of a chunk; a step is done with its last one."""
+        assert self._layout
+        if step not in self._results:
+            self._results[step] = self._layout.empty()
+            self._missing[step] = set(range(len(self._layout.chunks)))
+        chunk = self._layout.chunks[c]
+        self._results[step][chunk.flat][chunk.start : chunk.stop] = values
+        self._missing[step].remove(c)
+        if not self._missing[step]:
+            del self._missing[step]
+            self._scales.pop(step, None)
+            self._done.put((step, self._results.pop(step), scale))

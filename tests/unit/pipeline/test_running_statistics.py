@@ -1,0 +1,57 @@
+"""BatchNorm's running statistics, replayed from those of single micro-batches, against torch's own, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from accept_mpi.errors import UserError
+from accept_mpi.pipeline.running_statistics import RunningStatistics
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 33, 3), nn.BatchNorm2d(33, momentum=None),
+        nn.Flatten(), nn.BatchNorm1d(33 * 16, momentum=0.03), nn.BatchNorm1d(33 * 16, track_running_stats=False),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("samples", [2, 5])
+def test_replayed_statistics(layout: torch.memory_format, samples: int) -> None:
+    torch.manual_seed(0)
+    plain = model().to(memory_format=layout)
+    plain(torch.randn(2, 3, 8, 8))
+    group = copy.deepcopy(plain)
+    batches = [(torch.randn(samples, 3, 8, 8) * 3 + 1).to(memory_format=layout) for _ in range(20)]
+    statistics = RunningStatistics([str(i) for i in range(len(group))], list(group))
+    taken = []
+    for x in batches:
+        with statistics.taken() as found:
+            given = group(x)
+        taken += found
+        assert torch.equal(given, plain(x))
+    assert all(len(values) == statistics.size for values in taken)
+    statistics.replay(taken)
+    assert plain.state_dict().keys() == group.state_dict().keys()
+    for (name, mine), theirs in zip(group.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def test_layers_at_rest_keep_theirs() -> None:
+    """A frozen layer (eval mode) uses its running statistics and does not change them."""
+    layer = nn.BatchNorm1d(4).eval()
+    statistics = RunningStatistics(["norm"], [layer])
+    with statistics.taken() as found:
+        layer(torch.randn(3, 4))
+    statistics.replay(found)
+    assert torch.equal(layer.running_mean, torch.zeros(4))
+    assert not layer.num_batches_tracked
+
+
+def test_a_layer_used_twice_is_refused() -> None:
+    layer = nn.BatchNorm1d(4)
+    with pytest.raises(UserError, match='"norm" is used twice'), RunningStatistics(["norm"], [layer]).taken():
+        layer(layer(torch.randn(3, 4)))
+    assert not layer.num_batches_tracked
