@@ -92,8 +92,12 @@ class Pipeline(Section, frozen=True):
     cuts: Literal["auto", "even"] | Annotated[list[Count], Meta(max_length=MOST_ENTRIES)] = "auto"
     """First layers of stages 1, 2, ...; "even": by number of layers; "auto": where training is fastest, by measuring the
     devices and their links."""
-    ranks: Annotated[list[CountOrZero], Meta(max_length=MOST_ENTRIES)] = []
-    """Ranks that hold stages 0, 1, ...; the others stay idle. Empty: all ranks, in order. Only with given or "even" cuts."""
+    ranks: Annotated[
+        list[CountOrZero | Annotated[list[CountOrZero], Meta(min_length=1, max_length=MOST_ENTRIES)]],
+        Meta(max_length=MOST_ENTRIES),
+    ] = []
+    """Ranks that hold stages 0, 1, ...; a list of ranks in it holds one stage together, each taking some of the
+    micro-batches. The others stay idle. Empty: all ranks, in order. Only with given or "even" cuts."""
     adapt: bool | Count = False
     """True: change the cuts during training when a device becomes enough faster or slower for that to pay. A number N: check
     every N steps (FTPipeHD). Given cuts are then a first guess; it is judged as if all devices were like rank 0, the only
@@ -112,6 +116,9 @@ class Pipeline(Section, frozen=True):
     (``codecs.coding``), or "auto": the mildest that hides the transfer behind computation (``planning.codec_choice``)."""
     backward: str | Annotated[list[str], Meta(max_length=MOST_ENTRIES)] = "none"
     """Codec of gradients, given like ``forward``."""
+    gradients: Literal["exact", "none"] = "exact"
+    """Where several ranks hold a stage: how their gradients are summed. "exact": micro-batch by micro-batch in order, as one
+    process does, bit for bit; "none": each rank's own sum, uncoded, which differs by rounding and sends less."""
     min_bits: Annotated[int, Meta(ge=1, le=8)] = 2
     """Fewest bits per value that "auto" codecs may use."""
     vertical_sync: bool = False

@@ -52,14 +52,24 @@ class Place(NamedTuple):
     stage: int
     """Index of the rank's stage; -1: the plan leaves the rank idle."""
     stages: int
-    before: int | None
-    """Leader of the previous stage; None on the first stage."""
-    after: int | None
-    """Leader of the next stage; None on the last stage."""
+    behind: tuple[int, ...] = ()
+    """Ranks of the previous stage; none on the first stage."""
+    ahead: tuple[int, ...] = ()
+    """Ranks of the next stage; none on the last stage."""
     member: int = 0
     """Index of the rank in its stage's group."""
     members: int = 1
     """Number of ranks in the group."""
+
+    @property
+    def before(self) -> int | None:
+        """Leader of the previous stage; None on the first stage."""
+        return self.behind[0] if self.behind else None
+
+    @property
+    def after(self) -> int | None:
+        """Leader of the next stage; None on the last stage."""
+        return self.ahead[0] if self.ahead else None
 
     @property
     def idle(self) -> bool:
@@ -88,10 +98,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def place(self, rank: int) -> Place:
         """Position of ``rank`` in this plan."""
         s = next((i for i, stage in enumerate(self.stages) if rank in stage.ranks), -1)
-        before = self.stages[s - 1].leader if s > 0 else None
-        after = self.stages[s + 1].leader if 0 <= s < len(self.stages) - 1 else None
+        behind = self.stages[s - 1].ranks if s > 0 else ()
+        ahead = self.stages[s + 1].ranks if 0 <= s < len(self.stages) - 1 else ()
         mine = self.stages[s].ranks if s >= 0 else (rank,)
-        return Place(s, len(self.stages), before, after, mine.index(rank), len(mine))
+        return Place(s, len(self.stages), behind, ahead, mine.index(rank), len(mine))
 
     def layers_of(self, rank: int) -> range:
         """Layers that ``rank`` holds; empty if it is idle."""

@@ -169,6 +169,21 @@ class GroupSum:
             channel = Channel(rank, number, Direction.BACKWARD, into, limit, in_group=True)
             self._of[peer, what] = self._plane.incoming(channel)
 
+    @property
+    def exact(self) -> bool:
+        """True if every micro-batch is a contribution of its own."""
+        return self._group.exact
+
+    @property
+    def me(self) -> int:
+        """Index of this rank in the group."""
+        return self._group.me
+
+    def last_of_mine(self, step: int) -> int:
+        """The last micro-batch of a step that this member takes; -1 if it takes none."""
+        mine = [k for k in range(self._count_of(step)) if self._group.table[k] == self._group.me]
+        return max(mine, default=-1)
+
     # -- computing thread ----------------------------------------------------------------------------------------------
 
     def contribute(self, step: int, key: int, gradients: Gradients, scale: float) -> None:

@@ -152,19 +152,39 @@ class ReplanAsked(Control, frozen=True):
     """Rank 0 to the first stage: a better plan is ready, so end this deployment after the next step."""
 
 
-# ... and on the last stage by ``data.feed.Drawn``.
+class StepFlags(Control, frozen=True):
+    """The first stage's leader to all ranks, if groups hold stages: how a step will end (``recovery.barriers``), some steps
+    before it begins."""
+
+    step: int
+    flags: int
+
+
+# ... and on the last stage by ``data.feed.Drawn`` and ``training.reports.Reports``.
 
 
 class TargetsDrawn(Control, frozen=True):
-    """The first stage to the last: checksums of the targets that it drew for a step, one per micro-batch."""
+    """The first stage to the last: checksums of the targets that a rank drew for a step, by micro-batch."""
 
     step: int
-    sums: list[int]
+    sums: dict[int, int]
+
+
+class MemberResults(Control, frozen=True):
+    """A rank of the last stage to the stage's leader: results of some micro-batches."""
+
+    step: int
+    """Counted from 1."""
+    evaluation: bool
+    """True for the evaluation after the step."""
+    results: dict[int, Any]
+    """As ``models.losses.Result``, by micro-batch."""
 
 
 AnyControl = (
     Gather | Scatter | Shapes | LayerChunks | CheckpointChunk | StepMade | EvaluationMade | TraceRows | Event | Stopping
-    | Leaving | Speed | PlanOver | ReplicaChunks | Replicated | Committed | StopAsked | ReplanAsked | TargetsDrawn
+    | Leaving | Speed | PlanOver | ReplicaChunks | Replicated | Committed | StopAsked | ReplanAsked | StepFlags
+    | TargetsDrawn | MemberResults
 )  # fmt: skip
 
 

@@ -24,8 +24,8 @@ from accept_mpi.seeds import AUGMENT, mix
 
 _POLL = 0.002
 
-Sums = list[int]
-"""Checksums of the targets of a step's micro-batches."""
+Sums = dict[int, int]
+"""Checksums of the targets of a step, by micro-batch."""
 
 
 class Drawn:
@@ -40,9 +40,9 @@ class Drawn:
         self._others: dict[int, Sums] = {}
 
     def hear(self, step: int, sums: Sums) -> None:
-        """Take the checksums of a step from the first stage."""
+        """Take checksums of a step from a rank of the first stage."""
         with self._lock:
-            self._others[step] = sums
+            self._others.setdefault(step, {}).update(sums)
 
     def expect(self, step: int, sums: Sums) -> None:
         """Take the checksums of a step from the last stage."""
@@ -52,7 +52,8 @@ class Drawn:
     def check(self) -> None:
         """Compare the steps that both stages have reported. Raises UserError if they differ."""
         with self._lock:
-            for step in sorted(self._mine.keys() & self._others.keys()):
+            both = self._mine.keys() & self._others.keys()
+            for step in sorted(step for step in both if len(self._mine[step]) == len(self._others[step])):
                 if self._mine.pop(step) != self._others.pop(step):
                     raise UserError(
                         f"data.name: first and last stage drew different targets for the same samples in step {step + 1}: "
@@ -81,24 +82,29 @@ class Feed:
         place: Place,
         shares: Callable[[Sequence[Any], Sequence[int]], list[float]] | None,
         drawn: Drawn,
+        table: Sequence[int] = (),
     ) -> None:
         """``shares``: the loss's (``Loss.shares``) on the last stage, else None. ``data`` is needed on the first and the
-        last stage."""
+        last stage. ``table``: the member of the group that takes each micro-batch; empty: this rank takes all."""
         self._batches, self._data, self._place, self._shares, self._drawn = batches, data, place, shares, drawn
-        self._compares = draws_both(data) and place.first != place.last
+        self._table = table
+        self._compares = draws_both(data) and place.first != place.last and (place.leads or place.first)
         self._steps: dict[int, list[Samples]] = {}
         self._weighed: dict[int, list[float]] = {}
-        self._sums: Sums = []
+        self._sums: Sums = {}
+
+    def _is_mine(self, k: int) -> bool:
+        return not self._table or self._table[k] == self._place.member
 
     def begin(self, step: int, indices: Sequence[Indices]) -> None:
-        """Prepare a step, before its first micro-batch. ``indices``: the samples of each micro-batch."""
-        if self._shares is None:
+        """Prepare a step, before any micro-batch of it; again does nothing. ``indices``: the samples of each micro-batch."""
+        if self._shares is None or step in self._weighed:
             return
-        self._steps[step] = [self._fetch(step, samples) for samples in indices]
+        self._steps[step] = [self._fetch(step, samples, self._is_mine(k)) for k, samples in enumerate(indices)]
         targets = [samples.targets for samples in self._steps[step]]
         self._weighed[step] = self._shares(targets, list(map(len, indices)))
         if self._compares:
-            self._drawn.expect(step, list(map(checksum, targets)))
+            self._drawn.expect(step, dict(enumerate(map(checksum, targets))))
             self._drawn.check()
 
     def take(self, step: int, k: int, indices: Indices) -> Samples:
@@ -111,10 +117,10 @@ class Feed:
             return Samples(None, None)
         found = self._fetch(step, indices)
         if self._compares:
-            self._sums.append(checksum(found.targets))
-            if k == len(self._batches.sizes(step)) - 1:
+            self._sums[k] = checksum(found.targets)
+            if not any(self._is_mine(later) for later in range(k + 1, len(self._batches.sizes(step)))):
                 self._drawn.tell(step, self._sums)
-                self._sums = []
+                self._sums = {}
         return found
 
     def share(self, step: int, k: int) -> float:
@@ -128,13 +134,15 @@ class Feed:
 
     def close(self, deadline: float) -> None:
         """Compare what has not been compared, after the last step. Raises UserError and DeadlineError."""
-        if self._compares and self._place.last:
+        if self._compares and self._place.last:  # never on a member that does not lead
             self._drawn.check_all(deadline)
 
-    def _fetch(self, step: int, indices: Indices) -> Samples:
+    def _fetch(self, step: int, indices: Indices, mine: bool = True) -> Samples:
+        """The samples of a micro-batch; only the targets if another member takes it."""
         assert self._data is not None
         seed = mix(AUGMENT, self._batches.seed, self._batches.epoch(step))
-        return fetch(self._data, indices, seed, inputs=self._place.first, targets=self._place.last or self._compares)
+        inputs, targets = self._place.first and mine, self._place.last or self._compares
+        return fetch(self._data, indices, seed, inputs, targets)
 
 
 def checksum(targets: Any) -> int:

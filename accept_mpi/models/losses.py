@@ -141,6 +141,11 @@ class Divisors:
         self._assumed: dict[int, float] = {}
         self._counted: dict[int, float] = {}
 
+    @property
+    def used(self) -> bool:
+        """True if a loss was summed."""
+        return bool(self._assumed)
+
     def share(self, step: int, count: float, samples: int, share: float) -> float:
         """Factor for the loss sum of a micro-batch in which ``count`` counts, and whose samples are ``share`` of the step's.
         The step's other micro-batches are assumed to count as much as its first."""

@@ -38,6 +38,8 @@ class Outputs(NamedTuple):
     far."""
     tree: Tree = tree.LONE
     """Tree of which the outputs are the tensors."""
+    statistics: torch.Tensor | None = None
+    """What other members of the group must know of BatchNorm (``running_statistics``); None without a group."""
 
 
 class Inputs(NamedTuple):

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.graph_edges import Box, Seeded, finite
 from accept_mpi.pipeline.micro_batch import InFlight, Inputs, Key, Outputs
 from accept_mpi.pipeline.optimizer import make_optimizer, update
+from accept_mpi.pipeline.running_statistics import RunningStatistics
+from accept_mpi.pipeline.shareable import Watch
 from accept_mpi.pipeline.state import check_state, load_layer, state_of
 from accept_mpi.pipeline.untouched import untouched
 from accept_mpi.pipeline.weight_versions import Weights, Writes, may_be_written
@@ -64,6 +66,10 @@ class Stage:
         """Names of buffers that the first forward creates."""
         self._written: set[tuple[int, int]] = set()
         """Parameters (0, position) and buffers (1, position) that a forward writes to."""
+        self.statistics: RunningStatistics | None = None
+        """BatchNorm's running statistics, if a group holds the stage."""
+        self.alone = ""
+        """Reason why a group cannot hold the stage, found by ``probe``; empty: it can."""
         self._kept = self._check_state()  # reports state that cannot be kept now, not at the first checkpoint
 
     @property
@@ -115,7 +121,9 @@ class Stage:
         if self._deferred is not None:
             self._deferred.begin(not whole)
         opened = [box.open(self._anchor) for box in boxes]
-        value = self._through(opened, of, partial(forward_seed, self._seed, step, micro_batch))
+        untouched_statistics: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
+        with self.statistics.taken() if self.statistics else untouched_statistics as taken:
+            value = self._through(opened, of, partial(forward_seed, self._seed, step, micro_batch))
         result, given = None, tree.LONE
         if self._loss is not None:
             result, outputs = self._judge(step, value, target, share, samples)
@@ -125,7 +133,7 @@ class Stage:
         if suspect == 0 and not finite(outputs):
             suspect = self._search(step, micro_batch, inputs, of)
         self.in_flight[step, micro_batch] = InFlight(boxes, outputs, weights, whole)
-        return Outputs(() if result else tuple(outputs), result, suspect, given)
+        return Outputs(() if result else tuple(outputs), result, suspect, given, next(iter(taken), None))
 
     def backward(self, step: int, micro_batch: int, gradients: Tensors) -> Tensors:
         """B: gradients of the inputs that want one, for the previous stage. ``gradients`` is empty on the last stage."""
@@ -201,6 +209,20 @@ class Stage:
         result, _ = self._judge(-1, value, target, 1.0, samples)
         return Outputs((), result, 0)
 
+    # -- in a group ----------------------------------------------------------------------------------------------------
+
+    def join_group(self) -> None:
+        """From now on a group holds the stage: leave BatchNorm's running statistics to ``statistics``. Raises UserError if
+        a group cannot hold it."""
+        if self.alone:
+            raise UserError(f"layers {self.start} to {self._last} cannot be held by several ranks: {self.alone}")
+        self.statistics = RunningStatistics(self.names, self.layers)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that get gradients."""
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
     # -- the first forward of all --------------------------------------------------------------------------------------
 
     @contextmanager
@@ -241,14 +263,16 @@ class Stage:
         if not self._setting_up:
             with self.trial() as trial:
                 return trial.probe(inputs, target, gradients_of, of, samples)
-        writes = Writes(self.parameters, may_be_written(self.layers))
+        writes, watch = Writes(self.parameters, may_be_written(self.layers)), Watch(self.names, self.layers)
         out = self.forward(0, 0, inputs, target=target, of=of, samples=samples)
         self._written |= writes.found()
+        watch.after_forward(self._divisors)
         if self._deferred is not None:
             self._deferred.look(self.in_flight[0, 0].outputs)
         result = self.backward(0, 0, gradients_of([TensorSpec.of(out) for out in out.outputs], out.tree))
         if self._deferred is not None:
             self.weight_gradient(0, 0)
+        self.alone = watch.after_backward()
         for parameter in self.parameters:
             parameter.grad = None
         return tuple(TensorSpec.of(g) for g in result)
@@ -363,6 +387,7 @@ class Stage:
         defer. Raises UserError if ``vertical_sync`` does not allow it."""
         self._made |= trial._check_state() - self._kept
         self._written |= trial._written
+        self.alone = self.alone or trial.alone
         if self._written and self._job.pipeline.vertical_sync:
             raise UserError(
                 "pipeline.vertical_sync: a layer writes into its own parameters or buffers in its forward, which would be "

@@ -16,13 +16,14 @@ def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequenc
     """The plan for ``size`` ranks that a job's cuts, ranks and codecs ask for. ``shared`` returns what layers share; it is
     called only if there are cuts. Raises UserError if the plan does not fit the model or the ranks."""
     ranks = job.pipeline.ranks or list(range(size))
-    if wrong := [rank for rank in ranks if rank >= size or ranks.count(rank) > 1]:
+    every = [rank for held in ranks for rank in ([held] if isinstance(held, int) else held)]
+    if wrong := [rank for rank in every if rank >= size or every.count(rank) > 1]:
         raise UserError(
             f"pipeline.ranks: rank {wrong[0]} of {ranks} comes twice or is not among the {size} ranks of this run"
         )
     if len(ranks) > layers:
         raise UserError(
-            f"{len(ranks)} ranks for a model of {layers} layers: each stage needs a layer; "
+            f"{len(ranks)} stages for a model of {layers} layers: each stage needs a layer; "
             f"start mpirun with -n {layers} at most"
         )
     codecs = _codecs(job, len(ranks) - 1)
@@ -30,7 +31,8 @@ def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequenc
     if isinstance(cuts, str):  # "even", or "auto" where one rank has nothing to choose
         cuts = even_cuts(layers, len(ranks))
     elif len(cuts) != len(ranks) - 1:
-        raise UserError(f"pipeline.cuts: {cuts} makes {len(cuts) + 1} stages, but there are {len(ranks)} ranks")
+        holders = "groups of ranks" if len(every) > len(ranks) else "ranks"
+        raise UserError(f"pipeline.cuts: {cuts} makes {len(cuts) + 1} stages, but there are {len(ranks)} {holders}")
     try:
         plan = make_plan(layers, cuts, codecs, ranks)
     except ValueError as error:

@@ -11,15 +11,21 @@ they begin every sqrt(2 C M) seconds, with C the seconds that a snapshot takes a
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable
 
-from accept_mpi.comm.messages import Control, ReplanAsked, StopAsked, Stopping
+from accept_mpi.comm.messages import Control, ReplanAsked, StepFlags, StopAsked, Stopping
+from accept_mpi.errors import DeadlineError
 from accept_mpi.job import MOST_EXTRA, Recovery
 
 SNAPSHOT, CHECKPOINT, REPLAN, EXTRA = 0x8000, 0x4000, 0x2000, 0x1000
 """Bits of a message's ``flags``: its step ends with a snapshot, with a checkpoint that the job did not ask for, with the
 end of its plan, or with an extra snapshot, which a stage sends on only if it has sent its previous one."""
+
+AHEAD = 2
+"""Steps by which the decision about a step comes before it begins, if groups hold stages: every rank must know it then,
+also one that takes none of the step's micro-batches."""
 
 Post = Callable[[int, Control, bool], None]
 """A function that sends a control message: (receiver's rank, message, whether it may wait until training sends nothing)."""
@@ -43,6 +49,9 @@ class Barriers:
         self._last_time = time.monotonic()
         self._now = 0
         self._stop = self._stopping = self._replan = False
+        self._decided: dict[int, int] = {}
+        """Flags of coming steps that the first stage has told this rank."""
+        self._told = threading.Condition()
 
     # -- main thread ---------------------------------------------------------------------------------------------------
 
@@ -59,6 +68,20 @@ class Barriers:
             self._post(0, Stopping(step + 1), False)
             flags |= CHECKPOINT
         return flags
+
+    def tell_all(self, step: int, ranks: int) -> None:
+        """Decide how ``step``, which is to begin ``AHEAD`` steps from now, will end, and tell all ``ranks`` ranks; on the
+        first stage's leader."""
+        flags = self.flags(step)
+        for rank in range(ranks):
+            self._post(rank, StepFlags(step, flags), False)
+
+    def told(self, step: int, deadline: float) -> int:
+        """The flags of a step that ``tell_all`` decided; waits at most ``deadline`` seconds. Raises DeadlineError."""
+        with self._told:
+            if not self._told.wait_for(lambda: step in self._decided, deadline):
+                raise DeadlineError(f"waited {deadline:.0f} s for the first stage to say how step {step + 1} ends")
+            return self._decided.pop(step)
 
     def _due(self, step: int) -> int:
         """SNAPSHOT, EXTRA or 0, for a step that is about to begin."""
@@ -107,6 +130,10 @@ class Barriers:
             self._stop = True
         elif isinstance(control, ReplanAsked):
             self._replan = True
+        elif isinstance(control, StepFlags):
+            with self._told:
+                self._decided[control.step] = control.flags
+                self._told.notify_all()
         else:
             return False
         return True

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from accept_mpi.comm.messages import Committed, Control, ReplicaChunks, Replicated
 from accept_mpi.failpoints import failpoint
 from accept_mpi.pipeline.stage import Stage
+from accept_mpi.plan import Place
 from accept_mpi.recovery.barriers import SNAPSHOT, Barriers, Post
 from accept_mpi.recovery.layer_state import Arriving, chunked, states
 from accept_mpi.recovery.replicas import Replicas
@@ -31,6 +32,8 @@ class Route(NamedTuple):
     """The ranks that hold stages 0, 1, ..."""
     size: int
     """Number of ranks, idle ones included."""
+    place: Place
+    """Place of this rank in the plan."""
 
     @property
     def next(self) -> int:
@@ -68,7 +71,11 @@ class Replication:
         failpoint("snapshot")
         blobs = states(stage)
         self._replicas.keep(step, blobs)
-        if self.on and (flags & SNAPSHOT or not self._sending()):
+        if self._route.place.members > 1:  # the other members have the same state, so it need not be sent
+            if self.on and flags & SNAPSHOT and self._route.place.member == 1:
+                assert self._route.stage is not None
+                self._post(0, Replicated(step, self._route.stage), False)
+        elif self.on and (flags & SNAPSHOT or not self._sending()):
             assert self._route.stage is not None
             for chunks in chunked(blobs, _CHUNK):
                 self._post(self._route.next, ReplicaChunks(step, self._route.stage, len(blobs), chunks), True)

@@ -63,14 +63,17 @@ def agree_on_shapes(
 
     def returned(size: int, training: bool, outputs: Specs, of: Tree) -> Specs:
         assert after is not None
-        _tell(messenger, after, "activations", outputs, of)
+        for rank in ahead_ranks:
+            _tell(messenger, rank, "activations", outputs, of)
         return _hear(messenger, after, "gradients", size, deadline)[0] if training else ()
 
+    # The leaders of groups agree, and the other members listen.
+    behind_ranks, ahead_ranks = (list(ranks) if place.leads else [] for ranks in (place.behind, place.ahead))
     with stage.trial() as trial:
         for size in dict.fromkeys([*sizes[0], *sizes[1]]):
             gradients = _run(trial, place, train, size, size in sizes[0], (behind, ahead), taken, returned)
-            if before is not None and size in sizes[0]:
-                _tell(messenger, before, "gradients", gradients, tree.LONE)
+            for rank in behind_ranks if size in sizes[0] else ():
+                _tell(messenger, rank, "gradients", gradients, tree.LONE)
     messenger.flush(deadline, "the shapes at this stage's boundaries")
     return behind, ahead
 
@@ -169,10 +172,11 @@ def _all_at_once(
     told = messenger.allgather(mine, deadline, "the shapes at all boundaries")
     if None in told:
         return None
-    stages = sorted((msgspec.convert(one, _Tried) for one in told if one != _IDLE), key=lambda one: one.stage)
-    fits = all(
+    every = [msgspec.convert(one, _Tried) for one in told if one != _IDLE]
+    stages = {one.stage: one for one in every}  # one rank of each
+    fits = all(one == stages[one.stage] for one in every) and all(
         one.given == two.taken and one.back == two.returned and one.given_trees == two.taken_trees
-        for one, two in itertools.pairwise(stages)
+        for one, two in itertools.pairwise(stages[s] for s in sorted(stages))
     )
     return (behind, ahead) if fits else None
 

@@ -52,16 +52,17 @@ def select_codecs(
 
     forward, backward = Direction
     weights = (nbytes(ahead, forward), nbytes(behind, backward), nbytes(behind, forward), nbytes(ahead, backward))
-    rates = neighbour_rates(runtime.world, place.before, place.after, weights)
+    before, after = (place.before, place.after) if place.leads else (None, None)  # leaders measure for their groups
+    rates = neighbour_rates(runtime.world, before, after, weights)
     mine = None
-    if not place.idle:
+    if place.leads:
         costs = message_costs(codings(job, plan) | {"none": Coding()}, rates.seconds_per_byte, rates.seconds_per_message)
         mine = time_stage(stage, size, behind, ahead, train, costs, runtime.cores)
     # What this rank receives: activations over the boundary behind, gradients over the one ahead.
     coming: list[Traffic | None] = [None, None]
-    if place.before is not None:
+    if before is not None:
         coming[forward] = _crossing(behind.forward[size], rates.before)
-    if place.after is not None:
+    if after is not None:
         coming[backward] = _crossing(ahead.backward[size], rates.after)
     told = messenger.allgather(msgspec.to_builtins([mine, coming]), seconds, "each stage's compute time and link rates")
 

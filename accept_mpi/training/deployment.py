@@ -15,6 +15,7 @@ from accept_mpi.codecs.coding import parse, prepare
 from accept_mpi.codecs.tensors import BoundarySpecs
 from accept_mpi.comm.channels import Channel
 from accept_mpi.comm.data_plane import DataPlane
+from accept_mpi.comm.group_sum import Group, GroupSum
 from accept_mpi.comm.messages import EvaluationMade, Leaving, Message, PlanOver, Speed, StepMade, TargetsDrawn
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import Dataset, fetch
@@ -32,9 +33,10 @@ from accept_mpi.logs.recorder import Recorder
 from accept_mpi.models import Chain
 from accept_mpi.models.layers import Layers, build_stage
 from accept_mpi.models.losses import Loss
+from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.plan import Place, Plan
+from accept_mpi.plan import Place, Plan, StagePlan
 from accept_mpi.planning.codec_choice import codings
 from accept_mpi.profiling.outline import Outline
 from accept_mpi.recovery.barriers import Barriers
@@ -45,7 +47,10 @@ from accept_mpi.recovery.replication import Replication, Route
 from accept_mpi.training.boundaries import agree_on_shapes
 from accept_mpi.training.codec_selection import select_codecs
 from accept_mpi.training.controller import Controller, Follower
-from accept_mpi.training.worker import Services, StageChannels, Worker
+from accept_mpi.training.group_member import GroupMember
+from accept_mpi.training.reports import Reports
+from accept_mpi.training.stage_channels import Neighbour, StageChannels
+from accept_mpi.training.worker import Services, Worker
 
 Data = tuple[Dataset | None, Dataset | None]
 
@@ -113,12 +118,14 @@ class Deployment:
         loss = self.state.loss if self.place.last else None
         self.stage = self._built = _make_stage(runtime, job, self.state.chain, self.plan.layers_of(runtime.rank), loss)
         counts = runtime.messenger.allgather(self.stage.size, runtime.startup_seconds, "the number of parameters")
-        self.parameters = sum(counts)
+        self.parameters = sum(counts[rank] for rank in self.plan.leaders)
         sizes = _sizes(self.batches, self.test_samples if course.evaluate_every else 0)
         train_set = self._data[0]
         self._signatures = agree_on_shapes(
             runtime.messenger, self.stage, self.place, sizes, train_set, job.pipeline.startup_timeout, self.state.outline
         )
+        if self.plan.hybrid:
+            runtime.agree("the groups", lambda: self.stage.join_group() if self.place.members > 1 else None)
         self.plan, self.codecs_why = select_codecs(
             runtime, job, self.plan, self.stage, max(sizes[0]), self._signatures, train_set
         )
@@ -137,11 +144,15 @@ class Deployment:
         ranks = self.plan.leaders
         copying = self.job.recovery.copies(runtime.size, runtime.survives)
         self.barriers = Barriers(self.job.recovery, ranks[0], copying, plane.post)
-        route = Route(None if self.place.idle else self.place.stage, ranks, runtime.size)
+        route = Route(None if self.place.idle else self.place.stage, ranks, runtime.size, self.place)
         self.replication = Replication(
             state.replicas, route, copying, self.barriers, plane.post, lambda: plane.background.busy
         )
+        self._tables = [self._table(stage) for stage in self.plan.stages]
         self._channels = self._channels_to(self._plane)
+        self._member = self._join(self._plane)
+        leader = None if self.place.leads else self.plan.stages[-1].leader
+        self._reports = Reports(self.batches, runtime.clock, leader, plane.post, state.told)
         if state.speed is None and self.job.pipeline.adapt:
             state.speed = SpeedCheck()
         self._plane.start()
@@ -163,7 +174,9 @@ class Deployment:
         if not self.place.idle:
             services = Services(
                 self._channels, self._plane, self.recorder, self.barriers, self.replication, self._drawn,
-                self.runtime.lifeline.begin_step, self.state.told, self.state.speed,
+                self.runtime.lifeline.begin_step, self._reports, self.state.speed, self._tables[self.place.stage],
+                widths(self.plan.stages), self._member,
+                (lambda step: self.barriers.tell_all(step, self.runtime.size)) if self.plan.hybrid else None,
             )  # fmt: skip
             names = self.state.chain.names
             worker = Worker(self.job, self.place, self.stage, self.batches, self._data, names, services)
@@ -198,7 +211,8 @@ class Deployment:
         if isinstance(control, TargetsDrawn):
             self._drawn.hear(control.step, control.sums)
             return True
-        return self.barriers.handle(control) or self.replication.handle(control) or self.role.handle(message)
+        parts = self.barriers, self.replication, self._reports
+        return any(part.handle(control) for part in parts) or self.role.handle(message)
 
     def _tell_again(self) -> None:
         """Repeat the reports from before this deployment, which may not have reached rank 0. A rank that has only now become
@@ -212,28 +226,49 @@ class Deployment:
             if message.report.step <= self.course.first:
                 self._plane.post(0, message)
 
+    def _table(self, stage: StagePlan) -> list[int]:
+        """The member of a stage's group that takes each micro-batch, for the longest step and the evaluation."""
+        return Deal.of(stage).table(max(self.batches.most, -(-self.test_samples // self.batches.micro)))
+
+    def _join(self, plane: DataPlane) -> GroupMember | None:
+        """This rank's part in the group that holds its stage; None if it holds it alone."""
+        place, stage = self.place, self.stage
+        if place.members == 1 or place.idle:
+            return None
+        ranks, exact = self.plan.stages[place.stage].ranks, self.job.pipeline.gradients == "exact"
+        # Numbers beyond those of the boundaries, since messages are told apart by them.
+        group = Group(ranks, place.member, place.stages + place.stage, self._tables[place.stage], exact)
+        statistics = stage.statistics.size if stage.statistics else 0
+        sums = GroupSum(plane, group, stage.trained, statistics, lambda step: len(self.batches.sizes(step)))
+        return GroupMember(stage, sums)
+
     def _channels_to(self, plane: DataPlane) -> StageChannels:
-        """Channels to both neighbours. A channel holds at most as many messages as the stage before it has micro-batches in
-        flight."""
+        """Channels to all ranks of both neighbouring stages. A channel holds at most as many messages as the stage before
+        it has micro-batches in flight."""
         job, place, plan = self.job, self.place, self.plan
 
         def end(peer: int, boundary: int, direction: Direction, signature: BoundarySpecs) -> Channel:
             kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
-            limit = max_in_flight(
-                kind, boundary, len(plan.stages), self.batches.most if kind != "1f1b-async" else 1 << 30, slack
-            )
+            most = self.batches.most if kind != "1f1b-async" else 1 << 30
+            limit = max_in_flight(kind, boundary, len(plan.stages), most, slack, widths(plan.stages))
             names = plan.boundaries[boundary]
             coding = parse(names.backward, True) if direction is Direction.BACKWARD else parse(names.forward, False)
             trees = signature.trees if direction is Direction.FORWARD else {}
             return Channel(peer, boundary, direction, signature.direction(direction), limit, coding, job.train.seed, trees)
 
-        behind, ahead = self._signatures
-        s, before, after = place.stage, place.before, place.after
+        def neighbour(s: int, boundary: int, come: Direction, signature: BoundarySpecs) -> Neighbour | None:
+            if place.idle or not 0 <= s < len(plan.stages):
+                return None
+            ranks, go = plan.stages[s].ranks, Direction(1 - come)
+            return Neighbour(
+                self._tables[s],
+                [plane.incoming(end(rank, boundary, come, signature)) for rank in ranks],
+                [plane.outgoing(end(rank, boundary, go, signature)) for rank in ranks],
+            )
+
+        s, (behind, ahead) = place.stage, self._signatures
         return StageChannels(
-            activations_in=None if before is None else plane.incoming(end(before, s - 1, Direction.FORWARD, behind)),
-            activations_out=None if after is None else plane.outgoing(end(after, s, Direction.FORWARD, ahead)),
-            gradients_in=None if after is None else plane.incoming(end(after, s, Direction.BACKWARD, ahead)),
-            gradients_out=None if before is None else plane.outgoing(end(before, s - 1, Direction.BACKWARD, behind)),
+            neighbour(s - 1, s - 1, Direction.FORWARD, behind), neighbour(s + 1, s, Direction.BACKWARD, ahead)
         )
 
     def _end(self, plane: DataPlane, made: int) -> int:

@@ -6,16 +6,15 @@ outputs on; ``backward`` sends the gradients back the same way.
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from accept_mpi.codecs.message import Decoded
 from accept_mpi.codecs.tensors import Tensors
-from accept_mpi.comm.channels import Receiver, Sender
+from accept_mpi.comm.channels import Receiver
 from accept_mpi.comm.data_plane import DataPlane
-from accept_mpi.comm.messages import EvaluationMade, Speed, StepMade, TraceRows
+from accept_mpi.comm.messages import Speed, TraceRows
 from accept_mpi.data import Dataset, Samples, fetch
 from accept_mpi.data.calendar import Calendar, Milestones, in_order, segments
 from accept_mpi.data.feed import Drawn, Feed
@@ -23,31 +22,24 @@ from accept_mpi.device.speed_check import EVERY_BESIDE_A_STAGE, SpeedCheck
 from accept_mpi.errors import NonFiniteLoss
 from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
-from accept_mpi.logs.observers import Evaluated, StepDone
 from accept_mpi.logs.recorder import Recorder
 from accept_mpi.models.losses import Result
+from accept_mpi.pipeline.deal import of_member
 from accept_mpi.pipeline.micro_batch import Inputs
 from accept_mpi.pipeline.optimizer import learning_rate
 from accept_mpi.pipeline.schedule import forward_only, max_in_flight
 from accept_mpi.pipeline.schedule import walk as schedule_walk
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place
-from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, REPLAN, SNAPSHOT, Barriers
+from accept_mpi.recovery.barriers import AHEAD, CHECKPOINT, EXTRA, REPLAN, SNAPSHOT, Barriers
 from accept_mpi.recovery.checkpoint_writer import chunks
 from accept_mpi.recovery.replication import Replication
+from accept_mpi.training.group_member import GroupMember
+from accept_mpi.training.reports import Reports
+from accept_mpi.training.stage_channels import StageChannels
 from accept_mpi.tree import LONE
 
 _TRACE_SECONDS = 1.0  # between two messages with trace rows
-
-
-@dataclass(frozen=True)
-class StageChannels:
-    """A stage's channels to its neighbours; None at the ends of the pipeline."""
-
-    activations_in: Receiver | None
-    activations_out: Sender | None
-    gradients_in: Receiver | None
-    gradients_out: Sender | None
 
 
 @dataclass(frozen=True)
@@ -62,10 +54,17 @@ class Services:
     drawn: Drawn
     begin_step: Callable[[int], None]
     """Gets the number of each step, counted from 1, as it begins."""
-    told: deque[StepMade | EvaluationMade]
-    """The newest reports to rank 0, in case a loss overtakes them."""
+    reports: Reports
     speed: SpeedCheck | None
     """Speed check of this device, if plans adapt."""
+    table: Sequence[int]
+    """Member of this stage's group that takes each micro-batch."""
+    widths: Sequence[int]
+    """Each stage's (``pipeline.deal.widths``)."""
+    member: GroupMember | None
+    """This rank's part in its group; None if it holds the stage alone."""
+    tell_flags: Callable[[int], None] | None
+    """If groups hold stages: tells all ranks how a step will end; on the first stage's leader does so, elsewhere nothing."""
 
 
 class Worker:
@@ -82,23 +81,25 @@ class Worker:
         services: Services,
     ) -> None:
         """``data``: training and test set, if this stage needs them."""
-        self.job, self.stage, self.batches = job, stage, batches
+        self.job, self.stage, self.batches, self.place = job, stage, batches, place
         self.s, self.stages = place.stage, place.stages
         self.train_set, self.test_set = data
         self._layer_names = layer_names
         self.links, self.plane, self.recorder = services.channels, services.plane, services.recorder
         self._barriers, self._replication = services.barriers, services.replication
-        self._begin_step, self._told, self._speed = services.begin_step, services.told, services.speed
+        self._begin_step, self._reports, self._speed = services.begin_step, services.reports, services.speed
+        self._table, self._widths, self._member = services.table, services.widths, services.member
+        self._tell_flags = services.tell_flags
         self._flags: dict[int, int] = {}
         """Flags of steps that end with a barrier (``recovery.barriers``), by step."""
         self._deadline = job.pipeline.startup_timeout
         self._final: int | None = None
         """Step with which the plan ends, once that is known."""
-        self._feed = Feed(batches, self.train_set, place, stage.shares, services.drawn)
+        self._feed = Feed(batches, self.train_set, place, stage.shares, services.drawn, services.table)
         self._scale = 1.0
         """Scale of the gradients of the present step (``Stage.scale``)."""
-        self._results: list[Result] = []
-        self._step_began = self.recorder.clock.now()
+        self._results: dict[int, dict[int, Result]] = {}
+        """Results on the last stage, by step and micro-batch."""
         self._traced = time.monotonic()
         self._waited, self._since = 0.0, time.monotonic()
 
@@ -121,29 +122,27 @@ class Worker:
                 self.checkpoint(stop)
             deliver()
             if self._final is not None:
-                self._feed.close(self._deadline)
-                return stop
+                break
         self._feed.close(self._deadline)
-        return course.last
+        self._reports.flush(self._deadline)
+        return course.last if self._final is None else stop
 
     def walk(self, segment: range, steps: int, deliver: Callable[[], None]) -> None:
         """Carry out the actions of one segment, from an empty pipeline to an empty one. ``steps``: the run's last step."""
-        pipeline = self.job.pipeline
+        pipeline, slack = self.job.pipeline, self.job.pipeline.transfer_slack
         sizes: dict[int, list[int]] = {}
         indices: dict[int, Any] = {}
         counts = [len(self.batches.sizes(step)) for step in segment]
-        plan = schedule_walk(pipeline.schedule, self.s, self.stages, counts, pipeline.transfer_slack, pipeline.vertical_sync)
-        bound = max_in_flight(pipeline.schedule, self.s, self.stages, sum(counts), pipeline.transfer_slack)
-        for kind, position, k, version, whole in plan:
+        plan = schedule_walk(pipeline.schedule, self.s, self.stages, counts, slack, pipeline.vertical_sync, self._widths)
+        bound = max_in_flight(pipeline.schedule, self.s, self.stages, sum(counts), slack, self._widths)
+        for kind, position, k, version, whole in of_member(plan, self._table, self.place.member):
             step = segment.start + position
+            if self._final is not None and step > self._final:
+                continue
+            if step not in sizes:
+                self._begin(step, steps)
+                indices[step], sizes[step] = self.batches.indices(step), self.batches.sizes(step)
             if kind == "F":
-                if self._final is not None and step > self._final:
-                    continue
-                if k == 0:
-                    self._begin_step(step + 1)
-                    if self.s == 0 and step + 1 < steps:
-                        self._flag(step, self._barriers.flags(step))
-                    indices[step], sizes[step] = self.batches.indices(step), self.batches.sizes(step)
                 self.forward(step, k, indices[step], version, sizes[step], whole)
                 assert len(self.stage.in_flight) <= bound, f"more than {bound} micro-batches in flight"
             elif kind == "B":
@@ -151,6 +150,8 @@ class Worker:
             elif kind == "W":
                 with self.recorder.span("W", step + 1, k):
                     self.stage.weight_gradient(step, k)
+                if self._member:
+                    self._member.after_backward(step, k, self._scale)
             else:
                 self.update(step, version, steps)
                 flags = self._flags.pop(step, 0)
@@ -168,6 +169,17 @@ class Worker:
                     break
         self.stage.drained()
 
+    def _begin(self, step: int, steps: int) -> None:
+        """Begin a step, before this rank's first action in it: the first stage decides how it ends."""
+        self._begin_step(step + 1)
+        if self._tell_flags:  # groups hold stages
+            if self.place.first and self.place.leads and step + AHEAD + 1 < steps:
+                self._tell_flags(step + AHEAD)
+            if self._course.first + AHEAD <= step < steps - 1:
+                self._flag(step, self._barriers.told(step, self._deadline))
+        elif self.place.first and step + 1 < steps:
+            self._flag(step, self._barriers.flags(step))
+
     def _flag(self, step: int, flags: int) -> None:
         """Note how a step ends."""
         self._flags[step] = flags
@@ -183,27 +195,28 @@ class Worker:
         failpoint("forward")
         given = Inputs((), LONE)
         suspect = 0
-        if self.links.activations_in:
-            message = self._receive(self.links.activations_in, step, k)
+        source, target = self.links.activations_in(k), self.links.activations_out(k)
+        if source:
+            message = self._receive(source, step, k)
             given, suspect = Inputs(message.tensors, message.tree), message.header.suspect
-            if k == 0:
+            if k == 0 and not self._tell_flags:
                 self._flag(step, message.header.flags)
         with self.recorder.span("F", step + 1, k):
-            if k == 0:
-                self._feed.begin(step, samples)
+            self._feed.begin(step, samples)
             data = self._feed.take(step, k, samples[k])
-            if not self.links.activations_in:
+            if not source:
                 given = self.stage.from_data(data.inputs)
             share = self._feed.share(step, k)
             out = self.stage.forward(
                 step, k, given.tensors, version, data.targets, share, suspect, whole, given.tree, sizes[k]
             )
-        if self.links.activations_out:
-            self.links.activations_out.send(
-                step, k, sizes[k], out.outputs, flags=self._flags.get(step, 0), suspect=out.suspect, tree=out.tree
-            )
+        if self._member:
+            self._member.after_forward(step, k, out)
+        if target:
+            flags = self._flags.get(step, 0)
+            target.send(step, k, sizes[k], out.outputs, flags=flags, suspect=out.suspect, tree=out.tree)
         if out.result:
-            self._results.append(out.result)
+            self._results.setdefault(step, {})[k] = out.result
             if not math.isfinite(out.result.loss):
                 layer = out.suspect - 1
                 name = f'layer {layer} "{self._layer_names[layer]}"' if layer >= 0 else "the loss"
@@ -216,70 +229,75 @@ class Worker:
         """B of micro-batch ``k``: get its outputs' gradients, run the stage backward, send its inputs' gradients."""
         failpoint("backward")
         gradients: Tensors = ()
-        if self.links.gradients_in:
-            message = self._receive(self.links.gradients_in, step, k)
+        source, target = self.links.gradients_in(k), self.links.gradients_out(k)
+        if source:
+            message = self._receive(source, step, k)
             gradients, self._scale = message.tensors, message.header.scale
         else:
             self._scale = self.stage.scale(step)
         with self.recorder.span("B", step + 1, k):
             result = self.stage.backward(step, k, gradients)
-        if self.links.gradients_out:
-            self.links.gradients_out.send(step, k, samples, result, scale=self._scale)
+        if target:
+            target.send(step, k, samples, result, scale=self._scale)
+        if self._member:
+            self._member.after_backward(step, k, self._scale)
 
     def update(self, step: int, version: int, steps: int) -> None:
         """U: make the optimizer's step; the last stage reports loss and speed. ``steps``: the run's last step."""
         failpoint("update")
         lr = learning_rate(self.job.train.optimizer, self.job.lr, step, steps)
+        if self._member:
+            self._member.wait(step, self._deadline)
         with self.recorder.span("U", step + 1):
-            self.stage.update(lr, version, self._scale)
-        if self._results:
-            now = self.recorder.clock.now()
-            summary = self._summary(step + 1, self.batches.epoch(step), self._results[: len(self.batches.sizes(step))])
-            del self._results[: len(self.batches.sizes(step))]
-            summary |= {"lr": lr, "samples_per_s": summary["samples"] / (now - self._step_began)}
-            self._step_began = now
-            self._tell(StepMade(StepDone(**summary)))
+            if self._member:
+                self._member.update(lr, version)
+            else:
+                self.stage.update(lr, version, self._scale)
+        if self.place.last:
+            self._reports.add(step + 1, False, self._results.pop(step, {}))
+            self._reports.made(step + 1, False, len(self.batches.sizes(step)), lr)
         if time.monotonic() - self._traced > _TRACE_SECONDS:
             self.ship_trace()
 
     def evaluate(self, step: int, test_samples: int) -> None:
         """Run the test set forward through all stages, after ``step`` steps; the last stage reports the result."""
         micro = list(in_order(test_samples, self.batches.micro))
-        results = []
+        results = {}
         with self.stage.evaluating():
-            for action in forward_only(len(micro)):
-                result = self.forward_test(step, action.micro_batch, micro[action.micro_batch])
+            for _, _, k, *_ in of_member(forward_only(len(micro)), self._table, self.place.member):
+                result = self.forward_test(step, k, micro[k])
                 if result:
-                    results.append(result)
-        if self.links.activations_out:
-            self.links.activations_out.drain(self._deadline)
-        if results:
-            self._tell(EvaluationMade(Evaluated(**self._summary(step, self.batches.epoch(step - 1), results))))
-        self._step_began = self.recorder.clock.now()
+                    results[k] = result
+        self.links.drain(self._deadline)
+        if self.place.last:
+            self._reports.add(step, True, results)
+            self._reports.made(step, True, len(micro))
 
     def forward_test(self, step: int, k: int, samples: Any) -> Result | None:
         """E of micro-batch ``k`` of the test set, after ``step`` steps. Returns the result on the last stage, else None."""
         failpoint("evaluate")
         given = Inputs((), LONE)
-        if self.links.activations_in:
-            message = self.links.activations_in.receive(step - 1, k, self._deadline, self.recorder)
+        source, target = self.links.activations_in(k), self.links.activations_out(k)
+        if source:
+            message = source.receive(step - 1, k, self._deadline, self.recorder)
             given = Inputs(message.tensors, message.tree)
         with self.recorder.span("E", step, k):
-            first, last = self.links.activations_in is None, self.links.activations_out is None
             data = Samples(None, None)
-            if first or last:
+            if self.place.first or self.place.last:
                 assert self.test_set is not None
-                data = fetch(self.test_set, samples, None, inputs=first, targets=last)
-            if first:
+                data = fetch(self.test_set, samples, None, inputs=self.place.first, targets=self.place.last)
+            if self.place.first:
                 given = self.stage.from_data(data.inputs)
             out = self.stage.evaluate(given.tensors, data.targets, given.tree, k, len(samples))
-        if self.links.activations_out:
-            self.links.activations_out.send(step - 1, k, len(samples), out.outputs, deadline=self._deadline, tree=out.tree)
+        if target:
+            target.send(step - 1, k, len(samples), out.outputs, deadline=self._deadline, tree=out.tree)
         return out.result
 
     def checkpoint(self, step: int) -> None:
-        """Copy the stage's state, and send it to rank 0 in the background."""
+        """Copy the stage's state, and send it to rank 0 in the background; on the stage's leader."""
         failpoint("checkpoint")
+        if not self.place.leads:
+            return
         with self.recorder.span("checkpoint", step):
             for chunk in chunks(step, self.s, self.stage.weights(), self.stage.optimizer_state()):
                 self.plane.post(0, chunk)
@@ -289,11 +307,6 @@ class Worker:
         self._traced = time.monotonic()
         if len(self.recorder):
             self.plane.post(0, TraceRows(self.recorder.take().tobytes()))
-
-    def _tell(self, report: StepMade | EvaluationMade) -> None:
-        """Report to rank 0, and keep the report, since a loss may happen before it arrives."""
-        self.plane.post(0, report)
-        self._told.append(report)
 
     def _receive(self, link: Receiver, step: int, k: int) -> Decoded:
         """Receive a message, and add up the time of waiting for it."""
@@ -310,16 +323,3 @@ class Worker:
             if self._waited > span / 2:
                 self.plane.post(0, Speed(self._speed.beat()))
             self._waited, self._since = 0.0, time.monotonic()
-
-    def _summary(self, step: int, epoch: int, results: list[Result]) -> dict[str, Any]:
-        """Fields of a report about ``step``, from the results of its micro-batches."""
-        samples, targets = sum(r.samples for r in results), sum(r.targets for r in results)
-        count = sum(r.count for r in results)
-        return {
-            "step": step,
-            "epoch": epoch,
-            "samples": samples,
-            "loss": sum(r.loss for r in results) / count if count else math.nan,
-            "accuracy": sum(r.correct for r in results) / targets if targets else math.nan,
-            "end": self.recorder.clock.now(),
-        }

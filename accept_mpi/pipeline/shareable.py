@@ -1,0 +1,57 @@
+"""Finds out whether a group of ranks can hold some layers: whether all that a forward leaves behind can be shared."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from accept_mpi.models.losses import Divisors
+
+
+class Watch:
+    """Watches one forward and backward of a stage. It must be created before the forward."""
+
+    def __init__(self, names: Sequence[str], layers: Sequence[nn.Module]) -> None:
+        self._names, self._layers = names, layers
+        self._parameters = [(path, p) for name, layer in self._named() for path, p in layer.named_parameters(name)]
+        self._normal = {
+            id(buffer)
+            for _, layer in self._named()
+            for module in layer.modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+            for buffer in module.buffers(recurse=False)
+        }
+        self._before = self._state()
+        self._reason = ""
+
+    def after_forward(self, divisors: Divisors) -> None:
+        """Note what the forward did. ``divisors``: the loss's."""
+        if divisors.used:
+            self._reason = "the loss gives (sum, count), and the count must be known before the first micro-batch"
+        now = self._state()
+        # BatchNorm's own buffers may change, since ``running_statistics`` replays that.
+        changed = [name for name, state in now.items() if state != self._before.get(name) and state[0] not in self._normal]
+        if changed:
+            self._reason = f'a forward changes the buffer "{changed[0]}", which each rank would do to its own'
+        self._before = now
+
+    def after_backward(self) -> str:
+        """The reason why a group cannot hold the layers; empty if it can."""
+        changed = [name for name, state in self._state().items() if state != self._before.get(name)]
+        if changed:
+            self._reason = f'a backward changes the buffer "{changed[0]}", which each rank would do to its own'
+        sparse = [name for name, p in self._parameters if p.grad is not None and p.grad.layout is not torch.strided]
+        if sparse:
+            self._reason = f'the gradient of "{sparse[0]}" is sparse'
+        return self._reason
+
+    def _named(self) -> list[tuple[str, nn.Module]]:
+        return list(zip(self._names, self._layers, strict=True))
+
+    def _state(self) -> dict[str, tuple[int, int]]:
+        """Identity and number of writes of all buffers."""
+        return {
+            path: (id(buffer), buffer._version)
+            for name, layer in self._named()
+            for path, buffer in layer.named_buffers(name)
+        }
