@@ -12,15 +12,20 @@ from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.seeds import forward_seed
 
 
-def replay(job: dict, stages: int, slack: int, vertical_sync: bool) -> dict[str, torch.Tensor]:
+def replay(
+    job: dict, stages: int, slack: int, vertical_sync: bool, cuts: list[int] | None = None, sizes: list[int] | None = None
+) -> dict[str, torch.Tensor]:
     """Micro-batch by micro-batch: each stage computes with the version of its weights that the schedule gives it.
 
     Stage s admits d = P - s + slack * (P - 1 - s) micro-batches before its first backward, then one after each backward, so
-    i - d + 1 backwards are done when the forward of micro-batch i begins, and as many updates as steps end among those.
+    i - d + 1 backwards are done when the forward of micro-batch i begins, and as many updates as steps end among those. A
+    stage that a group of equal devices holds (``sizes``) counts in P - s once per device, and updates as many micro-batches
+    later as it has devices.
     """
     plain, train = samples.plain(job), job["train"]
     layers = list(plain.model)
-    edges = [0, *even_cuts(len(layers), stages), len(layers)]
+    edges = [0, *(even_cuts(len(layers), stages) if cuts is None else cuts), len(layers)]
+    width = sizes or [1] * stages
     stage_of = [next(s for s in range(stages) if edges[s] <= i < edges[s + 1]) for i in range(len(layers))]
     versions = [[[p.detach().clone() for p in layer.parameters()]] for layer in layers]
     optimizers = [
@@ -40,8 +45,9 @@ def replay(job: dict, stages: int, slack: int, vertical_sync: bool) -> dict[str,
                 x = x.contiguous(memory_format=torch.channels_last)
             for index, layer in enumerate(layers):
                 s = 0 if vertical_sync else stage_of[index]
-                backwards = i - (stages - s + slack * (stages - 1 - s)) + 1
-                version = sum(end <= backwards for end in ends)
+                backwards = i - (sum(width[s:]) + slack * (stages - 1 - s)) + 1
+                later = width[s] if width[s] > 1 else 0
+                version = sum(end + later <= backwards for end in ends)
                 names = [name for name, _ in layer.named_parameters()]
                 used = {n: p.clone().requires_grad_() for n, p in zip(names, versions[index][version], strict=True)}
                 leaves.append(list(used.values()))

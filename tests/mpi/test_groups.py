@@ -7,6 +7,7 @@ import pytest
 import samples
 import torch
 from conftest import ROOT
+from test_asynchronous import replay
 
 from accept_mpi.logs.reader import open_log
 from accept_mpi.recovery.checkpoint import Checkpoint
@@ -55,3 +56,63 @@ def test_reports_equal_those_of_one_rank(mpirun, tmp_path: Path) -> None:
         for table in ("steps", "evals"):
             for column in ("step", "epoch", "samples", "loss", "accuracy"):
                 assert one[table][column].tolist() == three[table][column].tolist(), (table, column)
+
+
+def test_asynchronous_groups_equal_a_replay_of_stale_weights(mpirun, tmp_path: Path) -> None:
+    """A group's update waits until each member has had one more micro-batch; the others as ever."""
+    cases = [
+        (name, cuts, held, slack, vertical)
+        for name in JOBS
+        for cuts, held, slack, vertical in (
+            ([3], [[0, 1], [2, 3]], 0, False),
+            ([2, 4], [0, [1, 3], 2], 1, False),
+            ([3], [[3, 1, 0], 2], 2, True),
+            ([], [[0, 1, 2, 3]], 0, False),
+        )
+    ]
+    jobs = []
+    for number, (name, cuts, held, slack, vertical) in enumerate(cases):
+        keys = {"pipeline_cuts": cuts, "pipeline_ranks": held, "pipeline_transfer_slack": slack, "train_evaluate_every": 0}
+        keys |= {"pipeline_schedule": "1f1b-async", "pipeline_vertical_sync": vertical}
+        jobs.append(samples.write_job(tmp_path / f"{number}.toml", JOBS[name], str(number), **keys))
+    mpirun(4, ROOT / "tests" / "programs" / "train_all.py", *jobs)
+    for number, (name, cuts, held, slack, vertical) in enumerate(cases):
+        sizes = [len(one) if isinstance(one, list) else 1 for one in held]
+        ours = Checkpoint(tmp_path / str(number)).whole()
+        samples.assert_equal(ours, replay(JOBS[name], len(held), slack, vertical, cuts, sizes))
+
+
+def test_sums_of_ranks_differ_by_rounding(mpirun, tmp_path: Path) -> None:
+    """With gradients = "none" each rank adds its own micro-batches first: the same bits in every run, and nearly those of
+    one process."""
+    found = []
+    for name in ("one", "two"):
+        keys = {"pipeline_cuts": [3], "pipeline_ranks": [[0, 1], 2], "pipeline_gradients": "none"}
+        job = samples.write_job(tmp_path / f"{name}.toml", samples.CNN, name, **keys)
+        mpirun(3, ROOT / "tests" / "programs" / "train_all.py", job)
+        found.append(Checkpoint(tmp_path / name).whole())
+    samples.assert_equal(*found)
+    for key, value in expected("cnn").items():
+        torch.testing.assert_close(found[0][key], value, rtol=1e-4, atol=1e-6)
+
+
+EPOCHS = {
+    "model": samples.CNN["model"],
+    "data": samples.CNN["data"],
+    "train": {"batch_size": 700, "micro_batches": 5, "steps": 4, "seed": 3, "evaluate_every": 2},
+}
+
+
+def test_fewer_micro_batches_than_ranks(mpirun, tmp_path: Path) -> None:
+    """An epoch that ends with one micro-batch (1,438 digits leave 38), and steps of one, in groups of two and three."""
+    jobs, wanted = [], {}
+    one = EPOCHS | {"train": EPOCHS["train"] | {"batch_size": 8, "micro_batches": 1}}
+    for number, (job, schedule) in enumerate([(EPOCHS, "1f1b"), (EPOCHS, "gpipe"), (one, "1f1b"), (one, "zero-bubble")]):
+        keys = {"pipeline_cuts": [3], "pipeline_ranks": [[0, 1], [2, 3, 4]], "pipeline_schedule": schedule}
+        jobs.append(samples.write_job(tmp_path / f"{number}.toml", job, str(number), **keys))
+        wanted[number] = job
+    mpirun(5, ROOT / "tests" / "programs" / "train_all.py", *jobs)
+    for number, job in wanted.items():
+        train = job["train"]
+        plain = samples.plain(job).train(train["steps"], train["batch_size"], train["micro_batches"])
+        samples.assert_equal(Checkpoint(tmp_path / str(number)).whole(), plain)
