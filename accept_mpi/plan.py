@@ -113,6 +113,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return [stage.leader for stage in self.stages]
 
     @property
+    def holders(self) -> list[tuple[int, int]]:
+        """(stage, rank) of every rank that holds a stage, in the order of the stages and of their groups."""
+        return [(s, rank) for s, stage in enumerate(self.stages) for rank in stage.ranks]
+
+    @property
     def hybrid(self) -> bool:
         """True if a group of several ranks holds a stage."""
         return any(len(stage.ranks) > 1 for stage in self.stages)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from accept_mpi.cli.whatif import cluster_of_fleet, cluster_of_log, joined, with_links
+from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.device.fleet import Host, parse, read
 from accept_mpi.direction import Direction
 from accept_mpi.errors import UserError
@@ -54,10 +55,10 @@ def main(options: argparse.Namespace) -> int:
         found = {"plan": _plain(best), "even": _plain(even)} | ({"given": _plain(given)} if given else {})
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
-        print(*stage_table(cluster, best), sep="\n")
-        print("\neven cuts:", *stage_table(cluster, even), sep="\n")
+        print(*stage_table(cluster, best, micro_batches_of(job)), sep="\n")
+        print("\neven cuts:", *stage_table(cluster, even, micro_batches_of(job)), sep="\n")
         if given:
-            print("\nthe job's own cuts:", *stage_table(cluster, given), sep="\n")
+            print("\nthe job's own cuts:", *stage_table(cluster, given, micro_batches_of(job)), sep="\n")
             print(f"a step should take {1e3 * given.step:.0f} ms ({given.step / best.step:.1f} x the plan's)")
         print("", *verdict(cluster, job, best, even), sep="\n")
         if options.log is not None and not (hosts or options.link):
@@ -83,7 +84,7 @@ def _added(personas: list[str]) -> list[Host]:
 
 
 def _plain(found: Estimate) -> dict[str, Any]:
-    """An estimate as plain data for JSON: stages, codecs, seconds, shares and bytes by stage."""
+    """An estimate as plain data for JSON: stages and codecs, seconds, shares and bytes by device."""
     codecs = [
         {"forward": found.choices[b, Direction.FORWARD].name, "backward": found.choices[b, Direction.BACKWARD].name}
         for b in range(len(found.plan.boundaries))
@@ -105,7 +106,7 @@ def _measured(path: Path) -> list[str]:
 
 
 def _draw(path: Path, cluster: ClusterProfile, job: Job, found: Estimate) -> None:
-    ranks = found.plan.leaders
+    ranks = [rank for _, rank in found.plan.holders]
     codecs = {crossing: choice.name for crossing, choice in found.choices.items()}
     trace = forecast_of(cluster, job, found.plan).trace(codecs, ranks)
     hosts = {rank: cluster.devices[rank].host for rank in ranks}

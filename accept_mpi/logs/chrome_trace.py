@@ -10,12 +10,12 @@ import numpy as np
 from accept_mpi.direction import Direction
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import replacing
-from accept_mpi.logs.format import KINDS, TRACE
+from accept_mpi.logs.format import KINDS, TRACE, Rows
 from accept_mpi.logs.reader import open_log, read_facts
 from accept_mpi.logs.timeline import plans_of, timed
 
 _CHUNK = 50_000  # rows held in memory at once
-_LANES = {"compute": 0, "encode, decode": 1, "send forward": 2, "send backward": 8}
+_LANES = {"compute": 0, "encode, decode": 1, "send forward": 2, "send backward": 8, "sum of gradients": 14}
 _SENDS = 6  # lanes per direction: slices in one lane must not overlap, and several messages are in flight at once
 
 
@@ -47,11 +47,18 @@ def _events(file: Any, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": name}}
         yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
         for lane, number in _LANES.items():
-            yield from _lane(rank, number, lane)
+            if lane != "sum of gradients" or in_group(plans, rank):
+                yield from _lane(rank, number, lane)
     rows = file["trace"]
     for begin in range(0, len(rows), _CHUNK):
         for row in timed(rows[begin : begin + _CHUNK]):
             yield from _event(dict(zip(TRACE.names or (), row.tolist(), strict=True)), until)
+
+
+def in_group(plans: Rows, rank: int) -> bool:
+    """True if some plan (rows of dtype PLANS) has ``rank`` hold a stage together with others."""
+    mine = plans[plans["rank"] == rank]
+    return any(np.count_nonzero((plans["time"] == row["time"]) & (plans["stage"] == row["stage"])) > 1 for row in mine)
 
 
 def _lane(rank: int, number: int, name: str) -> Iterator[dict[str, Any]]:
@@ -63,10 +70,12 @@ def _event(row: dict[str, Any], until: dict[tuple[int, int], float]) -> Iterator
     """Trace events of one row. ``until`` maps (rank, lane) to the second at which the lane's last message had arrived."""
     kind = KINDS[row["kind"]]
     way = str(Direction(row["direction"])) if row["direction"] >= 0 else ""
-    lane = f"send {way}" if kind == "send" else "encode, decode" if kind in ("encode", "decode") else "compute"
+    lane = {"send": f"send {way}", "encode": "encode, decode", "decode": "encode, decode", "sum": "sum of gradients"}.get(
+        kind, "compute"
+    )
     start, length = row["start"] * 1e6, (row["end"] - row["start"]) * 1e6
     place = {"pid": row["rank"], "tid": _LANES[lane]}
-    if kind == "send":
+    if kind in ("send", "sum"):
         lanes = range(_LANES[lane], _LANES[lane] + _SENDS)
         place["tid"] = min(lanes, key=lambda tid: (until.get((row["rank"], tid), 0.0) > row["start"], tid))
         if place["tid"] != _LANES[lane] and (row["rank"], place["tid"]) not in until:

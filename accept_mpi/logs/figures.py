@@ -24,6 +24,7 @@ _SENDS = {
     Direction.FORWARD: ("#1B6E9C", "activations sent"),
     Direction.BACKWARD: ("#A85C00", "gradients sent"),
 }
+_SUMS = "#6A51A3", "gradients summed"
 _MOST_BOXES = 4000  # a picture with more is unreadable
 _MOST_RANKS, _MOST_LOSSES, _MOST_POINTS = 64, 100, 20_000
 _MOST = 1e30  # matplotlib's axes cannot show larger values
@@ -46,7 +47,7 @@ def draw_timeline(path: Path, trace: Rows, hosts: dict[int, str], start: float, 
     """Draw the seconds ``start`` to ``end``: a row per rank, with computing as boxes, sends as thin bars below them and
     bubbles in light grey."""
     plt = pyplot()
-    rows = window(of_kind(trace, *COLOURS, "send"), start, end)
+    rows = window(of_kind(trace, *COLOURS, "send", "sum"), start, end)
     if len(rows) > _MOST_BOXES:
         end = float(np.sort(rows["start"])[_MOST_BOXES])
         rows = window(rows, start, end)
@@ -66,6 +67,9 @@ def draw_timeline(path: Path, trace: Rows, hosts: dict[int, str], start: float, 
             sends = sends[sends["direction"] == direction]
             spans = np.stack([sends["start"], sends["end"] - sends["start"]], axis=1)
             axes.broken_barh(spans, (y + 0.28 + 0.07 * direction, 0.06), facecolor=colour, zorder=3)
+        sums = of_kind(mine, "sum")
+        spans = np.stack([sums["start"], sums["end"] - sums["start"]], axis=1)
+        axes.broken_barh(spans, (y + 0.42, 0.06), facecolor=_SUMS[0], zorder=3)
     axes.set_ylim(len(ranks) - 0.4, -0.5)
     axes.set_xlim(start, end)
     axes.set_yticks(range(len(ranks)), [f"rank {rank}\n{_plain(hosts.get(rank, ''))}" for rank in ranks])
@@ -135,6 +139,7 @@ def _legend(plt: Any, figure: Any, rows: Rows) -> None:
     used = [patch(color=colour, label=name) for kind, (colour, name) in COLOURS.items() if len(of_kind(rows, kind))]
     sends = of_kind(rows, "send")
     used += [patch(color=c, label=name) for way, (c, name) in _SENDS.items() if (sends["direction"] == way).any()]
+    used += [patch(color=_SUMS[0], label=_SUMS[1])] if len(of_kind(rows, "sum")) else []
     used.append(patch(color="#EEEEEE", label="bubble"))
     figure.legend(handles=used, loc="outside upper center", ncols=len(used), frameon=False, fontsize=9)
 

@@ -17,7 +17,7 @@ from accept_mpi.logs.figures import draw_course, draw_loss, draw_timeline, pyplo
 from accept_mpi.logs.format import Rows
 from accept_mpi.logs.reader import open_log, read_facts
 from accept_mpi.logs.replay import link_cost
-from accept_mpi.logs.timeline import plans_of, stage_use, steady_window, timed
+from accept_mpi.logs.timeline import plans_of, rank_use, steady_window, timed
 
 
 def write_report(log: Path, out: Path | None = None) -> list[Path]:
@@ -134,23 +134,26 @@ def _picture(heading: str, path: Path | None, note: str, without: str) -> str:
 
 
 def _stages(facts: dict[str, Any], tables: dict[str, Rows], shown: tuple[float, float]) -> str:
-    """A table of the stages in the plan that the timeline shows, with their bubble and bytes sent."""
-    use = {u.stage: u for u in stage_use(tables["trace"], *shown)} if shown[1] > shown[0] else {}
+    """A table of the stages in the plan that the timeline shows, with the bubble and bytes sent of their ranks."""
+    use = {(u.stage, u.rank): u for u in rank_use(tables["trace"], *shown)} if shown[1] > shown[0] else {}
     plans = tables["plans"]
     begun = plans["time"][plans["time"] <= shown[0]]
     plan = plans[plans["time"] == (begun.max() if len(begun) else plans["time"].min())]
-    names = facts.get("layers", [])
+    names, groups = facts.get("layers", []), len(plan) > len(np.unique(plan["stage"]))
     rows = []
     for s in np.unique(plan["stage"]).tolist():
         stage = plan[plan["stage"] == s]
         first, last = int(stage["start"][0]), int(stage["stop"][0]) - 1
         layers = f"{first}..{last} ({names[first]} .. {names[last]})" if last < len(names) else f"{first}..{last}"
-        row: list[object] = [s, ", ".join(map(str, stage["rank"])), layers]
-        if s in use:
-            u = use[s]
-            row += [_percent(u.bubble), *(_bytes(u.bytes_raw[way], u.bytes_wire[way]) for way in Direction)]
-        rows.append(row)
-    return _table(("stage", "ranks", "layers", "bubble", "sent forward", "sent backward"), rows)
+        for number, rank in enumerate(stage["rank"].tolist()):
+            row: list[object] = ["" if number else s, rank, "" if number else layers]
+            if (s, rank) in use:
+                u = use[s, rank]
+                row += [_percent(u.bubble), *(_bytes(u.bytes_raw[way], u.bytes_wire[way]) for way in Direction)]
+                row += [_bytes(u.bytes_sum, u.bytes_sum)] if groups else []
+            rows.append(row)
+    head = ("stage", "rank", "layers", "bubble", "sent forward", "sent backward", *(["summed"] if groups else []))
+    return _table(head, rows)
 
 
 def _reasons(facts: dict[str, Any]) -> str:

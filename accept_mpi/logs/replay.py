@@ -7,6 +7,7 @@ them. Replayed on links that take no time, a step gets shorter by what its trans
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,11 +55,16 @@ class Rerun:
         return self.end - self.start
 
 
-def rerun(trace: Rows, transfer: Callable[[int, int], float] = lambda source, target: 0.0) -> Rerun | None:
+def rerun(
+    trace: Rows,
+    transfer: Callable[[int, int], float] = lambda source, target: 0.0,
+    sums: Callable[[int], float] = lambda stage: 0.0,
+) -> Rerun | None:
     """Simulate the middle steps of a run with the measured length of every action.
 
-    ``transfer`` gives the seconds of a message by sending and receiving device (default: 0). None if fewer than
-    three steps have been finished. Raises RuntimeError if actions wait for others that the trace does not have.
+    ``transfer`` gives the seconds of a message by sending and receiving device, ``sums`` those of a stage's sum.
+    None if fewer than three steps have been finished. Raises RuntimeError if actions wait for others that the trace does not
+    have.
     """
     steps = _finished(trace)
     if len(steps) < 3:
@@ -67,8 +73,8 @@ def rerun(trace: Rows, transfer: Callable[[int, int], float] = lambda source, ta
     steps = steps[spare : len(steps) - spare]
     mine = trace[(trace["step"] >= steps[0]) & (trace["step"] <= steps[-1])]
     first, last = int(steps[len(steps) // _LEAD]), int(steps[-1])
-    walks, durations, begins = recorded(mine)
-    run = simulate(walks, lambda s, action: durations[s][action], transfer, begins)
+    walks, durations, begins, stages, _ = recorded(mine)
+    run = simulate(walks, lambda device, action: durations[device][action], transfer, begins, stages, sums)
     updates = of_kind(mine, "U")
     start, end = (float(updates["end"][updates["step"] == step].mean()) for step in (first, last))
     return Rerun(last - first, start, end, _between(walks, run, first, last), mine)
@@ -86,29 +92,42 @@ def link_cost(trace: Rows) -> LinkCost:
     return LinkCost(run.took, max(0.0, run.took - run.seconds), _busiest(run.trace, run.start, run.end))
 
 
-def mean_times(trace: Rows) -> list[dict[str, float]]:
-    """Mean seconds per kind of action, for each stage, as ``recorded`` counts them, without the first quarter of the steps.
+def mean_times(trace: Rows) -> dict[int, dict[str, float]]:
+    """Mean seconds per kind of action, for each rank, as ``recorded`` counts them, without the first quarter of the steps.
 
     B's mean excludes W's time even if some Bs computed the weight gradients themselves.
     """
     steps = _finished(trace)
     if not steps:
-        return []
-    walks, durations, _ = recorded(trace[(trace["step"] >= steps[0]) & (trace["step"] <= steps[-1])])
-    found = []
-    for walk, took in zip(walks, durations, strict=True):
+        return {}
+    run = recorded(trace[(trace["step"] >= steps[0]) & (trace["step"] <= steps[-1])])
+    found = {}
+    for walk, took, rank in zip(run.walks, run.durations, run.ranks, strict=True):
         mine = [action for action in walk if steps[len(steps) // _LEAD] < action.step <= steps[-1]]
         kinds = {action.kind for action in mine}
         each = {k: [took[action] for action in mine if action.kind == k] for k in kinds}
         means = {k: float(np.mean(seconds)) for k, seconds in each.items()}
         if "W" in means:
             means["B"] = (sum(each["B"]) + sum(each["W"])) / len(each["B"]) - means["W"]
-        found.append(means)
+        found[rank] = means
     return found
 
 
-def recorded(trace: Rows) -> tuple[list[list[Action]], list[dict[Action, float]], list[float]]:
-    """For each stage: its actions in the order of execution, the seconds of each, and the second at which the stage began.
+class Recorded(NamedTuple):
+    """What each rank did, by stage and rank."""
+
+    walks: list[list[Action]]
+    """Actions in the order of execution."""
+    durations: list[dict[Action, float]]
+    """Seconds of each action."""
+    begins: list[float]
+    """Second at which the rank began."""
+    stages: list[int]
+    ranks: list[int]
+
+
+def recorded(trace: Rows) -> Recorded:
+    """What each rank did according to a trace.
 
     An action's seconds run from the end of the action before, or from the arrival of its input if that is later, so they
     include the stage's other work in between.
@@ -116,49 +135,50 @@ def recorded(trace: Rows) -> tuple[list[list[Action]], list[dict[Action, float]]
     walks: list[list[Action]] = []
     durations: list[dict[Action, float]] = []
     begins = []
-    waits = of_kind(trace, "wait")
-    for stage in np.unique(of_kind(trace, *COMPUTE)["stage"]):
-        rows = of_kind(trace[trace["stage"] == stage], *COMPUTE)
+    waits, actions = of_kind(trace, "wait"), of_kind(trace, *COMPUTE)
+    places = np.unique(np.stack([actions["stage"], actions["rank"]], axis=1), axis=0).tolist()
+    for _, rank in places:
+        rows = actions[actions["rank"] == rank]
         rows = rows[np.argsort(rows["start"], kind="stable")]
         came: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-        for wait in np.sort(waits[waits["stage"] == stage], order="end"):
+        for wait in np.sort(waits[waits["rank"] == rank], order="end"):
             came[int(wait["direction"]), int(wait["step"]), int(wait["micro_batch"])].append(float(wait["end"]))
         walks.append([Action(KINDS[row["kind"]], int(row["step"]), int(row["micro_batch"])) for row in rows])
         before, durations_here = float(rows["start"][0]), {}
         begins.append(before)
         for action, end in zip(walks[-1], rows["end"].tolist(), strict=True):
-            direction = Direction.of(action.kind)
+            direction = -1 if action.kind == "U" else Direction.of(action.kind)  # U waits for a group's sum
             # Several waits may match: F of a step and E after it wait under the same numbers, and a step may be repeated.
-            ends = came[direction, action.step, action.micro_batch] if action.kind in "FEB" else []
+            ends = came[direction, action.step, action.micro_batch] if action.kind in "FEBU" else []
             durations_here[action] = end - max([before, *(at for at in ends if at <= end)])
             before = end
         durations.append(durations_here)
-    return walks, durations, begins
+    return Recorded(walks, durations, begins, *(list(column) for column in zip(*places, strict=True)))
 
 
 def _finished(trace: Rows) -> list[int]:
-    """The longest run of consecutive steps that the same number of stages updated, each stage once. A loss or a new plan
-    ends such a run."""
+    """The longest run of consecutive steps that the same number of ranks updated, each rank once and every stage. A loss or
+    a new plan ends such a run."""
     updates = of_kind(trace, "U")
     best: list[int] = []
     mine: list[int] = []
     before = 0
     updates = updates[np.argsort(updates["step"], kind="stable")]
     numbers, begins = np.unique(updates["step"], return_index=True)
-    for step, of_step in zip(numbers.tolist(), np.split(updates["stage"], begins[1:]), strict=bool(len(numbers))):
-        stages = np.sort(of_step)
-        whole = np.array_equal(stages, np.arange(len(stages)))
-        if not (whole and mine and step == mine[-1] + 1 and len(stages) == before):
+    for step, of_step in zip(numbers.tolist(), np.split(updates, begins[1:]), strict=bool(len(numbers))):
+        stages, ranks = np.unique(of_step["stage"]), np.unique(of_step["rank"])
+        whole = np.array_equal(stages, np.arange(len(stages))) and len(ranks) == len(of_step)
+        if not (whole and mine and step == mine[-1] + 1 and len(ranks) == before):
             mine = []
         if whole:
             mine.append(step)
-            before = len(stages)
+            before = len(ranks)
         best = max(best, mine, key=len)
     return best
 
 
 def _between(walks: list[list[Action]], run: Simulated, first: int, last: int) -> float:
-    """Simulated seconds from the updates of step ``first`` to those of step ``last``, averaged over stages."""
+    """Simulated seconds from the updates of step ``first`` to those of step ``last``, averaged over ranks."""
     spans = []
     for walk, times in zip(walks, run.spans, strict=True):
         ends = {action.step: end for action, (_, end) in zip(walk, times, strict=True) if action.kind == "U"}

@@ -58,48 +58,52 @@ def steady_window(trace: Rows, steps: int = 3) -> tuple[float, float]:
 
 
 def between(trace: Rows, first: int, last: int) -> tuple[float, float]:
-    """Seconds at which steps ``first`` and ``last`` ended, on the stage that took longest from one to the other.
+    """Seconds at which steps ``first`` and ``last`` ended, on the rank that took longest from one to the other.
 
-    The slowest stage counts because those behind it seem faster than the pipeline is: for ten steps and more they work off
+    The slowest rank counts because those behind it seem faster than the pipeline is: for ten steps and more they work off
     the messages that queued up while it filled.
     """
     updates = of_kind(trace, "U")
     begins, ends = (
-        {int(row["stage"]): float(row["end"]) for row in updates[updates["step"] == step]} for step in (first, last)
+        {int(row["rank"]): float(row["end"]) for row in updates[updates["step"] == step]} for step in (first, last)
     )
-    slowest = max(begins, key=lambda stage: ends[stage] - begins[stage])
+    slowest = max(begins, key=lambda rank: ends[rank] - begins[rank])
     return begins[slowest], ends[slowest]
 
 
 @dataclass(frozen=True)
-class StageUse:
-    """One stage's computing, bubble and bytes sent in a window of time."""
+class RankUse:
+    """A rank's computing, bubble and bytes sent in a window of time."""
 
+    rank: int
     stage: int
     busy: float
     """Seconds of computing."""
     bubble: float
-    """Share of the window in which the stage does not compute."""
+    """Share of the window in which the rank does not compute."""
     bytes_raw: tuple[int, int]
     """Bytes sent, before coding: (activations forward, gradients backward)."""
     bytes_wire: tuple[int, int]
     """Bytes sent, after coding, headers included: (forward, backward)."""
+    bytes_sum: int
+    """Bytes received for the sum of a group's gradients."""
 
 
-def stage_use(trace: Rows, start: float, end: float) -> list[StageUse]:
-    """The use that each stage made of the seconds ``start`` to ``end``."""
+def rank_use(trace: Rows, start: float, end: float) -> list[RankUse]:
+    """The use that each rank with a stage made of the seconds ``start`` to ``end``, by stage and rank."""
     rows = window(trace, start, end)
     span = max(end - start, 1e-12)
     result = []
-    for stage in np.unique(rows["stage"]):
-        mine = rows[rows["stage"] == stage]
+    for stage, rank in np.unique(np.stack([rows["stage"], rows["rank"]], axis=1), axis=0).tolist():
+        mine = rows[(rows["stage"] == stage) & (rows["rank"] == rank)]
         busy = busy_seconds(of_kind(mine, *COMPUTE), start, end)
         sent = of_kind(mine, "send")
         raw, wire = (
             tuple(int(sent[column][sent["direction"] == direction].sum()) for direction in Direction)
             for column in ("bytes_raw", "bytes_wire")
         )
-        result.append(StageUse(int(stage), busy, 1 - busy / span, (raw[0], raw[1]), (wire[0], wire[1])))
+        summed = int(of_kind(mine, "sum")["bytes_wire"].sum())
+        result.append(RankUse(rank, stage, busy, 1 - busy / span, (raw[0], raw[1]), (wire[0], wire[1]), summed))
     return result
 
 

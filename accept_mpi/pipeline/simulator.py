@@ -47,12 +47,17 @@ def simulate(
     lists wait for each other.
     """
     run = _Run(walks, stages or range(len(walks)), begins)
-    moved = True
-    while moved:
-        moved = False
-        for device, walk in enumerate(walks):
-            while run.at[device] < len(walk) and run.carry_out(device, walk[run.at[device]], duration, transfer, sums):
-                moved = True
+    while True:
+        # In the order in which actions end, since several devices may send to one.
+        ready = []
+        for device in range(len(walks)):
+            action = run.next_action(device)
+            start = None if action is None else run.start(device, action, sums)
+            if action is not None and start is not None:
+                ready.append((start + duration(device, action), start, device, action))
+        if not ready:
+            break
+        run.carry_out(*min(ready, key=lambda one: one[:3]), transfer)
     if stuck := [f"device {d} waits at {walks[d][i]}" for d, i in enumerate(run.at) if i < len(walks[d])]:
         raise RuntimeError("the schedule deadlocks: " + ", ".join(stuck) + "\n" + grid(walks))
     busy = [sum(end - start for start, end in row) for row in run.spans]
@@ -63,6 +68,7 @@ class _Run:
     """State of a simulation."""
 
     def __init__(self, walks: Sequence[Sequence[Action]], stages: Sequence[int], begins: Sequence[float] | None) -> None:
+        self._walks = walks
         self.stages, self.last = stages, max(stages, default=0)
         self.at = [0] * len(walks)
         self.clock = list(begins) if begins is not None else [0.0] * len(walks)
@@ -85,30 +91,32 @@ class _Run:
                     key = stages[device], action.step
                     self._left[key] = self._left.get(key, 0) + 1
 
-    def carry_out(
-        self,
-        device: int,
-        action: Action,
-        duration: Callable[[int, Action], float],
-        transfer: Callable[[int, int], float],
-        sums: Callable[[int], float],
-    ) -> bool:
-        """Carry out a device's next action if its input has arrived; returns False if it has not."""
+    def next_action(self, device: int) -> Action | None:
+        """The action that a device has to carry out next; None after its last."""
+        walk = self._walks[device]
+        return walk[self.at[device]] if self.at[device] < len(walk) else None
+
+    def start(self, device: int, action: Action, sums: Callable[[int], float]) -> float | None:
+        """Time at which a device can begin its next action; None if what it needs has not arrived."""
         stage = self.stages[device]
-        key = (action.kind, device, action.step, action.micro_batch)
         start = self.clock[device]
         if (action.kind in "FE" and stage > 0) or (action.kind == "B" and stage < self.last):
-            if key not in self._arrived:
-                return False
-            start = max(start, self._arrived.pop(key))
+            arrived = self._arrived.get((action.kind, device, action.step, action.micro_batch))
+            return None if arrived is None else max(start, arrived)
         of_step = stage, action.step
         if action.kind == "U" and of_step in self._left:
-            if self._left[of_step]:
-                return False
-            start = max(start, self._summed[of_step] + sums(stage))
-        end = self.clock[device] = start + duration(device, action)
+            return None if self._left[of_step] else max(start, self._summed[of_step] + sums(stage))
+        return start
+
+    def carry_out(
+        self, end: float, start: float, device: int, action: Action, transfer: Callable[[int, int], float]
+    ) -> None:
+        """Carry out a device's next action, and send what comes out of it."""
+        stage = self.stages[device]
+        self.clock[device] = end
         self.spans[device].append((start, end))
         self.at[device] += 1
+        of_step = stage, action.step
         if action.kind in "BW" and of_step in self._left:
             self._left[of_step] -= 1
             self._summed[of_step] = max(end, self._summed.get(of_step, 0.0))
@@ -121,22 +129,26 @@ class _Run:
             arrives = self._free[out] = self._free[into] = begin + transfer(device, peer)
             self.transfers.append((device, peer, way, action.step, action.micro_batch, begin, arrives))
             self._arrived[action.kind, peer, action.step, action.micro_batch] = arrives
-        return True
 
 
 class PackedSchedule:
     """Action lists as arrays for ``simulate_packed``: made once, simulated many times.
 
     ``kinds`` (actions,): index in ``KINDS``, or ``WHOLE``; ``numbers`` (actions,): micro-batch, counted over all steps, -1
-    for U; ``steps`` (actions,); ``begins`` (stages + 1,): index of each stage's first action.
+    for U; ``steps`` (actions,); ``begins`` (devices + 1,): index of each device's first action; ``stages`` (devices,);
+    ``holders`` (stages, micro-batches): device that takes a micro-batch; ``left`` (stages, steps): backwards of a step after
+    which a group's gradients are summed, 0 for stages that one device holds.
     """
 
     KINDS = "FBWU"
     WHOLE = 4
     """Kind of a B that leaves nothing to W."""
 
-    def __init__(self, walks: Iterable[Sequence[Action]], counts: Sequence[int]) -> None:
-        """``counts``: micro-batches of each step. ``walks`` (one per stage) may be a generator."""
+    def __init__(
+        self, walks: Iterable[Sequence[Action]], counts: Sequence[int], stages: Sequence[int] | None = None
+    ) -> None:
+        """``counts``: micro-batches of each step; ``stages``: of each device, by default one each. ``walks`` (one per
+        device) may be a generator."""
         first = np.concatenate([[0], np.cumsum(counts)])
         self.micro_batches = int(first[-1])
         kinds, numbers, steps, begins = [], [], [], [0]
@@ -149,34 +161,44 @@ class PackedSchedule:
             steps.append(of_step)
             numbers.append(np.where(within >= 0, first[of_step] + within, -1).astype(np.int32))
             begins.append(begins[-1] + len(walk))
+        devices = len(kinds)
+        self.stages = np.arange(devices, dtype=np.int32) if stages is None else np.array(stages, np.int32)
+        self.holders = np.zeros((int(self.stages.max(initial=0)) + 1, self.micro_batches), np.int32)
+        self.left = np.zeros((len(self.holders), len(counts)), np.int32)
+        for d, (stage, kind, number, step) in enumerate(zip(self.stages, kinds, numbers, steps, strict=True)):
+            self.holders[stage, number[kind == 0]] = d
+            if np.count_nonzero(self.stages == stage) > 1:
+                back = np.isin(kind, [self.KINDS.index("B"), self.KINDS.index("W"), self.WHOLE])
+                self.left[stage] += np.bincount(step[back], minlength=len(counts)).astype(np.int32)
         self.kinds, self.numbers, self.steps = (np.concatenate(parts) for parts in (kinds, numbers, steps))
         self.begins = np.array(begins, np.int64)
 
-    @property
-    def stages(self) -> int:
-        return len(self.begins) - 1
 
-
-def action_seconds(seconds: npt.NDArray[np.float64], stage: int, action: Action) -> float:
-    """Duration of an action, from ``seconds`` (stages, 4) of F, B, W and U. A B that leaves nothing to W takes the time of
+def action_seconds(seconds: npt.NDArray[np.float64], device: int, action: Action) -> float:
+    """Duration of an action, from ``seconds`` (devices, 4) of F, B, W and U. A B that leaves nothing to W takes the time of
     both."""
-    found = float(seconds[stage, PackedSchedule.KINDS.index(action.kind)])
-    return found + float(seconds[stage, PackedSchedule.KINDS.index("W")]) if action.kind == "B" and action.whole else found
+    found = float(seconds[device, PackedSchedule.KINDS.index(action.kind)])
+    return found + float(seconds[device, PackedSchedule.KINDS.index("W")]) if action.kind == "B" and action.whole else found
 
 
 def simulate_packed(
-    packed: PackedSchedule, seconds: npt.NDArray[np.float64], transfers: npt.NDArray[np.float64]
+    packed: PackedSchedule,
+    seconds: npt.NDArray[np.float64],
+    transfers: npt.NDArray[np.float64],
+    sums: npt.NDArray[np.float64] | None = None,
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Starts and ends (actions,) of all actions, the same that ``simulate`` finds. ``seconds`` (stages, 4): of F, B, W and
-    U; ``transfers`` (stages - 1, 2): of activations forward and gradients backward.
+    """Starts and ends (actions,) of all actions, the same that ``simulate`` finds. ``seconds`` (devices, 4): of F, B, W and
+    U; ``transfers`` (sending device, receiving device); ``sums`` (stages,): of a group's gradients, 0 if None.
 
     Raises RuntimeError if the lists wait for each other.
     """
     starts, ends = np.empty(len(packed.kinds)), np.empty(len(packed.kinds))
-    arrived = np.full((2, packed.stages, packed.micro_batches), np.inf)
+    arrived = np.full((2, len(packed.stages), packed.micro_batches), np.inf)
     by_kind = np.column_stack([seconds, seconds[:, 1] + seconds[:, 2]])
-    arrays = (np.ascontiguousarray(array, np.float64) for array in (by_kind, transfers.reshape(-1, 2)))
+    sums = np.zeros(len(packed.holders)) if sums is None else sums
+    arrays = (np.ascontiguousarray(array, np.float64) for array in (by_kind, transfers, sums))
+    lists = packed.kinds, packed.numbers, packed.steps, packed.begins, packed.stages, packed.holders, packed.left.copy()
     kernel = compiled("accept_mpi.kernels.simulator").run
-    if not kernel(packed.kinds, packed.numbers, packed.begins, *arrays, arrived, starts, ends):
+    if not kernel(*lists, *arrays, arrived, starts, ends):
         raise RuntimeError("the schedule deadlocks")
     return starts, ends

@@ -11,10 +11,11 @@ from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.logs.format import Rows
 from accept_mpi.logs.replay import mean_times, rerun
+from accept_mpi.pipeline.deal import Deal
 from accept_mpi.pipeline.schedule import ScheduleKind
 from accept_mpi.plan import BoundaryCodecs, Plan
 from accept_mpi.planning.codec_choice import AUTO, LINK_SHARE, Choice, choose
-from accept_mpi.planning.forecast import Forecast, Traffic
+from accept_mpi.planning.forecast import Forecast, Groups, Traffic
 from accept_mpi.planning.memory import memory_of
 from accept_mpi.profiling.cluster_profile import ClusterProfile, StageTimes
 
@@ -28,13 +29,13 @@ class Estimate(msgspec.Struct, frozen=True):
     loaded: float
     """Seconds per step if links carry only ``LINK_SHARE`` of their measured rates."""
     busy: list[float]
-    """Share of a step during which each stage computes."""
+    """Share of a step during which each device computes, in the order of ``Plan.holders``."""
     computes: list[float]
-    """Seconds of the computing core per micro-batch, for each stage."""
+    """Seconds of the computing core per micro-batch, for each device."""
     choices: dict[Crossing, Choice]
     """The codec of each crossing."""
     memory: list[float]
-    """Bytes that each stage needs."""
+    """Bytes that each device needs."""
 
     @property
     def expected(self) -> float:
@@ -52,8 +53,8 @@ def estimate(cluster: ClusterProfile, job: Job, plan: Plan) -> Estimate:
     step, busy = forecast.steady(codecs)
     loaded, _ = forecast.with_links(LINK_SHARE).steady(codecs)
     computes = [
-        profile.forward + profile.backward + sum(forecast.handling(s, way, codecs) for way in Direction)
-        for s, profile in enumerate(forecast.profiles)
+        profile.forward + profile.backward + sum(forecast.handling(d, way, codecs) for way in Direction)
+        for d, profile in enumerate(forecast.profiles)
     ]
     return Estimate(plan, step, loaded, busy, computes, choices, memory_of(cluster, job, plan))
 
@@ -74,8 +75,9 @@ def forecast_of(cluster: ClusterProfile, job: Job, plan: Plan) -> Forecast:
     """Forecast for the stages and boundaries of a plan."""
     kind: ScheduleKind = job.pipeline.schedule
     profiles = []
-    for stage in plan.stages:
-        device, mine = cluster.devices[stage.leader], slice(stage.start, stage.stop)
+    for s, rank in plan.holders:
+        stage = plan.stages[s]
+        device, mine = cluster.devices[rank], slice(stage.start, stage.stop)
         profiles.append(
             StageTimes(
                 forward=sum(device.forward[mine]),
@@ -89,10 +91,25 @@ def forecast_of(cluster: ClusterProfile, job: Job, plan: Plan) -> Forecast:
                 update=sum(device.update[mine]),
             )
         )
-    host_links = [max(cluster.host_link(stage.leader), 1.0) for stage in plan.stages]
-    return Forecast(
-        kind, micro_batches_of(job), job.pipeline.transfer_slack, profiles, _crossings(cluster, plan), host_links
-    )
+    host_links = [max(cluster.host_link(rank), 1.0) for _, rank in plan.holders]
+    slack, groups = job.pipeline.transfer_slack, _groups(cluster, job, plan) if plan.hybrid else None
+    return Forecast(kind, micro_batches_of(job), slack, profiles, _crossings(cluster, plan), host_links, groups)
+
+
+def _groups(cluster: ClusterProfile, job: Job, plan: Plan) -> Groups:
+    """The groups of a plan for its forecast."""
+    holders = plan.holders
+    rates = {
+        (d, e): (max(cluster.rate[rank][other], 1.0), cluster.latency[rank][other])
+        for (d, (s, rank)), (e, (t, other)) in itertools.permutations(enumerate(holders), 2)
+        if abs(s - t) <= 1
+    }
+    gradients = [
+        float(sum(layer.parameter_bytes - layer.frozen_bytes for layer in cluster.outline.layers[stage.start : stage.stop]))
+        for stage in plan.stages
+    ]
+    exact = job.pipeline.gradients == "exact"
+    return Groups([s for s, _ in holders], [Deal.of(stage) for stage in plan.stages], gradients, exact, rates)
 
 
 class Replayed(NamedTuple):
@@ -110,8 +127,7 @@ def replayed(cluster: ClusterProfile, job: Job, plan: Plan, trace: Rows) -> Repl
     that the profile foresaw. Raises UserError if the trace holds fewer than three finished steps."""
     foreseen = forecast_of(cluster, job, plan)
     codecs = plan.codecs
-    seconds = {crossing: foreseen.message(crossing, codecs[crossing], codecs) for crossing in codecs}
-    run = rerun(trace, lambda source, target: seconds[min(source, target), Direction(source > target)])
+    run = rerun(trace, foreseen.messages(codecs), foreseen.sum_seconds)
     if run is None:
         raise UserError("the trace holds fewer than three finished steps")
     profiles = [
@@ -123,7 +139,7 @@ def replayed(cluster: ClusterProfile, job: Job, plan: Plan, trace: Rows) -> Repl
             weight_gradient=took.get("W", 0.0),
             update=took["U"],
         )
-        for took, profile in zip(mean_times(trace), foreseen.profiles, strict=True)
+        for took, profile in zip(mean_times(trace).values(), foreseen.profiles, strict=True)
     ]
     forecast = foreseen.with_profiles(profiles)
     return Replayed(run.took / run.steps, run.seconds / run.steps, forecast.steady(codecs)[0])

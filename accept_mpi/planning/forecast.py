@@ -4,7 +4,9 @@ If the data plane has no core of its own, a stage's time includes what its messa
 polls while something large is being sent.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,9 +15,11 @@ import numpy.typing as npt
 from accept_mpi.codecs.coding import bits_of
 from accept_mpi.direction import Crossing, Direction
 from accept_mpi.logs.format import KINDS, TRACE, Rows
+from accept_mpi.pipeline.deal import Deal, of_member
 from accept_mpi.pipeline.schedule import Action, ScheduleKind, actions, max_in_flight
 from accept_mpi.pipeline.simulator import PackedSchedule, Simulated, action_seconds, simulate, simulate_packed
 from accept_mpi.planning.message_model import message_seconds
+from accept_mpi.polling import POLL_IDLE
 from accept_mpi.profiling.cluster_profile import StageTimes
 
 F64 = npt.NDArray[np.float64]
@@ -42,8 +46,28 @@ class Traffic(msgspec.Struct, frozen=True):
         return self.values * bits_of(name) / 8 + self.other_bytes
 
 
+class Groups(NamedTuple):
+    """The groups that hold the stages of a pipeline. Devices are numbered by stage, then by place in their group."""
+
+    stages: Sequence[int]
+    """Stage of each device."""
+    deals: Sequence[Deal]
+    """How each stage's micro-batches are dealt."""
+    gradients: Sequence[float]
+    """Bytes of each stage's gradients."""
+    exact: bool
+    """True if the gradients of every micro-batch are exchanged, not only each device's sum."""
+    rates: Mapping[tuple[int, int], tuple[float, float]]
+    """Bytes/s and latency in seconds between devices of one group and of neighbouring stages, by (sender, receiver)."""
+
+    @staticmethod
+    def alone(stages: int) -> "Groups":
+        """One device per stage."""
+        return Groups(range(stages), [Deal((1.0,))] * stages, [0.0] * stages, True, {})
+
+
 class Forecast:
-    """Forecasts for a pipeline with given times of its stages and given traffic between them."""
+    """Forecasts for a pipeline with given times of its devices and given traffic between them."""
 
     def __init__(
         self,
@@ -53,21 +77,32 @@ class Forecast:
         profiles: Sequence[StageTimes],
         crossings: Mapping[Crossing, Traffic],
         host_links: Sequence[float] = (),
+        groups: Groups | None = None,
     ) -> None:
-        """``micro_batches``: per step; ``slack``: the job's ``transfer_slack``. ``host_links``: bytes/s of each stage's own
-        link, per direction, which messages to both neighbours share; if empty, only the rates in ``crossings`` count."""
+        """``micro_batches``: per step; ``slack``: the job's ``transfer_slack``; ``profiles``: of each device, for its stage.
+        ``host_links``: bytes/s of each device's own link, per direction, which messages to both neighbours share; if empty,
+        only the rates in ``crossings`` count. ``groups``: None if each device holds a stage alone."""
         self.kind, self.profiles, self.crossings, self._host_links = kind, profiles, crossings, host_links
         self._all, self._slack = micro_batches, slack
-        stages = len(profiles)
+        self._given_groups = groups
+        self.groups = groups or Groups.alone(len(profiles))
+        self._stages = len(self.groups.deals)
+        self._held_by = [[d for d, s in enumerate(self.groups.stages) if s == stage] for stage in range(self._stages)]
+        self._widths = [deal.width for deal in self.groups.deals]
         # Between its beginning and its end, every micro-batch of a long step takes as long as the one before it.
-        enough = 2 * max_in_flight(kind, 0, stages, 1 << 30, slack) if kind != "gpipe" else 2 * stages
-        self._micro_batches = min(micro_batches, enough) if stages * micro_batches > _MANY else micro_batches
+        enough = 2 * self._max_in_flight() if kind != "gpipe" else 2 * self._stages
+        many = len(profiles) * micro_batches > _MANY
+        self._micro_batches = min(micro_batches, enough) if many else micro_batches
+        tables = [deal.table(micro_batches) for deal in self.groups.deals]
+        self._tables = tables
+        self._shares = [tables[s].count(self._held_by[s].index(d)) / micro_batches for d, s in enumerate(self.groups.stages)]
+        """Share of the micro-batches that each device takes."""
         self._packed: dict[int, PackedSchedule] = {}
         self._steps = _STEPS if self._micro_batches == micro_batches else 1
 
     def with_profiles(self, profiles: Sequence[StageTimes]) -> "Forecast":
-        """The same pipeline with other times of its stages."""
-        return Forecast(self.kind, self._all, self._slack, profiles, self.crossings, self._host_links)
+        """The same pipeline with other times of its devices."""
+        return self._like(profiles, self.crossings, self._host_links, self._given_groups)
 
     def with_links(self, share: float) -> "Forecast":
         """The same pipeline on links that carry only this share of their measured rates."""
@@ -75,34 +110,70 @@ class Forecast:
             place: msgspec.structs.replace(crossing, rate=share * crossing.rate)
             for place, crossing in self.crossings.items()
         }
-        host_links = [share * host_link for host_link in self._host_links]
-        return Forecast(self.kind, self._all, self._slack, self.profiles, crossings, host_links)
+        host_links, groups = [share * host_link for host_link in self._host_links], self._given_groups
+        if groups:
+            rates = {pair: (share * rate, latency) for pair, (rate, latency) in groups.rates.items()}
+            groups = groups._replace(rates=rates)
+        return self._like(self.profiles, crossings, host_links, groups)
+
+    def _like(
+        self,
+        profiles: Sequence[StageTimes],
+        crossings: Mapping[Crossing, Traffic],
+        host_links: Sequence[float],
+        groups: Groups | None,
+    ) -> "Forecast":
+        return Forecast(self.kind, self._all, self._slack, profiles, crossings, host_links, groups)
 
     def message(self, place: Crossing, name: str, codecs: Mapping[Crossing, str] | None = None) -> float:
-        """Seconds from a tensor on one stage to the same on the next, with codec ``name``, coding included. ``codecs``:
-        those of the other crossings; None: nothing else is sent."""
+        """Seconds from a tensor on one stage to the same on the next, with codec ``name``, coding included, between their
+        first devices. ``codecs``: those of the other crossings; None: nothing else is sent."""
         boundary, way = place
-        source, target = way.ends(boundary)
-        crossing = self.crossings[place]
-        coding = self.profiles[source].encode[name] + self.profiles[target].decode[name]
-        return self._carried(place, name, codecs or {}) + crossing.latency + crossing.values * coding
+        source, target = (self._held_by[stage][0] for stage in way.ends(boundary))
+        return self._between(source, target, place, name, codecs or {})
 
-    def _carried(self, place: Crossing, name: str, codecs: Mapping[Crossing, str]) -> float:
+    def _between(self, source: int, target: int, place: Crossing, name: str, codecs: Mapping[Crossing, str]) -> float:
+        """Seconds of a message from one device to another, coding included."""
+        crossing = self.crossings[place]
+        _, latency = self._link(source, target, place)
+        coding = self.profiles[source].encode[name] + self.profiles[target].decode[name]
+        return self._carried(source, target, place, name, codecs) + latency + crossing.values * coding
+
+    def _link(self, source: int, target: int, place: Crossing) -> tuple[float, float]:
+        """Bytes/s and latency from one device to another."""
+        crossing = self.crossings[place]
+        return self.groups.rates.get((source, target), (crossing.rate, crossing.latency))
+
+    def _carried(self, source: int, target: int, place: Crossing, name: str, codecs: Mapping[Crossing, str]) -> float:
         """Seconds that a message is on the link: at the pair's rate, or longer if either end's own link takes longer for it
-        and the message that goes the same way, out or in, at that stage's other boundary."""
+        and what goes the same way, out or in, at that device meanwhile: the message of its stage's other boundary and its
+        part of its group's gradients."""
         nbytes = self.crossings[place].nbytes(name)
-        seconds = nbytes / self.crossings[place].rate
+        rate, _ = self._link(source, target, place)
+        seconds = nbytes / rate
         boundary, way = place
         other_way = Direction(1 - way)
-        for stage, beside in ((boundary, boundary - 1), (boundary + 1, boundary + 1)) if self._host_links else ():
+        for device in (source, target) if self._host_links else ():
+            stage = self.groups.stages[device]
+            beside = boundary - 1 if stage == boundary else boundary + 1
             codec = codecs.get((beside, other_way))
             both = nbytes + (self.crossings[beside, other_way].nbytes(codec) if codec else 0.0)
-            seconds = max(seconds, both / self._host_links[stage])
+            seconds = max(seconds, (both + self._summed(device)) / self._host_links[device])
         return seconds
 
-    def handling(self, stage: int, way: Direction, codecs: Mapping[Crossing, str]) -> float:
+    def _summed(self, device: int) -> float:
+        """Bytes that a device sends for its group's gradients, per micro-batch that it takes; it receives about as many."""
+        stage = self.groups.stages[device]
+        members, share = len(self._held_by[stage]), self._shares[device]
+        if members == 1 or not share:
+            return 0.0
+        parts = self.groups.gradients[stage] * (members - 1) / members
+        own = share * self._all
+        return parts + parts / own if self.groups.exact else 2 * parts / own
+
+    def handling(self, device: int, way: Direction, codecs: Mapping[Crossing, str]) -> float:
         """Seconds of the computing core for the messages of one F or B (``way``); 0 if the data plane has its own core."""
-        here = self.profiles[stage]
+        here, stage = self.profiles[device], self.groups.stages[device]
         if not here.shared:
             return 0.0
         incoming, outgoing = (stage - 1 + way, way), (stage - way, way)
@@ -111,10 +182,13 @@ class Forecast:
             if place in codecs:
                 name, crossing = codecs[place], self.crossings[place]
                 nbytes = crossing.nbytes(name)
-                on_link = self._carried(place, name, {}) if place == outgoing else None
+                source, target = (self._held_by[end][0] for end in way.ends(place[0]))
+                on_link = self._carried(source, target, place, name, {}) if place == outgoing else None
                 total += message_seconds(
                     float(crossing.values), nbytes, costs[name], here.seconds_per_byte, here.seconds_per_message, on_link
                 )
+        if way is Direction.BACKWARD and len(self._held_by[stage]) > 1:
+            total += 2 * self._summed(device) * here.seconds_per_byte + 2 * here.seconds_per_message
         return total
 
     def step(self, codecs: Mapping[Crossing, str]) -> float:
@@ -122,7 +196,7 @@ class Forecast:
         return self.steady(codecs)[0]
 
     def steady(self, codecs: Mapping[Crossing, str]) -> tuple[float, list[float]]:
-        """Seconds per step in the middle of a run, and the share of them during which each stage computes."""
+        """Seconds per step in the middle of a run, and the share of them during which each device computes."""
         steps = counted = self._steps
         around = 0
         if self.kind == "1f1b-async":
@@ -135,7 +209,7 @@ class Forecast:
         if around:
             updates = packed.kinds == PackedSchedule.KINDS.index("U")
             first, last = (ends[updates & (packed.steps == step)] for step in (around - 1, around + counted - 1))
-            # The slowest stage counts: others may still be working off what it sent ahead while the pipeline filled.
+            # The slowest device counts: others may still be working off what it sent ahead while the pipeline filled.
             slowest = int((last - first).argmax())
             begin, end = float(first[slowest]), float(last[slowest])
         inside = np.maximum(0.0, np.minimum(ends, end) - np.maximum(starts, begin))
@@ -147,72 +221,111 @@ class Forecast:
         return seconds, (busy / (end - begin)).tolist()
 
     def _each(self, codecs: Mapping[Crossing, str]) -> tuple[float, F64]:
-        """Seconds per micro-batch in the steady state, where everything overlaps, and the part that each stage computes."""
+        """Seconds per micro-batch in the steady state, where everything overlaps, and the part that each device computes."""
         compute, took = self._seconds(codecs)
-        load = compute[:, : PackedSchedule.KINDS.index("U")].sum(axis=1)
+        load = compute[:, : PackedSchedule.KINDS.index("U")].sum(axis=1) * self._shares
         slowest = float(load.max())
         if self.kind == "gpipe":  # all forwards, then all backwards
-            slowest = float(compute[:, :2].max(axis=0).sum())
-        return max(slowest, float(took.max(initial=0.0))), load
+            slowest = float((compute[:, :2] * np.array(self._shares)[:, None]).max(axis=0).sum())
+        shares = np.minimum.outer(self._shares, self._shares)
+        return max(slowest, float((took * shares).max(initial=0.0))), load
 
     def trace(self, codecs: Mapping[Crossing, str], ranks: Sequence[int]) -> Rows:
-        """A few simulated steps as rows of a log's trace (dtype ``logs.format.TRACE``). ``ranks``: each stage's rank."""
-        walks = list(self._actions(2 * self._around() + _STEADY))
+        """A few simulated steps as rows of a log's trace (dtype ``logs.format.TRACE``). ``ranks``: each device's rank."""
+        walks, stages = list(self._actions(2 * self._around() + _STEADY)), self.groups.stages
         run = self._run(walks, codecs)
         rows: list[tuple[object, ...]] = []
-        for s, (walk, spans) in enumerate(zip(walks, run.spans, strict=True)):
-            before = 0.0
+        for d, (walk, spans) in enumerate(zip(walks, run.spans, strict=True)):
+            before, s = 0.0, stages[d]
             for action, (start, end) in zip(walk, spans, strict=True):
                 place = (action.step + 1, action.micro_batch, 0, 0)
                 if start > before and action.kind in "FB":
                     way = Direction.of(action.kind)
-                    rows.append((before, start, ranks[s], s, KINDS.index("wait"), s - 1 + way, way, *place))
-                rows.append((start, end, ranks[s], s, KINDS.index(action.kind), -1, -1, *place))
+                    rows.append((before, start, ranks[d], s, KINDS.index("wait"), s - 1 + way, way, *place))
+                rows.append((start, end, ranks[d], s, KINDS.index(action.kind), -1, -1, *place))
                 before = end
-        for at, to, direction, step, k, start, end in run.transfers:
-            boundary = min(at, to)
+        for source, target, direction, step, k, start, end in run.transfers:
+            boundary = min(stages[source], stages[target])
             size = int(self.crossings[boundary, direction].nbytes(codecs[boundary, direction]))
-            rows.append((start, end, ranks[at], at, KINDS.index("send"), boundary, direction, step + 1, k, size, size))
+            place = (step + 1, k, size, size)
+            rows.append((start, end, ranks[source], stages[source], KINDS.index("send"), boundary, direction, *place))
         return np.array(rows, TRACE)
+
+    def _max_in_flight(self) -> int:
+        """Most micro-batches in flight at the first stage, however long a step is."""
+        return max_in_flight(self.kind, 0, self._stages, 1 << 30, self._slack, self._widths)
 
     def _around(self) -> int:
         """Number of steps that fill an asynchronous pipeline, and of those that drain it; 1 for other schedules."""
         if self.kind != "1f1b-async":
             return 1
-        stages = len(self.profiles)
-        return 1 + -(-max_in_flight(self.kind, 0, stages, 1 << 30, self._slack) // self._micro_batches)
+        return 1 + -(-self._max_in_flight() // self._micro_batches)
 
     def _actions(self, steps: int) -> Iterator[list[Action]]:
-        """Yield the actions of ``steps`` steps for one stage after another."""
-        stages = len(self.profiles)
-        return (actions(self.kind, s, stages, [self._micro_batches] * steps, self._slack) for s in range(stages))
+        """Yield the actions of ``steps`` steps for one device after another."""
+        counts = [self._micro_batches] * steps
+        for s, devices in enumerate(self._held_by):
+            every = actions(self.kind, s, self._stages, counts, self._slack, widths=self._widths)
+            for member in range(len(devices)):
+                yield list(of_member(every, self._tables[s], member)) if len(devices) > 1 else every
 
     def _seconds(self, codecs: Mapping[Crossing, str]) -> tuple[F64, F64]:
-        """Seconds of F, B, W and U (stages, 4), and of the transfers forward and backward (boundaries, 2)."""
-        stages = range(len(self.profiles))
-        compute = np.array([[self._compute(s, kind) for kind in PackedSchedule.KINDS] for s in stages])
+        """Seconds of F, B, W and U (devices, 4), and of transfers (sending device, receiving device)."""
+        devices = range(len(self.profiles))
+        compute = np.array([[self._compute(d, kind) for kind in PackedSchedule.KINDS] for d in devices])
         for way in Direction:  # F and B, which take the messages
-            compute[:, way] += [self.handling(s, way, codecs) for s in stages]
-        took = [[self.message((b, way), codecs[b, way], codecs) for way in Direction] for b in stages[:-1]]
-        return compute, np.array(took).reshape(-1, 2)
+            compute[:, way] += [self.handling(d, way, codecs) for d in devices]
+        took = np.zeros((len(devices), len(devices)))
+        for boundary in range(self._stages - 1):
+            for way in Direction:
+                senders, receivers = (self._held_by[stage] for stage in way.ends(boundary))
+                name = codecs[boundary, way]
+                for source, target in itertools.product(senders, receivers):
+                    took[source, target] = self._between(source, target, (boundary, way), name, codecs)
+        return compute, took
+
+    def messages(self, codecs: Mapping[Crossing, str]) -> Callable[[int, int], float]:
+        """The seconds of a message from one device to another, as a function."""
+        _, took = self._seconds(codecs)
+        return lambda source, target: float(took[source, target])
+
+    def sum_seconds(self, stage: int) -> float:
+        """Seconds from the last backward of a step until all devices of a group have the sum of its gradients: the last
+        contributions to the owners of their parts, and the sums back."""
+        devices = self._held_by[stage]
+        if len(devices) == 1:
+            return 0.0
+        slowest = 0.0
+        for device in devices:
+            others = [self.groups.rates.get((device, other), (np.inf, 0.0)) for other in devices if other != device]
+            rate, latency = min(rate for rate, _ in others), max(latency for _, latency in others)
+            link = min(rate, self._host_links[device] if self._host_links else np.inf)
+            nbytes = self.groups.gradients[stage] * (len(devices) - 1) / len(devices)
+            here = self.profiles[device]
+            slowest = max(slowest, 2 * (nbytes / link + latency + here.seconds_per_message + POLL_IDLE))
+        return slowest
 
     def _timed(self, steps: int, codecs: Mapping[Crossing, str]) -> tuple[F64, F64]:
         """Starts and ends in seconds of all actions of ``steps`` steps, in the order of ``PackedSchedule``."""
         if steps not in self._packed:
-            self._packed[steps] = PackedSchedule(self._actions(steps), [self._micro_batches] * steps)
-        return simulate_packed(self._packed[steps], *self._seconds(codecs))
+            counts = [self._micro_batches] * steps
+            self._packed[steps] = PackedSchedule(self._actions(steps), counts, self.groups.stages)
+        sums = np.array([self.sum_seconds(stage) for stage in range(self._stages)])
+        return simulate_packed(self._packed[steps], *self._seconds(codecs), sums)
 
     def _run(self, walks: list[list[Action]], codecs: Mapping[Crossing, str]) -> Simulated:
-        compute, took = self._seconds(codecs)
+        compute, _ = self._seconds(codecs)
         return simulate(
             walks,
-            lambda stage, action: action_seconds(compute, stage, action),
-            lambda source, target: float(took[min(source, target), int(source > target)]),
+            lambda device, action: action_seconds(compute, device, action),
+            self.messages(codecs),
+            stages=self.groups.stages,
+            sums=self.sum_seconds,
         )
 
-    def _compute(self, stage: int, kind: str) -> float:
-        """Seconds of one action of ``stage`` (``kind``: F, B, W or U), without its messages."""
-        here = self.profiles[stage]
+    def _compute(self, device: int, kind: str) -> float:
+        """Seconds of one action of a device (``kind``: F, B, W or U), without its messages."""
+        here = self.profiles[device]
         weights = 0.0
         if self.kind == "zero-bubble":
             weights = here.backward / 2 if here.weight_gradient is None else here.weight_gradient

@@ -4,6 +4,7 @@ import numpy as np
 
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import Job, most_held
+from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.plan import Plan
 from accept_mpi.profiling.cluster_profile import ClusterProfile
@@ -12,10 +13,15 @@ from accept_mpi.profiling.outline import LayerOutline
 _OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}
 """Values that an optimizer keeps per parameter (SGD: with momentum)."""
 
+_SUMMING = 4
+"""Copies of the gradients in the sum of a group: two contributions under way, the part that is added up, and the sum."""
+
 
 def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
-    """Bytes that each stage of a plan needs, including what it has received of the micro-batches in flight."""
+    """Bytes that each device of a plan needs (``Plan.holders``), including what it has received of the micro-batches in
+    flight, and in a group what it needs to sum gradients."""
     needs = MemoryModel(cluster, job, len(plan.stages))
+    wide, kind, slack = widths(plan.stages), job.pipeline.schedule, job.pipeline.transfer_slack
     rows = []
     for s, stage in enumerate(plan.stages):
         layers = cluster.outline.layers[stage.start : stage.stop]
@@ -23,7 +29,16 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
         state = sum(needs.state(layer) for layer in layers)
         values, other = cluster.outline.crossing(stage.start) if s else (0, 0)
         held = sum(layer.saved_bytes for layer in layers) + 4 * values + other
-        rows.append(float(needs.state_copies[behind] * state + needs.in_flight[behind] * held))
+        copies, in_flight = needs.state_copies[behind], [needs.in_flight[behind]]
+        if plan.hybrid:
+            count = micro_batches_of(job)
+            steps = 1 if kind != "1f1b-async" else 1 + sum(wide) + slack * len(wide)
+            most = max_in_flight(kind, s, len(wide), count * steps, slack, wide)
+            table = Deal.of(stage).table(count) * steps
+            windows = [table[at : at + most] for at in range(max(1, min(count, len(table) - most + 1)))]
+            in_flight = [max(window.count(m) for window in windows) for m in range(len(stage.ranks))]
+        gradients = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers) if len(stage.ranks) > 1 else 0
+        rows += [float(copies * state + flying * held + _SUMMING * gradients) for flying in in_flight]
     return rows
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.direction import Direction
 from accept_mpi.job import Job
+from accept_mpi.pipeline.deal import Deal
 from accept_mpi.planning.estimate import Estimate
 from accept_mpi.planning.formulation import problem_of
 from accept_mpi.planning.problem import lower_bound
@@ -13,21 +14,25 @@ from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 def table(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) -> list[str]:
     """A plan as lines of text: the table of its stages (``stage_table``), then what to expect of it (``verdict``)."""
-    return [*stage_table(cluster, found), *verdict(cluster, job, found, even)]
+    return [*stage_table(cluster, found, micro_batches_of(job)), *verdict(cluster, job, found, even)]
 
 
-def stage_table(cluster: ClusterProfile, found: Estimate) -> list[str]:
-    """A plan's stages as lines of text, one per stage, with a heading. Times are per micro-batch."""
-    names = cluster.outline.names
-    rows = [["stage", "host", "layers", "", "compute", "busy", "memory", "activations ahead", "", "gradients back", ""]]
-    for s, stage in enumerate(found.plan.stages):
-        rank = stage.leader
-        row = [
-            str(s), f"{cluster.devices[rank].host} (rank {rank})", f"{stage.start}..{stage.stop - 1}",
-            f"{names[stage.start]} .. {names[stage.stop - 1]}", f"{1e3 * found.computes[s]:.1f} ms",
-            f"{100 * found.busy[s]:.0f} %", f"{found.memory[s] / 2**20:.0f} MiB",
-        ]  # fmt: skip
-        for way in Direction:
+def stage_table(cluster: ClusterProfile, found: Estimate, micro_batches: int) -> list[str]:
+    """A plan's devices as lines of text, one per device, with a heading. Times are per micro-batch that it takes."""
+    names, groups = cluster.outline.names, found.plan.hybrid
+    head = ["stage", "host", "layers", "", *(["micro-batches"] if groups else []), "compute", "busy", "memory"]
+    rows = [[*head, "activations ahead", "", "gradients back", ""]]
+    for d, (s, rank) in enumerate(found.plan.holders):
+        stage = found.plan.stages[s]
+        table, member = Deal.of(stage).table(micro_batches), stage.ranks.index(rank)
+        row = [str(s), f"{cluster.devices[rank].host} (rank {rank})"]
+        if member:
+            row += ["", ""]
+        else:
+            row += [f"{stage.start}..{stage.stop - 1}", f"{names[stage.start]} .. {names[stage.stop - 1]}"]
+        row += [f"{table.count(member)} of {micro_batches}"] if groups else []
+        row += [f"{1e3 * found.computes[d]:.1f} ms", f"{100 * found.busy[d]:.0f} %", f"{found.memory[d] / 2**20:.0f} MiB"]
+        for way in Direction if not member else ():
             if (s, way) in found.choices:
                 choice = found.choices[s, way]
                 row += [choice.name, f"{1e3 * choice.seconds:.1f} ms"]

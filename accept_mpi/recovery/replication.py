@@ -32,7 +32,7 @@ class Route(NamedTuple):
     """The ranks that hold stages 0, 1, ..."""
     size: int
     """Number of ranks, idle ones included."""
-    place: Place
+    place: Place = Place(-1, 0)
     """Place of this rank in the plan."""
 
     @property

@@ -178,10 +178,13 @@ def learn(job: Job, planned: AutoPlan, plan: Plan, log: Path) -> None:
     with open_log(log) as file:
         trace = file["trace"][-_MOST_ROWS:]
     runs: dict[str, list[TimedRange]] = {}
-    for stage, took in zip(plan.stages, mean_times(trace), strict=False):
-        if {"F", "B"} <= took.keys():
-            key = planned.keys[stage.leader]
-            runs.setdefault(key, []).append((stage.start, stage.stop, took["F"], took["B"] + took.get("W", 0.0)))
+    means = mean_times(trace)
+    for stage in plan.stages:
+        for rank in stage.ranks:
+            took = means.get(rank, {})
+            if {"F", "B"} <= took.keys():
+                key = planned.keys[rank]
+                runs.setdefault(key, []).append((stage.start, stage.stop, took["F"], took["B"] + took.get("W", 0.0)))
     observe(path, planned.cluster.outline, runs)
 
 

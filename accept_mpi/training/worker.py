@@ -22,7 +22,7 @@ from accept_mpi.device.speed_check import EVERY_BESIDE_A_STAGE, SpeedCheck
 from accept_mpi.errors import NonFiniteLoss
 from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
-from accept_mpi.logs.recorder import Recorder
+from accept_mpi.logs.recorder import Recorder, Subject
 from accept_mpi.models.losses import Result
 from accept_mpi.pipeline.deal import of_member
 from accept_mpi.pipeline.micro_batch import Inputs
@@ -247,7 +247,9 @@ class Worker:
         failpoint("update")
         lr = learning_rate(self.job.train.optimizer, self.job.lr, step, steps)
         if self._member:
+            began = self.recorder.clock.now()
             self._member.wait(step, self._deadline)
+            self.recorder.add("wait", began, Subject(step + 1))
         with self.recorder.span("U", step + 1):
             if self._member:
                 self._member.update(lr, version)

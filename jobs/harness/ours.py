@@ -9,7 +9,7 @@ from accept_mpi.comm.runtime import Runtime
 from accept_mpi.job import Job
 from accept_mpi.job_file import parse
 from accept_mpi.logs.reader import open_log, read_facts
-from accept_mpi.logs.timeline import between, stage_use
+from accept_mpi.logs.timeline import between, rank_use
 from accept_mpi.plan import Plan
 from accept_mpi.planning.estimate import replayed
 from accept_mpi.profiling.cluster_profile import ClusterProfile
@@ -49,7 +49,7 @@ def measured(job: Job, skip: list[int] | None, planned: str | None) -> dict[str,
         trace = log["trace"][:]
     first, last = skip[0], len(numbers) - skip[1]
     start, end = between(trace, int(numbers[first - 1]), int(numbers[last - 1]))
-    busy = [use.busy / (end - start) for use in stage_use(trace, start, end)]
+    busy = [use.busy / (end - start) for use in rank_use(trace, start, end)]
     rate = float(np.sum(samples[first:last]) / (end - start))
     times = [[float(row["end"]) - began, float(row["accuracy"])] for row in evals]
     found = {

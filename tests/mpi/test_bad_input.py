@@ -92,7 +92,7 @@ def test_more_ranks_than_layers(mpirun, tmp_path: Path, job: Path) -> None:
         mpirun(
             4, "-m", "accept_mpi", "train", job, "--set", "model.name=bad:mismatch", "--set", "model.args={}", code=2
         ).out,
-        "4 ranks for a model of 3 layers",
+        "4 stages for a model of 3 layers",
     )
 
 

@@ -107,19 +107,24 @@ def check_search() -> None:
 
 def check_events() -> None:
     """The simulator's loop on a pipeline, and on lists that wait for each other."""
+    from accept_mpi.pipeline.deal import of_member
     from accept_mpi.pipeline.schedule import actions, parse
     from accept_mpi.pipeline.simulator import PackedSchedule, simulate, simulate_packed
 
     lists = [actions("zero-bubble", s, 3, [4, 4], 1) for s in range(3)]
-    _, ends = simulate_packed(PackedSchedule(lists, [4, 4]), np.ones((3, 4)), np.ones((2, 2)))
-    assert (
-        ends.max()
-        == simulate(
-            lists, lambda s, action: 1.0 + (action.kind == "B" and action.whole), lambda source, target: 1.0
-        ).makespan
-    )
+    group = actions("1f1b", 0, 2, [4, 4], 1, widths=[2, 1])
+    alike = [list(of_member(group, [0, 1, 0, 1], member)) for member in (0, 1)]
+    cases = [(lists, [0, 1, 2]), ([*alike, actions("1f1b", 1, 2, [4, 4], 1, widths=[2, 1])], [0, 0, 1])]
+    for walks, stages in cases:
+        sums = np.ones(max(stages) + 1)
+        _, ends = simulate_packed(PackedSchedule(walks, [4, 4], stages), np.ones((3, 4)), np.ones((3, 3)), sums)
+        seconds = simulate(
+            walks, lambda d, action: 1.0 + (action.kind == "B" and action.whole), lambda source, target: 1.0,
+            stages=stages, sums=lambda stage: 1.0,
+        )  # fmt: skip
+        assert ends.max() == seconds.makespan
     try:
-        simulate_packed(PackedSchedule([parse("F0.0 B0.1"), parse("F0.0 B0.0")], [2]), np.ones((2, 4)), np.ones((1, 2)))
+        simulate_packed(PackedSchedule([parse("F0.0 B0.1"), parse("F0.0 B0.0")], [2]), np.ones((2, 4)), np.ones((2, 2)))
     except RuntimeError:
         return
     raise AssertionError("a deadlock went unseen")

@@ -80,7 +80,7 @@ def main() -> None:
 def busiest(log: Path) -> float:
     """Milliseconds per step that the busiest stage computes, averaged over the run."""
     with open_log(log) as file:
-        stages, micro = mean_times(file["trace"][:]), int(file["trace"]["micro_batch"].max()) + 1
+        stages, micro = mean_times(file["trace"][:]).values(), int(file["trace"]["micro_batch"].max()) + 1
     return 1e3 * max(micro * (took["F"] + took["B"]) + took["U"] for took in stages)
 
 

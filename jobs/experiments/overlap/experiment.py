@@ -9,7 +9,7 @@ from pathlib import Path
 from accept_mpi.logs.figures import draw_timeline
 from accept_mpi.logs.reader import open_log, read_facts
 from accept_mpi.logs.replay import link_cost
-from accept_mpi.logs.timeline import stage_use, steady_window
+from accept_mpi.logs.timeline import rank_use, steady_window
 from harness.experiment import Experiment, run
 from harness.store import table
 
@@ -26,7 +26,7 @@ def main() -> None:
             with open_log(Path(found["log"])) as log:
                 trace, facts = log["trace"][:], read_facts(log)
             start, end = steady_window(trace, 5)
-            uses = stage_use(trace, start, end)
+            uses = rank_use(trace, start, end)
             megabytes = sum(sum(use.bytes_wire) for use in uses) / 1e6
             bubbles = ", ".join(f"{100 * use.bubble:.0f} %" for use in uses)
             cost = link_cost(trace)

@@ -8,7 +8,7 @@ from typing import Any
 from accept_mpi.device.fleet import read
 from accept_mpi.logs.format import Rows
 from accept_mpi.logs.reader import open_log
-from accept_mpi.logs.timeline import stage_use
+from accept_mpi.logs.timeline import rank_use
 from edgelab.laboratory import Laboratory
 from harness.experiment import run
 from harness.live import anew, plot_rates, rate, start, wait_for_step
@@ -47,7 +47,7 @@ def watched(lab: Laboratory, name: str, *settings: str, changes: list[str], last
 def computes(run: Run, first: int, last: int) -> float:
     """Share of the time between two steps in which the busiest stage computed; independent of the machine's speed."""
     start, end = (float(run["steps"]["end"][run["steps"]["step"] == step][0]) for step in (first, last))
-    return max(use.busy for use in stage_use(run["trace"], start, end)) / (end - start)
+    return max(use.busy for use in rank_use(run["trace"], start, end)) / (end - start)
 
 
 def steps_until(steps: Rows, after: int, wanted: float) -> int:

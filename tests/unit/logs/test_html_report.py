@@ -12,7 +12,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.logs import figures
 from accept_mpi.logs.format import EVALS, KINDS, STEPS, TRACE
 from accept_mpi.logs.html_report import write_report
-from accept_mpi.logs.timeline import busy_seconds, plan_rows, stage_use, steady_window
+from accept_mpi.logs.timeline import busy_seconds, plan_rows, rank_use, steady_window
 from accept_mpi.logs.writer import LogWriter
 from accept_mpi.pipeline.schedule import actions
 from accept_mpi.pipeline.simulator import simulate
@@ -75,7 +75,7 @@ def test_bubble_and_bytes() -> None:
         (0.0, 4.0, 0, "F"), (4.5, 6.0, 0, "B"), (5.0, 8.0, 1, "F"), (1.0, 4.5, 1, "B"),
         (4.0, 5.0, 0, "send", 0, 0, 1, 0, 1000),
     )  # fmt: skip
-    first, second = stage_use(trace, 0.0, 10.0)
+    first, second = rank_use(trace, 0.0, 10.0)
     assert (first.busy, first.bubble) == (5.5, pytest.approx(0.45))
     assert (second.busy, second.bytes_raw, first.bytes_raw, first.bytes_wire) == (6.5, (0, 0), (1000, 0), (500, 0))
     assert busy_seconds(trace, 0.0, 5.0) == 5.0

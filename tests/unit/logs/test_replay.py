@@ -42,7 +42,7 @@ def traced(kind: ScheduleKind, transfer: float, slack: int) -> Rows:
 def test_links_of_no_time_cost_nothing(kind: ScheduleKind) -> None:
     trace = traced(kind, 0.0, 1)
     assert link_cost(trace).exposed == pytest.approx(0, abs=1e-9)
-    walks, durations, _ = recorded(trace)
+    walks, durations, *_ = recorded(trace)
     assert all(d == pytest.approx(SECONDS[a.kind] * (1 + s / 10)) for s, ds in enumerate(durations) for a, d in ds.items())
     listed = actions(kind, 0, STAGES, [MICRO] * STEPS, 1)
     assert walks[0] == [a._replace(step=a.step + 1, version=0, whole=False) for a in listed]
@@ -52,7 +52,7 @@ def test_means_of_stages_that_put_off_some() -> None:
     """B and W of a micro-batch take as long together as all of them in the mean; W alone what it takes where it is."""
     for slack in (0, 2):
         trace = traced("zero-bubble", 0.0, slack)
-        for stage, took in enumerate(mean_times(trace)):
+        for stage, took in mean_times(trace).items():
             mine = trace[(trace["stage"] == stage) & (trace["step"] > 4)]
             back = mine[np.isin(mine["kind"], [KINDS.index("B"), KINDS.index("W")])]
             each = (back["end"] - back["start"]).sum() / MICRO / len(np.unique(mine["step"]))
@@ -88,7 +88,7 @@ def test_an_evaluation_waits_under_the_name_of_a_forward() -> None:
         extra.append((began + s, began + s + 0.5, s, s, KINDS.index("wait"), s - 1, Direction.FORWARD, 6, 1, 0, 0))
         extra.append((began + s + 0.5, began + s + 1, s, s, KINDS.index("E"), -1, -1, 6, 1, 0, 0))
     both = np.sort(np.concatenate([trace, np.array(extra, TRACE)]), order="start")
-    _, durations, _ = recorded(both)
+    _, durations, *_ = recorded(both)
     assert all(took > 0 for taken in durations for took in taken.values())
     forwards = [took for action, took in durations[1].items() if action.kind == "F"]
     assert max(forwards[1:]) < 21.2  # one has the pause in it

@@ -7,7 +7,7 @@ import pytest
 
 from accept_mpi.pipeline.deal import Deal, of_member, widths
 from accept_mpi.pipeline.schedule import KINDS, Action, actions, max_in_flight
-from accept_mpi.pipeline.simulator import simulate
+from accept_mpi.pipeline.simulator import PackedSchedule, action_seconds, simulate, simulate_packed
 from accept_mpi.plan import StagePlan
 
 SECONDS = {"F": 1.0, "B": 2.0, "W": 1.0, "U": 0.1}
@@ -115,3 +115,25 @@ def test_updates_hide_the_sum_of_gradients() -> None:
         return simulate(walks, lambda d, a: took[a.kind] / (1 + of[d]), stages=of, sums=lambda s: seconds).makespan
 
     assert makespan(2.5) < 1.05 * makespan(0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_lists_of_groups_take_what_lists_take(kind: str) -> None:
+    """The simulator's kernel against its plain loop, with groups."""
+    rng = np.random.default_rng(4)
+    for shape in ((2,), (2, 1), (1, 3, 1), (2, 2, 1)):
+        stages = [group(*rng.uniform(0.5, 2, r).tolist()) for r in shape]
+        counts = [5, 8, 2]
+        walks, of = dealt(kind, stages, counts, 1)
+        seconds, transfers = rng.uniform(0.5, 2, (len(of), 4)), rng.uniform(0, 2, (len(of), len(of)))
+        sums = rng.uniform(0, 3, len(stages))
+        plain = simulate(
+            walks,
+            lambda d, action, seconds=seconds: action_seconds(seconds, d, action),
+            lambda a, b, transfers=transfers: float(transfers[a, b]),
+            stages=of,
+            sums=lambda s, sums=sums: float(sums[s]),
+        )
+        starts, ends = simulate_packed(PackedSchedule(walks, counts, of), seconds, transfers, sums)
+        assert starts.tolist() == pytest.approx([start for spans in plain.spans for start, _ in spans])
+        assert ends.tolist() == pytest.approx([end for spans in plain.spans for _, end in spans])

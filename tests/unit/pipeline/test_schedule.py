@@ -173,13 +173,13 @@ def test_packed_lists_take_what_lists_take(kind: str) -> None:
     for stages, slack in itertools.product((1, 2, 3, 5), (1, 2)):
         counts = [3, 9, 2]
         lists = walks(kind, stages, counts, slack)
-        seconds, transfers = rng.uniform(0.5, 2, (stages, 4)), rng.uniform(0, 3, (max(0, stages - 1), 2))
+        seconds, transfers = rng.uniform(0.5, 2, (stages, 4)), rng.uniform(0, 3, (stages, stages))
         plain = simulate(
             lists,
             lambda s, action, seconds=seconds: float(
                 seconds[s, "FBWU".index(action.kind)] + (seconds[s, 2] if action.kind == "B" and action.whole else 0.0)
             ),
-            lambda a, b, transfers=transfers: float(transfers[min(a, b), int(a > b)]),
+            lambda a, b, transfers=transfers: float(transfers[a, b]),
         )
         starts, ends = simulate_packed(PackedSchedule(lists, counts), seconds, transfers)
         assert starts.tolist() == pytest.approx([start for spans in plain.spans for start, _ in spans])
@@ -189,4 +189,4 @@ def test_packed_lists_take_what_lists_take(kind: str) -> None:
 def test_packed_lists_that_wait_for_each_other() -> None:
     lists = [parse("F0.0 B0.1 B0.0 F0.1"), parse("F0.0 B0.0 F0.1 B0.1")]
     with pytest.raises(RuntimeError, match="deadlocks"):
-        simulate_packed(PackedSchedule(lists, [2]), np.ones((2, 4)), np.ones((1, 2)))
+        simulate_packed(PackedSchedule(lists, [2]), np.ones((2, 4)), np.ones((2, 2)))
