@@ -98,6 +98,9 @@ class Pipeline(Section, frozen=True):
     ] = []
     """Ranks that hold stages 0, 1, ...; a list of ranks in it holds one stage together, each taking some of the
     micro-batches. The others stay idle. Empty: all ranks, in order. Only with given or "even" cuts."""
+    speeds: Annotated[list[Positive | list[Positive]], Meta(max_length=MOST_ENTRIES)] = []
+    """Relative speeds of the ranks in ``ranks``, in the same form: a rank twice as fast as another of its group takes twice
+    as many micro-batches. Empty: the ranks of a group are alike."""
     adapt: bool | Count = False
     """True: change the cuts during training when a device becomes enough faster or slower for that to pay. A number N: check
     every N steps (FTPipeHD). Given cuts are then a first guess; it is judged as if all devices were like rank 0, the only
@@ -116,6 +119,8 @@ class Pipeline(Section, frozen=True):
     (``codecs.coding``), or "auto": the mildest that hides the transfer behind computation (``planning.codec_choice``)."""
     backward: str | Annotated[list[str], Meta(max_length=MOST_ENTRIES)] = "none"
     """Codec of gradients, given like ``forward``."""
+    groups: bool = True
+    """Whether "auto" cuts may have several ranks hold a stage together."""
     gradients: Literal["exact", "none"] = "exact"
     """Where several ranks hold a stage: how their gradients are summed. "exact": micro-batch by micro-batch in order, as one
     process does, bit for bit; "none": each rank's own sum, uncoded, which differs by rounding and sends less."""

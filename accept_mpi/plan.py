@@ -183,12 +183,13 @@ def make_plan(
     cuts: Sequence[int],
     codecs: Sequence[BoundaryCodecs] | None = None,
     ranks: Sequence[int | Sequence[int]] | None = None,
+    paces: Sequence[Sequence[float]] = (),
 ) -> Plan:
     """Plan with given stages.
 
     ``cuts``: first layers of stages 1, 2, ...; ``codecs``: one entry per boundary, uncoded if None; ``ranks``: the rank or
-    the group of ranks of each stage; 0, 1, ... if None. Raises ValueError with a sentence if cuts do not increase, leave a
-    stage empty or leave the model.
+    the group of ranks of each stage; 0, 1, ... if None; ``paces``: of each stage's ranks. Raises ValueError with a sentence
+    if cuts do not increase, leave a stage empty or leave the model.
     """
     edges = [0, *cuts, layers]
     for before, after in itertools.pairwise(edges):
@@ -200,5 +201,8 @@ def make_plan(
     order = range(len(edges) - 1) if ranks is None else ranks
     spans = itertools.pairwise(edges)
     groups = [(held,) if isinstance(held, int) else tuple(held) for held in order]
-    stages = tuple(StagePlan(start=a, stop=b, ranks=group) for group, (a, b) in zip(groups, spans, strict=True))
+    stages = tuple(
+        StagePlan(start=a, stop=b, ranks=group, paces=tuple(pace) if len(group) > 1 else ())
+        for group, pace, (a, b) in zip(groups, paces or [()] * len(groups), spans, strict=True)
+    )
     return Plan(stages=stages, boundaries=tuple(codecs or [BoundaryCodecs()] * len(cuts)))

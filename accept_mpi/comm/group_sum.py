@@ -82,24 +82,38 @@ class Layout:
         flats = [there]
         for dtype in self._dtypes:
             mine = [(p, g) for p, g in zip(self._like, gradients, strict=True) if p.dtype == dtype]
-            flats.append(torch.cat([(torch.zeros_like(p) if g is None else g).detach().reshape(-1) for p, g in mine]))
+            flats.append(torch.cat([_in_memory_order(p, torch.zeros_like(p) if g is None else g) for p, g in mine]))
         return flats
 
     def unpack(self, flats: Sequence[torch.Tensor]) -> Gradients:
-        """The gradients in flat tensors, each laid out like its parameter."""
+        """The gradients in flat tensors, as views of them, each laid out like its parameter."""
         at = dict.fromkeys(self._dtypes, 0)
         found: Gradients = []
         for there, parameter in zip(flats[0].tolist(), self._like, strict=True):
             start = at[parameter.dtype]
             at[parameter.dtype] = start + parameter.numel()
-            values = flats[1 + self._dtypes.index(parameter.dtype)][start : at[parameter.dtype]]
-            found.append(torch.empty_like(parameter).copy_(values.reshape(parameter.shape)) if there else None)
+            flat = flats[1 + self._dtypes.index(parameter.dtype)]
+            like = _dense(parameter)
+            found.append(flat.as_strided(like.shape, like.stride(), start) if there else None)
         return found
 
     def empty(self) -> list[torch.Tensor]:
         """Uninitialized flat tensors."""
         ends = [max(chunk.stop for chunk in self.chunks if chunk.flat == flat) for flat in range(len(self.dtypes))]
         return [torch.empty(end, dtype=dtype) for end, dtype in zip(ends, self.dtypes, strict=True)]
+
+
+def _dense(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor laid out without gaps, if possible as ``parameter``."""
+    return torch.empty_like(parameter, device="meta")
+
+
+def _in_memory_order(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The values of a gradient as they lie in memory if it is laid out like its parameter (which costs no copy then)."""
+    like = _dense(parameter)
+    if gradient.stride() != like.stride():
+        gradient = torch.empty_like(parameter).copy_(gradient)
+    return gradient.detach().as_strided((gradient.numel(),), (1,))
 
 
 class GroupSum:

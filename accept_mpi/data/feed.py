@@ -61,14 +61,16 @@ class Drawn:
                         "are seeded for each sample"
                     )
 
-    def check_all(self, deadline: float) -> None:
-        """Compare all steps, waiting up to ``deadline`` seconds for the first stage. Raises UserError and DeadlineError."""
+    def check_all(self, deadline: float, check: Callable[[], None]) -> None:
+        """Compare all steps, waiting up to ``deadline`` seconds for the first stage. Raises UserError and DeadlineError, and
+        what ``check`` raises."""
         until = time.monotonic() + deadline
         self.check()
         while self._mine:
             if time.monotonic() > until:
                 raise DeadlineError(f"waited {deadline:.0f} s for what the first stage drew")
             time.sleep(_POLL)
+            check()
             self.check()
 
 
@@ -132,10 +134,11 @@ class Feed:
         self._steps.pop(step, None)
         self._weighed.pop(step, None)
 
-    def close(self, deadline: float) -> None:
-        """Compare what has not been compared, after the last step. Raises UserError and DeadlineError."""
+    def close(self, deadline: float, check: Callable[[], None]) -> None:
+        """Compare what has not been compared, after the last step. Raises UserError and DeadlineError, and what ``check``
+        raises while it waits."""
         if self._compares and self._place.last:  # never on a member that does not lead
-            self._drawn.check_all(deadline)
+            self._drawn.check_all(deadline, check)
 
     def _fetch(self, step: int, indices: Indices, mine: bool = True) -> Samples:
         """The samples of a micro-batch; only the targets if another member takes it."""

@@ -173,6 +173,11 @@ def scores(output: Any) -> Any:
     return output
 
 
+def counts_known(name: str) -> bool:
+    """True if what counts in a target of this loss is known before the loss is computed; of users' own it is not."""
+    return name in _LOSSES
+
+
 def find_loss(name: str) -> Loss:
     """Loss that a job names. Raises UserError with one sentence."""
     return Loss(name, _LOSSES.get(name) or find_function(name, _LOSSES, "train.loss"))

@@ -18,7 +18,7 @@ from torch import nn
 from accept_mpi.errors import UserError
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_Blend = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+_Blend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class RunningStatistics:
@@ -31,80 +31,95 @@ class RunningStatistics:
             for path, module in layer.named_modules()
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
         ]
-        sizes = [module.num_features for _, module in self._modules]
-        self.size = sum(1 + 2 * size for size in sizes)
-        """Number of values about each micro-batch: for each layer whether it was used, its mean and its variance."""
+        self._sizes = [module.num_features for _, module in self._modules]
+        self._half = sum(self._sizes)
+        self.size = len(self._sizes) + 2 * self._half
+        """Number of values about each micro-batch: for each layer whether it was used; all means; all variances."""
+        # Where the layers leave the statistics of one micro-batch: a forward is short beside making new tensors for each.
+        self._used = torch.zeros(len(self._sizes), dtype=torch.int64)
+        self._seen = torch.zeros(2, self._half)
+        self._scratch = [
+            {"running_mean": mean, "running_var": variance, "num_batches_tracked": self._used[n]}
+            for n, (mean, variance) in enumerate(zip(*(half.split(self._sizes) for half in self._seen), strict=True))
+        ] if self._sizes else []  # fmt: skip
 
     @contextmanager
     def taken(self) -> Iterator[list[torch.Tensor]]:
         """Within the context, run one forward; afterwards the list holds its statistics as one float32 vector of ``size``.
         The layers' own running statistics stay as they are. Raises UserError if a layer is used twice."""
         found: list[torch.Tensor] = []
-        mine = [(name, module) for name, module in self._modules if module.training]
-        kept = [([module._buffers[key] for key in _BUFFERS], module.momentum) for _, module in mine]
-        for _, module in mine:
-            for key in _BUFFERS:
-                module._buffers[key] = torch.zeros_like(getattr(module, key))
-            module.momentum = 1.0
+        for values in (
+            self._used,
+            self._seen,
+        ):  # unseen by autograd, which keeps them for a backward that does not need them
+            values.numpy().fill(0)
+        kept = []
+        for (_, module), scratch in zip(self._modules, self._scratch, strict=True):
+            if module.training:
+                kept.append((module, [module._buffers[key] for key in _BUFFERS], module.momentum))
+                module._buffers.update(scratch)
+                module.momentum = 1.0
         try:
             yield found
-            parts = []
-            for name, module in self._modules:
-                used = int(module._buffers["num_batches_tracked"]) if module.training else 0  # type: ignore[arg-type]
-                if used > 1:
-                    raise UserError(f'layer "{name}" is used twice in a forward, which a group of ranks cannot hold')
-                parts.append(torch.tensor([float(used)]))
-                parts += [getattr(module, key).float() * used for key in _BUFFERS[:2]]
-            found.append(torch.cat(parts) if parts else torch.empty(0))
+            if self._used.max().item() > 1 if self._sizes else False:
+                name = self._modules[int(self._used.argmax())][0]
+                raise UserError(f'layer "{name}" is used twice in a forward, which a group of ranks cannot hold')
+            found.append(torch.cat([self._used.float(), self._seen.detach().reshape(-1)]))
         finally:
-            for (_, module), (buffers, momentum) in zip(mine, kept, strict=True):
+            for module, buffers, momentum in kept:
                 module._buffers.update(zip(_BUFFERS, buffers, strict=True))
                 module.momentum = momentum
 
     @torch.no_grad()
     def replay(self, micro_batches: Sequence[torch.Tensor]) -> None:
         """Update the layers' running statistics by those of some micro-batches, in order."""
-        blend_mean, blend_variance = _blend("running_mean"), _blend("running_var")
-        at = 0
-        for _, module in self._modules:
-            size = module.num_features
-            assert module.running_mean is not None
-            assert module.running_var is not None
-            assert module.num_batches_tracked is not None
-            for values in micro_batches:
-                if not values[at]:
-                    continue
-                module.num_batches_tracked.add_(1)
-                momentum = module.momentum
-                factor = 1.0 / float(module.num_batches_tracked) if momentum is None else momentum
-                mean, variance = values[at + 1 : at + 1 + size], values[at + 1 + size : at + 1 + 2 * size]
-                module.running_mean.copy_(blend_mean(mean, module.running_mean, factor))
-                module.running_var.copy_(blend_variance(variance, module.running_var, factor))
-            at += 1 + 2 * size
+        layers, count = [module for _, module in self._modules], len(self._sizes)
+        if not layers:
+            return
+        means = torch.cat([module.running_mean for module in layers])  # type: ignore[misc]
+        variances = torch.cat([module.running_var for module in layers])  # type: ignore[misc]
+        tracked = [int(module.num_batches_tracked) for module in layers]  # type: ignore[arg-type]
+        sizes = torch.tensor(self._sizes)
+        for values in micro_batches:
+            used = values[:count].tolist()
+            tracked = [before + int(one) for before, one in zip(tracked, used, strict=True)]
+            factors = [
+                (1.0 / now if module.momentum is None else module.momentum) if one else 0.0
+                for module, now, one in zip(layers, tracked, used, strict=True)
+            ]
+            momentum = torch.tensor(factors, dtype=torch.float64).repeat_interleave(sizes)
+            was_used = momentum > 0
+            mean, variance = values[count : count + self._half], values[count + self._half :]
+            means = torch.where(was_used, _blend("running_mean")(mean, means, momentum), means)
+            variances = torch.where(was_used, _blend("running_var")(variance, variances, momentum), variances)
+        torch._foreach_copy_([module._buffers["running_mean"] for module in layers], means.split(self._sizes))  # type: ignore[misc]
+        torch._foreach_copy_([module._buffers["running_var"] for module in layers], variances.split(self._sizes))  # type: ignore[misc]
+        for module, now in zip(layers, tracked, strict=True):
+            module.num_batches_tracked.fill_(now)  # type: ignore[union-attr]
 
 
-def _plain(new: torch.Tensor, old: torch.Tensor, momentum: float) -> torch.Tensor:
+def _plain(new: torch.Tensor, old: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
     share, rest = _shares(momentum)
     return share * new + rest * old
 
 
-def _fused_new(new: torch.Tensor, old: torch.Tensor, momentum: float) -> torch.Tensor:
+def _fused_new(new: torch.Tensor, old: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
     """The product with ``new`` unrounded, as a fused multiply-add leaves it."""
     share, rest = _shares(momentum)
     return (share.double() * new.double() + (rest * old).double()).float()
 
 
-def _fused_old(new: torch.Tensor, old: torch.Tensor, momentum: float) -> torch.Tensor:
+def _fused_old(new: torch.Tensor, old: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
     share, rest = _shares(momentum)
     return (rest.double() * old.double() + (share * new).double()).float()
 
 
-def _double(new: torch.Tensor, old: torch.Tensor, momentum: float) -> torch.Tensor:
+def _double(new: torch.Tensor, old: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
     return (momentum * new.double() + (1 - momentum) * old.double()).float()
 
 
-def _shares(momentum: float) -> tuple[torch.Tensor, torch.Tensor]:
-    share = torch.tensor(momentum, dtype=torch.float32)
+def _shares(momentum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    share = momentum.float()
     return share, 1 - share
 
 
@@ -123,5 +138,5 @@ def _blend(key: str) -> _Blend:
         updated = {"running_mean": old.clone(), "running_var": old.clone()}
         nn.functional.batch_norm(x, updated["running_mean"], updated["running_var"], training=True, momentum=momentum)
         new = mean if key == "running_mean" else variance
-        left = [way for way in left if torch.equal(way(new, old, momentum), updated[key])]
+        left = [way for way in left if torch.equal(way(new, old, torch.tensor(momentum, dtype=torch.float64)), updated[key])]
     return left[0] if left else _plain

@@ -24,16 +24,26 @@ class Watch:
         self._before = self._state()
         self._reason = ""
 
-    def after_forward(self, divisors: Divisors) -> None:
-        """Note what the forward did. ``divisors``: the loss's."""
-        if divisors.used:
+    def after_forward(self, divisors: Divisors | None = None) -> str:
+        """The reason so far why a group cannot hold the layers, after the forward; empty if it can. ``divisors``: the
+        loss's, on the last stage."""
+        if divisors and divisors.used:
             self._reason = "the loss gives (sum, count), and the count must be known before the first micro-batch"
         now = self._state()
         # BatchNorm's own buffers may change, since ``running_statistics`` replays that.
         changed = [name for name, state in now.items() if state != self._before.get(name) and state[0] not in self._normal]
         if changed:
             self._reason = f'a forward changes the buffer "{changed[0]}", which each rank would do to its own'
+        for name, layer in self._named():
+            for module in layer.modules():
+                mean = module._buffers.get("running_mean")
+                if id(mean) in self._normal and mean is not None and mean.dtype != torch.float32:
+                    self._reason = f'layer "{name}" has running statistics of another type than float32'
+        sparse = [name for name, layer in self._named() for module in layer.modules() if getattr(module, "sparse", False)]
+        if sparse:
+            self._reason = f'layer "{sparse[0]}" has sparse gradients'
         self._before = now
+        return self._reason
 
     def after_backward(self) -> str:
         """The reason why a group cannot hold the layers; empty if it can."""

@@ -13,7 +13,7 @@ suffice, and a whole window is enough whatever it lost. Otherwise consecutive wi
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -45,6 +45,8 @@ _STEEPEST = 2.0
 """Largest exponent with which a stage's time grows with the time of its device's speed check."""
 _MIN_SAVING, _MARGIN = 0.15, 2.0
 """A new plan must save this share of a step, and in all remaining steps this multiple of its cost."""
+_NEARLY = 1.05
+"""A new deal of the same groups is preferred if it is at most this factor slower than the best plan."""
 _BUILD_STEPS, _BUILD_SECONDS = 5.0, 2.0
 """Cost of a new plan in addition to moving: so many of its own steps, since the pipeline drains and fills and caches are
 cold, and the seconds that planning and building its stages take."""
@@ -67,8 +69,18 @@ class Proposal(msgspec.Struct, frozen=True):
 class Adapter(Observer):
     """Watches one deployment on rank 0; when another plan pays, sets ``proposal`` and calls ``ask``, once."""
 
-    def __init__(self, job: Job, last_step: int, plan: Plan, cluster: ClusterProfile, ask: Callable[[], None]) -> None:
-        """``cluster``: its devices are in the order of the deployment's ranks. ``last_step``: the last step of the run."""
+    def __init__(
+        self,
+        job: Job,
+        last_step: int,
+        plan: Plan,
+        cluster: ClusterProfile,
+        ask: Callable[[], None],
+        names: Sequence[int] | None = None,
+    ) -> None:
+        """``cluster``: its devices are in the order of the deployment's ranks. ``last_step``: the last step of the run.
+        ``names``: the numbers of ranks 0, 1, ... in the trace, if they differ."""
+        self._names = names
         self._job, self._last_step = job, last_step
         self._plan, self._cluster, self._ask = plan, cluster, ask
         self.proposal: Proposal | None = None
@@ -156,11 +168,13 @@ class Adapter(Observer):
         """For each rank, the factor by which it is slower than in the cluster profile, in the median step of ``window``. An
         idle rank's comes from its speed checks."""
         found = {rank: self._change(rank) for rank in self._beats}
-        for s, stage in enumerate(self._plan.stages):
-            rank = stage.leader
+        for s, rank in self._plan.holders:
+            stage = self._plan.stages[s]
             device, mine = self._cluster.devices[rank], slice(stage.start, stage.stop)
             expected = float(sum(device.forward[mine]) + sum(device.backward[mine]))
             rows = window[window["stage"] == s]
+            if len(stage.ranks) > 1:
+                rows = rows[rows["rank"] == (self._names[rank] if self._names else rank)]
             beat, found[rank] = found[rank], 1.0
             if not len(rows) or expected <= 0:
                 continue
@@ -201,6 +215,10 @@ class Adapter(Observer):
             best = plan_for(cluster, self._job, held)
         except UserError:
             return None
+        # Another deal of the same groups moves nothing.
+        dealt = estimate(cluster, self._job, redealt(self._plan, factors)) if self._plan.hybrid else None
+        if dealt and dealt.expected <= _NEARLY * best.expected:
+            best = dealt
         if best.step > (1 - _MIN_SAVING) * now.step:
             return None
         cost = moving(cluster, best.plan, held)[0] + _BUILD_STEPS * best.step + _BUILD_SECONDS
@@ -226,6 +244,23 @@ class Adapter(Observer):
             assumed = device.assumed and rank not in self._seen
             devices[rank] = msgspec.structs.replace(device.slowed(factor), assumed=assumed)
         return msgspec.structs.replace(self._cluster, devices=devices)
+
+
+def redealt(plan: Plan, factors: Mapping[int, float]) -> Plan:
+    """The same plan for ranks that take ``factors`` times as long: only the deals of its groups change."""
+    stages = [
+        msgspec.structs.replace(
+            stage,
+            paces=tuple(
+                pace * factors[rank]
+                for rank, pace in zip(stage.ranks, stage.paces or (1.0,) * len(stage.ranks), strict=True)
+            ),
+        )
+        if len(stage.ranks) > 1
+        else stage
+        for stage in plan.stages
+    ]
+    return msgspec.structs.replace(plan, stages=tuple(stages))
 
 
 def _between(rows: Rows, after: int, count: int) -> Rows:

@@ -6,7 +6,7 @@ polls while something large is being sent.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,10 +20,11 @@ from accept_mpi.pipeline.schedule import Action, ScheduleKind, actions, max_in_f
 from accept_mpi.pipeline.simulator import PackedSchedule, Simulated, action_seconds, simulate, simulate_packed
 from accept_mpi.planning.message_model import message_seconds
 from accept_mpi.polling import POLL_IDLE
-from accept_mpi.profiling.cluster_profile import StageTimes
+from accept_mpi.profiling.cluster_profile import DeviceProfile, StageTimes
 
 F64 = npt.NDArray[np.float64]
 
+_PASSES = 3  # over a group's gradients, apart from sending them
 _STEPS = 3  # steps that are simulated
 _MANY = 20_000  # above this many (stages x micro-batches), simulate only the start of a step and extrapolate
 _STEADY = 4  # steps of an asynchronous pipeline that count, between those that fill it and those that drain it
@@ -64,6 +65,17 @@ class Groups(NamedTuple):
     def alone(stages: int) -> "Groups":
         """One device per stage."""
         return Groups(range(stages), [Deal((1.0,))] * stages, [0.0] * stages, True, {})
+
+
+def sum_handling(here: StageTimes | DeviceProfile, gradients: F64 | float, sent: F64 | float, contributions: float) -> Any:
+    """Seconds of the computing core per micro-batch for a group's sums, if the data plane has no core of its own.
+    ``gradients``: bytes of all of them; ``sent``: bytes sent per micro-batch, about as many as are received;
+    ``contributions``: contributions per micro-batch, each of which is gathered, added up and spread again."""
+    if not here.shared:
+        return 0.0 * sent
+    coding = here.encode["none"] + here.decode["none"]
+    each = 2 * here.seconds_per_byte + coding / 4
+    return sent * each + contributions * gradients / 4 * _PASSES * here.encode["none"] + 2 * here.seconds_per_message
 
 
 class Forecast:
@@ -188,7 +200,8 @@ class Forecast:
                     float(crossing.values), nbytes, costs[name], here.seconds_per_byte, here.seconds_per_message, on_link
                 )
         if way is Direction.BACKWARD and len(self._held_by[stage]) > 1:
-            total += 2 * self._summed(device) * here.seconds_per_byte + 2 * here.seconds_per_message
+            contributions = 1.0 if self.groups.exact else 1 / max(1.0, self._shares[device] * self._all)
+            total += sum_handling(here, self.groups.gradients[stage], self._summed(device), contributions)
         return total
 
     def step(self, codecs: Mapping[Crossing, str]) -> float:

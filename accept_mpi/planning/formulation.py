@@ -51,6 +51,7 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[P
         in_flight=needs.in_flight,
         state_copies=needs.state_copies,
         micro_batches=float(micro_batches_of(job)) if job.pipeline.schedule != "1f1b-async" else 1e9,
+        real_micro_batches=float(micro_batches_of(job)),
         fill=_FILL[job.pipeline.schedule],
     ), names
 

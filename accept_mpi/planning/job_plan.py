@@ -26,6 +26,10 @@ def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequenc
             f"{len(ranks)} stages for a model of {layers} layers: each stage needs a layer; "
             f"start mpirun with -n {layers} at most"
         )
+    speeds = [[one] if isinstance(one, float) else one for one in job.pipeline.speeds]
+    sizes = [1 if isinstance(held, int) else len(held) for held in ranks]
+    if speeds and [len(group) for group in speeds] != sizes:
+        raise UserError(f"pipeline.speeds: {job.pipeline.speeds} does not have a speed for each rank of {ranks}")
     codecs = _codecs(job, len(ranks) - 1)
     cuts = job.pipeline.cuts
     if isinstance(cuts, str):  # "even", or "auto" where one rank has nothing to choose
@@ -34,7 +38,7 @@ def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequenc
         holders = "groups of ranks" if len(every) > len(ranks) else "ranks"
         raise UserError(f"pipeline.cuts: {cuts} makes {len(cuts) + 1} stages, but there are {len(ranks)} {holders}")
     try:
-        plan = make_plan(layers, cuts, codecs, ranks)
+        plan = make_plan(layers, cuts, codecs, ranks, [[1 / speed for speed in group] for group in speeds])
     except ValueError as error:
         raise UserError(f"pipeline.cuts: {error}") from error
     if cuts:

@@ -19,6 +19,7 @@ from accept_mpi.planning.balance import balance
 from accept_mpi.planning.codec_choice import LINK_SHARE
 from accept_mpi.planning.estimate import Estimate, estimate
 from accept_mpi.planning.formulation import NEVER, problem_of
+from accept_mpi.planning.groups import hybrid_plans
 from accept_mpi.planning.problem import NoPlan, Problem, Solution, cost
 from accept_mpi.planning.search import solve
 from accept_mpi.profiling.cluster_profile import ClusterProfile
@@ -76,6 +77,9 @@ def plans_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> tuple[Est
             f"data.name: first and last stage need the data, only {have} has it, and the model does not fit there"
         )
     best = _spared(problem, _best(possible), cluster, job)
+    hybrid = next(iter(hybrid_plans(cluster, job, (loaded, problem), best[0].step)), None)
+    if hybrid and hybrid.expected < _MIN_IMPROVEMENT * best[0].expected:
+        return hybrid, even
     if held and (near := _nearest(problem, best[1], cluster, job, held)) != best[1]:
         found = estimate(cluster, job, _as_plan(near, job))
         if _ALIKE * found.expected <= best[0].expected:
@@ -171,10 +175,10 @@ def moving(cluster: ClusterProfile, plan: Plan, held: Layers) -> tuple[float, fl
     """
     each = []
     for stage in plan.stages:
-        rank = stage.leader
-        layers = [layer for layer in range(stage.start, stage.stop) if layer not in held[rank]]
-        nbytes = sum(_STATES * cluster.outline.layers[layer].parameter_bytes for layer in layers)
-        each.append(nbytes / cluster.host_link(rank))
+        for rank in stage.ranks:
+            layers = [layer for layer in range(stage.start, stage.stop) if layer not in held[rank]]
+            nbytes = sum(_STATES * cluster.outline.layers[layer].parameter_bytes for layer in layers)
+            each.append(nbytes / cluster.host_link(rank))
     return max(each), sum(each)
 
 

@@ -51,6 +51,8 @@ class Problem:
     """(N,): versions of ``state`` that a stage holds, by the number of stages behind it."""
     micro_batches: float = 1e9
     """Micro-batches per step; a very large number for asynchronous schedules, which do not drain."""
+    real_micro_batches: float = 1.0
+    """Micro-batches per step, whatever the schedule."""
     fill: float = 0.0
     """Share of the stages' times that filling and draining adds to a step: 1 for 1F1B and GPipe, 1/3 for zero-bubble,
     0 for asynchronous schedules."""

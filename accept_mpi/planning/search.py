@@ -69,6 +69,13 @@ def solve(problem: Problem, ordered: bool = False) -> Solution:
     return best
 
 
+def improve(problem: Problem, most: float) -> Solution | None:
+    """The solution with the least bottleneck for few devices in any order (``MOST_EXACT``); None if it is above ``most``."""
+    find = _Exact(problem, False) if problem.devices <= MOST_EXACT else _Beam(problem, False)
+    first = find.below(most)
+    return None if first is None else _bisected(problem, find.below, first, problem.devices <= MOST_EXACT)
+
+
 def _least_bottleneck(problem: Problem, guess: _Below, below: _Below, exact: bool) -> Solution:
     """The solution with the least bottleneck, by bisection. ``guess`` may miss solutions that exist; so may ``below`` unless
     ``exact``. Raises NoPlan if there is none."""
@@ -77,6 +84,12 @@ def _least_bottleneck(problem: Problem, guess: _Below, below: _Below, exact: boo
     best = next((plan for plan in guesses if plan is not None), None) or below(np.inf)
     if best is None:
         raise NoPlan(_why(problem))
+    return _bisected(problem, below, best, exact)
+
+
+def _bisected(problem: Problem, below: _Below, best: Solution, exact: bool) -> Solution:
+    """The solution with the least bottleneck, by bisection from ``best`` down."""
+    low = max(lower_bound(problem), _NOTHING)
     high = cost(problem, best).bottleneck
     while high > max(low * (1 + _CLOSE), 2 * _NOTHING):
         middle = float(np.sqrt(low * high)) if high > 4 * low else (low + high) / 2

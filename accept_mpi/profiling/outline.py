@@ -19,6 +19,7 @@ from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
 from accept_mpi.job import Job
 from accept_mpi.models.base import Chain
 from accept_mpi.models.shared import Shared
+from accept_mpi.pipeline.shareable import Watch
 from accept_mpi.pipeline.untouched import untouched
 from accept_mpi.seeds import init_seed, seeded
 from accept_mpi.tree import Tree
@@ -44,6 +45,8 @@ class LayerOutline(msgspec.Struct, frozen=True, omit_defaults=True, rename={"sav
     """Part of ``parameter_bytes`` that is not trained."""
     tree: Tree | None = None
     """Structure whose tensors the inputs are; None for a lone tensor or a tuple of several."""
+    alone: bool = False
+    """True if a group of ranks cannot hold the layer (``pipeline.shareable``)."""
 
 
 class Outline(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -129,7 +132,9 @@ def _outline(chain: Chain, seed: int, value: Any, channels_last: bool, samples: 
         held.begin([*parameters, *buffers])
         counter = FlopCounterMode(display=False)
         with untouched([module]), device, counter, torch.autograd.graph.saved_tensors_hooks(held, lambda tensor: tensor):
+            watch = Watch([chain.names[index]], [module])
             value = call_layer(index, chain.names[index], module, value, setting_up=True)
+            alone = bool(watch.after_forward())
         if abstract and channels_last:  # convolutions on the meta device forget the layout
             value = tree.replace(value, held.laid_out)
         if not abstract:  # release this layer's graph; times 1 makes a non-leaf, which the next layer may change in place
@@ -146,6 +151,7 @@ def _outline(chain: Chain, seed: int, value: Any, channels_last: bool, samples: 
                 operations=float(counter.get_total_flops()),
                 saved_bytes=held.bytes,
                 frozen_bytes=_bytes([p for p in parameters if not p.requires_grad]),
+                alone=alone,
                 tree=None if of == tree.packed(len(specs)) else of,
             )
         )

@@ -30,6 +30,7 @@ also one that takes none of the step's micro-batches."""
 Post = Callable[[int, Control, bool], None]
 """A function that sends a control message: (receiver's rank, message, whether it may wait until training sends nothing)."""
 
+_CHECK_SECONDS = 0.1
 _MOST_SHARE = 0.03
 _SOON = 3  # steps of a new plan before its first snapshot
 _FIRST_SECONDS = 2.0  # between snapshots until one has shown how long it takes
@@ -76,11 +77,15 @@ class Barriers:
         for rank in range(ranks):
             self._post(rank, StepFlags(step, flags), False)
 
-    def told(self, step: int, deadline: float) -> int:
-        """The flags of a step that ``tell_all`` decided; waits at most ``deadline`` seconds. Raises DeadlineError."""
+    def told(self, step: int, deadline: float, check: Callable[[], None]) -> int:
+        """The flags of a step that ``tell_all`` decided; waits at most ``deadline`` seconds. Raises DeadlineError, and what
+        ``check`` raises."""
+        until = time.monotonic() + deadline
         with self._told:
-            if not self._told.wait_for(lambda: step in self._decided, deadline):
-                raise DeadlineError(f"waited {deadline:.0f} s for the first stage to say how step {step + 1} ends")
+            while not self._told.wait_for(lambda: step in self._decided, _CHECK_SECONDS):
+                check()
+                if time.monotonic() > until:
+                    raise DeadlineError(f"waited {deadline:.0f} s for the first stage to say how step {step + 1} ends")
             return self._decided.pop(step)
 
     def _due(self, step: int) -> int:

@@ -10,10 +10,13 @@ from accept_mpi.errors import Agreed, TooFewDevices, UserError
 from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
 from accept_mpi.plan import Plan
-from accept_mpi.planning.estimate import with_codecs
+from accept_mpi.planning.estimate import estimate, with_codecs
 from accept_mpi.planning.planner import Layers, plan_for
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.replicas import Holdings, Replicas, newest
+
+_STAYS = 1.2
+"""After a group's loss the plan stays if a step takes at most this factor longer than with the best one: nothing moves."""
 
 
 def regroup(runtime: Runtime) -> str:
@@ -77,14 +80,22 @@ def plan_after_loss(
 ) -> Plan:
     """The plan for the surviving ranks ``members`` (as numbered when the job began), as they are numbered now.
 
-    It is made from the cluster profile; without one, a lost stage's layers go to a neighbour. Other arguments as for
-    ``next_plan``. Raises UserError if no plan fits.
+    If groups have lost ranks but each keeps some, these share the micro-batches, and no layer moves, unless another plan is
+    much faster. Otherwise the plan is made from the cluster profile; without one, a lost stage's layers go to a neighbour.
+    Other arguments as for ``next_plan``. Raises UserError if no plan fits.
     """
     ranks = {member: rank for rank, member in enumerate(members)}
+    lost = {rank for _, rank in plan.holders} - set(members)
+    left = plan.without(lost)
     if cluster is None:
-        held = {rank for stage in plan.stages for rank in stage.ranks}
-        left = plan.without(held - set(members))
         if left is None:
             raise UserError("all ranks that hold a stage are lost")
         return left.renamed(ranks)
-    return with_codecs(plan_for(cluster, job, layers))
+    best = plan_for(cluster, job, layers)
+    if left is not None and lost and len(left.stages) == len(plan.stages):
+        dealt = estimate(cluster, job, left.renamed(ranks))
+        rooms = [cluster.devices[rank].memory for _, rank in dealt.plan.holders]
+        fits = all(need <= room for need, room in zip(dealt.memory, rooms, strict=True))
+        if fits and dealt.expected <= _STAYS * best.expected:
+            return with_codecs(dealt)
+    return with_codecs(best)

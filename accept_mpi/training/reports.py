@@ -74,10 +74,12 @@ class Reports:
         )
         return True
 
-    def flush(self, deadline: float) -> None:
-        """Wait until everything has been reported. Raises DeadlineError after ``deadline`` seconds."""
+    def flush(self, deadline: float, check: Callable[[], None]) -> None:
+        """Wait until everything has been reported. Raises DeadlineError after ``deadline`` seconds, and what ``check``
+        raises."""
         until = time.monotonic() + deadline
         while self._open:
+            check()
             if time.monotonic() > until:
                 raise DeadlineError(f"waited {deadline:.0f} s for the results of the other ranks of the last stage")
             time.sleep(_POLL)

@@ -228,8 +228,9 @@ class _Run:
         cluster = self._of_now(runtime)
         if self.job.pipeline.adapt and cluster:
             adapter = Adapter(
-                self.job, deployment.course.last, deployment.plan, cluster, lambda: deployment.barriers.ask_to_replan()
-            )
+                self.job, deployment.course.last, deployment.plan, cluster, lambda: deployment.barriers.ask_to_replan(),
+                runtime.members,
+            )  # fmt: skip
         number = manifest.number if manifest else 0
         self._records.begin(deployment, self._planned, number, None if begin.first else self._ownership.run, adapter)
         self._records.say(deployment, notes, self._notes)

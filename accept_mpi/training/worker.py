@@ -123,8 +123,8 @@ class Worker:
             deliver()
             if self._final is not None:
                 break
-        self._feed.close(self._deadline)
-        self._reports.flush(self._deadline)
+        self._feed.close(self._deadline, self.plane.check)
+        self._reports.flush(self._deadline, self.plane.check)
         return course.last if self._final is None else stop
 
     def walk(self, segment: range, steps: int, deliver: Callable[[], None]) -> None:
@@ -176,7 +176,7 @@ class Worker:
             if self.place.first and self.place.leads and step + AHEAD + 1 < steps:
                 self._tell_flags(step + AHEAD)
             if self._course.first + AHEAD <= step < steps - 1:
-                self._flag(step, self._barriers.told(step, self._deadline))
+                self._flag(step, self._barriers.told(step, self._deadline, self.plane.check))
         elif self.place.first and step + 1 < steps:
             self._flag(step, self._barriers.flags(step))
 

@@ -155,7 +155,8 @@ class Experiment:
             plan = msgspec.json.decode(planned["plan"], type=Plan)
             more = {
                 "pipeline.cuts": [stage.start for stage in plan.stages[1:]],
-                "pipeline.ranks": plan.leaders,
+                "pipeline.ranks": [stage.ranks[0] if len(stage.ranks) == 1 else list(stage.ranks) for stage in plan.stages],
+                "pipeline.speeds": [[1 / pace for pace in stage.paces] or [1.0] * len(stage.ranks) for stage in plan.stages],
                 "pipeline.forward": [codec.forward for codec in plan.boundaries],
                 "pipeline.backward": [codec.backward for codec in plan.boundaries],
             }

@@ -25,7 +25,15 @@ TIMES = {
 }  # fmt: skip
 
 
-def faults(seed: int) -> list[str]:
+GROUPS = [
+    {"pipeline_cuts": [3], "pipeline_ranks": [[0, 1, 2], [3, 4, 5]]},
+    {"pipeline_cuts": [2, 4], "pipeline_ranks": [[5, 0], 1, [2, 4]]},
+    {"pipeline_cuts": [], "pipeline_ranks": [[0, 1, 2, 3, 4, 5]], "pipeline_schedule": "zero-bubble"},
+    {"pipeline_cuts": [3], "pipeline_ranks": [0, [1, 2, 3, 4]], "pipeline_schedule": "gpipe"},
+]
+
+
+def faults(seed: int, jobs: int = JOBS) -> list[str]:
     """Who dies where: two to four of six, some of them together."""
     rng = random.Random(seed)
     victims = rng.sample(range(RANKS), rng.randint(2, 4))
@@ -35,7 +43,7 @@ def faults(seed: int) -> list[str]:
             where = planned[-1].partition("@")[2]
         else:
             point = rng.choice(list(TIMES))
-            where = f"{point}:{rng.randint(1, TIMES[point])}"
+            where = f"{point}:{rng.randint(1, max(1, TIMES[point] * jobs // JOBS))}"
         planned.append(f"{victim}@{where}")
     return planned
 
@@ -53,6 +61,22 @@ def test_random_losses(tmp_path: Path) -> None:
         assert code == 0, f"{what}: exit code {code}\n{out}"
         for k in range(JOBS):
             samples.assert_equal(Checkpoint(tmp_path / f"run-{seed}-{k}").whole(), expected())
+        assert not left_behind(tmp_path), what
+        lost = out.count("lost rank") + out.count(" and rank ")
+        print(f"{what}: {lost} lost")
+        losses, seed = losses + lost, seed + 1
+
+
+def test_random_losses_of_groups(tmp_path: Path) -> None:
+    """The same with stages held by groups: one job per start, since its plan names the ranks."""
+    losses, seed = 0, int(SEED) if SEED else 3000
+    while losses < (1 if SEED else LOSSES):
+        planned, keys = faults(seed, 1), GROUPS[seed % len(GROUPS)]
+        what = f"ACCEPT_MPI_FAULT_SEED={seed} ({' '.join(planned)}) {keys}"
+        job = samples.write_job(tmp_path / f"{seed}.toml", samples.CNN, f"run-{seed}", recovery_replicate_every=1, **keys)
+        code, out = run(tmp_path, [ROOT / "tests" / "programs" / "train_all.py", job], " ".join(planned), RANKS)
+        assert code == 0, f"{what}: exit code {code}\n{out}"
+        samples.assert_equal(Checkpoint(tmp_path / f"run-{seed}").whole(), expected())
         assert not left_behind(tmp_path), what
         lost = out.count("lost rank") + out.count(" and rank ")
         print(f"{what}: {lost} lost")

@@ -26,12 +26,15 @@ def test_replayed_statistics(layout: torch.memory_format, samples: int) -> None:
     group = copy.deepcopy(plain)
     batches = [(torch.randn(samples, 3, 8, 8) * 3 + 1).to(memory_format=layout) for _ in range(20)]
     statistics = RunningStatistics([str(i) for i in range(len(group))], list(group))
-    taken = []
+    taken, flying = [], []
     for x in batches:
         with statistics.taken() as found:
             given = group(x)
         taken += found
+        flying.append(given)
         assert torch.equal(given, plain(x))
+    for given in flying:  # backwards of several micro-batches follow later
+        given.sum().backward()
     assert all(len(values) == statistics.size for values in taken)
     statistics.replay(taken)
     assert plain.state_dict().keys() == group.state_dict().keys()

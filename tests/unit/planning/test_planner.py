@@ -40,6 +40,7 @@ batch_size = 32
 micro_batches = 8
 [pipeline]
 schedule = "1f1b-async"
+groups = false
 [output]
 directory = "r"
 """

@@ -1,0 +1,266 @@
+"""Finds plans in which groups of devices hold stages (Asteroid): which devices form a group, and what each group holds.
+
+Every way to divide the devices into groups is a problem for the search for pipelines (``planning.search``), in which a group
+is one device: as long as its members take for its micro-batches, dealt whole (``pipeline.deal``). Pure data parallelism (one
+group of all) and a pure pipeline (groups of one) are its two ends. Divisions that differ only in devices of one kind count
+once, and one that cannot beat the best so far is given up after a single search.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from accept_mpi.data.calendar import micro_batches_of
+from accept_mpi.job import Job
+from accept_mpi.models.losses import counts_known
+from accept_mpi.plan import BoundaryCodecs, Plan, make_plan
+from accept_mpi.planning.estimate import Estimate, estimate
+from accept_mpi.planning.forecast import sum_handling
+from accept_mpi.planning.formulation import NEVER
+from accept_mpi.planning.problem import F64, NoPlan, Problem, Solution, cost
+from accept_mpi.planning.search import improve
+from accept_mpi.profiling.cluster_profile import ClusterProfile
+
+MOST_DEVICES = 12  # with more, no groups are tried
+_MOST_DIVISIONS = 150  # divisions that are tried; of more devices, only those into groups of about equal speed
+_MOST_ESTIMATED = 8  # of the best found, how many are simulated
+_ALIKE = 0.08  # relative difference of times up to which two devices count as of one kind
+_MOST_DEALT = 64  # micro-batches of which the deal is worked out exactly
+
+Group = tuple[int, ...]
+Division = tuple[Group, ...]
+
+
+def hybrid_plans(cluster: ClusterProfile, job: Job, problems: Sequence[Problem], best: float) -> list[Estimate]:
+    """Estimates of the most promising plans with groups, fastest first. ``problems``: those of the devices alone, on links
+    at different loads; ``best``: seconds per step of the best plan without groups."""
+    devices = len(cluster.devices)
+    if not job.pipeline.groups or not 1 < devices <= MOST_DEVICES or micro_batches_of(job) < 2:
+        return []
+    found: dict[Plan, Estimate] = {}
+    for problem in problems:
+        maker = _Groups(cluster, job, problem)
+        reached = best * 1.02 / _steps(problem)
+        solutions: list[tuple[float, Division, Solution]] = []
+        for division in _divisions(cluster, problem):
+            virtual = maker.problem(division)
+            try:
+                solution = improve(virtual, reached)
+            except NoPlan:
+                continue
+            if solution is None or not any(len(division[v]) > 1 for v in solution.devices):
+                continue
+            seconds = cost(virtual, solution).bottleneck
+            solutions.append((seconds, division, solution))
+            reached = min(reached, seconds * 1.05)
+        for _, division, solution in sorted(solutions, key=lambda one: one[0])[:_MOST_ESTIMATED]:
+            plan = maker.plan(division, solution)
+            if plan not in found:
+                found[plan] = estimate(cluster, job, plan)
+    fitting = [one for one in found.values() if _fits(cluster, one)]
+    return sorted(fitting, key=lambda one: one.expected)
+
+
+def _steps(problem: Problem) -> float:
+    """Micro-batches by which a bottleneck becomes a step's seconds, at least."""
+    return problem.real_micro_batches
+
+
+def _fits(cluster: ClusterProfile, found: Estimate) -> bool:
+    """True if every device has the memory that its part needs."""
+    rooms = [cluster.devices[rank].memory for _, rank in found.plan.holders]
+    return all(need <= room for need, room in zip(found.memory, rooms, strict=True))
+
+
+def _divisions(cluster: ClusterProfile, problem: Problem) -> Iterator[Division]:
+    """Yield divisions of the devices into groups, at least one of several; those that differ only in devices of one kind
+    count once."""
+    kinds = _kinds(cluster, problem)
+    order = sorted(range(problem.devices), key=lambda n: (float(np.minimum(problem.layer_seconds[n], NEVER).sum()), n))
+    every = _partitions(order) if problem.devices <= 6 or len(set(kinds)) <= 2 else _runs(order)
+    seen: set[tuple[tuple[int, ...], ...]] = set()
+    for division in every:
+        looks = tuple(sorted(tuple(sorted(kinds[n] for n in group)) for group in division))
+        if looks in seen or all(len(group) == 1 for group in division):
+            continue
+        seen.add(looks)
+        yield division
+        if len(seen) == _MOST_DIVISIONS:
+            return
+
+
+def _partitions(devices: Sequence[int]) -> Iterator[Division]:
+    """Yield all ways to divide devices into groups."""
+    if not devices:
+        yield ()
+        return
+    first, rest = devices[0], devices[1:]
+    for size in range(len(rest) + 1):
+        for others in itertools.combinations(rest, size):
+            left = [n for n in rest if n not in others]
+            for division in _partitions(left):
+                yield ((first, *others), *division)
+
+
+def _runs(devices: Sequence[int]) -> Iterator[Division]:
+    """Yield all ways to divide devices into groups of neighbours."""
+    for cuts in itertools.product((False, True), repeat=len(devices) - 1):
+        edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(devices)]
+        yield tuple(tuple(devices[a:b]) for a, b in itertools.pairwise(edges))
+
+
+def _kinds(cluster: ClusterProfile, problem: Problem) -> list[int]:
+    """A number for each device, the same for those that can stand for each other."""
+    firsts: list[int] = []
+    found = []
+    for n, device in enumerate(cluster.devices):
+        for kind, first in enumerate(firsts):
+            other = cluster.devices[first]
+            both = (
+                (float(problem.layer_seconds[n].sum()), float(problem.layer_seconds[first].sum())),
+                (float(problem.host_link[n]), float(problem.host_link[first])),
+                (device.memory, other.memory),
+            )
+            if device.data == other.data and all(abs(a - b) <= _ALIKE * max(a, b) for a, b in both):
+                found.append(kind)
+                break
+        else:
+            found.append(len(firsts))
+            firsts.append(n)
+    return found
+
+
+@dataclass(frozen=True)
+class _Device:
+    """A group as one device of a problem."""
+
+    seconds: F64
+    """(L,): per micro-batch, if micro-batches could be split at will."""
+    extra: F64
+    """(L+1, L+1): what layers i..j-1 take beyond that, since they are dealt whole and gradients are summed."""
+    messages: F64 | None
+    host_link: float
+    capacity: float
+
+
+class _Groups:
+    """Makes problems in which groups are devices, and plans out of their solutions."""
+
+    def __init__(self, cluster: ClusterProfile, job: Job, problem: Problem) -> None:
+        self._cluster, self._job, self._problem = cluster, job, problem
+        layers = cluster.outline.layers
+        trained = [float(layer.parameter_bytes - layer.frozen_bytes) for layer in layers]
+        self._gradients = np.concatenate([[0.0], np.cumsum(trained)])
+        alone = [layer.alone for layer in layers]
+        alone[-1] |= not counts_known(job.train.loss)
+        self._alone = np.array(alone)
+        self._made: dict[Group, _Device] = {}
+
+    def problem(self, division: Division) -> Problem:
+        """The problem in which each group of a division is a device."""
+        base = self._problem
+        groups = [self._device(group) for group in division]
+        rate = np.array([[self._rate(a, b) for b in division] for a in division])
+        np.fill_diagonal(rate, 1e15)
+        return replace(
+            base,
+            layer_seconds=np.array([group.seconds for group in groups]),
+            extra_seconds=np.array([group.extra for group in groups]),
+            messages=None if base.messages is None else np.array([group.messages for group in groups]),
+            host_link=np.array([group.host_link for group in groups]),
+            rate=rate,
+            capacity=np.array([group.capacity for group in groups]),
+        )
+
+    def plan(self, division: Division, solution: Solution) -> Plan:
+        """The plan of a solution, with each device's pace in its group."""
+        job = self._job
+        codec = BoundaryCodecs(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
+        cuts = solution.edges[1:-1]
+        groups = [division[v] for v in solution.devices]
+        plan = make_plan(solution.edges[-1], list(cuts), [codec] * len(cuts), groups)
+        stages = [
+            msgspec.structs.replace(stage, paces=self._paces(stage.ranks, stage.start, stage.stop, solution.codecs, s))
+            if len(stage.ranks) > 1
+            else stage
+            for s, stage in enumerate(plan.stages)
+        ]
+        return msgspec.structs.replace(plan, stages=tuple(stages))
+
+    def _paces(self, group: Group, start: int, stop: int, codecs: Sequence[int], s: int) -> tuple[float, ...]:
+        """Seconds per micro-batch of each member for layers ``start`` to ``stop`` - 1 and their messages."""
+        problem = self._problem
+        found = problem.layer_seconds[list(group), start:stop].sum(axis=1)
+        if problem.messages is not None:
+            for boundary, layer in ((s - 1, start), (s, stop)):
+                if 0 < layer < problem.layers:
+                    found = found + problem.messages[list(group), layer, codecs[boundary]]
+        return tuple(float(f"{seconds:.6g}") for seconds in np.maximum(found, 1e-9))
+
+    def _rate(self, group: Group, other: Group) -> float:
+        """Bytes/s from one group to another: each sender has its own link, and so has each receiver."""
+        rate = self._problem.rate
+        each = [float(np.mean([rate[a, b] for b in other])) for a in group]
+        return min(sum(each), len(other) * max(each))
+
+    def _device(self, group: Group) -> _Device:
+        if group not in self._made:
+            self._made[group] = self._as_device(group)
+        return self._made[group]
+
+    def _as_device(self, group: Group) -> _Device:
+        problem, n = self._problem, problem_size(self._problem)
+        if len(group) == 1:
+            (one,) = group
+            extra = np.zeros((n, n)) if problem.extra_seconds is None else problem.extra_seconds[one]
+            messages = None if problem.messages is None else problem.messages[one]
+            return _Device(
+                problem.layer_seconds[one], extra, messages, float(problem.host_link[one]), float(problem.capacity[one])
+            )
+        members = list(group)
+        each = np.where(self._alone, NEVER, problem.layer_seconds[members])
+        seconds = 1 / (1 / np.maximum(each, 1e-15)).sum(axis=0)
+        before = np.concatenate([np.zeros((len(members), 1)), each.cumsum(axis=1)], axis=1)
+        runs = np.maximum(before[:, None, :] - before[:, :, None], 0.0)  # (members, i, j): layers i..j-1
+        gradients = np.maximum(self._gradients[None, :] - self._gradients[:, None], 0.0)
+        whole = self._dealt(runs, gradients, members)
+        prefix = np.concatenate([[0.0], seconds.cumsum()])
+        extra = np.maximum(whole - np.maximum(prefix[None, :] - prefix[:, None], 0.0), 0.0)
+        extra[np.tril_indices(n)] = 0.0
+        messages = None
+        if problem.messages is not None:
+            messages = 1 / (1 / np.maximum(problem.messages[members], 1e-15)).sum(axis=0)
+        links, rooms = problem.host_link[members], problem.capacity[members]
+        return _Device(seconds, extra, messages, float(links.sum()), float(rooms.min()))
+
+    def _dealt(self, runs: F64, gradients: F64, members: Sequence[int]) -> F64:
+        """Seconds per micro-batch of a group for layers i..j-1 (i, j): of its slowest member, with micro-batches dealt whole
+        and gradients summed. ``runs`` (members, i, j): of one micro-batch on each member; ``gradients`` (i, j): bytes."""
+        problem, devices = self._problem, self._cluster.devices
+        count, others = int(problem.real_micro_batches), len(members) - 1
+        exact = self._job.pipeline.gradients == "exact"
+        part = gradients * others / len(members)
+        per_step = 2.0 if not exact else 1.0
+        own = count / len(members)  # micro-batches of each member, roughly
+        sent = part * (1.0 if exact else 0.0) + part * per_step / own
+        contributions = 1.0 if exact else 1 / own
+        runs = runs + np.array([sum_handling(devices[m], gradients, sent, contributions) for m in members])
+        dealt = min(count, _MOST_DEALT)
+        ends = np.zeros_like(runs)
+        for _ in range(dealt):
+            member = (ends + runs).argmin(axis=0)
+            np.put_along_axis(ends, member[None], np.take_along_axis(ends + runs, member[None], 0), 0)
+        whole = ends.max(axis=0) / dealt
+        link = float(min(problem.host_link[m] for m in members))
+        whole = np.maximum(whole, sent * own / count / link)
+        if problem.fill:  # a synchronous step ends with the sum
+            whole = whole + 2 * part / link / count
+        return whole
+
+
+def problem_size(problem: Problem) -> int:
+    """Number of places at which a stage may begin or end (L+1)."""
+    return problem.layers + 1

@@ -1,0 +1,141 @@
+"""Plans in which groups of devices hold stages."""
+
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+from test_planner import LAYERS, cluster, job
+
+from accept_mpi.plan import Plan, make_plan
+from accept_mpi.planning.adaptation import redealt
+from accept_mpi.planning.estimate import Estimate, estimate
+from accept_mpi.planning.forecast import Forecast
+from accept_mpi.planning.groups import _partitions
+from accept_mpi.planning.planner import even_plan, plan_for
+from accept_mpi.planning.tables import table
+from accept_mpi.profiling.cluster_profile import ClusterProfile
+from accept_mpi.recovery.regroup import plan_after_loss
+
+ON = "pipeline.groups=true"
+
+
+def uneven(*speeds: float, layers: list[float], rate: float = 1e9) -> ClusterProfile:
+    """Devices that take ``layers`` times ``speeds`` milliseconds; the activations in front of a layer are as ever."""
+    plain = cluster(*speeds, rate=rate)
+    devices = [
+        msgspec.structs.replace(
+            device,
+            forward=[1e-3 * speed * each for each in layers],
+            backward=[2e-3 * speed * each for each in layers],
+            weight_gradient=[1e-3 * speed * each for each in layers],
+        )
+        for device, speed in zip(plain.devices, speeds, strict=True)
+    ]
+    return msgspec.structs.replace(plain, devices=devices)
+
+
+def test_a_long_layer_is_shared() -> None:
+    """One layer takes as long as all the others together: only a group can halve it."""
+    fleet = uneven(1, 1, 1, layers=[0.5] * 6 + [6.0] + [0.5] * 5)
+    alone, found = plan_for(fleet, job()), plan_for(fleet, job(ON))
+    assert found.step < 0.75 * alone.step
+    assert any(len(stage.ranks) > 1 for stage in found.plan.stages)
+    assert np.mean(found.busy) > 0.85
+    lines = table(fleet, job(ON), found, estimate(fleet, job(ON), even_plan(fleet, job())))
+    assert "micro-batches" in lines[0]
+    assert any(f"{count} of 8" in line for line in lines for count in (3, 4, 8))
+
+
+def test_what_is_as_fast_without_groups_stays_without() -> None:
+    assert not plan_for(cluster(1, 1, 1), job(ON)).plan.hybrid
+
+
+def test_slow_links_forbid_heavy_groups() -> None:
+    """Gradients of 16 KB a layer and step, or activations of 1 KB a micro-batch."""
+    fleet = uneven(1, 1, layers=[12.0] + [0.01] * 11, rate=1e9)
+    assert plan_for(fleet, job(ON)).plan.hybrid
+    slow = uneven(1, 1, layers=[12.0] + [0.01] * 11, rate=2e5)
+    exact, summed = plan_for(slow, job(ON)), plan_for(slow, job(ON, "pipeline.gradients=none"))
+    assert summed.step <= exact.step
+
+
+def test_a_layer_that_must_be_alone_is_not_shared() -> None:
+    fleet = uneven(1, 1, 1, layers=[0.5] * 6 + [6.0] + [0.5] * 5)
+    layers = list(fleet.outline.layers)
+    layers[6] = msgspec.structs.replace(layers[6], alone=True)
+    fleet = msgspec.structs.replace(fleet, outline=msgspec.structs.replace(fleet.outline, layers=tuple(layers)))
+    found = plan_for(fleet, job(ON)).plan
+    (stage,) = (stage for stage in found.stages if stage.start <= 6 < stage.stop)
+    assert len(stage.ranks) == 1
+
+
+def every_plan(devices: int, cuts: list[int], speeds: list[float]) -> list[Plan]:
+    """All plans of these devices (some idle) with cuts among these."""
+    found = []
+    for count in range(1, devices + 1):
+        for used in itertools.combinations(range(devices), count):
+            for division in _partitions(used):
+                for groups in itertools.permutations(division):
+                    for edges in itertools.combinations(cuts, len(groups) - 1):
+                        paces = [[speeds[n] for n in group] for group in groups]
+                        found.append(make_plan(LAYERS, edges, None, groups, paces))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("schedule", ["1f1b-async", "1f1b"])
+def test_against_all_plans(seed: int, schedule: str) -> None:
+    """Three devices, cuts at four places: nothing that can be simulated is much faster than what is found."""
+    rng = np.random.default_rng(seed)
+    speeds = rng.choice([1.0, 1.0, 2.0, 4.0], 3).tolist()
+    layers = rng.uniform(0.1, 3, LAYERS)
+    possible = [2, 5, 6, 9]
+    between = [slice(a, b) for a, b in itertools.pairwise([0, *possible, LAYERS])]
+    fleet = uneven(*speeds, layers=layers.tolist(), rate=float(rng.choice([1e6, 1e9])))
+    whole = [layer for layer in range(1, LAYERS) if layer not in possible]
+    wanted = job(ON, f"pipeline.schedule={schedule}")
+    best: Estimate | None = None
+    for plan in every_plan(3, possible, speeds):
+        one = estimate(fleet, wanted, plan)
+        best = one if best is None or one.step < best.step else best
+    assert best is not None
+    found = plan_for(fleet, wanted)
+    assert found.step <= 1.06 * best.step, (found.plan, best.plan, len(between), whole[:1])
+
+
+def test_a_lost_member_leaves_its_micro_batches_to_the_others() -> None:
+    fleet = uneven(1, 1, 1, layers=[0.5] * 6 + [6.0] + [0.5] * 5)
+    plan = make_plan(LAYERS, [9], None, [(0, 1, 2), (3,)], [[1.0, 1.0, 2.0], [1.0]])
+    four = cluster(1, 1, 1, 1)
+    left = plan_after_loss(job(ON), plan, None, [0, 2, 3])
+    assert [(stage.start, stage.stop, stage.ranks, stage.paces) for stage in left.stages] == [
+        (0, 9, (0, 1), (1.0, 2.0)), (9, 12, (2,), ())
+    ]  # fmt: skip
+    known = plan_after_loss(job(ON), make_plan(LAYERS, [9], None, [(0, 1, 2), (3,)]), four.only([0, 1, 3]), [0, 1, 3])
+    assert [stage.start for stage in known.stages] == [0, 9]
+    assert known.stages[0].ranks == (0, 1)
+    # A stage that is lost as a whole goes to a neighbour.
+    gone = plan_after_loss(job(ON), plan, None, [0, 1, 2])
+    assert [(stage.start, stage.stop, stage.ranks) for stage in gone.stages] == [(0, 12, (0, 1, 2))]
+    assert fleet.devices
+
+
+def test_a_slower_member_gets_fewer_micro_batches() -> None:
+    plan = make_plan(LAYERS, [9], None, [(0, 1), (2,)])
+    dealt = redealt(plan, {0: 3.0, 1: 1.0, 2: 1.0})
+    assert dealt.stages[0].paces == (3.0, 1.0)
+    assert dealt.stages[1] == plan.stages[1]
+
+
+def test_forecasts_of_groups_by_hand() -> None:
+    """A stage of two beside one as fast as both: 8 micro-batches in 8 x 18 ms, and the sum of gradients on the link."""
+    fleet = cluster(1, 1, 1)
+    plan = make_plan(LAYERS, [8], None, [(0, 1), (2,)])
+    found = estimate(fleet, job(ON), plan)
+    assert found.step == pytest.approx(8 * 12e-3, rel=0.02)  # two share 8 layers, one has 4: 24 and 12 ms
+    assert found.busy == pytest.approx([1, 1, 1], abs=0.03)
+    assert isinstance(Forecast, type)
+    synchronous = estimate(cluster(1, 1, rate=1e6), job(ON, "pipeline.schedule=1f1b"), make_plan(LAYERS, [], None, [(0, 1)]))
+    gradients = 4 * LAYERS * (64 * 64 + 64)
+    assert synchronous.step == pytest.approx(4 * 36e-3 + 2 * (gradients / 2 / 1e6), rel=0.1)
