@@ -121,9 +121,10 @@ class Pipeline(Section, frozen=True):
     """Codec of gradients, given like ``forward``."""
     groups: bool = True
     """Whether "auto" cuts may have several ranks hold a stage together."""
-    gradients: Literal["exact", "none"] = "exact"
+    gradients: str = "exact"
     """Where several ranks hold a stage: how their gradients are summed. "exact": micro-batch by micro-batch in order, as one
-    process does, bit for bit; "none": each rank's own sum, uncoded, which differs by rounding and sends less."""
+    process does, bit for bit; "none": each rank's own sum, uncoded, which differs by rounding and sends less; "bf16",
+    "uniform:8", ...: that sum coded, what coding leaves out being added to the next one."""
     min_bits: Annotated[int, Meta(ge=1, le=8)] = 2
     """Fewest bits per value that "auto" codecs may use."""
     vertical_sync: bool = False

@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
+from accept_mpi.codecs.coding import NONE, Coding
 from accept_mpi.codecs.message import Decoded
 from accept_mpi.codecs.tensors import Specs, TensorSpec
 from accept_mpi.comm.channels import Channel, Receiver, Sender
@@ -126,9 +128,14 @@ class GroupSum:
         parameters: Sequence[torch.Tensor],
         statistics: int,
         count_of: Callable[[int], int],
+        coding: Coding = NONE,
     ) -> None:
         """``parameters``: those that are trained; ``statistics``: values per micro-batch that ``share_statistics`` takes;
-        ``count_of(step)``: number of micro-batches of a step. Creates the channels, before the plane starts."""
+        ``count_of(step)``: number of micro-batches of a step; ``coding``: of the gradients, whose error is carried over to
+        the next step. Creates the channels, before the plane starts."""
+        self._coding = coding
+        self._left_out: dict[tuple[int, bool], torch.Tensor] = {}
+        """What coding has left out so far of this member's contributions to a chunk, and of the sums that it owns."""
         self._plane, self._group, self._count_of = plane, group, count_of
         self._layout = Layout(parameters, len(group.ranks)) if parameters else None
         chunks = self._layout.chunks if self._layout else []
@@ -174,13 +181,14 @@ class GroupSum:
         out: dict[int, Specs],
         into: dict[int, Specs],
     ) -> None:
+        coding = NONE if what == _STATISTICS else self._coding
         limit = 1 << 20  # the owner waits for contributions in a fixed order, and buffers the others
         number = 3 * self._group.number + what
         if out:
-            channel = Channel(rank, number, Direction.BACKWARD, out, limit, in_group=True)
+            channel = Channel(rank, number, Direction.BACKWARD, out, limit, coding, in_group=True)
             self._to[peer, what] = self._plane.outgoing(channel)
         if into:
-            channel = Channel(rank, number, Direction.BACKWARD, into, limit, in_group=True)
+            channel = Channel(rank, number, Direction.BACKWARD, into, limit, coding, in_group=True)
             self._of[peer, what] = self._plane.incoming(channel)
 
     @property
@@ -281,7 +289,8 @@ class GroupSum:
         if owner == self._group.me:
             self._add(step, c, key, scale, values)
         else:
-            self._to[owner, _PARTS].send(step, key, c + 1, (values,), scale=scale)
+            whole, _ = self._with_left_out(c, False, values)
+            self._to[owner, _PARTS].send(step, key, c + 1, (whole,), scale=scale)
 
     def _take(self, what: int, message: Decoded) -> None:
         header, (values,) = message.header, message.tensors
@@ -312,10 +321,26 @@ class GroupSum:
             del self._sums[step, c]
             assert total.value is not None
             found = self._scales[step]
+            whole, as_received = self._with_left_out(c, True, total.value)
             for peer in range(len(self._group.ranks)):
                 if peer != self._group.me:
-                    self._to[peer, _SUMS].send(step, 0, c + 1, (total.value,), scale=found)
-            self._result(step, c, found, total.value)
+                    self._to[peer, _SUMS].send(step, 0, c + 1, (whole,), scale=found)
+            self._result(step, c, found, as_received)
+
+    def _with_left_out(self, c: int, of_sum: bool, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values of a chunk together with what coding has left out of it before, and the same as the others will decode
+        them. Uncoded, nothing is left out."""
+        if self._coding.kind == "none" or values.dtype != torch.float32:
+            return values, values
+        before = self._left_out.get((c, of_sum))
+        whole = values if before is None else values + before
+        coded = np.empty(self._coding.nbytes(len(whole)), np.uint8)
+        decoded = torch.empty_like(whole)
+        if not self._coding.encode(whole.numpy(), coded, 0):  # not finite: it goes uncoded
+            return whole, whole
+        self._coding.decode(coded, decoded.numpy())
+        self._left_out[c, of_sum] = whole - decoded
+        return whole, decoded
 
     def _knows_scale(self, step: int, key: int) -> bool:
         """True if a contribution came with the scale of the whole step: it holds the last micro-batch."""

@@ -97,10 +97,24 @@ def _choices(forecast: Forecast, chosen: dict[Crossing, str]) -> dict[Crossing, 
     }
 
 
+def gradient_codec(job: Job) -> str:
+    """Name of the codec of gradients within a group; "none" also for exact sums. Raises UserError for one that does not
+    exist."""
+    name = job.pipeline.gradients
+    if name == "exact":
+        return "none"
+    try:
+        parse(name, False)
+    except ValueError as error:
+        raise UserError(f'pipeline.gradients: {error}, or "exact"') from error
+    return name
+
+
 def codings_of(job: Job) -> dict[str, Coding]:
     """All codecs that a plan for this job may use, by name."""
     _, pairs = codec_pairs(job.pipeline)
-    return {name: parse(name, False) for pair in pairs for name in pair} | {"none": Coding()}
+    names = {name for pair in pairs for name in pair} | {gradient_codec(job)}
+    return {name: parse(name, False) for name in sorted(names)} | {"none": Coding()}
 
 
 def codec_pairs(pipeline: Pipeline) -> tuple[list[str], list[tuple[str, str]]]:
@@ -120,6 +134,7 @@ def codec_pairs(pipeline: Pipeline) -> tuple[list[str], list[tuple[str, str]]]:
 def codings(job: Job, plan: Plan) -> dict[str, Coding]:
     """All codecs that a run with this plan may use, by name."""
     names = {name for codec in plan.boundaries for name in (codec.forward, codec.backward)} - {AUTO}
+    names |= {gradient_codec(job)}
     found = {name: parse(name, False) for name in sorted(names)}
     return found | ladder(job.pipeline.min_bits) if is_open(plan) else found
 

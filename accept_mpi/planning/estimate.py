@@ -14,7 +14,7 @@ from accept_mpi.logs.replay import mean_times, rerun
 from accept_mpi.pipeline.deal import Deal
 from accept_mpi.pipeline.schedule import ScheduleKind
 from accept_mpi.plan import BoundaryCodecs, Plan
-from accept_mpi.planning.codec_choice import AUTO, LINK_SHARE, Choice, choose
+from accept_mpi.planning.codec_choice import AUTO, LINK_SHARE, Choice, choose, gradient_codec
 from accept_mpi.planning.forecast import Forecast, Groups, Traffic
 from accept_mpi.planning.memory import memory_of
 from accept_mpi.profiling.cluster_profile import ClusterProfile, StageTimes
@@ -108,8 +108,8 @@ def _groups(cluster: ClusterProfile, job: Job, plan: Plan) -> Groups:
         float(sum(layer.parameter_bytes - layer.frozen_bytes for layer in cluster.outline.layers[stage.start : stage.stop]))
         for stage in plan.stages
     ]
-    exact = job.pipeline.gradients == "exact"
-    return Groups([s for s, _ in holders], [Deal.of(stage) for stage in plan.stages], gradients, exact, rates)
+    deals, exact = [Deal.of(stage) for stage in plan.stages], job.pipeline.gradients == "exact"
+    return Groups([s for s, _ in holders], deals, gradients, exact, gradient_codec(job), rates)
 
 
 class Replayed(NamedTuple):

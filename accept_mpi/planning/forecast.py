@@ -58,23 +58,28 @@ class Groups(NamedTuple):
     """Bytes of each stage's gradients."""
     exact: bool
     """True if the gradients of every micro-batch are exchanged, not only each device's sum."""
+    codec: str
+    """Codec of the gradients."""
     rates: Mapping[tuple[int, int], tuple[float, float]]
     """Bytes/s and latency in seconds between devices of one group and of neighbouring stages, by (sender, receiver)."""
 
     @staticmethod
     def alone(stages: int) -> "Groups":
         """One device per stage."""
-        return Groups(range(stages), [Deal((1.0,))] * stages, [0.0] * stages, True, {})
+        return Groups(range(stages), [Deal((1.0,))] * stages, [0.0] * stages, True, "none", {})
 
 
-def sum_handling(here: StageTimes | DeviceProfile, gradients: F64 | float, sent: F64 | float, contributions: float) -> Any:
+def sum_handling(
+    here: StageTimes | DeviceProfile, gradients: F64 | float, sent: F64 | float, contributions: float, codec: str
+) -> Any:
     """Seconds of the computing core per micro-batch for a group's sums, if the data plane has no core of its own.
     ``gradients``: bytes of all of them; ``sent``: bytes sent per micro-batch, about as many as are received;
     ``contributions``: contributions per micro-batch, each of which is gathered, added up and spread again."""
     if not here.shared:
         return 0.0 * sent
-    coding = here.encode["none"] + here.decode["none"]
-    each = 2 * here.seconds_per_byte + coding / 4
+    coding = (here.encode[codec] + here.decode[codec]) * 8 / bits_of(codec)  # per byte
+    coding *= 1.0 if codec == "none" else 2.0  # a sender decodes what it has coded, to know what is left out
+    each = 2 * here.seconds_per_byte + coding
     return sent * each + contributions * gradients / 4 * _PASSES * here.encode["none"] + 2 * here.seconds_per_message
 
 
@@ -179,9 +184,13 @@ class Forecast:
         members, share = len(self._held_by[stage]), self._shares[device]
         if members == 1 or not share:
             return 0.0
-        parts = self.groups.gradients[stage] * (members - 1) / members
+        parts = self._on_wire(stage) * (members - 1) / members
         own = share * self._all
         return parts + parts / own if self.groups.exact else 2 * parts / own
+
+    def _on_wire(self, stage: int) -> float:
+        """Bytes of a stage's gradients as they are sent."""
+        return self.groups.gradients[stage] * bits_of(self.groups.codec) / 32
 
     def handling(self, device: int, way: Direction, codecs: Mapping[Crossing, str]) -> float:
         """Seconds of the computing core for the messages of one F or B (``way``); 0 if the data plane has its own core."""
@@ -201,7 +210,8 @@ class Forecast:
                 )
         if way is Direction.BACKWARD and len(self._held_by[stage]) > 1:
             contributions = 1.0 if self.groups.exact else 1 / max(1.0, self._shares[device] * self._all)
-            total += sum_handling(here, self.groups.gradients[stage], self._summed(device), contributions)
+            gradients, sent = self.groups.gradients[stage], self._summed(device)
+            total += sum_handling(here, gradients, sent, contributions, self.groups.codec)
         return total
 
     def step(self, codecs: Mapping[Crossing, str]) -> float:
@@ -313,7 +323,7 @@ class Forecast:
             others = [self.groups.rates.get((device, other), (np.inf, 0.0)) for other in devices if other != device]
             rate, latency = min(rate for rate, _ in others), max(latency for _, latency in others)
             link = min(rate, self._host_links[device] if self._host_links else np.inf)
-            nbytes = self.groups.gradients[stage] * (len(devices) - 1) / len(devices)
+            nbytes = self._on_wire(stage) * (len(devices) - 1) / len(devices)
             here = self.profiles[device]
             slowest = max(slowest, 2 * (nbytes / link + latency + here.seconds_per_message + POLL_IDLE))
         return slowest

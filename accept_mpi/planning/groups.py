@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
+from accept_mpi.codecs.coding import bits_of
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import Job
 from accept_mpi.models.losses import counts_known
 from accept_mpi.plan import BoundaryCodecs, Plan, make_plan
+from accept_mpi.planning.codec_choice import gradient_codec
 from accept_mpi.planning.estimate import Estimate, estimate
 from accept_mpi.planning.forecast import sum_handling
 from accept_mpi.planning.formulation import NEVER
@@ -242,12 +244,13 @@ class _Groups:
         problem, devices = self._problem, self._cluster.devices
         count, others = int(problem.real_micro_batches), len(members) - 1
         exact = self._job.pipeline.gradients == "exact"
-        part = gradients * others / len(members)
+        codec = gradient_codec(self._job)
+        part = gradients * bits_of(codec) / 32 * others / len(members)
         per_step = 2.0 if not exact else 1.0
         own = count / len(members)  # micro-batches of each member, roughly
         sent = part * (1.0 if exact else 0.0) + part * per_step / own
         contributions = 1.0 if exact else 1 / own
-        runs = runs + np.array([sum_handling(devices[m], gradients, sent, contributions) for m in members])
+        runs = runs + np.array([sum_handling(devices[m], gradients, sent, contributions, codec) for m in members])
         dealt = min(count, _MOST_DEALT)
         ends = np.zeros_like(runs)
         for _ in range(dealt):

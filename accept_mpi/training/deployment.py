@@ -37,7 +37,7 @@ from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place, Plan, StagePlan
-from accept_mpi.planning.codec_choice import codings
+from accept_mpi.planning.codec_choice import codings, gradient_codec
 from accept_mpi.profiling.outline import Outline
 from accept_mpi.recovery.barriers import Barriers
 from accept_mpi.recovery.disk_replicas import DiskReplicas
@@ -239,7 +239,8 @@ class Deployment:
         # Numbers beyond those of the boundaries, since messages are told apart by them.
         group = Group(ranks, place.member, place.stages + place.stage, self._tables[place.stage], exact)
         statistics = stage.statistics.size if stage.statistics else 0
-        sums = GroupSum(plane, group, stage.trained, statistics, lambda step: len(self.batches.sizes(step)))
+        coding = parse(gradient_codec(self.job), False)
+        sums = GroupSum(plane, group, stage.trained, statistics, lambda step: len(self.batches.sizes(step)), coding)
         return GroupMember(stage, sums)
 
     def _channels_to(self, plane: DataPlane) -> StageChannels:

@@ -19,6 +19,7 @@ from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.writer import LogObserver, LogWriter
 from accept_mpi.plan import Plan
 from accept_mpi.planning.adaptation import Adapter
+from accept_mpi.planning.comparison import PlanCheck
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.checkpoint import directory_of
 from accept_mpi.recovery.checkpoint_writer import CheckpointWriter, new_manifest
@@ -65,6 +66,8 @@ class RunLog:
             cluster = planned.cluster if planned else None
             self._log = LogObserver(begin_log(self.directory, job, plan, facts, course.first, cluster, run))
             self.controller = Controller(self._observers(facts, course, self._log), writer)
+            if planned and cluster and planned.step:
+                self.controller.watch("plan", PlanCheck(plan, cluster, planned.step, self._compare))
             runtime.call_before_end(self._before_end)
         assert self._log
         self._log.planned(runtime.clock.now(), course.first, plan.renamed(dict(enumerate(runtime.members))))
@@ -93,6 +96,11 @@ class RunLog:
         print(f"log         {self.directory / 'log.h5'}", flush=True)
         if course.newest_checkpoint is not None:
             print(f"checkpoint  {directory_of(self.directory, course.newest_checkpoint)}", flush=True)
+
+    def _compare(self, step: int, text: str) -> None:
+        """Write how the run compares with its plan to the log and, unless it is quiet, to the terminal."""
+        assert self.controller
+        self.controller.each("event", self._runtime.clock.now(), step, text)
 
     def _before_end(self, text: str) -> None:
         """Record the error that ends the run, and close the log."""

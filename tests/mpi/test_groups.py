@@ -96,6 +96,22 @@ def test_sums_of_ranks_differ_by_rounding(mpirun, tmp_path: Path) -> None:
         torch.testing.assert_close(found[0][key], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("codec", ["bf16", "uniform:8", "uniform:4"])
+def test_coded_sums_are_the_same_on_all_members(mpirun, tmp_path: Path, codec: str) -> None:
+    """What coding leaves out is added to the next sum, so training goes nearly as it does uncoded; each member ends with the
+    same bits, or the next steps would drift apart (the checkpoint has the leader's; the loss is that of all)."""
+    found = {}
+    for name, gradients in (("coded", codec), ("again", codec), ("plain", "none")):
+        keys = {"pipeline_cuts": [3], "pipeline_ranks": [[0, 1], [2, 3]], "pipeline_gradients": gradients}
+        job = samples.write_job(tmp_path / f"{name}.toml", samples.CNN, name, train_steps=30, **keys)
+        mpirun(4, ROOT / "tests" / "programs" / "train_all.py", job)
+        found[name] = Checkpoint(tmp_path / name).whole()
+    samples.assert_equal(found["coded"], found["again"])
+    with open_log(tmp_path / "coded" / "log.h5") as coded, open_log(tmp_path / "plain" / "log.h5") as plain:
+        last, uncoded = coded["steps"]["loss"][-5:].mean(), plain["steps"]["loss"][-5:].mean()
+    assert last < 1.15 * uncoded + 0.05, (last, uncoded)
+
+
 EPOCHS = {
     "model": samples.CNN["model"],
     "data": samples.CNN["data"],
