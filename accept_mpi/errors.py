@@ -45,6 +45,10 @@ class Agreed(UserError):
     """A mistake that all ranks know of, so that they end together."""
 
 
+class GroupRefused(Agreed):
+    """A group of ranks cannot hold a stage, because of what its layers do."""
+
+
 class TooFewDevices(Agreed):
     """The ranks that survive a loss cannot hold the model. Exit code 4: if their hosts are healthy, restarting the job can
     help."""

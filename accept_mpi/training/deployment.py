@@ -25,7 +25,7 @@ from accept_mpi.data.feed import Drawn, checksum
 from accept_mpi.device.cpu import computing_takes_all
 from accept_mpi.device.speed_check import SpeedCheck
 from accept_mpi.direction import Direction
-from accept_mpi.errors import Agreed, DeadlineError
+from accept_mpi.errors import Agreed, DeadlineError, GroupRefused
 from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
 from accept_mpi.launch.stop_signals import StopSignals
@@ -125,7 +125,10 @@ class Deployment:
             runtime.messenger, self.stage, self.place, sizes, train_set, job.pipeline.startup_timeout, self.state.outline
         )
         if self.plan.hybrid:
-            runtime.agree("the groups", lambda: self.stage.join_group() if self.place.members > 1 else None)
+            try:
+                runtime.agree("the groups", lambda: self.stage.join_group() if self.place.members > 1 else None)
+            except Agreed as mistake:
+                raise GroupRefused(str(mistake)) from mistake
         self.plan, self.codecs_why = select_codecs(
             runtime, job, self.plan, self.stage, max(sizes[0]), self._signatures, train_set
         )

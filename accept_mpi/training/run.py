@@ -14,7 +14,7 @@ import msgspec
 
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.device.allocator import give_back_memory
-from accept_mpi.errors import Agreed, OutOfMemory, UserError
+from accept_mpi.errors import Agreed, GroupRefused, OutOfMemory, UserError
 from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
 from accept_mpi.launch.ownership import Ownership
@@ -197,6 +197,10 @@ class _Run:
 
         try:
             deployment.build(course, batches, restore)
+        except GroupRefused as refused:
+            if self.job.pipeline.cuts != "auto" or not self._cluster:
+                raise
+            return self._without_groups(runtime, state, begin, refused)
         except Agreed as mistake:
             if fits or snapshot.on_disk or not self.options.supervised:
                 raise
@@ -217,6 +221,17 @@ class _Run:
         deployment.connect(self._records.controller if self._records else None)
         made = deployment.train()
         return None if made == course.last else self._better(runtime)
+
+    def _without_groups(self, runtime: Runtime, state: RankState, begin: Begin, why: GroupRefused) -> Begin:
+        """Plan again without groups, since what the layers do shows only now."""
+        log.warning("%s; the plan is made again without groups", why)
+        self.job = msgspec.structs.replace(self.job, pipeline=msgspec.structs.replace(self.job.pipeline, groups=False))
+        state.job = self.job
+        plan = next_plan(runtime, self.job, Plan(stages=(), boundaries=()), self._of_now(runtime))
+        if self._planned:
+            lines = [f"{why}: planned again without groups"] if self._planned.lines else []
+            self._planned = self._planned._replace(plan=plan, lines=lines, step=None)
+        return Begin(plan, begin.first)
 
     def _log(
         self, runtime: Runtime, deployment: Deployment, begin: Begin, manifest: Manifest | None, notes: list[str]

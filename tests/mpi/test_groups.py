@@ -10,6 +10,7 @@ from conftest import ROOT
 from test_asynchronous import replay
 
 from accept_mpi.logs.reader import open_log
+from accept_mpi.plan import Plan
 from accept_mpi.recovery.checkpoint import Checkpoint
 
 JOBS = {"cnn": samples.CNN, "gpt": samples.GPT}
@@ -132,3 +133,51 @@ def test_fewer_micro_batches_than_ranks(mpirun, tmp_path: Path) -> None:
         train = job["train"]
         plain = samples.plain(job).train(train["steps"], train["batch_size"], train["micro_batches"])
         samples.assert_equal(Checkpoint(tmp_path / str(number)).whole(), plain)
+
+
+SLEEPY = """
+import time, torch
+from torch import nn
+class Sleepy(nn.Module):
+    def __init__(self, counts):
+        super().__init__()
+        self.linear, self.counts = nn.Linear(64, 64), counts
+        self.register_buffer("calls", torch.zeros(()))
+    def forward(self, x):
+        if x.device.type != "meta":  # which is how a model is outlined
+            if self.training: time.sleep(0.03)
+            if self.counts: self.calls += 1
+        return torch.tanh(self.linear(x))
+def net(counts=False):
+    return [nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), Sleepy(counts), nn.BatchNorm1d(64), nn.Linear(64, 10)]
+"""
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_groups_that_rank_0_finds(mpirun, tmp_path: Path, counts: bool) -> None:
+    """A layer that takes longer than all others is shared; not if its forward changes a buffer, which shows at the start."""
+    (tmp_path / "nets.py").write_text(SLEEPY)
+    model = f'name = "nets:net"\nargs = {{ counts = {str(counts).lower()} }}'
+    job = samples.CNN | {"model": model}
+    keys = {"pipeline_cuts": "auto", "pipeline_probe_seconds": 1.0, "pipeline_latency_db": "none"}
+    path = samples.write_job(tmp_path / "job.toml", job, **keys)
+    out = mpirun(3, "-m", "accept_mpi", "train", str(path))
+    lone = samples.write_job(tmp_path / "lone.toml", job, "lone", pipeline_cuts=[])
+    mpirun(1, "-m", "accept_mpi", "train", str(lone))
+    samples.assert_equal(Checkpoint(tmp_path / "run").whole(), Checkpoint(tmp_path / "lone").whole())
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        hybrid = Plan.from_json(log.attrs["plan"]).hybrid
+    assert hybrid != counts, out
+    if counts:
+        assert 'changes the buffer "3.calls"' in out
+
+
+def test_layers_that_cannot_be_shared_are_refused_in_one_sentence(mpirun, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(SLEEPY)
+    job = samples.CNN | {"model": 'name = "nets:net"\nargs = { counts = true }'}
+    keys = {"pipeline_cuts": [2], "pipeline_ranks": [0, [1, 2]]}
+    path = samples.write_job(tmp_path / "job.toml", job, **keys)
+    out = mpirun(3, "-m", "accept_mpi", "train", str(path), code=2)
+    assert "layers 2 to 5 cannot be held by several ranks" in out
+    assert out.count("accept_mpi:") == 1
+    assert not (tmp_path / "run" / "log.h5").exists()

@@ -70,6 +70,7 @@ def test_codecs_of_cuts_that_are_found_are_the_plans(mpirun, tmp_path: Path) -> 
     sleepy = samples.CNN | {"model": 'name = "slow_layers:cnn"\nargs = { width = 8, dropout = 0.2 }'}
     job = samples.write_job(
         tmp_path / "job.toml", sleepy, "run", train_steps=1, train_evaluate_every=0, pipeline_cuts="auto",
+        pipeline_groups=False,
         pipeline_forward="auto", pipeline_backward="auto", pipeline_latency_db="none", pipeline_probe_seconds=1.0,
     )  # fmt: skip
     out = mpirun(2, "-m", "accept_mpi", "train", job).out

@@ -150,7 +150,7 @@ def test_missing_key_and_bad_toml() -> None:
         ('output.directory=""', "output.directory: expected a directory"),
         ("train.batch_size=999999999999999999", "train.batch_size: expected a whole number >= 1 and <= 16777216"),
         (f"pipeline.cuts={list(range(1, 5000))}", "pipeline.cuts: 4999 entries; at most 4096"),
-        ("pipeline.ranks=[-1]", "pipeline.ranks[0]: expected a whole number >= 0, got -1"),
+        ("pipeline.ranks=[-1]", "pipeline.ranks[0]: expected a whole number >= 0 or a list of whole numbers >= 0, got -1"),
         ("train.seed=1\nx = 5", "expected one value"),
         ("..=3", 'expected "section.key=value"'),
         ("train..lr=3", 'expected "section.key=value"'),
