@@ -31,6 +31,7 @@ Gradients = list[torch.Tensor | None]
 
 _T = TypeVar("_T")
 _CHUNK = 1 << 18  # values per message: others can pass in between
+_SMALL = 1 << 13  # values of a parameter up to which it is gathered with others
 _PARTS, _SUMS, _STATISTICS = range(3)
 
 
@@ -48,10 +49,10 @@ class Group(NamedTuple):
     """True if every micro-batch's gradients are added in order; False if every member's sum is."""
 
 
-class _Chunk(NamedTuple):
-    """A range of one of the flat tensors."""
+class _Piece(NamedTuple):
+    """A range of a parameter's values, as they lie in memory."""
 
-    flat: int
+    parameter: int
     start: int
     stop: int
 
@@ -66,56 +67,76 @@ class _Sum:
 
 
 class Layout:
-    """Gradients as a few flat tensors: one that says which parameters have a gradient, and one per dtype."""
+    """Gradients as chunks: small ones gathered, large ones apart and without a copy. The first chunk says which parameters
+    have a gradient."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], owners: int) -> None:
         self._like = parameters
-        self._dtypes = list(dict.fromkeys(p.dtype for p in parameters))
-        sizes = [len(parameters)] + [sum(p.numel() for p in parameters if p.dtype == dtype) for dtype in self._dtypes]
-        self.dtypes = [torch.uint8, *self._dtypes]
-        self.chunks: list[_Chunk] = []
-        for flat, size in enumerate(sizes):
-            length = max(1, min(_CHUNK, -(-size // owners))) if flat else max(1, size)
-            self.chunks += [_Chunk(flat, at, min(at + length, size)) for at in range(0, size, length)]
+        self._dense = [torch.empty_like(p, device="meta") for p in parameters]
+        self.chunks: list[list[_Piece]] = [[]]
+        for dtype in dict.fromkeys(p.dtype for p in parameters):
+            mine = [n for n, p in enumerate(parameters) if p.dtype == dtype]
+            most = max(_SMALL, min(_CHUNK, -(-sum(parameters[n].numel() for n in mine) // owners)))
+            gathered: list[_Piece] = []
+            for n in mine:
+                size = parameters[n].numel()
+                if size > _SMALL:
+                    self.chunks += [[_Piece(n, at, min(at + most, size))] for at in range(0, size, most)]
+                elif size:
+                    if sum(piece.stop for piece in gathered) + size > most:
+                        self.chunks.append(gathered)
+                        gathered = []
+                    gathered.append(_Piece(n, 0, size))
+            self.chunks += [gathered] if gathered else []
 
-    def pack(self, gradients: Gradients) -> list[torch.Tensor]:
-        """The flat tensors of these gradients."""
-        there = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
-        flats = [there]
-        for dtype in self._dtypes:
-            mine = [(p, g) for p, g in zip(self._like, gradients, strict=True) if p.dtype == dtype]
-            flats.append(torch.cat([_in_memory_order(p, torch.zeros_like(p) if g is None else g) for p, g in mine]))
-        return flats
+    def spec(self, c: int) -> TensorSpec:
+        """Spec of the tensor that a chunk is."""
+        if c == 0:
+            return TensorSpec.of(torch.empty(len(self._like), dtype=torch.uint8, device="meta"))
+        size = sum(piece.stop - piece.start for piece in self.chunks[c])
+        return TensorSpec.of(torch.empty(size, dtype=self._like[self.chunks[c][0].parameter].dtype, device="meta"))
 
-    def unpack(self, flats: Sequence[torch.Tensor]) -> Gradients:
-        """The gradients in flat tensors, as views of them, each laid out like its parameter."""
-        at = dict.fromkeys(self._dtypes, 0)
-        found: Gradients = []
-        for there, parameter in zip(flats[0].tolist(), self._like, strict=True):
-            start = at[parameter.dtype]
-            at[parameter.dtype] = start + parameter.numel()
-            flat = flats[1 + self._dtypes.index(parameter.dtype)]
-            like = _dense(parameter)
-            found.append(flat.as_strided(like.shape, like.stride(), start) if there else None)
+    def owners(self, members: int) -> list[int]:
+        """The member that owns each chunk: all own about as much."""
+        loads, found = [0] * members, []
+        for pieces in self.chunks:
+            owner = loads.index(min(loads))
+            loads[owner] += sum(piece.stop - piece.start for piece in pieces)
+            found.append(owner)
         return found
 
-    def empty(self) -> list[torch.Tensor]:
-        """Uninitialized flat tensors."""
-        ends = [max(chunk.stop for chunk in self.chunks if chunk.flat == flat) for flat in range(len(self.dtypes))]
-        return [torch.empty(end, dtype=dtype) for end, dtype in zip(ends, self.dtypes, strict=True)]
+    def pack(self, gradients: Gradients) -> list[torch.Tensor]:
+        """The chunks of these gradients; they may share their memory."""
+        flats = [self._flat(n, gradient) for n, gradient in enumerate(gradients)]
+        found = [torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)]
+        for pieces in self.chunks[1:]:
+            parts = [flats[piece.parameter][piece.start : piece.stop] for piece in pieces]
+            found.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return found
 
+    def unpack(self, chunks: Sequence[torch.Tensor]) -> Gradients:
+        """The gradients in chunks, each laid out like its parameter. Whole ones share the chunks' memory."""
+        parts: list[list[torch.Tensor]] = [[] for _ in self._like]
+        for pieces, values in zip(self.chunks[1:], chunks[1:], strict=True):
+            at = 0
+            for piece in pieces:
+                length = piece.stop - piece.start
+                parts[piece.parameter].append(values[at : at + length])
+                at += length
+        found: Gradients = []
+        for there, like, own in zip(chunks[0].tolist(), self._dense, parts, strict=True):
+            flat = own[0] if len(own) == 1 else torch.cat(own) if own else torch.empty(0, dtype=like.dtype)
+            found.append(flat.as_strided(like.shape, like.stride(), flat.storage_offset()) if there else None)
+        return found
 
-def _dense(parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor laid out without gaps, if possible as ``parameter``."""
-    return torch.empty_like(parameter, device="meta")
-
-
-def _in_memory_order(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The values of a gradient as they lie in memory if it is laid out like its parameter (which costs no copy then)."""
-    like = _dense(parameter)
-    if gradient.stride() != like.stride():
-        gradient = torch.empty_like(parameter).copy_(gradient)
-    return gradient.detach().as_strided((gradient.numel(),), (1,))
+    def _flat(self, n: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        """The values of a gradient as its parameter's lie in memory; no copy if it is laid out alike."""
+        like = self._dense[n]
+        if gradient is None:
+            return torch.zeros(like.numel(), dtype=like.dtype)
+        if gradient.stride() != like.stride():
+            gradient = torch.empty_like(self._like[n]).copy_(gradient)
+        return gradient.detach().as_strided((gradient.numel(),), (1,), gradient.storage_offset())
 
 
 class GroupSum:
@@ -138,14 +159,13 @@ class GroupSum:
         """What coding has left out so far of this member's contributions to a chunk, and of the sums that it owns."""
         self._plane, self._group, self._count_of = plane, group, count_of
         self._layout = Layout(parameters, len(group.ranks)) if parameters else None
-        chunks = self._layout.chunks if self._layout else []
-        self._owner = [c % len(group.ranks) for c in range(len(chunks))]
+        self._owner = self._layout.owners(len(group.ranks)) if self._layout else []
         self._ours: queue.SimpleQueue[tuple[int, int, float, list[torch.Tensor]]] = queue.SimpleQueue()
         self._waiting: dict[tuple[int, int, int], tuple[torch.Tensor, float]] = {}
         """Contributions whose turn has not come, and the scales that came with them, by (step, chunk, contribution)."""
         self._sums: dict[tuple[int, int], _Sum] = {}
-        self._results: dict[int, list[torch.Tensor]] = {}
-        self._missing: dict[int, set[int]] = {}
+        self._results: dict[int, dict[int, torch.Tensor]] = {}
+        """Sums of a step's chunks that are done."""
         self._scales: dict[int, float] = {}
         self._done: queue.SimpleQueue[tuple[int, list[torch.Tensor], float] | None] = queue.SimpleQueue()
         self._statistics: dict[tuple[int, int], torch.Tensor] = {}
@@ -165,13 +185,7 @@ class GroupSum:
 
     def _specs(self, chunks: Sequence[int]) -> dict[int, Specs]:
         """Specs of the messages of these chunks, by their number from 1."""
-        assert self._layout or not chunks
-        layout = self._layout
-        return {
-            c + 1: (TensorSpec.of(torch.empty(chunk.stop - chunk.start, dtype=layout.dtypes[chunk.flat])),)
-            for c in chunks
-            if layout and (chunk := layout.chunks[c])
-        }
+        return {c + 1: (self._layout.spec(c),) for c in chunks if self._layout}
 
     def _connect(
         self,
@@ -221,13 +235,15 @@ class GroupSum:
         return list(range(count)) if self._group.exact else sorted(set(self._group.table[:count]))
 
     def take(self, step: int, deadline: float) -> tuple[Gradients, float]:
-        """The sum of a step's gradients, and their scale; waits at most ``deadline`` seconds. Raises DeadlineError."""
+        """The sum of a step's gradients, which must not be changed (they may still be sent), and their scale; waits at most
+        ``deadline`` seconds. Raises DeadlineError."""
         if not self._layout:
             return [], 1.0
-        found = self._wait(self._done, deadline, f"the gradients of step {step + 1} from the other ranks of its stage")
-        of, flats, scale = found
+        of, chunks, scale = self._wait(
+            self._done, deadline, f"the gradients of step {step + 1} from the other ranks of its stage"
+        )
         assert of == step, f"the sum of step {of + 1} came as that of step {step + 1}"
-        return self._layout.unpack(flats), scale
+        return self._layout.unpack(chunks), scale
 
     def share_statistics(self, step: int, k: int, values: torch.Tensor) -> None:
         """Give a float32 vector about micro-batch ``k`` to all members."""
@@ -268,10 +284,9 @@ class GroupSum:
         moved = False
         while not self._ours.empty():
             moved = True
-            step, key, scale, flats = self._ours.get()
-            assert self._layout
-            for c, chunk in enumerate(self._layout.chunks):
-                self._pass_on(step, c, key, scale, flats[chunk.flat][chunk.start : chunk.stop])
+            step, key, scale, chunks = self._ours.get()
+            for c, values in enumerate(chunks):
+                self._pass_on(step, c, key, scale, values)
         for (_, what), receiver in self._of.items():
             while (message := receiver.poll()) is not None:
                 moved = True
@@ -316,7 +331,7 @@ class GroupSum:
             elif part.dtype == torch.uint8:
                 total.value = torch.maximum(total.value, part)
             else:
-                total.value = total.value.add_(part) if total.added > 2 else total.value + part
+                total.value = total.value.add_(part)  # which belongs to nobody else any more
         if total.added == len(keys):
             del self._sums[step, c]
             assert total.value is not None
@@ -349,14 +364,9 @@ class GroupSum:
 
     def _result(self, step: int, c: int, scale: float, values: torch.Tensor) -> None:
         """Take the sum of a chunk; a step is done with its last one."""
-        assert self._layout
-        if step not in self._results:
-            self._results[step] = self._layout.empty()
-            self._missing[step] = set(range(len(self._layout.chunks)))
-        chunk = self._layout.chunks[c]
-        self._results[step][chunk.flat][chunk.start : chunk.stop] = values
-        self._missing[step].remove(c)
-        if not self._missing[step]:
-            del self._missing[step]
+        results = self._results.setdefault(step, {})
+        results[c] = values
+        if len(results) == len(self._owner):
             self._scales.pop(step, None)
-            self._done.put((step, self._results.pop(step), scale))
+            del self._results[step]
+            self._done.put((step, [results[c] for c in range(len(results))], scale))

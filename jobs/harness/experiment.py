@@ -80,7 +80,9 @@ class Experiment:
 
     def job(self) -> str:
         """Path of the job file."""
-        return str(self.folder / "job.toml")
+        return str(self.folder / self.job_file)
+
+    job_file = "job.toml"
 
     def measure(self, program: str, known: Point, asked: dict[str, Any], link: float | None = None) -> Result:
         """The result at a point; measured unless it is stored already.

@@ -135,28 +135,30 @@ def test_fewer_micro_batches_than_ranks(mpirun, tmp_path: Path) -> None:
         samples.assert_equal(Checkpoint(tmp_path / str(number)).whole(), plain)
 
 
-SLEEPY = """
-import time, torch
+HEAVY = """
+import torch
 from torch import nn
-class Sleepy(nn.Module):
+class Heavy(nn.Module):
     def __init__(self, counts):
         super().__init__()
         self.linear, self.counts = nn.Linear(64, 64), counts
         self.register_buffer("calls", torch.zeros(()))
     def forward(self, x):
         if x.device.type != "meta":  # which is how a model is outlined
-            if self.training: time.sleep(0.03)
+            with torch.no_grad():
+                a = torch.ones(256, 256)
+                for _ in range(20): a = torch.mm(a, a).clamp(max=1)
             if self.counts: self.calls += 1
         return torch.tanh(self.linear(x))
 def net(counts=False):
-    return [nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), Sleepy(counts), nn.BatchNorm1d(64), nn.Linear(64, 10)]
+    return [nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), Heavy(counts), nn.BatchNorm1d(64), nn.Linear(64, 10)]
 """
 
 
 @pytest.mark.parametrize("counts", [False, True])
 def test_groups_that_rank_0_finds(mpirun, tmp_path: Path, counts: bool) -> None:
     """A layer that takes longer than all others is shared; not if its forward changes a buffer, which shows at the start."""
-    (tmp_path / "nets.py").write_text(SLEEPY)
+    (tmp_path / "nets.py").write_text(HEAVY)
     model = f'name = "nets:net"\nargs = {{ counts = {str(counts).lower()} }}'
     job = samples.CNN | {"model": model}
     keys = {"pipeline_cuts": "auto", "pipeline_probe_seconds": 1.0, "pipeline_latency_db": "none"}
@@ -173,7 +175,7 @@ def test_groups_that_rank_0_finds(mpirun, tmp_path: Path, counts: bool) -> None:
 
 
 def test_layers_that_cannot_be_shared_are_refused_in_one_sentence(mpirun, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(SLEEPY)
+    (tmp_path / "nets.py").write_text(HEAVY)
     job = samples.CNN | {"model": 'name = "nets:net"\nargs = { counts = true }'}
     keys = {"pipeline_cuts": [2], "pipeline_ranks": [0, [1, 2]]}
     path = samples.write_job(tmp_path / "job.toml", job, **keys)

@@ -1,9 +1,12 @@
-"""Stages held by groups of hosts, beside plans without groups and torch's data parallelism, on links from unlimited to slow.
+"""Stages held by groups of hosts (Asteroid): found plans with and without groups, conventional parallelism, and the limit.
 
-Each system is measured several times in turn at each link; the table has medians of ratios within a turn.
+Four equal hosts on links from unlimited to slow, with MobileNetV2 and a GPT; then fleets of unequal hosts. The machine's
+speed drifts, so all systems are measured several times in turn: the tables have medians, those of ratios over ratios within
+a turn.
 """
 
 import statistics
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -14,101 +17,136 @@ from harness.experiment import Experiment, run
 from harness.side_by_side import PEERS
 from harness.store import Result, table
 
-LINKS = (0, 100, 50, 20, 5)
-TURNS = 3
-SECONDS = 6.0
+_FREE = {"pipeline.schedule": "1f1b-async", "pipeline.forward": "auto", "pipeline.backward": "auto"}
 OURS: dict[str, dict[str, Any]] = {
-    "groups": {"pipeline.groups": "true", "pipeline.gradients": "none"},
-    "groups, exact": {"pipeline.groups": "true", "pipeline.gradients": "exact"},
-    "no groups": {"pipeline.groups": "false"},
+    "groups, exact": _FREE | {"pipeline.gradients": "exact"},
+    "groups, bf16": _FREE | {"pipeline.gradients": "bf16"},
+    "no groups": _FREE | {"pipeline.groups": "false"},
+    "even pipeline": {"pipeline.schedule": "1f1b", "pipeline.cuts": "even"},
 }
 _DDP = ("torch DDP", "torch DDP, PowerSGD")
+_NAMES = {0: "free"}
 
 
-def settings(name: str) -> dict[str, Any]:
-    return {"pipeline.schedule": "1f1b-async", "pipeline.forward": "auto", "pipeline.backward": "auto"} | OURS[name]
+@dataclass
+class Case:
+    """A model on a fleet, at some links (Mbit/s of every host; 0: unlimited; None: as the fleet says)."""
+
+    title: str
+    fleet: str
+    job: str
+    batch: int
+    links: tuple[float | None, ...] = (None,)
+    ours: tuple[str, ...] = ("groups, exact", "groups, bf16", "no groups")
+    turns: int = 3
+    seconds: float = 5.0
+    hopeless: float = 20.0
+    """Mbit/s at or below which plain DDP makes one step, once."""
+    rates: dict[float | None, list[dict[str, float]]] = field(default_factory=dict)
+    """samples/s by link, turn and system."""
+    plans: dict[float | None, dict[str, str]] = field(default_factory=dict)
 
 
-def shape(found: Result) -> str:
-    """A plan in short: cuts, and the number of hosts of each stage."""
-    stages = msgspec.json.decode(found["plan"], type=Plan).stages
-    return "+".join(str(len(stage.ranks)) for stage in stages) + f" at {[stage.start for stage in stages[1:]]}"
+CASES = [
+    Case("MobileNetV2, four equal hosts", "fleet.toml", "mobilenetv2.toml", 64, (0, 100, 50, 20, 5)),
+    Case("GPT, four equal hosts", "fleet.toml", "gpt.toml", 16, (100, 20), turns=2),
+    *(
+        Case(
+            f"MobileNetV2, {title}", f"{fleet}.toml", "mobilenetv2-eight.toml", 64, turns=2,
+            ours=("groups, exact", "groups, bf16", "no groups", "even pipeline"),
+        )
+        for fleet, title in (
+            ("two-fast", "two fast hosts and three slow ones, 100 Mbit/s"), ("personas", "mini-pc, old-laptop, pi5, pi4"),
+            ("ten-ten-one", "speeds 10:10:1, 100 Mbit/s"), ("three-kinds", "six hosts of three kinds, 100 Mbit/s"),
+        )
+    ),
+]  # fmt: skip
 
 
 def main() -> None:
     experiment = Experiment(__file__)
-    rates: dict[float, list[dict[str, float]]] = {}
-    shapes: dict[float, dict[str, str]] = {}
-    with experiment.lab("fleet.toml"):
-        for link in LINKS:
-            for name in OURS:
-                experiment.planned(link, settings(name))
-        guesses = dict.fromkeys(_DDP, 1.0)
-        for link in LINKS:
-            rates[link], shapes[link] = [], {}
-            for turn in range(TURNS):
-                found: dict[str, float] = {}
-                for name in OURS:
-                    result = experiment.ours(link, settings(name), SECONDS, turn)
-                    found[name] = result["samples_per_s"]
-                    shapes[link][name] = shape(result)
-                for name in _DDP:
-                    program, more = PEERS[name]
-                    slow = name == "torch DDP" and 0 < link <= 20
-                    if slow and turn:
-                        found[name] = rates[link][0][name]
-                        continue
-                    steps = 1 if slow else max(2, round(SECONDS * guesses[name]))
-                    asked = {"job": experiment.job(), "tuned": True, "steps": steps, "warm": 0 if slow else 1} | more
-                    peer = experiment.measure(program, {"system": name, "turn": turn}, asked, link)
-                    found[name] = peer["samples_per_s"]
-                    guesses[name] = found[name] / experiment.batch
-                asked = {"job": experiment.job(), "seconds": SECONDS, "tuned": True, "cuts": None}
-                alone = experiment.measure("alone", {"system": "alone", "at": link, "turn": turn}, asked, 0)
-                found["alone"] = alone["samples_per_s"]
-                rates[link].append(found)
-    experiment.finish(report(rates, shapes))
-    draw(experiment, rates)
+    for fleet in dict.fromkeys(case.fleet for case in CASES):
+        with experiment.lab(fleet):
+            for case in (case for case in CASES if case.fleet == fleet):
+                measure(experiment, case)
+    draw(experiment, CASES[0])
+    experiment.finish("\n".join(map(report, CASES)))
 
 
-def over(turns: list[dict[str, float]], one: str, other: str) -> str:
-    ratios = [turn[one] / turn[other] for turn in turns]
+def measure(experiment: Experiment, case: Case) -> None:
+    """Measure all systems of a case in turn."""
+    experiment.job_file, experiment.batch = case.job, case.batch
+    for link in case.links:
+        for name in case.ours:
+            experiment.planned(link, OURS[name], model=case.job)
+    guesses = dict.fromkeys(_DDP, 1.0)
+    for link in case.links:
+        case.rates[link], case.plans[link] = [], {}
+        for turn in range(case.turns):
+            found: dict[str, float] = {}
+            for name in case.ours:
+                result = experiment.ours(link, OURS[name], case.seconds, turn, model=case.job)
+                found[name], case.plans[link][name] = result["samples_per_s"], shape(result)
+            for name in _DDP:
+                slow = name == "torch DDP" and 0 < (link or 100) <= case.hopeless
+                if slow and turn:
+                    found[name] = case.rates[link][0][name]
+                    continue
+                program, more = PEERS[name]
+                steps = 1 if slow else max(2, round(case.seconds * guesses[name]))
+                asked = {"job": experiment.job(), "tuned": True, "steps": steps, "warm": 0 if slow else 1} | more
+                known = {"system": name, "turn": turn, "model": case.job}
+                found[name] = experiment.measure(program, known, asked, link)["samples_per_s"]
+                guesses[name] = found[name] / case.batch
+            asked = {"job": experiment.job(), "seconds": case.seconds, "tuned": True, "cuts": None}
+            known = {"system": "alone", "at": link or 0, "turn": turn, "model": case.job}
+            alone = experiment.measure("alone", known, asked, None if link is None else 0)
+            found["alone"] = alone["samples_per_s"]
+            case.rates[link].append(found)
+
+
+def shape(found: Result) -> str:
+    """A plan in short: the ranks of each stage, and the cuts."""
+    stages = msgspec.json.decode(found["plan"], type=Plan).stages
+    return " | ".join(",".join(map(str, stage.ranks)) for stage in stages) + f" at {[stage.start for stage in stages[1:]]}"
+
+
+def over(turns: list[dict[str, float]], one: str, *others: str) -> str:
+    """Median (least and most) of a system's rate over the best of others, within a turn."""
+    ratios = [turn[one] / max(turn[other] for other in others) for turn in turns]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
-def report(rates: dict[float, list[dict[str, float]]], shapes: dict[float, dict[str, str]]) -> str:
-    head = ["free" if link == 0 else f"{link:g} Mbit/s" for link in rates]
-    names = [*OURS, *_DDP, "alone"]
-    rows = [[name, *(statistics.median(turn[name] for turn in turns) for turns in rates.values())] for name in names]
-    ratios = [
-        [f"{one} / {other}", *(over(turns, one, other) for turns in rates.values())]
-        for one, other in (
-            ("groups", "alone"), ("groups, exact", "alone"), ("no groups", "alone"), ("groups", "no groups"),
-            ("groups", "torch DDP"), ("groups", "torch DDP, PowerSGD"),
-        )
-    ]  # fmt: skip
-    plans = [[name, *(shapes[link][name] for link in rates)] for name in OURS]
-    return "\n".join(
-        [
-            "# MobileNetV2 32 x 32, batch 64, four hosts of 0.4 core: stages held by groups\n",
-            table(["samples/s", *head], rows),
-            table(["ratio (median of turns, least and most)", *head], ratios),
-            table(["hosts of each stage, cuts", *head], plans),
-        ]
-    )
+def report(case: Case) -> str:
+    head = ["as the fleet says" if link is None else _NAMES.get(int(link), f"{link:g} Mbit/s") for link in case.rates]
+    names = [*case.ours, *_DDP, "alone"]
+    rows = [[name, *(statistics.median(turn[name] for turn in turns) for turns in case.rates.values())] for name in names]
+    groups = [name for name in case.ours if name.startswith("groups")]
+    pairs = [(name, other) for name in groups for other in ("alone", "no groups", *_DDP)]
+    if "even pipeline" in case.ours:
+        pairs += [(name, ("torch DDP", "even pipeline")) for name in groups]  # type: ignore[misc]
+    ratios = []
+    for one, other in pairs:
+        others = (other,) if isinstance(other, str) else other
+        text = " / ".join([one, "the better of " + " and ".join(others) if len(others) > 1 else other])
+        ratios.append([text, *(over(turns, one, *others) for turns in case.rates.values())])
+    plans = [[name, *(case.plans[link][name] for link in case.rates)] for name in case.ours]
+    tables = table(["samples/s", *head], rows), table(["ratio", *head], ratios), table(["ranks, cuts", *head], plans)
+    return "\n".join([f"# {case.title}\n", *tables])
 
 
-def draw(experiment: Experiment, rates: dict[float, list[dict[str, float]]]) -> None:
+def draw(experiment: Experiment, case: Case) -> None:
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for name in [*OURS, *_DDP]:
-        shares = [statistics.median(turn[name] / turn["alone"] for turn in turns) for turns in rates.values()]
+    for name in [*case.ours, *_DDP]:
+        shares = [statistics.median(turn[name] / turn["alone"] for turn in turns) for turns in case.rates.values()]
         axes.plot(range(len(shares)), shares, "s--" if name in _DDP else "o-", label=name)
     axes.axhline(1.0, color="#999999", linewidth=0.8, zorder=0)
-    axes.set_xticks(range(len(rates)), ["free" if link == 0 else f"{link:g}" for link in rates])
+    axes.set_xticks(range(len(case.rates)), [_NAMES.get(int(link or 0), f"{link:g}") for link in case.rates])
     axes.set_xlabel("link of every host, Mbit/s")
     axes.set_ylabel("of what all hosts make alone, together")
     axes.set_ylim(bottom=0)
+    axes.set_title(case.title, fontsize=11)
     figure.legend(fontsize=8, frameon=False, ncols=3, loc="outside lower center")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
