@@ -198,7 +198,7 @@ class _Run:
         try:
             deployment.build(course, batches, restore)
         except GroupRefused as refused:
-            if self.job.pipeline.cuts != "auto" or not self._cluster:
+            if self.job.pipeline.cuts != "auto":
                 raise
             return self._without_groups(runtime, state, begin, refused)
         except Agreed as mistake:
@@ -227,7 +227,8 @@ class _Run:
         log.warning("%s; the plan is made again without groups", why)
         self.job = msgspec.structs.replace(self.job, pipeline=msgspec.structs.replace(self.job.pipeline, groups=False))
         state.job = self.job
-        plan = next_plan(runtime, self.job, Plan(stages=(), boundaries=()), self._of_now(runtime))
+        cluster = self._planned.cluster if self._planned and self._planned.cluster else self._of_now(runtime)
+        plan = next_plan(runtime, self.job, Plan(stages=(), boundaries=()), cluster)
         if self._planned:
             lines = [f"{why}: planned again without groups"] if self._planned.lines else []
             self._planned = self._planned._replace(plan=plan, lines=lines, step=None)

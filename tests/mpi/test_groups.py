@@ -163,7 +163,7 @@ def test_groups_that_rank_0_finds(mpirun, tmp_path: Path, counts: bool) -> None:
     job = samples.CNN | {"model": model}
     keys = {"pipeline_cuts": "auto", "pipeline_probe_seconds": 1.0, "pipeline_latency_db": "none"}
     path = samples.write_job(tmp_path / "job.toml", job, **keys)
-    out = mpirun(3, "-m", "accept_mpi", "train", str(path))
+    out = mpirun(3, "-m", "accept_mpi", "train", str(path)).out
     lone = samples.write_job(tmp_path / "lone.toml", job, "lone", pipeline_cuts=[])
     mpirun(1, "-m", "accept_mpi", "train", str(lone))
     samples.assert_equal(Checkpoint(tmp_path / "run").whole(), Checkpoint(tmp_path / "lone").whole())
@@ -179,7 +179,7 @@ def test_layers_that_cannot_be_shared_are_refused_in_one_sentence(mpirun, tmp_pa
     job = samples.CNN | {"model": 'name = "nets:net"\nargs = { counts = true }'}
     keys = {"pipeline_cuts": [2], "pipeline_ranks": [0, [1, 2]]}
     path = samples.write_job(tmp_path / "job.toml", job, **keys)
-    out = mpirun(3, "-m", "accept_mpi", "train", str(path), code=2)
+    out = mpirun(3, "-m", "accept_mpi", "train", str(path), code=2).out
     assert "layers 2 to 5 cannot be held by several ranks" in out
     assert out.count("accept_mpi:") == 1
     assert not (tmp_path / "run" / "log.h5").exists()
