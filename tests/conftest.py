@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE = Path(__file__).parent
-# Helpers, programs of mpirun, and test files whose made-up clusters and messages others use.
-for folder in (".", "programs", "unit/codecs", "unit/planning", "unit/prediction", "unit/profiling"):
+# Helpers, programs of mpirun, and test files whose made-up models and messages others use.
+for folder in (".", "programs", "unit/codecs", "unit/prediction", "unit/profiling"):
     sys.path.insert(0, str(HERE / folder))
 
 import torch  # noqa: E402 (after OMP_NUM_THREADS)

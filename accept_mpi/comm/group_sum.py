@@ -235,8 +235,7 @@ class GroupSum:
         return list(range(count)) if self._group.exact else sorted(set(self._group.table[:count]))
 
     def take(self, step: int, deadline: float) -> tuple[Gradients, float]:
-        """The sum of a step's gradients, which must not be changed (they may still be sent), and their scale; waits at most
-        ``deadline`` seconds. Raises DeadlineError."""
+        """The sum of a step's gradients, and their scale; waits at most ``deadline`` seconds. Raises DeadlineError."""
         if not self._layout:
             return [], 1.0
         of, chunks, scale = self._wait(
@@ -346,13 +345,13 @@ class GroupSum:
         """Values of a chunk together with what coding has left out of it before, and the same as the others will decode
         them. Uncoded, nothing is left out."""
         if self._coding.kind == "none" or values.dtype != torch.float32:
-            return values, values
+            return values, values.clone() if of_sum else values  # the optimizer may change it before it has been sent
         before = self._left_out.get((c, of_sum))
         whole = values if before is None else values + before
         coded = np.empty(self._coding.nbytes(len(whole)), np.uint8)
         decoded = torch.empty_like(whole)
         if not self._coding.encode(whole.numpy(), coded, 0):  # not finite: it goes uncoded
-            return whole, whole
+            return whole, whole.clone()
         self._coding.decode(coded, decoded.numpy())
         self._left_out[c, of_sum] = whole - decoded
         return whole, decoded

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from accept_mpi.models.losses import Divisors
 
@@ -22,7 +23,8 @@ class Watch:
             for buffer in module.buffers(recurse=False)
         }
         self._before = self._state()
-        self._reason = ""
+        lazy = [path for path, parameter in self._parameters if is_lazy(parameter)]
+        self._reason = f'the first forward makes "{lazy[0]}"' if lazy else ""
 
     def after_forward(self, divisors: Divisors | None = None) -> str:
         """The reason so far why a group cannot hold the layers, after the forward; empty if it can. ``divisors``: the

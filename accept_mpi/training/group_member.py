@@ -45,10 +45,8 @@ class GroupMember:
     def update(self, lr: float, version: int) -> None:
         """U: the optimizer's step with the gradients of all members, and the running statistics of all micro-batches."""
         gradients, scale = self._summed
-        if scale != 1.0:
-            gradients = [None if gradient is None else gradient * scale for gradient in gradients]
         later = self._exchange(gradients)  # of later steps' micro-batches
-        self._stage.update(lr, version)
+        self._stage.update(lr, version, scale)
         self._exchange(later)
         if self._stage.statistics is not None:
             self._stage.statistics.replay(self._seen)

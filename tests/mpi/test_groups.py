@@ -7,7 +7,7 @@ import pytest
 import samples
 import torch
 from conftest import ROOT
-from test_asynchronous import replay
+from stale_weights import replay
 
 from accept_mpi.logs.reader import open_log
 from accept_mpi.plan import Plan
@@ -133,6 +133,29 @@ def test_fewer_micro_batches_than_ranks(mpirun, tmp_path: Path) -> None:
         train = job["train"]
         plain = samples.plain(job).train(train["steps"], train["batch_size"], train["micro_batches"])
         samples.assert_equal(Checkpoint(tmp_path / str(number)).whole(), plain)
+
+
+def test_members_of_unequal_speeds(mpirun, tmp_path: Path) -> None:
+    """7:1, where the slow one takes one of eight micro-batches or none, first and last, and the fast one second."""
+    eight = samples.CNN | {"train": samples.CNN["train"] | {"micro_batches": 8}}
+    jobs, wanted = [], {}
+    for number, (job, held, speeds) in enumerate(
+        [
+            (eight, [[0, 1], 2], [[7.0, 1.0], 1.0]),
+            (eight, [0, [2, 1]], [1.0, [1.0, 7.0]]),
+            (samples.CNN, [[0, 1], 2], [[7.0, 1.0], 1.0]),
+        ]
+    ):
+        for schedule in ("1f1b", "zero-bubble"):
+            keys = {"pipeline_cuts": [3], "pipeline_ranks": held, "pipeline_speeds": speeds, "pipeline_schedule": schedule}
+            name = f"{number}-{schedule}"
+            jobs.append(samples.write_job(tmp_path / f"{name}.toml", job, name, **keys))
+            wanted[name] = job
+    mpirun(3, ROOT / "tests" / "programs" / "train_all.py", *jobs)
+    for name, job in wanted.items():
+        train = job["train"]
+        plain = samples.plain(job).train(train["steps"], train["batch_size"], train["micro_batches"])
+        samples.assert_equal(Checkpoint(tmp_path / name).whole(), plain)
 
 
 HEAVY = """

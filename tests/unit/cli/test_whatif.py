@@ -8,8 +8,8 @@ import h5py
 import msgspec
 import numpy as np
 import pytest
-from test_planner import cluster
-from test_planner import job as planner_job
+from clusters import cluster
+from clusters import job as planner_job
 
 from accept_mpi.cli import main
 from accept_mpi.cli.whatif import cluster_of_fleet, joined, with_links

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
-from test_planner import cluster, job
+from clusters import cluster, job
 
 from accept_mpi.logs.format import KINDS, TRACE, Rows
 from accept_mpi.plan import BoundaryCodecs, Plan, make_plan

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_planner import LAYERS, cluster
+from clusters import LAYERS, cluster
 
 from accept_mpi.logs.format import KINDS, TRACE
 from accept_mpi.logs.observers import StepDone

@@ -3,8 +3,8 @@
 import msgspec
 import numpy as np
 import pytest
-from test_planner import cluster
-from test_planner import job as planner_job
+from clusters import cluster
+from clusters import job as planner_job
 
 from accept_mpi.codecs.coding import bits_of
 from accept_mpi.direction import Crossing, Direction

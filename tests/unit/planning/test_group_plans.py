@@ -5,7 +5,7 @@ import itertools
 import msgspec
 import numpy as np
 import pytest
-from test_planner import LAYERS, cluster, job
+from clusters import LAYERS, cluster, job
 
 from accept_mpi.plan import Plan, make_plan
 from accept_mpi.planning.adaptation import redealt

@@ -4,13 +4,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from clusters import LAYERS, WIDTH, cluster, job
 from torch import nn
 
 from accept_mpi.codecs.message import HEADER_BYTES
 from accept_mpi.direction import Direction
 from accept_mpi.errors import UserError
-from accept_mpi.job import Job
-from accept_mpi.job_file import parse
 from accept_mpi.models import as_chain
 from accept_mpi.models.shared import Shared
 from accept_mpi.plan import make_plan
@@ -25,50 +24,10 @@ from accept_mpi.planning.problem import NoPlan, Problem, Solution, lower_bound
 from accept_mpi.planning.search import solve
 from accept_mpi.planning.tables import table
 from accept_mpi.polling import SENDING_SECONDS
-from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile, StageTimes
+from accept_mpi.profiling.cluster_profile import ClusterProfile, StageTimes
 from accept_mpi.profiling.outline import outline
 
 AUTO_CODECS = 'pipeline.forward="auto"', 'pipeline.backward="auto"'
-JOB = """
-[model]
-name = "m"
-[data]
-name = "d"
-[train]
-steps = 1
-batch_size = 32
-micro_batches = 8
-[pipeline]
-schedule = "1f1b-async"
-groups = false
-[output]
-directory = "r"
-"""
-LAYERS = 12
-WIDTH = 64
-
-
-def job(*changes: str) -> Job:
-    return parse(JOB, "job", changes)
-
-
-def cluster(*speeds: float, rate: float = 1e9, of: Job | None = None, **changed: list[object]) -> ClusterProfile:
-    """Devices that take so many times 1 ms forward and 2 ms back for each of 12 equal layers of 64 x 64."""
-    chain = as_chain([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
-    codecs = codings_of(of or job())
-    devices = [
-        DeviceProfile(**{
-            "host": f"edge{n}", "forward": [1e-3 * speed] * LAYERS, "backward": [2e-3 * speed] * LAYERS,
-            "weight_gradient": [1e-3 * speed] * LAYERS, "update": [0.0] * LAYERS, "encode": dict.fromkeys(codecs, 0.0),
-            "decode": dict.fromkeys(codecs, 0.0), "seconds_per_byte": 0.0, "shared": False, "memory": 1e9,
-        } | {key: values[n] for key, values in changed.items()})
-        for n, speed in enumerate(speeds)
-    ]  # fmt: skip
-    count = len(speeds)
-    latency = [[0.0] * count for _ in range(count)]
-    return ClusterProfile(
-        outline(chain, 0, (torch.zeros(4, WIDTH),)), devices, [[rate] * count for _ in range(count)], latency
-    )
 
 
 def layers_by_rank(found: object, ranks: int) -> list[int]:
