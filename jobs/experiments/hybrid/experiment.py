@@ -7,13 +7,18 @@ a turn.
 
 import statistics
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from accept_mpi.job_file import parse
 from accept_mpi.logs.figures import pyplot
+from accept_mpi.logs.reader import open_log
 from accept_mpi.plan import Plan
+from accept_mpi.profiling.cluster_profile import ClusterProfile
 from harness.experiment import Experiment, run
+from harness.planners import PLANNERS
 from harness.side_by_side import PEERS
 from harness.store import Result, table
 
@@ -24,6 +29,7 @@ OURS: dict[str, dict[str, Any]] = {
     "no groups": _FREE | {"pipeline.groups": "false"},
     "even pipeline": {"pipeline.schedule": "1f1b", "pipeline.cuts": "even"},
 }
+_PLANNED = {f"{name}'s plan": planner for name, planner in PLANNERS.items()}
 _DDP = ("torch DDP", "torch DDP, PowerSGD")
 _NAMES = {0: "free"}
 
@@ -42,6 +48,8 @@ class Case:
     seconds: float = 5.0
     hopeless: float = 20.0
     """Mbit/s at or below which plain DDP makes one step, once."""
+    planners: bool = False
+    """True: also plans of published planners, in the same runtime."""
     rates: dict[float | None, list[dict[str, float]]] = field(default_factory=dict)
     """samples/s by link, turn and system."""
     plans: dict[float | None, dict[str, str]] = field(default_factory=dict)
@@ -53,7 +61,7 @@ CASES = [
     *(
         Case(
             f"MobileNetV2, {title}", f"{fleet}.toml", "mobilenetv2-eight.toml", 64, turns=2,
-            ours=("groups, exact", "groups, bf16", "no groups", "even pipeline"),
+            ours=("groups, exact", "groups, bf16", "no groups", "even pipeline"), planners=True,
         )
         for fleet, title in (
             ("two-fast", "two fast hosts and three slow ones, 100 Mbit/s"), ("personas", "mini-pc, old-laptop, pi5, pi4"),
@@ -76,16 +84,20 @@ def main() -> None:
 def measure(experiment: Experiment, case: Case) -> None:
     """Measure all systems of a case in turn."""
     experiment.job_file, experiment.batch = case.job, case.batch
+    settings: dict[tuple[float | None, str], dict[str, Any]] = {}
     for link in case.links:
         for name in case.ours:
-            experiment.planned(link, OURS[name], model=case.job)
+            settings[link, name] = OURS[name]
+            found_plan = experiment.planned(link, OURS[name], model=case.job)
+            if case.planners and name == case.ours[0]:
+                settings |= {(link, other): made for other, made in published(experiment, found_plan).items()}
     guesses = dict.fromkeys(_DDP, 1.0)
     for link in case.links:
         case.rates[link], case.plans[link] = [], {}
         for turn in range(case.turns):
             found: dict[str, float] = {}
-            for name in case.ours:
-                result = experiment.ours(link, OURS[name], case.seconds, turn, model=case.job)
+            for name in [name for at, name in settings if at == link]:
+                result = experiment.ours(link, settings[link, name], case.seconds, turn, model=case.job)
                 found[name], case.plans[link][name] = result["samples_per_s"], shape(result)
             for name in _DDP:
                 slow = name == "torch DDP" and 0 < (link or 100) <= case.hopeless
@@ -105,6 +117,23 @@ def measure(experiment: Experiment, case: Case) -> None:
             case.rates[link].append(found)
 
 
+def published(experiment: Experiment, found: Result) -> dict[str, dict[str, Any]]:
+    """Keys of the job for the plans that published planners make of the same measurements."""
+    with open_log(Path(found["log"])) as log:
+        cluster = ClusterProfile.read(log["survey"])
+    job = parse(Path(experiment.job()).read_text(), experiment.job(), [f"{k}={v}" for k, v in _FREE.items()])
+    made = {}
+    for name, planner in _PLANNED.items():
+        if plan := planner(cluster, job):
+            made[name] = _FREE | {
+                "pipeline.gradients": "none",
+                "pipeline.cuts": [stage.start for stage in plan.stages[1:]],
+                "pipeline.ranks": [list(stage.ranks) for stage in plan.stages],
+                "pipeline.speeds": [[float(f"{1 / pace:.4g}") for pace in stage.paces] or [1.0] for stage in plan.stages],
+            }
+    return made
+
+
 def shape(found: Result) -> str:
     """A plan in short: the ranks of each stage, and the cuts."""
     stages = msgspec.json.decode(found["plan"], type=Plan).stages
@@ -119,10 +148,11 @@ def over(turns: list[dict[str, float]], one: str, *others: str) -> str:
 
 def report(case: Case) -> str:
     head = ["as the fleet says" if link is None else _NAMES.get(int(link), f"{link:g} Mbit/s") for link in case.rates]
-    names = [*case.ours, *_DDP, "alone"]
+    mine = [*case.ours, *(name for name in _PLANNED if name in next(iter(case.rates.values()))[0])]
+    names = [*mine, *_DDP, "alone"]
     rows = [[name, *(statistics.median(turn[name] for turn in turns) for turns in case.rates.values())] for name in names]
     groups = [name for name in case.ours if name.startswith("groups")]
-    pairs = [(name, other) for name in groups for other in ("alone", "no groups", *_DDP)]
+    pairs = [(name, other) for name in groups for other in ("alone", "no groups", *mine[len(case.ours) :], *_DDP)]
     if "even pipeline" in case.ours:
         pairs += [(name, ("torch DDP", "even pipeline")) for name in groups]  # type: ignore[misc]
     ratios = []
@@ -130,7 +160,7 @@ def report(case: Case) -> str:
         others = (other,) if isinstance(other, str) else other
         text = " / ".join([one, "the better of " + " and ".join(others) if len(others) > 1 else other])
         ratios.append([text, *(over(turns, one, *others) for turns in case.rates.values())])
-    plans = [[name, *(case.plans[link][name] for link in case.rates)] for name in case.ours]
+    plans = [[name, *(case.plans[link][name] for link in case.rates)] for name in mine]
     tables = table(["samples/s", *head], rows), table(["ratio", *head], ratios), table(["ranks, cuts", *head], plans)
     return "\n".join([f"# {case.title}\n", *tables])
 
