@@ -163,6 +163,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.decode(text, type=Plan)
 
 
+def held_alike(one: Plan, other: Plan) -> bool:
+    """True if the same ranks hold the same layers in both plans."""
+    first, second = ([(stage.start, stage.stop, stage.ranks) for stage in plan.stages] for plan in (one, other))
+    return first == second
+
+
 def even_cuts(layers: int, stages: int, uncuttable: Container[int] = ()) -> list[int]:
     """First layers of stages 1, 2, ..., such that the stages' numbers of layers differ by at most one.
 

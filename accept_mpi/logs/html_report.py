@@ -42,7 +42,9 @@ def write_report(log: Path, out: Path | None = None) -> list[Path]:
         if end > start:
             written.append(_beside(folder / "timeline.png", lambda p: draw_timeline(p, tables["trace"], hosts, start, end)))
         texts = tables["events"]["text"]
-        losses = tables["events"][np.char.startswith(texts, b"lost ") | np.char.startswith(texts, b"moved ")]
+        losses = tables["events"][
+            np.logical_or.reduce([np.char.startswith(texts, word) for word in (b"lost ", b"moved ", b"dealt ")])
+        ]
         if len(losses) and len(tables["steps"]):
             draw = lambda p: draw_course(p, tables["trace"], tables["steps"], losses, hosts)  # noqa: E731
             written.append(_beside(folder / "course.png", draw))

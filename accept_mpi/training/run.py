@@ -20,7 +20,7 @@ from accept_mpi.job import Job
 from accept_mpi.launch.ownership import Ownership
 from accept_mpi.models import Chain
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.plan import Plan
+from accept_mpi.plan import Plan, held_alike
 from accept_mpi.planning.adaptation import Adapter
 from accept_mpi.planning.job_plan import plan_from_job
 from accept_mpi.planning.memory import memory_of
@@ -153,8 +153,11 @@ class _Run:
         mine = [found.plan.to_json(), found.text] if found else None
         plan, text = runtime.messenger.broadcast(mine, runtime.startup_seconds, "the new plan")
         self._share_cluster(runtime, found.cluster if found else None)
-        self._notes, self._since = [f"moved layers: {text}"], time.monotonic()
-        return Begin(Plan.from_json(plan), first=False)
+        new = Plan.from_json(plan)
+        same = self._begun is not None and held_alike(new, self._begun.plan)
+        what = "dealt micro-batches anew" if same else "moved layers"
+        self._notes, self._since = [f"{what}: {text}"], time.monotonic()
+        return Begin(new, first=False)
 
     # -- a deployment --------------------------------------------------------------------------------------------------
 

@@ -1,14 +1,17 @@
 """A device slows down in mid-run: layers move away from it, and the weights are those of a run that nothing happened to
 (ARCHITECTURE, invariants)."""
 
+import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import samples
 from conftest import HANGS, environment, mpirun_command, python
 from watch import wait_for_step
 
+from accept_mpi.logs.format import KINDS
 from accept_mpi.logs.reader import open_log
 from accept_mpi.recovery.checkpoint import Checkpoint
 
@@ -47,3 +50,35 @@ def test_layers_move_away_from_a_slow_device(tmp_path: Path, schedule: str, ulfm
     plain = samples.plain(samples.CNN).train(STEPS, 24, 5)
     ours = {name.replace(".inner", ""): value for name, value in Checkpoint(tmp_path / "run").whole().items()}
     samples.assert_equal(ours, plain)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async"])
+def test_a_slow_member_gets_fewer_micro_batches(tmp_path: Path, schedule: str) -> None:
+    """Groups end a plan together, and the weights are those of a run that nothing happened to."""
+    sleepy = samples.CNN | {"model": 'name = "slow_layers:cnn"\nargs = { width = 8, dropout = 0.2 }'}
+    job = samples.write_job(
+        tmp_path / "job.toml", sleepy, train_steps=STEPS, train_evaluate_every=0, pipeline_adapt=True, pipeline_cuts=[3],
+        pipeline_ranks=[[0, 1], 2], pipeline_latency_db="none", pipeline_probe_seconds=1.0, pipeline_schedule=schedule,
+    )  # fmt: skip
+    process = subprocess.Popen(
+        [*mpirun_command(3), *python(), "-m", "accept_mpi", "train", str(job)], cwd=tmp_path, env=environment(), text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    wait_for_step(tmp_path / "run", 10, process)
+    (tmp_path / "slow-1").touch()
+    out, _ = process.communicate(timeout=HANGS)
+    assert process.returncode == 0, out
+    assert re.search("(dealt micro-batches anew|moved layers): rank 1", out), out
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        steps, trace, plans = log["steps"][:], log["trace"][:], log["plans"][:]
+    assert steps["step"].tolist() == list(range(1, STEPS + 1))
+    forwards = trace[trace["kind"] == KINDS.index("F")]
+    counts = [np.count_nonzero((forwards["rank"] == 1) & (forwards["step"] == step)) for step in (5, STEPS)]
+    layers = [int((rows["stop"] - rows["start"]).sum()) for rows in (
+        plans[(plans["rank"] == 1) & (plans["time"] == time)] for time in (plans["time"].min(), plans["time"].max())
+    )]  # fmt: skip
+    assert counts[1] * layers[1] < counts[0] * layers[0], (counts, layers, out)
+    if schedule == "1f1b":
+        plain = samples.plain(samples.CNN).train(STEPS, 24, 5)
+        ours = {name.replace(".inner", ""): value for name, value in Checkpoint(tmp_path / "run").whole().items()}
+        samples.assert_equal(ours, plain)

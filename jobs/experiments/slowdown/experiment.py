@@ -39,7 +39,7 @@ def watched(lab: Laboratory, name: str, *settings: str, changes: list[str], last
         wait_for_step(directory, last)
     with open_log(directory / "log.h5") as log:
         steps, trace, events = log["steps"][:], log["trace"][:], [text.decode() for text in log["events"]["text"]]
-    moves = [text for text in events if text.startswith("moved")]
+    moves = [text for text in events if text.startswith(("moved", "dealt"))]
     print(f"{name}: {moments}, {moves}", flush=True)
     return {"steps": steps, "trace": trace, "moments": moments, "moves": moves}
 

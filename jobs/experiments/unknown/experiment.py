@@ -34,7 +34,7 @@ def main() -> None:
                 wait_for_step(directory, last)
             with open_log(directory / "log.h5") as log:
                 found[name], events = log["steps"][:], [text.decode() for text in log["events"]["text"]]
-            moves[name] = [text for text in events if text.startswith("moved")]
+            moves[name] = [text for text in events if text.startswith(("moved", "dealt"))]
             print(f"{name}: {moves[name]}", flush=True)
     rates = {name: rate(steps, max(_WARM, int(steps["step"][-1]) - 25), 70) for name, steps in found.items()}
     even, adapted = list(rates.values())[:2]
