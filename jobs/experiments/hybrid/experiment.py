@@ -137,7 +137,7 @@ def published(experiment: Experiment, found: Result) -> dict[str, dict[str, Any]
 def shape(found: Result) -> str:
     """A plan in short: the ranks of each stage, and the cuts."""
     stages = msgspec.json.decode(found["plan"], type=Plan).stages
-    return " | ".join(",".join(map(str, stage.ranks)) for stage in stages) + f" at {[stage.start for stage in stages[1:]]}"
+    return " / ".join(",".join(map(str, stage.ranks)) for stage in stages) + f" at {[stage.start for stage in stages[1:]]}"
 
 
 def over(turns: list[dict[str, float]], one: str, *others: str) -> str:
