@@ -18,7 +18,8 @@ from accept_mpi.logs.format import (
     check_log,
 )
 
-_LOOKS, _BETWEEN_LOOKS = 5, 0.1  # seconds
+_LOOKS, _BETWEEN_LOOKS = 5, 0.05  # at a log that does not change; seconds
+_MOST_SECONDS = 20.0
 
 
 def open_log(path: str | os.PathLike[str]) -> h5py.File:
@@ -31,17 +32,28 @@ def open_log(path: str | os.PathLike[str]) -> h5py.File:
     try:
         if not is_followed(path):
             return _checked(path, open_file)
-        for left in reversed(range(_LOOKS)):
-            try:
-                _checked(path, open_still).close()
-                break
-            except UserError:
-                if not left:
-                    raise
-                time.sleep(_BETWEEN_LOOKS)  # the log may only look damaged because its writer is in the middle of a flush
+        _wait_until_whole(path)
         return open_followed(path)
     except OSError as error:
         raise UserError(f"{path}: not a readable HDF5 file ({error.strerror or error})") from error
+
+
+def _wait_until_whole(path: str | os.PathLike[str]) -> None:
+    """Validate a log that may be growing. It may only look damaged because its writer is in the middle of a flush; so it is
+    looked at again while it changes. Raises UserError if it is damaged."""
+    until, unchanged = time.monotonic() + _MOST_SECONDS, 0
+    while True:
+        before = os.stat(path)
+        try:
+            _checked(path, open_still).close()
+            return
+        except UserError:
+            time.sleep(_BETWEEN_LOOKS)
+            now = os.stat(path)
+            same = (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+            unchanged = unchanged + 1 if same else 0
+            if unchanged == _LOOKS or time.monotonic() > until:
+                raise
 
 
 def _checked(path: str | os.PathLike[str], opened: Callable[[str | os.PathLike[str]], h5py.File]) -> h5py.File:

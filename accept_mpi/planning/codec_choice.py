@@ -113,8 +113,8 @@ def gradient_codec(job: Job) -> str:
 def codings_of(job: Job) -> dict[str, Coding]:
     """All codecs that a plan for this job may use, by name."""
     _, pairs = codec_pairs(job.pipeline)
-    names = {name for pair in pairs for name in pair} | {gradient_codec(job)}
-    return {name: parse(name, False) for name in sorted(names)} | {"none": Coding()}
+    names = [*(name for pair in pairs for name in pair), gradient_codec(job)]
+    return {name: parse(name, False) for name in dict.fromkeys(names)} | {"none": Coding()}
 
 
 def codec_pairs(pipeline: Pipeline) -> tuple[list[str], list[tuple[str, str]]]:

@@ -36,16 +36,16 @@ Group = tuple[int, ...]
 Division = tuple[Group, ...]
 
 
-def hybrid_plans(cluster: ClusterProfile, job: Job, problems: Sequence[Problem], best: float) -> list[Estimate]:
+def hybrid_plans(cluster: ClusterProfile, job: Job, problems: Sequence[tuple[Problem, float]]) -> list[Estimate]:
     """Estimates of the most promising plans with groups, fastest first. ``problems``: those of the devices alone, on links
-    at different loads; ``best``: seconds per step of the best plan without groups."""
+    at different loads, each with the seconds per step of the best plan without groups there."""
     devices = len(cluster.devices)
     if not job.pipeline.groups or not 1 < devices <= MOST_DEVICES or micro_batches_of(job) < 2:
         return []
     found: dict[Plan, Estimate] = {}
-    for problem in problems:
+    for problem, best in problems:
         maker = _Groups(cluster, job, problem)
-        reached = best * 1.02 / _steps(problem)
+        reached = best * 1.02 / problem.real_micro_batches  # seconds per micro-batch
         solutions: list[tuple[float, Division, Solution]] = []
         for division in _divisions(cluster, problem):
             virtual = maker.problem(division)
@@ -64,11 +64,6 @@ def hybrid_plans(cluster: ClusterProfile, job: Job, problems: Sequence[Problem],
                 found[plan] = estimate(cluster, job, plan)
     fitting = [one for one in found.values() if _fits(cluster, one)]
     return sorted(fitting, key=lambda one: one.expected)
-
-
-def _steps(problem: Problem) -> float:
-    """Micro-batches by which a bottleneck becomes a step's seconds, at least."""
-    return problem.real_micro_batches
 
 
 def _fits(cluster: ClusterProfile, found: Estimate) -> bool:
@@ -214,7 +209,7 @@ class _Groups:
         return self._made[group]
 
     def _as_device(self, group: Group) -> _Device:
-        problem, n = self._problem, problem_size(self._problem)
+        problem, n = self._problem, self._problem.layers + 1
         if len(group) == 1:
             (one,) = group
             extra = np.zeros((n, n)) if problem.extra_seconds is None else problem.extra_seconds[one]
@@ -262,8 +257,3 @@ class _Groups:
         if problem.fill:  # a synchronous step ends with the sum
             whole = whole + 2 * part / link / count
         return whole
-
-
-def problem_size(problem: Problem) -> int:
-    """Number of places at which a stage may begin or end (L+1)."""
-    return problem.layers + 1

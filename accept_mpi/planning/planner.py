@@ -77,7 +77,8 @@ def plans_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> tuple[Est
             f"data.name: first and last stage need the data, only {have} has it, and the model does not fit there"
         )
     best = _spared(problem, _best(possible), cluster, job)
-    hybrid = next(iter(hybrid_plans(cluster, job, (loaded, problem), best[0].step)), None)
+    both = (loaded, best[0].loaded), (problem, best[0].step)
+    hybrid = next(iter(hybrid_plans(cluster, job, both)), None)
     if hybrid and hybrid.expected < _MIN_IMPROVEMENT * best[0].expected:
         return hybrid, even
     if held and (near := _nearest(problem, best[1], cluster, job, held)) != best[1]:

@@ -57,7 +57,7 @@ def test_a_slow_member_gets_fewer_micro_batches(tmp_path: Path, schedule: str) -
     """Groups end a plan together, and the weights are those of a run that nothing happened to."""
     sleepy = samples.CNN | {"model": 'name = "slow_layers:cnn"\nargs = { width = 8, dropout = 0.2 }'}
     job = samples.write_job(
-        tmp_path / "job.toml", sleepy, train_steps=STEPS, train_evaluate_every=0, pipeline_adapt=True, pipeline_cuts=[3],
+        tmp_path / "job.toml", sleepy, train_steps=50, train_evaluate_every=0, pipeline_adapt=True, pipeline_cuts=[6],
         pipeline_ranks=[[0, 1], 2], pipeline_latency_db="none", pipeline_probe_seconds=1.0, pipeline_schedule=schedule,
     )  # fmt: skip
     process = subprocess.Popen(
@@ -71,14 +71,14 @@ def test_a_slow_member_gets_fewer_micro_batches(tmp_path: Path, schedule: str) -
     assert re.search("(dealt micro-batches anew|moved layers): rank 1", out), out
     with open_log(tmp_path / "run" / "log.h5") as log:
         steps, trace, plans = log["steps"][:], log["trace"][:], log["plans"][:]
-    assert steps["step"].tolist() == list(range(1, STEPS + 1))
+    assert steps["step"].tolist() == list(range(1, 51))
     forwards = trace[trace["kind"] == KINDS.index("F")]
-    counts = [np.count_nonzero((forwards["rank"] == 1) & (forwards["step"] == step)) for step in (5, STEPS)]
+    counts = [np.count_nonzero((forwards["rank"] == 1) & (forwards["step"] == step)) for step in (5, 50)]
     layers = [int((rows["stop"] - rows["start"]).sum()) for rows in (
         plans[(plans["rank"] == 1) & (plans["time"] == time)] for time in (plans["time"].min(), plans["time"].max())
     )]  # fmt: skip
     assert counts[1] * layers[1] < counts[0] * layers[0], (counts, layers, out)
     if schedule == "1f1b":
-        plain = samples.plain(samples.CNN).train(STEPS, 24, 5)
+        plain = samples.plain(samples.CNN).train(50, 24, 5)
         ours = {name.replace(".inner", ""): value for name, value in Checkpoint(tmp_path / "run").whole().items()}
         samples.assert_equal(ours, plain)
