@@ -28,6 +28,7 @@ steps = {steps}
 evaluate_every = 0
 [pipeline]
 schedule = "1f1b-async"
+groups = false
 [output]
 directory = "{directory}"
 """
