@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from mpi4py import MPI
@@ -38,6 +38,7 @@ from accept_mpi.polling import SOCKET_BYTES
 from accept_mpi.seeds import CODE, mix
 from accept_mpi.tree import LONE, Tree
 
+_T = TypeVar("_T")
 _POLL = 0.008
 _BUFFERED_BYTES = 1 << 19
 _RECEIVES_POSTED = 3
@@ -56,6 +57,20 @@ class Plane(Protocol):
     def wake(self) -> None: ...
 
     def report_uncoded(self, header: Header, end: "Channel") -> None: ...
+
+
+def wait_for(plane: Plane, box: "queue.SimpleQueue[_T]", deadline: float, what: str) -> _T:
+    """What the data plane puts into a queue; meanwhile it polls more often. Raises DeadlineError after ``deadline`` seconds,
+    or the error that ended the data plane."""
+    plane.hurry(True)
+    plane.wake()
+    try:
+        return box.get(timeout=deadline)
+    except queue.Empty:
+        plane.check()
+        raise DeadlineError(f"waited {deadline:.0f} s for {what}") from None
+    finally:
+        plane.hurry(False)
 
 
 class Channel(NamedTuple):
@@ -274,17 +289,8 @@ class Receiver:
         try:
             item = self._ready.get_nowait()
         except queue.Empty:
-            self._plane.hurry(True)
-            self._plane.wake()
-            try:
-                item = self._ready.get(timeout=deadline)
-            except queue.Empty:
-                self._plane.check()
-                raise DeadlineError(
-                    f"waited {deadline:.0f} s for rank {self.end.peer} to send {self.end}, micro-batch {micro_batch}"
-                ) from None
-            finally:
-                self._plane.hurry(False)
+            what = f"rank {self.end.peer} to send {self.end}, micro-batch {micro_batch}"
+            item = wait_for(self._plane, self._ready, deadline, what)
             recorder.add("wait", start, self.end.subject(step, micro_batch))
         self._plane.check()
         assert item is not None

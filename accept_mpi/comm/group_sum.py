@@ -21,10 +21,9 @@ import torch
 from accept_mpi.codecs.coding import NONE, Coding
 from accept_mpi.codecs.message import Decoded
 from accept_mpi.codecs.tensors import Specs, TensorSpec
-from accept_mpi.comm.channels import Channel, Receiver, Sender
+from accept_mpi.comm.channels import Channel, Receiver, Sender, wait_for
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.direction import Direction
-from accept_mpi.errors import DeadlineError
 
 Gradients = list[torch.Tensor | None]
 """Gradients of a stage's parameters, in their order; None where a parameter got none."""
@@ -263,15 +262,7 @@ class GroupSum:
         try:
             found = box.get_nowait()
         except queue.Empty:
-            self._plane.hurry(True)
-            self._plane.wake()
-            try:
-                found = box.get(timeout=deadline)
-            except queue.Empty:
-                self._plane.check()
-                raise DeadlineError(f"waited {deadline:.0f} s for {what}") from None
-            finally:
-                self._plane.hurry(False)
+            found = wait_for(self._plane, box, deadline, what)
         self._plane.check()
         assert found is not None
         return found

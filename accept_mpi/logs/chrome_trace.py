@@ -47,7 +47,7 @@ def _events(file: Any, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": name}}
         yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
         for lane, number in _LANES.items():
-            if lane != "sum of gradients" or in_group(plans, rank):
+            if lane != "sum of gradients" or _in_group(plans, rank):
                 yield from _lane(rank, number, lane)
     rows = file["trace"]
     for begin in range(0, len(rows), _CHUNK):
@@ -55,7 +55,7 @@ def _events(file: Any, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _event(dict(zip(TRACE.names or (), row.tolist(), strict=True)), until)
 
 
-def in_group(plans: Rows, rank: int) -> bool:
+def _in_group(plans: Rows, rank: int) -> bool:
     """True if some plan (rows of dtype PLANS) has ``rank`` hold a stage together with others."""
     mine = plans[plans["rank"] == rank]
     return any(np.count_nonzero((plans["time"] == row["time"]) & (plans["stage"] == row["stage"])) > 1 for row in mine)

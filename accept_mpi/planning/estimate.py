@@ -59,6 +59,12 @@ def estimate(cluster: ClusterProfile, job: Job, plan: Plan) -> Estimate:
     return Estimate(plan, step, loaded, busy, computes, choices, memory_of(cluster, job, plan))
 
 
+def fits(cluster: ClusterProfile, found: Estimate) -> bool:
+    """True if every device has the memory that its part of the plan needs."""
+    rooms = [cluster.devices[rank].memory for _, rank in found.plan.holders]
+    return all(need <= room for need, room in zip(found.memory, rooms, strict=True))
+
+
 def with_codecs(found: Estimate) -> Plan:
     """The plan of an estimate, with the chosen codecs wherever the job leaves them open."""
     codecs = []

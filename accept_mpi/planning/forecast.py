@@ -71,6 +71,13 @@ class Groups(NamedTuple):
         return Groups(range(stages), [Deal((1.0,))] * stages, [0.0] * stages, True, "none", {})
 
 
+def sent_for_sum(gradients: F64 | float, members: int, own: float, exact: bool) -> Any:
+    """Bytes that a member of a group sends for the sum of gradients, per micro-batch that it takes (``own`` per step): its
+    contributions to what others own, and the sums of what it owns. ``gradients``: bytes of all as they are sent."""
+    parts = gradients * (members - 1) / members
+    return parts + parts / own if exact else 2 * parts / own
+
+
 def sum_handling(
     here: StageTimes | DeviceProfile, gradients: F64 | float, sent: F64 | float, contributions: float, codec: str
 ) -> Any:
@@ -104,7 +111,6 @@ class Forecast:
         only the rates in ``crossings`` count. ``groups``: None if each device holds a stage alone."""
         self.kind, self.profiles, self.crossings, self._host_links = kind, profiles, crossings, host_links
         self._all, self._slack = micro_batches, slack
-        self._given_groups = groups
         self.groups = groups or Groups.alone(len(profiles))
         self._stages = len(self.groups.deals)
         self._held_by = [[d for d, s in enumerate(self.groups.stages) if s == stage] for stage in range(self._stages)]
@@ -122,7 +128,7 @@ class Forecast:
 
     def with_profiles(self, profiles: Sequence[StageTimes]) -> "Forecast":
         """The same pipeline with other times of its devices."""
-        return self._like(profiles, self.crossings, self._host_links, self._given_groups)
+        return self._like(profiles, self.crossings, self._host_links, self.groups)
 
     def with_links(self, share: float) -> "Forecast":
         """The same pipeline on links that carry only this share of their measured rates."""
@@ -130,18 +136,16 @@ class Forecast:
             place: msgspec.structs.replace(crossing, rate=share * crossing.rate)
             for place, crossing in self.crossings.items()
         }
-        host_links, groups = [share * host_link for host_link in self._host_links], self._given_groups
-        if groups:
-            rates = {pair: (share * rate, latency) for pair, (rate, latency) in groups.rates.items()}
-            groups = groups._replace(rates=rates)
-        return self._like(self.profiles, crossings, host_links, groups)
+        host_links = [share * host_link for host_link in self._host_links]
+        rates = {pair: (share * rate, latency) for pair, (rate, latency) in self.groups.rates.items()}
+        return self._like(self.profiles, crossings, host_links, self.groups._replace(rates=rates))
 
     def _like(
         self,
         profiles: Sequence[StageTimes],
         crossings: Mapping[Crossing, Traffic],
         host_links: Sequence[float],
-        groups: Groups | None,
+        groups: Groups,
     ) -> "Forecast":
         return Forecast(self.kind, self._all, self._slack, profiles, crossings, host_links, groups)
 
@@ -187,9 +191,7 @@ class Forecast:
         members, share = len(self._held_by[stage]), self._shares[device]
         if members == 1 or not share:
             return 0.0
-        parts = self._on_wire(stage) * (members - 1) / members
-        own = share * self._all
-        return parts + parts / own if self.groups.exact else 2 * parts / own
+        return float(sent_for_sum(self._on_wire(stage), members, share * self._all, self.groups.exact))
 
     def _on_wire(self, stage: int) -> float:
         """Bytes of a stage's gradients as they are sent."""

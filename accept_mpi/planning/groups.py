@@ -19,8 +19,8 @@ from accept_mpi.job import Job
 from accept_mpi.models.losses import counts_known
 from accept_mpi.plan import BoundaryCodecs, Plan, make_plan
 from accept_mpi.planning.codec_choice import gradient_codec
-from accept_mpi.planning.estimate import Estimate, estimate
-from accept_mpi.planning.forecast import sum_handling
+from accept_mpi.planning.estimate import Estimate, estimate, fits
+from accept_mpi.planning.forecast import sent_for_sum, sum_handling
 from accept_mpi.planning.formulation import NEVER
 from accept_mpi.planning.problem import F64, NoPlan, Problem, Solution, cost
 from accept_mpi.planning.search import improve
@@ -62,14 +62,8 @@ def hybrid_plans(cluster: ClusterProfile, job: Job, problems: Sequence[tuple[Pro
             plan = maker.plan(division, solution)
             if plan not in found:
                 found[plan] = estimate(cluster, job, plan)
-    fitting = [one for one in found.values() if _fits(cluster, one)]
+    fitting = [one for one in found.values() if fits(cluster, one)]
     return sorted(fitting, key=lambda one: one.expected)
-
-
-def _fits(cluster: ClusterProfile, found: Estimate) -> bool:
-    """True if every device has the memory that its part needs."""
-    rooms = [cluster.devices[rank].memory for _, rank in found.plan.holders]
-    return all(need <= room for need, room in zip(found.memory, rooms, strict=True))
 
 
 def _divisions(cluster: ClusterProfile, problem: Problem) -> Iterator[Division]:
@@ -237,13 +231,12 @@ class _Groups:
         """Seconds per micro-batch of a group for layers i..j-1 (i, j): of its slowest member, with micro-batches dealt whole
         and gradients summed. ``runs`` (members, i, j): of one micro-batch on each member; ``gradients`` (i, j): bytes."""
         problem, devices = self._problem, self._cluster.devices
-        count, others = int(problem.real_micro_batches), len(members) - 1
+        count = int(problem.real_micro_batches)
         exact = self._job.pipeline.gradients == "exact"
         codec = gradient_codec(self._job)
-        part = gradients * bits_of(codec) / 32 * others / len(members)
-        per_step = 2.0 if not exact else 1.0
+        wire = gradients * bits_of(codec) / 32
         own = count / len(members)  # micro-batches of each member, roughly
-        sent = part * (1.0 if exact else 0.0) + part * per_step / own
+        sent = sent_for_sum(wire, len(members), own, exact)
         contributions = 1.0 if exact else 1 / own
         runs = runs + np.array([sum_handling(devices[m], gradients, sent, contributions, codec) for m in members])
         dealt = min(count, _MOST_DEALT)
@@ -255,5 +248,5 @@ class _Groups:
         link = float(min(problem.host_link[m] for m in members))
         whole = np.maximum(whole, sent * own / count / link)
         if problem.fill:  # a synchronous step ends with the sum
-            whole = whole + 2 * part / link / count
+            whole = whole + 2 * wire * (len(members) - 1) / len(members) / link / count
         return whole

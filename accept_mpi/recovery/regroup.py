@@ -10,7 +10,7 @@ from accept_mpi.errors import Agreed, TooFewDevices, UserError
 from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
 from accept_mpi.plan import Plan
-from accept_mpi.planning.estimate import estimate, with_codecs
+from accept_mpi.planning.estimate import estimate, fits, with_codecs
 from accept_mpi.planning.planner import Layers, plan_for
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.replicas import Holdings, Replicas, newest
@@ -94,8 +94,6 @@ def plan_after_loss(
     best = plan_for(cluster, job, layers)
     if left is not None and lost and len(left.stages) == len(plan.stages):
         dealt = estimate(cluster, job, left.renamed(ranks))
-        rooms = [cluster.devices[rank].memory for _, rank in dealt.plan.holders]
-        fits = all(need <= room for need, room in zip(dealt.memory, rooms, strict=True))
-        if fits and dealt.expected <= _STAYS * best.expected:
+        if fits(cluster, dealt) and dealt.expected <= _STAYS * best.expected:
             return with_codecs(dealt)
     return with_codecs(best)

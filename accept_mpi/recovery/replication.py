@@ -15,7 +15,6 @@ from typing import NamedTuple
 from accept_mpi.comm.messages import Committed, Control, ReplicaChunks, Replicated
 from accept_mpi.failpoints import failpoint
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.plan import Place
 from accept_mpi.recovery.barriers import SNAPSHOT, Barriers, Post
 from accept_mpi.recovery.layer_state import Arriving, chunked, states
 from accept_mpi.recovery.replicas import Replicas
@@ -32,8 +31,10 @@ class Route(NamedTuple):
     """The ranks that hold stages 0, 1, ..."""
     size: int
     """Number of ranks, idle ones included."""
-    place: Place = Place(-1, 0)
-    """Place of this rank in the plan."""
+    member: int = 0
+    """Index of this rank in the group that holds its stage."""
+    members: int = 1
+    """Number of ranks in that group."""
 
     @property
     def next(self) -> int:
@@ -71,8 +72,8 @@ class Replication:
         failpoint("snapshot")
         blobs = states(stage)
         self._replicas.keep(step, blobs)
-        if self._route.place.members > 1:  # the other members have the same state, so it need not be sent
-            if self.on and flags & SNAPSHOT and self._route.place.member == 1:
+        if self._route.members > 1:  # the other members have the same state, so it need not be sent
+            if self.on and flags & SNAPSHOT and self._route.member == 1:
                 assert self._route.stage is not None
                 self._post(0, Replicated(step, self._route.stage), False)
         elif self.on and (flags & SNAPSHOT or not self._sending()):

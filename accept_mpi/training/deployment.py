@@ -147,7 +147,8 @@ class Deployment:
         ranks = self.plan.leaders
         copying = self.job.recovery.copies(runtime.size, runtime.survives)
         self.barriers = Barriers(self.job.recovery, ranks[0], copying, plane.post)
-        route = Route(None if self.place.idle else self.place.stage, ranks, runtime.size, self.place)
+        place = self.place
+        route = Route(None if place.idle else place.stage, ranks, runtime.size, place.member, place.members)
         self.replication = Replication(
             state.replicas, route, copying, self.barriers, plane.post, lambda: plane.background.busy
         )

@@ -10,7 +10,6 @@ from clusters import LAYERS, cluster, job
 from accept_mpi.plan import Plan, make_plan
 from accept_mpi.planning.adaptation import redealt
 from accept_mpi.planning.estimate import Estimate, estimate
-from accept_mpi.planning.forecast import Forecast
 from accept_mpi.planning.groups import _partitions
 from accept_mpi.planning.planner import even_plan, plan_for
 from accept_mpi.planning.tables import table
@@ -91,9 +90,7 @@ def test_against_all_plans(seed: int, schedule: str) -> None:
     speeds = rng.choice([1.0, 1.0, 2.0, 4.0], 3).tolist()
     layers = rng.uniform(0.1, 3, LAYERS)
     possible = [2, 5, 6, 9]
-    between = [slice(a, b) for a, b in itertools.pairwise([0, *possible, LAYERS])]
     fleet = uneven(*speeds, layers=layers.tolist(), rate=float(rng.choice([1e6, 1e9])))
-    whole = [layer for layer in range(1, LAYERS) if layer not in possible]
     wanted = job(ON, f"pipeline.schedule={schedule}")
     best: Estimate | None = None
     for plan in every_plan(3, possible, speeds):
@@ -101,7 +98,7 @@ def test_against_all_plans(seed: int, schedule: str) -> None:
         best = one if best is None or one.step < best.step else best
     assert best is not None
     found = plan_for(fleet, wanted)
-    assert found.step <= 1.06 * best.step, (found.plan, best.plan, len(between), whole[:1])
+    assert found.step <= 1.06 * best.step, (found.plan, best.plan)
 
 
 def test_a_lost_member_leaves_its_micro_batches_to_the_others() -> None:
@@ -135,7 +132,6 @@ def test_forecasts_of_groups_by_hand() -> None:
     found = estimate(fleet, job(ON), plan)
     assert found.step == pytest.approx(8 * 12e-3, rel=0.02)  # two share 8 layers, one has 4: 24 and 12 ms
     assert found.busy == pytest.approx([1, 1, 1], abs=0.03)
-    assert isinstance(Forecast, type)
     synchronous = estimate(cluster(1, 1, rate=1e6), job(ON, "pipeline.schedule=1f1b"), make_plan(LAYERS, [], None, [(0, 1)]))
     gradients = 4 * LAYERS * (64 * 64 + 64)
     assert synchronous.step == pytest.approx(4 * 36e-3 + 2 * (gradients / 2 / 1e6), rel=0.1)
