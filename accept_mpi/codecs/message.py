@@ -23,26 +23,28 @@ from accept_mpi.errors import ProtocolError
 from accept_mpi.seeds import mix
 from accept_mpi.tree import LONE, Tree
 
-MAGIC = 0x4D504941  # "AIPM"
-VERSION = 4
+MAGIC = 0x4D41  # "AM"
+VERSION = 5
 ALIGN = 64
 
-_HEADER = struct.Struct("<IBBHIHHIIIIQddQ")
+_HEADER = struct.Struct("<HBBHHIQIIIQddQ")
+_BACKWARD = 0x80  # direction, in the byte that it shares with the codec's number
 HEADER_BYTES = _HEADER.size
 assert HEADER_BYTES == ALIGN
 _GUARDED = HEADER_BYTES - 8  # bytes before the checksum
 
 
 class Header(msgspec.Struct, frozen=True):
-    """A message's header: 64 bytes, little-endian, its fields in the order in which they lie on the wire."""
+    """A message's header: 64 bytes, little-endian, its fields in the order in which they lie on the wire. Direction and
+    codec share a byte."""
 
     direction: int
     codec: int
-    described: int
-    """Bytes of the description; 0: all is as agreed."""
     boundary: int
     flags: int
     """Activations: how the step ends (``recovery.barriers``)."""
+    described: int
+    """Bytes of the description; 0: all is as agreed."""
     step: int
     suspect: int
     """Activations: ``Outputs.suspect``."""
@@ -57,7 +59,8 @@ class Header(msgspec.Struct, frozen=True):
 
     def pack_into(self, message: Bytes) -> None:
         """Write it in front of the payload, which is there already."""
-        fields = (MAGIC, VERSION, *msgspec.structs.astuple(self))
+        direction, codec, *others = msgspec.structs.astuple(self)
+        fields = (MAGIC, VERSION, direction * _BACKWARD | codec, *others)
         _HEADER.pack_into(message.data, 0, *fields, 0)
         _HEADER.pack_into(message.data, 0, *fields, _checksum(message))
 
@@ -69,12 +72,12 @@ class Header(msgspec.Struct, frozen=True):
         """
         if buffer.size < HEADER_BYTES:
             raise ProtocolError(f"a message of {buffer.size} bytes is shorter than its header of {HEADER_BYTES}")
-        magic, version, *fields, guard = _HEADER.unpack_from(buffer.data, 0)
+        magic, version, kind, *others, guard = _HEADER.unpack_from(buffer.data, 0)
         if magic != MAGIC:
-            raise ProtocolError(f"a message begins with {magic:#010x} instead of {MAGIC:#010x}")
+            raise ProtocolError(f"a message begins with {magic:#06x} instead of {MAGIC:#06x}")
         if version != VERSION:
             raise ProtocolError(f"a message has format version {version}; this rank speaks {VERSION}")
-        header = Header(*fields)
+        header = Header(*divmod(kind, _BACKWARD), *others)
         if header.length != buffer.size - HEADER_BYTES and not _announces(header, buffer):
             raise ProtocolError(
                 f"a message announces {header.length} bytes after its header and has {buffer.size - HEADER_BYTES}"

@@ -60,7 +60,7 @@ def calendar(batches: Calendar, manifest: Manifest | None) -> Calendar:
     return replace(batches, since=before.position(manifest.step)._replace(order=order))
 
 
-_MOST_STEPS = (1 << 32) - 1  # the largest number that a message's header holds
+_MOST_STEPS = (1 << 63) - 1  # the largest number that a log holds
 
 
 def course_of(job: Job, batches: Calendar, first: int) -> Milestones:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accept_mpi.codecs.coding import NONE
+from accept_mpi.codecs.coding import NONE, parse
 from accept_mpi.codecs.message import (
     HEADER_BYTES,
     Header,
@@ -20,6 +20,7 @@ from accept_mpi.codecs.message import (
     wire_bytes,
 )
 from accept_mpi.codecs.tensors import TensorSpec
+from accept_mpi.direction import Direction
 from accept_mpi.errors import ProtocolError
 from accept_mpi.tree import flatten, unflatten
 
@@ -182,3 +183,15 @@ def test_a_layer_s_number_and_how_the_step_ends_have_fields_of_their_own() -> No
         encode(LABEL._replace(flags=0x8000, suspect=suspect), specs, (torch.zeros(3),), buffer, now=now)
         header = Header.unpack(buffer)
         assert (header.flags, header.suspect) == (0x8000, suspect)
+
+
+@pytest.mark.parametrize("way", Direction)
+def test_a_step_beyond_32_bits(way: Direction) -> None:
+    """A job may ask for so many steps that nobody will see the last; it was refused because a header had no room."""
+    specs = (TensorSpec.of(torch.zeros(3)),)
+    for coding in (parse(name, False) for name in ("none", "bf16", "fp16", "uniform:4", "mbq:2")):
+        buffer = aligned(buffer_bytes(specs, coding))
+        label = LABEL._replace(direction=way, step=10**18 - 1)
+        made = encode(label, specs, (torch.ones(3),), buffer, coding, now=now)
+        header = Header.unpack(buffer[: HEADER_BYTES + made.length])
+        assert (header.direction, header.codec, header.step) == (way, coding.number, 10**18 - 1)
