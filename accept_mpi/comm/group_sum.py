@@ -30,7 +30,7 @@ Gradients = list[torch.Tensor | None]
 
 _T = TypeVar("_T")
 _CHUNK = 1 << 18  # values per message: others can pass in between
-_SMALL = 1 << 13  # values of a parameter up to which it is gathered with others
+_SMALL = 1 << 11  # values per owner up to which one of them owns all: a message costs more
 _PARTS, _SUMS, _STATISTICS = range(3)
 
 
@@ -66,27 +66,18 @@ class _Sum:
 
 
 class Layout:
-    """Gradients as chunks: small ones gathered, large ones apart and without a copy. The first chunk says which parameters
-    have a gradient."""
+    """Gradients as chunks: the values of all parameters of a dtype, one after the other, cut into equal ranges, as many for
+    each owner. The first chunk says which parameters have a gradient."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], owners: int) -> None:
         self._like = parameters
         self._dense = [torch.empty_like(p, device="meta") for p in parameters]
         self.chunks: list[list[_Piece]] = [[]]
         for dtype in dict.fromkeys(p.dtype for p in parameters):
-            mine = [n for n, p in enumerate(parameters) if p.dtype == dtype]
-            most = max(_SMALL, min(_CHUNK, -(-sum(parameters[n].numel() for n in mine) // owners)))
-            gathered: list[_Piece] = []
-            for n in mine:
-                size = parameters[n].numel()
-                if size > _SMALL:
-                    self.chunks += [[_Piece(n, at, min(at + most, size))] for at in range(0, size, most)]
-                elif size:
-                    if sum(piece.stop for piece in gathered) + size > most:
-                        self.chunks.append(gathered)
-                        gathered = []
-                    gathered.append(_Piece(n, 0, size))
-            self.chunks += [gathered] if gathered else []
+            sizes = {n: p.numel() for n, p in enumerate(parameters) if p.dtype == dtype}
+            total = sum(sizes.values())
+            count = owners * -(-total // (owners * _CHUNK)) if total > owners * _SMALL else 1
+            self.chunks += _ranges(sizes, max(1, -(-total // count)))
 
     def spec(self, c: int) -> TensorSpec:
         """Spec of the tensor that a chunk is."""
@@ -136,6 +127,22 @@ class Layout:
         if gradient.stride() != like.stride():
             gradient = torch.empty_like(self._like[n]).copy_(gradient)
         return gradient.detach().as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+
+
+def _ranges(sizes: dict[int, int], most: int) -> list[list[_Piece]]:
+    """Parameters of these ``sizes`` one after the other, in ranges of ``most`` values; the last may be shorter."""
+    found: list[list[_Piece]] = []
+    room = 0
+    for n, size in sizes.items():
+        at = 0
+        while at < size:
+            if not room:
+                found.append([])
+                room = most
+            taken = min(room, size - at)
+            found[-1].append(_Piece(n, at, at + taken))
+            at, room = at + taken, room - taken
+    return found
 
 
 class GroupSum:
