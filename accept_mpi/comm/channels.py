@@ -219,11 +219,15 @@ class Sender:
                 raise DeadlineError(f"waited {deadline:.0f} s for rank {self.end.peer} to take {self.end}")
             time.sleep(_POLL)
 
+    def requests(self) -> list[MPI.Request]:
+        """Those of the oldest message in flight, for the data plane to test; they are null once they are done."""
+        return self.active[0][0] if self.active else []
+
     def move(self, comm: MPI.Intracomm, recorder: Recorder) -> bool:
         """Complete sends that the peer has received and start queued ones; returns True if there were any. Called on the
-        data-plane thread."""
+        data-plane thread, after ``requests`` have been tested."""
         moved = False
-        while self.active and all(request.Test() for request in self.active[0][0]):
+        while self.active and not any(self.active[0][0]):
             self.free.append(self.active.popleft()[1])
             self._room.release()
             moved = True
@@ -269,6 +273,8 @@ class Receiver:
         self._slots = Slots(end.buffer_bytes)
         self._larger: tuple[MPI.Request, Bytes] | None = None
         """Receive of an announced message that exceeds its slot."""
+        self.arrived: MPI.Status | None = None
+        """Status of the first request of ``requests``, once the data plane has found it done."""
         self.brings_bulk = True
         """True if the last message was larger than the kernel's receive buffer. The next one probably is, too, and then
         arrives only as fast as this side polls."""
@@ -309,11 +315,17 @@ class Receiver:
         except queue.Empty:
             return None
 
+    def requests(self) -> list[MPI.Request]:
+        """The next message's, for the data plane to test, unless ``limit`` messages wait for the computing thread."""
+        if self._ready.qsize() >= self.end.limit:
+            return []
+        return [self._larger[0] if self._larger else self._posted[0][0]]
+
     def move(self, recorder: Recorder) -> bool:
-        """Decode arrived messages, up to ``limit`` that the computing thread has not taken; returns True if there were any.
-        Called on the data-plane thread."""
+        """Decode the next message if it has arrived; returns True if so. Called on the data-plane thread, after
+        ``requests`` have been tested."""
         moved = False
-        while self._ready.qsize() < self.end.limit and (message := self._arrived()) is not None:
+        if self.arrived is not None and (message := self._whole(self.arrived)) is not None:
             start = recorder.clock.now()
             self.brings_bulk = message.size > _BUFFERED_BYTES
             decoded = decode(self.end.specs, message, self.end.coding, self.end.trees)
@@ -334,21 +346,18 @@ class Receiver:
             moved = True
         return moved
 
-    def _arrived(self) -> Bytes | None:
-        """The next message if it has arrived completely, else None."""
-        request, buffer = self._posted[0]
-        if self._larger is None:
-            status = MPI.Status()
-            if not request.Test(status):
-                return None
-            message = buffer[: status.Get_count(MPI.BYTE)]
-            nbytes = announced(message)
-            if not nbytes:
-                return message
-            larger = aligned(nbytes)
-            self._larger = self._comm.Irecv([larger, MPI.BYTE], self.end.peer, self.end.tag + _LARGER), larger
-        coming, larger = self._larger
-        return larger if coming.Test() else None
+    def _whole(self, status: MPI.Status) -> Bytes | None:
+        """The message whose request is done; None if it was an announcement, whose message is received now."""
+        self.arrived = None
+        if self._larger is not None:
+            return self._larger[1]
+        message = self._posted[0][1][: status.Get_count(MPI.BYTE)]
+        nbytes = announced(message)
+        if not nbytes:
+            return message
+        larger = aligned(nbytes)
+        self._larger = self._comm.Irecv([larger, MPI.BYTE], self.end.peer, self.end.tag + _LARGER), larger
+        return None
 
     def _again(self, wire: int) -> None:
         """Post the receive of the message just taken (``wire`` bytes) again, in the same slot."""

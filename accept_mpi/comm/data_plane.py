@@ -167,19 +167,43 @@ class DataPlane(threading.Thread):
     def _move(self) -> bool:
         """Poll all transfers once; returns True if anything moved."""
         moved = False
+        for message in self._messenger.poll():
+            if not self._handle(message):
+                self._not_taken.append(message)
+            moved = True
+        self._test()
         for out in self._outgoing:
             moved |= out.move(self._comm, self._recorder)
         for incoming in self._incoming:
             moved |= incoming.move(self._recorder)
         for group in self._groups:
             moved |= group.move()
-        for message in self._messenger.poll():
-            if not self._handle(message):
-                self._not_taken.append(message)
-            moved = True
         if not self._stopping:
             moved |= self.background.move(quiet=not any(out.waiting or out.sends_bulk for out in self._outgoing))
         return moved
+
+    def _test(self) -> None:
+        """Test the requests of all channels in one call. One after the other, each would let MPI look at all its sockets.
+
+        Testsome looks at them only if nothing is done, and says so next time; that the messenger has just made MPI look is
+        why it comes first.
+        """
+        requests: list[MPI.Request] = []
+        receivers: list[Receiver | None] = []
+        for out in self._outgoing:
+            tested = out.requests()
+            requests += tested
+            receivers += [None] * len(tested)
+        for incoming in self._incoming:
+            tested = incoming.requests()
+            requests += tested
+            receivers += [incoming] * len(tested)
+        if not requests:
+            return
+        statuses: list[MPI.Status] = []
+        for n, status in zip(MPI.Request.Testsome(requests, statuses) or (), statuses, strict=False):
+            if (receiver := receivers[n]) is not None:
+                receiver.arrived = status
 
     def _expects_much(self) -> bool:
         """True if more frequent polls would speed up a transfer."""

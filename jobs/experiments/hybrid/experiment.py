@@ -32,6 +32,13 @@ OURS: dict[str, dict[str, Any]] = {
 _PLANNED = {f"{name}'s plan": planner for name, planner in PLANNERS.items()}
 _DDP = ("torch DDP", "torch DDP, PowerSGD")
 _NAMES = {0: "free"}
+_SLOWEST = "alone, all as slow as the slowest"
+_FLEETS = {
+    "two-fast": "two fast hosts and three slow ones, 100 Mbit/s",
+    "personas": "mini-pc, old-laptop, pi5, pi4",
+    "ten-ten-one": "speeds 10:10:1, 100 Mbit/s",
+    "three-kinds": "six hosts of three kinds, 100 Mbit/s",
+}
 
 
 @dataclass
@@ -45,7 +52,7 @@ class Case:
     links: tuple[float | None, ...] = (None,)
     ours: tuple[str, ...] = ("groups, exact", "groups, bf16", "no groups")
     turns: int = 3
-    seconds: float = 5.0
+    seconds: float = 7.0
     hopeless: float = 20.0
     """Mbit/s at or below which plain DDP makes one step, once."""
     planners: bool = False
@@ -57,15 +64,18 @@ class Case:
 
 CASES = [
     Case("MobileNetV2, four equal hosts", "fleet.toml", "mobilenetv2.toml", 64, (0, 100, 50, 20, 5)),
-    Case("GPT, four equal hosts", "fleet.toml", "gpt.toml", 16, (100, 20), turns=2),
+    Case("GPT, four equal hosts", "fleet.toml", "gpt.toml", 16, (100, 20)),
     *(
         Case(
-            f"MobileNetV2, {title}", f"{fleet}.toml", "mobilenetv2-eight.toml", 64, turns=2,
+            f"{model}, {_FLEETS[fleet]}", f"{fleet}.toml", job, batch, turns=2, seconds=5.0,
             ours=("groups, exact", "groups, bf16", "no groups", "even pipeline"), planners=True,
         )
-        for fleet, title in (
-            ("two-fast", "two fast hosts and three slow ones, 100 Mbit/s"), ("personas", "mini-pc, old-laptop, pi5, pi4"),
-            ("ten-ten-one", "speeds 10:10:1, 100 Mbit/s"), ("three-kinds", "six hosts of three kinds, 100 Mbit/s"),
+        for fleet, model, job, batch in (
+            ("two-fast", "MobileNetV2", "mobilenetv2-eight.toml", 64), ("two-fast", "GPT", "gpt-eight.toml", 16),
+            ("personas", "MobileNetV2", "mobilenetv2-eight.toml", 64),
+            ("ten-ten-one", "MobileNetV2", "mobilenetv2-eight.toml", 64),
+            ("three-kinds", "MobileNetV2", "mobilenetv2-eight.toml", 64),
+            ("three-kinds", "ResNet-18", "resnet18.toml", 32),
         )
     ),
 ]  # fmt: skip
@@ -114,6 +124,7 @@ def measure(experiment: Experiment, case: Case) -> None:
             known = {"system": "alone", "at": link or 0, "turn": turn, "model": case.job}
             alone = experiment.measure("alone", known, asked, None if link is None else 0)
             found["alone"] = alone["samples_per_s"]
+            found[_SLOWEST] = len(alone["each"]) * min(alone["each"])
             case.rates[link].append(found)
 
 
@@ -149,10 +160,10 @@ def over(turns: list[dict[str, float]], one: str, *others: str) -> str:
 def report(case: Case) -> str:
     head = ["as the fleet says" if link is None else _NAMES.get(int(link), f"{link:g} Mbit/s") for link in case.rates]
     mine = [*case.ours, *(name for name in _PLANNED if name in next(iter(case.rates.values()))[0])]
-    names = [*mine, *_DDP, "alone"]
+    names = [*mine, *_DDP, "alone", _SLOWEST]
     rows = [[name, *(statistics.median(turn[name] for turn in turns) for turns in case.rates.values())] for name in names]
     groups = [name for name in case.ours if name.startswith("groups")]
-    pairs = [(name, other) for name in groups for other in ("alone", "no groups", *mine[len(case.ours) :], *_DDP)]
+    pairs = [(name, other) for name in groups for other in ("alone", _SLOWEST, "no groups", *mine[len(case.ours) :], *_DDP)]
     if "even pipeline" in case.ours:
         pairs += [(name, ("torch DDP", "even pipeline")) for name in groups]  # type: ignore[misc]
     ratios = []
