@@ -16,6 +16,8 @@ _LARGEST = 1e30  # limit of numbers that enter single-precision arithmetic
 
 MOST_EXTRA = 3
 """Most extra snapshots between two regular ones, where ``replicate_every`` is a number and the links are too slow for it."""
+LOCAL_KEPT = 3
+"""Local copies of its state (``recovery.barriers``) that a rank keeps, the newest ones, where groups hold stages."""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,7 +126,8 @@ class Pipeline(Section, frozen=True):
     gradients: str = "exact"
     """Where several ranks hold a stage: how their gradients are summed. "exact": micro-batch by micro-batch in order, as one
     process does, bit for bit; "none": each rank's own sum, uncoded, which differs by rounding and sends less; "bf16",
-    "uniform:8", ...: that sum coded, what coding leaves out being added to the next one."""
+    "uniform:8", ...: that sum coded, what coding leaves out being added to the next one; "auto": the mildest of these with
+    which a step hardly takes longer than with the fastest (``planning.groups``)."""
     min_bits: Annotated[int, Meta(ge=1, le=8)] = 2
     """Fewest bits per value that "auto" codecs may use."""
     vertical_sync: bool = False

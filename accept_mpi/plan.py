@@ -94,6 +94,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     stages: tuple[StagePlan, ...]
     boundaries: tuple[BoundaryCodecs, ...]
+    gradients: str = ""
+    """How groups sum their gradients, as ``pipeline.gradients`` says it; empty: as the job says."""
 
     def place(self, rank: int) -> Place:
         """Position of ``rank`` in this plan."""
@@ -153,7 +155,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             merged = msgspec.structs.replace(stages[heir], start=first.start, stop=second.stop)
             stages[min(s, heir) : max(s, heir) + 1] = [merged]
             del boundaries[min(s, heir)]
-        return Plan(stages=tuple(stages), boundaries=tuple(boundaries))
+        return msgspec.structs.replace(self, stages=tuple(stages), boundaries=tuple(boundaries))
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()

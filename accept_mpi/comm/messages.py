@@ -138,6 +138,12 @@ class Replicated(Control, frozen=True):
     stage: int
 
 
+class Copied(Control, frozen=True):
+    """A rank to the first stage's leader: what a local copy of its stage's state took."""
+
+    seconds: float
+
+
 class Committed(Control, frozen=True):
     """Rank 0 to all: every stage's state after ``step`` has a copy, so older copies may be dropped."""
 

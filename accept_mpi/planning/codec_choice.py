@@ -19,7 +19,7 @@ from accept_mpi.job import Job, Pipeline
 from accept_mpi.plan import Plan
 from accept_mpi.planning.forecast import Forecast
 
-AUTO = "auto"
+AUTO, EXACT = "auto", "exact"
 TOLERANCE = 0.02
 """Share of a step that milder codecs may cost."""
 LINK_SHARE = 0.6
@@ -29,6 +29,8 @@ _MANY = 64  # with more crossings than this, all that are free get the same code
 # Codecs and their bits per value, from the mildest to the strongest.
 _LADDER = (("none", 32), ("bf16", 16), ("uniform:8", 8), ("uniform:6", 6), ("uniform:4", 4), ("uniform:3", 3),
            ("uniform:2", 2), ("mbq:1", 1))  # fmt: skip
+# The same for sums of gradients: fewer bits leave out so much that most of a sum would be what earlier ones left.
+_SUMS = (("none", 32), ("bf16", 16), ("uniform:8", 8), ("uniform:4", 4))
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -97,23 +99,36 @@ def _choices(forecast: Forecast, chosen: dict[Crossing, str]) -> dict[Crossing, 
     }
 
 
-def gradient_codec(job: Job) -> str:
-    """Name of the codec of gradients within a group; "none" also for exact sums. Raises UserError for one that does not
-    exist."""
-    name = job.pipeline.gradients
-    if name == "exact":
-        return "none"
+def sums_of(job: Job, plan: Plan | None = None) -> str:
+    """How groups sum their gradients in a plan: "exact" or a codec. Where the job says "auto" and the plan nothing, "exact".
+    Raises UserError for what does not exist."""
+    name = job.pipeline.gradients if plan is None or not plan.gradients else plan.gradients
+    return EXACT if gradient_codec(name) == AUTO else name
+
+
+def gradient_codec(name: str) -> str:
+    """Codec of gradients within a group that sums them as ``name`` says; "none" also for exact sums, "auto" if that is to be
+    found. Raises UserError for one that does not exist."""
+    if name in (EXACT, AUTO):
+        return "none" if name == EXACT else AUTO
     try:
         parse(name, False)
     except ValueError as error:
-        raise UserError(f'pipeline.gradients: {error}, or "exact"') from error
+        raise UserError(f'pipeline.gradients: {error}, "{EXACT}" or "{AUTO}"') from error
     return name
+
+
+def possible_sums(job: Job) -> list[str]:
+    """The ways to sum gradients among which a plan for this job may choose, from the mildest to the strongest."""
+    if job.pipeline.gradients != AUTO:
+        return [sums_of(job)]
+    return [EXACT, *(name for name, bits in _SUMS if bits >= job.pipeline.min_bits)]
 
 
 def codings_of(job: Job) -> dict[str, Coding]:
     """All codecs that a plan for this job may use, by name."""
     _, pairs = codec_pairs(job.pipeline)
-    names = [*(name for pair in pairs for name in pair), gradient_codec(job)]
+    names = [*(name for pair in pairs for name in pair), *map(gradient_codec, possible_sums(job))]
     return {name: parse(name, False) for name in dict.fromkeys(names)} | {"none": Coding()}
 
 
@@ -134,7 +149,7 @@ def codec_pairs(pipeline: Pipeline) -> tuple[list[str], list[tuple[str, str]]]:
 def codings(job: Job, plan: Plan) -> dict[str, Coding]:
     """All codecs that a run with this plan may use, by name."""
     names = {name for codec in plan.boundaries for name in (codec.forward, codec.backward)} - {AUTO}
-    names |= {gradient_codec(job)}
+    names |= {gradient_codec(sums_of(job, plan))}
     found = {name: parse(name, False) for name in sorted(names)}
     return found | ladder(job.pipeline.min_bits) if is_open(plan) else found
 

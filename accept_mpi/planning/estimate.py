@@ -14,7 +14,7 @@ from accept_mpi.logs.replay import mean_times, rerun
 from accept_mpi.pipeline.deal import Deal
 from accept_mpi.pipeline.schedule import ScheduleKind
 from accept_mpi.plan import BoundaryCodecs, Plan
-from accept_mpi.planning.codec_choice import AUTO, LINK_SHARE, Choice, choose, gradient_codec
+from accept_mpi.planning.codec_choice import AUTO, EXACT, LINK_SHARE, Choice, choose, gradient_codec, sums_of
 from accept_mpi.planning.forecast import Forecast, Groups, Traffic
 from accept_mpi.planning.memory import memory_of
 from accept_mpi.profiling.cluster_profile import ClusterProfile, StageTimes
@@ -74,7 +74,7 @@ def with_codecs(found: Estimate) -> Plan:
             new if old == AUTO else old for old, new in zip((codec.forward, codec.backward), chosen, strict=True)
         )
         codecs.append(BoundaryCodecs(forward=forward, backward=backward))
-    return Plan(stages=found.plan.stages, boundaries=tuple(codecs))
+    return msgspec.structs.replace(found.plan, boundaries=tuple(codecs))
 
 
 def forecast_of(cluster: ClusterProfile, job: Job, plan: Plan) -> Forecast:
@@ -114,8 +114,8 @@ def _groups(cluster: ClusterProfile, job: Job, plan: Plan) -> Groups:
         float(sum(layer.parameter_bytes - layer.frozen_bytes for layer in cluster.outline.layers[stage.start : stage.stop]))
         for stage in plan.stages
     ]
-    deals, exact = [Deal.of(stage) for stage in plan.stages], job.pipeline.gradients == "exact"
-    return Groups([s for s, _ in holders], deals, gradients, exact, gradient_codec(job), rates)
+    deals, how = [Deal.of(stage) for stage in plan.stages], sums_of(job, plan)
+    return Groups([s for s, _ in holders], deals, gradients, how == EXACT, gradient_codec(how), rates)
 
 
 class Replayed(NamedTuple):

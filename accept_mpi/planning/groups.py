@@ -18,7 +18,7 @@ from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import Job
 from accept_mpi.models.losses import counts_known
 from accept_mpi.plan import BoundaryCodecs, Plan, make_plan
-from accept_mpi.planning.codec_choice import gradient_codec
+from accept_mpi.planning.codec_choice import AUTO, EXACT, TOLERANCE, gradient_codec, possible_sums
 from accept_mpi.planning.estimate import Estimate, estimate, fits
 from accept_mpi.planning.forecast import sent_for_sum, sum_handling
 from accept_mpi.planning.formulation import NEVER
@@ -37,14 +37,22 @@ Division = tuple[Group, ...]
 
 
 def hybrid_plans(cluster: ClusterProfile, job: Job, problems: Sequence[tuple[Problem, float]]) -> list[Estimate]:
-    """Estimates of the most promising plans with groups, fastest first. ``problems``: those of the devices alone, on links
-    at different loads, each with the seconds per step of the best plan without groups there."""
+    """Estimates of the most promising plans with groups, fastest first; with the mildest way of summing gradients whose best
+    plan is nearly as fast as the fastest, if the job leaves that open. ``problems``: those of the devices alone, on links at
+    different loads, each with the seconds per step of the best plan without groups there."""
     devices = len(cluster.devices)
     if not job.pipeline.groups or not 1 < devices <= MOST_DEVICES or micro_batches_of(job) < 2:
         return []
+    by_sums = [found for name in possible_sums(job) if (found := _summed(cluster, job, name, problems))]
+    longest = (1 + TOLERANCE) * min((found[0].expected for found in by_sums), default=0.0)
+    return next((found for found in by_sums if found[0].expected <= longest), [])
+
+
+def _summed(cluster: ClusterProfile, job: Job, sums: str, problems: Sequence[tuple[Problem, float]]) -> list[Estimate]:
+    """The same for gradients that are summed as ``sums`` says."""
     found: dict[Plan, Estimate] = {}
     for problem, best in problems:
-        maker = _Groups(cluster, job, problem)
+        maker = _Groups(cluster, job, problem, sums)
         reached = best * 1.02 / problem.real_micro_batches  # seconds per micro-batch
         solutions: list[tuple[float, Division, Solution]] = []
         for division in _divisions(cluster, problem):
@@ -140,8 +148,8 @@ class _Device:
 class _Groups:
     """Makes problems in which groups are devices, and plans out of their solutions."""
 
-    def __init__(self, cluster: ClusterProfile, job: Job, problem: Problem) -> None:
-        self._cluster, self._job, self._problem = cluster, job, problem
+    def __init__(self, cluster: ClusterProfile, job: Job, problem: Problem, sums: str) -> None:
+        self._cluster, self._job, self._problem, self._sums = cluster, job, problem, sums
         layers = cluster.outline.layers
         trained = [float(layer.parameter_bytes - layer.frozen_bytes) for layer in layers]
         self._gradients = np.concatenate([[0.0], np.cumsum(trained)])
@@ -179,7 +187,9 @@ class _Groups:
             else stage
             for s, stage in enumerate(plan.stages)
         ]
-        return msgspec.structs.replace(plan, stages=tuple(stages))
+        return msgspec.structs.replace(
+            plan, stages=tuple(stages), gradients=self._sums if job.pipeline.gradients == AUTO else ""
+        )
 
     def _paces(self, group: Group, start: int, stop: int, codecs: Sequence[int], s: int) -> tuple[float, ...]:
         """Seconds per micro-batch of each member for layers ``start`` to ``stop`` - 1 and their messages."""
@@ -232,8 +242,7 @@ class _Groups:
         and gradients summed. ``runs`` (members, i, j): of one micro-batch on each member; ``gradients`` (i, j): bytes."""
         problem, devices = self._problem, self._cluster.devices
         count = int(problem.real_micro_batches)
-        exact = self._job.pipeline.gradients == "exact"
-        codec = gradient_codec(self._job)
+        exact, codec = self._sums == EXACT, gradient_codec(self._sums)
         wire = gradients * bits_of(codec) / 32
         own = count / len(members)  # micro-batches of each member, roughly
         sent = sent_for_sum(wire, len(members), own, exact)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from accept_mpi.data.calendar import micro_batches_of
-from accept_mpi.job import Job, most_held
+from accept_mpi.job import LOCAL_KEPT, Job, most_held
 from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.plan import Plan
@@ -37,6 +37,7 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
             table = Deal.of(stage).table(count) * steps
             windows = [table[at : at + most] for at in range(max(1, min(count, len(table) - most + 1)))]
             in_flight = [max(window.count(m) for window in windows) for m in range(len(stage.ranks))]
+            copies += needs.local_copies
         gradients = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers) if len(stage.ranks) > 1 else 0
         rows += [float(copies * state + flying * held + _SUMMING * gradients) for flying in in_flight]
     return rows
@@ -67,6 +68,8 @@ class MemoryModel:
         whole = 2 + self._optimizer
         snapshots = most_held(job.recovery.replicate_every) * (1 + self._optimizer) if cluster.snapshots else 0
         self.state_copies = (weights + 1 + self._optimizer + snapshots) / whole
+        self.local_copies = LOCAL_KEPT * (1 + self._optimizer) / whole if cluster.snapshots else 0.0
+        """States that a rank keeps for itself, if groups hold stages."""
 
     def state(self, layer: LayerOutline) -> float:
         """Bytes of one version of a layer's weights, gradients and optimizer state. Frozen parameters have only weights."""

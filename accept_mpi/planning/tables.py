@@ -6,6 +6,7 @@ from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.direction import Direction
 from accept_mpi.job import Job
 from accept_mpi.pipeline.deal import Deal
+from accept_mpi.planning.codec_choice import EXACT
 from accept_mpi.planning.estimate import Estimate
 from accept_mpi.planning.formulation import problem_of
 from accept_mpi.planning.problem import lower_bound
@@ -47,6 +48,10 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
     lines = [f"left idle, since using them would save little or no time: {', '.join(idle)}"] if idle else []
     if len(cluster.devices) > 1:
         lines += [f"{one.text}, so they are in one stage" for one in cluster.outline.shared if not one.constant]
+    if found.plan.gradients:
+        way = {EXACT: "exactly, as one process does", "none": "as each rank's sum, uncoded"}
+        text = way.get(found.plan.gradients, f"as {found.plan.gradients}")
+        lines.append(f"ranks of a stage exchange their gradients {text}")
     problem, _ = problem_of(cluster, job)
     bound = lower_bound(problem) * micro_batches_of(job)
     lines.append(

@@ -8,20 +8,24 @@ The job's ``recovery.replicate_every`` says when a snapshot is due. If it is a n
 less the steps that the last one took to be committed, so that a loss costs at most that number of steps. If it is "auto",
 they begin every sqrt(2 C M) seconds, with C the seconds that a snapshot takes and M the mean time between failures (Young
 1974; Daly 2006, first order), but take at most ``_MOST_SHARE`` of the time.
+
+Where groups hold stages, local copies are made in between, as often as a given share of the time allows.
 """
 
 import math
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
-from accept_mpi.comm.messages import Control, ReplanAsked, StepFlags, StopAsked, Stopping
+from accept_mpi.comm.messages import Control, Copied, ReplanAsked, StepFlags, StopAsked, Stopping
 from accept_mpi.errors import DeadlineError
 from accept_mpi.job import MOST_EXTRA, Recovery
 
-SNAPSHOT, CHECKPOINT, REPLAN, EXTRA = 0x8000, 0x4000, 0x2000, 0x1000
+SNAPSHOT, CHECKPOINT, REPLAN, EXTRA, LOCAL = 0x8000, 0x4000, 0x2000, 0x1000, 0x0800
 """Bits of a message's ``flags``: its step ends with a snapshot, with a checkpoint that the job did not ask for, with the
-end of its plan, or with an extra snapshot, which a stage sends on only if it has sent its previous one."""
+end of its plan, with an extra snapshot, which a stage sends on only if it has sent its previous one, or with a local copy,
+which every rank keeps for itself."""
 
 AHEAD = 2
 """Steps by which the decision about a step comes before it begins, if groups hold stages: every rank must know it then,
@@ -34,14 +38,29 @@ _CHECK_SECONDS = 0.1
 _MOST_SHARE = 0.03
 _SOON = 3  # steps of a new plan before its first snapshot
 _FIRST_SECONDS = 2.0  # between snapshots until one has shown how long it takes
+_LOCAL_EVERY = 4  # steps between local copies until one has shown how long it takes
+
+
+class LocalCopies(NamedTuple):
+    """How often there are local copies."""
+
+    least: int
+    """Fewest steps between two: of the few that each rank keeps, one must be of the same step on all ranks."""
+    share: float
+    """Share of the time that they may take on the slowest rank."""
 
 
 class Barriers:
     """Decides on the first stage how steps end. On other ranks it only passes on requests from signals and from rank 0."""
 
-    def __init__(self, recovery: Recovery, first: int, snapshots: bool, post: Post) -> None:
-        """``first``: rank of the first stage; ``snapshots``: whether the run keeps any."""
+    def __init__(
+        self, recovery: Recovery, first: int, snapshots: bool, post: Post, local: LocalCopies | None = None
+    ) -> None:
+        """``first``: rank of the first stage; ``snapshots``: whether the run keeps any; ``local``: None if there are
+        no local copies."""
         self._recovery, self._first, self._snapshots, self._post = recovery, first, snapshots, post
+        self._local, self._local_step = local, 0
+        self._began, self._step_seconds, self._copy_seconds = time.monotonic(), 0.0, 0.0
         self._pending: tuple[int, float] | None = None
         """Step and start (monotonic seconds) of the snapshot that is not committed yet."""
         self._lag, self._soon = 1, 0
@@ -64,6 +83,8 @@ class Barriers:
         flags = self._due(step)
         if flags:
             self._copied, self._extra = step + 1, self._extra + 1 if flags == EXTRA else 0
+        else:
+            flags = self._local_due(step)
         if self._stop and not self._stopping:
             self._stopping = True
             self._post(0, Stopping(step + 1), False)
@@ -107,6 +128,21 @@ class Barriers:
         self._pending, self._soon = (step + 1, time.monotonic()), 0
         return SNAPSHOT
 
+    def _local_due(self, step: int) -> int:
+        """LOCAL or 0, for a step that is about to begin."""
+        now = time.monotonic()
+        took, self._began = now - self._began, now
+        self._step_seconds = took if not self._step_seconds else 0.8 * self._step_seconds + 0.2 * took
+        if not self._local or not self._snapshots:
+            return 0
+        every = _LOCAL_EVERY
+        if self._copy_seconds:
+            every = math.ceil(self._copy_seconds / max(self._local.share * self._step_seconds, 1e-9))
+        if step + 1 - max(self._local_step, self._copied) < max(every, self._local.least):
+            return 0
+        self._local_step = step + 1
+        return LOCAL
+
     @property
     def period(self) -> float:
         """Seconds between two snapshots if ``replicate_every`` is "auto"."""
@@ -135,6 +171,8 @@ class Barriers:
             self._stop = True
         elif isinstance(control, ReplanAsked):
             self._replan = True
+        elif isinstance(control, Copied):
+            self._copy_seconds = max(control.seconds, 0.9 * self._copy_seconds)
         elif isinstance(control, StepFlags):
             with self._told:
                 self._decided[control.step] = control.flags

@@ -1,5 +1,6 @@
 """State of layers (weights and optimizer state) as bytes, whole and in chunks."""
 
+import functools
 import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,15 +24,33 @@ Chunk = tuple[int, int, Any]
 _WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
 
 
+class Copy:
+    """Copy of a layer's tensors, which become bytes only if someone asks for them."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    @functools.cached_property
+    def blob(self) -> bytes:
+        """The layer's state as in ``Blobs``."""
+        return safetensors.torch.save(self._tensors)
+
+
 def states(stage: Stage) -> Blobs:
     """Present states of all layers of a stage."""
+    return {layer: copy.blob for layer, copy in copies(stage).items()}
+
+
+def copies(stage: Stage) -> dict[int, Copy]:
+    """Copies of the present tensors of all layers of a stage."""
     tensors: dict[int, dict[str, torch.Tensor]] = {stage.start + i: {} for i in range(len(stage.names))}
     index = {name: stage.start + i for i, name in enumerate(stage.names)}
     for key, value in stage.weights().items():
         tensors[index[_layer(key)]][_WEIGHTS + key] = value
     for key, value in stage.optimizer_state().items():
         tensors[index[_layer(key.partition("/")[2])]][_OPTIMIZER + key] = value
-    return {layer: safetensors.torch.save(own) for layer, own in tensors.items()}
+    return {layer: Copy(own) for layer, own in tensors.items()}
 
 
 def pack(weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> bytes:

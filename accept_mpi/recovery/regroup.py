@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from accept_mpi.comm.runtime import Runtime
+from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.errors import Agreed, TooFewDevices, UserError
 from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
@@ -91,9 +92,17 @@ def plan_after_loss(
         if left is None:
             raise UserError("all ranks that hold a stage are lost")
         return left.renamed(ranks)
-    best = plan_for(cluster, job, layers)
+    dealt = None
     if left is not None and lost and len(left.stages) == len(plan.stages):
         dealt = estimate(cluster, job, left.renamed(ranks))
-        if fits(cluster, dealt) and dealt.expected <= _STAYS * best.expected:
-            return with_codecs(dealt)
-    return with_codecs(best)
+        if not fits(cluster, dealt):
+            dealt = None
+        elif dealt.expected <= _STAYS * _least_seconds(cluster, job):
+            return with_codecs(dealt)  # without a search: seconds count
+    best = plan_for(cluster, job, layers)
+    return with_codecs(dealt if dealt and dealt.expected <= _STAYS * best.expected else best)
+
+
+def _least_seconds(cluster: ClusterProfile, job: Job) -> float:
+    """Seconds per step that no plan can fall below: all devices compute all the time."""
+    return micro_batches_of(job) / sum(1 / max(sum(d.forward) + sum(d.backward), 1e-12) for d in cluster.devices)

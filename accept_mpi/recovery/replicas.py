@@ -8,7 +8,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from accept_mpi.recovery.layer_state import Blobs
+from accept_mpi.job import LOCAL_KEPT
+from accept_mpi.recovery.layer_state import Blobs, Copy
 
 Holdings = dict[int, list[int]]
 """Layers whose state a rank holds, by the step after which the state was copied."""
@@ -29,11 +30,19 @@ class Replicas:
         self._disk = disk
         self._lock = threading.Lock()
         self._steps: dict[int, Blobs] = {}
+        self._local: dict[int, dict[int, Copy]] = {}
 
     def keep(self, step: int, layers: Mapping[int, bytes]) -> None:
         """Keep the states of some layers after ``step`` steps."""
         with self._lock:
             self._steps.setdefault(step, {}).update(layers)
+
+    def keep_local(self, step: int, layers: dict[int, Copy]) -> None:
+        """Keep a local copy after ``step`` steps, and forget the oldest if there are more than ``LOCAL_KEPT``."""
+        with self._lock:
+            self._local[step] = layers
+            for old in sorted(self._local)[:-LOCAL_KEPT]:
+                del self._local[old]
 
     def commit(self, step: int) -> None:
         """Write the snapshot after ``step`` steps, which is complete everywhere, to the disk if there is one; forget earlier
@@ -48,29 +57,33 @@ class Replicas:
         """Forget the states after later steps than ``step``, since these steps will be repeated."""
         with self._lock:
             self._steps = {s: blobs for s, blobs in self._steps.items() if s <= step}
+            self._local = {s: copies for s, copies in self._local.items() if s <= step}
         if self._disk:
             self._disk.drop_after(step)
 
     def clear(self) -> None:
         """Forget all states, to free their memory."""
         with self._lock:
-            self._steps = {}
+            self._steps, self._local = {}, {}
 
     def holdings(self) -> Holdings:
         """The layers whose states are held, by step."""
         with self._lock:
-            return {step: sorted(blobs) for step, blobs in self._steps.items()}
+            steps = sorted({*self._steps, *self._local})
+            return {step: sorted({*self._steps.get(step, ()), *self._local.get(step, ())}) for step in steps}
 
     def get(self, step: int, layer: int) -> bytes:
         """State of ``layer`` after ``step`` steps. Raises KeyError if it is not held."""
         with self._lock:
-            return self._steps[step][layer]
+            blobs = self._steps.get(step, {})
+            return blobs[layer] if layer in blobs else self._local[step][layer].blob
 
     @property
     def nbytes(self) -> int:
         """Bytes of all states that are held."""
         with self._lock:
-            return sum(len(blob) for blobs in self._steps.values() for blob in blobs.values())
+            local = sum(copy.nbytes for copies in self._local.values() for copy in copies.values())
+            return local + sum(len(blob) for blobs in self._steps.values() for blob in blobs.values())
 
 
 def newest(held: Sequence[Holdings], layers: int) -> int | None:

@@ -7,16 +7,20 @@ before the previous one is committed.
 If sending one stage's state takes longer than the job allows between snapshots, there are extra ones in between: every stage
 keeps its own copy, but only stages that have sent their previous copy send it on. So a loss costs as many steps as the lost
 stage's own copy is behind, not as many as the largest stage's copy.
+
+If groups hold stages, there are also local copies, far more often, of which each rank keeps a few for itself: the others of
+a group have all that a lost member had, so going back to the last local copies is all that its loss costs.
 """
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from accept_mpi.comm.messages import Committed, Control, ReplicaChunks, Replicated
+from accept_mpi.comm.messages import Committed, Control, Copied, ReplicaChunks, Replicated
 from accept_mpi.failpoints import failpoint
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.recovery.barriers import SNAPSHOT, Barriers, Post
-from accept_mpi.recovery.layer_state import Arriving, chunked, states
+from accept_mpi.recovery.layer_state import Arriving, chunked, copies, states
 from accept_mpi.recovery.replicas import Replicas
 
 _CHUNK = 1 << 16  # bytes per message: 5 ms at 100 Mbit/s; `comm.background` decides how many are in flight
@@ -80,6 +84,12 @@ class Replication:
             assert self._route.stage is not None
             for chunks in chunked(blobs, _CHUNK):
                 self._post(self._route.next, ReplicaChunks(step, self._route.stage, len(blobs), chunks), True)
+
+    def keep(self, step: int, stage: Stage) -> None:
+        """Keep a local copy of the stage's state after ``step`` steps, and tell the first stage what it took."""
+        began = time.monotonic()
+        self._replicas.keep_local(step, copies(stage))
+        self._post(self._route.ranks[0], Copied(time.monotonic() - began), False)
 
     # -- data-plane thread ---------------------------------------------------------------------------------------------
 

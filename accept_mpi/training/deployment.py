@@ -27,7 +27,7 @@ from accept_mpi.device.speed_check import SpeedCheck
 from accept_mpi.direction import Direction
 from accept_mpi.errors import Agreed, DeadlineError, GroupRefused
 from accept_mpi.failpoints import failpoint
-from accept_mpi.job import Job
+from accept_mpi.job import LOCAL_KEPT, Job
 from accept_mpi.launch.stop_signals import StopSignals
 from accept_mpi.logs.recorder import Recorder
 from accept_mpi.models import Chain
@@ -37,9 +37,9 @@ from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place, Plan, StagePlan
-from accept_mpi.planning.codec_choice import codings, gradient_codec
+from accept_mpi.planning.codec_choice import EXACT, codings, gradient_codec, sums_of
 from accept_mpi.profiling.outline import Outline
-from accept_mpi.recovery.barriers import Barriers
+from accept_mpi.recovery.barriers import Barriers, LocalCopies
 from accept_mpi.recovery.disk_replicas import DiskReplicas
 from accept_mpi.recovery.layer_state import states
 from accept_mpi.recovery.replicas import Replicas
@@ -55,6 +55,10 @@ from accept_mpi.training.worker import Services, Worker
 Data = tuple[Dataset | None, Dataset | None]
 
 _TOLD = 8  # reports kept: more than can be in flight
+_LOCAL_SHARE = 0.01
+"""Share of the time that local copies may take."""
+_LOCAL_SHARE_SYNC = 0.03
+"""The same in synchronous schedules, where all stages but the first wait at the end of a step anyway."""
 
 
 @dataclass
@@ -146,7 +150,7 @@ class Deployment:
         )
         ranks = self.plan.leaders
         copying = self.job.recovery.copies(runtime.size, runtime.survives)
-        self.barriers = Barriers(self.job.recovery, ranks[0], copying, plane.post)
+        self.barriers = Barriers(self.job.recovery, ranks[0], copying, plane.post, self._local_copies())
         place = self.place
         route = Route(None if place.idle else place.stage, ranks, runtime.size, place.member, place.members)
         self.replication = Replication(
@@ -230,6 +234,17 @@ class Deployment:
             if message.report.step <= self.course.first:
                 self._plane.post(0, message)
 
+    def _local_copies(self) -> LocalCopies | None:
+        """How often ranks keep local copies; None if no group holds a stage."""
+        if not self.plan.hybrid:
+            return None
+        pipeline, wide = self.job.pipeline, widths(self.plan.stages)
+        if pipeline.schedule != "1f1b-async":
+            return LocalCopies(1, _LOCAL_SHARE_SYNC)
+        flying = max_in_flight(pipeline.schedule, 0, len(wide), 1 << 30, pipeline.transfer_slack, wide)
+        apart = 1 + math.ceil(flying / self.batches.most)  # steps between the last stage's update and the first one's
+        return LocalCopies(math.ceil((apart + 1) / (LOCAL_KEPT - 1)), _LOCAL_SHARE)
+
     def _table(self, stage: StagePlan) -> list[int]:
         """The member of a stage's group that takes each micro-batch, for the longest step and the evaluation."""
         return Deal.of(stage).table(max(self.batches.most, -(-self.test_samples // self.batches.micro)))
@@ -239,11 +254,11 @@ class Deployment:
         place, stage = self.place, self.stage
         if place.members == 1 or place.idle:
             return None
-        ranks, exact = self.plan.stages[place.stage].ranks, self.job.pipeline.gradients == "exact"
+        ranks, exact = self.plan.stages[place.stage].ranks, sums_of(self.job, self.plan) == EXACT
         # Numbers beyond those of the boundaries, since messages are told apart by them.
         group = Group(ranks, place.member, place.stages + place.stage, self._tables[place.stage], exact)
         statistics = stage.statistics.size if stage.statistics else 0
-        coding = parse(gradient_codec(self.job), False)
+        coding = parse(gradient_codec(sums_of(self.job, self.plan)), False)
         sums = GroupSum(plane, group, stage.trained, statistics, lambda step: len(self.batches.sizes(step)), coding)
         return GroupMember(stage, sums)
 

@@ -31,7 +31,7 @@ from accept_mpi.pipeline.schedule import forward_only, max_in_flight
 from accept_mpi.pipeline.schedule import walk as schedule_walk
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place
-from accept_mpi.recovery.barriers import AHEAD, CHECKPOINT, EXTRA, REPLAN, SNAPSHOT, Barriers
+from accept_mpi.recovery.barriers import AHEAD, CHECKPOINT, EXTRA, LOCAL, REPLAN, SNAPSHOT, Barriers
 from accept_mpi.recovery.checkpoint_writer import chunks
 from accept_mpi.recovery.replication import Replication
 from accept_mpi.training.group_member import GroupMember
@@ -158,6 +158,9 @@ class Worker:
                 if flags & (SNAPSHOT | EXTRA):
                     with self.recorder.span("snapshot", step + 1):
                         self._replication.begin(step + 1, self.stage, flags)
+                elif flags & LOCAL:
+                    with self.recorder.span("snapshot", step + 1):
+                        self._replication.keep(step + 1, self.stage)
                 if flags & CHECKPOINT and not self._course.checkpoints(step + 1):
                     self.checkpoint(step + 1)
                 self._deadline = pipeline.timeout

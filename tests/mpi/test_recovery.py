@@ -1,5 +1,6 @@
 """Ranks are killed; the others go on, and end with the weights of a run that lost none (ARCHITECTURE, invariants)."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,23 @@ def test_the_others_go_on(tmp_path: Path, faults: str) -> None:
     # Nor is a row that was on its way from the last stage, unless that stage was lost itself.
     assert "0@" in faults or "4@" in faults or steps == [1, 2, 3, 4, 5, 6], out
     assert "lost rank" in out
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async"])
+def test_a_lost_member_of_a_group_costs_few_steps(tmp_path: Path, schedule: str) -> None:
+    """The others have its state, and copies of every few steps, however rare snapshots are (here: none)."""
+    keys = {"pipeline_cuts": [3], "pipeline_ranks": [[0, 1], [2, 3]], "pipeline_schedule": schedule}
+    more = {"train_steps": 40, "recovery_replicate_every": 1000}
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN, **keys, **more)
+    code, out = run(tmp_path, ["-m", "accept_mpi", "train", job, "--quiet"], "1@update:30", 4)
+    assert code == 0, out
+    told = re.search(r"could begin \d+ ms later; 2 stages go on from step (\d+)", out)
+    assert told, out
+    assert int(told[1]) >= 20, out
+    if schedule == "1f1b":
+        train = samples.CNN["train"]
+        plain = samples.plain(samples.CNN).train(40, train["batch_size"], train["micro_batches"])
+        samples.assert_equal(Checkpoint(tmp_path / "run").whole(), plain)
 
 
 @pytest.mark.parametrize(("every", "schedule"), [(0, "1f1b"), (1, "zero-bubble")])

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from little_memory import compare
 
+from accept_mpi.device.fleet import read
 from accept_mpi.job_file import parse
 from accept_mpi.logs.figures import pyplot
 from accept_mpi.logs.reader import open_log
@@ -88,7 +90,10 @@ def main() -> None:
             for case in (case for case in CASES if case.fleet == fleet):
                 measure(experiment, case)
     draw(experiment, CASES[0])
-    experiment.finish("\n".join(map(report, CASES)))
+    hosts, job = read(experiment.folder / "little-memory.toml"), experiment.folder / "mobilenetv2.toml"
+    memory = compare(hosts, job, experiment.out, OURS["groups, exact"])
+    title = "# MobileNetV2, four hosts of 0.4 core, one of them with little memory\n\n"
+    experiment.finish("\n".join([*map(report, CASES), title + memory]))
 
 
 def measure(experiment: Experiment, case: Case) -> None:

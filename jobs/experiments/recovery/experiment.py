@@ -30,12 +30,14 @@ _EVERY = _JOB.recovery.replicate_every
 _OUT = Path("runs/experiments/recovery")
 _PARTS = ("detect", "regroup", "plan", "move state", "build", "replay, and the new step")
 _KILL_AFTER, _VICTIM = (17, 22, 27), 2  # steps; host
+_GROUP, _MEMBER = {"pipeline.cuts": "[21, 38]", "pipeline.ranks": "[[0, 1], 2, 3]", "recovery.replicate_every": '"auto"'}, 1
+"""The same job with a stage held by two hosts, and the one of them that is killed; snapshots are minutes apart."""
 
 
-def kill(lab: Laboratory, directory: Path, after: int) -> float:
-    """Kill the victim's rank once the log has ``after`` steps; returns the time (``time.monotonic``)."""
+def kill(lab: Laboratory, directory: Path, after: int, victim: int) -> float:
+    """Kill the rank of host ``victim`` once the log has ``after`` steps; returns the time (``time.monotonic``)."""
     wait_for_step(directory, after)
-    for pid in lab.processes(lab.hosts[_VICTIM].name):
+    for pid in lab.processes(lab.hosts[victim].name):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if b"accept_mpi" in words and b"python" in words[0]:
             os.kill(pid, signal.SIGKILL)
@@ -43,12 +45,12 @@ def kill(lab: Laboratory, directory: Path, after: int) -> float:
     raise UserError("the victim's process was not found")
 
 
-def inside(lab: Laboratory, directory: Path, after: int) -> dict[str, Any]:
+def inside(lab: Laboratory, directory: Path, after: int, victim: int = _VICTIM, *more: str) -> dict[str, Any]:
     """Measure recovery inside the job: seconds until the new plan is ready, until the next step and the next new one, and
-    the rate afterwards."""
-    with start(lab, _FOLDER / "job.toml", directory, ulfm=True) as running:
+    the rate afterwards. ``more``: arguments of the job."""
+    with start(lab, _FOLDER / "job.toml", directory, *more, ulfm=True) as running:
         lines = Lines(running.process)
-        killed = kill(lab, directory, after)
+        killed = kill(lab, directory, after, victim)
         noticed = lines.wait(lambda line: "lost rank" in line)
         told = lines.text.splitlines()[-1]
         wait_for_step(directory, after + 30)
@@ -77,16 +79,16 @@ def end_of(steps: Rows, step: int) -> float:
     return float(steps["end"][steps["step"] == step][0])
 
 
-def restarted(lab: Laboratory, directory: Path, after: int) -> dict[str, Any]:
+def restarted(lab: Laboratory, directory: Path, after: int, victim: int = _VICTIM, *more: str) -> dict[str, Any]:
     """Measure the baseline: the job ends and is restarted from its checkpoint on all hosts, with the same plan."""
-    with start(lab, _FOLDER / "job.toml", directory, ulfm=False) as running:
+    with start(lab, _FOLDER / "job.toml", directory, *more, ulfm=False) as running:
         Lines(running.process)
-        killed = kill(lab, directory, after)
+        killed = kill(lab, directory, after, victim)
         running.process.wait(SECONDS)
         ended = time.monotonic()
     with open_log(directory / "log.h5") as log:
         last = int(log["steps"]["step"][-1])
-    with start(lab, _FOLDER / "job.toml", directory, "--resume", str(directory), ulfm=False) as running:
+    with start(lab, _FOLDER / "job.toml", directory, "--resume", str(directory), *more, ulfm=False) as running:
         lines = Lines(running.process)
         resumed = lines.wait(lambda line: "resumed from" in line)
         wait_for_step(directory, last + 1)
@@ -159,21 +161,48 @@ def parts(found: dict[str, Any]) -> list[float]:
     return [found["ready"] - shrunk - built, shrunk, planned, moved - planned, built - moved, found["step"] - found["ready"]]
 
 
+def both(lab: Laboratory, what: str, victim: int, *more: str) -> list[list[dict[str, Any]]]:
+    """Recovery inside the job and the restart, each at all moments, in turn."""
+    ours, theirs = [], []
+    for trial, after in enumerate(_KILL_AFTER):
+        ours.append(inside(lab, anew(_OUT / f"{what}-{trial}"), after, victim, *more))
+        print(f"recovered: {ours[-1]}", flush=True)
+        theirs.append(restarted(lab, anew(_OUT / f"{what}-restarted-{trial}"), after, victim, *more))
+        print(f"restarted: {theirs[-1]}", flush=True)
+    return [ours, theirs]
+
+
 def main() -> None:
     _OUT.mkdir(parents=True, exist_ok=True)
     hosts = read(_FOLDER / "fleet.toml")
-    ours, theirs = [], []
     with Laboratory("experiment-recovery").using(hosts) as lab:
         alone(lab, anew(_OUT / "first"), 4)  # puts the hosts into the latency database
-        for trial, after in enumerate(_KILL_AFTER):
-            ours.append(inside(lab, anew(_OUT / f"inside-{trial}"), after))
-            print(f"recovered: {ours[-1]}", flush=True)
-            theirs.append(restarted(lab, anew(_OUT / f"restarted-{trial}"), after))
-            print(f"restarted: {theirs[-1]}", flush=True)
+        ours, theirs = both(lab, "inside", _VICTIM, "--set", "pipeline.groups=false")
+        group = both(lab, "group", _MEMBER, *(part for key, value in _GROUP.items() for part in ("--set", f"{key}={value}")))
         replication = cost(lab, statistics.median(one["usual"] for one in ours))
         print(replication, flush=True)
     with Laboratory("experiment-recovery").using([host for n, host in enumerate(hosts) if n != _VICTIM]) as lab:
         survivors = alone(lab, anew(_OUT / "survivors"), 30)
+    rate = statistics.median(one["rate"] for one in ours)
+    text = [
+        "# A process of one of four hosts is killed (0.4 core, 100 Mbit/s, MobileNetV2, "
+        f"batch {_JOB.train.batch_size}, {_JOB.pipeline.schedule}, 4 bits)\n",
+        *compared(ours, theirs),
+        f"(A snapshot every {_EVERY} steps.) "
+        f"After the loss {rate:.1f} samples/s; a job that the three begin by themselves {survivors:.1f} "
+        f"({rate / survivors:.2f}).\n",
+        replication,
+        "# The same, one of two hosts that hold the first stage together; snapshots as rare as by default\n",
+        *compared(*group),
+        f"A step takes {statistics.median(one['usual'] for one in group[0]):.2f} s before the loss.\n",
+    ]
+    (_OUT / "table.md").write_text("\n".join(text))
+    print("\n".join(text))
+    draw(_OUT / "inside-0" / "log.h5")
+
+
+def compared(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[str]:
+    """The table of recoveries and restarts, with what the runs said."""
     rows: list[list[object]] = []
     for name, found in (("recovery in the job (ULFM, replicas)", ours), ("stop, start again from the checkpoint", theirs)):
         each = [statistics.median(one[key] for one in found) for key in ("ready", "first", "step")]
@@ -182,7 +211,6 @@ def main() -> None:
         statistics.median(one[key] for one in theirs) / statistics.median(one[key] for one in ours)
         for key in ("first", "step")
     )
-    rate = statistics.median(one["rate"] for one in ours)
     head = [
         "seconds from the kill, median of three",
         "new plan ready; or job ended",
@@ -190,24 +218,16 @@ def main() -> None:
         "next new step done",
         "slowest",
     ]
-    text = [
-        "# A process of one of four hosts is killed (0.4 core, 100 Mbit/s, MobileNetV2, "
-        f"batch {_JOB.train.batch_size}, {_JOB.pipeline.schedule}, 4 bits)\n",
+    return [
         table(head, rows),
         "",
         table(["of it, seconds", *_PARTS], [[trial, *parts(one)] for trial, one in enumerate(ours)]),
         f"\nRecovery is {first:.1f} x as fast as the restart to the next step, {ratio:.1f} x to the next new one. "
-        f"Steps made once more: {', '.join(str(one['replayed']) for one in ours)} (a snapshot every {_EVERY}).",
-        f"After the loss {rate:.1f} samples/s; a job that the three begin by themselves {survivors:.1f} "
-        f"({rate / survivors:.2f}).\n",
-        replication,
+        f"Steps made once more: {', '.join(str(one['replayed']) for one in ours)}.\n",
         "What the runs said:\n",
         *(f"    {one['told']}" for one in ours),
         "",
     ]
-    (_OUT / "table.md").write_text("\n".join(text))
-    print("\n".join(text))
-    draw(_OUT / "inside-0" / "log.h5")
 
 
 def draw(log: Path) -> None:

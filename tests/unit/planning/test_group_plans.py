@@ -9,7 +9,7 @@ from clusters import LAYERS, cluster, job
 
 from accept_mpi.plan import Plan, make_plan
 from accept_mpi.planning.adaptation import redealt
-from accept_mpi.planning.estimate import Estimate, estimate
+from accept_mpi.planning.estimate import Estimate, estimate, with_codecs
 from accept_mpi.planning.groups import _partitions
 from accept_mpi.planning.planner import even_plan, plan_for
 from accept_mpi.planning.tables import table
@@ -57,6 +57,19 @@ def test_slow_links_forbid_heavy_groups() -> None:
     slow = uneven(1, 1, layers=[12.0] + [0.01] * 11, rate=2e5)
     exact, summed = plan_for(slow, job(ON)), plan_for(slow, job(ON, "pipeline.gradients=none"))
     assert summed.step <= exact.step
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(1e9, "exact"), (3e5, "uniform:4")])
+def test_sums_are_as_mild_as_the_links_allow(rate: float, expected: str) -> None:
+    """On slow links fewer bits train faster; otherwise what is bit for bit as in one process."""
+    fleet = uneven(1, 1, layers=[12.0] + [0.01] * 11, rate=rate)
+    found = plan_for(fleet, job(ON, "pipeline.gradients=auto"))
+    exact = plan_for(fleet, job(ON, "pipeline.gradients=exact"))
+    assert found.plan.gradients == expected
+    assert found.expected <= (1.0 if expected == "exact" else 0.95) * exact.expected
+    assert f"gradients {'exactly' if expected == 'exact' else 'as uniform:4'}" in "\n".join(table(fleet, job(ON), found, found))
+    assert with_codecs(found).gradients == expected
+    assert not plan_for(fleet, job(ON)).plan.gradients  # as the job says
 
 
 def test_a_layer_that_must_be_alone_is_not_shared() -> None:

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accept_mpi import models
-from accept_mpi.comm.messages import Control, Message, StopAsked, Stopping
+from accept_mpi.comm.messages import Control, Copied, Message, StopAsked, Stopping
 from accept_mpi.job import Recovery
 from accept_mpi.job_file import parse
 from accept_mpi.models.layers import build_layers
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import BoundaryCodecs, make_plan
-from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, SNAPSHOT, Barriers
-from accept_mpi.recovery.layer_state import Arriving, chunked, load, states
+from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, LOCAL, SNAPSHOT, Barriers, LocalCopies
+from accept_mpi.recovery.layer_state import Arriving, chunked, copies, load, states
 from accept_mpi.recovery.replicas import Replicas, newest, sources
 from accept_mpi.recovery.replication import Replication, Route
 
@@ -87,6 +87,40 @@ def test_older_and_newer_steps_are_forgotten() -> None:
     replicas.back_to(2)
     assert replicas.holdings() == {2: [0, 1]}
     assert replicas.get(2, 1) == b"de"
+
+
+def test_local_copies_are_states_like_any_other_and_the_newest_are_kept() -> None:
+    whole, replicas = stage(0, 5, 1), Replicas()
+    replicas.keep(1, {7: b"abc"})
+    for step in (1, 2, 3, 4):
+        replicas.keep_local(step, copies(whole))
+    assert replicas.holdings() == {1: [7], 2: [0, 1, 2, 3, 4], 3: [0, 1, 2, 3, 4], 4: [0, 1, 2, 3, 4]}
+    before = states(whole)[2]
+    for parameter in whole.parameters:
+        parameter.data.zero_()
+    assert replicas.get(4, 2) == before
+    replicas.back_to(2)
+    assert list(replicas.holdings()) == [1, 2]
+
+
+def test_local_copies_are_as_frequent_as_their_share_of_the_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("accept_mpi.recovery.barriers.time.monotonic", lambda: now[0])
+    barriers = Barriers(Recovery(replicate_every=1000), 0, True, lambda *_: None, LocalCopies(2, 0.01))
+
+    def flagged(steps: range) -> list[int]:
+        found = []
+        for step in steps:
+            now[0] += 1.0
+            if barriers.flags(step) == LOCAL:
+                found.append(step)
+        return found
+
+    assert flagged(range(10)) == [3, 7]  # every four steps, as long as nothing is known
+    barriers.handle(Copied(0.001))
+    assert flagged(range(10, 16)) == [10, 12, 14]  # not more often than allowed
+    barriers.handle(Copied(0.05))
+    assert flagged(range(16, 30)) == [19, 24, 29]
 
 
 class Ranks:
