@@ -27,8 +27,8 @@ from accept_mpi.planning.search import improve
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 MOST_DEVICES = 12  # with more, no groups are tried
-_MOST_DIVISIONS = 150  # divisions that are tried; of more devices, only those into groups of about equal speed
-_MOST_ESTIMATED = 8  # of the best found, how many are simulated
+_MOST_DIVISIONS = 400  # divisions that are tried
+_MOST_ESTIMATED = 24  # of the best found, how many are simulated
 _ALIKE = 0.08  # relative difference of times up to which two devices count as of one kind
 _MOST_DEALT = 64  # micro-batches of which the deal is worked out exactly
 
@@ -66,20 +66,24 @@ def _summed(cluster: ClusterProfile, job: Job, sums: str, problems: Sequence[tup
             seconds = cost(virtual, solution).bottleneck
             solutions.append((seconds, division, solution))
             reached = min(reached, seconds * 1.05)
-        for _, division, solution in sorted(solutions, key=lambda one: one[0])[:_MOST_ESTIMATED]:
+        for seconds, division, solution in sorted(solutions, key=lambda one: one[0])[:_MOST_ESTIMATED]:
+            if seconds * problem.real_micro_batches > best:
+                break  # what is simulated takes at least as long
             plan = maker.plan(division, solution)
             if plan not in found:
                 found[plan] = estimate(cluster, job, plan)
+            if fits(cluster, found[plan]):
+                best = min(best, found[plan].expected)
     fitting = [one for one in found.values() if fits(cluster, one)]
     return sorted(fitting, key=lambda one: one.expected)
 
 
 def _divisions(cluster: ClusterProfile, problem: Problem) -> Iterator[Division]:
     """Yield divisions of the devices into groups, at least one of several; those that differ only in devices of one kind
-    count once."""
+    count once. Of many unlike devices, only those into neighbours in speed, and those with one group."""
     kinds = _kinds(cluster, problem)
     order = sorted(range(problem.devices), key=lambda n: (float(np.minimum(problem.layer_seconds[n], NEVER).sum()), n))
-    every = _partitions(order) if problem.devices <= 6 or len(set(kinds)) <= 2 else _runs(order)
+    every = _partitions(order) if problem.devices <= 6 or len(set(kinds)) <= 2 else itertools.chain(_runs(order), _with_one_group(order))
     seen: set[tuple[tuple[int, ...], ...]] = set()
     for division in every:
         looks = tuple(sorted(tuple(sorted(kinds[n] for n in group)) for group in division))
@@ -109,6 +113,13 @@ def _runs(devices: Sequence[int]) -> Iterator[Division]:
     for cuts in itertools.product((False, True), repeat=len(devices) - 1):
         edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(devices)]
         yield tuple(tuple(devices[a:b]) for a, b in itertools.pairwise(edges))
+
+
+def _with_one_group(devices: Sequence[int]) -> Iterator[Division]:
+    """Yield all divisions into one group and devices alone."""
+    for size in range(2, len(devices)):
+        for group in itertools.combinations(devices, size):
+            yield (group, *((n,) for n in devices if n not in group))
 
 
 def _kinds(cluster: ClusterProfile, problem: Problem) -> list[int]:
@@ -254,8 +265,10 @@ class _Groups:
             member = (ends + runs).argmin(axis=0)
             np.put_along_axis(ends, member[None], np.take_along_axis(ends + runs, member[None], 0), 0)
         whole = ends.max(axis=0) / dealt
-        link = float(min(problem.host_link[m] for m in members))
+        pairs = [float(problem.rate[a, b]) for a, b in itertools.permutations(members, 2)]
+        link = min([*pairs, *(float(problem.host_link[m]) for m in members)])
         whole = np.maximum(whole, sent * own / count / link)
-        if problem.fill:  # a synchronous step ends with the sum
-            whole = whole + 2 * wire * (len(members) - 1) / len(members) / link / count
-        return whole
+        summing = 2 * wire * (len(members) - 1) / len(members) / link
+        if not problem.fill:  # asynchronously each member takes one more micro-batch meanwhile
+            summing = np.maximum(0.0, summing - runs.min(axis=0))
+        return whole + summing / count

@@ -6,21 +6,28 @@ stage's mean times, also the effect of unsteady computing. The prediction also d
 for some seconds, is still the same a minute later (on a shared machine it is not).
 """
 
+import msgspec
 import numpy as np
 
 from accept_mpi.logs.figures import pyplot
+from accept_mpi.plan import Plan
 from harness.experiment import Experiment, run
 from harness.store import table
 
 _ASYNC, _SYNC, _ZERO, _GPIPE = "1f1b-async", "1f1b", "zero-bubble", "gpipe"
-# By fleet: (schedule, Mbit/s or None for the fleet's own links, codec both ways).
-CASES: dict[str, list[tuple[str, float | None, str]]] = {
+# By fleet: (schedule, Mbit/s or None for the fleet's own links, codec both ways, sums of gradients or "" without groups).
+CASES: dict[str, list[tuple[str, float | None, str, str]]] = {
     "four.toml": [
-        (_ASYNC, 100, "none"), (_ASYNC, 20, "uniform:4"), (_ASYNC, 20, "none"), (_SYNC, 100, "uniform:4"),
-        (_SYNC, 20, "uniform:2"), (_ZERO, 100, "uniform:4"), (_GPIPE, 100, "uniform:4"),
+        (_ASYNC, 100, "none", ""), (_ASYNC, 20, "uniform:4", ""), (_ASYNC, 20, "none", ""), (_SYNC, 100, "uniform:4", ""),
+        (_SYNC, 20, "uniform:2", ""), (_ZERO, 100, "uniform:4", ""), (_GPIPE, 100, "uniform:4", ""),
+        (_ASYNC, 0, "none", "exact"), (_ASYNC, 20, "uniform:4", "bf16"), (_SYNC, 100, "uniform:4", "exact"),
     ],
-    "personas.toml": [(_ASYNC, None, "uniform:4"), (_SYNC, None, "uniform:4"), (_ZERO, None, "uniform:2")],
-    "ten-ten-one.toml": [(_ASYNC, 100, "none"), (_ASYNC, 20, "uniform:4"), (_SYNC, 100, "uniform:4")],
+    "two-fast.toml": [(_ASYNC, 100, "none", "exact"), (_SYNC, 100, "uniform:4", "bf16")],
+    "personas.toml": [
+        (_ASYNC, None, "uniform:4", ""), (_SYNC, None, "uniform:4", ""), (_ZERO, None, "uniform:2", ""),
+        (_ASYNC, None, "uniform:4", "bf16"),
+    ],
+    "ten-ten-one.toml": [(_ASYNC, 100, "none", ""), (_ASYNC, 20, "uniform:4", ""), (_SYNC, 100, "uniform:4", "")],
 }  # fmt: skip
 
 
@@ -31,11 +38,14 @@ def main() -> None:
     for fleet, cases in CASES.items():
         with experiment.lab(fleet):
             settings_of = [
-                {"pipeline.schedule": schedule, "pipeline.forward": codec, "pipeline.backward": codec}
-                for schedule, _, codec in cases
-            ]
-            for n in experiment.by_cuts([(link, settings_of[n]) for n, (_, link, _) in enumerate(cases)]):
-                (schedule, link, codec), settings = cases[n], settings_of[n]
+                {
+                    "pipeline.schedule": schedule, "pipeline.forward": codec, "pipeline.backward": codec,
+                    "pipeline.groups": str(bool(sums)).lower(), "pipeline.gradients": sums or "exact",
+                }
+                for schedule, _, codec, sums in cases
+            ]  # fmt: skip
+            for n in experiment.by_cuts([(link, settings_of[n]) for n, (_, link, *_) in enumerate(cases)]):
+                (schedule, link, codec, _), settings = cases[n], settings_of[n]
                 experiment.expect(settings, 64.0)
                 found = experiment.ours(link, settings, seconds=15.0)
                 measured, *simulated = found["replayed"]
@@ -44,10 +54,12 @@ def main() -> None:
                 where = "its own links" if link is None else f"{link:g} Mbit/s"
                 name = fleet.removesuffix(".toml")
                 both = [f"{1e3 * seconds:.0f} ({100 * (seconds / measured - 1):+.1f} %)" for seconds in simulated]
-                rows.append([name, schedule, where, codec, f"{1e3 * measured:.0f}", *both])
+                stages = msgspec.json.decode(found["plan"], type=Plan).stages
+                ranks = " / ".join(",".join(map(str, stage.ranks)) for stage in stages)
+                rows.append([name, schedule, where, codec, ranks, f"{1e3 * measured:.0f}", *both])
     found_points = np.array(points)
     head = [
-        "fleet", "schedule", "link", "codec", "measured, ms a step", "simulated", "with mean times", "foreseen"
+        "fleet", "schedule", "link", "codec", "ranks", "measured, ms a step", "simulated", "with mean times", "foreseen"
     ]  # fmt: skip
     draw(experiment, found_points)
     off = 100 * np.abs(found_points[:, :-1] / found_points[:, -1:] - 1)
