@@ -83,7 +83,8 @@ def _divisions(cluster: ClusterProfile, problem: Problem) -> Iterator[Division]:
     count once. Of many unlike devices, only those into neighbours in speed, and those with one group."""
     kinds = _kinds(cluster, problem)
     order = sorted(range(problem.devices), key=lambda n: (float(np.minimum(problem.layer_seconds[n], NEVER).sum()), n))
-    every = _partitions(order) if problem.devices <= 6 or len(set(kinds)) <= 2 else itertools.chain(_runs(order), _with_one_group(order))
+    some = itertools.chain(_runs(order), _with_one_group(order))
+    every = _partitions(order) if problem.devices <= 6 or len(set(kinds)) <= 2 else some
     seen: set[tuple[tuple[int, ...], ...]] = set()
     for division in every:
         looks = tuple(sorted(tuple(sorted(kinds[n] for n in group)) for group in division))
