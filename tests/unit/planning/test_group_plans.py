@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from clusters import LAYERS, cluster, job
 
+from accept_mpi.errors import UserError
 from accept_mpi.plan import Plan, make_plan
 from accept_mpi.planning import groups as groups_of
 from accept_mpi.planning.adaptation import redealt
+from accept_mpi.planning.codec_choice import codings, codings_of, sums_of
 from accept_mpi.planning.estimate import Estimate, estimate, with_codecs
 from accept_mpi.planning.groups import _partitions
 from accept_mpi.planning.planner import even_plan, plan_for
@@ -73,6 +75,21 @@ def test_sums_are_as_mild_as_the_links_allow(rate: float, expected: str) -> None
     )
     assert with_codecs(found).gradients == expected
     assert not plan_for(fleet, job(ON)).plan.gradients  # as the job says
+
+
+def test_a_plan_says_how_gradients_are_summed_only_where_the_job_leaves_it_open() -> None:
+    plan = make_plan(4, [2], ranks=[[0, 1], 2])
+    chosen = msgspec.structs.replace(plan, gradients="bf16")
+    auto, given = job("pipeline.gradients=auto"), job("pipeline.gradients=uniform:8")
+    assert (sums_of(auto, chosen), sums_of(auto, plan), sums_of(auto)) == ("bf16", "exact", "exact")
+    assert sums_of(given, plan) == "uniform:8"
+    assert "bf16" in codings(auto, chosen)
+    assert {"bf16", "uniform:4"} <= codings_of(auto).keys()
+    left = chosen.without({0})
+    assert left is not None
+    assert left.renamed({1: 0, 2: 1}).gradients == "bf16"  # after a loss, too
+    with pytest.raises(UserError, match="pipeline.gradients"):
+        sums_of(job("pipeline.gradients=float7"))
 
 
 _LUMPY = [4.27, 1.62, 1.08, 0.34, 1.19, 6.77, 0.73, 5.04, 0.09, 0.56, 0.32, 0.15]
