@@ -88,7 +88,7 @@ def test_a_plan_says_how_gradients_are_summed_only_where_the_job_leaves_it_open(
     left = chosen.without({0})
     assert left is not None
     assert left.renamed({1: 0, 2: 1}).gradients == "bf16"  # after a loss, too
-    with pytest.raises(UserError, match="pipeline.gradients"):
+    with pytest.raises(UserError, match=r"pipeline\.gradients"):
         sums_of(job("pipeline.gradients=float7"))
 
 
