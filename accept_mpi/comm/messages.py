@@ -189,7 +189,7 @@ class MemberResults(Control, frozen=True):
 
 AnyControl = (
     Gather | Scatter | Shapes | LayerChunks | CheckpointChunk | StepMade | EvaluationMade | TraceRows | Event | Stopping
-    | Leaving | Speed | PlanOver | ReplicaChunks | Replicated | Committed | StopAsked | ReplanAsked | StepFlags
+    | Leaving | Speed | PlanOver | ReplicaChunks | Replicated | Committed | Copied | StopAsked | ReplanAsked | StepFlags
     | TargetsDrawn | MemberResults
 )  # fmt: skip
 

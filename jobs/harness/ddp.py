@@ -25,15 +25,14 @@ def build(point: dict[str, Any], rank: int, size: int) -> Trial:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=_PLAIN_STEPS)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = setting.optimizer(model)
-    if setting.batch % size:
-        raise ValueError(f"a batch of {setting.batch} cannot be shared evenly among {size} ranks, as DDP has to")
-    share = setting.batch // size
-    batches = setting.batches(slice(rank * share, (rank + 1) * share))
+    share = slice(rank * setting.batch // size, (rank + 1) * setting.batch // size)
+    batches = setting.batches(share)
+    part = (share.stop - share.start) * size / setting.batch  # DDP takes the mean over ranks as that over samples
 
     def step() -> None:
         inputs, targets = next(batches)
         optimizer.zero_grad()
-        loss_of(model(inputs), targets).backward()
+        (part * loss_of(model(inputs), targets)).backward()
         optimizer.step()
 
     return Trial(setting, step, lambda: model.module if rank == 0 else None)
