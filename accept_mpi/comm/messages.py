@@ -141,6 +141,7 @@ class Replicated(Control, frozen=True):
 class Copied(Control, frozen=True):
     """A rank to the first stage's leader: what a local copy of its stage's state took."""
 
+    stage: int
     seconds: float
 
 

@@ -38,6 +38,7 @@ _CHECK_SECONDS = 0.1
 _MOST_SHARE = 0.03
 _SOON = 3  # steps of a new plan before its first snapshot
 _FIRST_SECONDS = 2.0  # between snapshots until one has shown how long it takes
+_OUTLIER = 1.5  # factor by which a local copy may take longer than the one before: what takes longer was interrupted
 _LOCAL_EVERY = 4  # steps between local copies until one has shown how long it takes
 
 
@@ -60,7 +61,9 @@ class Barriers:
         no local copies."""
         self._recovery, self._first, self._snapshots, self._post = recovery, first, snapshots, post
         self._local, self._local_step = local, 0
-        self._began, self._step_seconds, self._copy_seconds = time.monotonic(), 0.0, 0.0
+        self._began, self._step_seconds = time.monotonic(), 0.0
+        self._copy_seconds: dict[int, float] = {}
+        """What a local copy takes, by stage."""
         self._pending: tuple[int, float] | None = None
         """Step and start (monotonic seconds) of the snapshot that is not committed yet."""
         self._lag, self._soon = 1, 0
@@ -137,7 +140,7 @@ class Barriers:
             return 0
         every = _LOCAL_EVERY
         if self._copy_seconds:
-            every = math.ceil(self._copy_seconds / max(self._local.share * self._step_seconds, 1e-9))
+            every = math.ceil(max(self._copy_seconds.values()) / max(self._local.share * self._step_seconds, 1e-9))
         if step + 1 - max(self._local_step, self._copied) < max(every, self._local.least):
             return 0
         self._local_step = step + 1
@@ -172,7 +175,8 @@ class Barriers:
         elif isinstance(control, ReplanAsked):
             self._replan = True
         elif isinstance(control, Copied):
-            self._copy_seconds = max(control.seconds, 0.9 * self._copy_seconds)
+            known = self._copy_seconds.get(control.stage, control.seconds)
+            self._copy_seconds[control.stage] = min(control.seconds, _OUTLIER * known)
         elif isinstance(control, StepFlags):
             with self._told:
                 self._decided[control.step] = control.flags

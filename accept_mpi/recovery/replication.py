@@ -89,7 +89,8 @@ class Replication:
         """Keep a local copy of the stage's state after ``step`` steps, and tell the first stage what it took."""
         began = time.monotonic()
         self._replicas.keep_local(step, copies(stage))
-        self._post(self._route.ranks[0], Copied(time.monotonic() - began), False)
+        assert self._route.stage is not None
+        self._post(self._route.ranks[0], Copied(self._route.stage, time.monotonic() - began), False)
 
     # -- data-plane thread ---------------------------------------------------------------------------------------------
 

@@ -117,10 +117,14 @@ def test_local_copies_are_as_frequent_as_their_share_of_the_time_allows(monkeypa
         return found
 
     assert flagged(range(10)) == [3, 7]  # every four steps, as long as nothing is known
-    barriers.handle(Copied(0.001))
+    barriers.handle(Copied(0, 0.001))
     assert flagged(range(10, 16)) == [10, 12, 14]  # not more often than allowed
-    barriers.handle(Copied(0.05))
+    barriers.handle(Copied(1, 0.05))  # the slowest stage counts
     assert flagged(range(16, 30)) == [19, 24, 29]
+    barriers.handle(Copied(1, 5.0))  # interrupted by something
+    assert flagged(range(30, 46)) == [37, 45]
+    barriers.handle(Copied(1, 0.04))
+    assert flagged(range(46, 54)) == [49, 53]
 
 
 class Ranks:
