@@ -310,10 +310,7 @@ class Receiver:
 
     def poll(self) -> Decoded | None:
         """The next decoded message if there is one. Called on the data-plane thread, instead of ``receive``."""
-        try:
-            return self._ready.get_nowait()
-        except queue.Empty:
-            return None
+        return None if self._ready.empty() else self._ready.get_nowait()
 
     def requests(self) -> list[MPI.Request]:
         """The next message's, for the data plane to test, unless ``limit`` messages wait for the computing thread."""

@@ -36,6 +36,9 @@ class Moving(Protocol):
 
     def move(self) -> bool: ...
 
+    @property
+    def pending(self) -> bool: ...
+
     def fail(self) -> None: ...
 
 
@@ -178,7 +181,7 @@ class DataPlane(threading.Thread):
             moved |= incoming.move(self._recorder)
         for group in self._groups:
             moved |= group.move()
-        if not self._stopping:
+        if self.background.busy and not self._stopping:
             moved |= self.background.move(quiet=not any(out.waiting or out.sends_bulk for out in self._outgoing))
         return moved
 
@@ -208,6 +211,7 @@ class DataPlane(threading.Thread):
     def _expects_much(self) -> bool:
         """True if more frequent polls would speed up a transfer."""
         bulk = any(out.waiting for out in self._outgoing) or any(incoming.brings_bulk for incoming in self._incoming)
+        bulk = bulk or any(group.pending for group in self._groups)
         return bulk or self._stopping or self.background.busy or not self._messenger.quiet
 
     def _interval(self) -> float:
