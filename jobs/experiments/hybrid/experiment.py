@@ -67,7 +67,10 @@ class Case:
 
 CASES = [
     Case("MobileNetV2, four equal hosts", "fleet.toml", "mobilenetv2.toml", 64, (0, 100, 50, 20, 5)),
-    Case("GPT, four equal hosts", "fleet.toml", "gpt.toml", 16, (100, 20), ("groups, exact", "groups, bf16", "no groups"), 3, 7.0),
+    Case(
+        "GPT, four equal hosts", "fleet.toml", "gpt.toml", 16, (100, 20), ("groups, exact", "groups, bf16", "no groups"),
+        turns=3, seconds=7.0,
+    ),
     *(
         Case(
             f"{model}, {_FLEETS[fleet]}", f"{fleet}.toml", job, batch, seconds=5.0,
