@@ -161,7 +161,7 @@ class Experiment:
                 "pipeline.speeds": [[1 / pace for pace in stage.paces] or [1.0] * len(stage.ranks) for stage in plan.stages],
                 "pipeline.forward": [codec.forward for codec in plan.boundaries],
                 "pipeline.backward": [codec.backward for codec in plan.boundaries],
-            }
+            } | ({"pipeline.gradients": plan.gradients} if plan.gradients else {})
         pipeline = self._job(settings | more).pipeline
         cuts = (pipeline.cuts, pipeline.ranks or list(range(self._hosts)))
         if "ours" in self._sessions and cuts != self._cuts:
