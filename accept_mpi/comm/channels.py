@@ -321,27 +321,26 @@ class Receiver:
     def move(self, recorder: Recorder) -> bool:
         """Decode the next message if it has arrived; returns True if so. Called on the data-plane thread, after
         ``requests`` have been tested."""
-        moved = False
-        if self.arrived is not None and (message := self._whole(self.arrived)) is not None:
-            start = recorder.clock.now()
-            self.brings_bulk = message.size > _BUFFERED_BYTES
-            decoded = decode(self.end.specs, message, self.end.coding, self.end.trees)
-            header = decoded.header
-            if (header.boundary, header.direction) != (self.end.boundary, self.end.direction):
-                raise ProtocolError(f"a message for boundary {header.boundary} came as {self.end}")
-            if header.codec != self.end.coding.number:
-                self._plane.report_uncoded(header, self.end)
-            self._ready.put(decoded)
-            subject = self.end.subject(header.step, header.micro_batch, decoded.raw, message.size)
-            if self.end.in_group:
-                recorder.add("sum", header.sent, subject, end=start)
-            else:
-                sender, _ = self.end.direction.ends(self.end.boundary)
-                recorder.add("send", header.sent, subject, end=start, of=(self.end.peer, sender))
-                recorder.add("decode", start, subject)
-            self._again(message.size)
-            moved = True
-        return moved
+        if self.arrived is None or (message := self._whole(self.arrived)) is None:
+            return False
+        start = recorder.clock.now()
+        self.brings_bulk = message.size > _BUFFERED_BYTES
+        decoded = decode(self.end.specs, message, self.end.coding, self.end.trees)
+        header = decoded.header
+        if (header.boundary, header.direction) != (self.end.boundary, self.end.direction):
+            raise ProtocolError(f"a message for boundary {header.boundary} came as {self.end}")
+        if header.codec != self.end.coding.number:
+            self._plane.report_uncoded(header, self.end)
+        self._ready.put(decoded)
+        subject = self.end.subject(header.step, header.micro_batch, decoded.raw, message.size)
+        if self.end.in_group:
+            recorder.add("sum", header.sent, subject, end=start)
+        else:
+            sender, _ = self.end.direction.ends(self.end.boundary)
+            recorder.add("send", header.sent, subject, end=start, of=(self.end.peer, sender))
+            recorder.add("decode", start, subject)
+        self._again(message.size)
+        return True
 
     def _whole(self, status: MPI.Status) -> Bytes | None:
         """The message whose request is done; None if it was an announcement, whose message is received now."""

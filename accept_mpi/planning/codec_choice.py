@@ -102,15 +102,18 @@ def _choices(forecast: Forecast, chosen: dict[Crossing, str]) -> dict[Crossing, 
 def sums_of(job: Job, plan: Plan | None = None) -> str:
     """How groups sum their gradients in a plan: "exact" or a codec. Where the job says "auto" and the plan nothing, "exact".
     Raises UserError for what does not exist."""
-    name = job.pipeline.gradients if plan is None or not plan.gradients else plan.gradients
-    return EXACT if gradient_codec(name) == AUTO else name
+    name = (plan.gradients if plan else "") or job.pipeline.gradients
+    if name == AUTO:
+        return EXACT
+    gradient_codec(name)  # which refuses what does not exist
+    return name
 
 
 def gradient_codec(name: str) -> str:
-    """Codec of gradients within a group that sums them as ``name`` says; "none" also for exact sums, "auto" if that is to be
-    found. Raises UserError for one that does not exist."""
-    if name in (EXACT, AUTO):
-        return "none" if name == EXACT else AUTO
+    """Codec of gradients within a group that sums them as ``name`` says; "none" also for exact sums. Raises UserError for
+    one that does not exist."""
+    if name == EXACT:
+        return "none"
     try:
         parse(name, False)
     except ValueError as error:

@@ -104,5 +104,6 @@ def plan_after_loss(
 
 
 def _least_seconds(cluster: ClusterProfile, job: Job) -> float:
-    """Seconds per step that no plan can fall below: all devices compute all the time."""
+    """Seconds per step that no plan can fall below: all devices compute all the time. (``planning.problem.lower_bound`` is
+    for plans without groups, which cannot share a long layer.)"""
     return micro_batches_of(job) / sum(1 / max(sum(d.forward) + sum(d.backward), 1e-12) for d in cluster.devices)

@@ -254,11 +254,11 @@ class Deployment:
         place, stage = self.place, self.stage
         if place.members == 1 or place.idle:
             return None
-        ranks, exact = self.plan.stages[place.stage].ranks, sums_of(self.job, self.plan) == EXACT
+        ranks, sums_as = self.plan.stages[place.stage].ranks, sums_of(self.job, self.plan)
         # Numbers beyond those of the boundaries, since messages are told apart by them.
-        group = Group(ranks, place.member, place.stages + place.stage, self._tables[place.stage], exact)
+        group = Group(ranks, place.member, place.stages + place.stage, self._tables[place.stage], sums_as == EXACT)
         statistics = stage.statistics.size if stage.statistics else 0
-        coding = parse(gradient_codec(sums_of(self.job, self.plan)), False)
+        coding = parse(gradient_codec(sums_as), False)
         sums = GroupSum(plane, group, stage.trained, statistics, lambda step: len(self.batches.sizes(step)), coding)
         return GroupMember(stage, sums)
 

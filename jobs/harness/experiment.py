@@ -257,6 +257,11 @@ class Experiment:
         print(f"\n{text}\n{self.out / 'table.md'}, {self.out / 'results.h5'}, {self.out / 'plot.png'}")
 
 
+def ranks_of(plan: Plan) -> str:
+    """The ranks of each stage of a plan, as text."""
+    return " / ".join(",".join(map(str, stage.ranks)) for stage in plan.stages)
+
+
 def combined(program: str, answers: list[dict[str, Any]]) -> Result:
     """One result from the answers of all ranks: rank 0's, with the samples_per_s of all (summed, or averaged for gloo's)."""
     rates = [float(answer["samples_per_s"]) for answer in answers if answer]

@@ -19,7 +19,7 @@ from accept_mpi.logs.figures import pyplot
 from accept_mpi.logs.reader import open_log
 from accept_mpi.plan import Plan
 from accept_mpi.profiling.cluster_profile import ClusterProfile
-from harness.experiment import Experiment, run
+from harness.experiment import Experiment, ranks_of, run
 from harness.planners import PLANNERS
 from harness.side_by_side import PEERS
 from harness.store import Result, table
@@ -153,8 +153,8 @@ def published(experiment: Experiment, found: Result) -> dict[str, dict[str, Any]
 
 def shape(found: Result) -> str:
     """A plan in short: the ranks of each stage, and the cuts."""
-    stages = msgspec.json.decode(found["plan"], type=Plan).stages
-    return " / ".join(",".join(map(str, stage.ranks)) for stage in stages) + f" at {[stage.start for stage in stages[1:]]}"
+    plan = msgspec.json.decode(found["plan"], type=Plan)
+    return f"{ranks_of(plan)} at {[stage.start for stage in plan.stages[1:]]}"
 
 
 def over(turns: list[dict[str, float]], one: str, *others: str) -> str:

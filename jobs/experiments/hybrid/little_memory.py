@@ -10,6 +10,7 @@ from accept_mpi.device.fleet import Host
 from accept_mpi.logs.reader import open_log
 from accept_mpi.plan import Plan
 from edgelab.laboratory import Laboratory
+from harness.experiment import ranks_of
 from harness.live import SECONDS, anew, rate, start
 from harness.store import table
 
@@ -31,8 +32,7 @@ def compare(hosts: list[Host], job: Path, out: Path, keys: dict[str, Any]) -> st
                 plan, steps = Plan.from_json(log.attrs["plan"]), log["steps"][:]
         held = next((stage for stage in plan.stages if small in stage.ranks), None)
         layers = f"{held.start} to {held.stop - 1}" if held else "none"
-        shape = " / ".join(",".join(map(str, stage.ranks)) for stage in plan.stages)
-        rows.append([name, shape, layers, f"{peak / (1 << 20):.0f}", rate(steps, _SKIPPED, _STEPS)])
+        rows.append([name, ranks_of(plan), layers, f"{peak / (1 << 20):.0f}", rate(steps, _SKIPPED, _STEPS)])
         print(f"memory: {rows[-1]}", flush=True)
     return table(["its memory", "ranks of the stages", "its layers", "most of its memory in use, MiB", "samples/s"], rows)
 

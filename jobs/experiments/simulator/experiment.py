@@ -11,7 +11,7 @@ import numpy as np
 
 from accept_mpi.logs.figures import pyplot
 from accept_mpi.plan import Plan
-from harness.experiment import Experiment, run
+from harness.experiment import Experiment, ranks_of, run
 from harness.store import table
 
 _ASYNC, _SYNC, _ZERO, _GPIPE = "1f1b-async", "1f1b", "zero-bubble", "gpipe"
@@ -54,8 +54,7 @@ def main() -> None:
                 where = "its own links" if link is None else f"{link:g} Mbit/s"
                 name = fleet.removesuffix(".toml")
                 both = [f"{1e3 * seconds:.0f} ({100 * (seconds / measured - 1):+.1f} %)" for seconds in simulated]
-                stages = msgspec.json.decode(found["plan"], type=Plan).stages
-                ranks = " / ".join(",".join(map(str, stage.ranks)) for stage in stages)
+                ranks = ranks_of(msgspec.json.decode(found["plan"], type=Plan))
                 rows.append([name, schedule, where, codec, ranks, f"{1e3 * measured:.0f}", *both])
     found_points = np.array(points)
     head = [
