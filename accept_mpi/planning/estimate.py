@@ -59,6 +59,12 @@ def estimate(cluster: ClusterProfile, job: Job, plan: Plan) -> Estimate:
     return Estimate(plan, step, loaded, busy, computes, choices, memory_of(cluster, job, plan))
 
 
+def least_seconds(cluster: ClusterProfile, job: Job) -> float:
+    """Seconds per step that no plan can fall below: all devices compute all the time, and nothing else takes time.
+    (``planning.problem.lower_bound`` is for plans without groups, which cannot share a long layer.)"""
+    return micro_batches_of(job) / sum(1 / max(sum(d.forward) + sum(d.backward), 1e-12) for d in cluster.devices)
+
+
 def fits(cluster: ClusterProfile, found: Estimate) -> bool:
     """True if every device has the memory that its part of the plan needs."""
     rooms = [cluster.devices[rank].memory for _, rank in found.plan.holders]

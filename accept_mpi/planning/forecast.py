@@ -25,8 +25,6 @@ from accept_mpi.profiling.cluster_profile import DeviceProfile, StageTimes
 F64 = npt.NDArray[np.float64]
 
 _PASSES = 3  # over a group's gradients, apart from sending them
-_SUMS_TAKE = 2.5
-"""Measured: four hosts of 0.4 core that sum 9 MB per step take this many times as long for it as messages of that size."""
 _STEPS = 3  # steps that are simulated
 _MANY = 20_000  # above this many (stages x micro-batches), simulate only the start of a step and extrapolate
 _STEADY = 4  # steps of an asynchronous pipeline that count, between those that fill it and those that drain it
@@ -89,7 +87,6 @@ def sum_handling(
     coding = (here.encode[codec] + here.decode[codec]) * 8 / bits_of(codec)  # per byte
     coding *= 1.0 if codec == "none" else 2.0  # a sender decodes what it has coded, to know what is left out
     each = 2 * here.seconds_per_byte + coding
-    each *= _SUMS_TAKE
     return sent * each + contributions * gradients / 4 * _PASSES * here.encode["none"] + 2 * here.seconds_per_message
 
 

@@ -7,9 +7,7 @@ from accept_mpi.direction import Direction
 from accept_mpi.job import Job
 from accept_mpi.pipeline.deal import Deal
 from accept_mpi.planning.codec_choice import EXACT
-from accept_mpi.planning.estimate import Estimate
-from accept_mpi.planning.formulation import problem_of
-from accept_mpi.planning.problem import lower_bound
+from accept_mpi.planning.estimate import Estimate, least_seconds
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 
@@ -52,12 +50,10 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
         way = {EXACT: "exactly, as one process does", "none": "as each rank's sum, uncoded"}
         text = way.get(found.plan.gradients, f"as {found.plan.gradients}")
         lines.append(f"ranks of a stage exchange their gradients {text}")
-    problem, _ = problem_of(cluster, job)
-    bound = lower_bound(problem) * micro_batches_of(job)
     lines.append(
         f"a step should take {1e3 * found.step:.0f} ms ({job.train.batch_size / found.step:.1f} samples/s); "
         f"with even cuts {1e3 * even.step:.0f} ms ({even.step / found.step:.1f} x); "
-        f"if all devices shared every layer at no cost {1e3 * bound:.0f} ms"
+        f"if all devices shared every layer at no cost {1e3 * least_seconds(cluster, job):.0f} ms"
     )
     return lines
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 import msgspec
 
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.errors import Agreed, TooFewDevices, UserError
 from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
 from accept_mpi.plan import Plan
-from accept_mpi.planning.estimate import estimate, fits, with_codecs
+from accept_mpi.planning.estimate import estimate, fits, least_seconds, with_codecs
 from accept_mpi.planning.planner import Layers, plan_for
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.replicas import Holdings, Replicas, newest
@@ -97,13 +96,7 @@ def plan_after_loss(
         dealt = estimate(cluster, job, left.renamed(ranks))
         if not fits(cluster, dealt):
             dealt = None
-        elif dealt.expected <= _STAYS * _least_seconds(cluster, job):
+        elif dealt.expected <= _STAYS * least_seconds(cluster, job):
             return with_codecs(dealt)  # without a search: seconds count
     best = plan_for(cluster, job, layers)
     return with_codecs(dealt if dealt and dealt.expected <= _STAYS * best.expected else best)
-
-
-def _least_seconds(cluster: ClusterProfile, job: Job) -> float:
-    """Seconds per step that no plan can fall below: all devices compute all the time. (``planning.problem.lower_bound`` is
-    for plans without groups, which cannot share a long layer.)"""
-    return micro_batches_of(job) / sum(1 / max(sum(d.forward) + sum(d.backward), 1e-12) for d in cluster.devices)

@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from accept_mpi.models.losses import Loss
 from accept_mpi.plan import Plan
 from accept_mpi.planning.codec_choice import codings_of
 from accept_mpi.planning.estimate import with_codecs
-from accept_mpi.planning.planner import plans_for
+from accept_mpi.planning.planner import plan_for, plans_for
 from accept_mpi.planning.tables import table
 from accept_mpi.prediction.database import (
     database_path,
@@ -157,6 +158,8 @@ def _decided(
     cluster = pooled_profile(model, devices, seen, path, given is not None)
     keys = tuple(devices.keys)
     if given:
+        with suppress(UserError):  # loads the machine code that planning needs, for which a loss or a change would wait
+            plan_for(cluster, job)
         return AutoPlan(given, data, [], cluster, None, model, time.monotonic() - took.began, keys)
     found, even = plans_for(cluster, job)
     known, twice = sum(map(bool, devices.known)), sum(map(bool, seen.again))

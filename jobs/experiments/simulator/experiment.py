@@ -51,7 +51,7 @@ def main() -> None:
                 measured, *simulated = found["replayed"]
                 simulated.append(float(found["forecast_s"]))
                 points.append((*simulated, measured))
-                where = "its own links" if link is None else f"{link:g} Mbit/s"
+                where = "its own links" if link is None else f"{link:g} Mbit/s" if link else "free links"
                 name = fleet.removesuffix(".toml")
                 both = [f"{1e3 * seconds:.0f} ({100 * (seconds / measured - 1):+.1f} %)" for seconds in simulated]
                 ranks = ranks_of(msgspec.json.decode(found["plan"], type=Plan))
