@@ -14,6 +14,7 @@ _MOST_SAMPLES = 1 << 24  # per step
 MOST_ENTRIES = 4096  # in a list: no pipeline has more stages
 _LARGEST = 1e30  # limit of numbers that enter single-precision arithmetic
 
+MOST_LANES = 64
 MOST_EXTRA = 3
 """Most extra snapshots between two regular ones, where ``replicate_every`` is a number and the links are too slow for it."""
 LOCAL_KEPT = 3
@@ -121,6 +122,9 @@ class Pipeline(Section, frozen=True):
     (``codecs.coding``), or "auto": the mildest that hides the transfer behind computation (``planning.codec_choice``)."""
     backward: str | Annotated[list[str], Meta(max_length=MOST_ENTRIES)] = "none"
     """Codec of gradients, given like ``forward``."""
+    lanes: Literal["auto", "off", "F+B"] | Annotated[int, Meta(ge=1, le=MOST_LANES)] = "auto"
+    """How many micro-batches each rank computes at a time, with a share of its threads each; "F+B": one forward beside one
+    backward (ICPADS 2022); "auto": as many as train fastest, where "auto" cuts have the devices measured, else "off"."""
     groups: bool = True
     """Whether "auto" cuts may have several ranks hold a stage together."""
     gradients: str = "exact"

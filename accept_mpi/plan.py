@@ -2,11 +2,15 @@
 
 import itertools
 from collections.abc import Container, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from accept_mpi.direction import Crossing, Direction
+
+Lanes = int | Literal["F+B"]
+"""How many actions a rank computes at a time: a number of micro-batches (1: one action after another), or "F+B": a forward
+beside a backward."""
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,10 +22,19 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     paces: tuple[float, ...] = ()
     """Seconds per micro-batch of each rank, or anything in proportion; empty: all ranks are alike. They decide which rank
     takes which micro-batches (``pipeline.deal``)."""
+    lanes: tuple[Lanes, ...] = ()
+    """Lanes of each rank; empty: each computes one action after another."""
 
     def __post_init__(self) -> None:
-        if self.paces and len(self.paces) != len(self.ranks):
-            raise ValueError(f"{len(self.paces)} paces for {len(self.ranks)} ranks")
+        for what, each in (("paces", self.paces), ("lanes", self.lanes)):
+            if each and len(each) != len(self.ranks):
+                raise ValueError(f"{len(each)} {what} for {len(self.ranks)} ranks")
+        if any(isinstance(lanes, int) and lanes < 1 for lanes in self.lanes):
+            raise ValueError(f"lanes {self.lanes}: a rank needs one at least")
+
+    def lanes_of(self, rank: int) -> Lanes:
+        """The lanes of one of its ranks."""
+        return self.lanes[self.ranks.index(rank)] if self.lanes else 1
 
     @property
     def leader(self) -> int:
@@ -31,12 +44,11 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     def without(self, lost: Container[int]) -> "StagePlan | None":
         """The stage held by the ranks that are left; None if there are none."""
         left = [i for i, rank in enumerate(self.ranks) if rank not in lost]
+        if not left:
+            return None
         ranks = tuple(self.ranks[i] for i in left)
-        return (
-            msgspec.structs.replace(self, ranks=ranks, paces=tuple(self.paces[i] for i in left if self.paces))
-            if left
-            else None
-        )
+        paces, lanes = (tuple(each[i] for i in left if each) for each in (self.paces, self.lanes))
+        return msgspec.structs.replace(self, ranks=ranks, paces=paces, lanes=lanes)
 
 
 class BoundaryCodecs(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,9 +132,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return [(s, rank) for s, stage in enumerate(self.stages) for rank in stage.ranks]
 
     @property
+    def slots(self) -> list[tuple[int, int, int]]:
+        """(stage, rank, lane) of every place where micro-batches are computed one after another (``deal.Slot``), in the
+        order of ``holders``."""
+        counts = {rank: stage.lanes_of(rank) for stage in self.stages for rank in stage.ranks}
+        each = [(s, rank, counts[rank]) for s, rank in self.holders]
+        return [(s, rank, lane) for s, rank, lanes in each for lane in range(lanes if isinstance(lanes, int) else 1)]
+
+    @property
     def hybrid(self) -> bool:
         """True if a group of several ranks holds a stage."""
         return any(len(stage.ranks) > 1 for stage in self.stages)
+
+    @property
+    def laned(self) -> bool:
+        """True if a rank has lanes."""
+        return any(lanes != 1 for stage in self.stages for lanes in stage.lanes)
 
     @property
     def codecs(self) -> dict[Crossing, str]:
@@ -163,6 +188,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def from_json(text: str) -> "Plan":
         return msgspec.json.decode(text, type=Plan)
+
+
+def with_lanes(plan: Plan, lanes: Mapping[int, Lanes]) -> Plan:
+    """The plan with these lanes of its ranks, by rank; 1 for those that are left out."""
+    stages = []
+    for stage in plan.stages:
+        each = tuple(lanes.get(rank, 1) for rank in stage.ranks)
+        stages.append(msgspec.structs.replace(stage, lanes=() if all(one == 1 for one in each) else each))
+    return msgspec.structs.replace(plan, stages=tuple(stages))
 
 
 def held_alike(one: Plan, other: Plan) -> bool:

@@ -1,6 +1,7 @@
 """Random seeds that depend on what is drawn, never on the rank that draws it."""
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,6 +9,9 @@ import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
+
+LOCK = threading.RLock()
+"""Held by a thread while it seeds and draws global random numbers, where several threads do (``pipeline.lanes``)."""
 
 # Purposes of seeds: the first word of every mix, so that no two uses can share a stream.
 INIT, FORWARD, ORDER, AUGMENT, CODE, EVALUATE, BACKWARD = 1, 2, 3, 4, 5, 6, 7
@@ -50,16 +54,23 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
+def state() -> tuple[object, ...]:
+    """State of torch's, NumPy's and Python's global random numbers, to compare."""
+    own, numpy = torch.default_generator.get_state().numpy().tobytes(), np.random.get_state(legacy=False)
+    return own, numpy["state"]["key"].tobytes(), numpy["state"]["pos"], numpy["has_gauss"], random.getstate()
+
+
 @contextmanager
 def kept() -> Iterator[None]:
-    """Restore torch's, NumPy's and Python's global random numbers on exit."""
-    python, numpy, own = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.default_generator.set_state(own)
+    """Restore torch's, NumPy's and Python's global random numbers on exit. Other threads that use ``LOCK`` wait."""
+    with LOCK:
+        python, numpy, own = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.default_generator.set_state(own)
 
 
 @contextmanager

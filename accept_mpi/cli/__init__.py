@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
     plan.add_argument("--timeline", type=Path, metavar="OUT.png", help="draw some steps")
+    plan.add_argument("--lanes", action="store_true", help="what computing several actions at a time would give")
     plan.add_argument("--json", action="store_true", help="for machines")
     plan.set_defaults(command=_plan)
 

@@ -25,7 +25,7 @@ from accept_mpi.logs.timeline import steady_window
 from accept_mpi.planning.estimate import Estimate, estimate, forecast_of
 from accept_mpi.planning.job_plan import plan_from_job
 from accept_mpi.planning.planner import plans_for
-from accept_mpi.planning.tables import stage_table, verdict
+from accept_mpi.planning.tables import lanes_table, stage_table, verdict
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 
@@ -61,6 +61,8 @@ def main(options: argparse.Namespace) -> int:
             print("\nthe job's own cuts:", *stage_table(cluster, given, micro_batches_of(job)), sep="\n")
             print(f"a step should take {1e3 * given.step:.0f} ms ({given.step / best.step:.1f} x the plan's)")
         print("", *verdict(cluster, job, best, even), sep="\n")
+        if options.lanes:
+            print("", *lanes_table(cluster, job, best), sep="\n")
         if options.log is not None and not (hosts or options.link):
             print(*_measured(options.log), sep="\n")
     if options.timeline is not None:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from accept_mpi.data import load as load_data
+from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.device.allocator import keep_memory
 from accept_mpi.device.fleet import Host
 from accept_mpi.device.memory import planned
@@ -28,6 +29,7 @@ from accept_mpi.models.losses import find_loss
 from accept_mpi.planning.codec_choice import codings_of
 from accept_mpi.prediction.imputation import impute
 from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
+from accept_mpi.profiling.lane_timer import time_lanes
 from accept_mpi.profiling.layer_timer import MicroBatch, Subject, micro_batch, time_layers
 from accept_mpi.profiling.layer_times import LayerTimes
 from accept_mpi.profiling.message_costs import MessageCosts, message_costs
@@ -145,6 +147,7 @@ def cluster_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str])
                 seconds_per_byte=costs.seconds_per_byte / min(1.0, host.cpu),
                 seconds_per_message=costs.seconds_per_message / min(1.0, host.cpu),
                 shared=True,
+                lanes=times.lanes,
                 memory=planned((host.memory or 1 << 40) - _PROCESS),
             )
         )
@@ -214,7 +217,9 @@ def _measure(path: Path, overrides: list[str]) -> _Measured:
     train, _ = load_data(job.data.name, job.data.args, job.model)
     batch = micro_batch(train, job)
     model = outline_of(chain, job, batch.inputs, batch.tree, batch.samples)
-    times = time_layers(Subject(chain, model, job, find_loss(job.train.loss), *batch), job.pipeline.probe_seconds)
+    subject = Subject(chain, model, job, find_loss(job.train.loss), *batch)
+    times = time_layers(subject, job.pipeline.probe_seconds)
+    times = msgspec.structs.replace(times, lanes=time_lanes(subject, micro_batches_of(job)))
     return _Measured(model, times, message_costs(codings_of(job), _BYTE_CPU, _MESSAGE_CPU))
 
 

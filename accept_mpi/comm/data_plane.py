@@ -80,6 +80,7 @@ class DataPlane(threading.Thread):
         self._stopping = self._abandoned = False
         self._moved = 0.0
         self._error: BaseException | None = None
+        self._failed: BaseException | None = None
         self._awaited = False
 
     def outgoing(self, end: Channel) -> Sender:
@@ -126,6 +127,11 @@ class DataPlane(threading.Thread):
         if self._error is not None:
             raise self._error
 
+    def fail(self, error: BaseException) -> None:
+        """End the thread with another thread's error, so that whoever waits for a message gets it."""
+        self._failed = error
+        self.wake()
+
     def stop(self, deadline: float) -> None:
         """Send all queued messages and end the thread. Raises DeadlineError if that takes more than ``deadline`` seconds,
         or the error that ended the thread."""
@@ -149,6 +155,8 @@ class DataPlane(threading.Thread):
         """Move all transfers until ``stop`` or ``abandon``; an error is kept for ``check``."""
         try:
             while not self._abandoned and not self._done():
+                if self._failed is not None:
+                    raise self._failed
                 if self._move():
                     self._moved = time.monotonic()
                 else:

@@ -91,15 +91,20 @@ class Feed:
         self._batches, self._data, self._place, self._shares, self._drawn = batches, data, place, shares, drawn
         self._table = table
         self._compares = draws_both(data) and place.first != place.last and (place.leads or place.first)
+        self._lock = threading.Lock()  # lanes of a rank take samples at a time
         self._steps: dict[int, list[Samples]] = {}
         self._weighed: dict[int, list[float]] = {}
-        self._sums: Sums = {}
+        self._sums: dict[int, Sums] = {}
 
     def _is_mine(self, k: int) -> bool:
         return not self._table or self._table[k] == self._place.member
 
     def begin(self, step: int, indices: Sequence[Indices]) -> None:
         """Prepare a step, before any micro-batch of it; again does nothing. ``indices``: the samples of each micro-batch."""
+        with self._lock:
+            self._begin(step, indices)
+
+    def _begin(self, step: int, indices: Sequence[Indices]) -> None:
         if self._shares is None or step in self._weighed:
             return
         self._steps[step] = [self._fetch(step, samples, self._is_mine(k)) for k, samples in enumerate(indices)]
@@ -111,6 +116,10 @@ class Feed:
 
     def take(self, step: int, k: int, indices: Indices) -> Samples:
         """Samples of micro-batch ``k``: inputs on the first stage, targets on the last."""
+        with self._lock:
+            return self._take(step, k, indices)
+
+    def _take(self, step: int, k: int, indices: Indices) -> Samples:
         if self._shares is not None:
             found = self._steps[step][k]
             self._steps[step][k] = Samples(None, None)
@@ -119,10 +128,10 @@ class Feed:
             return Samples(None, None)
         found = self._fetch(step, indices)
         if self._compares:
-            self._sums[k] = checksum(found.targets)
-            if not any(self._is_mine(later) for later in range(k + 1, len(self._batches.sizes(step)))):
-                self._drawn.tell(step, self._sums)
-                self._sums = {}
+            sums = self._sums.setdefault(step, {})
+            sums[k] = checksum(found.targets)
+            if all(one in sums for one in range(len(self._batches.sizes(step))) if self._is_mine(one)):
+                self._drawn.tell(step, self._sums.pop(step))
         return found
 
     def share(self, step: int, k: int) -> float:

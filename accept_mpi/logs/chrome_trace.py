@@ -10,12 +10,13 @@ import numpy as np
 from accept_mpi.direction import Direction
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import replacing
-from accept_mpi.logs.format import KINDS, TRACE, Rows
+from accept_mpi.logs.format import KINDS, Rows
 from accept_mpi.logs.reader import open_log, read_facts
 from accept_mpi.logs.timeline import plans_of, timed
 
 _CHUNK = 50_000  # rows held in memory at once
 _LANES = {"compute": 0, "encode, decode": 1, "send forward": 2, "send backward": 8, "sum of gradients": 14}
+_FURTHER = 20  # of the lanes of a rank that computes several actions at a time
 _SENDS = 6  # lanes per direction: slices in one lane must not overlap, and several messages are in flight at once
 
 
@@ -52,7 +53,7 @@ def _events(file: Any, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
     rows = file["trace"]
     for begin in range(0, len(rows), _CHUNK):
         for row in timed(rows[begin : begin + _CHUNK]):
-            yield from _event(dict(zip(TRACE.names or (), row.tolist(), strict=True)), until)
+            yield from _event(dict(zip(rows.dtype.names or (), row.tolist(), strict=True)), until)
 
 
 def _in_group(plans: Rows, rank: int) -> bool:
@@ -75,6 +76,11 @@ def _event(row: dict[str, Any], until: dict[tuple[int, int], float]) -> Iterator
     )
     start, length = row["start"] * 1e6, (row["end"] - row["start"]) * 1e6
     place = {"pid": row["rank"], "tid": _LANES[lane]}
+    if number := row.get("lane", 0):
+        place["tid"] = _FURTHER + number
+        if (row["rank"], place["tid"]) not in until:
+            yield from _lane(row["rank"], place["tid"], f"compute, lane {number}")
+        until[row["rank"], place["tid"]] = row["end"]
     if kind in ("send", "sum"):
         lanes = range(_LANES[lane], _LANES[lane] + _SENDS)
         place["tid"] = min(lanes, key=lambda tid: (until.get((row["rank"], tid), 0.0) > row["start"], tid))

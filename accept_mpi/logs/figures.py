@@ -8,7 +8,7 @@ import numpy as np
 
 from accept_mpi.direction import Direction
 from accept_mpi.errors import UserError, one_line
-from accept_mpi.logs.format import Rows
+from accept_mpi.logs.format import Rows, lanes_in
 from accept_mpi.logs.timeline import of_kind, window
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish.
@@ -44,7 +44,7 @@ def pyplot() -> Any:
 
 
 def draw_timeline(path: Path, trace: Rows, hosts: dict[int, str], start: float, end: float) -> None:
-    """Draw the seconds ``start`` to ``end``: a row per rank, with computing as boxes, sends as thin bars below them and
+    """Draw the seconds ``start`` to ``end``: a row per rank (halves or less for its lanes), with computing as boxes, sends as thin bars below them and
     bubbles in light grey."""
     plt = pyplot()
     rows = window(of_kind(trace, *COLOURS, "send", "sum"), start, end)
@@ -56,12 +56,16 @@ def draw_timeline(path: Path, trace: Rows, hosts: dict[int, str], start: float, 
     for y, rank in enumerate(ranks):
         mine = rows[rows["rank"] == rank]
         axes.broken_barh([(start, end - start)], (y - 0.30, 0.56), color="#EEEEEE", zorder=0)
-        for kind, (colour, _) in COLOURS.items():
+        lanes = 1 + int(lanes_in(mine).max(initial=0))
+        for (kind, (colour, _)), lane in itertools.product(COLOURS.items(), range(lanes)):
             boxes = of_kind(mine, kind)
+            boxes = boxes[lanes_in(boxes) == lane]
+            count = lanes if kind in "FBW" else 1  # all else is the whole rank's
+            low, height = y - 0.30 + 0.56 * (lane if count > 1 else 0) / count, 0.56 / count
             spans = np.stack([boxes["start"], boxes["end"] - boxes["start"]], axis=1)
-            axes.broken_barh(spans, (y - 0.30, 0.56), facecolor=colour, edgecolor="white", linewidth=0.4, zorder=2)
+            axes.broken_barh(spans, (low, height), facecolor=colour, edgecolor="white", linewidth=0.4, zorder=2)
             if kind in "FBW" and len(boxes):
-                _number(axes, boxes, y - 0.02, end - start)
+                _number(axes, boxes, low + height / 2, end - start)
         for direction, (colour, _) in _SENDS.items():
             sends = of_kind(mine, "send")
             sends = sends[sends["direction"] == direction]

@@ -53,8 +53,10 @@ TRACE = np.dtype(
         ("micro_batch", "i4"),  # -1 for U and checkpoint
         ("bytes_raw", "i8"),  # before coding; 0 for actions
         ("bytes_wire", "i8"),  # after coding, header included
+        ("lane", "u1"),  # of a rank that computes several actions at a time; absent from early logs
     ]
 )
+_EARLY_TRACE = np.dtype([(name, TRACE[name]) for name in TRACE.names or () if name != "lane"])
 STEPS = np.dtype(
     [
         ("step", "i8"),  # counted from 1: this many updates have been made
@@ -139,7 +141,7 @@ def check_log(file: h5py.File) -> None:
     plan = _typed(json_in(text_in(file, "plan"), "the plan"), Plan, "the plan")
     layers = len(facts.layers) or (plan.stages[-1].stop if plan.stages else 0)
     _check_plan(plan, layers)
-    tables = {name: dataset_in(file, name, dtype=dtype, shape=(None,)) for name, dtype in TABLES.items() if _has(file, name)}
+    tables = {name: dataset_in(file, name, dtype=dtype, shape=(None,)) for name, dtype in _tables(file).items()}
     if _has(file, "survey"):
         group_in(file, "survey")
     ranks = {host.rank for host in facts.hosts} | {rank for stage in plan.stages for rank in stage.ranks}
@@ -153,6 +155,20 @@ def check_log(file: h5py.File) -> None:
     for rows in _parts(tables["trace"]):
         _check(rows, "trace", layers)
         _all(np.isin(rows["rank"], known), "trace", "rank")
+
+
+def lanes_in(rows: Rows) -> Rows:
+    """The lane of each row of a trace; 0 in early logs."""
+    return rows["lane"] if "lane" in (rows.dtype.names or ()) else np.zeros(len(rows), np.uint8)
+
+
+def _tables(file: h5py.File) -> dict[str, Any]:
+    """The dtypes of a log's tables."""
+    found = {name: dtype for name, dtype in TABLES.items() if _has(file, name)}
+    trace = file.get("trace")
+    if isinstance(trace, h5py.Dataset) and trace.dtype == _EARLY_TRACE:
+        found["trace"] = _EARLY_TRACE
+    return found
 
 
 def _has(file: h5py.File, name: str) -> bool:

@@ -1,5 +1,6 @@
 """Collects the trace rows of one rank; they go to rank 0 in batches."""
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,14 @@ class Clock:
         return time.monotonic() + self._shift
 
 
+_here = threading.local()
+
+
+def in_lane(lane: int) -> None:
+    """Have the rows that this thread adds belong to this lane of its rank."""
+    _here.lane = lane
+
+
 class Subject(NamedTuple):
     """What a row is about: an action, or a message. -1 stands for "does not apply"."""
 
@@ -42,7 +51,7 @@ class Subject(NamedTuple):
 
 
 class Recorder:
-    """Collects trace rows. Appending to a list is atomic, so the computing and the data-plane thread share a recorder."""
+    """Collects trace rows. Appending to a list is atomic, so all threads of a rank share a recorder."""
 
     def __init__(self, clock: Clock, rank: int, stage: int, names: Sequence[int] | None = None) -> None:
         """``names``: the numbers of ranks 0, 1, ... in the trace, if they differ: after a loss ranks keep their old ones."""
@@ -61,7 +70,8 @@ class Recorder:
         rank, stage = of or (self._rank, self._stage)
         rank = self._names[rank] if self._names else rank
         step, micro_batch, boundary, direction, raw, wire = subject
-        self._rows.append((start, end, rank, stage, number, boundary, direction, step, micro_batch, raw, wire))
+        lane = getattr(_here, "lane", 0)
+        self._rows.append((start, end, rank, stage, number, boundary, direction, step, micro_batch, raw, wire, lane))
 
     @contextmanager
     def span(self, kind: str, step: int, micro_batch: int = -1) -> Iterator[None]:

@@ -7,13 +7,14 @@ them. Replayed on links that take no time, a step gets shorter by what its trans
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from accept_mpi.direction import Direction
-from accept_mpi.logs.format import KINDS, Rows
+from accept_mpi.logs.format import KINDS, Rows, lanes_in
 from accept_mpi.logs.timeline import COMPUTE, busy_seconds, of_kind
+from accept_mpi.pipeline.beside import Needs
 from accept_mpi.pipeline.schedule import Action
 from accept_mpi.pipeline.simulator import Simulated, simulate
 
@@ -62,7 +63,8 @@ def rerun(
 ) -> Rerun | None:
     """Simulate the middle steps of a run with the measured length of every action.
 
-    ``transfer`` gives the seconds of a message by sending and receiving device, ``sums`` those of a stage's sum.
+    ``transfer`` gives the seconds of a message by sending and receiving device (the ranks in the order of their stages),
+    ``sums`` those of a stage's sum. The lanes of a rank are devices of their own here.
     None if fewer than three steps have been finished. Raises RuntimeError if actions wait for others that the trace does not
     have.
     """
@@ -73,8 +75,14 @@ def rerun(
     steps = steps[spare : len(steps) - spare]
     mine = trace[(trace["step"] >= steps[0]) & (trace["step"] <= steps[-1])]
     first, last = int(steps[len(steps) // _LEAD]), int(steps[-1])
-    walks, durations, begins, stages, _ = recorded(mine)
-    run = simulate(walks, lambda device, action: durations[device][action], transfer, begins, stages, sums)
+    walks, durations, begins, stages, ranks, needs = recorded(mine)
+    first_of = {rank: device for device, rank in reversed(list(enumerate(ranks)))}
+
+    def between(source: int, target: int) -> float:  # devices are ranks here, whatever their lanes
+        places = sorted(first_of.values())
+        return transfer(places.index(first_of[ranks[source]]), places.index(first_of[ranks[target]]))
+
+    run = simulate(walks, lambda device, action: durations[device][action], between, begins, stages, sums, needs)
     updates = of_kind(mine, "U")
     start, end = (float(updates["end"][updates["step"] == step].mean()) for step in (first, last))
     return Rerun(last - first, start, end, _between(walks, run, first, last), mine)
@@ -102,10 +110,12 @@ def mean_times(trace: Rows) -> dict[int, dict[str, float]]:
         return {}
     run = recorded(trace[(trace["step"] >= steps[0]) & (trace["step"] <= steps[-1])])
     found = {}
-    for walk, took, rank in zip(run.walks, run.durations, run.ranks, strict=True):
-        mine = [action for action in walk if steps[len(steps) // _LEAD] < action.step <= steps[-1]]
-        kinds = {action.kind for action in mine}
-        each = {k: [took[action] for action in mine if action.kind == k] for k in kinds}
+    for rank in dict.fromkeys(run.ranks):
+        each: dict[str, list[float]] = {}
+        for walk, took, of in zip(run.walks, run.durations, run.ranks, strict=True):
+            for action in walk if of == rank else ():
+                if steps[len(steps) // _LEAD] < action.step <= steps[-1]:
+                    each.setdefault(action.kind, []).append(took[action])
         means = {k: float(np.mean(seconds)) for k, seconds in each.items()}
         if "W" in means:
             means["B"] = (sum(each["B"]) + sum(each["W"])) / len(each["B"]) - means["W"]
@@ -114,7 +124,7 @@ def mean_times(trace: Rows) -> dict[int, dict[str, float]]:
 
 
 class Recorded(NamedTuple):
-    """What each rank did, by stage and rank."""
+    """What each rank did, by stage, rank and lane."""
 
     walks: list[list[Action]]
     """Actions in the order of execution."""
@@ -124,26 +134,43 @@ class Recorded(NamedTuple):
     """Second at which the rank began."""
     stages: list[int]
     ranks: list[int]
+    needs: Needs
+    """What actions waited for in another lane, where a rank computed F beside B."""
 
 
 def recorded(trace: Rows) -> Recorded:
     """What each rank did according to a trace.
 
     An action's seconds run from the end of the action before, or from the arrival of its input if that is later, so they
-    include the stage's other work in between.
+    include the stage's other work in between. With lanes they are those of computing alone.
     """
     walks: list[list[Action]] = []
     durations: list[dict[Action, float]] = []
     begins = []
     waits, actions = of_kind(trace, "wait"), of_kind(trace, *COMPUTE)
-    places = np.unique(np.stack([actions["stage"], actions["rank"]], axis=1), axis=0).tolist()
-    for _, rank in places:
-        rows = actions[actions["rank"] == rank]
+    lane = lanes_in(actions)
+    updates = actions["kind"] == KINDS.index("U")
+    columns = [actions["stage"], actions["rank"], lane]
+    places = np.unique(np.stack(columns, axis=1)[~updates], axis=0).tolist()
+    laned = {rank for _, rank, number in places if number}
+    needs: dict[tuple[int, Action], tuple[int, Action]] = {}
+    for device, (_, rank, number) in enumerate(places):
+        rows = actions[(actions["rank"] == rank) & ((lane == number) | updates)]
         rows = rows[np.argsort(rows["start"], kind="stable")]
+        if rank in laned:
+            apart = _apart(actions[(actions["rank"] == rank)], lane[actions["rank"] == rank])
+            rows = rows[rows["kind"] != KINDS.index("U")] if apart and number == 0 else rows
+            walks.append([_action(row) for row in rows])
+            durations.append(dict(zip(walks[-1], (rows["end"] - rows["start"]).tolist(), strict=True)))
+            begins.append(float(rows["start"][0]))
+            if apart:
+                mine = actions[actions["rank"] == rank]
+                needs |= _needs(mine, device - number, number)
+            continue
         came: dict[tuple[int, int, int], list[float]] = defaultdict(list)
         for wait in np.sort(waits[waits["rank"] == rank], order="end"):
             came[int(wait["direction"]), int(wait["step"]), int(wait["micro_batch"])].append(float(wait["end"]))
-        walks.append([Action(KINDS[row["kind"]], int(row["step"]), int(row["micro_batch"])) for row in rows])
+        walks.append([_action(row) for row in rows])
         before, durations_here = float(rows["start"][0]), {}
         begins.append(before)
         for action, end in zip(walks[-1], rows["end"].tolist(), strict=True):
@@ -153,7 +180,36 @@ def recorded(trace: Rows) -> Recorded:
             durations_here[action] = end - max([before, *(at for at in ends if at <= end)])
             before = end
         durations.append(durations_here)
-    return Recorded(walks, durations, begins, *(list(column) for column in zip(*places, strict=True)))
+    stages, ranks = [s for s, _, _ in places], [rank for _, rank, _ in places]
+    return Recorded(walks, durations, begins, stages, ranks, needs)
+
+
+def _action(row: Any) -> Action:
+    return Action(KINDS[row["kind"]], int(row["step"]), int(row["micro_batch"]))
+
+
+def _apart(rows: Rows, lanes: Rows) -> bool:
+    """True if a rank computed F in lane 0 and all else in lane 1."""
+    forwards = rows["kind"] == KINDS.index("F")
+    passes = np.isin(rows["kind"], [KINDS.index(kind) for kind in "FBW"])
+    return bool((lanes[forwards] == 0).all() and (lanes[passes & ~forwards] == 1).all())
+
+
+def _needs(rows: Rows, forwards: int, lane: int) -> dict[tuple[int, Action], tuple[int, Action]]:
+    """What the actions of one lane waited for in the other, where a rank computed F (device ``forwards``) beside B (the
+    device after it): B for its F, F for what else was over when it began."""
+    is_forward = rows["kind"] == KINDS.index("F")
+    ahead, others = rows[is_forward], np.sort(rows[~is_forward & (rows["kind"] != KINDS.index("E"))], order="end")
+    if lane:
+        found = {_action(row)[1:3]: _action(row) for row in ahead}
+        backs = [_action(row) for row in others if KINDS[row["kind"]] == "B"]
+        return {(forwards + 1, back): (forwards, found[back[1:3]]) for back in backs if back[1:3] in found}
+    over = np.searchsorted(others["end"], ahead["start"], side="right")
+    return {
+        (forwards, _action(row)): (forwards + 1, _action(others[count - 1]))
+        for row, count in zip(ahead, over.tolist(), strict=True)
+        if count
+    }
 
 
 def _finished(trace: Rows) -> list[int]:
@@ -182,7 +238,8 @@ def _between(walks: list[list[Action]], run: Simulated, first: int, last: int) -
     spans = []
     for walk, times in zip(walks, run.spans, strict=True):
         ends = {action.step: end for action, (_, end) in zip(walk, times, strict=True) if action.kind == "U"}
-        spans.append(ends[last] - ends[first])
+        if ends:  # not in a lane of forwards
+            spans.append(ends[last] - ends[first])
     return float(np.mean(spans))
 
 

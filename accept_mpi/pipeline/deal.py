@@ -1,17 +1,26 @@
-"""Which member of a group takes which micro-batches of a step.
+"""Which member of a group takes which micro-batches of a step, and in which of its lanes.
 
 Micro-batches are dealt whole, so that BatchNorm, dropout and shapes are those of one process (Asteroid splits each one by
-rows). The next micro-batch goes to the member that would end it first, so the table for a shorter step is the beginning of
-that for a longer one: one rule covers every number of micro-batches that a step can have, and everybody can work it out.
+rows). The next micro-batch goes to the member, or the lane of a member, that would end it first, so the table for a shorter
+step is the beginning of that for a longer one: one rule covers every number of micro-batches that a step can have, and
+everybody can work it out.
 """
 
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from accept_mpi.pipeline.schedule import Action
-from accept_mpi.plan import StagePlan
+from accept_mpi.plan import Lanes, StagePlan
+
+
+class Slot(NamedTuple):
+    """A place where micro-batches are computed one after another: a member of a group, or a lane of one."""
+
+    member: int
+    lane: int
 
 
 @dataclass(frozen=True)
@@ -19,29 +28,58 @@ class Deal:
     """The rule by which the micro-batches of a step are dealt to the members of a group."""
 
     paces: tuple[float, ...]
-    """Each member's seconds per micro-batch, or anything in proportion."""
+    """Each member's seconds per micro-batch, all its lanes together, or anything in proportion."""
+    lanes: tuple[Lanes, ...] = ()
+    """Each member's lanes; empty: one each."""
 
     @staticmethod
     def of(stage: StagePlan) -> "Deal":
         """The deal of a stage's group."""
-        return Deal(stage.paces or (1.0,) * len(stage.ranks))
+        return Deal(stage.paces or (1.0,) * len(stage.ranks), stage.lanes)
 
     def table(self, count: int) -> list[int]:
         """The member that takes each of a step's ``count`` micro-batches."""
-        return list(itertools.islice(self._members(), count))
+        return [slot.member for slot in self.slots_of(count)]
 
-    def _members(self) -> Iterator[int]:
-        """Yield the member of one micro-batch after another: the one that would end it first, the first of several."""
-        ends = [0.0] * len(self.paces)
+    def slots_of(self, count: int) -> list[Slot]:
+        """The slot that takes each of a step's ``count`` micro-batches."""
+        slots = self.slots
+        return [slots[place] for place in self.places(count)]
+
+    def places(self, count: int) -> list[int]:
+        """The same as positions in ``slots``."""
+        return list(itertools.islice(self._places(), count))
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All slots, by member and lane. A member that computes F beside B has one: it takes all its micro-batches in
+        order."""
+        return [Slot(member, lane) for member in range(len(self.paces)) for lane in range(self._lanes(member))]
+
+    def _places(self) -> Iterator[int]:
+        """Yield the slot of one micro-batch after another: the one that would end it first, the first of several."""
+        each = [self.paces[slot.member] * self._lanes(slot.member) for slot in self.slots]
+        ends = [0.0] * len(each)
         while True:
-            member = min(range(len(ends)), key=lambda m: ends[m] + self.paces[m])
-            ends[member] += self.paces[member]
-            yield member
+            place = min(range(len(ends)), key=lambda n: ends[n] + each[n])
+            ends[place] += each[place]
+            yield place
+
+    def _lanes(self, member: int) -> int:
+        lanes = self.lanes[member] if self.lanes else 1
+        return lanes if isinstance(lanes, int) else 1
 
     @property
     def width(self) -> int:
-        """Number of micro-batches among which every member has one: 1 for a single member, R for R equal ones."""
-        return math.ceil(max(self.paces) * sum(1 / pace for pace in self.paces) * (1 - 1e-9))
+        """Number of micro-batches among which every slot has one: 1 for a single member, R for R equal ones. F beside B
+        counts as two, since it works on two micro-batches at a time."""
+        at_once = [self._at_once(member) for member in range(len(self.paces))]
+        slowest = max(pace * lanes for pace, lanes in zip(self.paces, at_once, strict=True))
+        return math.ceil(slowest * sum(1 / pace for pace in self.paces) * (1 - 1e-9))
+
+    def _at_once(self, member: int) -> int:
+        lanes = self.lanes[member] if self.lanes else 1
+        return lanes if isinstance(lanes, int) else 2
 
 
 def widths(stages: Iterable[StagePlan]) -> list[int]:

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from accept_mpi.direction import Direction
 from accept_mpi.kernels.options import compiled
+from accept_mpi.pipeline.beside import Needs
 from accept_mpi.pipeline.schedule import Action, grid
 
 
@@ -36,6 +37,7 @@ def simulate(
     begins: Sequence[float] | None = None,
     stages: Sequence[int] | None = None,
     sums: Callable[[int], float] = lambda stage: 0.0,
+    needs: Needs | None = None,
 ) -> Simulated:
     """Simulate ``walks`` (one action list per device): each device carries out its actions in order, each as soon as its
     input has arrived.
@@ -43,10 +45,10 @@ def simulate(
     ``stages``: the stage of each device; by default device s holds stage s alone. ``duration(device, action)`` and
     ``transfer(sending device, receiving device)`` return times; a device sends one message at a time per direction, and
     receives one. ``sums(stage)``: time from the last backward of a step in a group to the sum of its gradients, for which U
-    waits. ``begins``: time at which each device can begin; 0 if None. Raises RuntimeError with the grid of actions if the
-    lists wait for each other.
+    waits. ``begins``: time at which each device can begin; 0 if None. ``needs``: what else actions wait for. Raises
+    RuntimeError with the grid of actions if the lists wait for each other.
     """
-    run = _Run(walks, stages or range(len(walks)), begins)
+    run = _Run(walks, stages or range(len(walks)), begins, needs or {})
     while True:
         # In the order in which actions end, since several devices may send to one.
         ready = []
@@ -67,8 +69,12 @@ def simulate(
 class _Run:
     """State of a simulation."""
 
-    def __init__(self, walks: Sequence[Sequence[Action]], stages: Sequence[int], begins: Sequence[float] | None) -> None:
-        self._walks = walks
+    def __init__(
+        self, walks: Sequence[Sequence[Action]], stages: Sequence[int], begins: Sequence[float] | None, needs: Needs
+    ) -> None:
+        self._walks, self._needs = walks, needs
+        self._needed = dict.fromkeys(needs.values(), -1.0)
+        """Ends of the actions that others wait for; -1 until they are over."""
         self.stages, self.last = stages, max(stages, default=0)
         self.at = [0] * len(walks)
         self.clock = list(begins) if begins is not None else [0.0] * len(walks)
@@ -100,6 +106,10 @@ class _Run:
         """Time at which a device can begin its next action; None if what it needs has not arrived."""
         stage = self.stages[device]
         start = self.clock[device]
+        if (needed := self._needs.get((device, action))) is not None:
+            if self._needed[needed] < 0:
+                return None
+            start = max(start, self._needed[needed])
         if (action.kind in "FE" and stage > 0) or (action.kind == "B" and stage < self.last):
             arrived = self._arrived.get((action.kind, device, action.step, action.micro_batch))
             return None if arrived is None else max(start, arrived)
@@ -114,6 +124,8 @@ class _Run:
         """Carry out a device's next action, and send what comes out of it."""
         stage = self.stages[device]
         self.clock[device] = end
+        if (device, action) in self._needed:
+            self._needed[device, action] = end
         self.spans[device].append((start, end))
         self.at[device] += 1
         of_step = stage, action.step

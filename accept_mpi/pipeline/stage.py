@@ -23,9 +23,10 @@ from accept_mpi.pipeline.optimizer import make_optimizer, update
 from accept_mpi.pipeline.running_statistics import RunningStatistics
 from accept_mpi.pipeline.shareable import Watch
 from accept_mpi.pipeline.state import check_state, load_layer, state_of
+from accept_mpi.pipeline.turns import Turns, calls_of_shared, hooked
 from accept_mpi.pipeline.untouched import untouched
-from accept_mpi.pipeline.weight_versions import Weights, Writes, may_be_written
-from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, kept, seed_all
+from accept_mpi.pipeline.weight_versions import LaneWeights, Weights, Writes, may_be_written
+from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, kept, seed_all, state
 from accept_mpi.tree import Tree
 from accept_mpi.users_code import blame, call_layer, taken_apart
 
@@ -70,6 +71,12 @@ class Stage:
         """BatchNorm's running statistics, if a group holds the stage."""
         self.alone = ""
         """Reason why a group cannot hold the stage, found by ``probe``; empty: it can."""
+        self.in_turn = ""
+        """Reason why several threads cannot compute its micro-batches at a time, found by ``probe``; empty: they can."""
+        self._drawing: set[int] = set()
+        """Layers whose forwards draw random numbers, by index, found by ``probe``; one past the last stands for the loss."""
+        self._turns: Turns | None = None
+        """If several threads compute."""
         self._kept = self._check_state()  # reports state that cannot be kept now, not at the first checkpoint
 
     @property
@@ -135,15 +142,17 @@ class Stage:
         self.in_flight[step, micro_batch] = InFlight(boxes, outputs, weights, whole)
         return Outputs(() if result else tuple(outputs), result, suspect, given, next(iter(taken), None))
 
-    def backward(self, step: int, micro_batch: int, gradients: Tensors) -> Tensors:
-        """B: gradients of the inputs that want one, for the previous stage. ``gradients`` is empty on the last stage."""
+    def backward(self, step: int, micro_batch: int, gradients: Tensors, seed: int | None = None) -> Tensors:
+        """B: gradients of the inputs that want one, for the previous stage. ``gradients`` is empty on the last stage.
+        ``seed``: of random numbers, if another than that of this micro-batch."""
         flight = self.in_flight[step, micro_batch]
         wanting = [out for out in flight.outputs if out.requires_grad]
         if self._loss is not None:
             gradients = tuple(map(torch.ones_like, wanting))
         pairs = [(out, g) for out, g in zip(wanting, gradients, strict=True) if g is not None]
         if pairs:
-            seed_all(backward_seed(self._seed, step, micro_batch, self.start))
+            if self._turns is None:  # else nothing draws
+                seed_all(backward_seed(self._seed, step, micro_batch, self.start) if seed is None else seed)
             if self._deferred is not None:
                 self._deferred.begin(not flight.whole, forward=False)  # which may compute forwards again
             with self._going_back(flight):
@@ -189,6 +198,7 @@ class Stage:
         """Within the context: the newest weights, no dropout, BatchNorm's running statistics. Modules get their modes back
         on exit."""
         self._weights.newest()
+        turns, self._turns = self._turns, None  # nothing else computes now
         modes = [(module, module.training) for layer in self.layers for module in layer.modules()]
         for layer in self.layers:
             layer.eval()
@@ -196,6 +206,9 @@ class Stage:
             yield
         finally:
             restore_modes(modes)
+            self._turns = turns
+            if turns is not None:
+                turns.forget()
 
     @torch.no_grad()
     def evaluate(
@@ -222,6 +235,44 @@ class Stage:
     def trained(self) -> list[nn.Parameter]:
         """The parameters that get gradients."""
         return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+    def exchange_gradients(self, gradients: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor | None]:
+        """Take the gradients out of ``trained``, and put others in, by default none."""
+        trained = self.trained
+        found = [parameter.grad for parameter in trained]
+        for parameter, gradient in zip(trained, gradients or [None] * len(found), strict=True):
+            parameter.grad = gradient
+        return found
+
+    # -- in several threads --------------------------------------------------------------------------------------------
+
+    def take_turns(self) -> Turns:
+        """From now on two threads compute, one F and the other B. Raises UserError if they cannot."""
+        if self.in_turn:
+            raise UserError(f"pipeline.lanes: layers {self.start} to {self._last}: {self.in_turn}")
+        self._turns = self._turns or Turns()
+        return self._turns
+
+    def lane(self) -> "Stage":
+        """A stage for another thread: copies of the layers that share this one's parameters and buffers, but have gradients
+        of their own, which ``exchange_gradients`` takes out. It makes no updates. Raises UserError if there can be none, as
+        ``join_group`` and ``take_turns``, which come first, do."""
+        turns = self.take_turns()
+        assert self.statistics is not None
+        memo: dict[int, Any] = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in self.parameters}
+        memo |= {id(buffer): buffer for layer in self.layers for buffer in layer.buffers()}
+        try:
+            modules = [copy.deepcopy(layer, memo) for layer in self.layers]
+        except Exception as error:
+            raise UserError(f"pipeline.lanes: layers {self.start} to {self._last} cannot be copied: {error}") from error
+        lane = Stage(Layers(self.start, self.names, modules), self._job, self._loss, self._channels_last)
+        lane._weights = LaneWeights(self._weights, lane.parameters)
+        lane.optimizer = None
+        if lane._deferred is not None and self._deferred is not None:
+            lane._deferred.learn(self._deferred)
+        lane.statistics = RunningStatistics(lane.names, lane.layers)
+        lane._turns, lane._drawing = turns, self._drawing
+        return lane
 
     # -- the first forward of all --------------------------------------------------------------------------------------
 
@@ -264,12 +315,18 @@ class Stage:
             with self.trial() as trial:
                 return trial.probe(inputs, target, gradients_of, of, samples)
         writes, watch = Writes(self.parameters, may_be_written(self.layers)), Watch(self.names, self.layers)
-        out = self.forward(0, 0, inputs, target=target, of=of, samples=samples)
+        with calls_of_shared() as shared:
+            out = self.forward(0, 0, inputs, target=target, of=of, samples=samples)
         self._written |= writes.found()
         watch.after_forward(self._divisors)
         if self._deferred is not None:
             self._deferred.look(self.in_flight[0, 0].outputs)
-        result = self.backward(0, 0, gradients_of([TensorSpec.of(out) for out in out.outputs], out.tree))
+        gradients = gradients_of([TensorSpec.of(out) for out in out.outputs], out.tree)
+        seed_all(0)
+        seeded = state()
+        with calls_of_shared() as shared_back:
+            result = self.backward(0, 0, gradients, seed=0)
+        self.in_turn = self._why_in_turn([*shared, *shared_back], state() != seeded)
         if self._deferred is not None:
             self.weight_gradient(0, 0)
         self.alone = watch.after_backward()
@@ -343,20 +400,44 @@ class Stage:
         """Output of the last layer. Each layer's random numbers are seeded by ``seed`` of its index."""
         value = tree.unflatten(of or tree.packed(len(inputs)), inputs)
         for index, layer in enumerate(self.layers, self.start):
-            self._seed_layer(index, seed(index))
-            value = call_layer(index, self.names[index - self.start], layer, value, self._setting_up)
+            if self._turns is not None and index not in self._drawing:
+                value = call_layer(index, self.names[index - self.start], layer, value)
+                continue
+            with self._turns.drawing() if self._turns is not None else nullcontext():
+                self._seed_layer(index, seed(index))
+                before = state() if self._setting_up else ()
+                value = call_layer(index, self.names[index - self.start], layer, value, self._setting_up)
+            if self._setting_up and state() != before:
+                self._drawing.add(index)
         return value
+
+    def _why_in_turn(self, shared: list[str], drawn_back: bool) -> str:
+        """The reason why several threads cannot compute this stage; empty if they can."""
+        if shared:
+            return "a layer computes forwards again in its backward, or saves the state of random numbers"
+        if drawn_back:
+            return "a backward draws random numbers"
+        if self._last + 1 in self._drawing:
+            return "the loss draws random numbers"
+        if self._written:
+            return "a forward writes into its own parameters or buffers"
+        if hooked(self.parameters):
+            return "a parameter has hooks"
+        return ""
 
     @contextmanager
     def _going_back(self, flight: InFlight) -> Iterator[None]:
         """Within the context: the weights are those of the micro-batch's F, and an exception is the user's."""
-        newest = self._weights.meet(flight.weights)
+        # With lanes of its own weights, or none; otherwise another thread may compute F with them.
+        beside = self._turns is not None and not isinstance(self._weights, LaneWeights)
+        newest = [] if beside else self._weights.meet(flight.weights)
         try:
             yield
         except Exception as error:
             blame(error, f"the backward of layers {self.start} to {self._last}")
         finally:
-            self._weights.leave(newest)
+            if not beside:
+                self._weights.leave(newest)
 
     def _seed_layer(self, index: int, seed: int) -> None:
         """Seed the random numbers of a layer; torch's own layers use torch's only."""
@@ -371,7 +452,10 @@ class Stage:
         """Result that the loss gives for the last layer's output, and the tensors at which backward begins."""
         assert self._loss is not None
         samples = len(target) if samples is None else samples
+        before = state() if self._setting_up else ()
         judged = self._loss(value, target, samples, self._setting_up)
+        if self._setting_up and state() != before:
+            self._drawing.add(self._last + 1)
         if judged.summed:
             share = self._divisors.share(step, judged.count, samples, share)
         result = Result(judged.total, judged.count, *self._loss.hits(value, target), samples)
@@ -387,7 +471,8 @@ class Stage:
         defer. Raises UserError if ``vertical_sync`` does not allow it."""
         self._made |= trial._check_state() - self._kept
         self._written |= trial._written
-        self.alone = self.alone or trial.alone
+        self.alone, self.in_turn = self.alone or trial.alone, self.in_turn or trial.in_turn
+        self._drawing |= trial._drawing
         if self._written and self._job.pipeline.vertical_sync:
             raise UserError(
                 "pipeline.vertical_sync: a layer writes into its own parameters or buffers in its forward, which would be "

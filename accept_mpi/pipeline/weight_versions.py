@@ -75,6 +75,15 @@ class Weights:
         self.newest()
         return Kept(values, own)
 
+    def at(self, version: int) -> list[torch.Tensor] | None:
+        """Values of a version, for another thread's F; None if there are no versions. Older ones live on only in
+        micro-batches in flight."""
+        if self._versions is None:
+            return None
+        for old in [v for v in tuple(self._versions) if v < version]:
+            self._versions.pop(old, None)
+        return self._versions[version]
+
     def meet(self, kept: Kept) -> list[tuple[torch.Tensor, int]]:
         """Before B: show the values that F used. Returns what ``leave`` needs."""
         if kept.values is not None:
@@ -134,6 +143,39 @@ class Weights:
             for parameter, data in zip(self.parameters, values, strict=True):
                 parameter.data = data
             self._shown = values
+
+
+class LaneWeights(Weights):
+    """The values of a stage's parameters, shown on copies of its layers with which another thread computes."""
+
+    def __init__(self, source: Weights, parameters: Sequence[nn.Parameter]) -> None:
+        """``parameters``: the copies, in the order of the stage's."""
+        super().__init__(parameters, False)
+        self._source = source
+        self._values: list[torch.Tensor] = []
+        self._see([p.data for p in source.parameters])
+
+    def begin(self, version: int) -> None:
+        self._see(self._source.at(version) or self._values)
+
+    def end(self, version: int) -> Kept:
+        return Kept(self._values, [])
+
+    def meet(self, kept: Kept) -> list[tuple[torch.Tensor, int]]:
+        self._see(kept.values or self._values)
+        return []
+
+    def leave(self, newest: list[tuple[torch.Tensor, int]]) -> None:
+        """Nothing to do: each F shows the version that it needs."""
+
+    def restart(self) -> None:
+        """Nothing to do, as for ``leave``."""
+
+    def _see(self, values: list[torch.Tensor]) -> None:
+        if values is not self._values:
+            for parameter, data in zip(self.parameters, values, strict=False):  # the stage's buffers come after them
+                parameter.data = data
+            self._values = values
 
 
 def may_be_written(layers: Sequence[nn.Module]) -> list[torch.Tensor]:

@@ -172,6 +172,7 @@ class Adapter(Observer):
             stage = self._plan.stages[s]
             device, mine = self._cluster.devices[rank], slice(stage.start, stage.stop)
             expected = float(sum(device.forward[mine]) + sum(device.backward[mine]))
+            expected *= device.in_lane(stage.lanes_of(rank))
             rows = window[window["stage"] == s]
             if len(stage.ranks) > 1:
                 rows = rows[rows["rank"] == (self._names[rank] if self._names else rank)]

@@ -75,6 +75,7 @@ class PlanCheck(Observer):
         """Time that a rank computes per micro-batch, as a multiple of what its device was measured to take."""
         mine = rows[rows["rank"] == self._name(rank)]
         device, layers = self._cluster.devices[rank], self._plan.layers_of(rank)
-        expected = sum(device.forward[i] + device.backward[i] for i in layers)
+        stage = next(stage for stage in self._plan.stages if rank in stage.ranks)
+        expected = device.in_lane(stage.lanes_of(rank)) * sum(device.forward[i] + device.backward[i] for i in layers)
         count = np.count_nonzero(mine["kind"] == KINDS.index("F"))
         return float((mine["end"] - mine["start"]).sum()) / count / expected if count and expected else 1.0

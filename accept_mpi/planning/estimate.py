@@ -1,6 +1,7 @@
 """Estimates of plans on measured devices: the time of a step, each stage's computing and memory, codecs."""
 
 import itertools
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -31,7 +32,7 @@ class Estimate(msgspec.Struct, frozen=True):
     busy: list[float]
     """Share of a step during which each device computes, in the order of ``Plan.holders``."""
     computes: list[float]
-    """Seconds of the computing core per micro-batch, for each device."""
+    """Seconds of the computing core per micro-batch, for each device; with lanes, of all of them together."""
     choices: dict[Crossing, Choice]
     """The codec of each crossing."""
     memory: list[float]
@@ -56,6 +57,9 @@ def estimate(cluster: ClusterProfile, job: Job, plan: Plan) -> Estimate:
         profile.forward + profile.backward + sum(forecast.handling(d, way, codecs) for way in Direction)
         for d, profile in enumerate(forecast.profiles)
     ]
+    lanes = [[d for d, (_, rank, _) in enumerate(plan.slots) if rank == holder] for _, holder in plan.holders]
+    busy = [fmean(busy[d] for d in mine) for mine in lanes]
+    computes = [fmean(computes[d] for d in mine) / len(mine) for mine in lanes]
     return Estimate(plan, step, loaded, busy, computes, choices, memory_of(cluster, job, plan))
 
 
@@ -87,41 +91,44 @@ def forecast_of(cluster: ClusterProfile, job: Job, plan: Plan) -> Forecast:
     """Forecast for the stages and boundaries of a plan."""
     kind: ScheduleKind = job.pipeline.schedule
     profiles = []
-    for s, rank in plan.holders:
+    for s, rank, _ in plan.slots:
         stage = plan.stages[s]
         device, mine = cluster.devices[rank], slice(stage.start, stage.stop)
+        longer = device.in_lane(stage.lanes_of(rank))
         profiles.append(
             StageTimes(
-                forward=sum(device.forward[mine]),
-                backward=sum(device.backward[mine]),
+                forward=longer * sum(device.forward[mine]),
+                backward=longer * sum(device.backward[mine]),
                 encode=device.encode,
                 decode=device.decode,
                 seconds_per_byte=device.seconds_per_byte,
                 seconds_per_message=device.seconds_per_message,
                 shared=device.shared,
-                weight_gradient=sum(device.weight_gradient[mine]),
+                weight_gradient=longer * sum(device.weight_gradient[mine]),
                 update=sum(device.update[mine]),
             )
         )
-    host_links = [max(cluster.host_link(rank), 1.0) for _, rank in plan.holders]
-    slack, groups = job.pipeline.transfer_slack, _groups(cluster, job, plan) if plan.hybrid else None
+    host_links = [max(cluster.host_link(rank), 1.0) for _, rank, _ in plan.slots]
+    slack = job.pipeline.transfer_slack
+    groups = _groups(cluster, job, plan) if plan.hybrid or plan.laned else None
     return Forecast(kind, micro_batches_of(job), slack, profiles, _crossings(cluster, plan), host_links, groups)
 
 
 def _groups(cluster: ClusterProfile, job: Job, plan: Plan) -> Groups:
     """The groups of a plan for its forecast."""
-    holders = plan.holders
+    slots = plan.slots
     rates = {
         (d, e): (max(cluster.rate[rank][other], 1.0), cluster.latency[rank][other])
-        for (d, (s, rank)), (e, (t, other)) in itertools.permutations(enumerate(holders), 2)
-        if abs(s - t) <= 1
+        for (d, (s, rank, _)), (e, (t, other, _)) in itertools.permutations(enumerate(slots), 2)
+        if abs(s - t) <= 1 and rank != other
     }
     gradients = [
         float(sum(layer.parameter_bytes - layer.frozen_bytes for layer in cluster.outline.layers[stage.start : stage.stop]))
         for stage in plan.stages
     ]
     deals, how = [Deal.of(stage) for stage in plan.stages], sums_of(job, plan)
-    return Groups([s for s, _ in holders], deals, gradients, how == EXACT, gradient_codec(how), rates)
+    stages, ranks = [s for s, _, _ in slots], [rank for _, rank, _ in slots]
+    return Groups(stages, deals, gradients, how == EXACT, gradient_codec(how), rates, ranks)
 
 
 class Replayed(NamedTuple):
@@ -139,9 +146,12 @@ def replayed(cluster: ClusterProfile, job: Job, plan: Plan, trace: Rows) -> Repl
     that the profile foresaw. Raises UserError if the trace holds fewer than three finished steps."""
     foreseen = forecast_of(cluster, job, plan)
     codecs = plan.codecs
-    run = rerun(trace, foreseen.messages(codecs), foreseen.sum_seconds)
+    message, firsts = foreseen.messages(codecs), [d for d, (_, _, lane) in enumerate(plan.slots) if lane == 0]
+    run = rerun(trace, lambda source, target: message(firsts[source], firsts[target]), foreseen.sum_seconds)
     if run is None:
         raise UserError("the trace holds fewer than three finished steps")
+    means = list(mean_times(trace).values())
+    each = [means[sum(first <= d for first in firsts) - 1] for d in range(len(plan.slots))]
     profiles = [
         StageTimes(
             forward=took["F"],
@@ -151,7 +161,7 @@ def replayed(cluster: ClusterProfile, job: Job, plan: Plan, trace: Rows) -> Repl
             weight_gradient=took.get("W", 0.0),
             update=took["U"],
         )
-        for took, profile in zip(mean_times(trace).values(), foreseen.profiles, strict=True)
+        for took, profile in zip(each, foreseen.profiles, strict=True)
     ]
     forecast = foreseen.with_profiles(profiles)
     return Replayed(run.took / run.steps, run.seconds / run.steps, forecast.steady(codecs)[0])

@@ -62,6 +62,9 @@ class Groups(NamedTuple):
     """Codec of the gradients."""
     rates: Mapping[tuple[int, int], tuple[float, float]]
     """Bytes/s and latency in seconds between devices of one group and of neighbouring stages, by (sender, receiver)."""
+    ranks: Sequence[int] = ()
+    """Rank of each device: the lanes of a rank count as devices, which need not send each other anything. Empty: all
+    differ."""
 
     @staticmethod
     def alone(stages: int) -> "Groups":
@@ -116,7 +119,10 @@ class Forecast:
         enough = 2 * self._max_in_flight() if kind != "gpipe" else 2 * self._stages
         many = len(profiles) * micro_batches > _MANY
         self._micro_batches = min(micro_batches, enough) if many else micro_batches
-        tables = [deal.table(micro_batches) for deal in self.groups.deals]
+        self._ranks = list(self.groups.ranks) or list(range(len(profiles)))
+        self._members = [len({self._ranks[d] for d in held}) for held in self._held_by]
+        """Number of ranks that hold each stage."""
+        tables = [deal.places(micro_batches) for deal in self.groups.deals]
         self._tables = tables
         self._shares = [tables[s].count(self._held_by[s].index(d)) / micro_batches for d, s in enumerate(self.groups.stages)]
         """Share of the micro-batches that each device takes."""
@@ -185,7 +191,8 @@ class Forecast:
     def _summed(self, device: int) -> float:
         """Bytes that a device sends for its group's gradients, per micro-batch that it takes; it receives about as many."""
         stage = self.groups.stages[device]
-        members, share = len(self._held_by[stage]), self._shares[device]
+        members = self._members[stage]
+        share = sum(share for d, share in enumerate(self._shares) if self._ranks[d] == self._ranks[device])
         if members == 1 or not share:
             return 0.0
         return float(sent_for_sum(self._on_wire(stage), members, share * self._all, self.groups.exact))
@@ -210,7 +217,7 @@ class Forecast:
                 total += message_seconds(
                     float(crossing.values), nbytes, costs[name], here.seconds_per_byte, here.seconds_per_message, on_link
                 )
-        if way is Direction.BACKWARD and len(self._held_by[stage]) > 1:
+        if way is Direction.BACKWARD and self._members[stage] > 1:
             contributions = 1.0 if self.groups.exact else 1 / max(1.0, self._shares[device] * self._all)
             gradients, sent = self.groups.gradients[stage], self._summed(device)
             total += sum_handling(here, gradients, sent, contributions, self.groups.codec)
@@ -266,15 +273,19 @@ class Forecast:
                 place = (action.step + 1, action.micro_batch, 0, 0)
                 if start > before and action.kind in "FB":
                     way = Direction.of(action.kind)
-                    rows.append((before, start, ranks[d], s, KINDS.index("wait"), s - 1 + way, way, *place))
-                rows.append((start, end, ranks[d], s, KINDS.index(action.kind), -1, -1, *place))
+                    rows.append((before, start, ranks[d], s, KINDS.index("wait"), s - 1 + way, way, *place, 0))
+                rows.append((start, end, ranks[d], s, KINDS.index(action.kind), -1, -1, *place, self._lane(d)))
                 before = end
         for source, target, direction, step, k, start, end in run.transfers:
             boundary = min(stages[source], stages[target])
             size = int(self.crossings[boundary, direction].nbytes(codecs[boundary, direction]))
             place = (step + 1, k, size, size)
-            rows.append((start, end, ranks[source], stages[source], KINDS.index("send"), boundary, direction, *place))
+            rows.append((start, end, ranks[source], stages[source], KINDS.index("send"), boundary, direction, *place, 0))
         return np.array(rows, TRACE)
+
+    def _lane(self, device: int) -> int:
+        """The lane of its rank that a device is."""
+        return self._ranks[:device].count(self._ranks[device])
 
     def _max_in_flight(self) -> int:
         """Most micro-batches in flight at the first stage, however long a step is."""
@@ -317,7 +328,7 @@ class Forecast:
     def sum_seconds(self, stage: int) -> float:
         """Seconds from the last backward of a step until all devices of a group have the sum of its gradients: the last
         contributions to the owners of their parts, and the sums back."""
-        devices = self._held_by[stage]
+        devices = list({self._ranks[d]: d for d in self._held_by[stage]}.values())
         if len(devices) == 1:
             return 0.0
         slowest = 0.0

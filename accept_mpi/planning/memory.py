@@ -17,6 +17,10 @@ _SUMMING = 4
 """Copies of the gradients in the sum of a group: two contributions under way, the part that is added up, and the sum."""
 
 
+_SUMMED_HERE = 2
+"""The same on a rank with lanes, beside those of each lane: the sums of two steps."""
+
+
 def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
     """Bytes that each device of a plan needs (``Plan.holders``), including what it has received of the micro-batches in
     flight, and in a group what it needs to sum gradients."""
@@ -30,16 +34,20 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
         values, other = cluster.outline.crossing(stage.start) if s else (0, 0)
         held = sum(layer.saved_bytes for layer in layers) + 4 * values + other
         copies, in_flight = needs.state_copies[behind], [needs.in_flight[behind]]
-        if plan.hybrid:
+        if plan.hybrid or plan.laned:
             count = micro_batches_of(job)
             steps = 1 if kind != "1f1b-async" else 1 + sum(wide) + slack * len(wide)
             most = max_in_flight(kind, s, len(wide), count * steps, slack, wide)
             table = Deal.of(stage).table(count) * steps
             windows = [table[at : at + most] for at in range(max(1, min(count, len(table) - most + 1)))]
             in_flight = [max(window.count(m) for window in windows) for m in range(len(stage.ranks))]
-            copies += needs.local_copies
-        gradients = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers) if len(stage.ranks) > 1 else 0
-        rows += [float(copies * state + flying * held + _SUMMING * gradients) for flying in in_flight]
+            copies += needs.local_copies if plan.hybrid else 0.0
+        gradients = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
+        summing = _SUMMING if len(stage.ranks) > 1 else 0
+        for member, flying in enumerate(in_flight):
+            lanes = stage.lanes[member] if stage.lanes else 1
+            mine = summing + (0 if lanes == 1 else _SUMMED_HERE + (2 if lanes == "F+B" else lanes))
+            rows.append(float(copies * state + flying * held + mine * gradients))
     return rows
 
 

@@ -6,8 +6,10 @@ from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.direction import Direction
 from accept_mpi.job import Job
 from accept_mpi.pipeline.deal import Deal
+from accept_mpi.plan import Lanes, with_lanes
 from accept_mpi.planning.codec_choice import EXACT
-from accept_mpi.planning.estimate import Estimate, least_seconds
+from accept_mpi.planning.estimate import Estimate, estimate, fits, least_seconds
+from accept_mpi.planning.lane_model import Pipeline, beside_gain, best_share, exponent_of
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 
@@ -24,7 +26,9 @@ def stage_table(cluster: ClusterProfile, found: Estimate, micro_batches: int) ->
     for d, (s, rank) in enumerate(found.plan.holders):
         stage = found.plan.stages[s]
         table, member = Deal.of(stage).table(micro_batches), stage.ranks.index(rank)
-        row = [str(s), f"{cluster.devices[rank].host} (rank {rank})"]
+        lanes = stage.lanes_of(rank)
+        beside = "" if lanes == 1 else f", {lanes} lanes" if isinstance(lanes, int) else f", {lanes}"
+        row = [str(s), f"{cluster.devices[rank].host} (rank {rank}{beside})"]
         if member:
             row += ["", ""]
         else:
@@ -56,6 +60,36 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
         f"if all devices shared every layer at no cost {1e3 * least_seconds(cluster, job):.0f} ms"
     )
     return lines
+
+
+def lanes_table(cluster: ClusterProfile, job: Job, found: Estimate) -> list[str]:
+    """Lines on what lanes would give each device of a plan, and the whole: micro-batches side by side as measured, and
+    forwards beside backwards by the closed form (``lane_model``, ICPADS 2022), which assumes divisible cores."""
+    counts = sorted({k for device in cluster.devices for k in device.lanes})
+    rows = [["stage", "host", *(f"{k} lanes" for k in counts), "g", "F beside B", "share of F"]]
+    for s, rank in found.plan.holders:
+        device, stage = cluster.devices[rank], found.plan.stages[s]
+        row = [str(s), f"{device.host} (rank {rank})"]
+        row += [f"{1 / device.lanes[k]:.2f} x" if k in device.lanes else "" for k in counts]
+        if device.lanes:
+            k = max(device.lanes)
+            g = exponent_of(k, device.lanes[k])
+            forward, backward = (sum(each[stage.start : stage.stop]) for each in (device.forward, device.backward))
+            count = len(found.plan.stages)
+            share = best_share(Pipeline(forward, backward, count, micro_batches_of(job)))
+            row += [f"{g:.2f}", f"{beside_gain(forward, backward, g):.2f} x", f"{share:.2f}"]
+        rows.append([*row, *[""] * (len(rows[0]) - len(row))])
+    if not counts:
+        return ["no device has threads for lanes, or their gain was not measured (pipeline.lanes)"]
+    lines = aligned(rows)
+    lines.append("(times as fast as one action after another; passes on a share x of a device take x^-g of their time)")
+    steps = []
+    for lanes in (1, *counts):
+        each: dict[int, Lanes] = {rank: lanes for _, rank in found.plan.holders if lanes in (1, *cluster.devices[rank].lanes)}
+        other = estimate(cluster, job, with_lanes(found.plan, each))
+        room = "" if fits(cluster, other) else ", which needs more memory than there is"
+        steps.append(f"{f'{lanes} lanes' if lanes > 1 else 'in turn'} {1e3 * other.step:.0f} ms{room}")
+    return [*lines, f"a step of this plan: {'; '.join(steps)}"]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -5,7 +5,8 @@ Layout (HDF5, version 2; root attribute ``format`` is "accept-mpi latency")::
     /MODEL              outline (JSON of ``outline.Outline``): the layers, shapes and micro-batch size behind the key
     /MODEL/DEVICE       times (4 x layers: seconds of forward, backward, the backward's weight gradients, update; NaN: not
                         measured yet), pieces (k x 4: first layer, last + 1, seconds forward, backward), observed (the same,
-                        of stages in training); attributes device (JSON), stretch, created
+                        of stages in training); attributes device (JSON), stretch, lanes (JSON: what lanes gain, absent from
+                        early files), created
     /predictor          written by ``predictor.Predictor``: weights, training data, errors on it
 
 A damaged or foreign file is set aside under another name, never deleted. A change replaces the whole file atomically, under
@@ -33,6 +34,7 @@ from accept_mpi.errors import UserError, one_line
 from accept_mpi.files.cache import cache_directory, hold, open_lock
 from accept_mpi.files.hdf5 import Damaged, group_in, number_in, open_file, text_in, values_in
 from accept_mpi.files.regular import is_regular
+from accept_mpi.job import MOST_LANES
 from accept_mpi.prediction.predictor import Predictor
 from accept_mpi.prediction.samples import DeviceSamples, known_of
 from accept_mpi.profiling.cluster_profile import outline_in
@@ -206,7 +208,16 @@ def _read(group: Any, layers: int) -> LayerTimes | None:
         if not (np.isfinite(found).all() and (found >= 0).all() and (first < stop).all() and (stop <= layers).all()):
             raise Damaged(f"{name} that there cannot be")
         runs.append(tuple((int(a), int(b), float(forward), float(backward)) for a, b, forward, backward in found))
-    return LayerTimes(rows[0], rows[1], rows[2], rows[3], 0.0, runs[0], stretch, runs[1])
+    lanes = _lanes(text_in(group, "lanes")) if "lanes" in group.attrs else {}
+    return LayerTimes(rows[0], rows[1], rows[2], rows[3], 0.0, runs[0], stretch, runs[1], lanes)
+
+
+def _lanes(text: str) -> dict[int, float]:
+    """What lanes gain. Raises Damaged if that cannot be."""
+    found = msgspec.json.decode(text, type=dict[int, float])
+    if not all(1 < k <= MOST_LANES and 0 < factor < math.inf for k, factor in found.items()):
+        raise Damaged("a gain of lanes that there cannot be")
+    return found
 
 
 def _write(group: Any, facts: dict[str, Any], times: LayerTimes) -> None:
@@ -216,6 +227,7 @@ def _write(group: Any, facts: dict[str, Any], times: LayerTimes) -> None:
     group.attrs.update(
         device=msgspec.json.encode(facts).decode(),
         stretch=times.stretch,
+        lanes=msgspec.json.encode(times.lanes).decode(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from accept_mpi.errors import UserError
 from accept_mpi.files.hdf5 import Damaged, number_in, values_in
+from accept_mpi.plan import Lanes
 from accept_mpi.profiling.outline import Outline
 
 _MOST_DEVICES, _MOST_LAYERS = 4096, 1 << 16
@@ -49,12 +50,24 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, rename=_NAMES):
     """Bytes that a stage may take."""
     snapshots: bool = False
     """True if the rank keeps copies of its own stage's state and of another stage's."""
+    lanes: dict[int, float] = {}
+    """Seconds per micro-batch with so many lanes, all of them together, as a multiple of those with one."""
     factor: float = 1.0
     """Factor by which its times were scaled after the measurement (``planning.adaptation``)."""
     assumed: bool = False
     """True if its times are rank 0's, because it has measured nothing itself."""
     data: bool = True
     """True if it has the data set, so that it can hold the first or the last stage."""
+
+    def in_lane(self, lanes: Lanes) -> float:
+        """Seconds of a micro-batch in one of so many lanes, all of them busy, as a multiple of those with one."""
+        return lanes * self.lanes.get(lanes, 1.0) if isinstance(lanes, int) else 1.0
+
+    def with_lanes(self, lanes: Lanes) -> "DeviceProfile":
+        """A copy whose times are those of all its lanes together: as if it were that much faster."""
+        factor = self.lanes.get(lanes, 1.0) if isinstance(lanes, int) else 1.0
+        layers = {name: [factor * seconds for seconds in getattr(self, name)] for name in _TIMES if name != "update"}
+        return msgspec.structs.replace(self, **layers)
 
     def slowed(self, factor: float) -> "DeviceProfile":
         """A copy in which everything (computing, coding, sending) takes ``factor`` times as long."""

@@ -97,7 +97,7 @@ def time_layers(
         return msgspec.structs.replace(old, seconds=seconds)
     both = np.where(np.isfinite(found), found, [old.forward, old.backward, old.weight_gradient, old.update])
     whole = of_layers(both, seconds, tuple(sorted({*old.pieces, *runs})), stretch)
-    return msgspec.structs.replace(whole, observed=old.observed)
+    return msgspec.structs.replace(whole, observed=old.observed, lanes=old.lanes)
 
 
 def retime(subject: Subject, chosen: Sequence[tuple[int, int]], room: float = math.inf) -> list[TimedRange]:
@@ -117,7 +117,7 @@ def _measure(
     found = np.full((4, count), np.nan)
     measured: list[tuple[int, int]] = []
     wall = cpu = 0.0
-    needs = {run: _bytes(outline, *run) for run in chosen}
+    needs = {run: bytes_of(outline, *run) for run in chosen}
     chosen = [run for run in chosen if needs[run] <= room]
     # Take memory from the kernel beforehand: page faults during the measurement would count as the piece's time.
     take_memory(int(min(room, _HEAP * max((needs[run] for run in chosen), default=0))))
@@ -143,7 +143,7 @@ def _measure(
     return found, runs, stretch
 
 
-def _bytes(outline: Outline, start: int, stop: int) -> int:
+def bytes_of(outline: Outline, start: int, stop: int) -> int:
     """Bytes that the piece of layers ``start`` to ``stop`` - 1 takes while it is measured."""
     layers = outline.layers[start:stop]
     trained = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers)

@@ -30,6 +30,8 @@ class LayerTimes(msgspec.Struct, frozen=True):
     """Wall-clock seconds per CPU second."""
     observed: tuple[TimedRange, ...] = ()
     """Stages that earlier runs had on this device, with their times in training."""
+    lanes: dict[int, float] = {}
+    """What lanes gain on this device (``lane_timer.time_lanes``)."""
 
     @property
     def measured(self) -> list[bool]:

@@ -57,7 +57,10 @@ def merged(same: Sequence[LayerTimes]) -> LayerTimes:
         forward, backward = (statistics.median(run[way] for run in runs) for way in (2, 3))
         probes.append((start, stop, forward, backward))
     seconds, stretch = max(one.seconds for one in same), statistics.fmean(one.stretch for one in same)
-    return msgspec.structs.replace(of_layers(usual, seconds, tuple(probes), stretch), observed=same[0].observed)
+    counts = {k for one in same for k in one.lanes}
+    lanes = {k: statistics.median(one.lanes[k] for one in same if k in one.lanes) for k in sorted(counts)}
+    found = of_layers(usual, seconds, tuple(probes), stretch)
+    return msgspec.structs.replace(found, observed=same[0].observed, lanes=lanes)
 
 
 def pool(
@@ -136,7 +139,8 @@ def _scaled(one: LayerTimes, factor: float) -> LayerTimes:
     """A copy in which everything takes ``factor`` times as long."""
     rows = factor * np.array([one.forward, one.backward, one.weight_gradient, one.update])
     runs = tuple((start, stop, factor * forward, factor * backward) for start, stop, forward, backward in one.pieces)
-    return msgspec.structs.replace(of_layers(rows, one.seconds, runs, one.stretch), observed=one.observed)
+    found = of_layers(rows, one.seconds, runs, one.stretch)
+    return msgspec.structs.replace(found, observed=one.observed, lanes=one.lanes)
 
 
 def _groups(times: Sequence[LayerTimes], kinds: Sequence[DeviceKind]) -> list[list[int]]:

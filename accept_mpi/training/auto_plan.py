@@ -14,6 +14,7 @@ from accept_mpi.comm.links import pair_rates
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import Dataset
 from accept_mpi.data import load as load_data
+from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.device.allocator import give_back_memory
 from accept_mpi.device.cpu import computing_takes_all
 from accept_mpi.device.memory import available_memory, planned
@@ -26,13 +27,14 @@ from accept_mpi.models.losses import Loss
 from accept_mpi.plan import Plan
 from accept_mpi.planning.codec_choice import codings_of
 from accept_mpi.planning.estimate import with_codecs
-from accept_mpi.planning.planner import plan_for, plans_for
+from accept_mpi.planning.planner import plan_for, plans_for, with_paying_lanes
 from accept_mpi.planning.tables import table
 from accept_mpi.prediction.database import (
     database_path,
     observe,
 )
-from accept_mpi.profiling.cluster_profile import ClusterProfile
+from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
+from accept_mpi.profiling.lane_timer import lane_counts, time_lanes
 from accept_mpi.profiling.layer_timer import Subject, micro_batch, time_layers
 from accept_mpi.profiling.layer_times import LayerTimes, TimedRange, nothing_measured, pieces
 from accept_mpi.profiling.message_costs import message_costs
@@ -117,6 +119,29 @@ def plan_by_measuring(
     return decided or AutoPlan(plan, data, [], None, None, model)
 
 
+def with_best_lanes(runtime: Runtime, job: Job, chain: Chain, loss: Loss, plan: Plan) -> tuple[Plan, Data]:
+    """The plan of a run with one rank, with the lanes with which it computes fastest, if the job leaves that open; and the
+    data, if they were needed for it. Raises Agreed if there are none."""
+    threads, micro_batches = torch.get_num_threads(), micro_batches_of(job)
+    if job.pipeline.lanes != "auto" or not lane_counts(threads, micro_batches):
+        return plan, (None, None)
+    data, source = _load(runtime, job)
+    batch = runtime.agree("a micro-batch", lambda: micro_batch(data[0], job))
+    model = agree_on_outline(runtime, chain, job, batch, source)
+    path = database_path(job.pipeline.latency_db)
+    devices = introduce_devices(runtime, job, model, path)
+    room = planned(available_memory())
+    gains = devices.known[0].lanes if devices.known[0] else {}
+    gains = gains or time_lanes(Subject(chain, model, job, loss, *batch), micro_batches, room)
+    each = [1.0] * len(model.layers)  # only their sums with and without lanes are compared
+    device = DeviceProfile(
+        host="", forward=each, backward=each, weight_gradient=each, update=[0.0] * len(each), encode={}, decode={},
+        seconds_per_byte=0.0, shared=False, memory=room, lanes=gains,
+    )  # fmt: skip
+    cluster = ClusterProfile(model, [device], [[1e12]], [[0.0]])
+    return with_paying_lanes(cluster, job, plan), data
+
+
 class _Took(NamedTuple):
     """Times at which parts of the measurement were done, in monotonic seconds."""
 
@@ -129,7 +154,10 @@ def _times_here(runtime: Runtime, subject: Subject, devices: Devices, room: floa
     """Time the layers on this rank, the most informative pieces first."""
     known, order = devices.known[runtime.rank], devices.order(runtime.rank, len(pieces(subject.outline)))
     crowded = runtime.cores < torch.get_num_threads()
-    return time_layers(subject, subject.job.pipeline.probe_seconds, known, room, order, crowded)
+    found = time_layers(subject, subject.job.pipeline.probe_seconds, known, room, order, crowded)
+    if subject.job.pipeline.lanes != "auto" or found.lanes:
+        return found
+    return msgspec.structs.replace(found, lanes=time_lanes(subject, micro_batches_of(subject.job), room))
 
 
 def _gathered(runtime: Runtime, devices: Devices, subject: Subject, mine: Report) -> Measured:

@@ -36,7 +36,7 @@ from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.plan import Place, Plan, StagePlan
+from accept_mpi.plan import Lanes, Place, Plan, StagePlan, with_lanes
 from accept_mpi.planning.codec_choice import EXACT, codings, gradient_codec, sums_of
 from accept_mpi.profiling.outline import Outline
 from accept_mpi.recovery.barriers import Barriers, LocalCopies
@@ -48,6 +48,7 @@ from accept_mpi.training.boundaries import agree_on_shapes
 from accept_mpi.training.codec_selection import select_codecs
 from accept_mpi.training.controller import Controller, Follower
 from accept_mpi.training.group_member import GroupMember
+from accept_mpi.training.lanes import Computing, InTurn, LaneThreads
 from accept_mpi.training.reports import Reports
 from accept_mpi.training.stage_channels import Neighbour, StageChannels
 from accept_mpi.training.worker import Services, Worker
@@ -133,10 +134,32 @@ class Deployment:
                 runtime.agree("the groups", lambda: self.stage.join_group() if self.place.members > 1 else None)
             except Agreed as mistake:
                 raise GroupRefused(str(mistake)) from mistake
+        no_lanes = self._check_lanes() if self.plan.laned else ""
         self.plan, self.codecs_why = select_codecs(
             runtime, job, self.plan, self.stage, max(sizes[0]), self._signatures, train_set
         )
+        self.codecs_why = [*self.codecs_why, *([no_lanes] if no_lanes else [])]
         restore(self.stage)  # after the first forward, which may create buffers
+
+    def _check_lanes(self) -> str:
+        """Have all ranks say whether their lanes can compute what their stages do. If not, no rank gets lanes; returns the
+        reason. Raises Agreed if the job asks for them."""
+        stage, lanes = self.stage, self._lanes
+        why = "" if lanes == 1 else stage.in_turn or stage.alone
+        said = self.runtime.messenger.allgather(why, self.runtime.startup_seconds, "whether lanes can compute the stage")
+        if whys := [f"stage {self.plan.place(rank).stage}: {why}" for rank, why in enumerate(said) if why]:
+            if self.job.pipeline.lanes != "auto":
+                raise Agreed(f"pipeline.lanes: {whys[0]}, so its micro-batches cannot be computed at a time")
+            self.plan = with_lanes(self.plan, {})
+            return f"no lanes, since in {whys[0]}"
+        if lanes not in (1, "F+B") and stage.statistics is None:
+            stage.join_group()
+        return ""
+
+    @property
+    def _lanes(self) -> Lanes:
+        """This rank's lanes."""
+        return 1 if self.place.idle else self.plan.stages[self.place.stage].lanes_of(self.runtime.rank)
 
     def connect(self, controller: Controller | None) -> None:
         """Start the data plane and the channels to the neighbours. ``controller``: given on rank 0 only."""
@@ -180,20 +203,33 @@ class Deployment:
         assert self._plane is not None
         made = 0
         if not self.place.idle:
+            computing = self._computing(self._plane)
             services = Services(
                 self._channels, self._plane, self.recorder, self.barriers, self.replication, self._drawn,
                 self.runtime.lifeline.begin_step, self._reports, self.state.speed, self._tables[self.place.stage],
-                widths(self.plan.stages), self._member,
+                widths(self.plan.stages), self._member, computing,
                 (lambda step: self.barriers.tell_all(step, self.runtime.size)) if self.plan.hybrid else None,
             )  # fmt: skip
             names = self.state.chain.names
             worker = Worker(self.job, self.place, self.stage, self.batches, self._data, names, services)
             deliver = self.role.deliver if isinstance(self.role, Controller) else lambda: None
-            made = worker.train(self.course, deliver, self.test_samples)
+            try:
+                made = worker.train(self.course, deliver, self.test_samples)
+            finally:
+                computing.close()
             worker.ship_trace()
             if made < self.course.last:
                 self.state.replicas.keep(made, states(self.stage))
         return self._end(self._plane, made)
+
+    def _computing(self, plane: DataPlane) -> Computing:
+        """How this rank computes its actions."""
+        if self._lanes == 1:
+            return InTurn(self.stage)
+        slots = Deal.of(self.plan.stages[self.place.stage]).slots_of(len(self._tables[self.place.stage]))
+        return LaneThreads(
+            self.stage, self._lanes, self.state.threads, [slot.lane for slot in slots], plane.check, plane.fail
+        )
 
     def abandon(self) -> None:
         """Drop everything after a loss, without waiting for other ranks."""
@@ -250,17 +286,24 @@ class Deployment:
         return Deal.of(stage).table(max(self.batches.most, -(-self.test_samples // self.batches.micro)))
 
     def _join(self, plane: DataPlane) -> GroupMember | None:
-        """This rank's part in the group that holds its stage; None if it holds it alone."""
+        """What sums this rank's gradients by step, if a group or its lanes do; else None."""
         place, stage = self.place, self.stage
-        if place.members == 1 or place.idle:
+        if place.idle or (place.members == 1 and self._lanes == 1):
             return None
+        table = self._tables[place.stage]
+
+        def mine(step: int) -> list[int]:
+            return [k for k in range(len(self.batches.sizes(step))) if table[k] == place.member]
+
+        if place.members == 1:
+            return GroupMember(stage, None, mine)
         ranks, sums_as = self.plan.stages[place.stage].ranks, sums_of(self.job, self.plan)
         # Numbers beyond those of the boundaries, since messages are told apart by them.
         group = Group(ranks, place.member, place.stages + place.stage, self._tables[place.stage], sums_as == EXACT)
         statistics = stage.statistics.size if stage.statistics else 0
         coding = parse(gradient_codec(sums_as), False)
         sums = GroupSum(plane, group, stage.trained, statistics, lambda step: len(self.batches.sizes(step)), coding)
-        return GroupMember(stage, sums)
+        return GroupMember(stage, sums, mine)
 
     def _channels_to(self, plane: DataPlane) -> StageChannels:
         """Channels to all ranks of both neighbouring stages. A channel holds at most as many messages as the stage before
@@ -271,6 +314,7 @@ class Deployment:
             kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
             most = self.batches.most if kind != "1f1b-async" else 1 << 30
             limit = max_in_flight(kind, boundary, len(plan.stages), most, slack, widths(plan.stages))
+            limit += max(widths(plan.stages)) if plan.laned else 0  # lanes need not end in order
             names = plan.boundaries[boundary]
             coding = parse(names.backward, True) if direction is Direction.BACKWARD else parse(names.forward, False)
             trees = signature.trees if direction is Direction.FORWARD else {}

@@ -164,6 +164,7 @@ def cluster_profile_of(
                 memory=report.memory,
                 snapshots=report.snapshots,
                 data=report.data,
+                lanes=report.times.lanes,
             )
         )
     # Each rank has measured what it receives, so its row becomes a column.

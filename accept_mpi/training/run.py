@@ -32,7 +32,7 @@ from accept_mpi.recovery.manifest import Manifest, made_by
 from accept_mpi.recovery.regroup import PlanInForce, newest_plan, next_plan, plan_after_loss, regroup
 from accept_mpi.recovery.replicas import Replicas
 from accept_mpi.recovery.restore import CheckpointStore, fetch, newest_snapshot
-from accept_mpi.training.auto_plan import AutoPlan, learn, plan_by_measuring
+from accept_mpi.training.auto_plan import AutoPlan, learn, plan_by_measuring, with_best_lanes
 from accept_mpi.training.deployment import Deployment, RankState
 from accept_mpi.training.resuming import calendar, check, course_of, share_manifest
 from accept_mpi.training.run_log import RunLog
@@ -115,6 +115,8 @@ class _Run:
         job, given = self.job, None
         if job.pipeline.cuts != "auto" or runtime.size == 1:
             given = runtime.agree("the plan", lambda: self._given_plan(runtime, state.chain))
+            if runtime.size == 1 and job.pipeline.cuts == "auto":
+                given, state.data = with_best_lanes(runtime, job, state.chain, state.loss, given)
             if not job.pipeline.adapt or runtime.size == 1:
                 return Begin(given, first=True)
         room = room_here(runtime, state.disk)

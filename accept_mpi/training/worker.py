@@ -14,6 +14,7 @@ from accept_mpi.codecs.message import Decoded
 from accept_mpi.codecs.tensors import Tensors
 from accept_mpi.comm.channels import Receiver
 from accept_mpi.comm.data_plane import DataPlane
+from accept_mpi.comm.group_sum import Gradients
 from accept_mpi.comm.messages import Speed, TraceRows
 from accept_mpi.data import Dataset, Samples, fetch
 from accept_mpi.data.calendar import Calendar, Milestones, in_order, segments
@@ -25,7 +26,7 @@ from accept_mpi.job import Job
 from accept_mpi.logs.recorder import Recorder, Subject
 from accept_mpi.models.losses import Result
 from accept_mpi.pipeline.deal import of_member
-from accept_mpi.pipeline.micro_batch import Inputs
+from accept_mpi.pipeline.micro_batch import Inputs, Outputs
 from accept_mpi.pipeline.optimizer import learning_rate
 from accept_mpi.pipeline.schedule import forward_only, max_in_flight
 from accept_mpi.pipeline.schedule import walk as schedule_walk
@@ -35,6 +36,7 @@ from accept_mpi.recovery.barriers import AHEAD, CHECKPOINT, EXTRA, LOCAL, REPLAN
 from accept_mpi.recovery.checkpoint_writer import chunks
 from accept_mpi.recovery.replication import Replication
 from accept_mpi.training.group_member import GroupMember
+from accept_mpi.training.lanes import Computing, InTurn
 from accept_mpi.training.reports import Reports
 from accept_mpi.training.stage_channels import StageChannels
 from accept_mpi.tree import LONE
@@ -62,7 +64,9 @@ class Services:
     widths: Sequence[int]
     """Each stage's (``pipeline.deal.widths``)."""
     member: GroupMember | None
-    """This rank's part in its group; None if it holds the stage alone."""
+    """Sums of the gradients; None if this rank holds the stage alone, and computes one action after the other."""
+    computing: Computing
+    """How this rank computes its actions."""
     tell_flags: Callable[[int], None] | None
     """If groups hold stages: tells all ranks how a step will end; on the first stage's leader does so, elsewhere nothing."""
 
@@ -89,6 +93,7 @@ class Worker:
         self._barriers, self._replication = services.barriers, services.replication
         self._begin_step, self._reports, self._speed = services.begin_step, services.reports, services.speed
         self._table, self._widths, self._member = services.table, services.widths, services.member
+        self._computing = services.computing
         self._tell_flags = services.tell_flags
         self._flags: dict[int, int] = {}
         """Flags of steps that end with a barrier (``recovery.barriers``), by step."""
@@ -148,11 +153,9 @@ class Worker:
             elif kind == "B":
                 self.backward(step, k, sizes[step][k])
             elif kind == "W":
-                with self.recorder.span("W", step + 1, k):
-                    self.stage.weight_gradient(step, k)
-                if self._member:
-                    self._member.after_backward(step, k, self._scale)
+                self.weight_gradient(step, k)
             else:
+                self._computing.join()
                 self.update(step, version, steps)
                 flags = self._flags.pop(step, 0)
                 if flags & (SNAPSHOT | EXTRA):
@@ -170,6 +173,7 @@ class Worker:
                 deliver()
                 if step == self._final:
                     break
+        self._computing.join()
         self.stage.drained()
 
     def _begin(self, step: int, steps: int) -> None:
@@ -204,29 +208,38 @@ class Worker:
             given, suspect = Inputs(message.tensors, message.tree), message.header.suspect
             if k == 0 and not self._tell_flags:
                 self._flag(step, message.header.flags)
-        with self.recorder.span("F", step + 1, k):
-            self._feed.begin(step, samples)
-            data = self._feed.take(step, k, samples[k])
-            if not source:
-                given = self.stage.from_data(data.inputs)
-            share = self._feed.share(step, k)
-            out = self.stage.forward(
-                step, k, given.tensors, version, data.targets, share, suspect, whole, given.tree, sizes[k]
-            )
-        if self._member:
-            self._member.after_forward(step, k, out)
-        if target:
-            flags = self._flags.get(step, 0)
-            target.send(step, k, sizes[k], out.outputs, flags=flags, suspect=out.suspect, tree=out.tree)
-        if out.result:
-            self._results.setdefault(step, {})[k] = out.result
-            if not math.isfinite(out.result.loss):
-                layer = out.suspect - 1
-                name = f'layer {layer} "{self._layer_names[layer]}"' if layer >= 0 else "the loss"
-                raise NonFiniteLoss(
-                    f"the loss is {out.result.loss} in step {step + 1}, micro-batch {k}; "
-                    f"the first values that are not finite come out of {name}"
+        flags = self._flags.get(step, 0)
+
+        def compute(stage: Stage) -> Outputs:
+            with self.recorder.span("F", step + 1, k):
+                self._feed.begin(step, samples)
+                data = self._feed.take(step, k, samples[k])
+                values = given if source else stage.from_data(data.inputs)
+                share = self._feed.share(step, k)
+                return stage.forward(
+                    step, k, values.tensors, version, data.targets, share, suspect, whole, values.tree, sizes[k]
                 )
+
+        def after(out: Outputs) -> None:
+            if self._member:
+                self._member.after_forward(step, k, out)
+            if target:
+                target.send(step, k, sizes[k], out.outputs, flags=flags, suspect=out.suspect, tree=out.tree)
+            if out.result:
+                self._note(step, k, out.result, out.suspect - 1)
+
+        self._computing.do("F", step, k, compute, after)
+
+    def _note(self, step: int, k: int, result: Result, suspect: int) -> None:
+        """Note a micro-batch's result on the last stage. ``suspect``: the first layer that gave values that are not finite,
+        -1 if none did. Raises NonFiniteLoss."""
+        self._results.setdefault(step, {})[k] = result
+        if not math.isfinite(result.loss):
+            name = f'layer {suspect} "{self._layer_names[suspect]}"' if suspect >= 0 else "the loss"
+            raise NonFiniteLoss(
+                f"the loss is {result.loss} in step {step + 1}, micro-batch {k}; "
+                f"the first values that are not finite come out of {name}"
+            )
 
     def backward(self, step: int, k: int, samples: int) -> None:
         """B of micro-batch ``k``: get its outputs' gradients, run the stage backward, send its inputs' gradients."""
@@ -238,12 +251,42 @@ class Worker:
             gradients, self._scale = message.tensors, message.header.scale
         else:
             self._scale = self.stage.scale(step)
-        with self.recorder.span("B", step + 1, k):
-            result = self.stage.backward(step, k, gradients)
-        if target:
-            target.send(step, k, samples, result, scale=self._scale)
-        if self._member:
-            self._member.after_backward(step, k, self._scale)
+        scale = self._scale
+
+        def compute(stage: Stage) -> tuple[Tensors, Gradients, bool]:
+            with self.recorder.span("B", step + 1, k):
+                result = stage.backward(step, k, gradients)
+            return result, *self._gradients(stage, step, k)
+
+        def after(found: tuple[Tensors, Gradients, bool]) -> None:
+            result, mine, whole = found
+            if target:
+                target.send(step, k, samples, result, scale=scale)
+            if self._member:
+                self._member.after_backward(step, k, mine, scale, whole)
+
+        self._computing.do("B", step, k, compute, after)
+
+    def weight_gradient(self, step: int, k: int) -> None:
+        """W of micro-batch ``k``."""
+        scale = self._scale
+
+        def compute(stage: Stage) -> tuple[Gradients, bool]:
+            with self.recorder.span("W", step + 1, k):
+                stage.weight_gradient(step, k)
+            return self._gradients(stage, step, k)
+
+        def after(found: tuple[Gradients, bool]) -> None:
+            if self._member:
+                self._member.after_backward(step, k, found[0], scale, found[1])
+
+        self._computing.do("W", step, k, compute, after)
+
+    def _gradients(self, stage: Stage, step: int, k: int) -> tuple[Gradients, bool]:
+        """What an action of micro-batch ``k`` has left in a stage, if gradients are summed apart, and whether they are
+        whole: nothing is left to W."""
+        whole = (step, k) not in stage.in_flight
+        return (stage.exchange_gradients() if self._member else []), whole
 
     def update(self, step: int, version: int, steps: int) -> None:
         """U: make the optimizer's step; the last stage reports loss and speed. ``steps``: the run's last step."""
@@ -268,7 +311,7 @@ class Worker:
         """Run the test set forward through all stages, after ``step`` steps; the last stage reports the result."""
         micro = list(in_order(test_samples, self.batches.micro))
         results = {}
-        with self.stage.evaluating():
+        with self._computing.alone(), self.stage.evaluating():
             for _, _, k, *_ in of_member(forward_only(len(micro)), self._table, self.place.member):
                 result = self.forward_test(step, k, micro[k])
                 if result:
@@ -324,7 +367,7 @@ class Worker:
     def _beat(self) -> None:
         """On a device that mostly waits, report now and then how fast it would be with more to do."""
         span = time.monotonic() - self._since
-        if self._speed and span > EVERY_BESIDE_A_STAGE:
+        if self._speed and isinstance(self._computing, InTurn) and span > EVERY_BESIDE_A_STAGE:
             if self._waited > span / 2:
                 self.plane.post(0, Speed(self._speed.beat()))
             self._waited, self._since = 0.0, time.monotonic()

@@ -162,6 +162,7 @@ class Experiment:
                 "pipeline.forward": [codec.forward for codec in plan.boundaries],
                 "pipeline.backward": [codec.backward for codec in plan.boundaries],
             } | ({"pipeline.gradients": plan.gradients} if plan.gradients else {})
+            more |= {"pipeline.lanes": next((lanes for stage in plan.stages for lanes in stage.lanes), "off")}
         pipeline = self._job(settings | more).pipeline
         cuts = (pipeline.cuts, pipeline.ranks or list(range(self._hosts)))
         if "ours" in self._sessions and cuts != self._cuts:

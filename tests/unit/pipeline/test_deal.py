@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from accept_mpi.pipeline.deal import Deal, of_member, widths
+from accept_mpi.pipeline.deal import Deal, Slot, of_member, widths
 from accept_mpi.pipeline.schedule import KINDS, Action, actions, max_in_flight
 from accept_mpi.pipeline.simulator import PackedSchedule, action_seconds, simulate, simulate_packed
 from accept_mpi.plan import StagePlan
@@ -137,3 +137,15 @@ def test_packed_lists_of_groups_take_what_lists_take(kind: str) -> None:
         starts, ends = simulate_packed(PackedSchedule(walks, counts, of), seconds, transfers, sums)
         assert starts.tolist() == pytest.approx([start for spans in plain.spans for start, _ in spans])
         assert ends.tolist() == pytest.approx([end for spans in plain.spans for _, end in spans])
+
+
+def test_lanes_are_slots_of_their_own() -> None:
+    """A member of two lanes and twice the pace takes as many micro-batches in each lane as a member of one."""
+    deal = Deal((1.0, 2.0), (2, 1))
+    assert deal.slots == [Slot(0, 0), Slot(0, 1), Slot(1, 0)]
+    assert deal.slots_of(6) == [Slot(0, 0), Slot(0, 1), Slot(1, 0)] * 2
+    assert deal.table(6) == [0, 0, 1, 0, 0, 1]
+    assert deal.width == 3
+    assert Deal((1.0,), (3,)).slots_of(4) == [Slot(0, 0), Slot(0, 1), Slot(0, 2), Slot(0, 0)]
+    assert Deal((1.0,), ("F+B",)).slots == [Slot(0, 0)]
+    assert [Deal((1.0,), lanes).width for lanes in ((1,), (3,), ("F+B",))] == [1, 3, 2]

@@ -1,0 +1,163 @@
+"""Ranks that compute several actions at a time give what one plain PyTorch process gives, bit for bit, if that computes with
+as many threads as a lane does (here one)."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import samples
+import torch
+from conftest import ROOT
+from stale_weights import replay
+
+from accept_mpi.logs.reader import open_log
+from accept_mpi.recovery.checkpoint import Checkpoint
+
+JOBS = {"cnn": samples.CNN, "gpt": samples.GPT}
+SYNCHRONOUS = ("gpipe", "1f1b", "zero-bubble")
+TRAIN_ALL = ROOT / "tests" / "programs" / "train_all.py"
+
+
+@cache
+def expected(name: str) -> dict[str, torch.Tensor]:
+    train = JOBS[name]["train"]
+    return samples.plain(JOBS[name]).train(train["steps"], train["batch_size"], train["micro_batches"])
+
+
+def keys(lanes: object, **more: object) -> dict[str, object]:
+    """Keys of a job with these lanes of one thread each."""
+    return {"pipeline_lanes": lanes, "train_threads": 2 if lanes == "F+B" else lanes, "train_evaluate_every": 0} | more
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_weights_equal_one_process(mpirun, tmp_path: Path, ranks: int) -> None:
+    cuts = {1: [], 2: [3], 3: [2, 4]}[ranks]
+    cases = [
+        (name, schedule, lanes, slack)
+        for name in JOBS
+        for schedule in SYNCHRONOUS
+        for lanes, slack in ((2, 0), (3, 2), ("F+B", 1))
+    ]
+    jobs = [
+        samples.write_job(
+            tmp_path / f"{number}.toml", JOBS[name], str(number),
+            **keys(lanes, pipeline_cuts=cuts, pipeline_schedule=schedule, pipeline_transfer_slack=slack),
+        )
+        for number, (name, schedule, lanes, slack) in enumerate(cases)
+    ]  # fmt: skip
+    mpirun(ranks, TRAIN_ALL, *jobs)
+    for number, (name, *_) in enumerate(cases):
+        samples.assert_equal(Checkpoint(tmp_path / str(number)).whole(), expected(name))
+
+
+def test_asynchronous_lanes_equal_a_replay_of_stale_weights(mpirun, tmp_path: Path) -> None:
+    """A stage of two lanes updates like a group of two; so does F beside B."""
+    cases = [
+        (name, lanes, slack, vertical)
+        for name in JOBS
+        for lanes, slack, vertical in ((2, 0, False), (2, 2, True), ("F+B", 1, False), (3, 1, False))
+    ]
+    jobs = [
+        samples.write_job(
+            tmp_path / f"{number}.toml", JOBS[name], str(number),
+            **keys(
+                lanes, pipeline_cuts=[2, 4], pipeline_schedule="1f1b-async", pipeline_transfer_slack=slack,
+                pipeline_vertical_sync=vertical,
+            ),
+        )
+        for number, (name, lanes, slack, vertical) in enumerate(cases)
+    ]  # fmt: skip
+    mpirun(3, TRAIN_ALL, *jobs)
+    for number, (name, lanes, slack, vertical) in enumerate(cases):
+        width = 2 if lanes == "F+B" else lanes
+        ours = Checkpoint(tmp_path / str(number)).whole()
+        samples.assert_equal(ours, replay(JOBS[name], 3, slack, vertical, [2, 4], [width] * 3))
+
+
+@pytest.mark.parametrize("gradients", ["exact", "none"])
+def test_lanes_of_ranks_that_share_a_stage(mpirun, tmp_path: Path, gradients: str) -> None:
+    for name, job in JOBS.items():
+        more = {"pipeline_cuts": [3], "pipeline_ranks": [[0, 1], 2], "pipeline_gradients": gradients}
+        for lanes in (2, "F+B"):
+            path = samples.write_job(tmp_path / "job.toml", job, f"{name}-{lanes}", **keys(lanes, **more))
+            mpirun(3, TRAIN_ALL, path)
+            ours = Checkpoint(tmp_path / f"{name}-{lanes}").whole()
+            if gradients == "exact":
+                samples.assert_equal(ours, expected(name))
+            else:
+                for key, value in expected(name).items():
+                    torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_log_and_results(mpirun, tmp_path: Path) -> None:
+    """Loss, accuracy and evaluations are one process's; the log says which lane computed what."""
+    one = samples.write_job(tmp_path / "one.toml", samples.CNN, "one", train_evaluate_every=2, pipeline_cuts=[])
+    mpirun(1, TRAIN_ALL, one)
+    more = {"pipeline_cuts": [3], "train_evaluate_every": 2}
+    two = samples.write_job(tmp_path / "two.toml", samples.CNN, "two", **(keys(2) | more))
+    mpirun(2, TRAIN_ALL, two)
+    with open_log(tmp_path / "one" / "log.h5") as one_log, open_log(tmp_path / "two" / "log.h5") as log:
+        for table in ("steps", "evals"):
+            for column in ("step", "epoch", "samples", "loss", "accuracy"):
+                assert one_log[table][column].tolist() == log[table][column].tolist(), (table, column)
+        trace = log["trace"][:]
+        for k in range(5):
+            assert set(trace["lane"][(trace["micro_batch"] == k) & (trace["kind"] < 2)].tolist()) == {k % 2}
+
+
+LAYERS = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+class Again(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1))
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+class Late(nn.Module):
+    \"\"\"Draws from its third micro-batch on.\"\"\"
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(64, 64), 0
+    def forward(self, x):
+        self.calls += 1
+        return nn.functional.dropout(self.linear(x), 0.1) if self.calls > 2 else self.linear(x)
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("calls", torch.zeros(()))
+    def forward(self, x):
+        if x.device.type != "meta":
+            self.calls += 1
+        return self.linear(x)
+class Hooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.linear.weight.register_hook(lambda g: 0.5 * g)
+    def forward(self, x):
+        return self.linear(x)
+def net(kind):
+    return [nn.Flatten(), nn.Linear(192, 64), {"again": Again, "late": Late, "counts": Counts, "hooked": Hooked}[kind](),
+            nn.ReLU(), nn.Linear(64, 10)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("again", "computes forwards again in its backward"),
+        ("counts", "changes the buffer"),
+        ("hooked", "a parameter has hooks"),
+        ("late", "draws random numbers that it did not draw in its first forward"),
+    ],
+)
+def test_what_lanes_cannot_compute_is_refused(mpirun, tmp_path: Path, kind: str, why: str) -> None:
+    (tmp_path / "nets.py").write_text(LAYERS)
+    job = samples.CNN | {"model": f'name = "nets:net"\nargs = {{ kind = "{kind}" }}'}
+    path = samples.write_job(tmp_path / "job.toml", job, "run", **keys(2, pipeline_cuts=[2]))
+    said = mpirun(2, "-m", "accept_mpi", "train", path, code=2).out
+    assert why in said, said
+    assert "Traceback" not in said
