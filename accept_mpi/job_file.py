@@ -86,6 +86,11 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
         raise UserError(f'{source}: pipeline.ranks goes with given cuts; cuts = "auto" chooses the ranks')
     if job.pipeline.vertical_sync and job.pipeline.schedule != "1f1b-async":
         raise UserError(f'{source}: pipeline.vertical_sync goes with schedule = "1f1b-async" only')
+    if job.pipeline.lanes == "F+B" and job.pipeline.schedule == "1f1b-async":
+        raise UserError(
+            f'{source}: pipeline.lanes = "F+B" goes with synchronous schedules: in 1f1b-async a backward needs the weights '
+            "of its forward while another forward needs newer ones; a number of lanes goes with all"
+        )
     if not job.output.directory:
         raise UserError(f'{source}: output.directory: expected a directory, such as "runs/first", got ""')
     seconds = {key: min(getattr(job.pipeline, key), _FOR_EVER) for key in _SECONDS}

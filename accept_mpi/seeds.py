@@ -62,15 +62,14 @@ def state() -> tuple[object, ...]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Restore torch's, NumPy's and Python's global random numbers on exit. Other threads that use ``LOCK`` wait."""
-    with LOCK:
-        python, numpy, own = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-            torch.default_generator.set_state(own)
+    """Restore torch's, NumPy's and Python's global random numbers on exit."""
+    python, numpy, own = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.default_generator.set_state(own)
 
 
 @contextmanager

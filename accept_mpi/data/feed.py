@@ -20,7 +20,7 @@ from accept_mpi.data.base import Indices
 from accept_mpi.data.calendar import Calendar
 from accept_mpi.errors import DeadlineError, UserError
 from accept_mpi.plan import Place
-from accept_mpi.seeds import AUGMENT, mix
+from accept_mpi.seeds import AUGMENT, LOCK, kept, mix
 
 _POLL = 0.002
 
@@ -154,7 +154,8 @@ class Feed:
         assert self._data is not None
         seed = mix(AUGMENT, self._batches.seed, self._batches.epoch(step))
         inputs, targets = self._place.first and mine, self._place.last or self._compares
-        return fetch(self._data, indices, seed, inputs, targets)
+        with LOCK, kept():  # lanes may draw at the same time
+            return fetch(self._data, indices, seed, inputs, targets)
 
 
 def checksum(targets: Any) -> int:

@@ -44,8 +44,8 @@ def pyplot() -> Any:
 
 
 def draw_timeline(path: Path, trace: Rows, hosts: dict[int, str], start: float, end: float) -> None:
-    """Draw the seconds ``start`` to ``end``: a row per rank (halves or less for its lanes), with computing as boxes, sends as thin bars below them and
-    bubbles in light grey."""
+    """Draw the seconds ``start`` to ``end``: a row per rank, divided among its lanes, with computing as boxes, sends as thin
+    bars below them and bubbles in light grey."""
     plt = pyplot()
     rows = window(of_kind(trace, *COLOURS, "send", "sum"), start, end)
     if len(rows) > _MOST_BOXES:

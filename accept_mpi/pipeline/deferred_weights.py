@@ -8,6 +8,7 @@ else (norms, embeddings, modules of other types) computes its weight gradients w
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -21,22 +22,27 @@ _TYPES = (nn.Linear, *_CONVOLUTIONS)
 _Work = Callable[[], None]
 
 
+class _Now(threading.local):
+    """What a thread does with the stage: one may compute F beside another's B."""
+
+    def __init__(self) -> None:
+        self.on, self.forwarding = True, False
+        self.waiting: list[_Work] = []
+        self.used: set[int] = set()
+        self.called: set[int] = set()
+        """Modules that the last forward used, during a backward."""
+
+
 class DeferredWeights:
     """Weight gradients that wait for W. Backward passes put them here, ``collect`` takes them out."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         """Give every suitable module below ``modules`` a forward that can defer."""
         self._anchor = torch.zeros((), requires_grad=True)
-        self._waiting: list[_Work] = []
-        self._on = True
-        self.forwarding = False
-        """True during a forward of the stage."""
+        self._now = _Now()
         self.looking = False
         """True on a trial stage: nothing defers, and modules that never may are found."""
         self._parts: list[nn.Module] = []
-        self._used: set[int] = set()
-        self._called: set[int] = set()
-        """Modules that the last forward used, during a backward."""
         self._never: set[int] = set()
         """Modules that never defer, since a forward uses their weights more than once: autograd adds up the gradients of all
         uses, and adds only the sum to what is there."""
@@ -51,17 +57,24 @@ class DeferredWeights:
 
     def begin(self, on: bool, forward: bool = True) -> None:
         """Begin a forward, or a backward in which forwards may be computed again. ``on``: modules defer."""
-        self._on, self.forwarding = on, forward
-        self._called = set() if forward else self._used.copy()
-        self._used.clear()
+        now = self._now
+        now.on, now.forwarding = on, forward
+        now.called = set() if forward else now.used.copy()
+        now.used.clear()
+
+    @property
+    def forwarding(self) -> bool:
+        """True during a forward of the stage in this thread."""
+        return self._now.forwarding
 
     def use(self, number: int) -> bool:
         """True if a module's current forward defers. A module that is called twice in a forward never does."""
         # Neither does a module whose forward is computed again in backward (``torch.utils.checkpoint``).
-        if number in self._used or (self.looking and number in self._called):
+        now = self._now
+        if number in now.used or (self.looking and number in now.called):
             self._never.add(number)
-        self._used.add(number)
-        return self._on and not self.looking and number not in self._never
+        now.used.add(number)
+        return now.on and not self.looking and number not in self._never
 
     def asked(self, number: int) -> None:
         """Note that a gradient passes through a module's forward. Within the stage's forward, a layer wants that gradient
@@ -87,11 +100,11 @@ class DeferredWeights:
 
     def put(self, work: _Work) -> None:
         """Leave work to W."""
-        self._waiting.append(work)
+        self._now.waiting.append(work)
 
     def collect(self) -> list[_Work]:
         """Take the work that the last backward left to W."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._now.waiting = self._now.waiting, []
         return waiting
 
     @staticmethod

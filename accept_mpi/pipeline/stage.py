@@ -23,10 +23,10 @@ from accept_mpi.pipeline.optimizer import make_optimizer, update
 from accept_mpi.pipeline.running_statistics import RunningStatistics
 from accept_mpi.pipeline.shareable import Watch
 from accept_mpi.pipeline.state import check_state, load_layer, state_of
-from accept_mpi.pipeline.turns import Turns, calls_of_shared, hooked
+from accept_mpi.pipeline.turns import Turns, calls_of_shared, hooked, why_in_turn
 from accept_mpi.pipeline.untouched import untouched
 from accept_mpi.pipeline.weight_versions import LaneWeights, Weights, Writes, may_be_written
-from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, kept, seed_all, state
+from accept_mpi.seeds import LOCK, backward_seed, evaluation_seed, forward_seed, kept, seed_all, state
 from accept_mpi.tree import Tree
 from accept_mpi.users_code import blame, call_layer, taken_apart
 
@@ -326,7 +326,9 @@ class Stage:
         seeded = state()
         with calls_of_shared() as shared_back:
             result = self.backward(0, 0, gradients, seed=0)
-        self.in_turn = self._why_in_turn([*shared, *shared_back], state() != seeded)
+        self.in_turn = why_in_turn(
+            bool(shared or shared_back), state() != seeded, self._last + 1 in self._drawing, bool(self._written)
+        )
         if self._deferred is not None:
             self.weight_gradient(0, 0)
         self.alone = watch.after_backward()
@@ -411,20 +413,6 @@ class Stage:
                 self._drawing.add(index)
         return value
 
-    def _why_in_turn(self, shared: list[str], drawn_back: bool) -> str:
-        """The reason why several threads cannot compute this stage; empty if they can."""
-        if shared:
-            return "a layer computes forwards again in its backward, or saves the state of random numbers"
-        if drawn_back:
-            return "a backward draws random numbers"
-        if self._last + 1 in self._drawing:
-            return "the loss draws random numbers"
-        if self._written:
-            return "a forward writes into its own parameters or buffers"
-        if hooked(self.parameters):
-            return "a parameter has hooks"
-        return ""
-
     @contextmanager
     def _going_back(self, flight: InFlight) -> Iterator[None]:
         """Within the context: the weights are those of the micro-batch's F, and an exception is the user's."""
@@ -472,6 +460,8 @@ class Stage:
         self._made |= trial._check_state() - self._kept
         self._written |= trial._written
         self.alone, self.in_turn = self.alone or trial.alone, self.in_turn or trial.in_turn
+        if hooked(self.parameters):  # which a trial's copies have not
+            self.in_turn = self.in_turn or "a parameter has hooks"
         self._drawing |= trial._drawing
         if self._written and self._job.pipeline.vertical_sync:
             raise UserError(
@@ -492,7 +482,7 @@ class Stage:
         if self._searches == 0 or not finite([x for x in inputs if x is not None]):
             return 0
         self._searches -= 1  # a model may intend its infinities (masks), so do not search forever
-        with torch.no_grad(), self.trial() as trial:
+        with LOCK, torch.no_grad(), self.trial() as trial:
             value = tree.unflatten(of or tree.packed(len(inputs)), inputs)
             for index, layer in enumerate(trial.layers, self.start):
                 self._seed_layer(index, forward_seed(self._seed, step, micro_batch, index))

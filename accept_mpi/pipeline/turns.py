@@ -70,6 +70,16 @@ def calls_of_shared() -> Iterator[list[str]]:
         sys.setprofile(before)
 
 
+def why_in_turn(again: bool, back: bool, loss: bool, writes: bool) -> str:
+    """The reason why several threads cannot compute a stage; empty if they can. ``again``: ``calls_of_shared`` found some;
+    ``back``, ``loss``: a backward, or the loss, draws random numbers; ``writes``: a forward writes into the layers."""
+    if again:
+        return "a layer computes forwards again in its backward, or saves the state of random numbers"
+    if back or loss:
+        return f"{'a backward' if back else 'the loss'} draws random numbers"
+    return "a forward writes into its own parameters or buffers" if writes else ""
+
+
 def hooked(parameters: list[nn.Parameter]) -> bool:
     """True if something is called with a parameter's gradient; copies of the parameter would not have it."""
     return any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)

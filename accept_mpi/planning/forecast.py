@@ -274,7 +274,8 @@ class Forecast:
                 if start > before and action.kind in "FB":
                     way = Direction.of(action.kind)
                     rows.append((before, start, ranks[d], s, KINDS.index("wait"), s - 1 + way, way, *place, 0))
-                rows.append((start, end, ranks[d], s, KINDS.index(action.kind), -1, -1, *place, self._lane(d)))
+                if action.kind != "U" or not self._lane(d):  # an update is the whole rank's
+                    rows.append((start, end, ranks[d], s, KINDS.index(action.kind), -1, -1, *place, self._lane(d)))
                 before = end
         for source, target, direction, step, k, start, end in run.transfers:
             boundary = min(stages[source], stages[target])

@@ -85,7 +85,7 @@ def lanes_table(cluster: ClusterProfile, job: Job, found: Estimate) -> list[str]
     lines.append("(times as fast as one action after another; passes on a share x of a device take x^-g of their time)")
     steps = []
     for lanes in (1, *counts):
-        each: dict[int, Lanes] = {rank: lanes for _, rank in found.plan.holders if lanes in (1, *cluster.devices[rank].lanes)}
+        each: dict[int, Lanes] = {rank: lanes for _, rank in found.plan.holders if lanes in cluster.devices[rank].lanes}
         other = estimate(cluster, job, with_lanes(found.plan, each))
         room = "" if fits(cluster, other) else ", which needs more memory than there is"
         steps.append(f"{f'{lanes} lanes' if lanes > 1 else 'in turn'} {1e3 * other.step:.0f} ms{room}")

@@ -51,11 +51,11 @@ def test_weights_equal_one_process(mpirun, tmp_path: Path, ranks: int) -> None:
 
 
 def test_asynchronous_lanes_equal_a_replay_of_stale_weights(mpirun, tmp_path: Path) -> None:
-    """A stage of two lanes updates like a group of two; so does F beside B."""
+    """A stage of two lanes updates like a group of two."""
     cases = [
         (name, lanes, slack, vertical)
         for name in JOBS
-        for lanes, slack, vertical in ((2, 0, False), (2, 2, True), ("F+B", 1, False), (3, 1, False))
+        for lanes, slack, vertical in ((2, 0, False), (2, 2, True), (3, 1, False))
     ]
     jobs = [
         samples.write_job(
@@ -69,9 +69,8 @@ def test_asynchronous_lanes_equal_a_replay_of_stale_weights(mpirun, tmp_path: Pa
     ]  # fmt: skip
     mpirun(3, TRAIN_ALL, *jobs)
     for number, (name, lanes, slack, vertical) in enumerate(cases):
-        width = 2 if lanes == "F+B" else lanes
         ours = Checkpoint(tmp_path / str(number)).whole()
-        samples.assert_equal(ours, replay(JOBS[name], 3, slack, vertical, [2, 4], [width] * 3))
+        samples.assert_equal(ours, replay(JOBS[name], 3, slack, vertical, [2, 4], [lanes] * 3))
 
 
 @pytest.mark.parametrize("gradients", ["exact", "none"])
@@ -116,13 +115,13 @@ class Again(nn.Module):
     def forward(self, x):
         return checkpoint(self.inner, x, use_reentrant=False)
 class Late(nn.Module):
-    \"\"\"Draws from its third micro-batch on.\"\"\"
+    \"\"\"Draws from its eleventh micro-batch on.\"\"\"
     def __init__(self):
         super().__init__()
         self.linear, self.calls = nn.Linear(64, 64), 0
     def forward(self, x):
         self.calls += 1
-        return nn.functional.dropout(self.linear(x), 0.1) if self.calls > 2 else self.linear(x)
+        return nn.functional.dropout(self.linear(x), 0.1) if self.calls > 10 else self.linear(x)
 class Counts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -149,7 +148,7 @@ def net(kind):
     ("kind", "why"),
     [
         ("again", "computes forwards again in its backward"),
-        ("counts", "changes the buffer"),
+        ("counts", "writes into its own parameters or buffers"),
         ("hooked", "a parameter has hooks"),
         ("late", "draws random numbers that it did not draw in its first forward"),
     ],

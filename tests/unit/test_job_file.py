@@ -89,6 +89,8 @@ def test_overrides() -> None:
         (["train.optimizer.lr=-1"], "train.optimizer.lr: expected a number > 0, got -1"),
         (["pipeline.schedule=2f2b"], 'expected one of "gpipe", "1f1b", "1f1b-async", "zero-bubble", got "2f2b"'),
         (["train.micro_batches=100"], "a micro-batch needs at least one sample"),
+        (["pipeline.lanes=F+B", "pipeline.schedule=1f1b-async"], 'F+B" goes with synchronous schedules'),
+        (["pipeline.lanes=0"], "pipeline.lanes"),
         (["pipeline.vertical_sync=true"], 'goes with schedule = "1f1b-async" only'),
         (["pipeline.cuts=odd"], 'pipeline.cuts: expected "auto" or "even" or a list of whole numbers >= 1, got "odd"'),
         (["train.lr=fast"], 'job.toml: train.lr: expected a number > 0, got "fast"'),

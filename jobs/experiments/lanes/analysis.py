@@ -34,7 +34,8 @@ _CASES = [
 
 def simulated(of: Pipeline, share: float, exponent: float = 1.0, speeds: Sequence[float] = ()) -> float:
     """Seconds of a step with F beside B, by the simulator; ``speeds``: of unequal workers."""
-    walks = [actions("1f1b", s, of.stages, [of.micro_batches], slack=of.micro_batches) for s in range(of.stages)]
+    wide = [of.micro_batches] * of.stages  # nothing bounds what is in flight
+    walks = [actions("1f1b", s, of.stages, [of.micro_batches], widths=wide) for s in range(of.stages)]
     apart, speed = beside(walks), list(speeds) or [1.0] * of.stages
     took = {"F": of.forward * share**-exponent, "B": of.backward * (1 - share) ** -exponent, "U": 0.0}
 

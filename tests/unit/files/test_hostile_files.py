@@ -53,7 +53,7 @@ def write_log(path: Path, host: str = "edge", closed: bool = True) -> LogWriter:
     plan = make_plan(3, [1])
     writer = LogWriter(path, json.dumps(JOB), plan.to_json(), facts(host))
     writer.append("steps", np.array([(s, 0, 8, 1.0, 0.5, 0.1, float(s), 8.0) for s in (1, 2, 3)], STEPS))
-    rows = [(s + 0.1, s + 0.2, r, r, k, -1, -1, s, 0, 0, 0) for s in (1, 2, 3) for r in (0, 1) for k in (0, 1, 3)]
+    rows = [(s + 0.1, s + 0.2, r, r, k, -1, -1, s, 0, 0, 0, 0) for s in (1, 2, 3) for r in (0, 1) for k in (0, 1, 3)]
     writer.append("trace", np.array(rows, TRACE))
     writer.append("plans", plan_rows(plan))
     writer.event(2.0, 2, f"lost rank 1 on {host}")

@@ -26,7 +26,9 @@ def rows(*entries: tuple) -> np.ndarray:
     made = []
     for start, end, stage, kind, *more in entries:
         boundary, direction, step, micro_batch, size = (*more, *(-1, -1, 1, 0, 0)[len(more) :])
-        made.append((start, end, stage, stage, KINDS.index(kind), boundary, direction, step, micro_batch, size, size // 2))
+        made.append(
+            (start, end, stage, stage, KINDS.index(kind), boundary, direction, step, micro_batch, size, size // 2, 0)
+        )
     return np.array(made, TRACE)
 
 

@@ -26,15 +26,15 @@ def traced(kind: ScheduleKind, transfer: float, slack: int) -> Rows:
             way = Direction.of(action.kind)
             place = (action.step + 1, action.micro_batch)
             if start > before:
-                rows.append((before, start, s, s, KINDS.index("wait"), s - 1 + way, way, *place, 0, 0))
-            rows.append((start, end, s, s, KINDS.index(action.kind), -1, -1, *place, 0, 0))
+                rows.append((before, start, s, s, KINDS.index("wait"), s - 1 + way, way, *place, 0, 0, 0))
+            rows.append((start, end, s, s, KINDS.index(action.kind), -1, -1, *place, 0, 0, 0))
             if action.kind in "FB":
                 done[s, way, *place] = end
             before = end
     for (s, way, step, k), end in done.items():
         peer = s - 1 if way else s + 1
         if 0 <= peer < STAGES:
-            rows.append((end, end + transfer, s, s, KINDS.index("send"), min(s, peer), way, step, k, 4, 4))
+            rows.append((end, end + transfer, s, s, KINDS.index("send"), min(s, peer), way, step, k, 4, 4, 0))
     return np.sort(np.array(rows, TRACE), order="start")
 
 
@@ -85,8 +85,8 @@ def test_an_evaluation_waits_under_the_name_of_a_forward() -> None:
     began = trace["start"][later].min() - 20
     extra = []
     for s in range(STAGES):
-        extra.append((began + s, began + s + 0.5, s, s, KINDS.index("wait"), s - 1, Direction.FORWARD, 6, 1, 0, 0))
-        extra.append((began + s + 0.5, began + s + 1, s, s, KINDS.index("E"), -1, -1, 6, 1, 0, 0))
+        extra.append((began + s, began + s + 0.5, s, s, KINDS.index("wait"), s - 1, Direction.FORWARD, 6, 1, 0, 0, 0))
+        extra.append((began + s + 0.5, began + s + 1, s, s, KINDS.index("E"), -1, -1, 6, 1, 0, 0, 0))
     both = np.sort(np.concatenate([trace, np.array(extra, TRACE)]), order="start")
     _, durations, *_ = recorded(both)
     assert all(took > 0 for taken in durations for took in taken.values())

@@ -58,7 +58,7 @@ class Run:
         rank, found, at = self.plan.stages[stage].leader, [], self.now
         for k in range(8):
             for kind, each in (("F", 1), ("B", 2)):
-                place = (rank, stage, KINDS.index(kind), -1, -1, self.made, k, 0, 0)
+                place = (rank, stage, KINDS.index(kind), -1, -1, self.made, k, 0, 0, 0)
                 found.append((at, at + layers * each * seconds, *place))
                 at = found[-1][1]
         return np.array(found, TRACE)

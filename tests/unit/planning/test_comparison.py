@@ -31,7 +31,7 @@ def test_one_line(step: float, slow: float, said: str) -> None:
             for k in range(4):
                 for kind, seconds in (("F", 6e-3), ("B", 12e-3)):
                     start = step * number
-                    place = (rank, rank, KINDS.index(kind), -1, -1, number, k, 0, 0)
+                    place = (rank, rank, KINDS.index(kind), -1, -1, number, k, 0, 0, 0)
                     rows.append((start, start + factor * seconds, *place))
         check.step(StepDone(number, 0, 8, 1.0, 0.5, 0.1, (3 if number < WARM else 1) * step * number, 80.0))
         check.trace(np.array(rows, TRACE))

@@ -36,13 +36,15 @@ def test_best_share_is_the_least_of_a_grid(of: Pipeline) -> None:
 @pytest.mark.parametrize("of", CASES, ids=str)
 def test_simulator_and_closed_form_agree(of: Pipeline) -> None:
     for share, g in ((best_share(of), 1.0), (0.4, 0.8)):
-        walks = [actions("1f1b", s, of.stages, [of.micro_batches], slack=of.micro_batches) for s in range(of.stages)]
+        wide = [of.micro_batches] * of.stages  # nothing bounds what is in flight
+        walks = [actions("1f1b", s, of.stages, [of.micro_batches], widths=wide) for s in range(of.stages)]
         apart = beside(walks)
         took = {"F": of.forward * share**-g, "B": of.backward * (1 - share) ** -g, "U": 0.0}
         run = simulate(
             apart.walks, lambda _, a, took=took: took[a.kind], lambda *_: of.transfer, stages=apart.stages, needs=apart.needs
         )
         assert run.makespan == pytest.approx(beside_seconds(of, share, g), rel=1e-9)
+    walks = [actions("1f1b", s, of.stages, [of.micro_batches], slack=2) for s in range(of.stages)]
     turns = simulate(walks, lambda _, a: {"F": of.forward, "B": of.backward, "U": 0.0}[a.kind], lambda *_: of.transfer)
     assert turns.makespan <= in_turn_seconds(of) * (1 + 1e-9)
 
@@ -72,14 +74,12 @@ def test_partition_equals_brute_force() -> None:
         for cuts in itertools.combinations(range(1, layers), devices - 1):
             edges = (0, *cuts, layers)
             sides = [
-                min(
-                    max(times[0, n, u, a:b].sum(), times[1, n, units[n] - u, a:b].sum()) for u in range(1, units[n])
-                )
+                min(max(times[0, n, u, a:b].sum(), times[1, n, units[n] - u, a:b].sum()) for u in range(1, units[n]))
                 for n, (a, b) in enumerate(itertools.pairwise(edges))
             ]
             best = min(best, max([*sides, *(transfer[cut] for cut in cuts)]))
         assert found.bottleneck == pytest.approx(best)
-        assert found.edges[0] == 0 and found.edges[-1] == layers and len(found.units) == devices
+        assert (found.edges[0], found.edges[-1], len(found.units)) == (0, layers, devices)
 
 
 def test_units_of_unlike_kinds() -> None:

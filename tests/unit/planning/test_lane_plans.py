@@ -48,7 +48,7 @@ def test_lanes_that_do_not_fit_are_not_taken() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble", "1f1b-async"])
 def test_a_step_with_lanes_takes_what_they_gain(schedule: str) -> None:
-    """Two lanes that halve each other's speed take as long as turns; twice as fast ones half as long, up to a micro-batch."""
+    """Two lanes that halve each other's speed take as long as turns, twice as fast ones half as long."""
     plan = make_plan(LAYERS, [])
     keys = job(f"pipeline.schedule={schedule}")
     turns = estimate(with_gains(cluster(1), {2: 1.0}), keys, plan)
