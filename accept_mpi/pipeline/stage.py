@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accept_mpi import tree
-from accept_mpi.codecs.tensors import Tensors, TensorSpec
+from accept_mpi.codecs.tensors import Tensors
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.models.layers import Layers, may_draw, restore_modes
@@ -21,17 +21,16 @@ from accept_mpi.pipeline.graph_edges import Box, Seeded, finite
 from accept_mpi.pipeline.micro_batch import InFlight, Inputs, Key, Outputs
 from accept_mpi.pipeline.optimizer import make_optimizer, update
 from accept_mpi.pipeline.running_statistics import RunningStatistics
-from accept_mpi.pipeline.shareable import Watch
-from accept_mpi.pipeline.state import check_state, load_layer, state_of
-from accept_mpi.pipeline.turns import Turns, calls_of_shared, hooked, why_in_turn
-from accept_mpi.pipeline.untouched import untouched
-from accept_mpi.pipeline.weight_versions import LaneWeights, Weights, Writes, may_be_written
-from accept_mpi.seeds import LOCK, backward_seed, evaluation_seed, forward_seed, kept, seed_all, state
+from accept_mpi.pipeline.state import load_layer, state_of
+from accept_mpi.pipeline.trials import Trials
+from accept_mpi.pipeline.turns import Turns
+from accept_mpi.pipeline.weight_versions import LaneWeights, Weights
+from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, seed_all, state
 from accept_mpi.tree import Tree
 from accept_mpi.users_code import blame, call_layer, taken_apart
 
 
-class Stage:
+class Stage(Trials):
     """A contiguous run of layers, ready to train."""
 
     def __init__(
@@ -274,68 +273,6 @@ class Stage:
         lane._turns, lane._drawing = turns, self._drawing
         return lane
 
-    # -- the first forward of all --------------------------------------------------------------------------------------
-
-    @contextmanager
-    def trial(self) -> Iterator["Stage"]:
-        """Within the context: a stage of the same layers to try things on. It shares nothing with this one: whatever a
-        forward does to modules (buffers created, replaced or resized, attributes, counters) happens to copies."""
-        with kept(), untouched(self.layers, self._loss and self._loss.function):
-            try:
-                modules = copy.deepcopy(self.layers)
-            except Exception:  # some modules cannot be copied
-                if self._again is None:
-                    raise
-                modules = self._again().modules
-            layers = Layers(self.start, self.names, modules)
-            stage = Stage(layers, self._job, self._loss and self._loss.apart(), self._channels_last)
-            stage._setting_up = True
-            if stage._deferred is not None:
-                stage._deferred.looking = True
-            try:
-                yield stage
-            finally:
-                self._learn(stage)
-                stage.close()
-
-    def probe(
-        self,
-        inputs: Tensors,
-        target: Any,
-        gradients_of: Callable[[Sequence[TensorSpec], Tree], Tensors],
-        of: Tree | None = None,
-        samples: int | None = None,
-    ) -> tuple[TensorSpec, ...]:
-        """Run one forward and backward on a ``trial`` stage, to find the shapes of what crosses boundaries.
-
-        ``gradients_of`` is called with the outputs' specs and tree, and returns gradients in the layout that training will
-        send. Returns the specs of the inputs' gradients.
-        """
-        if not self._setting_up:
-            with self.trial() as trial:
-                return trial.probe(inputs, target, gradients_of, of, samples)
-        writes, watch = Writes(self.parameters, may_be_written(self.layers)), Watch(self.names, self.layers)
-        with calls_of_shared() as shared:
-            out = self.forward(0, 0, inputs, target=target, of=of, samples=samples)
-        self._written |= writes.found()
-        watch.after_forward(self._divisors)
-        if self._deferred is not None:
-            self._deferred.look(self.in_flight[0, 0].outputs)
-        gradients = gradients_of([TensorSpec.of(out) for out in out.outputs], out.tree)
-        seed_all(0)
-        seeded = state()
-        with calls_of_shared() as shared_back:
-            result = self.backward(0, 0, gradients, seed=0)
-        self.in_turn = why_in_turn(
-            bool(shared or shared_back), state() != seeded, self._last + 1 in self._drawing, bool(self._written)
-        )
-        if self._deferred is not None:
-            self.weight_gradient(0, 0)
-        self.alone = watch.after_backward()
-        for parameter in self.parameters:
-            parameter.grad = None
-        return tuple(TensorSpec.of(g) for g in result)
-
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -448,45 +385,3 @@ class Stage:
             share = self._divisors.share(step, judged.count, samples, share)
         result = Result(judged.total, judged.count, *self._loss.hits(value, target), samples)
         return result, [judged.value * share]
-
-    def _check_state(self) -> set[str]:
-        """Names of all state. Raises UserError if some of it cannot be kept."""
-        layers = zip(self.names, self.layers, strict=True)
-        return {f"{name}.{key}" for name, layer in layers for key in check_state(name, layer)}
-
-    def _learn(self, trial: "Stage") -> None:
-        """Take over what ``trial`` has found: buffers that are created, tensors that are written to, modules that never
-        defer. Raises UserError if ``vertical_sync`` does not allow it."""
-        self._made |= trial._check_state() - self._kept
-        self._written |= trial._written
-        self.alone, self.in_turn = self.alone or trial.alone, self.in_turn or trial.in_turn
-        if hooked(self.parameters):  # which a trial's copies have not
-            self.in_turn = self.in_turn or "a parameter has hooks"
-        self._drawing |= trial._drawing
-        if self._written and self._job.pipeline.vertical_sync:
-            raise UserError(
-                "pipeline.vertical_sync: a layer writes into its own parameters or buffers in its forward, which would be "
-                "those of an older version; leave vertical_sync out"
-            )
-        self._watch_written()
-        if self._deferred is not None and trial._deferred is not None:
-            self._deferred.learn(trial._deferred)
-
-    def _watch_written(self) -> None:
-        both = self.parameters, may_be_written(self.layers)
-        self._weights.written = [both[kind][position] for kind, position in sorted(self._written)]
-
-    def _search(self, step: int, micro_batch: int, inputs: Tensors, of: Tree | None) -> int:
-        """Number, from 1, of the layer that makes outputs not finite, found by running a copy of the stage layer by layer; 0
-        if none."""
-        if self._searches == 0 or not finite([x for x in inputs if x is not None]):
-            return 0
-        self._searches -= 1  # a model may intend its infinities (masks), so do not search forever
-        with LOCK, torch.no_grad(), self.trial() as trial:
-            value = tree.unflatten(of or tree.packed(len(inputs)), inputs)
-            for index, layer in enumerate(trial.layers, self.start):
-                self._seed_layer(index, forward_seed(self._seed, step, micro_batch, index))
-                value = layer(value)
-                if not finite(tree.leaves(value)):
-                    return index + 1
-        return 0  # then it is the loss

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,14 @@ from accept_mpi.models.layers import build_stage
 from accept_mpi.models.losses import find_loss
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.training.lanes import LaneThreads, threads_of
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Lanes set the number of threads of this process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def stage(tmp_path: Path) -> Stage:
@@ -102,7 +111,6 @@ def test_the_end_of_a_run_drops_what_waits(tmp_path: Path) -> None:
     assert "late" not in done
     assert not alive()
     assert torch.get_num_threads() == 2
-    torch.set_num_threads(1)
 
 
 def test_weights_are_there_once_and_gradients_apart(tmp_path: Path) -> None:
