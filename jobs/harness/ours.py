@@ -63,6 +63,8 @@ def measured(job: Job, skip: list[int] | None, planned: str | None) -> dict[str,
     }
     if planned:
         with open_log(Path(planned)) as log:
+            if "survey" not in log:  # of one rank, which measures lanes alone
+                return found
             cluster, facts = ClusterProfile.read(log["survey"]), read_facts(log)
         again = replayed(cluster, job, Plan.from_json(plan), trace)
         found |= {"forecast_s": facts["forecast_step_s"], "replayed": list(again)}

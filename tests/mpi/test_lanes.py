@@ -104,6 +104,17 @@ def test_log_and_results(mpirun, tmp_path: Path) -> None:
             assert set(trace["lane"][(trace["micro_batch"] == k) & (trace["kind"] < 2)].tolist()) == {k % 2}
 
 
+def test_a_run_goes_on_with_other_lanes(mpirun, tmp_path: Path) -> None:
+    """From a checkpoint of two lanes on two ranks, with three on one, then with none."""
+    first = samples.write_job(tmp_path / "1.toml", samples.CNN, "a", **keys(2, pipeline_cuts=[3], train_steps=2))
+    mpirun(2, "-m", "accept_mpi", "train", first, "--quiet")
+    second = samples.write_job(tmp_path / "2.toml", samples.CNN, "b", **keys(3, pipeline_cuts=[], train_steps=4))
+    mpirun(1, "-m", "accept_mpi", "train", second, "--quiet", "--resume", "a")
+    third = samples.write_job(tmp_path / "3.toml", samples.CNN, "c", pipeline_cuts=[2], train_evaluate_every=0)
+    mpirun(2, "-m", "accept_mpi", "train", third, "--quiet", "--resume", "b")
+    samples.assert_equal(Checkpoint(tmp_path / "c").whole(), expected("cnn"))
+
+
 LAYERS = """
 import torch
 from torch import nn

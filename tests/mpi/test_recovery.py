@@ -62,6 +62,17 @@ def test_a_lost_member_of_a_group_costs_few_steps(tmp_path: Path, schedule: str)
         samples.assert_equal(Checkpoint(tmp_path / "run").whole(), plain)
 
 
+@pytest.mark.parametrize("faults", ["3@backward:13", "0@forward:18", "4@update:4"])
+@pytest.mark.parametrize("lanes", [2, "F+B"])
+def test_ranks_with_lanes_go_on(tmp_path: Path, faults: str, lanes: object) -> None:
+    keys = {"pipeline_lanes": lanes, "train_threads": 2, "recovery_replicate_every": 1}
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN, **keys)
+    code, out = run(tmp_path, ["-m", "accept_mpi", "train", job, "--quiet"], faults, RANKS)
+    assert code == 0, out
+    assert "lost rank" in out
+    samples.assert_equal(Checkpoint(tmp_path / "run").whole(), expected())
+
+
 @pytest.mark.parametrize(("every", "schedule"), [(0, "1f1b"), (1, "zero-bubble")])
 def test_a_users_own_layers_go_on(tmp_path: Path, every: int, schedule: str) -> None:
     """They exist before the run, but whatever it did to them is not in the next term: neither their weights, where it begins

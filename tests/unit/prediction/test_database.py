@@ -145,6 +145,18 @@ def test_a_device_that_has_measured_a_part_comes_back(tmp_path: Path) -> None:
     assert (known.intervals.tolist(), known.times.tolist()) == ([[0, 3]], [[1, 2]])
 
 
+def test_what_lanes_gain_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "latency.h5"
+    remember(path, model(), {KEY: (FACTS, msgspec.structs.replace(times(0.5), lanes={2: 0.8, 4: 0.7}))})
+    assert recall(path, model(), [KEY])[0].lanes == {2: 0.8, 4: 0.7}
+    with h5py.File(path, "a") as file:
+        file[model().key][KEY].attrs["lanes"] = '{"1": -3}'
+    assert recall(path, model(), [KEY]) == [None]
+    with h5py.File(path, "a") as file:  # as early versions wrote it
+        del file[model().key][KEY].attrs["lanes"]
+    assert recall(path, model(), [KEY])[0].lanes == {}
+
+
 def test_paths() -> None:
     assert database_path("none") is None
     assert database_path("auto").name == "latency.h5"
