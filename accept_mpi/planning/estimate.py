@@ -64,9 +64,12 @@ def estimate(cluster: ClusterProfile, job: Job, plan: Plan) -> Estimate:
 
 
 def least_seconds(cluster: ClusterProfile, job: Job) -> float:
-    """Seconds per step that no plan can fall below: all devices compute all the time, and nothing else takes time.
-    (``planning.problem.lower_bound`` is for plans without groups, which cannot share a long layer.)"""
-    return micro_batches_of(job) / sum(1 / max(sum(d.forward) + sum(d.backward), 1e-12) for d in cluster.devices)
+    """Seconds per step that no plan can fall below: all devices compute all the time, in the lanes that are fastest, and
+    nothing else takes time. (``planning.problem.lower_bound`` is for plans without groups, which cannot share a long
+    layer.)"""
+    lanes = job.pipeline.lanes != "off"
+    each = [min([1.0, *(d.lanes.values() if lanes else ())]) * (sum(d.forward) + sum(d.backward)) for d in cluster.devices]
+    return micro_batches_of(job) / sum(1 / max(seconds, 1e-12) for seconds in each)
 
 
 def fits(cluster: ClusterProfile, found: Estimate) -> bool:

@@ -48,7 +48,7 @@ from accept_mpi.training.boundaries import agree_on_shapes
 from accept_mpi.training.codec_selection import select_codecs
 from accept_mpi.training.controller import Controller, Follower
 from accept_mpi.training.group_member import GroupMember
-from accept_mpi.training.lanes import Computing, InTurn, LaneThreads
+from accept_mpi.training.lanes import Computing, InTurn, LaneThreads, threads_of
 from accept_mpi.training.reports import Reports
 from accept_mpi.training.stage_channels import Neighbour, StageChannels
 from accept_mpi.training.worker import Services, Worker
@@ -138,7 +138,12 @@ class Deployment:
         self.plan, self.codecs_why = select_codecs(
             runtime, job, self.plan, self.stage, max(sizes[0]), self._signatures, train_set
         )
-        self.codecs_why = [*self.codecs_why, *([no_lanes] if no_lanes else [])]
+        if runtime.size == 1 and self._lanes != 1 and job.pipeline.lanes == "auto":  # no table of the plan says so
+            each = threads_of(self._lanes, self.state.threads)[0]
+            self.codecs_why.append(
+                f"{self._lanes} micro-batches at a time, each with {each} of {self.state.threads} threads"
+            )
+        self.codecs_why += [no_lanes] if no_lanes else []
         restore(self.stage)  # after the first forward, which may create buffers
 
     def _check_lanes(self) -> str:

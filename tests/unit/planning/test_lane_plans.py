@@ -6,7 +6,7 @@ from clusters import LAYERS, cluster, job
 
 from accept_mpi.logs.replay import mean_times, rerun
 from accept_mpi.plan import make_plan, with_lanes
-from accept_mpi.planning.estimate import estimate, fits, forecast_of, with_codecs
+from accept_mpi.planning.estimate import estimate, fits, forecast_of, least_seconds, with_codecs
 from accept_mpi.planning.planner import lanes_for, plan_for
 from accept_mpi.planning.tables import lanes_table, stage_table
 from accept_mpi.profiling.cluster_profile import ClusterProfile
@@ -29,6 +29,7 @@ def test_lanes_are_taken_where_they_pay() -> None:
     assert found.plan.laned
     assert not without.plan.laned
     assert found.expected < 0.95 * without.expected
+    assert least_seconds(fleet, job(AUTO)) <= found.step < least_seconds(fleet, job(OFF)) * 1.1
     assert found.plan.stages[0].stop - found.plan.stages[0].start > LAYERS / 2  # the device with lanes holds more
     assert "2 lanes" in "\n".join(stage_table(fleet, found, 8))
     assert not plan_for(with_gains(cluster(1, 1), {2: 0.98}, {2: 1.1}), job(AUTO)).plan.laned
