@@ -5,7 +5,7 @@ them. Replayed on links that take no time, a step gets shorter by what its trans
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,11 +76,10 @@ def rerun(
     mine = trace[(trace["step"] >= steps[0]) & (trace["step"] <= steps[-1])]
     first, last = int(steps[len(steps) // _LEAD]), int(steps[-1])
     walks, durations, begins, stages, ranks, needs = recorded(mine)
-    first_of = {rank: device for device, rank in reversed(list(enumerate(ranks)))}
+    positions = {rank: n for n, rank in enumerate(dict.fromkeys(ranks))}
 
-    def between(source: int, target: int) -> float:  # devices are ranks here, whatever their lanes
-        places = sorted(first_of.values())
-        return transfer(places.index(first_of[ranks[source]]), places.index(first_of[ranks[target]]))
+    def between(source: int, target: int) -> float:
+        return transfer(positions[ranks[source]], positions[ranks[target]])
 
     run = simulate(walks, lambda device, action: durations[device][action], between, begins, stages, sums, needs)
     updates = of_kind(mine, "U")
@@ -148,68 +147,69 @@ def recorded(trace: Rows) -> Recorded:
     durations: list[dict[Action, float]] = []
     begins = []
     waits, actions = of_kind(trace, "wait"), of_kind(trace, *COMPUTE)
-    lane = lanes_in(actions)
-    updates = actions["kind"] == KINDS.index("U")
-    columns = [actions["stage"], actions["rank"], lane]
-    places = np.unique(np.stack(columns, axis=1)[~updates], axis=0).tolist()
-    laned = {rank for _, rank, number in places if number}
+    lanes, updates = lanes_in(actions), actions["kind"] == KINDS.index("U")
+    places = np.unique(np.stack([actions["stage"], actions["rank"], lanes], axis=1), axis=0).tolist()
+    laned = {rank for _, rank, lane in places if lane}
     needs: dict[tuple[int, Action], tuple[int, Action]] = {}
-    for device, (_, rank, number) in enumerate(places):
-        rows = actions[(actions["rank"] == rank) & ((lane == number) | updates)]
+    for device, (_, rank, lane) in enumerate(places):
+        of_rank = actions["rank"] == rank
+        beside = rank in laned and _is_beside(actions[of_rank])
+        with_updates = not (beside and lane == 0)  # those wait for all lanes, but no forward waits for the next
+        rows = actions[of_rank & np.where(updates, with_updates, lanes == lane)]
         rows = rows[np.argsort(rows["start"], kind="stable")]
-        if rank in laned:
-            apart = _apart(actions[(actions["rank"] == rank)], lane[actions["rank"] == rank])
-            rows = rows[rows["kind"] != KINDS.index("U")] if apart and number == 0 else rows
-            walks.append([_action(row) for row in rows])
-            durations.append(dict(zip(walks[-1], (rows["end"] - rows["start"]).tolist(), strict=True)))
-            begins.append(float(rows["start"][0]))
-            if apart:
-                mine = actions[actions["rank"] == rank]
-                needs |= _needs(mine, device - number, number)
-            continue
-        came: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-        for wait in np.sort(waits[waits["rank"] == rank], order="end"):
-            came[int(wait["direction"]), int(wait["step"]), int(wait["micro_batch"])].append(float(wait["end"]))
         walks.append([_action(row) for row in rows])
-        before, durations_here = float(rows["start"][0]), {}
-        begins.append(before)
-        for action, end in zip(walks[-1], rows["end"].tolist(), strict=True):
-            direction = -1 if action.kind == "U" else Direction.of(action.kind)  # U waits for a group's sum
-            # Several waits may match: F of a step and E after it wait under the same numbers, and a step may be repeated.
-            ends = came[direction, action.step, action.micro_batch] if action.kind in "FEBU" else []
-            durations_here[action] = end - max([before, *(at for at in ends if at <= end)])
-            before = end
-        durations.append(durations_here)
+        begins.append(float(rows["start"][0]))
+        if rank in laned:
+            durations.append(dict(zip(walks[-1], (rows["end"] - rows["start"]).tolist(), strict=True)))
+        else:
+            durations.append(_durations(walks[-1], rows, waits[waits["rank"] == rank]))
+        if beside and lane:
+            needs |= _needs(actions[of_rank], device - 1, device)
     stages, ranks = [s for s, _, _ in places], [rank for _, rank, _ in places]
     return Recorded(walks, durations, begins, stages, ranks, needs)
+
+
+def _durations(walk: Sequence[Action], rows: Rows, waits: Rows) -> dict[Action, float]:
+    """Seconds of each action of a rank (``rows``, in order), from when it could begin."""
+    came: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    for wait in np.sort(waits, order="end"):
+        came[int(wait["direction"]), int(wait["step"]), int(wait["micro_batch"])].append(float(wait["end"]))
+    before, found = float(rows["start"][0]), {}
+    for action, end in zip(walk, rows["end"].tolist(), strict=True):
+        direction = -1 if action.kind == "U" else Direction.of(action.kind)  # U waits for a group's sum
+        # Several waits may match: F of a step and E after it wait under the same numbers, and a step may be repeated.
+        ends = came[direction, action.step, action.micro_batch] if action.kind in "FEBU" else []
+        found[action] = end - max([before, *(at for at in ends if at <= end)])
+        before = end
+    return found
 
 
 def _action(row: Any) -> Action:
     return Action(KINDS[row["kind"]], int(row["step"]), int(row["micro_batch"]))
 
 
-def _apart(rows: Rows, lanes: Rows) -> bool:
-    """True if a rank computed F in lane 0 and all else in lane 1."""
-    forwards = rows["kind"] == KINDS.index("F")
-    passes = np.isin(rows["kind"], [KINDS.index(kind) for kind in "FBW"])
-    return bool((lanes[forwards] == 0).all() and (lanes[passes & ~forwards] == 1).all())
+def _is_beside(rows: Rows) -> bool:
+    """True if a rank computed F in lane 0 beside B and W in lane 1."""
+    lanes, passes = lanes_in(rows), np.isin(rows["kind"], [KINDS.index(kind) for kind in "FBW"])
+    return bool(np.array_equal(lanes[passes] == 0, rows["kind"][passes] == KINDS.index("F")))
 
 
-def _needs(rows: Rows, forwards: int, lane: int) -> dict[tuple[int, Action], tuple[int, Action]]:
-    """What the actions of one lane waited for in the other, where a rank computed F (device ``forwards``) beside B (the
-    device after it): B for its F, F for what else was over when it began."""
+def _needs(rows: Rows, forwards: int, others: int) -> dict[tuple[int, Action], tuple[int, Action]]:
+    """What actions of a rank waited for in its other lane, where it computed F (device ``forwards``) beside all else
+    (``others``): B for its F, F for what else was over when it began."""
     is_forward = rows["kind"] == KINDS.index("F")
-    ahead, others = rows[is_forward], np.sort(rows[~is_forward & (rows["kind"] != KINDS.index("E"))], order="end")
-    if lane:
-        found = {_action(row)[1:3]: _action(row) for row in ahead}
-        backs = [_action(row) for row in others if KINDS[row["kind"]] == "B"]
-        return {(forwards + 1, back): (forwards, found[back[1:3]]) for back in backs if back[1:3] in found}
-    over = np.searchsorted(others["end"], ahead["start"], side="right")
-    return {
-        (forwards, _action(row)): (forwards + 1, _action(others[count - 1]))
-        for row, count in zip(ahead, over.tolist(), strict=True)
-        if count
+    ahead, rest = rows[is_forward], np.sort(rows[~is_forward & (rows["kind"] != KINDS.index("E"))], order="end")
+    by_key = {action[1:3]: action for action in map(_action, ahead)}
+    found = {
+        (others, action): (forwards, by_key[action[1:3]])
+        for action in map(_action, rest)
+        if action.kind == "B" and action[1:3] in by_key
     }
+    over = np.searchsorted(rest["end"], ahead["start"], side="right")
+    for row, count in zip(ahead, over.tolist(), strict=True):
+        if count:
+            found[forwards, _action(row)] = others, _action(rest[count - 1])
+    return found
 
 
 def _finished(trace: Rows) -> list[int]:

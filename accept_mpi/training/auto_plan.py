@@ -2,7 +2,6 @@
 
 import math
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ from accept_mpi.models.losses import Loss
 from accept_mpi.plan import Plan
 from accept_mpi.planning.codec_choice import codings_of
 from accept_mpi.planning.estimate import with_codecs
-from accept_mpi.planning.planner import plan_for, plans_for, with_paying_lanes
+from accept_mpi.planning.planner import plans_for, with_paying_lanes
 from accept_mpi.planning.tables import table
 from accept_mpi.prediction.database import (
     database_path,
@@ -186,8 +185,6 @@ def _decided(
     cluster = pooled_profile(model, devices, seen, path, given is not None)
     keys = tuple(devices.keys)
     if given:
-        with suppress(UserError):  # loads the machine code that planning needs, for which a loss or a change would wait
-            plan_for(cluster, job)
         return AutoPlan(given, data, [], cluster, None, model, time.monotonic() - took.began, keys)
     found, even = plans_for(cluster, job)
     known, twice = sum(map(bool, devices.known)), sum(map(bool, seen.again))
@@ -214,8 +211,9 @@ def learn(job: Job, planned: AutoPlan, plan: Plan, log: Path) -> None:
         for rank in stage.ranks:
             took = means.get(rank, {})
             if {"F", "B"} <= took.keys():
-                key = planned.keys[rank]
-                runs.setdefault(key, []).append((stage.start, stage.stop, took["F"], took["B"] + took.get("W", 0.0)))
+                longer = planned.cluster.devices[rank].in_lane(stage.lanes_of(rank))  # than one pass after another
+                times = took["F"] / longer, (took["B"] + took.get("W", 0.0)) / longer
+                runs.setdefault(planned.keys[rank], []).append((stage.start, stage.stop, *times))
     observe(path, planned.cluster.outline, runs)
 
 

@@ -119,3 +119,10 @@ def test_too_little_to_say() -> None:
     assert cost.seconds == 0
     assert math.isnan(cost.hidden)
     assert math.isnan(link_cost(trace[:0]).hidden)
+
+
+def test_a_rank_that_only_updates_stays_in_its_place() -> None:
+    """A member of a group may take no micro-batch; the ranks behind it keep their numbers."""
+    trace = traced("1f1b", 0.5, 1)
+    computes = np.isin(trace["kind"], [KINDS.index(kind) for kind in "FB"])
+    assert recorded(trace[~((trace["rank"] == 1) & computes)]).ranks == recorded(trace).ranks
