@@ -13,6 +13,16 @@ Lanes = int | Literal["F+B"]
 beside a backward."""
 
 
+def slots_in(lanes: Lanes) -> int:
+    """Number of places where a rank computes micro-batches one after another: "F+B" takes all of them in order."""
+    return 1 if lanes == "F+B" else lanes
+
+
+def at_once(lanes: Lanes) -> int:
+    """Number of micro-batches that a rank works on at a time."""
+    return 2 if lanes == "F+B" else lanes
+
+
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive layers ``start <= i < stop``, and the group of ranks that hold them."""
 
@@ -135,9 +145,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def slots(self) -> list[tuple[int, int, int]]:
         """(stage, rank, lane) of every place where micro-batches are computed one after another (``deal.Slot``), in the
         order of ``holders``."""
-        counts = {rank: stage.lanes_of(rank) for stage in self.stages for rank in stage.ranks}
-        each = [(s, rank, counts[rank]) for s, rank in self.holders]
-        return [(s, rank, lane) for s, rank, lanes in each for lane in range(lanes if isinstance(lanes, int) else 1)]
+        return [(s, rank, lane) for s, rank in self.holders for lane in range(slots_in(self.stages[s].lanes_of(rank)))]
 
     @property
     def hybrid(self) -> bool:

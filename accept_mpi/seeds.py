@@ -1,7 +1,6 @@
 """Random seeds that depend on what is drawn, never on the rank that draws it."""
 
 import random
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,9 +8,6 @@ import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
-
-LOCK = threading.RLock()
-"""Held by a thread while it seeds and draws global random numbers, where several threads do (``pipeline.lanes``)."""
 
 # Purposes of seeds: the first word of every mix, so that no two uses can share a stream.
 INIT, FORWARD, ORDER, AUGMENT, CODE, EVALUATE, BACKWARD = 1, 2, 3, 4, 5, 6, 7

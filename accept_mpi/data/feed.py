@@ -20,7 +20,7 @@ from accept_mpi.data.base import Indices
 from accept_mpi.data.calendar import Calendar
 from accept_mpi.errors import DeadlineError, UserError
 from accept_mpi.plan import Place
-from accept_mpi.seeds import AUGMENT, LOCK, kept, mix
+from accept_mpi.seeds import AUGMENT, mix
 
 _POLL = 0.002
 
@@ -91,7 +91,6 @@ class Feed:
         self._batches, self._data, self._place, self._shares, self._drawn = batches, data, place, shares, drawn
         self._table = table
         self._compares = draws_both(data) and place.first != place.last and (place.leads or place.first)
-        self._lock = threading.Lock()  # lanes of a rank take samples at a time
         self._steps: dict[int, list[Samples]] = {}
         self._weighed: dict[int, list[float]] = {}
         self._sums: dict[int, Sums] = {}
@@ -101,10 +100,6 @@ class Feed:
 
     def begin(self, step: int, indices: Sequence[Indices]) -> None:
         """Prepare a step, before any micro-batch of it; again does nothing. ``indices``: the samples of each micro-batch."""
-        with self._lock:
-            self._begin(step, indices)
-
-    def _begin(self, step: int, indices: Sequence[Indices]) -> None:
         if self._shares is None or step in self._weighed:
             return
         self._steps[step] = [self._fetch(step, samples, self._is_mine(k)) for k, samples in enumerate(indices)]
@@ -116,10 +111,6 @@ class Feed:
 
     def take(self, step: int, k: int, indices: Indices) -> Samples:
         """Samples of micro-batch ``k``: inputs on the first stage, targets on the last."""
-        with self._lock:
-            return self._take(step, k, indices)
-
-    def _take(self, step: int, k: int, indices: Indices) -> Samples:
         if self._shares is not None:
             found = self._steps[step][k]
             self._steps[step][k] = Samples(None, None)
@@ -154,8 +145,7 @@ class Feed:
         assert self._data is not None
         seed = mix(AUGMENT, self._batches.seed, self._batches.epoch(step))
         inputs, targets = self._place.first and mine, self._place.last or self._compares
-        with LOCK, kept():  # lanes may draw at the same time
-            return fetch(self._data, indices, seed, inputs, targets)
+        return fetch(self._data, indices, seed, inputs, targets)
 
 
 def checksum(targets: Any) -> int:

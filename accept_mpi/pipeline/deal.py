@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from accept_mpi.pipeline.schedule import Action
-from accept_mpi.plan import Lanes, StagePlan
+from accept_mpi.plan import Lanes, StagePlan, at_once, slots_in
 
 
 class Slot(NamedTuple):
@@ -54,32 +54,28 @@ class Deal:
     def slots(self) -> list[Slot]:
         """All slots, by member and lane. A member that computes F beside B has one: it takes all its micro-batches in
         order."""
-        return [Slot(member, lane) for member in range(len(self.paces)) for lane in range(self._lanes(member))]
+        return [Slot(member, lane) for member, lanes in enumerate(self._lanes) for lane in range(slots_in(lanes))]
 
     def _places(self) -> Iterator[int]:
         """Yield the slot of one micro-batch after another: the one that would end it first, the first of several."""
-        each = [self.paces[slot.member] * self._lanes(slot.member) for slot in self.slots]
+        each = [self.paces[slot.member] * slots_in(self._lanes[slot.member]) for slot in self.slots]
         ends = [0.0] * len(each)
         while True:
             place = min(range(len(ends)), key=lambda n: ends[n] + each[n])
             ends[place] += each[place]
             yield place
 
-    def _lanes(self, member: int) -> int:
-        lanes = self.lanes[member] if self.lanes else 1
-        return lanes if isinstance(lanes, int) else 1
-
     @property
     def width(self) -> int:
         """Number of micro-batches among which every slot has one: 1 for a single member, R for R equal ones. F beside B
         counts as two, since it works on two micro-batches at a time."""
-        at_once = [self._at_once(member) for member in range(len(self.paces))]
-        slowest = max(pace * lanes for pace, lanes in zip(self.paces, at_once, strict=True))
+        slowest = max(pace * at_once(lanes) for pace, lanes in zip(self.paces, self._lanes, strict=True))
         return math.ceil(slowest * sum(1 / pace for pace in self.paces) * (1 - 1e-9))
 
-    def _at_once(self, member: int) -> int:
-        lanes = self.lanes[member] if self.lanes else 1
-        return lanes if isinstance(lanes, int) else 2
+    @property
+    def _lanes(self) -> Sequence[Lanes]:
+        """Each member's."""
+        return self.lanes or (1,) * len(self.paces)
 
 
 def widths(stages: Iterable[StagePlan]) -> list[int]:

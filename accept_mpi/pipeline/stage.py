@@ -252,6 +252,10 @@ class Stage(Trials):
         self._turns = self._turns or Turns()
         return self._turns
 
+    def drawing(self) -> AbstractContextManager[None]:
+        """A context for what draws random numbers: no other thread that computes the stage does so meanwhile."""
+        return nullcontext() if self._turns is None else self._turns.drawing()
+
     def lane(self) -> "Stage":
         """A stage for another thread: copies of the layers that share this one's parameters and buffers, but have gradients
         of their own, which ``exchange_gradients`` takes out. It makes no updates. Raises UserError if there can be none, as
@@ -342,7 +346,7 @@ class Stage(Trials):
             if self._turns is not None and index not in self._drawing:
                 value = call_layer(index, self.names[index - self.start], layer, value)
                 continue
-            with self._turns.drawing() if self._turns is not None else nullcontext():
+            with self.drawing():
                 self._seed_layer(index, seed(index))
                 before = state() if self._setting_up else ()
                 value = call_layer(index, self.names[index - self.start], layer, value, self._setting_up)

@@ -4,7 +4,7 @@ makes values which are not finite. Both happen to copies: what a forward does to
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self, cast
 
 import torch
@@ -24,7 +24,7 @@ from accept_mpi.pipeline.state import check_state
 from accept_mpi.pipeline.turns import calls_of_shared, hooked, why_in_turn
 from accept_mpi.pipeline.untouched import untouched
 from accept_mpi.pipeline.weight_versions import Weights, Writes, may_be_written
-from accept_mpi.seeds import LOCK, forward_seed, kept, seed_all, state
+from accept_mpi.seeds import forward_seed, kept, seed_all, state
 from accept_mpi.tree import Tree
 
 
@@ -56,6 +56,7 @@ class Trials:
     backward: Callable[..., Tensors]
     weight_gradient: Callable[[int, int], None]
     close: Callable[[], None]
+    drawing: Callable[[], AbstractContextManager[None]]
     _seed_layer: Callable[[int, int], None]
 
     @contextmanager
@@ -154,7 +155,7 @@ class Trials:
         if self._searches == 0 or not finite([x for x in inputs if x is not None]):
             return 0
         self._searches -= 1  # a model may intend its infinities (masks), so do not search forever
-        with LOCK, torch.no_grad(), self.trial() as trial:
+        with self.drawing(), torch.no_grad(), self.trial() as trial:
             value = tree.unflatten(of or tree.packed(len(inputs)), inputs)
             for index, layer in enumerate(trial.layers, self.start):
                 self._seed_layer(index, forward_seed(self._seed, step, micro_batch, index))

@@ -6,6 +6,7 @@ that nothing else draws is checked at each turn.
 """
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -13,22 +14,23 @@ from types import FrameType
 from torch import nn
 
 from accept_mpi.errors import UserError
-from accept_mpi.seeds import LOCK, state
+from accept_mpi.seeds import state
 
 _SHARED = ("torch/random.py", "torch/utils/checkpoint.py")
 """Files of torch whose functions save and restore the generators of all threads."""
 
 
 class Turns:
-    """Turns of the layers that draw."""
+    """Turns of what draws: layers, and data sets, which seed the generators for each sample."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._left: tuple[object, ...] | None = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Within the context no other thread draws. Raises UserError if one has drawn outside of such a context."""
-        with LOCK:
+        with self._lock:
             self.check()
             yield
             self._left = state()
@@ -36,12 +38,12 @@ class Turns:
     def begin(self) -> None:
         """Begin to watch, if that has not been done since ``forget``."""
         if self._left is None:
-            with LOCK:
+            with self._lock:
                 self._left = state()
 
     def check(self) -> None:
         """Raise UserError if a thread has drawn outside of ``drawing``."""
-        with LOCK:
+        with self._lock:
             if self._left is not None and state() != self._left:
                 raise UserError(
                     "pipeline.lanes: a layer draws random numbers that it did not draw in its first forward, so micro-"

@@ -56,11 +56,9 @@ class Weights:
         """Parameters and buffers that forwards write to."""
 
     def begin(self, version: int) -> None:
-        """Before F: show the values of this version. Older ones live on only in micro-batches in flight."""
-        if self._versions is not None:
-            for old in [v for v in self._versions if v < version]:
-                del self._versions[old]
-            self._show(self._versions[version])
+        """Before F: show the values of this version."""
+        if (values := self.at(version)) is not None:
+            self._show(values)
         for tensor, own in zip(self.written, copies([tensor.data for tensor in self.written]), strict=True):
             tensor.data = own
 
@@ -76,8 +74,8 @@ class Weights:
         return Kept(values, own)
 
     def at(self, version: int) -> list[torch.Tensor] | None:
-        """Values of a version, for another thread's F; None if there are no versions. Older ones live on only in
-        micro-batches in flight."""
+        """Values of a version, for F in any thread; None if there are no versions. Older ones live on only in micro-batches
+        in flight."""
         if self._versions is None:
             return None
         for old in [v for v in tuple(self._versions) if v < version]:

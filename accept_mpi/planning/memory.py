@@ -6,7 +6,7 @@ from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import LOCAL_KEPT, Job, most_held
 from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.schedule import max_in_flight
-from accept_mpi.plan import Plan
+from accept_mpi.plan import Plan, at_once
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.outline import LayerOutline
 
@@ -44,9 +44,9 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
             copies += needs.local_copies if plan.hybrid else 0.0
         gradients = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
         summing = _SUMMING if len(stage.ranks) > 1 else 0
-        for member, flying in enumerate(in_flight):
-            lanes = stage.lanes[member] if stage.lanes else 1
-            mine = summing + (0 if lanes == 1 else _SUMMED_HERE + (2 if lanes == "F+B" else lanes))
+        for rank, flying in zip(stage.ranks, in_flight, strict=True):
+            lanes = stage.lanes_of(rank)
+            mine = summing + (0 if lanes == 1 else _SUMMED_HERE + at_once(lanes))
             rows.append(float(copies * state + flying * held + mine * gradients))
     return rows
 

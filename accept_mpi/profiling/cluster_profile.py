@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from accept_mpi.errors import UserError
 from accept_mpi.files.hdf5 import Damaged, number_in, values_in
-from accept_mpi.plan import Lanes
+from accept_mpi.plan import Lanes, slots_in
 from accept_mpi.profiling.outline import Outline
 
 _MOST_DEVICES, _MOST_LAYERS = 4096, 1 << 16
@@ -61,13 +61,16 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, rename=_NAMES):
 
     def in_lane(self, lanes: Lanes) -> float:
         """Seconds of a micro-batch in one of so many lanes, all of them busy, as a multiple of those with one."""
-        return lanes * self.lanes.get(lanes, 1.0) if isinstance(lanes, int) else 1.0
+        return slots_in(lanes) * self._gain(lanes)
 
     def with_lanes(self, lanes: Lanes) -> "DeviceProfile":
         """A copy whose times are those of all its lanes together: as if it were that much faster."""
-        factor = self.lanes.get(lanes, 1.0) if isinstance(lanes, int) else 1.0
+        factor = self._gain(lanes)
         layers = {name: [factor * seconds for seconds in getattr(self, name)] for name in _TIMES if name != "update"}
         return msgspec.structs.replace(self, **layers)
+
+    def _gain(self, lanes: Lanes) -> float:
+        return 1.0 if lanes == "F+B" else self.lanes.get(lanes, 1.0)
 
     def slowed(self, factor: float) -> "DeviceProfile":
         """A copy in which everything (computing, coding, sending) takes ``factor`` times as long."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from accept_mpi.profiling.layer_timer import Subject, bytes_of, random_inputs
+from accept_mpi.profiling.layer_timer import Subject, bytes_of, given_to, piece_of
 from accept_mpi.profiling.layer_times import bit_reversed_order, pieces
 from accept_mpi.profiling.timed_piece import TimedPiece
 
@@ -36,12 +36,13 @@ def time_lanes(subject: Subject, micro_batches: int, room: float = math.inf) -> 
         return {}
     every = pieces(subject.outline)
     chosen = [every[n] for n in bit_reversed_order(len(every))]
-    fitting = [run for run in chosen if max(counts) * bytes_of(subject.outline, *run) <= room and _given(subject, *run)]
+    fitting = [run for run in chosen if max(counts) * bytes_of(subject.outline, *run) <= room]
+    fitting = [run for run in fitting if given_to(subject, *run) is not None]
     seconds = max(_LEAST, _SHARE * subject.job.pipeline.probe_seconds / (_PIECES * _TURNS * (1 + len(counts))))
     took = dict.fromkeys([1, *counts], 0.0)
     try:
         for start, stop in fitting[:_PIECES]:
-            rounds = _pieces_of(subject, start, stop, max(counts))
+            rounds = [_begun(subject, start, stop) for _ in range(max(counts))]
             for k in [1, *counts]:  # warms up
                 _side_by_side(rounds[:k], threads // k, 0.0)
             for _ in range(_TURNS):
@@ -54,23 +55,12 @@ def time_lanes(subject: Subject, micro_batches: int, room: float = math.inf) -> 
     return {k: took[k] / took[1] for k in counts} if took[1] else {}
 
 
-def _given(subject: Subject, start: int, stop: int) -> bool:
-    """True if this device has what a piece needs."""
-    first, last = start == 0, stop == len(subject.outline.layers)
-    return not (first and not subject.inputs) and not (last and subject.target is None)
-
-
-def _pieces_of(subject: Subject, start: int, stop: int, count: int) -> list[TimedPiece]:
-    """The same piece for each lane, with micro-batches in flight."""
-    chain, outline, job, loss, inputs, target, of, samples = subject
-    last = stop == len(outline.layers)
-    found = []
-    for _ in range(count):
-        piece = TimedPiece(chain, outline, job, start, stop, loss if last else None)
-        given = inputs if start == 0 else random_inputs(outline, start)
-        piece.begin(given, target, of if start == 0 else outline.layers[start].tree, samples)
-        found.append(piece)
-    return found
+def _begun(subject: Subject, start: int, stop: int) -> TimedPiece:
+    """A piece with micro-batches in flight."""
+    piece, given = piece_of(subject, start, stop), given_to(subject, start, stop)
+    assert given is not None
+    piece.begin(*given)
+    return piece
 
 
 def _side_by_side(lanes: Sequence[TimedPiece], threads: int, seconds: float) -> float:

@@ -111,7 +111,7 @@ def _measure(
     subject: Subject, chosen: list[tuple[int, int]], budget: float, room: float, brief: bool = False
 ) -> tuple[np.ndarray, list[TimedRange], float]:
     """(4, layers) seconds, NaN outside the pieces that the budget reached; these pieces' times; and the stretch."""
-    chain, outline, job, loss, inputs, target, of, samples = subject
+    outline = subject.outline
     began = time.monotonic()
     count = len(outline.layers)
     found = np.full((4, count), np.nan)
@@ -126,12 +126,12 @@ def _measure(
         remaining = budget - (time.monotonic() - began)
         if number and remaining <= 0:
             break
-        given = inputs if start == 0 else random_inputs(outline, start)
-        if not given or (stop == count and target is None):
+        given = given_to(subject, start, stop)
+        if given is None:
             continue
-        piece = TimedPiece(chain, outline, job, start, stop, loss if stop == count else None)
+        piece = piece_of(subject, start, stop)
         seconds = remaining * work[number] / sum(work[number:])
-        timed = piece.measure(given, target, seconds, brief, of if start == 0 else outline.layers[start].tree, samples)
+        timed = piece.measure(given.inputs, given.target, seconds, brief, given.tree, given.samples)
         found[:, start:stop] = timed.layers
         wall, cpu = wall + timed.wall, cpu + timed.cpu
         measured.append((start, stop))
@@ -141,6 +141,22 @@ def _measure(
     found *= stretch
     runs = [(a, b, float(found[0, a:b].sum()), float(found[1, a:b].sum())) for a, b in measured]
     return found, runs, stretch
+
+
+def piece_of(subject: Subject, start: int, stop: int) -> TimedPiece:
+    """The piece of layers ``start`` to ``stop`` - 1."""
+    loss = subject.loss if stop == len(subject.outline.layers) else None
+    return TimedPiece(subject.chain, subject.outline, subject.job, start, stop, loss)
+
+
+def given_to(subject: Subject, start: int, stop: int) -> MicroBatch | None:
+    """A micro-batch for a piece: of the data in front of the first layer, else random activations. None if the piece needs
+    data that this device lacks."""
+    inputs = random_inputs(subject.outline, start) if start else subject.inputs
+    if not inputs or (stop == len(subject.outline.layers) and subject.target is None):
+        return None
+    of = subject.outline.layers[start].tree if start else subject.tree
+    return MicroBatch(inputs, subject.target, of, subject.samples)
 
 
 def bytes_of(outline: Outline, start: int, stop: int) -> int:

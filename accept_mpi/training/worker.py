@@ -212,10 +212,11 @@ class Worker:
 
         def compute(stage: Stage) -> Outputs:
             with self.recorder.span("F", step + 1, k):
-                self._feed.begin(step, samples)
-                data = self._feed.take(step, k, samples[k])
+                with stage.drawing():  # one lane at a time, since a data set may draw
+                    self._feed.begin(step, samples)
+                    data = self._feed.take(step, k, samples[k])
+                    share = self._feed.share(step, k)
                 values = given if source else stage.from_data(data.inputs)
-                share = self._feed.share(step, k)
                 return stage.forward(
                     step, k, values.tensors, version, data.targets, share, suspect, whole, values.tree, sizes[k]
                 )
