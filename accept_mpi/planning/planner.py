@@ -38,7 +38,7 @@ _ALIKE = 0.9
 """Two equal devices may measure up to 10 % apart. Within that, prefer the assignment that moves less state."""
 _SLOW = 1 / 4
 """Devices below this share of the mean speed finish few timing rounds, so their times are the least reliable."""
-_SPARED = 1.08
+_SPARED = 1.02
 """Such devices are left idle if a step is at most this factor longer without them."""
 _TRIED = 720  # orders of devices that are all tried; with more, devices are exchanged one by one
 _STATES = 3.0  # most tensors per parameter that move with a layer: the weight and two moments of the optimizer
