@@ -29,8 +29,12 @@ class Model(Section, frozen=True):
     """``[model]``: the network to train."""
 
     name: str
-    """Name in the zoo, or "package.module:function" that returns an nn.Sequential or a list of layers."""
+    """Name in the zoo, "transformers:Class" (``args`` are the keys of its configuration), "timm:name", or
+    "package.module:function" that returns an nn.Module or a list of layers."""
     args: dict[str, Any] = {}
+    output: str = ""
+    """Of a model with a forward of its own: the part of its result that the loss gets, by key, attribute or position;
+    "loss": the model computes its loss itself. Empty: the tensor that it gives, or its "logits"."""
 
 
 class Data(Section, frozen=True):

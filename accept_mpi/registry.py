@@ -34,17 +34,22 @@ def find_function(name: str, zoo: Mapping[str, Callable[..., Any]], key: str) ->
     module_name, _, function_name = name.partition(":")
     if not (function_name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
         raise UserError(f'{key}: expected "package.module:function", got "{name}"')
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        raise UserError(f'{key}: cannot import "{module_name}": {type(error).__name__}: {error}') from error
+    module = import_module(module_name, key)
     function = getattr(module, function_name, None)
     if not callable(function):
         names = [n for n in dir(module) if callable(getattr(module, n)) and not n.startswith("_")]
         raise UserError(f'{key}: "{module_name}" has no function "{function_name}"{nearest(function_name, names)}')
     return function
+
+
+def import_module(name: str, key: str) -> Any:
+    """Import a module for a job's ``key``. Raises UserError with one sentence."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise UserError(f'{key}: cannot import "{name}": {type(error).__name__}: {error}') from error
 
 
 def call(function: Callable[..., Any], args: Mapping[str, Any], key: str, seed: int) -> Any:

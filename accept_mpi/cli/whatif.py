@@ -114,7 +114,7 @@ def _same_model(timed: Outline, job: Job, ran: dict[str, Any]) -> bool:
         batch = MicroBatch(tuple(spec.zeros() for spec in first.inputs), None, first.tree, timed.samples)
         if not data:
             batch = micro_batch(load_data(job.data.name, job.data.args, job.model)[0], job)
-        chain = load_model(job.model.name, job.model.args, job.train.seed)
+        chain = load_model(job.model.name, job.model.args, job.train.seed, lambda: batch.value, job.model.output)
         if chain.names != list(timed.names):
             return False
         return _sizes(outline_of(chain, job, batch.inputs, batch.tree, batch.samples)) == _sizes(timed)
@@ -213,11 +213,11 @@ def _measure(path: Path, overrides: list[str]) -> _Measured:
     """Measure this machine in this process, for the job at ``path``."""
     job = parse(path.read_text(), str(path), overrides)
     keep_memory()
-    chain = load_model(job.model.name, job.model.args, job.train.seed)
     train, _ = load_data(job.data.name, job.data.args, job.model)
     batch = micro_batch(train, job)
+    chain = load_model(job.model.name, job.model.args, job.train.seed, lambda: batch.value, job.model.output)
     model = outline_of(chain, job, batch.inputs, batch.tree, batch.samples)
-    subject = Subject(chain, model, job, find_loss(job.train.loss), *batch)
+    subject = Subject(chain, model, job, find_loss(job.train.loss, job.model.output), *batch)
     times = time_layers(subject, job.pipeline.probe_seconds)
     times = msgspec.structs.replace(times, lanes=time_lanes(subject, micro_batches_of(job)))
     return _Measured(model, times, message_costs(codings_of(job), _BYTE_CPU, _MESSAGE_CPU))

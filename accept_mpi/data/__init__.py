@@ -30,7 +30,8 @@ def load(name: str, args: Mapping[str, Any], model: Any = None) -> tuple[Dataset
     except (TypeError, ValueError):
         raise UserError(f'data.name: "{name}" must return (train, test), got {type(result).__name__}') from None
     try:
-        adapted = adapt(train), adapt(test)
+        whole = model is not None and model.output == "loss"
+        adapted = adapt(train, whole), adapt(test, whole)
     except (TypeError, ValueError) as error:
         raise UserError(f'data.name: "{name}": {error}') from error
     for which, data in zip(("training", "test"), adapted, strict=True):

@@ -9,7 +9,7 @@ index before a torch-style data set is asked for it, and one call gives x and y;
 same call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -99,10 +99,12 @@ class ArrayDataset:
 
 
 class MapDataset:
-    """Adapter for a torch-style map data set (``len`` and ``[i] -> (x, y)``). Raises UserError for other samples."""
+    """Adapter for a torch-style map data set (``len`` and ``[i] -> (x, y)``, or -> a dict with the target in it). Raises
+    UserError for other samples."""
 
-    def __init__(self, items: Any) -> None:
-        self.items = items
+    def __init__(self, items: Any, whole: bool = False) -> None:
+        """``whole``: the model gets the target of a dict, too, since it computes the loss."""
+        self.items, self._whole = items, whole
 
     def __len__(self) -> int:
         return len(self.items)
@@ -124,9 +126,15 @@ class MapDataset:
 
     def _sample(self, index: int) -> Any:
         sample = self.items[index]
+        if isinstance(sample, Mapping) and (name := next((one for one in TARGETS if one in sample), None)):
+            inputs = {key: value for key, value in sample.items() if key != name or self._whole}
+            return inputs, sample[name]
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             of = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
-            raise UserError(f"data.name: sample {index} must be a pair (x, y), got a {type(sample).__name__}{of}")
+            raise UserError(
+                f"data.name: sample {index} must be a pair (x, y), or a dict with its target under one of "
+                f"{', '.join(TARGETS)}; got a {type(sample).__name__}{of}"
+            )
         return sample
 
 
@@ -146,14 +154,17 @@ def _stack(values: Sequence[Any], what: str) -> Any:
         raise UserError(f"data.name: the {what} of samples must be tensors or arrays of one shape: {reason}") from error
 
 
+TARGETS = ("labels", "label", "targets", "target")
+"""Names under which a sample that is a dict may have its target."""
 EVALUATION = 0
 """Used in place of a seed in evaluation."""
 
 Loader = Callable[..., tuple[Any, Any]]
 
 
-def adapt(data: object) -> Dataset:
+def adapt(data: object, whole: bool = False) -> Dataset:
     """A user's data set as a ``Dataset``: it may be one, a pair of tensors or arrays ``(x, y)``, or of torch's map style.
+    ``whole``: the model gets the targets of samples that are dicts, too.
 
     Raises TypeError with a sentence if it is none of these.
     """
@@ -166,5 +177,5 @@ def adapt(data: object) -> Dataset:
     if type(data) is TensorDataset and len(data.tensors) == 2:  # draws no random numbers, and its samples are rows
         return ArrayDataset(*data.tensors)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        return MapDataset(data)
+        return MapDataset(data, whole)
     raise TypeError(f"expected a data set with __len__ and __getitem__, or a pair (x, y), got {type(data).__name__}")

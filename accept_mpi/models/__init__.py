@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -13,9 +14,10 @@ from accept_mpi.models.gpt import gpt
 from accept_mpi.models.mobilenet import mobilenetv2
 from accept_mpi.models.resnet import resnet18
 from accept_mpi.models.vgg import vgg11
-from accept_mpi.registry import call, find_function
+from accept_mpi.recording.recorded import RecordedModel
+from accept_mpi.registry import call, find_function, import_module
 
-__all__ = ["ZOO", "Chain", "load"]
+__all__ = ["ZOO", "Chain", "Whole", "load", "load_any"]
 
 ZOO: dict[str, Callable[..., Chain]] = {
     "cnn": cnn,
@@ -26,29 +28,84 @@ ZOO: dict[str, Callable[..., Chain]] = {
 }
 
 
-def load(name: str, args: Mapping[str, Any], seed: int) -> Chain:
+class Whole(NamedTuple):
+    """A model with a forward of its own, which becomes a chain once that has been recorded."""
+
+    make: Callable[[], nn.Module]
+    name: str
+    output: str
+
+    def record(self, value: Any) -> Chain:
+        """The chain, for micro-batches like ``value``, which the data set gives. Raises UserError."""
+        return RecordedModel(self.make, self.name, value, self.output).chain()
+
+
+def load(name: str, args: Mapping[str, Any], seed: int, value: Callable[[], Any] | None = None, output: str = "") -> Chain:
     """Chain of layers that a job names. Raises UserError with one sentence.
 
-    A user's function returns an ``nn.Sequential``, a list of layers, or (to build only what a rank holds) a list of
-    functions that each make a layer; list entries may be ``(name, layer)``. It is called under ``seed``, and called again
-    whenever new layers are needed.
+    ``value`` gives what the data set gives for a micro-batch; it is called if the model has a forward of its own. ``output``:
+    the part of its result that the loss gets.
     """
-    function = find_function(name, ZOO, "model.name")
+    found = load_any(name, args, seed, output)
+    if isinstance(found, Chain):
+        return found
+    if value is None:
+        raise UserError(f'model.name: "{name}" has a forward of its own, so samples are needed to divide it into layers')
+    return found.record(value())
 
-    def make() -> list[tuple[str, Entry]]:
-        model = call(function, args, "model.args", seed)
+
+def load_any(name: str, args: Mapping[str, Any], seed: int, output: str = "") -> Chain | Whole:
+    """The model that a job names. Raises UserError with one sentence.
+
+    A user's function returns any ``nn.Module``; an ``nn.Sequential`` and a list of layers are chains already, and so is (to
+    build only what a rank holds) a list of functions that each make a layer; list entries may be ``(name, layer)``. It is
+    called under ``seed``, and called again whenever new layers are needed.
+    """
+    if name.partition(":")[0] in _LIBRARIES and ":" in name:
+        function = _LIBRARIES[name.partition(":")[0]](name)
+    else:
+        function = find_function(name, ZOO, "model.name")
+
+    def again() -> Any:
+        return call(function, args, "model.args", seed)
+
+    def entries(model: object) -> list[tuple[str, Entry]]:
         try:
             return entries_of(model)
         except (TypeError, ValueError) as error:
             raise UserError(f'model.name: "{name}": {error}') from error
 
-    if name in ZOO:
-        chain: Chain = call(function, args, "model.args", seed)
-        return chain
+    model = again()
+    if isinstance(model, Chain):
+        return model
+    if isinstance(model, nn.Module) and not _is_sequence(model):
+        return Whole(again, name, output)
+    if output:
+        raise UserError(f'model.output: "{name}" is a chain of layers, whose result the loss gets as a whole')
     try:
-        return Chain(make(), make)
+        return Chain(entries(model), lambda: entries(again()))
     except ValueError as error:
         raise UserError(f'model.name: "{name}": {error}') from error
+
+
+def _of_transformers(name: str) -> Callable[..., Any]:
+    """A class of transformers, from the keys of its configuration: "transformers:GPT2LMHeadModel"."""
+    found = find_function(name, ZOO, "model.name")
+    config = getattr(found, "config_class", None)
+
+    def make(**keys: Any) -> Any:
+        return found(config(**keys))
+
+    return found if config is None else make
+
+
+def _of_timm(name: str) -> Callable[..., Any]:
+    """A model of timm: "timm:mobilenetv3_small_100"."""
+    timm = import_module("timm", "model.name")
+    return partial(timm.create_model, name.partition(":")[2])
+
+
+_LIBRARIES: dict[str, Callable[[str], Callable[..., Any]]] = {"transformers": _of_transformers, "timm": _of_timm}
 
 
 def as_chain(model: object) -> Chain:
@@ -71,7 +128,7 @@ def entries_of(model: object) -> list[tuple[str, Entry]]:
     if isinstance(model, Chain):
         return list(model.layers)
     if isinstance(model, nn.Sequential):
-        if type(model).forward is not nn.Sequential.forward:
+        if not _is_sequence(model):
             raise TypeError(f"{type(model).__name__} has a forward of its own, so its layers cannot be run one by one")
         model = list(model._modules.items())  # named_children() leaves out repeated modules
     if not isinstance(model, list | tuple):
@@ -81,6 +138,11 @@ def entries_of(model: object) -> list[tuple[str, Entry]]:
         if not isinstance(layer, nn.Module) and not callable(layer):
             raise TypeError(f'layer "{layer_name}" is a {type(layer).__name__}, not an nn.Module')
     return named
+
+
+def _is_sequence(model: nn.Module) -> bool:
+    """True if a module does no more than call its parts in order."""
+    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
 
 
 def _is_named(entry: object) -> bool:

@@ -38,6 +38,8 @@ class Chain:
 
         Raises ValueError with a sentence if names are wrong, UserError if a layer has no shape yet.
         """
+        self.own_names = False
+        """True if names of state are those of the whole model, without the layer's name in front."""
         self.layers = list(layers)
         if not self.layers:
             raise ValueError("a model needs at least one layer")
@@ -56,6 +58,13 @@ class Chain:
             self.layers = []
             if self._made.modules is not None:  # they exist and can be inspected
                 self._shared = self._find_shared()
+
+    @classmethod
+    def recorded(cls, names: Sequence[str], again: Callable[[], Entries]) -> "Chain":
+        """The chain of a recorded model, of which ``again`` makes new layers. Their state has the model's own names."""
+        chain = cls([(name, nn.Identity) for name in names])
+        chain.layers, chain._again, chain._shared, chain.own_names = [], again, None, True
+        return chain
 
     def __len__(self) -> int:
         return len(self.names)

@@ -22,6 +22,8 @@ from accept_mpi.users_code import blame, does_not_fit, in_words
 
 IGNORED = -100
 """Class that does not count, the same as in torch's losses."""
+OWN = "loss"
+"""``model.output`` of a model that computes its loss itself."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +180,16 @@ def counts_known(name: str) -> bool:
     return name in _LOSSES
 
 
-def find_loss(name: str) -> Loss:
-    """Loss that a job names. Raises UserError with one sentence."""
+def find_loss(name: str, output: str = "") -> Loss:
+    """Loss that a job names; with ``output`` "loss" the model computes it. Raises UserError with one sentence."""
+    if output == OWN:
+        return Loss("the model's own", _own)
     return Loss(name, _LOSSES.get(name) or find_function(name, _LOSSES, "train.loss"))
+
+
+def _own(output: Any, target: Any) -> Any:
+    """The loss that the model has computed itself."""
+    return output
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:

@@ -57,6 +57,11 @@ class MicroBatch(NamedTuple):
     tree: Tree | None = None
     samples: int | None = None
 
+    @property
+    def value(self) -> Any:
+        """What the data set gives for the micro-batch."""
+        return tree.unflatten(self.tree or tree.packed(len(self.inputs)), self.inputs)
+
 
 def time_layers(
     subject: Subject,

@@ -91,7 +91,8 @@ class Checkpoint:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """The ``state_dict`` of the whole model."""
-        return self.tensors("weights", range(len(self.manifest.layers)))
+        found = self.tensors("weights", range(len(self.manifest.layers)))
+        return {key.partition(".")[2]: value for key, value in found.items()} if self.manifest.own_names else found
 
     def _check_header(self, stage: StageFiles, part: Part) -> int:
         """Check the size of a file and the tensors that its header names; returns their bytes. Raises UserError."""

@@ -66,6 +66,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     model: Text
     model_args: dict[str, Any]
     layers: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
+    own_names: bool = False
+    """True if names of tensors, behind their layer's, are those of the whole model, which had a forward of its own."""
     seed: Seed
     """Seed of the run. With the step, it is the whole state of the random numbers: every draw is seeded by its purpose."""
     samples: Annotated[int, Meta(ge=1, le=_MOST)]

@@ -11,13 +11,11 @@ import torch
 from accept_mpi.codecs.coding import prepare
 from accept_mpi.comm.links import pair_rates
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.data import Dataset
-from accept_mpi.data import load as load_data
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.device.allocator import give_back_memory
 from accept_mpi.device.cpu import computing_takes_all
 from accept_mpi.device.memory import available_memory, planned
-from accept_mpi.errors import Agreed, UserError
+from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.replay import mean_times
@@ -39,6 +37,7 @@ from accept_mpi.profiling.layer_times import LayerTimes, TimedRange, nothing_mea
 from accept_mpi.profiling.message_costs import message_costs
 from accept_mpi.profiling.outline import Outline
 from accept_mpi.profiling.pooling import doubted
+from accept_mpi.training.data_here import Data, load_here
 from accept_mpi.training.profile_cluster import (
     Devices,
     Measured,
@@ -48,8 +47,6 @@ from accept_mpi.training.profile_cluster import (
     pooled_profile,
     retime_doubted,
 )
-
-Data = tuple[Dataset | None, Dataset | None]
 
 _MOST_ROWS = 50_000  # newest rows of a trace that are evaluated after a run
 
@@ -76,17 +73,17 @@ class AutoPlan(NamedTuple):
 
 
 def plan_by_measuring(
-    runtime: Runtime, job: Job, chain: Chain, loss: Loss, given: Plan | None = None, most: float = math.inf
+    runtime: Runtime, job: Job, chain: Chain, loss: Loss, have: Data, given: Plan | None = None, most: float = math.inf
 ) -> AutoPlan:
     """Measure devices and links, and cut the model so that training is fastest. All ranks call this together.
 
     Every rank that can load the data may hold the first or the last stage. If a plan is ``given``, it stays as it is: only
     rank 0 times layers, and the others are assumed to be as fast (FTPipeHD, section III-D: capacity 1 until training shows
-    another). ``most``: most bytes of memory that this rank may take.
+    another). ``have``: the data, if this rank has loaded them; ``most``: most bytes of memory that this rank may take.
 
     Raises Agreed if no plan fits or no rank has the data.
     """
-    data, source = _load(runtime, job)
+    data, source = load_here(runtime, job, have)
     began = time.monotonic()
     batch = runtime.agree("a micro-batch", lambda: micro_batch(data[0], job))
     codings = codings_of(job)
@@ -118,13 +115,15 @@ def plan_by_measuring(
     return decided or AutoPlan(plan, data, [], None, None, model)
 
 
-def with_best_lanes(runtime: Runtime, job: Job, chain: Chain, loss: Loss, plan: Plan) -> tuple[Plan, Data]:
+def with_best_lanes(
+    runtime: Runtime, job: Job, chain: Chain, loss: Loss, have: Data, plan: Plan
+) -> tuple[Plan, Data]:
     """The plan of a run with one rank, with the lanes with which it computes fastest, if the job leaves that open; and the
     data, if they were needed for it. Raises Agreed if there are none."""
     threads, micro_batches = torch.get_num_threads(), micro_batches_of(job)
     if job.pipeline.lanes != "auto" or not lane_counts(threads, micro_batches):
-        return plan, (None, None)
-    data, source = _load(runtime, job)
+        return plan, have
+    data, source = load_here(runtime, job, have)
     batch = runtime.agree("a micro-batch", lambda: micro_batch(data[0], job))
     model = agree_on_outline(runtime, chain, job, batch, source)
     path = database_path(job.pipeline.latency_db)
@@ -215,17 +214,3 @@ def learn(job: Job, planned: AutoPlan, plan: Plan, log: Path) -> None:
                 times = took["F"] / longer, (took["B"] + took.get("W", 0.0)) / longer
                 runs.setdefault(planned.keys[rank], []).append((stage.start, stage.stop, *times))
     observe(path, planned.cluster.outline, runs)
-
-
-def _load(runtime: Runtime, job: Job) -> tuple[Data, int]:
-    """Load the data if this rank can. Returns it and the first rank that has it. Raises Agreed if none has."""
-    data: Data = (None, None)
-    error = None
-    try:
-        data = load_data(job.data.name, job.data.args, job.model)
-    except UserError as mistake:
-        error = str(mistake)
-    errors = runtime.messenger.allgather(error, runtime.startup_seconds, "the data")
-    if None not in errors:
-        raise Agreed(str(errors[0]))
-    return data, errors.index(None)

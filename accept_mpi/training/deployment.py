@@ -18,7 +18,7 @@ from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.group_sum import Group, GroupSum
 from accept_mpi.comm.messages import EvaluationMade, Leaving, Message, PlanOver, Speed, StepMade, TargetsDrawn
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.data import Dataset, fetch
+from accept_mpi.data import fetch
 from accept_mpi.data import load as load_data
 from accept_mpi.data.calendar import Calendar, Milestones, micro_batch_sizes
 from accept_mpi.data.feed import Drawn, checksum
@@ -47,13 +47,12 @@ from accept_mpi.recovery.replication import Replication, Route
 from accept_mpi.training.boundaries import agree_on_shapes
 from accept_mpi.training.codec_selection import select_codecs
 from accept_mpi.training.controller import Controller, Follower
+from accept_mpi.training.data_here import Data
 from accept_mpi.training.group_member import GroupMember
 from accept_mpi.training.lanes import Computing, InTurn, LaneThreads, threads_of
 from accept_mpi.training.reports import Reports
 from accept_mpi.training.stage_channels import Neighbour, StageChannels
 from accept_mpi.training.worker import Services, Worker
-
-Data = tuple[Dataset | None, Dataset | None]
 
 _TOLD = 8  # reports kept: more than can be in flight
 _LOCAL_SHARE = 0.01

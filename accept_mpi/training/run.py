@@ -116,7 +116,7 @@ class _Run:
         if job.pipeline.cuts != "auto" or runtime.size == 1:
             given = runtime.agree("the plan", lambda: self._given_plan(runtime, state.chain))
             if runtime.size == 1 and job.pipeline.cuts == "auto":
-                given, state.data = with_best_lanes(runtime, job, state.chain, state.loss, given)
+                given, state.data = with_best_lanes(runtime, job, state.chain, state.loss, state.data, given)
             if not job.pipeline.adapt or runtime.size == 1:
                 return Begin(given, first=True)
         room = room_here(runtime, state.disk)
@@ -124,7 +124,7 @@ class _Run:
             self._share_cluster(runtime, known)
             state.outline = known.outline
             return Begin(next_plan(runtime, job, Plan(stages=(), boundaries=()), known), first=True)
-        self._planned = plan_by_measuring(runtime, job, state.chain, state.loss, given, room)
+        self._planned = plan_by_measuring(runtime, job, state.chain, state.loss, state.data, given, room)
         state.data, state.outline = self._planned.data, self._planned.outline
         self._share_cluster(runtime, self._planned.cluster)
         return Begin(self._planned.plan, first=True)

@@ -17,12 +17,15 @@ from accept_mpi.job import Job
 from accept_mpi.job_file import parse, read_text
 from accept_mpi.launch.ownership import Ownership
 from accept_mpi.launch.run_identity import RunIdentity
-from accept_mpi.models import load as load_model
+from accept_mpi.models import Chain, Whole, load_any
 from accept_mpi.models.losses import find_loss
 from accept_mpi.profiling.cluster_profile import ClusterProfile
+from accept_mpi.profiling.layer_timer import micro_batch
+from accept_mpi.recording.recorded import key_of, value_of
 from accept_mpi.recovery.disk_replicas import DiskReplicas
 from accept_mpi.recovery.layer_state import fitting
 from accept_mpi.recovery.replicas import Replicas
+from accept_mpi.training.data_here import Data, load_here
 from accept_mpi.training.deployment import RankState
 
 
@@ -85,15 +88,34 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
     runtime.same("versions of accept_mpi and torch", f"{facts['versions']['accept_mpi']} and {facts['versions']['torch']}")
     keep_memory()
     threads = set_threads(job.train.threads, facts["cores"], runtime.ranks_on_host)
-    chain = runtime.agree("the model", lambda: load_model(job.model.name, job.model.args, job.train.seed))
+    chain, data = _model(runtime, job)
     runtime.same("layers of the model", chain.names)
-    loss = runtime.agree("the loss", lambda: find_loss(job.train.loss))
+    loss = runtime.agree("the loss", lambda: find_loss(job.train.loss, job.model.output))
     disk = DiskReplicas(options.supervised, facts["host"]) if options.supervised else None
     replicas = Replicas(disk)
     if disk and place_on_host(runtime) == 0:
         for step, blobs in disk.read().items():
             replicas.keep(step, fitting(blobs, chain.names))
-    return RankState(job, chain, loss, replicas, disk, threads)
+    return RankState(job, chain, loss, replicas, disk, threads, data)
+
+
+def _model(runtime: Runtime, job: Job) -> tuple[Chain, Data]:
+    """The model as a chain, and the data if they were needed for it: a model with a forward of its own is recorded for
+    micro-batches as one rank, which has data, tells all."""
+    model = runtime.agree("the model", lambda: load_any(job.model.name, job.model.args, job.train.seed, job.model.output))
+    whole = runtime.messenger.allgather(isinstance(model, Whole), runtime.startup_seconds, "the kind of model")
+    if not any(whole):
+        assert isinstance(model, Chain)
+        return model, (None, None)
+    data, source = load_here(runtime, job)
+    key = runtime.agree("a micro-batch", lambda: key_of(micro_batch(data[0], job).value) if data[0] is not None else None)
+    told = runtime.messenger.allgather(key, runtime.startup_seconds, "the shapes of a micro-batch")
+
+    def recorded() -> Chain:
+        assert isinstance(model, Whole)
+        return model.record(value_of(told[source])[0])
+
+    return runtime.agree("the model", recorded), data
 
 
 def room_here(runtime: Runtime, disk: DiskReplicas | None) -> float:

@@ -1,0 +1,163 @@
+"""Layers cut from a record: modules that hold a part of the model under its own names, and compute a part of the record."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accept_mpi import tree
+from accept_mpi.errors import UserError
+from accept_mpi.recording.structure import mapped, tensors_in
+from accept_mpi.recording.tape import DEVICE, ComputingDevice, Node, State, Value
+
+_PLACES = (Value, State, ComputingDevice)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A node that a layer computes, and the values that nothing needs afterwards."""
+
+    node: Node
+    places: bool
+    """True if the arguments have places to fill."""
+    frees: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What a layer computes for inputs of one shape, in one mode."""
+
+    takes: tuple[int, ...]
+    """Slots of the tensors that it is given."""
+    steps: tuple[Step, ...]
+    gives: tuple[int, ...]
+    """Slots of the tensors that it passes on; empty on the last layer."""
+    output: Any
+    """Structure of the result, on the last layer."""
+
+
+def program(nodes: Sequence[Node], takes: Sequence[int], gives: Sequence[int], output: Any) -> Program:
+    """The program of these nodes. ``gives``: slots that it passes on, or on the last layer those in ``output``."""
+    left = set(gives)
+    steps: list[Step] = []
+    for node in reversed(nodes):
+        unused = tuple({slot for slot in (*node.takes, *node.gives) if slot not in left})
+        left.update(node.takes)
+        places = any(True for _ in _places((node.args, node.kwargs)))
+        steps.append(Step(node, places, unused))
+    return Program(tuple(takes), tuple(reversed(steps)), () if output is not None else tuple(gives), output)
+
+
+def _places(value: Any) -> list[Any]:
+    found: list[Any] = []
+    mapped(value, lambda place: found.append(place) or place, _PLACES)
+    return found
+
+
+class RecordedLayer(nn.Module):
+    """A part of a recorded model. Its parameters and buffers have the names that they have in the model.
+
+    The first layer takes what the data set gives. A layer passes on a tuple of the inputs' shapes (as a key), and of the
+    tensors that later layers need.
+    """
+
+    def __init__(
+        self, index: int, programs: Callable[[bytes, bool], Sequence[Program]], key_of: Callable[[Any], bytes]
+    ) -> None:
+        """``programs(key, training)`` are those of all layers; ``key_of`` gives the key of a data set's value."""
+        super().__init__()
+        self.__dict__["_recorded_index"] = index
+        self.__dict__["_recorded_programs"] = _Uncopied(programs)
+        self.__dict__["_recorded_key_of"] = _Uncopied(key_of)
+
+    def forward(self, value: Any) -> Any:
+        index = self.__dict__["_recorded_index"]
+        if index == 0:
+            key = self.__dict__["_recorded_key_of"](value)
+            given, _ = tree.flatten(value)
+        else:
+            key, *given = value
+        run = self.__dict__["_recorded_programs"](key, self.training)[index]
+        slots = dict(zip(run.takes, given, strict=True))
+        device = next((one.device for one in given), torch.device("cpu"))
+
+        def filled(place: Any) -> Any:
+            if type(place) is Value:
+                return slots[place.slot]
+            return device if place is DEVICE else self._state(place.name)
+
+        enabled = torch.is_grad_enabled()
+        for step in run.steps:
+            node = step.node
+            args, kwargs = node.args, node.kwargs
+            if step.places:
+                args, kwargs = mapped(args, filled, _PLACES), mapped(kwargs, filled, _PLACES)
+            call = self.get_submodule(node.module) if node.function is None else node.function
+            with nullcontext() if node.grad or not enabled else torch.no_grad():
+                result = call(*args, **kwargs)
+            slots.update(zip(node.gives, tensors_in(result), strict=True))
+            for slot in step.frees:
+                slots.pop(slot, None)
+        if run.output is not None:
+            return mapped(run.output, filled, _PLACES)
+        return (key, *(slots[slot] for slot in run.gives))
+
+    def _state(self, name: str) -> torch.Tensor:
+        path, _, last = name.rpartition(".")
+        holder = self.get_submodule(path)
+        found: torch.Tensor = getattr(holder, last)
+        return found
+
+
+class _Uncopied:
+    """A function that copies of a layer share."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Uncopied":
+        return self
+
+
+def put(layer: nn.Module, path: str, module: nn.Module) -> None:
+    """Put a module into a layer under its dotted name in the model."""
+    *parents, last = path.split(".")
+    holder = _holder(layer, parents)
+    there = holder._modules.get(last)
+    if there is not None and there is not module:
+        raise UserError(f"model.name: {path} is used both as a whole and in parts, which cannot be cut into layers")
+    holder._modules[last] = module
+
+
+def put_tensor(layer: nn.Module, path: str, model: nn.Module) -> None:
+    """Put one of the model's tensors into a layer under its dotted name."""
+    *parents, last = path.split(".")
+    source = model.get_submodule(".".join(parents))
+    holder = _holder(layer, parents)
+    if holder is source:
+        return  # a part of a module that is there
+    if last in source._parameters:
+        holder._parameters[last] = source._parameters[last]
+    elif last in source._buffers:
+        holder._buffers[last] = source._buffers[last]
+        if last in source._non_persistent_buffers_set:
+            holder._non_persistent_buffers_set.add(last)
+    else:
+        holder.__dict__[last] = source.__dict__[last]
+
+
+def _holder(layer: nn.Module, parents: Sequence[str]) -> nn.Module:
+    holder = layer
+    for name in parents:
+        if name not in holder._modules:
+            holder._modules[name] = nn.Module()
+        found = holder._modules[name]
+        assert found is not None
+        holder = found
+    return holder

@@ -1,0 +1,106 @@
+"""A model on torch's meta device, where tensors have shapes but no values; it costs no memory, and its forward is recorded."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from accept_mpi.errors import UserError
+from accept_mpi.models.layers import restore_modes
+from accept_mpi.models.shared import refuse_lazy
+
+_KEPT = (bool, int, float, str, type(None))
+
+
+class MetaModel:
+    """A user's model, converted in place, and the names of what it consists of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises UserError if parameters have no shape yet."""
+        refuse_lazy("model", model)
+        self.model = model
+        self.paths: dict[int, str] = {}
+        """Dotted name of each module, by its id."""
+        self.states: dict[int, str] = {}
+        """Dotted name of each of the model's tensors, by its id; the first name if there are several."""
+        self.trained: set[str] = set()
+        """Those names whose tensors are trained."""
+        made: dict[int, torch.Tensor] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            self.paths.setdefault(id(module), path)
+            prefix = f"{path}." if path else ""
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+            for table in tables:
+                for name, tensor in list(table.items()):
+                    if isinstance(tensor, torch.Tensor):
+                        new = made.get(id(tensor))
+                        if new is None:
+                            new = made[id(tensor)] = _on_meta(tensor)
+                            made[id(new)] = new  # a module may be met again under another name
+                        table[name] = new
+                        self.states.setdefault(id(new), prefix + name)
+                        if new.requires_grad:
+                            self.trained.add(self.states[id(new)])
+        self._made = made  # keeps ids from being used again
+
+    def is_leaf(self, module: nn.Module) -> bool:
+        """True if the module's call is recorded as a whole."""
+        kind = type(module)
+        if module is self.model or isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            return False
+        if kind.__module__.startswith("torch.nn."):
+            return True
+        of_torch = any(base.__module__.startswith("torch.nn.") and base is not nn.Module for base in kind.__mro__)
+        return not module._modules or (of_torch and bool(module._parameters))
+
+    def state_names(self, module: nn.Module) -> tuple[str, ...]:
+        """Names of a module's tensors, those of its parts included."""
+        found = []
+        for part in module.modules():
+            for table in (part._parameters, part._buffers):
+                found += [self.states[id(tensor)] for tensor in table.values() if tensor is not None]
+        return tuple(dict.fromkeys(found))
+
+    @contextmanager
+    def mode(self, training: bool) -> Iterator[None]:
+        """Within the context the model trains, as the user's function has left it, or is in evaluation mode.
+
+        Raises UserError if what happens within the context changes the model's attributes: a record would not do that
+        again.
+        """
+        modes = [(module, module.training) for module in self.model.modules()]
+        if not training:
+            self.model.eval()
+        before = self._attributes()
+        try:
+            yield
+            after = self._attributes()
+            for (path, kind, name), value in after.items():
+                old = before.get((path, kind, name), before)
+                if old is not value and not (type(old) is type(value) and isinstance(value, _KEPT) and old == value):
+                    raise UserError(
+                        f"model.name: forward sets {'.'.join(filter(None, (path, name)))} of the model, which training in a "
+                        "pipeline would not do: pass it on as a value, or write into a buffer in place"
+                    )
+        finally:
+            restore_modes(modes)
+
+    def _attributes(self) -> dict[tuple[str, str, str], Any]:
+        found: dict[tuple[str, str, str], Any] = {}
+        for path, module in self.model.named_modules():
+            for kind, table in (("", module.__dict__), ("p", module._parameters), ("b", module._buffers)):
+                for name, value in table.items():
+                    if isinstance(value, torch.Tensor) or (kind == "" and isinstance(value, _KEPT)):
+                        found[path, kind, name] = value
+        return found
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
+    new = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(new, requires_grad=tensor.requires_grad)
+    return new

@@ -1,0 +1,45 @@
+"""The part of a model's result that the loss gets."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from accept_mpi.errors import UserError
+from accept_mpi.recording.structure import is_plain, tensors_in
+
+
+def select(result: Any, wanted: str) -> Any:
+    """The part of a result that the job asks for: a key, an attribute or a position; "": the result itself if it is a tensor
+    or a tuple, list or dict of tensors, else its "logits", else its first floating-point tensor.
+
+    Raises UserError if there is none.
+    """
+    if wanted:
+        found = _part(result, wanted)
+        if not any(True for _ in tensors_in(found)) or not is_plain(found):
+            raise UserError(f'model.output: the model gives no tensors under "{wanted}", but {_show(result)}')
+        return found
+    if type(result) in (torch.Tensor, tuple, list, dict) and is_plain(result):
+        return result
+    logits = _part(result, "logits")
+    if isinstance(logits, torch.Tensor):
+        return logits
+    first = next((one for one in tensors_in(result) if one.is_floating_point()), None)
+    if first is not None:
+        return first
+    raise UserError(f"model.output: the model gives {_show(result)}; say which part of it the loss gets")
+
+
+def _part(result: Any, name: str) -> Any:
+    if isinstance(result, Mapping):
+        return result.get(name)
+    if isinstance(result, tuple | list) and name.lstrip("-").isdigit():
+        return result[int(name)] if -len(result) <= int(name) < len(result) else None
+    return getattr(result, name, None)
+
+
+def _show(result: Any) -> str:
+    if isinstance(result, Mapping):
+        return ", ".join(f'"{key}"' for key in result)
+    return f"{len(result)} values" if isinstance(result, tuple | list) else f"a {type(result).__name__}"

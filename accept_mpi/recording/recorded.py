@@ -1,0 +1,181 @@
+"""A recorded model: its records by shape and mode, its layers, and the chain that they make."""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from accept_mpi import tree
+from accept_mpi.errors import UserError
+from accept_mpi.models.base import Chain, Entry
+from accept_mpi.models.shared import unfilled
+from accept_mpi.recording.cutting import Flow, cut, cut_alike, has_parameters
+from accept_mpi.recording.layer import Program, RecordedLayer, program, put, put_tensor
+from accept_mpi.recording.meta_model import MetaModel
+from accept_mpi.recording.output import select
+from accept_mpi.recording.recorder import record
+
+_MOST_RECORDS = 256
+Key = tuple[bytes, bool]
+
+
+class RecordedModel:
+    """A user's model with a forward of its own, divided into layers."""
+
+    def __init__(self, make: Callable[[], nn.Module], name: str, value: Any, output: str) -> None:
+        """``make`` gives a new model whenever it is called; ``value``: what the data set gives for a micro-batch of the
+        usual size; ``output``: the part of the result that the loss gets (``[model] output``).
+
+        Raises UserError, Unrecordable.
+        """
+        self._make, self._name, self._wanted = make, name, output
+        with unfilled():
+            first = make()
+        self._meta = MetaModel(first)
+        self._check()
+        self._parameters = {self._meta.states[id(p)] for p in self._meta.model.parameters()}
+        self._flows: OrderedDict[Key, Flow] = OrderedDict()
+        self._programs: dict[Key, list[Program]] = {}
+        usual = key_of(value)
+        self._usual = self._flow(usual, True)
+        self._cuts = cut(self._usual, self._parameters)
+        self._modules, self._tensors = self._held([self._usual, self._flow(usual, False)])
+        self.names = self._layer_names()
+
+    def chain(self) -> Chain:
+        """The chain of its layers."""
+        return Chain.recorded(self.names, lambda: self.entries(self._make()))
+
+    def entries(self, model: nn.Module) -> list[tuple[str, Entry]]:
+        """The layers of a new model, under their names. They hold the model's own modules and parameters."""
+        layers = [RecordedLayer(index, self._programs_of, key_of) for index in range(len(self.names))]
+        paths: dict[int, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            paths.setdefault(id(module), []).append(path)
+        home: dict[int, int] = {}
+        for index, layer in enumerate(layers):
+            for path in self._modules[index]:
+                module = model.get_submodule(path)
+                for alias in paths[id(module)]:
+                    put(layer, alias, module)
+                for part in module.parameters():
+                    home.setdefault(id(part), index)
+            for name in self._tensors[index]:
+                put_tensor(layer, name, model)
+        there = {name for layer in layers for name in layer.state_dict()}
+        index = 0
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor):
+                index = home.get(id(tensor), index)
+                if name not in there:
+                    put_tensor(layers[index], name, model)
+        return list(zip(self.names, layers, strict=True))
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Raise UserError for state that layers would not have."""
+        for path, module in self._meta.model.named_modules():
+            own_state = type(module).get_extra_state is not nn.Module.get_extra_state
+            if own_state and not self._meta.is_leaf(module):
+                raise UserError(
+                    f"model.name: {path or 'the model'} has state of its own (get_extra_state), which cannot be divided"
+                )
+
+    def _flow(self, key: bytes, training: bool) -> Flow:
+        """The record for inputs of these shapes, made when it is first needed."""
+        found = self._flows.get((key, training))
+        if found is None:
+            value, tensors = value_of(key)
+            args, kwargs = _arguments(value)
+            tape, result, recorder = record(self._meta, tensors, args, kwargs, training)
+            tape.output = recorder.result(select(result, self._wanted))
+            found = self._flows[key, training] = Flow(tape)
+            if len(self._flows) > _MOST_RECORDS:
+                old, _ = self._flows.popitem(last=False)
+                self._programs.pop(old, None)
+        return found
+
+    def _programs_of(self, key: bytes, training: bool) -> Sequence[Program]:
+        """The programs of all layers."""
+        found = self._programs.get((key, training))
+        if found is None:
+            flow = self._flow(key, training)
+            cuts = self._cuts if flow is self._usual else cut_alike(flow, self._usual, self._cuts, self._parameters)
+            found = self._programs[key, training] = list(self._divided(flow, cuts))
+        return found
+
+    @staticmethod
+    def _divided(flow: Flow, cuts: Sequence[int]) -> list[Program]:
+        tape, edges = flow.tape, [0, *cuts, len(flow.tape.nodes)]
+        found = []
+        for index, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+            last = stop == edges[-1] and index == len(edges) - 2
+            takes = list(tape.inputs) if index == 0 else flow.crossing(start)
+            gives = tape.results if last else flow.crossing(stop)
+            nodes = [tape.nodes[n] for n in flow.steps(start, stop, tape.results if last else ())]
+            found.append(program(nodes, takes, gives, tape.output if last else None))
+        return found
+
+    def _held(self, flows: Sequence[Flow]) -> tuple[list[list[str]], list[list[str]]]:
+        """For each layer, the names of the modules that it calls, and of the model's tensors that it uses directly."""
+        modules: list[dict[str, None]] = [{} for _ in range(len(self._cuts) + 1)]
+        tensors: list[dict[str, None]] = [{} for _ in range(len(self._cuts) + 1)]
+        for flow in flows:
+            cuts = self._cuts if flow is self._usual else cut_alike(flow, self._usual, self._cuts, self._parameters)
+            for index, one in enumerate(self._divided(flow, cuts)):
+                for step in one.steps:
+                    if step.node.function is None:
+                        modules[index][step.node.module] = None
+                    else:
+                        tensors[index].update(dict.fromkeys(step.node.states))
+        return [list(one) for one in modules], [list(one) for one in tensors]
+
+    def _layer_names(self) -> list[str]:
+        """A layer's name is that of its first part with parameters."""
+        found: list[str] = []
+        edges = [0, *self._cuts, len(self._usual.tape.nodes)]
+        for start, stop in zip(edges, edges[1:], strict=False):
+            nodes = self._usual.tape.nodes[start:stop]
+            first = next((node for node in nodes if has_parameters(node, self._parameters)), None)
+            name = "layer"
+            if first is not None:
+                name = first.module or next(n for n in first.states if n in self._parameters)
+            name = name.replace(".", "-").replace("/", "-")
+            same = sum(1 for one in found if one == name or one.startswith(f"{name}~"))
+            found.append(f"{name}~{same + 1}" if same else name)
+        return found
+
+
+def key_of(value: Any) -> bytes:
+    """Structure, shapes and dtypes of what a data set gives. Raises ``tree.NotATree``."""
+    tensors, of = tree.flatten(value)
+    shapes = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad] for tensor in tensors]
+    return msgspec.msgpack.encode([of, shapes])
+
+
+def value_of(key: bytes) -> tuple[Any, list[torch.Tensor]]:
+    """A value with this key on the meta device, and its tensors."""
+    of, shapes = _decoded(key)
+    tensors = [
+        torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=grad) for shape, dtype, grad in shapes
+    ]
+    return tree.unflatten(of, tensors), tensors
+
+
+@functools.lru_cache(maxsize=64)
+def _decoded(key: bytes) -> Any:
+    return msgspec.msgpack.decode(key)
+
+
+def _arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the model's forward: a dict's values by keyword, those of a tuple or list by position."""
+    if type(value) is dict:
+        return (), value
+    if type(value) in (tuple, list):
+        return tuple(value), {}
+    return (value,), {}

@@ -1,0 +1,377 @@
+"""Records a model's forward: real Python runs on torch's meta device, and each call of a leaf module or of a torch function
+becomes a node of the tape.
+
+Shapes, configuration and None steer the recorded Python as they steer the model's own; values of tensors cannot, so reading
+one (``if mask.all():``) is refused with file and line.
+"""
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from accept_mpi.errors import UserError
+from accept_mpi.recording.meta_model import MetaModel
+from accept_mpi.recording.structure import is_plain, mapped, tensors_in
+from accept_mpi.recording.tape import DEVICE, Node, Spec, State, Tape, Value
+
+_OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_RANDOM = (
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_", "normal",
+    "normal_", "uniform_", "multinomial", "poisson", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
+    "feature_alpha_dropout", "feature_dropout", "dropout_", "exponential_", "geometric_", "cauchy_", "log_normal_",
+    "random_", "rrelu", "rrelu_", "gumbel_softmax",
+)  # fmt: skip
+_EFFECTS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
+_READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero", "numpy", "equal")
+_ASSIGNED = ("__set__", "__delete__")
+
+
+class Unrecordable(UserError):
+    """A forward that cannot be recorded; the message says why, with file and line."""
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Call of a ``torch.autograd.Function``."""
+
+    function: Any
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function.apply(*args)
+
+
+@dataclass(frozen=True)
+class Made:
+    """Call of a module that the forward itself makes, without state."""
+
+    module: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Made) and type(self.module) is type(other.module)
+
+    def __hash__(self) -> int:
+        return hash(type(self.module))
+
+
+def record(
+    of: MetaModel, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+) -> tuple[Tape, Any, "Recorder"]:
+    """Record ``model(*args, **kwargs)``, in which ``inputs`` are the tensors, all on the meta device.
+
+    Returns the tape, whose ``output`` is left to the caller; the result; and the recorder, whose ``result`` gives the places
+    of the result's tensors. Raises Unrecordable, UserError.
+    """
+    recorder = Recorder(of, inputs)
+    outer = torch.enable_grad() if training else torch.no_grad()
+    generators = random.getstate(), np.random.get_state()[1].tobytes()
+    with of.mode(training), outer, torch.device("meta"), _Counting() as counting, recorder.watching(counting):
+        try:
+            found = of.model(*args, **kwargs)
+        except UserError:
+            raise
+        except Exception as error:
+            raise Unrecordable(
+                f"model.name: the forward cannot be recorded: {type(error).__name__}: {' '.join(str(error).split())} "
+                f"({_innermost(error)})"
+            ) from error
+    if (random.getstate(), np.random.get_state()[1].tobytes()) != generators:
+        random.setstate(generators[0])
+        raise Unrecordable(
+            "model.name: the forward asks Python's or NumPy's random numbers what to compute, which cannot be recorded; "
+            "torch's own can, if no choice depends on them"
+        )
+    return recorder.tape, found, recorder
+
+
+class _Counting(TorchDispatchMode):
+    """Counts floating-point operations."""
+
+    total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.total += count(*args, **kwargs, out_val=found)
+        return found
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, recorder: "Recorder") -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recorder.function(func, args, kwargs or {})
+
+
+class Recorder:
+    """Writes a tape."""
+
+    def __init__(self, of: MetaModel, inputs: list[torch.Tensor]) -> None:
+        self._of = of
+        self._slots: dict[int, int] = {}
+        self._kept: list[torch.Tensor] = []
+        """All tensors, by slot, so that their ids stay theirs."""
+        self._memories: dict[int, int] = {}
+        self._real: dict[int, torch.Tensor] = {}
+        """Tensors with values that the forward uses though they are not the model's, by their stand-in's id."""
+        self._stand_ins: dict[int, torch.Tensor] = {}
+        self._constants: set[int] = set()
+        """Slots that depend on no input and none of the model's tensors."""
+        self._busy = self._drew = False
+        self._thread = threading.get_ident()
+        self._counting = _Counting()
+        self.tape = Tape(())
+        self.tape.inputs = tuple(self._slot(tensor) for tensor in inputs)
+        for module in of.model.modules():
+            for table in (module._parameters, module._buffers, module.__dict__):
+                for tensor in table.values():
+                    if isinstance(tensor, torch.Tensor):
+                        self.tape.state_memory.setdefault(self._memory(tensor), of.states[id(tensor)])
+
+    @contextmanager
+    def watching(self, counting: _Counting) -> Iterator[None]:
+        """Within the context all calls of this thread are recorded."""
+        self._counting = counting
+        plain_call, plain_apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+        recorder = self
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if recorder._busy or threading.get_ident() != recorder._thread:
+                return plain_call(module, *args, **kwargs)
+            return recorder.module(module, plain_call, args, kwargs)
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if recorder._busy or threading.get_ident() != recorder._thread:
+                return plain_apply.__func__(cls, *args, **kwargs)
+            if not is_plain(args):
+                raise Unrecordable(
+                    f"model.name: {cls.__name__}, called in forward, takes what is no tensor and no constant, which cannot "
+                    f"be recorded ({_where()})"
+                )
+            return recorder._recorded(Apply(cls), "", lambda *a: plain_apply.__func__(cls, *a), args, {}, (), False, True)
+
+        nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+        try:
+            with _Functions(self):
+                yield
+        finally:
+            nn.Module.__call__ = plain_call  # type: ignore[method-assign]
+            torch.autograd.Function.apply = plain_apply
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def module(self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A module is called."""
+        path = self._of.paths.get(id(module))
+        hooks = module._backward_hooks or module._backward_pre_hooks
+        if path is None:
+            if next(module.parameters(), None) is not None:
+                raise Unrecordable(
+                    f"model.name: forward uses a parameter that is no part of the model: make it in __init__ ({_where()})"
+                )
+            if module._modules or not is_plain((args, kwargs)):
+                return plain(module, *args, **kwargs)
+            return self._recorded(Made(module), "", lambda *a, **k: plain(module, *a, **k), args, kwargs, (), False, False)
+        if not self._of.is_leaf(module) or not is_plain((args, kwargs)):
+            if hooks:
+                raise Unrecordable(
+                    f"model.name: {path or 'the model'} has a backward hook, which can be called only for a module that is "
+                    "recorded as a whole; put it on one of torch.nn's modules within"
+                )
+            return plain(module, *args, **kwargs)
+        names = self._of.state_names(module)
+        trained = any(name in self._of.trained for name in names)
+        return self._recorded(None, path, lambda *a, **k: plain(module, *a, **k), args, kwargs, names, trained, True)
+
+    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A torch function is called."""
+        name = getattr(func, "__name__", "")
+        if self._busy:
+            self._drew = self._drew or _draws(name, args, kwargs)
+            return func(*args, **kwargs)
+        if torch._C._are_functorch_transforms_active():
+            raise Unrecordable(
+                f"model.name: forward uses a transform of torch.func, which cannot be recorded unless it is within a module "
+                f"without parts ({_where()})"
+            )
+        if name in _ASSIGNED:
+            raise Unrecordable(f"model.name: forward sets an attribute of a tensor, which cannot be recorded ({_where()})")
+        if name in _READS and any(True for _ in tensors_in(args)):
+            return self._read(func, name, args, kwargs)
+        self._drew = _draws(name, args, kwargs)
+        return self._recorded(func, "", func, args, kwargs, (), False, name in _EFFECTS)
+
+    def _recorded(
+        self,
+        function: Callable[..., Any] | None,
+        module: str,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        states: tuple[str, ...],
+        trained: bool,
+        stays: bool,
+    ) -> Any:
+        self._busy = True
+        try:
+            args, kwargs = mapped((args, kwargs), self._stand_in, (torch.Tensor,))
+            given = list(tensors_in((args, kwargs)))
+            places = mapped((args, kwargs), self._place, (torch.Tensor, torch.device))
+            versions = [tensor._version for tensor in given]
+            operations = self._counting.total
+            self._drew = self._drew and not module
+            found = call(*args, **kwargs)
+            found = mapped(found, self._stand_in, (torch.Tensor,))
+            written = [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
+            results = list(tensors_in(found))
+            if module and not is_plain(found) and not results:
+                raise Unrecordable(f"model.name: {module} gives a {type(found).__name__}, which cannot be recorded")
+            if not results and not written and not stays:
+                return found
+            used = tuple(dict.fromkeys(self._of.states[id(t)] for t in given if id(t) in self._of.states))
+            takes = tuple(
+                dict.fromkeys(self._slots[id(t)] for t in given if id(t) in self._slots and id(t) not in self._of.states)
+            )
+            known = len(self._kept)
+            gives = tuple(self._slot(tensor) for tensor in results)
+            writes = frozenset(self._memory(tensor) for tensor in written)
+            if not states and not used and all(slot in self._constants for slot in takes) and not writes and not stays and not self._drew:
+                self._constants.update(slot for slot in gives if slot >= known)
+            self.tape.nodes.append(
+                Node(
+                    function, module, *places, takes, gives, states or used,
+                    trained or any(one in self._of.trained for one in used), writes, stays, self._drew,
+                    torch.is_grad_enabled(), self._counting.total - operations, _where(),
+                )
+            )  # fmt: skip
+            return found
+        finally:
+            self._busy = self._drew = False
+
+    def _read(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """The value of a tensor is asked for: of one that is the same in every step it is computed."""
+        self._busy = True
+        try:
+            def value(tensor: torch.Tensor) -> torch.Tensor:
+                if not tensor.is_meta:
+                    return tensor
+                slot = self._slots.get(id(tensor))
+                if slot not in self._constants:
+                    raise Unrecordable(
+                        f"model.name: forward depends on the values of its data ({name.strip('_')}() of a tensor), so it "
+                        f"cannot be recorded ({_where()})"
+                    )
+                with torch.device("cpu"):
+                    return self._value(slot)
+
+            args = mapped(args, value, (torch.Tensor,))
+            return func(*args, **kwargs)
+        finally:
+            self._busy = False
+
+    def _value(self, slot: int) -> torch.Tensor:
+        """Value of a constant."""
+        node = next(node for node in self.tape.nodes if slot in node.gives)
+        found: dict[int, torch.Tensor] = {}
+
+        def real(place: Any) -> Any:
+            if isinstance(place, Value):
+                return self._value(place.slot)
+            return torch.device("cpu")
+
+        args, kwargs = mapped((node.args, node.kwargs), real, (Value, type(DEVICE)))
+        assert node.function is not None
+        results = tensors_in(node.function(*args, **kwargs))
+        found.update(zip(node.gives, results, strict=True))
+        return found[slot]
+
+    # -- places --------------------------------------------------------------------------------------------------------
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, or one on the meta device for it."""
+        if tensor.is_meta:
+            return tensor
+        new = self._stand_ins.get(id(tensor))
+        if new is None:
+            new = self._stand_ins[id(tensor)] = torch.empty_like(tensor, device="meta")
+            self._real[id(new)] = tensor
+        return new
+
+    def _place(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return DEVICE if value.type == "meta" else value
+        if (name := self._of.states.get(id(value))) is not None:
+            return State(name)
+        if (slot := self._slots.get(id(value))) is not None:
+            return Value(slot)
+        if (real := self._real.get(id(value))) is not None:
+            return real
+        if isinstance(value, nn.Parameter):
+            raise Unrecordable(
+                f"model.name: forward uses a parameter that is no part of the model: make it in __init__ ({_where()})"
+            )
+        raise Unrecordable(f"model.name: forward uses a tensor whose origin cannot be recorded ({_where()})")
+
+    def result(self, value: Any) -> Any:
+        """A structure with places instead of tensors."""
+        return mapped(value, self._place, (torch.Tensor,))
+
+    def _slot(self, tensor: torch.Tensor) -> int:
+        """Number of a tensor; a new one for a new tensor."""
+        found = self._slots.get(id(tensor))
+        if found is None:
+            found = self._slots[id(tensor)] = len(self._kept)
+            self._kept.append(tensor)
+            spec = Spec(
+                tuple(tensor.shape), tensor.dtype, self._memory(tensor), tensor.requires_grad,
+                tensor.numel() * tensor.element_size(),
+            )  # fmt: skip
+            self.tape.specs.append(spec)
+        return found
+
+    def _memory(self, tensor: torch.Tensor) -> int:
+        return self._memories.setdefault(tensor.untyped_storage()._cdata, len(self._memories))
+
+
+def _draws(name: str, args: Any, kwargs: Any) -> bool:
+    """True if a function draws random numbers."""
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    return name in _RANDOM
+
+
+def _where() -> str:
+    """File and line of the model's code that is running."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}" if frame else "unknown place"
+
+
+def _innermost(error: Exception) -> str:
+    found, at = error.__traceback__, "unknown place"
+    while found is not None:
+        name = found.tb_frame.f_code.co_filename
+        if not name.startswith(_OWN):
+            at = f"{Path(name).name}, line {found.tb_lineno}"
+        found = found.tb_next
+    return at

@@ -1,0 +1,55 @@
+"""Arguments and results of recorded calls: nested tuples, lists, dicts and slices with tensors in them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a structure, in order, as often as they occur."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    else:
+        for part in _parts(value):
+            yield from tensors_in(part)
+
+
+def mapped(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...]) -> Any:
+    """The structure with ``change`` applied to all its parts of these ``kinds``; itself if it has none."""
+    if isinstance(value, kinds):
+        return change(value)
+    before = _parts(value)
+    after = [mapped(part, change, kinds) for part in before]
+    if all(new is old for new, old in zip(after, before, strict=True)):
+        return value
+    if isinstance(value, slice):
+        return slice(*after)
+    if isinstance(value, dict):
+        if type(value) is dict:
+            return dict(zip(value, after, strict=True))
+        return type(value)(**dict(zip(value, after, strict=True)))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*after)
+    return type(value)(after) if type(value) in (tuple, list, torch.Size) else tuple(after)
+
+
+def is_plain(value: Any) -> bool:
+    """True if a value consists of tensors, constants and the structures that ``tensors_in`` looks into."""
+    if isinstance(value, torch.Tensor | torch.dtype | torch.device | torch.layout | torch.memory_format):
+        return True
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | type(...)):
+        return True
+    if isinstance(value, tuple | list | dict | slice):
+        return all(map(is_plain, _parts(value)))
+    return False
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, tuple | list):
+        return list(value)
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    return []

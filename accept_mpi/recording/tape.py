@@ -1,0 +1,107 @@
+"""What the record of a forward consists of: nodes (calls), and the values that pass between them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Value(NamedTuple):
+    """Place of an argument that is a tensor computed before, or an input."""
+
+    slot: int
+
+
+class State(NamedTuple):
+    """Place of an argument that is a parameter, a buffer or another tensor of the model, by its dotted name."""
+
+    name: str
+
+
+class ComputingDevice:
+    """Place of an argument that is the device on which the model computes."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ComputingDevice":
+        return self
+
+
+DEVICE = ComputingDevice()
+
+
+class Spec(NamedTuple):
+    """A tensor of the record."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    memory: int
+    """Number of its memory; views of a tensor have its number."""
+    grad: bool
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A call: of a leaf module (``module`` is its name), or of a function."""
+
+    function: Callable[..., Any] | None
+    module: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    takes: tuple[int, ...]
+    """Slots of the tensors among the arguments."""
+    gives: tuple[int, ...]
+    """Slots of the tensors of the result, in order."""
+    states: tuple[str, ...]
+    """Names of the model's tensors that a function uses, or a leaf module has."""
+    trained: bool
+    """True if one of these is trained."""
+    writes: frozenset[int]
+    """Numbers of the memories that it writes to."""
+    stays: bool
+    """True if the call may have an effect apart from its result and ``writes``."""
+    draws: bool
+    """True if it draws random numbers."""
+    grad: bool
+    """Whether gradients are enabled."""
+    operations: float
+    """Floating-point operations, as torch counts them."""
+    where: str
+    """File and line of the model's code."""
+
+    def does(self) -> tuple[Any, str]:
+        """What two records have in common if they compute the same."""
+        return self.function, self.module
+
+
+@dataclass
+class Tape:
+    """Record of a forward, for inputs of one shape, in one mode."""
+
+    inputs: tuple[int, ...]
+    """Slots of the inputs."""
+    nodes: list[Node] = field(default_factory=list)
+    specs: list[Spec] = field(default_factory=list)
+    """Tensors, by slot."""
+    output: Any = None
+    """Structure of the result, with ``Value`` and ``State`` in it."""
+    state_memory: dict[int, str] = field(default_factory=dict)
+    """Names of the model's tensors, by the number of their memory."""
+
+    @property
+    def results(self) -> list[int]:
+        """Slots of the result's tensors."""
+        found: list[int] = []
+        _values(self.output, found)
+        return list(dict.fromkeys(found))
+
+
+def _values(value: Any, found: list[int]) -> None:
+    if isinstance(value, Value):
+        found.append(value.slot)
+    elif isinstance(value, dict):
+        for part in value.values():
+            _values(part, found)
+    elif isinstance(value, tuple | list) and not isinstance(value, State):
+        for part in value:
+            _values(part, found)

@@ -1,0 +1,262 @@
+"""Models with forwards of their own equal themselves uncut, wherever they are cut; what cannot be recorded is refused."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from recorded_models import check, recorded
+from torch import nn
+from torch.nn import functional as F
+
+from accept_mpi.errors import UserError
+
+
+def every_cut(count: int) -> list[list[int]]:
+    """No cut, each single cut, and all cuts at once."""
+    return [[], *([n] for n in range(1, count)), list(range(1, count))]
+
+
+def images(*sizes: int) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(size, 3, 16, 16) for size in sizes]
+
+
+def mean_square(result: Any) -> torch.Tensor:
+    return result.float().square().mean()
+
+
+class Block(nn.Module):
+    def __init__(self, given: int, out: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(given, out, 3, padding=1)
+        self.norm = nn.BatchNorm2d(out)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.norm(self.conv(x)))
+
+
+class UNet(nn.Module):
+    """Skips that pass over most of the model, by concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([Block(3, 8), Block(8, 12), Block(12, 16)])
+        self.up = nn.ModuleList([Block(28, 12), Block(20, 8)])
+        self.head = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for n, block in enumerate(self.down):
+            x = block(x if n == 0 else F.max_pool2d(x, 2))
+            kept.append(x)
+        kept.pop()
+        for block in self.up:
+            x = F.interpolate(x, scale_factor=2, mode="nearest")
+            x = block(torch.cat([x, kept.pop()], dim=1))
+        return self.head(x)
+
+
+class Attention(nn.Module):
+    """Masks and positions made from the inputs, keyword arguments, dropout, a dict as the result."""
+
+    def __init__(self, width: int = 16, words: int = 20) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.positions = nn.Parameter(torch.randn(1, 12, width))
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width), "norm": nn.LayerNorm(width)})
+            for _ in range(3)
+        )
+        self.head = nn.Linear(width, words)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None, *, twice: bool = False) -> dict[str, Any]:
+        count = ids.shape[1]
+        causal = torch.ones(count, count, dtype=torch.bool, device=ids.device).tril()
+        allowed = causal[None] & mask[:, None, :].bool() if mask is not None else causal[None]
+        bias = torch.zeros(allowed.shape, device=ids.device).masked_fill(~allowed, torch.finfo(torch.float32).min)
+        x = self.words(ids) + self.positions[:, :count]
+        for block in self.blocks:
+            q, k, v = block["qkv"](block["norm"](x)).chunk(3, dim=-1)
+            weights = F.softmax(q @ k.transpose(1, 2) * self.scale + bias, dim=-1)
+            x = x + F.dropout(block["out"](weights @ v), 0.1, self.training)
+        return {"logits": self.head(x), "hidden": x}
+
+
+class Shares(nn.Module):
+    """One module called twice, tied weights, parameters that nothing uses, a module under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.middle = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+        self.alias = self.middle
+        self.unused = nn.Linear(2, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.middle(x))
+        x = self.middle(x) + x
+        x[:, 0] = x[:, 1].detach() * 2
+        return self.last(x)
+
+
+class Scaled(torch.autograd.Function):
+    """Passes on, but its gradient is tripled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 3.0
+
+
+class Odd(nn.Module):
+    """Functions with gradients of their own, parts without gradients, hooks, views, a module made on the fly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.plain = torch.arange(8.0)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = Scaled.apply(self.one(x)) + self.plain
+        with torch.no_grad():
+            size = self.two(x).abs().amax(dim=1, keepdim=True)
+        x = self.two(x / (size + 1))
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 2)
+        half = x.view(len(x), 2, 4)[:, 0]
+        x = nn.Softplus()(self.three(x)) + half + torch.tensor([1.0, 2.0, 3.0, 4.0])
+        return x, y.float().mean(dim=1)
+
+
+def test_unet_with_skips() -> None:
+    chain = check(UNet, images(4, 4, 3), mean_square, every_cut)
+    assert len(chain) >= 6
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_masks_keywords_and_dropout(masked: bool) -> None:
+    torch.manual_seed(2)
+    values = []
+    for size in (4, 2):
+        value = {"ids": torch.randint(20, (size, 12))}
+        if masked:
+            value["mask"] = (torch.arange(12) < torch.randint(6, 13, (size, 1))).long()
+        values.append(value)
+    chain = check(Attention, values, lambda result: mean_square(result["logits"]), every_cut)
+    assert len(chain) >= 8
+    if masked:  # the mask crosses as it was given, not as it is used
+        torch.manual_seed(7)
+        layers = chain.build_range(0, len(chain), 0)
+        value: Any = values[0]
+        for layer in layers[:-1]:
+            value = layer(value)
+            assert sum(t.numel() for t in value[1:] if not t.is_floating_point()) <= 2 * 4 * 12
+
+
+def test_shared_and_unused_state() -> None:
+    chain = check(Shares, [torch.randn(5, 6), torch.randn(5, 6)], mean_square, every_cut)
+    assert any(not one.constant for one in chain.shared())
+
+
+def test_functions_of_its_own() -> None:
+    values = [(torch.randn(5, 8), torch.ones(5, 3, dtype=torch.int64))] * 2
+    check(Odd, values, lambda result: mean_square(result[0]) + result[1].sum(), every_cut)
+
+
+def test_part_of_the_result() -> None:
+    value = {"ids": torch.randint(20, (2, 12))}
+    check(Attention, [value], mean_square, lambda count: [[], [count // 2]], output="hidden")
+    with pytest.raises(UserError, match='no tensors under "logit", but "logits", "hidden"'):
+        recorded(Attention, value, "logit")
+
+
+class _Refused(nn.Module):
+    def __init__(self, what: Callable[..., Any]) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.calls = 0
+        self.what = [what]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.two(self.what[0](self, self.one(x)))
+
+
+def _branch(model: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def _counts(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.calls += 1
+    return x
+
+
+def _python_random(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * (2 if random.random() < 0.5 else 1)
+
+
+def _new_module(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return nn.Linear(4, 4)(x)
+
+
+def _assigns(model: Any, x: torch.Tensor) -> torch.Tensor:
+    x.data = x.data * 2
+    return x
+
+
+def _vmap(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.vmap(lambda row: row * 2)(x)
+
+
+REFUSED: list[tuple[Callable[..., Any], str]] = [
+    (_branch, r"depends on the values of its data \(bool\(\) of a tensor\).*test_recording.py, line \d+"),
+    (_counts, "forward sets calls of the model"),
+    (_python_random, "Python's or NumPy's random numbers"),
+    (_new_module, r"a parameter that is no part of the model.*test_recording.py, line \d+"),
+    (_assigns, r"sets an attribute of a tensor.*test_recording.py, line \d+"),
+    (_vmap, "torch.func"),
+]
+
+
+@pytest.mark.parametrize(("what", "message"), REFUSED, ids=[what.__name__ for what, _ in REFUSED])
+def test_refused(what: Callable[..., Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        recorded(lambda: _Refused(what), torch.randn(3, 4))
+
+
+def test_constants_may_be_read() -> None:
+    def steps(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for factor in torch.linspace(1, 2, 3).tolist():
+            x = x * factor
+        return x if bool(torch.tensor(True)) else -x
+
+    check(lambda: _Refused(steps), [torch.randn(3, 4)], mean_square, every_cut)
+
+
+def test_recording_leaves_nothing_behind() -> None:
+    call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+    with pytest.raises(UserError):
+        recorded(lambda: _Refused(_branch), torch.randn(3, 4))
+    assert nn.Module.__call__ is call
+    assert torch.autograd.Function.__dict__["apply"] is apply
+
+
+def _names(chain: Any) -> Sequence[str]:
+    return list(chain.names)
+
+
+def test_names_are_those_of_parts() -> None:
+    assert _names(recorded(UNet, images(2)[0]))[0] == "down-0-conv"
