@@ -58,7 +58,7 @@ class Parts:
     def named(self, gradients: bool) -> dict[str, torch.Tensor | None]:
         """The model's state, or its parameters' gradients, by the model's names."""
         if gradients:
-            return {name: p.grad for layer in self.layers for name, p in layer.named_parameters()}
+            return {name: p.grad for layer in self.layers for name, p in layer.named_parameters(remove_duplicate=False)}
         return {name: value for layer in self.layers for name, value in layer.state_dict().items()}
 
 

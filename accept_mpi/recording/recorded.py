@@ -3,6 +3,7 @@
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from accept_mpi.recording.cutting import Flow, cut, cut_alike, has_parameters
 from accept_mpi.recording.layer import Program, RecordedLayer, program, put, put_tensor
 from accept_mpi.recording.meta_model import MetaModel
 from accept_mpi.recording.output import select
-from accept_mpi.recording.recorder import record
+from accept_mpi.recording.recorder import ReadsData, as_if_compiled, record
 
 _MOST_RECORDS = 256
 Key = tuple[bytes, bool]
@@ -40,6 +41,7 @@ class RecordedModel:
         self._parameters = {self._meta.states[id(p)] for p in self._meta.model.parameters()}
         self._flows: OrderedDict[Key, Flow] = OrderedDict()
         self._programs: dict[Key, list[Program]] = {}
+        self._as_if_compiled = False
         usual = key_of(value)
         self._usual = self._flow(usual, True)
         self._cuts = cut(self._usual, self._parameters)
@@ -90,15 +92,28 @@ class RecordedModel:
         """The record for inputs of these shapes, made when it is first needed."""
         found = self._flows.get((key, training))
         if found is None:
-            value, tensors = value_of(key)
-            args, kwargs = _arguments(value)
-            tape, result, recorder = record(self._meta, tensors, args, kwargs, training)
-            tape.output = recorder.result(select(result, self._wanted))
-            found = self._flows[key, training] = Flow(tape)
+            try:
+                with as_if_compiled() if self._as_if_compiled else nullcontext():
+                    found = self._record(key, training)
+            except ReadsData as error:
+                try:
+                    with as_if_compiled():
+                        found = self._record(key, training)
+                except UserError:
+                    raise error from None
+                self._as_if_compiled = True
+            self._flows[key, training] = found
             if len(self._flows) > _MOST_RECORDS:
                 old, _ = self._flows.popitem(last=False)
                 self._programs.pop(old, None)
         return found
+
+    def _record(self, key: bytes, training: bool) -> Flow:
+        value, tensors = value_of(key)
+        args, kwargs = _arguments(value)
+        tape, result, recorder = record(self._meta, tensors, args, kwargs, training)
+        tape.output = recorder.result(select(result, self._wanted))
+        return Flow(tape)
 
     def _programs_of(self, key: bytes, training: bool) -> Sequence[Program]:
         """The programs of all layers."""

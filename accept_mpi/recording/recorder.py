@@ -42,6 +42,10 @@ class Unrecordable(UserError):
     """A forward that cannot be recorded; the message says why, with file and line."""
 
 
+class ReadsData(Unrecordable):
+    """A forward that depends on the values of its data."""
+
+
 @dataclass(frozen=True)
 class Apply:
     """Call of a ``torch.autograd.Function``."""
@@ -96,6 +100,18 @@ def record(
             "torch's own can, if no choice depends on them"
         )
     return recorder.tape, found, recorder
+
+
+@contextmanager
+def as_if_compiled() -> Iterator[None]:
+    """Within the context ``torch.compiler.is_compiling()`` says so: libraries then take a way that does not depend on values,
+    where they have one (transformers makes masks that it else leaves out where nothing is masked)."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 class _Counting(TorchDispatchMode):
@@ -276,7 +292,7 @@ class Recorder:
                     return tensor
                 slot = self._slots.get(id(tensor))
                 if slot not in self._constants:
-                    raise Unrecordable(
+                    raise ReadsData(
                         f"model.name: forward depends on the values of its data ({name.strip('_')}() of a tensor), so it "
                         f"cannot be recorded ({_where()})"
                     )
