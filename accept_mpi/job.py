@@ -196,6 +196,12 @@ class Job(Section, frozen=True):
     recovery: Recovery = Recovery()
 
     @property
+    def parts_ties(self) -> bool:
+        """Whether stages may each have a copy of a parameter that layers have in common. In 1f1b-async they do not update at
+        the same time, so their copies would differ."""
+        return self.pipeline.schedule != "1f1b-async"
+
+    @property
     def lr(self) -> float:
         """Learning rate, capped at what torch can multiply by in single precision; weights overflow far below that."""
         return min(self.train.lr if self.train.lr is not None else self.train.optimizer.lr, _LARGEST)

@@ -71,7 +71,7 @@ def check(
 ) -> Chain:
     """Check that loss, gradients, buffers and evaluation of a model in parts are those of the plain model, bit for bit."""
     chain = recorded(make, values[0], output)
-    tied = uncuttable(chain.shared(), len(chain))
+    tied = uncuttable(chain.shared(), len(chain), False)
     for some in (one for one in cuts(len(chain)) if not tied & set(one)):
         torch.manual_seed(7)
         plain, parts = make(), Parts(chain, some)

@@ -42,10 +42,13 @@ class Group(NamedTuple):
     """Index of this rank among them."""
     number: int
     """A number that no other group of the plan has."""
-    table: Sequence[int]
-    """Member that takes each micro-batch, for the longest step."""
+    tables: Sequence[Sequence[int]]
+    """Member that takes each micro-batch, for the longest step; several such tables if several stages contribute to each
+    micro-batch's gradients, in the order in which they go backward."""
     exact: bool
     """True if every micro-batch's gradients are added in order; False if every member's sum is."""
+    own: int = 0
+    """Index of the table that this rank's stage has."""
 
 
 class _Piece(NamedTuple):
@@ -61,6 +64,8 @@ class _Sum:
     """Sum of a chunk in one step, on its owner."""
 
     value: torch.Tensor | None = None
+    part: torch.Tensor | None = None
+    """Sum of the contributions to one micro-batch."""
     added: int = 0
     """Number of contributions in it."""
 
@@ -230,22 +235,30 @@ class GroupSum:
 
     def last_of_mine(self, step: int) -> int:
         """The last micro-batch of a step that this member takes; -1 if it takes none."""
-        mine = [k for k in range(self._count_of(step)) if self._group.table[k] == self._group.me]
+        mine = [k for k in range(self._count_of(step)) if self._table[k] == self._group.me]
         return max(mine, default=-1)
+
+    @property
+    def _table(self) -> Sequence[int]:
+        """The table in which this member is."""
+        return self._group.tables[self._group.own]
 
     # -- computing thread ----------------------------------------------------------------------------------------------
 
-    def contribute(self, step: int, key: int, gradients: Gradients, scale: float) -> None:
-        """Give this member's contribution ``key`` to a step: a micro-batch in exact mode, else the member's index.
+    def contribute(self, step: int, k: int, gradients: Gradients, scale: float) -> None:
+        """Give this member's contribution to a step: to micro-batch ``k`` in exact mode, else to all that it takes.
         ``scale``: factor for the step's gradients, as far as this member knows it."""
         if self._layout:
+            key = k * len(self._group.tables) + self._group.own if self._group.exact else self._group.me
             self._ours.put((step, key, scale, self._layout.pack(gradients)))
             self._plane.wake()
 
     def keys(self, step: int) -> list[int]:
         """The contributions to a step, in the order in which they are added."""
-        count = self._count_of(step)
-        return list(range(count)) if self._group.exact else sorted(set(self._group.table[:count]))
+        count, tables = self._count_of(step), self._group.tables
+        if self._group.exact:
+            return list(range(count * len(tables)))
+        return sorted({member for table in tables for member in table[:count]})
 
     def take(self, step: int, deadline: float) -> tuple[Gradients, float]:
         """The sum of a step's gradients, and their scale; waits at most ``deadline`` seconds. Raises DeadlineError."""
@@ -289,7 +302,7 @@ class GroupSum:
         while not self._ours.empty():
             moved = True
             step, key, scale, chunks = self._ours.get()
-            if not self._group.exact or key == self.last_of_mine(step):
+            if not self._group.exact or key // len(self._group.tables) == self.last_of_mine(step):
                 self._open.add(step)
             for c, values in enumerate(chunks):
                 self._pass_on(step, c, key, scale, values)
@@ -337,12 +350,9 @@ class GroupSum:
             if self._knows_scale(step, keys[total.added]):
                 self._scales[step] = part_scale
             total.added += 1
-            if total.value is None:
-                total.value = part
-            elif part.dtype == torch.uint8:
-                total.value = torch.maximum(total.value, part)
-            else:
-                total.value = total.value.add_(part)  # which belongs to nobody else any more
+            total.part = _plus(total.part, part)
+            if not self._group.exact or total.added % len(self._group.tables) == 0:
+                total.value, total.part = _plus(total.value, total.part), None
         if total.added == len(keys):
             del self._sums[step, c]
             assert total.value is not None
@@ -370,8 +380,8 @@ class GroupSum:
 
     def _knows_scale(self, step: int, key: int) -> bool:
         """True if a contribution came with the scale of the whole step: it holds the last micro-batch."""
-        last = self._count_of(step) - 1
-        return key == (last if self._group.exact else self._group.table[last])
+        last, tables = self._count_of(step) - 1, self._group.tables
+        return key // len(tables) == last if self._group.exact else key in {table[last] for table in tables}
 
     def _result(self, step: int, c: int, scale: float, values: torch.Tensor) -> None:
         """Take the sum of a chunk; a step is done with its last one."""
@@ -382,3 +392,10 @@ class GroupSum:
             self._open.discard(step)
             del self._results[step]
             self._done.put((step, [results[c] for c in range(len(results))], scale))
+
+
+def _plus(one: torch.Tensor | None, two: torch.Tensor) -> torch.Tensor:
+    """The sum of two chunks, in the memory of the first, which belongs to nobody else any more."""
+    if one is None:
+        return two
+    return torch.maximum(one, two) if two.dtype == torch.uint8 else one.add_(two)

@@ -43,8 +43,8 @@ class Whole(NamedTuple):
 def load(name: str, args: Mapping[str, Any], seed: int, value: Callable[[], Any] | None = None, output: str = "") -> Chain:
     """Chain of layers that a job names. Raises UserError with one sentence.
 
-    ``value`` gives what the data set gives for a micro-batch; it is called if the model has a forward of its own. ``output``:
-    the part of its result that the loss gets.
+    ``value`` returns what the data set gives for a micro-batch; it is called if the model has a forward of its own.
+    ``output``: the part of its result that the loss gets.
     """
     found = load_any(name, args, seed, output)
     if isinstance(found, Chain):
@@ -91,7 +91,7 @@ def load_any(name: str, args: Mapping[str, Any], seed: int, output: str = "") ->
 def _of_transformers(name: str) -> Callable[..., Any]:
     """A class of transformers, from the keys of its configuration: "transformers:GPT2LMHeadModel"."""
     found = find_function(name, ZOO, "model.name")
-    config = getattr(found, "config_class", None)
+    config: Any = getattr(found, "config_class", None)
 
     def make(**keys: Any) -> Any:
         return found(config(**keys))

@@ -143,13 +143,12 @@ class Chain:
     def _find_shared(self) -> tuple[Shared, ...]:
         every = range(len(self))
         if self._made is not None and self._made.modules is not None:
-            finder = Finder(self.names)
-            for index, layer in zip(every, self._made.modules, strict=True):
-                finder.show(index, layer)
-            return finder.found()
+            return _shared_by(self.names, self._made.modules)
 
         def find() -> tuple[Shared, ...]:
             finder, generation = Finder(self.names), self._call_again()
+            if (modules := generation.modules) is not None:
+                return _shared_by(self.names, modules)
             for index in every:
                 finder.show(index, generation.take(index, 0))
             return finder.found()
@@ -159,6 +158,14 @@ class Chain:
                 return find()
         except UserError:  # the function may need initial values; if not, it raises the same error again
             return find()
+
+
+def _shared_by(names: Sequence[str], layers: Sequence[nn.Module]) -> tuple[Shared, ...]:
+    """What layers that all exist share."""
+    finder = Finder(names, together=True)
+    for index, layer in enumerate(layers):
+        finder.show(index, layer)
+    return finder.found()
 
 
 class _Generation:

@@ -41,12 +41,29 @@ class Shared(msgspec.Struct, frozen=True):
     """True if nothing trains it: buffers, frozen parameters. Layers that share it may be in different stages, as long as
     none writes to it."""
     places: tuple[tuple[int, str], ...] = ()
-    """Layers in which it occurs and its names there, if it is constant."""
+    """Layers in which it occurs and its names there, if it is constant or ``tied``."""
+    tied: bool = False
+    """True if it is one trained parameter that layers have in common. Layers in different stages may each have a copy of it,
+    if their gradients are added up before every update (``training.summing``)."""
+    nbytes: int = 0
+    """Bytes of a tied parameter."""
+
+    @property
+    def apart(self) -> range:
+        """Layers in front of which a cut would part uses of a tied parameter so that its gradients could not be added in
+        the order of one process: autograd adds those of a stage's uses first, so only the first use may be apart."""
+        layers = sorted(layer for layer, _ in self.places)
+        return range(layers[1] + 1, layers[-1] + 1) if self.tied and len(layers) > 2 else range(0)
 
 
-def uncuttable(shared: Iterable[Shared], layers: int) -> frozenset[int]:
-    """Layers, of ``layers`` in total, in front of which the model must not be cut."""
-    runs = [range(max(one.first, 0) + 1, min(one.last + 1, layers)) for one in shared if not one.constant]
+def uncuttable(shared: Iterable[Shared], layers: int, ties: bool) -> frozenset[int]:
+    """Layers, of ``layers`` in total, in front of which the model must not be cut. ``ties``: uses of a tied parameter may be
+    in different stages."""
+    runs = [
+        one.apart if one.tied and ties else range(max(one.first, 0) + 1, min(one.last + 1, layers))
+        for one in shared
+        if not one.constant
+    ]
     return frozenset(cut for run in runs for cut in run)
 
 
@@ -58,6 +75,8 @@ class Part(NamedTuple):
     kind: str
     written: bool
     """True if training changes it, judged by its kind."""
+    identity: int = 0
+    """Id of the tensor, if it is a parameter."""
 
 
 def parts(layer: nn.Module) -> Iterator[Part]:
@@ -69,7 +88,8 @@ def parts(layer: nn.Module) -> Iterator[Part]:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     written = tensor.requires_grad if kind == "parameter" else statistics
-                    yield Part(f"{prefix}.{name}" if prefix else name, tensor, kind, written)
+                    identity = id(tensor) if kind == "parameter" else 0
+                    yield Part(f"{prefix}.{name}" if prefix else name, tensor, kind, written, identity)
 
 
 def refuse_lazy(what: str, layer: nn.Module) -> None:
@@ -179,8 +199,9 @@ class _Tie(NamedTuple):
 class Finder:
     """Finds what layers share. The layers are shown to it one after another."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self, names: Sequence[str], together: bool = False) -> None:
+        """``together``: all layers exist until ``found`` is called, so that ids say which parameters are the same."""
+        self._names, self._together = names, together
         self._memory: dict[int, tuple[Any, list[_Tie]]] = {}
 
     def show(self, index: int, layer: nn.Module) -> None:
@@ -211,16 +232,30 @@ class Finder:
     def found(self) -> tuple[Shared, ...]:
         """State that layers share, trained state first. Entries with the same first and last layer are merged."""
         by_layers: dict[tuple[bool, int, int], list[list[tuple[int, Part]]]] = {}
+        tied: list[Shared] = []
         for _, ties in self._memory.values():
             for tie in ties:
                 layers = [index for index, _ in tie.places]
-                if min(layers) < max(layers):
-                    constant = not any(part.written for _, part in tie.places)
+                if min(layers) == max(layers):
+                    continue
+                constant = not any(part.written for _, part in tie.places)
+                if len(ties) == 1 and self._is_tied(tie):
+                    text = self._text(min(layers), max(layers), [tie.places])
+                    nbytes = tie.span[1] - tie.span[0]
+                    tied.append(Shared(min(layers), max(layers), text, False, _places([tie.places]), True, nbytes))
+                else:
                     by_layers.setdefault((constant, min(layers), max(layers)), []).append(tie.places)
-        return tuple(
+        others = tuple(
             Shared(first, last, self._text(first, last, all_places), constant, _places(all_places) if constant else ())
             for (constant, first, last), all_places in sorted(by_layers.items(), key=lambda item: item[0])
         )
+        return tuple(sorted(tied, key=lambda one: (one.first, one.last))) + others
+
+    def _is_tied(self, tie: _Tie) -> bool:
+        """True if all places have the same trained parameter, once in each layer."""
+        layers = [index for index, _ in tie.places]
+        known = {part.identity for _, part in tie.places}
+        return self._together and len(known) == 1 and 0 not in known and len(set(layers)) == len(layers)
 
     def _text(self, first: int, last: int, all_places: list[list[tuple[int, Part]]]) -> str:
         names = self._names

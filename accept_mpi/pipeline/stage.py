@@ -52,6 +52,8 @@ class Stage(Trials):
         self._draws = [may_draw(layer) for layer in self.layers]
         self.parameters: list[nn.Parameter] = []
         self._parameter_names: list[str] = []
+        self._aliases: list[list[str]] = []
+        """Each parameter's names, one for each layer that has it."""
         self._find_parameters()
         buffers = [buffer for layer in self.layers for buffer in layer.buffers()]
         self._weights = Weights(self.parameters, job.pipeline.schedule == "1f1b-async", buffers)
@@ -298,7 +300,8 @@ class Stage(Trials):
             return {}
         return {
             f"{what}/{name}": value.detach().to_dense().contiguous().clone()
-            for name, parameter in zip(self._parameter_names, self._weights.updated, strict=True)
+            for names, parameter in zip(self._aliases, self._weights.updated, strict=True)
+            for name in names
             for what, value in self.optimizer.state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor)
         }
@@ -326,14 +329,17 @@ class Stage(Trials):
     # ------------------------------------------------------------------------------------------------------------------
 
     def _find_parameters(self) -> None:
-        """Collect each parameter once, under the first of its names: a layer may use one twice, and so may two layers."""
-        seen: set[int] = set()
+        """Collect each parameter once, under the first of its names: a layer may use one twice, and so may two layers. The
+        optimizer's state is kept under its name in each layer, since another plan may part them."""
+        seen: dict[int, int] = {}
         for layer_name, layer in zip(self.names, self.layers, strict=True):
             for name, parameter in layer.named_parameters(prefix=layer_name):
                 if id(parameter) not in seen:
-                    seen.add(id(parameter))
+                    seen[id(parameter)] = len(self.parameters)
                     self.parameters.append(parameter)
                     self._parameter_names.append(name)
+                    self._aliases.append([])
+                self._aliases[seen[id(parameter)]].append(name)
 
     @property
     def _last(self) -> int:

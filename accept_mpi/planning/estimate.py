@@ -18,6 +18,7 @@ from accept_mpi.plan import BoundaryCodecs, Plan
 from accept_mpi.planning.codec_choice import AUTO, EXACT, LINK_SHARE, Choice, choose, gradient_codec, sums_of
 from accept_mpi.planning.forecast import Forecast, Groups, Traffic
 from accept_mpi.planning.memory import memory_of
+from accept_mpi.planning.ties import with_ties
 from accept_mpi.profiling.cluster_profile import ClusterProfile, StageTimes
 
 
@@ -53,6 +54,8 @@ def estimate(cluster: ClusterProfile, job: Job, plan: Plan) -> Estimate:
     codecs = {crossing: choice.name for crossing, choice in choices.items()}
     step, busy = forecast.steady(codecs)
     loaded, _ = forecast.with_links(LINK_SHARE).steady(codecs)
+    if job.parts_ties:
+        step, loaded = with_ties(cluster, job, plan, step), with_ties(cluster, job, plan, loaded, LINK_SHARE)
     computes = [
         profile.forward + profile.backward + sum(forecast.handling(d, way, codecs) for way in Direction)
         for d, profile in enumerate(forecast.profiles)

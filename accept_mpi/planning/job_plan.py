@@ -42,17 +42,17 @@ def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequenc
     except ValueError as error:
         raise UserError(f"pipeline.cuts: {error}") from error
     if cuts:
-        _refuse_parting(list(cuts), layers, shared())
+        _refuse_parting(list(cuts), layers, shared(), job.parts_ties)
     lanes = job.pipeline.lanes
     return plan if lanes == "auto" or lanes == "off" else with_lanes(plan, dict.fromkeys(every, lanes))
 
 
-def _refuse_parting(cuts: list[int], layers: int, shared: Sequence[Shared]) -> None:
+def _refuse_parting(cuts: list[int], layers: int, shared: Sequence[Shared], ties: bool) -> None:
     """Raise UserError if layers that share trained state would be in different stages."""
-    together = uncuttable(shared, layers)
+    together = uncuttable(shared, layers, ties)
     if not (wrong := [cut for cut in cuts if cut in together]):
         return
-    one = next(one for one in shared if not one.constant and one.first < wrong[0] <= one.last)
+    one = next(one for one in shared if wrong[0] in uncuttable([one], layers, ties))
     possible = [cut for cut in range(1, layers) if cut not in together]
     if possible:
         ways = "cuts that keep such layers together are " + ", ".join(map(str, possible[:_MOST_SHOWN]))

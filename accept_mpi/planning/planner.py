@@ -24,6 +24,7 @@ from accept_mpi.planning.formulation import NEVER, problem_of
 from accept_mpi.planning.groups import hybrid_plans
 from accept_mpi.planning.problem import NoPlan, Problem, Solution, cost
 from accept_mpi.planning.search import solve
+from accept_mpi.planning.ties import kept_together
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 _MIN_IMPROVEMENT = 0.98
@@ -99,7 +100,26 @@ def lanes_for(cluster: ClusterProfile, job: Job) -> dict[int, Lanes]:
 
 
 def _plans_without_lanes(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate, Estimate]:
-    """The same for devices that compute one action after another."""
+    """The same for devices that compute one action after another. Where layers have a parameter in common, the search knows
+    nothing of what parting them costs, so plans that keep them together are compared with those that do not."""
+    together = kept_together(cluster) if job.parts_ties else None
+    if together is None:
+        return _searched(cluster, job, held)
+    found, why = [], None
+    for one in (together, cluster):
+        try:
+            best, even = _searched(one, job, held)
+            found.append((estimate(cluster, job, best.plan), estimate(cluster, job, even.plan)))
+        except UserError as error:
+            why = why or error
+    if not found:
+        assert why is not None
+        raise why
+    return min(found, key=lambda both: both[0].expected)
+
+
+def _searched(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate, Estimate]:
+    """The best plan that the search finds, and the one with even cuts."""
     problem, loaded = (problem_of(cluster, job, share)[0] for share in (1.0, LINK_SHARE))
     candidates: list[Solution] = []
     why = ""
@@ -247,6 +267,6 @@ def _as_plan(solution: Solution, job: Job) -> Plan:
 def even_plan(cluster: ClusterProfile, job: Job) -> Plan:
     """The plan with all devices in their order and layers divided evenly, except where layers must stay together."""
     layers = len(cluster.outline.layers)
-    cuts = even_cuts(layers, len(cluster.devices), uncuttable(cluster.outline.shared, layers))
+    cuts = even_cuts(layers, len(cluster.devices), uncuttable(cluster.outline.shared, layers, job.parts_ties))
     codec = BoundaryCodecs(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
     return make_plan(layers, cuts, [codec] * len(cuts))

@@ -10,6 +10,7 @@ from accept_mpi.plan import Lanes, with_lanes
 from accept_mpi.planning.codec_choice import EXACT
 from accept_mpi.planning.estimate import Estimate, estimate, fits, least_seconds
 from accept_mpi.planning.lane_model import Pipeline, beside_gain, best_share, exponent_of
+from accept_mpi.planning.ties import parted
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 
@@ -49,7 +50,12 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
     idle = [f"{device.host} (rank {n})" for n, device in enumerate(cluster.devices) if found.plan.place(n).idle]
     lines = [f"left idle, since using them would save little or no time: {', '.join(idle)}"] if idle else []
     if len(cluster.devices) > 1:
-        lines += [f"{one.text}, so they are in one stage" for one in cluster.outline.shared if not one.constant]
+        apart = [one for one, _ in parted(cluster.outline.shared, found.plan)]
+        for one in cluster.outline.shared:
+            if one in apart:
+                lines.append(f"{one.text}, whose gradients are added up in every step")
+            elif not one.constant:
+                lines.append(f"{one.text}, so they are in one stage")
     if found.plan.gradients:
         way = {EXACT: "exactly, as one process does", "none": "as each rank's sum, uncoded"}
         text = way.get(found.plan.gradients, f"as {found.plan.gradients}")

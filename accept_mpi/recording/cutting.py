@@ -4,6 +4,7 @@ What crosses in front of a node are the values made before it and used from it o
 model's inputs alone, such as masks, positions and rotary tables, do not cross: each layer makes those that it uses.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,7 +110,7 @@ class Flow:
         found = np.cumsum(change)[:count]
         writes: dict[int, int] = {}
         for n, node in enumerate(tape.nodes):
-            writes |= {memory: n for memory in node.writes}
+            writes |= dict.fromkeys(node.writes, n)
         for memory, last_write in writes.items():
             views = np.zeros(count + 1, dtype=np.int64)
             for slot, (first, last) in self.spans.items():
@@ -153,7 +154,7 @@ def cut(flow: Flow, parameters: set[str]) -> list[int]:
     tape = flow.tape
     anchors = [n for n, node in enumerate(tape.nodes) if flow.kept[n] and has_parameters(node, parameters)]
     cuts = [0]
-    for one, other in zip(anchors, anchors[1:], strict=False):
+    for one, other in itertools.pairwise(anchors):
         position = flow.best(one + 1, other)
         if position is not None and position > cuts[-1]:
             cuts.append(position)
@@ -175,9 +176,9 @@ def cut_alike(flow: Flow, of: Flow, cuts: Sequence[int], parameters: set[str]) -
     """Positions in another record of the same model at which its parameters are divided as ``cuts`` divide those of ``of``.
     Raises Unrecordable if there are none."""
     nodes, others = flow.tape.nodes, of.tape.nodes
-    if len(nodes) == len(others) and all(a.does() == b.does() for a, b in zip(nodes, others, strict=True)):
-        if all(flow.weight[cut] < _NEVER for cut in cuts):
-            return list(cuts)
+    same = len(nodes) == len(others) and all(a.does() == b.does() for a, b in zip(nodes, others, strict=True))
+    if same and all(flow.weight[cut] < _NEVER for cut in cuts):
+        return list(cuts)
     owner: dict[str, int] = {}
     for n, node in enumerate(others):
         layer = int(np.searchsorted(cuts, n, side="right"))

@@ -53,7 +53,12 @@ def program(nodes: Sequence[Node], takes: Sequence[int], gives: Sequence[int], o
 
 def _places(value: Any) -> list[Any]:
     found: list[Any] = []
-    mapped(value, lambda place: found.append(place) or place, _PLACES)
+
+    def note(place: Any) -> Any:
+        found.append(place)
+        return place
+
+    mapped(value, note, _PLACES)
     return found
 
 

@@ -1,4 +1,4 @@
-"""A model on torch's meta device, where tensors have shapes but no values; it costs no memory, and its forward is recorded."""
+"""A model on torch's meta device, where tensors have shapes but no values: it costs no memory, and is recorded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

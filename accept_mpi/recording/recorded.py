@@ -1,6 +1,7 @@
 """A recorded model: its records by shape and mode, its layers, and the chain that they make."""
 
 import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -128,7 +129,7 @@ class RecordedModel:
     def _divided(flow: Flow, cuts: Sequence[int]) -> list[Program]:
         tape, edges = flow.tape, [0, *cuts, len(flow.tape.nodes)]
         found = []
-        for index, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+        for index, (start, stop) in enumerate(itertools.pairwise(edges)):
             last = stop == edges[-1] and index == len(edges) - 2
             takes = list(tape.inputs) if index == 0 else flow.crossing(start)
             gives = tape.results if last else flow.crossing(stop)
@@ -154,7 +155,7 @@ class RecordedModel:
         """A layer's name is that of its first part with parameters."""
         found: list[str] = []
         edges = [0, *self._cuts, len(self._usual.tape.nodes)]
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in itertools.pairwise(edges):
             nodes = self._usual.tape.nodes[start:stop]
             first = next((node for node in nodes if has_parameters(node, self._parameters)), None)
             name = "layer"

@@ -82,7 +82,7 @@ def record(
     """
     recorder = Recorder(of, inputs)
     outer = torch.enable_grad() if training else torch.no_grad()
-    generators = random.getstate(), np.random.get_state()[1].tobytes()
+    generators = _generators()
     with of.mode(training), outer, torch.device("meta"), _Counting() as counting, recorder.watching(counting):
         try:
             found = of.model(*args, **kwargs)
@@ -93,8 +93,7 @@ def record(
                 f"model.name: the forward cannot be recorded: {type(error).__name__}: {' '.join(str(error).split())} "
                 f"({_innermost(error)})"
             ) from error
-    if (random.getstate(), np.random.get_state()[1].tobytes()) != generators:
-        random.setstate(generators[0])
+    if _generators() != generators:
         raise Unrecordable(
             "model.name: the forward asks Python's or NumPy's random numbers what to compute, which cannot be recorded; "
             "torch's own can, if no choice depends on them"
@@ -104,14 +103,19 @@ def record(
 
 @contextmanager
 def as_if_compiled() -> Iterator[None]:
-    """Within the context ``torch.compiler.is_compiling()`` says so: libraries then take a way that does not depend on values,
-    where they have one (transformers makes masks that it else leaves out where nothing is masked)."""
+    """Within the context ``torch.compiler.is_compiling()`` is true: libraries then take a way that does not depend on
+    values, where they have one (transformers makes masks that it else leaves out where nothing is masked)."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+def _generators() -> tuple[Any, Any]:
+    """States of Python's and NumPy's random numbers."""
+    return random.getstate(), str(np.random.get_state(legacy=False))
 
 
 class _Counting(TorchDispatchMode):
@@ -184,14 +188,14 @@ class Recorder:
                 )
             return recorder._recorded(Apply(cls), "", lambda *a: plain_apply.__func__(cls, *a), args, {}, (), False, True)
 
-        nn.Module.__call__ = call  # type: ignore[method-assign, assignment]
+        nn.Module.__call__ = call  # type: ignore[method-assign]
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
         try:
             with _Functions(self):
                 yield
         finally:
             nn.Module.__call__ = plain_call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = plain_apply
+            torch.autograd.Function.apply = plain_apply  # type: ignore[method-assign]
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -270,11 +274,13 @@ class Recorder:
             known = len(self._kept)
             gives = tuple(self._slot(tensor) for tensor in results)
             writes = frozenset(self._memory(tensor) for tensor in written)
-            if not states and not used and all(slot in self._constants for slot in takes) and not writes and not stays and not self._drew:
+            plain = not states and not used and not writes and not stays and not self._drew
+            if plain and all(slot in self._constants for slot in takes):
                 self._constants.update(slot for slot in gives if slot >= known)
+            args, kwargs = places
             self.tape.nodes.append(
                 Node(
-                    function, module, *places, takes, gives, states or used,
+                    function, module, args, kwargs, takes, gives, states or used,
                     trained or any(one in self._of.trained for one in used), writes, stays, self._drew,
                     torch.is_grad_enabled(), self._counting.total - operations, _where(),
                 )
@@ -287,6 +293,7 @@ class Recorder:
         """The value of a tensor is asked for: of one that is the same in every step it is computed."""
         self._busy = True
         try:
+
             def value(tensor: torch.Tensor) -> torch.Tensor:
                 if not tensor.is_meta:
                     return tensor

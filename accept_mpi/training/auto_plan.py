@@ -15,7 +15,6 @@ from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.device.allocator import give_back_memory
 from accept_mpi.device.cpu import computing_takes_all
 from accept_mpi.device.memory import available_memory, planned
-from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.replay import mean_times
@@ -115,9 +114,7 @@ def plan_by_measuring(
     return decided or AutoPlan(plan, data, [], None, None, model)
 
 
-def with_best_lanes(
-    runtime: Runtime, job: Job, chain: Chain, loss: Loss, have: Data, plan: Plan
-) -> tuple[Plan, Data]:
+def with_best_lanes(runtime: Runtime, job: Job, chain: Chain, loss: Loss, have: Data, plan: Plan) -> tuple[Plan, Data]:
     """The plan of a run with one rank, with the lanes with which it computes fastest, if the job leaves that open; and the
     data, if they were needed for it. Raises Agreed if there are none."""
     threads, micro_batches = torch.get_num_threads(), micro_batches_of(job)

@@ -15,7 +15,6 @@ from accept_mpi.codecs.coding import parse, prepare
 from accept_mpi.codecs.tensors import BoundarySpecs
 from accept_mpi.comm.channels import Channel
 from accept_mpi.comm.data_plane import DataPlane
-from accept_mpi.comm.group_sum import Group, GroupSum
 from accept_mpi.comm.messages import EvaluationMade, Leaving, Message, PlanOver, Speed, StepMade, TargetsDrawn
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import fetch
@@ -37,7 +36,7 @@ from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Lanes, Place, Plan, StagePlan, with_lanes
-from accept_mpi.planning.codec_choice import EXACT, codings, gradient_codec, sums_of
+from accept_mpi.planning.codec_choice import codings
 from accept_mpi.profiling.outline import Outline
 from accept_mpi.recovery.barriers import Barriers, LocalCopies
 from accept_mpi.recovery.disk_replicas import DiskReplicas
@@ -48,10 +47,10 @@ from accept_mpi.training.boundaries import agree_on_shapes
 from accept_mpi.training.codec_selection import select_codecs
 from accept_mpi.training.controller import Controller, Follower
 from accept_mpi.training.data_here import Data
-from accept_mpi.training.group_member import GroupMember
 from accept_mpi.training.lanes import Computing, InTurn, LaneThreads, threads_of
 from accept_mpi.training.reports import Reports
 from accept_mpi.training.stage_channels import Neighbour, StageChannels
+from accept_mpi.training.summing import summed_gradients
 from accept_mpi.training.worker import Services, Worker
 
 _TOLD = 8  # reports kept: more than can be in flight
@@ -185,7 +184,10 @@ class Deployment:
         )
         self._tables = [self._table(stage) for stage in self.plan.stages]
         self._channels = self._channels_to(self._plane)
-        self._member = self._join(self._plane)
+        self._member = summed_gradients(
+            plane, self.stage, self.plan, runtime.rank, self._tables, self.job, state.chain.shared,
+            lambda step: len(self.batches.sizes(step)),
+        )  # fmt: skip
         leader = None if self.place.leads else self.plan.stages[-1].leader
         self._reports = Reports(self.batches, runtime.clock, leader, plane.post, state.told)
         if state.speed is None and self.job.pipeline.adapt:
@@ -288,26 +290,6 @@ class Deployment:
     def _table(self, stage: StagePlan) -> list[int]:
         """The member of a stage's group that takes each micro-batch, for the longest step and the evaluation."""
         return Deal.of(stage).table(max(self.batches.most, -(-self.test_samples // self.batches.micro)))
-
-    def _join(self, plane: DataPlane) -> GroupMember | None:
-        """What sums this rank's gradients by step, if a group or its lanes do; else None."""
-        place, stage = self.place, self.stage
-        if place.idle or (place.members == 1 and self._lanes == 1):
-            return None
-        table = self._tables[place.stage]
-
-        def mine(step: int) -> list[int]:
-            return [k for k in range(len(self.batches.sizes(step))) if table[k] == place.member]
-
-        if place.members == 1:
-            return GroupMember(stage, None, mine)
-        ranks, sums_as = self.plan.stages[place.stage].ranks, sums_of(self.job, self.plan)
-        # Numbers beyond those of the boundaries, since messages are told apart by them.
-        group = Group(ranks, place.member, place.stages + place.stage, self._tables[place.stage], sums_as == EXACT)
-        statistics = stage.statistics.size if stage.statistics else 0
-        coding = parse(gradient_codec(sums_as), False)
-        sums = GroupSum(plane, group, stage.trained, statistics, lambda step: len(self.batches.sizes(step)), coding)
-        return GroupMember(stage, sums, mine)
 
     def _channels_to(self, plane: DataPlane) -> StageChannels:
         """Channels to all ranks of both neighbouring stages. A channel holds at most as many messages as the stage before

@@ -124,6 +124,7 @@ class RunLog:
                 model=job.model.name,
                 model_args=job.model.args,
                 layers=deployment.state.chain.names,
+                own_names=deployment.state.chain.own_names,
                 seed=job.train.seed,
                 samples=batches.samples,
                 job=job.to_json(),

@@ -35,7 +35,7 @@ from accept_mpi.plan import Place
 from accept_mpi.recovery.barriers import AHEAD, CHECKPOINT, EXTRA, LOCAL, REPLAN, SNAPSHOT, Barriers
 from accept_mpi.recovery.checkpoint_writer import chunks
 from accept_mpi.recovery.replication import Replication
-from accept_mpi.training.group_member import GroupMember
+from accept_mpi.training.gradient_sums import GradientSums
 from accept_mpi.training.lanes import Computing, InTurn
 from accept_mpi.training.reports import Reports
 from accept_mpi.training.stage_channels import StageChannels
@@ -63,7 +63,7 @@ class Services:
     """Member of this stage's group that takes each micro-batch."""
     widths: Sequence[int]
     """Each stage's (``pipeline.deal.widths``)."""
-    member: GroupMember | None
+    member: GradientSums | None
     """Sums of the gradients; None if this rank holds the stage alone, and computes one action after the other."""
     computing: Computing
     """How this rank computes its actions."""

@@ -192,9 +192,9 @@ def test_tuples_of_inputs() -> None:
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ({"x": 1}, r"sample 0 must be a pair \(x, y\), got a dict"),
-        (torch.zeros(3), r"sample 0 must be a pair \(x, y\), got a Tensor"),
-        ((1, 2, 3), r"sample 0 must be a pair \(x, y\), got a tuple of 3"),
+        ({"x": 1}, r"sample 0 must be a pair \(x, y\), or a dict with its target under one of labels, .*; got a dict"),
+        (torch.zeros(3), r"sample 0 must be a pair \(x, y\), .*; got a Tensor"),
+        ((1, 2, 3), r"sample 0 must be a pair \(x, y\), .*; got a tuple of 3"),
         (("text", 1), "the x of samples must be tensors or arrays"),
         (((torch.zeros(1), "text"), 1), "the x of samples must be tensors or arrays"),
     ],

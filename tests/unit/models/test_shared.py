@@ -111,7 +111,7 @@ def test_what_is_shared_is_found(function: Callable[[], Any]) -> None:
     (one,) = of(function).shared()
     assert (one.first, one.last, one.constant) == (0, 3, False)
     assert one.text == 'layers 0 "0" and 3 "3" share a parameter (0.weight, 3.weight)'
-    assert uncuttable([one], 5) == {1, 2, 3}
+    assert uncuttable([one], 5, False) == {1, 2, 3}
 
 
 def test_a_layer_that_comes_twice_and_modules_within() -> None:
@@ -124,7 +124,7 @@ def test_a_layer_that_comes_twice_and_modules_within() -> None:
         (0, 2, "a parameter (0.weight, 2.weight) and 1 more"),
         (4, 5, "a parameter (4.weight, 5.0.weight) and 4 more"),
     ]
-    assert uncuttable(shared, 7) == {1, 2, 5}
+    assert uncuttable(shared, 7, False) == {1, 2, 5}
 
 
 def test_what_is_not_shared() -> None:
@@ -152,7 +152,7 @@ def test_norms_statistics_are_trained_unless_they_are_frozen() -> None:
     assert not of(lambda: norms(False)).shared()[0].constant
     (one,) = of(lambda: norms(True)).shared()
     assert one.constant
-    assert not uncuttable([one], 3)
+    assert not uncuttable([one], 3, False)
 
 
 def test_found_without_holding_the_model_or_filling_it() -> None:

@@ -1,0 +1,138 @@
+"""What a stage's gradients go through between B and U where several ranks, or several lanes of a rank, compute them."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from accept_mpi.comm.group_sum import Gradients, GroupSum
+from accept_mpi.pipeline.micro_batch import Key, Outputs
+from accept_mpi.pipeline.stage import Stage
+
+
+class Part(NamedTuple):
+    """Some of a stage's trained parameters, by position, and the ranks that compute their gradients."""
+
+    parameters: Sequence[int]
+    sums: GroupSum | None
+    """None: this rank alone."""
+
+
+class GradientSums:
+    """Sums a stage's gradients by step, and replays what micro-batches did to BatchNorm. Its own parameters are summed by
+    its group, or by this rank's lanes; tied ones by all ranks that have a copy."""
+
+    def __init__(self, stage: Stage, parts: Sequence[Part], mine: Callable[[int], Sequence[int]]) -> None:
+        """``parts``: all trained parameters, in the first place the stage's own; ``mine(step)``: the micro-batches of a step
+        that this rank takes, in order."""
+        self._stage, self._taken = stage, mine
+        self._parts = [_PartSums(part, mine) for part in parts]
+        self._group = parts[0].sums
+        """The sums of the group that holds the stage, if one does."""
+        self._left: dict[Key, Gradients] = {}
+        """Gradients that B computed while W is still to come, by micro-batch."""
+        self._statistics: dict[int, list[torch.Tensor]] = {}
+        """What this rank's micro-batches did to BatchNorm, by step, if no group needs it."""
+        self._seen: Sequence[torch.Tensor] = []
+        self._summed: tuple[Gradients, float] = [], 1.0
+
+    def after_forward(self, step: int, k: int, out: Outputs) -> None:
+        """Tell the others what BatchNorm saw. Called in the order of the micro-batches."""
+        if out.statistics is None or not len(out.statistics):
+            return
+        if self._group is None:
+            self._statistics.setdefault(step, []).append(out.statistics)
+        else:
+            self._group.share_statistics(step, k, out.statistics)
+
+    def after_backward(self, step: int, k: int, gradients: Gradients, scale: float, whole: bool) -> None:
+        """Take the gradients of micro-batch ``k``; only a part of them if they are not ``whole`` (W is to come). ``scale``:
+        that of the step, as known now."""
+        if (earlier := self._left.pop((step, k), None)) is not None:
+            gradients = _added(earlier, gradients)
+        if not whole:
+            self._left[step, k] = gradients
+            return
+        for part in self._parts:
+            part.add(step, k, gradients, scale)
+
+    def wait(self, step: int, deadline: float) -> None:
+        """Wait for the other ranks' part of a step, before ``update``. Raises DeadlineError after ``deadline`` seconds."""
+        gradients: Gradients = [None] * sum(len(part.parameters) for part in self._parts)
+        scale = 1.0
+        for n, part in enumerate(self._parts):
+            found, its_scale = part.take(step, deadline)
+            for parameter, gradient in zip(part.parameters, found, strict=False):  # no gradients: nothing is trained
+                gradients[parameter] = gradient
+            scale = its_scale if n == 0 or not self._parts[0].parameters else scale
+        self._summed = gradients, scale
+        if self._group is None:
+            self._seen = self._statistics.pop(step, [])
+        elif self._stage.statistics is not None and self._stage.statistics.size:
+            self._seen = self._group.statistics(step, deadline)
+
+    def update(self, lr: float, version: int) -> None:
+        """U: the optimizer's step with the gradients of all ranks, and the running statistics of all micro-batches."""
+        gradients, scale = self._summed
+        self._stage.exchange_gradients(gradients)
+        self._stage.update(lr, version, scale)
+        self._stage.exchange_gradients()
+        if self._stage.statistics is not None:
+            self._stage.statistics.replay(self._seen)
+
+
+class _PartSums:
+    """Sums of the gradients of some parameters."""
+
+    def __init__(self, part: Part, mine: Callable[[int], Sequence[int]]) -> None:
+        self.parameters, self._sums, self._taken = part.parameters, part.sums, mine
+        self._mine: dict[int, _Sum] = {}
+        """Sums of this rank's gradients, by step."""
+
+    def add(self, step: int, k: int, every: Gradients, scale: float) -> None:
+        """Add the gradients of a micro-batch; ``every``: those of all parameters."""
+        gradients = [every[parameter] for parameter in self.parameters]
+        if self._sums is not None and self._sums.exact:
+            self._sums.contribute(step, k, gradients, scale)
+            return
+        if step not in self._mine:
+            self._mine[step] = _Sum(list(reversed(self._taken(step))))
+        mine = self._mine[step]
+        mine.add(k, gradients, scale)
+        if self._sums is not None and not mine.left:
+            del self._mine[step]
+            self._sums.contribute(step, k, mine.gradients, mine.scale)
+
+    def take(self, step: int, deadline: float) -> tuple[Gradients, float]:
+        """The sum of a step, of all ranks. Raises DeadlineError."""
+        if self._sums is not None:
+            return self._sums.take(step, deadline)
+        mine = self._mine.pop(step)
+        assert not mine.left, f"micro-batches {mine.left} of step {step + 1} are missing"
+        return mine.gradients, mine.scale
+
+
+class _Sum:
+    """Sum of a rank's gradients in a step, added up in the order of the micro-batches, in whatever order they come."""
+
+    def __init__(self, left: list[int]) -> None:
+        """``left``: the micro-batches to come, the last one first."""
+        self.left = left
+        self.gradients: Gradients = []
+        self.scale = 1.0
+        self._waiting: dict[int, tuple[Gradients, float]] = {}
+
+    def add(self, k: int, gradients: Gradients, scale: float) -> None:
+        self._waiting[k] = gradients, scale
+        while self.left and self.left[-1] in self._waiting:
+            found, self.scale = self._waiting.pop(self.left.pop())
+            self.gradients = _added(self.gradients, found) if self.gradients else found
+
+
+def _added(ones: Gradients, others: Gradients) -> Gradients:
+    """The sums of two lists of gradients, in the memory of the first."""
+    return [_plus(one, two) for one, two in zip(ones, others, strict=True)]
+
+
+def _plus(one: torch.Tensor | None, two: torch.Tensor | None) -> torch.Tensor | None:
+    return two if one is None else one if two is None else one.add_(two)

@@ -1,0 +1,85 @@
+"""Which ranks add up the gradients that a rank computes: its group's, or all that have a copy of a tied parameter.
+
+Stages with a copy each update it themselves, with the same sum and the same state of the optimizer, so all copies stay the
+same. A micro-batch's gradients are added in the order in which stages go backward, as autograd does in one process.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from accept_mpi.codecs.coding import parse
+from accept_mpi.comm.data_plane import DataPlane
+from accept_mpi.comm.group_sum import Group, GroupSum
+from accept_mpi.job import Job
+from accept_mpi.models.shared import Shared
+from accept_mpi.pipeline.stage import Stage
+from accept_mpi.plan import Plan
+from accept_mpi.planning.codec_choice import EXACT, gradient_codec, sums_of
+from accept_mpi.planning.ties import parted
+from accept_mpi.training.gradient_sums import GradientSums, Part
+
+
+def summed_gradients(
+    plane: DataPlane,
+    stage: Stage,
+    plan: Plan,
+    rank: int,
+    tables: Sequence[Sequence[int]],
+    job: Job,
+    shared: Callable[[], Iterable[Shared]],
+    count_of: Callable[[int], int],
+) -> GradientSums | None:
+    """What sums a rank's gradients by step, if a group, its lanes, or stages with tied parameters do; else None. ``tables``:
+    the member of each stage's group that takes each micro-batch; ``shared`` says what layers share; ``count_of(step)``:
+    number of micro-batches of a step. Creates channels, before the plane starts."""
+    place = plan.place(rank)
+    if place.idle:
+        return None
+    ties = parted(shared(), plan) if job.parts_ties and place.stages > 1 else []
+    lanes = plan.stages[place.stage].lanes_of(rank)
+    if place.members == 1 and lanes == 1 and not any(place.stage in at for _, at in ties):
+        return None
+    table, sums_as = tables[place.stage], sums_of(job, plan)
+
+    def mine(step: int) -> list[int]:
+        return [k for k in range(count_of(step)) if table[k] == place.member]
+
+    tied = tied_parts(plane, ties, plan, rank, stage, tables, job.pipeline.gradients == EXACT, count_of)
+    apart = {n for part in tied for n in part.parameters}
+    own = [n for n in range(len(stage.trained)) if n not in apart]
+    sums = None
+    if place.members > 1:
+        # Numbers beyond those of the boundaries, since messages are told apart by them.
+        group = Group(plan.stages[place.stage].ranks, place.member, place.stages + place.stage, [table], sums_as == EXACT)
+        statistics = stage.statistics.size if stage.statistics else 0
+        coding = parse(gradient_codec(sums_as), False)
+        sums = GroupSum(plane, group, [stage.trained[n] for n in own], statistics, count_of, coding)
+    return GradientSums(stage, [Part(own, sums), *tied], mine)
+
+
+def tied_parts(
+    plane: DataPlane,
+    ties: Sequence[tuple[Shared, list[int]]],
+    plan: Plan,
+    rank: int,
+    stage: Stage,
+    tables: Sequence[Sequence[int]],
+    exact: bool,
+    count_of: Callable[[int], int],
+) -> list[Part]:
+    """This rank's part in the sums of tied parameters (``parted``); the rest as in ``summed_gradients``."""
+    found = []
+    mine = plan.place(rank).stage
+    places = {id(parameter): n for n, parameter in enumerate(stage.trained)}
+    for number, (one, stages) in enumerate(ties):
+        if mine not in stages:
+            continue
+        backward = list(reversed(stages))
+        ranks = [rank for s in backward for rank in plan.stages[s].ranks]
+        dealt = [[ranks.index(plan.stages[s].ranks[member]) for member in tables[s]] for s in backward]
+        # Numbers beyond those of the stages' groups.
+        group = Group(ranks, ranks.index(rank), 2 * len(plan.stages) + number, dealt, exact, backward.index(mine))
+        layer, name = next(place for place in one.places if plan.stages[mine].start <= place[0] < plan.stages[mine].stop)
+        parameter = stage.layers[layer - stage.start].get_parameter(name)
+        position = places[id(parameter)]
+        found.append(Part([position], GroupSum(plane, group, [stage.trained[position]], 0, count_of)))
+    return found
