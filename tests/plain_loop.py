@@ -11,7 +11,7 @@ from torch import nn
 from accept_mpi import tree
 from accept_mpi.data import adapt
 from accept_mpi.job_file import parse
-from accept_mpi.models.losses import cross_entropy
+from accept_mpi.models.losses import cross_entropy, mse
 from accept_mpi.registry import find_function
 from accept_mpi.seeds import AUGMENT, ORDER, forward_seed, init_seed, mix, seed_all, seeded
 
@@ -25,6 +25,8 @@ def _samples(data: Any, indices: np.ndarray, seed: int) -> tuple[Any, Any]:
     for i in indices.tolist():
         seed_all(mix(AUGMENT, seed, i))
         pairs.append(data[i])
+    if isinstance(pairs[0], dict):
+        return tree.stack(pairs), torch.stack([sample["labels"] for sample in pairs])
     return tuple(tree.stack(part) for part in zip(*pairs, strict=True))  # type: ignore[return-value]
 
 
@@ -43,7 +45,9 @@ def plain_loop(path: Path, *overrides: str, whole: bool = False) -> tuple[dict[s
         model = nn.Sequential(*[_built(layer, index, train.seed) for index, layer in enumerate(model)])
     with seeded(0):
         data, _ = find_function(job.data.name, {}, "data.name")(**job.data.args)
-    loss_of = cross_entropy if train.loss == "cross_entropy" else find_function(train.loss, {}, "train.loss")
+    loss_of = {"cross_entropy": cross_entropy, "mse": mse}.get(train.loss) or find_function(train.loss, {}, "train.loss")
+    if job.model.output == "loss":
+        loss_of = lambda output, target: output  # noqa: E731
     trained = [p for p in model.parameters() if p.requires_grad]
     o = train.optimizer
     optimizer = torch.optim.SGD(trained, lr=job.lr, momentum=o.momentum, weight_decay=o.weight_decay)
@@ -58,9 +62,15 @@ def plain_loop(path: Path, *overrides: str, whole: bool = False) -> tuple[dict[s
         for k, begin in enumerate(range(0, len(batch), size)):
             indices = batch[begin : begin + size]
             x, y = _samples(data, indices, mix(AUGMENT, train.seed, epoch))
-            for index, layer in enumerate(model):
-                seed_all(forward_seed(train.seed, step, k, index))
-                x = layer(x)
+            if isinstance(model, nn.Sequential):
+                for index, layer in enumerate(model):
+                    seed_all(forward_seed(train.seed, step, k, index))
+                    x = layer(x)
+            else:
+                if isinstance(x, dict) and job.model.output != "loss":
+                    del x["labels"]
+                x = model(**x) if isinstance(x, dict) else model(x)
+                x = x[job.model.output or "logits"] if isinstance(x, dict) else x
             loss = loss_of(x, y)
             if isinstance(loss, tuple):
                 loss = loss[0] / loss[1]

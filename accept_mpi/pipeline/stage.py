@@ -285,6 +285,11 @@ class Stage(Trials):
         """Yield the newest weights under their names in the whole model."""
         yield from zip(self._parameter_names, self.parameters, strict=True)
 
+    def every_name(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same, each parameter under its name in every layer that has it."""
+        for names, parameter in zip(self._aliases, self.parameters, strict=True):
+            yield from ((name, parameter) for name in names)
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of all state of the layers, contiguous, under its names in the whole model."""
         self._weights.newest()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from recorded_models import check, recorded
+from recorded_nets import Language, UNet
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,65 +26,6 @@ def images(*sizes: int) -> list[torch.Tensor]:
 
 def mean_square(result: Any) -> torch.Tensor:
     return result.float().square().mean()
-
-
-class Block(nn.Module):
-    def __init__(self, given: int, out: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(given, out, 3, padding=1)
-        self.norm = nn.BatchNorm2d(out)
-        self.act = nn.ReLU(inplace=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.norm(self.conv(x)))
-
-
-class UNet(nn.Module):
-    """Skips that pass over most of the model, by concatenation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([Block(3, 8), Block(8, 12), Block(12, 16)])
-        self.up = nn.ModuleList([Block(28, 12), Block(20, 8)])
-        self.head = nn.Conv2d(8, 2, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = []
-        for n, block in enumerate(self.down):
-            x = block(x if n == 0 else F.max_pool2d(x, 2))
-            kept.append(x)
-        kept.pop()
-        for block in self.up:
-            x = F.interpolate(x, scale_factor=2, mode="nearest")
-            x = block(torch.cat([x, kept.pop()], dim=1))
-        return self.head(x)
-
-
-class Attention(nn.Module):
-    """Masks and positions made from the inputs, keyword arguments, dropout, a dict as the result."""
-
-    def __init__(self, width: int = 16, words: int = 20) -> None:
-        super().__init__()
-        self.words = nn.Embedding(words, width)
-        self.positions = nn.Parameter(torch.randn(1, 12, width))
-        self.register_buffer("scale", torch.tensor(0.5))
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict({"qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width), "norm": nn.LayerNorm(width)})
-            for _ in range(3)
-        )
-        self.head = nn.Linear(width, words)
-
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None, *, twice: bool = False) -> dict[str, Any]:
-        count = ids.shape[1]
-        causal = torch.ones(count, count, dtype=torch.bool, device=ids.device).tril()
-        allowed = causal[None] & mask[:, None, :].bool() if mask is not None else causal[None]
-        bias = torch.zeros(allowed.shape, device=ids.device).masked_fill(~allowed, torch.finfo(torch.float32).min)
-        x = self.words(ids) + self.positions[:, :count]
-        for block in self.blocks:
-            q, k, v = block["qkv"](block["norm"](x)).chunk(3, dim=-1)
-            weights = F.softmax(q @ k.transpose(1, 2) * self.scale + bias, dim=-1)
-            x = x + F.dropout(block["out"](weights @ v), 0.1, self.training)
-        return {"logits": self.head(x), "hidden": x}
 
 
 class Shares(nn.Module):
@@ -140,6 +82,14 @@ class Odd(nn.Module):
         return x, y.float().mean(dim=1)
 
 
+def dropping() -> Language:
+    return Language(tied=False, dropout=0.1)
+
+
+def untied() -> Language:
+    return Language(tied=False)
+
+
 def test_unet_with_skips() -> None:
     chain = check(UNet, images(4, 4, 3), mean_square, every_cut)
     assert len(chain) >= 6
@@ -154,7 +104,7 @@ def test_masks_keywords_and_dropout(masked: bool) -> None:
         if masked:
             value["mask"] = (torch.arange(12) < torch.randint(6, 13, (size, 1))).long()
         values.append(value)
-    chain = check(Attention, values, lambda result: mean_square(result["logits"]), every_cut)
+    chain = check(dropping, values, lambda result: mean_square(result["logits"]), every_cut)
     assert len(chain) >= 8
     if masked:  # the mask crosses as it was given, not as it is used
         torch.manual_seed(7)
@@ -177,9 +127,9 @@ def test_functions_of_its_own() -> None:
 
 def test_part_of_the_result() -> None:
     value = {"ids": torch.randint(20, (2, 12))}
-    check(Attention, [value], mean_square, lambda count: [[], [count // 2]], output="hidden")
+    check(untied, [value], mean_square, lambda count: [[], [count // 2]], output="hidden")
     with pytest.raises(UserError, match='no tensors under "logit", but "logits", "hidden"'):
-        recorded(Attention, value, "logit")
+        recorded(untied, value, "logit")
 
 
 class _Refused(nn.Module):

@@ -1,0 +1,113 @@
+"""Models with forwards of their own, and data sets for them."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+
+class Block(nn.Module):
+    def __init__(self, given: int, out: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(given, out, 3, padding=1)
+        self.norm = nn.BatchNorm2d(out)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.norm(self.conv(x)))
+
+
+class UNet(nn.Module):
+    """Skips that pass over most of the model, by concatenation."""
+
+    def __init__(self, out: int = 2) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([Block(3, 8), Block(8, 12), Block(12, 16)])
+        self.up = nn.ModuleList([Block(28, 12), Block(20, 8)])
+        self.head = nn.Conv2d(8, out, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for n, block in enumerate(self.down):
+            x = block(x if n == 0 else F.max_pool2d(x, 2))
+            kept.append(x)
+        kept.pop()
+        for block in self.up:
+            x = F.interpolate(x, scale_factor=2, mode="nearest")
+            x = block(torch.cat([x, kept.pop()], dim=1))
+        return self.head(x)
+
+
+class Language(nn.Module):
+    """Tied words, masks and positions made from the inputs, keyword arguments, a dict as the result, its own loss."""
+
+    def __init__(self, width: int = 16, words: int = 20, blocks: int = 3, tied: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.positions = nn.Parameter(0.1 * torch.randn(1, 12, width))
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width), "norm": nn.LayerNorm(width)})
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+        self.dropout = dropout
+
+    def forward(
+        self, ids: torch.Tensor, mask: torch.Tensor | None = None, *, labels: torch.Tensor | None = None
+    ) -> dict[str, Any]:
+        count = ids.shape[1]
+        allowed = torch.ones(count, count, dtype=torch.bool, device=ids.device).tril()[None]
+        if mask is not None:
+            allowed = allowed & mask[:, None, :].bool()
+        bias = torch.zeros(allowed.shape, device=ids.device).masked_fill(~allowed, torch.finfo(torch.float32).min)
+        x = self.words(ids) + self.positions[:, :count]
+        for block in self.blocks:
+            q, k, v = block["qkv"](block["norm"](x)).chunk(3, dim=-1)
+            weights = F.softmax(q @ k.transpose(1, 2) * self.scale + bias, dim=-1)
+            x = x + F.dropout(block["out"](weights @ v), self.dropout, self.training)
+        logits = self.head(x)
+        found = {"logits": logits, "hidden": x}
+        if labels is not None:
+            found["loss"] = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return found
+
+
+class Sentences:
+    """Samples that are dicts, with masks of padding."""
+
+    def __init__(self, count: int, masked: bool = True) -> None:
+        draw = torch.Generator().manual_seed(count)
+        self.ids = torch.randint(20, (count, 12), generator=draw)
+        self.mask = (torch.arange(12) < torch.randint(6, 13, (count, 1), generator=draw)).long()
+        self.masked = masked
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = {"ids": self.ids[index], "labels": self.ids[index].roll(-1)}
+        return sample | ({"mask": self.mask[index]} if self.masked else {})
+
+
+def sentences(masked: bool = True) -> tuple[Sentences, Sentences]:
+    return Sentences(22, masked), Sentences(9, masked)
+
+
+def pictures() -> tuple[TensorDataset, TensorDataset]:
+    """Images, with an image as the target."""
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(22, 3, 16, 16, generator=draw)
+    return TensorDataset(x, x[:, :2].tanh()), TensorDataset(x[:9], x[:9, :2].tanh())
+
+
+def unet() -> UNet:
+    return UNet()
+
+
+def language(**args: Any) -> Language:
+    return Language(**args)
