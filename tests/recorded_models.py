@@ -105,7 +105,7 @@ def _called(model: nn.Module, value: Any) -> Any:
 
 
 def _select(result: Any, output: str) -> Any:
-    from accept_mpi.recording.output import select
+    from accept_mpi.models.recording.output import select
 
     return select(result, output)
 

@@ -12,9 +12,9 @@ from accept_mpi.models.base import Chain, Entry
 from accept_mpi.models.cnn import cnn
 from accept_mpi.models.gpt import gpt
 from accept_mpi.models.mobilenet import mobilenetv2
+from accept_mpi.models.recording.recorded import RecordedModel
 from accept_mpi.models.resnet import resnet18
 from accept_mpi.models.vgg import vgg11
-from accept_mpi.recording.recorded import RecordedModel
 from accept_mpi.registry import call, find_function, import_module
 
 __all__ = ["ZOO", "Chain", "Whole", "load", "load_any"]

@@ -19,9 +19,9 @@ from accept_mpi.launch.ownership import Ownership
 from accept_mpi.launch.run_identity import RunIdentity
 from accept_mpi.models import Chain, Whole, load_any
 from accept_mpi.models.losses import find_loss
+from accept_mpi.models.recording.recorded import key_of, value_of
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.layer_timer import micro_batch
-from accept_mpi.recording.recorded import key_of, value_of
 from accept_mpi.recovery.disk_replicas import DiskReplicas
 from accept_mpi.recovery.layer_state import fitting
 from accept_mpi.recovery.replicas import Replicas

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from accept_mpi.errors import UserError
-from accept_mpi.recording.meta_model import MetaModel
-from accept_mpi.recording.structure import is_plain, mapped, tensors_in
-from accept_mpi.recording.tape import DEVICE, Node, Spec, State, Tape, Value
+from accept_mpi.models.recording.meta_model import MetaModel
+from accept_mpi.models.recording.structure import is_plain, mapped, tensors_in
+from accept_mpi.models.recording.tape import DEVICE, Node, Spec, State, Tape, Value
 
 _OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 _RANDOM = (

@@ -14,12 +14,12 @@ from torch import nn
 from accept_mpi import tree
 from accept_mpi.errors import UserError
 from accept_mpi.models.base import Chain, Entry
+from accept_mpi.models.recording.cutting import Flow, cut, cut_alike, has_parameters
+from accept_mpi.models.recording.layer import Program, RecordedLayer, program, put, put_tensor
+from accept_mpi.models.recording.meta_model import MetaModel
+from accept_mpi.models.recording.output import select
+from accept_mpi.models.recording.recorder import ReadsData, as_if_compiled, record
 from accept_mpi.models.shared import unfilled
-from accept_mpi.recording.cutting import Flow, cut, cut_alike, has_parameters
-from accept_mpi.recording.layer import Program, RecordedLayer, program, put, put_tensor
-from accept_mpi.recording.meta_model import MetaModel
-from accept_mpi.recording.output import select
-from accept_mpi.recording.recorder import ReadsData, as_if_compiled, record
 
 _MOST_RECORDS = 256
 Key = tuple[bytes, bool]

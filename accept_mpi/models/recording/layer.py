@@ -10,8 +10,8 @@ from torch import nn
 
 from accept_mpi import tree
 from accept_mpi.errors import UserError
-from accept_mpi.recording.structure import mapped, tensors_in
-from accept_mpi.recording.tape import DEVICE, ComputingDevice, Node, State, Value
+from accept_mpi.models.recording.structure import mapped, tensors_in
+from accept_mpi.models.recording.tape import DEVICE, ComputingDevice, Node, State, Value
 
 _PLACES = (Value, State, ComputingDevice)
 

@@ -11,8 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from accept_mpi.recording.recorder import Unrecordable
-from accept_mpi.recording.tape import Node, Tape
+from accept_mpi.models.recording.recorder import Unrecordable
+from accept_mpi.models.recording.tape import Node, Tape
 
 _LEAST_SHARE = 0.003
 """Least share of the model's operations that a layer has, as long as there is another to merge it with."""

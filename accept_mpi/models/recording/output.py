@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from accept_mpi.errors import UserError
-from accept_mpi.recording.structure import is_plain, tensors_in
+from accept_mpi.models.recording.structure import is_plain, tensors_in
 
 
 def select(result: Any, wanted: str) -> Any:

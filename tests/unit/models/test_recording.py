@@ -9,7 +9,6 @@ import torch
 from recorded_models import check, recorded
 from recorded_nets import Language, UNet
 from torch import nn
-from torch.nn import functional as F
 
 from accept_mpi.errors import UserError
 
