@@ -35,6 +35,10 @@ class Model(Section, frozen=True):
     output: str = ""
     """Of a model with a forward of its own: the part of its result that the loss gets, by key, attribute or position;
     "loss": the model computes its loss itself. Empty: the tensor that it gives, or its "logits"."""
+    weights: str = ""
+    """File to begin with: .safetensors, one of torch.save, or the index of several; empty: initial weights."""
+    strict: bool = True
+    """False: load of ``weights`` what fits, and leave the rest as it is."""
 
 
 class Data(Section, frozen=True):
@@ -64,6 +68,31 @@ class Optimizer(Section, frozen=True):
     """Factor of each decay of the "step" schedule."""
     final_lr: Annotated[float, Meta(ge=0, le=_LARGEST)] = 0.0
     """Learning rate at the end of the "cosine" schedule."""
+    decay_vectors: bool = True
+    """False: no weight decay for parameters of fewer than two dimensions, which are norms and biases."""
+
+
+Patterns = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=MOST_ENTRIES)]
+"""Patterns of names, as in a shell: "backbone.*"."""
+
+
+class ParameterGroup(Section, frozen=True):
+    """An entry of ``train.groups``: parameters with settings of their own. A parameter is of the first group that fits."""
+
+    names: Patterns
+    lr: Positive | None = None
+    """Learning rate in place of the optimizer's; its schedule is the same."""
+    weight_decay: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+
+
+class Lora(Section, frozen=True):
+    """``train.lora``: low-rank adapters, the only parts that are trained then (and ``train.unfreeze``)."""
+
+    targets: Patterns
+    """Names of linear modules."""
+    rank: Annotated[int, Meta(ge=1, le=4096)] = 8
+    alpha: Positive | None = None
+    """What adapters add is multiplied by alpha / rank; as large as ``rank`` if not given."""
 
 
 class Train(Section, frozen=True):
@@ -90,6 +119,22 @@ class Train(Section, frozen=True):
     """Layout of image tensors; "auto": channels_last for models with 2-D convolutions."""
     threads: Annotated[int, Meta(ge=1, le=MOST_THREADS)] | Literal["auto"] = "auto"
     """Computing threads per rank; "auto": OMP_NUM_THREADS, else the host's cores divided among its ranks."""
+    freeze: Patterns = []
+    """Parameters that are not trained. BatchNorm whose parameters are all frozen keeps its statistics."""
+    unfreeze: Patterns = []
+    """Parameters that are trained although ``freeze`` or ``lora`` freezes them."""
+    lora: Lora | None = None
+    groups: Annotated[list[ParameterGroup], Meta(max_length=MOST_ENTRIES)] = []
+    clip_norm: Positive | None = None
+    """Most that the norm of all gradients together may be; larger ones are scaled down."""
+    label_smoothing: Share = 0.0
+    """Of the loss "cross_entropy"."""
+    class_weights: Annotated[list[Annotated[float, Meta(ge=0, le=_LARGEST)]], Meta(max_length=MOST_ENTRIES)] = []
+    """Of the loss "cross_entropy": a weight for each class."""
+    ema: Share = 0.0
+    """Decay of a moving average of the weights, with which the model is evaluated; 0: none."""
+    precision: Literal["float32", "bf16"] = "float32"
+    """"bf16": torch's autocast, in forwards and their backwards."""
 
 
 class Pipeline(Section, frozen=True):

@@ -79,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="a checkpoint's weights as one .safetensors (or .pt, .pth) file")
     export.add_argument("checkpoint", type=Path)
     export.add_argument("out", type=Path, metavar="OUT.safetensors")
+    export.add_argument("--ema", action="store_true", help="with the moving averages of the weights (train.ema)")
+    export.add_argument("--merge", action="store_true", help="with adapters added to the weights (train.lora)")
     export.set_defaults(command=_export)
 
     trace = commands.add_parser("trace", help="a log's trace for Chrome or Perfetto")
@@ -172,7 +174,7 @@ def _launch(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from accept_mpi.cli.export import export
 
-    return export(options.checkpoint, options.out)
+    return export(options.checkpoint, options.out, options.ema, options.merge)
 
 
 def _trace(options: argparse.Namespace) -> int:

@@ -10,21 +10,24 @@ from safetensors.torch import save_file
 from accept_mpi.device.memory import available_memory
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import replacing
+from accept_mpi.job import Job
+from accept_mpi.models.fine_tuning import merged, scale_of
 from accept_mpi.pipeline.state import is_packed, unpacked
 from accept_mpi.recovery.checkpoint import Checkpoint
 
 _TORCH = (".pt", ".pth")
 
 
-def export(source: Path, out: Path) -> int:
-    """Write the whole model's state_dict to ``out``: as .safetensors, or with ``torch.save`` as .pt or .pth.
+def export(source: Path, out: Path, average: bool = False, merge: bool = False) -> int:
+    """Write the whole model's state_dict to ``out``: as .safetensors, or with ``torch.save`` as .pt or .pth. ``average``:
+    with the moving averages of its weights; ``merge``: with what adapters add in the weights, and without adapters.
 
     An existing file stays until the new one is complete. Raises UserError if ``out`` has another suffix or cannot be
     written, or if the checkpoint is missing or damaged.
     """
     if out.suffix not in (".safetensors", *_TORCH):
         raise UserError(f"{out}: expected a file name that ends in .safetensors, {' or '.join(_TORCH)}")
-    checkpoint = Checkpoint(source, available_memory(), ("weights",))
+    checkpoint = Checkpoint(source, available_memory(), ("weights", "optimizer") if average else ("weights",))
     try:
         target = Path(os.path.realpath(out))  # write to the target of a link instead of replacing the link
         if target.parent == checkpoint.path.resolve():
@@ -32,6 +35,16 @@ def export(source: Path, out: Path) -> int:
         state = checkpoint.whole()
         if not state:
             raise UserError(f"{checkpoint.path}: damaged checkpoint: it holds no weights of any layer")
+        if average:
+            averages = checkpoint.averages()
+            if not averages:
+                raise UserError(f"{checkpoint.path}: it holds no moving averages; train.ema makes them")
+            state |= averages
+        if merge:
+            lora = Job.from_json(checkpoint.manifest.job).train.lora
+            if lora is None:
+                raise UserError(f"{checkpoint.path}: it holds no adapters; train.lora makes them")
+            state = merged(state, scale_of(lora))
         with replacing(target) as beside:
             _write(beside, state, {"step": str(checkpoint.manifest.step), "model": checkpoint.manifest.model})
     except (OSError, RuntimeError, SafetensorError) as error:

@@ -24,8 +24,8 @@ from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.job_file import parse
 from accept_mpi.logs.reader import open_log
-from accept_mpi.models import load as load_model
-from accept_mpi.models.losses import find_loss
+from accept_mpi.models import chain_of
+from accept_mpi.models.losses import loss_of
 from accept_mpi.planning.codec_choice import codings_of
 from accept_mpi.prediction.imputation import impute
 from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
@@ -114,7 +114,7 @@ def _same_model(timed: Outline, job: Job, ran: dict[str, Any]) -> bool:
         batch = MicroBatch(tuple(spec.zeros() for spec in first.inputs), None, first.tree, timed.samples)
         if not data:
             batch = micro_batch(load_data(job.data.name, job.data.args, job.model)[0], job)
-        chain = load_model(job.model.name, job.model.args, job.train.seed, lambda: batch.value, job.model.output)
+        chain = chain_of(job, lambda: batch.value)
         if chain.names != list(timed.names):
             return False
         return _sizes(outline_of(chain, job, batch.inputs, batch.tree, batch.samples)) == _sizes(timed)
@@ -215,9 +215,9 @@ def _measure(path: Path, overrides: list[str]) -> _Measured:
     keep_memory()
     train, _ = load_data(job.data.name, job.data.args, job.model)
     batch = micro_batch(train, job)
-    chain = load_model(job.model.name, job.model.args, job.train.seed, lambda: batch.value, job.model.output)
+    chain = chain_of(job, lambda: batch.value)
     model = outline_of(chain, job, batch.inputs, batch.tree, batch.samples)
-    subject = Subject(chain, model, job, find_loss(job.train.loss, job.model.output), *batch)
+    subject = Subject(chain, model, job, loss_of(job), *batch)
     times = time_layers(subject, job.pipeline.probe_seconds)
     times = msgspec.structs.replace(times, lanes=time_lanes(subject, micro_batches_of(job)))
     return _Measured(model, times, message_costs(codings_of(job), _BYTE_CPU, _MESSAGE_CPU))

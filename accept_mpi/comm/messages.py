@@ -177,6 +177,14 @@ class TargetsDrawn(Control, frozen=True):
     sums: dict[int, int]
 
 
+class GradientNorms(Control, frozen=True):
+    """A stage to all others: norms of its parameters' gradients in a step, and their positions in the model."""
+
+    step: int
+    stage: int
+    norms: list[tuple[int, float]]
+
+
 class MemberResults(Control, frozen=True):
     """A rank of the last stage to the stage's leader: results of some micro-batches."""
 
@@ -191,7 +199,7 @@ class MemberResults(Control, frozen=True):
 AnyControl = (
     Gather | Scatter | Shapes | LayerChunks | CheckpointChunk | StepMade | EvaluationMade | TraceRows | Event | Stopping
     | Leaving | Speed | PlanOver | ReplicaChunks | Replicated | Committed | Copied | StopAsked | ReplanAsked | StepFlags
-    | TargetsDrawn | MemberResults
+    | TargetsDrawn | MemberResults | GradientNorms
 )  # fmt: skip
 
 

@@ -5,11 +5,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
+from accept_mpi.job import Job
 from accept_mpi.models.base import Chain, Entry
 from accept_mpi.models.cnn import cnn
+from accept_mpi.models.fine_tuning import Changes, check_patterns, is_adapter
 from accept_mpi.models.gpt import gpt
 from accept_mpi.models.mobilenet import mobilenetv2
 from accept_mpi.models.recording.recorded import RecordedModel
@@ -17,7 +20,7 @@ from accept_mpi.models.resnet import resnet18
 from accept_mpi.models.vgg import vgg11
 from accept_mpi.registry import call, find_function, import_module
 
-__all__ = ["ZOO", "Chain", "Whole", "load", "load_any"]
+__all__ = ["ZOO", "Chain", "Whole", "chain_of", "check_changes", "load", "model_of"]
 
 ZOO: dict[str, Callable[..., Chain]] = {
     "cnn": cnn,
@@ -34,33 +37,72 @@ class Whole(NamedTuple):
     make: Callable[[], nn.Module]
     name: str
     output: str
+    changes: Changes | None = None
 
     def record(self, value: Any) -> Chain:
         """The chain, for micro-batches like ``value``, which the data set gives. Raises UserError."""
-        return RecordedModel(self.make, self.name, value, self.output).chain()
+        chain = RecordedModel(self.make, self.name, value, self.output).chain()
+        chain.changes = self.changes
+        return chain
 
 
-def load(name: str, args: Mapping[str, Any], seed: int, value: Callable[[], Any] | None = None, output: str = "") -> Chain:
-    """Chain of layers that a job names. Raises UserError with one sentence.
-
-    ``value`` returns what the data set gives for a micro-batch; it is called if the model has a forward of its own.
-    ``output``: the part of its result that the loss gets.
-    """
-    found = load_any(name, args, seed, output)
-    if isinstance(found, Chain):
-        return found
-    if value is None:
+def load(name: str, args: Mapping[str, Any], seed: int) -> Chain:
+    """Chain of layers that a job names. Raises UserError with one sentence."""
+    found = _load(name, args, seed, "", None)
+    if isinstance(found, Whole):
         raise UserError(f'model.name: "{name}" has a forward of its own, so samples are needed to divide it into layers')
-    return found.record(value())
+    return found
 
 
-def load_any(name: str, args: Mapping[str, Any], seed: int, output: str = "") -> Chain | Whole:
-    """The model that a job names. Raises UserError with one sentence.
+def chain_of(job: Job, value: Callable[[], Any]) -> Chain:
+    """Chain of a job's model; ``value`` returns what the data set gives for a micro-batch. Raises UserError."""
+    found = model_of(job)
+    return found if isinstance(found, Chain) else found.record(value())
+
+
+def model_of(job: Job) -> Chain | Whole:
+    """The model that a job names, with the changes that it asks for. Raises UserError with one sentence.
 
     A user's function returns any ``nn.Module``; an ``nn.Sequential`` and a list of layers are chains already, and so is (to
     build only what a rank holds) a list of functions that each make a layer; list entries may be ``(name, layer)``. It is
-    called under ``seed``, and called again whenever new layers are needed.
+    called under the job's seed, and called again whenever new layers are needed.
     """
+    changes = Changes(job)
+    model = job.model
+    return _load(model.name, model.args, job.train.seed, model.output, changes if changes.any else None)
+
+
+def check_changes(chain: Chain, job: Job) -> str:
+    """Check that what a job changes of its model fits it. Returns a line on weights that are loaded, "" without any. Raises
+    UserError."""
+    changes, train = chain.changes, job.train
+    if changes is None and not train.groups:
+        return ""
+    layers = [chain.abstract(index, train.seed) for index in range(len(chain))]
+    state = {
+        chain.name_of(index, key): tuple(value.shape)
+        for index, layer in enumerate(layers)
+        for key, value in layer.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor) and not is_adapter(key)
+    }
+    named = [
+        chain.name_of(index, key)
+        for index, layer in enumerate(layers)
+        for key, _ in layer.named_parameters(remove_duplicate=False)
+    ]
+    for group in train.groups:
+        check_patterns("train.groups", group.names, named)
+    if changes is None:
+        return ""
+    modules = [chain.name_of(n, path).rstrip(".") for n, layer in enumerate(layers) for path, _ in layer.named_modules()]
+    changes.check(named, modules)
+    if changes.file is None:
+        return ""
+    tied = [[chain.name_of(*place) for place in one.places] for one in chain.shared() if one.tied]
+    return changes.file.check(list(state), state, tied)
+
+
+def _load(name: str, args: Mapping[str, Any], seed: int, output: str, changes: Changes | None) -> Chain | Whole:
     if name.partition(":")[0] in _LIBRARIES and ":" in name:
         function = _LIBRARIES[name.partition(":")[0]](name)
     else:
@@ -69,23 +111,44 @@ def load_any(name: str, args: Mapping[str, Any], seed: int, output: str = "") ->
     def again() -> Any:
         return call(function, args, "model.args", seed)
 
+    def whole() -> Any:
+        made = again()
+        return changes.apply(made, "") if changes else made
+
     def entries(model: object) -> list[tuple[str, Entry]]:
         try:
-            return entries_of(model)
+            return [(key, _changed(entry, key, changes)) for key, entry in entries_of(model)]
         except (TypeError, ValueError) as error:
             raise UserError(f'model.name: "{name}": {error}') from error
 
     model = again()
     if isinstance(model, Chain):
-        return model
-    if isinstance(model, nn.Module) and not _is_sequence(model):
-        return Whole(again, name, output)
-    if output:
-        raise UserError(f'model.output: "{name}" is a chain of layers, whose result the loss gets as a whole')
-    try:
-        return Chain(entries(model), lambda: entries(again()))
-    except ValueError as error:
-        raise UserError(f'model.name: "{name}": {error}') from error
+        found = Chain(entries(model)) if changes else model
+    elif isinstance(model, nn.Module) and not _is_sequence(model):
+        return Whole(whole, name, output, changes)
+    else:
+        if output:
+            raise UserError(f'model.output: "{name}" is a chain of layers, whose result the loss gets as a whole')
+        try:
+            found = Chain(entries(model), lambda: entries(again()))
+        except ValueError as error:
+            raise UserError(f'model.name: "{name}": {error}') from error
+    found.changes = changes
+    return found
+
+
+def _changed(entry: Entry, name: str, changes: Changes | None) -> Entry:
+    """A layer, or a function that makes one, with the changes that a job asks for."""
+    if changes is None:
+        return entry
+    if isinstance(entry, nn.Module):
+        return changes.apply(entry, name)
+
+    def make() -> nn.Module:
+        layer = entry()
+        return changes.apply(layer, name) if isinstance(layer, nn.Module) else layer
+
+    return make
 
 
 def _of_transformers(name: str) -> Callable[..., Any]:

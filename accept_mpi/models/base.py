@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
+from accept_mpi.models.fine_tuning import Changes
 from accept_mpi.models.shared import Finder, Handed, Shared, refuse_lazy, unfilled
 from accept_mpi.seeds import init_seed, seeded
 
@@ -38,6 +39,10 @@ class Chain:
 
         Raises ValueError with a sentence if names are wrong, UserError if a layer has no shape yet.
         """
+        self.changes: Changes | None = None
+        """What is changed of new layers; their weights, where there is a file of them."""
+        self.order: dict[str, int] = {}
+        """Positions of parameters, by name, among those of a recorded model; empty: they come in the order of layers."""
         self.own_names = False
         """True if names of state are those of the whole model, without the layer's name in front."""
         self.layers = list(layers)
@@ -60,10 +65,10 @@ class Chain:
                 self._shared = self._find_shared()
 
     @classmethod
-    def recorded(cls, names: Sequence[str], again: Callable[[], Entries]) -> "Chain":
+    def recorded(cls, names: Sequence[str], again: Callable[[], Entries], order: dict[str, int]) -> "Chain":
         """The chain of a recorded model, of which ``again`` makes new layers. Their state has the model's own names."""
         chain = cls([(name, nn.Identity) for name in names])
-        chain.layers, chain._again, chain._shared, chain.own_names = [], again, None, True
+        chain.layers, chain._again, chain._shared, chain.own_names, chain.order = [], again, None, True, order
         return chain
 
     def __len__(self) -> int:
@@ -73,9 +78,21 @@ class Chain:
         """Layer ``index`` with its initial weights, a new module each time. Raises UserError if it cannot be built."""
         return self.build_range(index, index + 1, seed)[0]
 
+    def name_of(self, index: int, key: str) -> str:
+        """Name in the whole model of a part of layer ``index``."""
+        return key if self.own_names else f"{self.names[index]}.{key}"
+
     def build_range(self, start: int, stop: int, seed: int) -> list[nn.Module]:
         """Layers ``start <= i < stop`` with their initial weights, new modules each time. They share what the model's layers
         share. Raises UserError if one cannot be built."""
+        layers = self._built(start, stop, seed)
+        if self.changes is not None and self.changes.file is not None:
+            for index, layer in enumerate(layers, start):
+                self.changes.file.load(layer, self.name_of(index, ""))
+            self.changes.file.close()
+        return layers
+
+    def _built(self, start: int, stop: int, seed: int) -> list[nn.Module]:
         indices = range(start, stop)
         if self._again is None:
             return [_make(self.names, index, self.layers[index][1], seed) for index in indices]

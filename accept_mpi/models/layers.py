@@ -15,6 +15,18 @@ class Layers(NamedTuple):
     start: int
     names: list[str]
     modules: list[nn.Module]
+    own_names: bool = False
+    """True if the model's names of state do not begin with their layer's."""
+    ties: tuple[tuple[tuple[int, str], ...], ...] = ()
+    """Parameters that several layers have in common: these layers, and its names in them."""
+
+    def name(self, layer: int, key: str) -> str:
+        """Name in the whole model of a part of a layer, which need not be among these."""
+        return (
+            key
+            if self.own_names or not self.start <= layer < self.start + len(self.names)
+            else (f"{self.names[layer - self.start]}.{key}")
+        )
 
     @property
     def has_conv2d(self) -> bool:
@@ -44,14 +56,15 @@ def restore_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
 
 def build_layers(chain: Chain, start: int, stop: int, seed: int) -> Layers:
     """Layers ``start <= i < stop`` with their initial weights. Raises UserError if one cannot be built."""
-    return Layers(start, chain.names[start:stop], chain.build_range(start, stop, seed))
+    return Layers(start, chain.names[start:stop], chain.build_range(start, stop, seed), chain.own_names)
 
 
 def build_stage(chain: Chain, start: int, stop: int, seed: int) -> Layers:
     """Layers ``start <= i < stop`` for a stage that is going to train. They must not write to what they share with other
     stages (a forward that does raises UserError). The chain frees the other layers that were made with them."""
     shared = chain.shared() if 0 < stop - start < len(chain) else ()
-    layers = build_layers(chain, start, stop, seed)
+    ties = tuple(one.places for one in shared if one.tied)
+    layers = build_layers(chain, start, stop, seed)._replace(ties=ties)
     watched(layers.modules, start, shared)
     chain.release()
     return layers

@@ -17,6 +17,7 @@ from torch import nn
 
 from accept_mpi import tree
 from accept_mpi.errors import UserError
+from accept_mpi.job import Job
 from accept_mpi.registry import find_function
 from accept_mpi.users_code import blame, does_not_fit, in_words
 
@@ -68,6 +69,8 @@ class Loss:
         self.ignored = getattr(function, "ignore_index", IGNORED)
         """Class of targets that count neither in the loss nor in accuracy."""
         self._weigh, self._main = next((known for one, known in _KNOWN.items() if one is function), (None, False))
+        if isinstance(function, CrossEntropy):
+            self._weigh, self._main = function.count, True
         if isinstance(function, nn.Module) and getattr(function, "reduction", "mean") == "sum":
             raise UserError(
                 f'train.loss: "{name}" has reduction="sum", and a step\'s loss is a mean over what counts: use "mean", or a '
@@ -95,7 +98,7 @@ class Loss:
             if self._main or (setting_up and (isinstance(error, _Unfit) or does_not_fit(error))):
                 given = f"outputs {tree.describe(output)} and targets {tree.describe(target)}"
                 reason = str(error) if isinstance(error, _Unfit) else in_words(error)
-                wants = _WANTS if self.function is cross_entropy else ""
+                wants = _WANTS if self.function is cross_entropy or isinstance(self.function, CrossEntropy) else ""
                 raise UserError(f'train.loss: "{self.name}" cannot take {given}{wants}: {reason}') from error
             if isinstance(error, _Unfit):
                 raise UserError(f'train.loss: "{self.name}": {error}') from error
@@ -180,10 +183,20 @@ def counts_known(name: str) -> bool:
     return name in _LOSSES
 
 
-def find_loss(name: str, output: str = "") -> Loss:
-    """Loss that a job names; with ``output`` "loss" the model computes it. Raises UserError with one sentence."""
-    if output == OWN:
+def loss_of(job: Job) -> Loss:
+    """Loss that a job asks for. Raises UserError with one sentence."""
+    train = job.train
+    if job.model.output == OWN:
         return Loss("the model's own", _own)
+    if train.label_smoothing or train.class_weights:
+        if train.loss != "cross_entropy":
+            raise UserError('train.label_smoothing and train.class_weights go with loss = "cross_entropy"')
+        return Loss(train.loss, CrossEntropy(train.class_weights, train.label_smoothing))
+    return find_loss(train.loss)
+
+
+def find_loss(name: str) -> Loss:
+    """Loss of a name. Raises UserError with one sentence."""
     return Loss(name, _LOSSES.get(name) or find_function(name, _LOSSES, "train.loss"))
 
 
@@ -192,14 +205,32 @@ def _own(output: Any, target: Any) -> Any:
     return output
 
 
-def cross_entropy(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """Cross entropy of scores (..., classes) against classes (...), or against probabilities (..., classes)."""
+class CrossEntropy:
+    """Cross entropy with weights of classes, and with targets smoothed towards all classes alike."""
+
+    def __init__(self, weights: Sequence[float], smoothing: float) -> None:
+        self.weight = torch.tensor(weights) if weights else None
+        self.smoothing = smoothing
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        return cross_entropy(output, target, reduction, weight=self.weight, label_smoothing=self.smoothing)
+
+    def count(self, target: torch.Tensor) -> float:
+        """Amount that counts in a target."""
+        if self.weight is None or target.is_floating_point():
+            return _not_ignored(target)
+        return float(self.weight[target[target != IGNORED]].sum())
+
+
+def cross_entropy(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean", **options: Any) -> torch.Tensor:
+    """Cross entropy of scores (..., classes) against classes (...), or against probabilities (..., classes). ``options`` are
+    torch's."""
     if target.is_floating_point() and target.shape == output.shape:
         target = target.reshape(-1, target.shape[-1])
     else:
         target = target.reshape(-1)
         target = target if target.is_floating_point() else target.long()
-    return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), target, reduction=reduction)
+    return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), target, reduction=reduction, **options)
 
 
 def mse(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:

@@ -239,7 +239,7 @@ class Finder:
                 if min(layers) == max(layers):
                     continue
                 constant = not any(part.written for _, part in tie.places)
-                if len(ties) == 1 and self._is_tied(tie):
+                if not constant and len(ties) == 1 and self._is_tied(tie):
                     text = self._text(min(layers), max(layers), [tie.places])
                     nbytes = tie.span[1] - tie.span[0]
                     tied.append(Shared(min(layers), max(layers), text, False, _places([tie.places]), True, nbytes))

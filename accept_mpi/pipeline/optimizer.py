@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accept_mpi.job import Optimizer
+from accept_mpi.job import Optimizer, ParameterGroup
+from accept_mpi.models.fine_tuning import matches
 
 
 def learning_rate(options: Optimizer, lr: float, step: int, steps: int) -> float:
@@ -28,10 +29,27 @@ def learning_rate(options: Optimizer, lr: float, step: int, steps: int) -> float
     return lr
 
 
-def make_optimizer(options: Optimizer, lr: float, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
-    """Optimizer that a job names, for a stage's parameters; None if there are none."""
+def make_optimizer(
+    options: Optimizer,
+    lr: float,
+    parameters: Sequence[nn.Parameter],
+    names: Sequence[Sequence[str]] = (),
+    groups: Sequence[ParameterGroup] = (),
+) -> torch.optim.Optimizer | None:
+    """Optimizer that a job names, for a stage's parameters; None if there are none. ``names``: for each parameter all its
+    names in the whole model, by which ``groups`` have settings of their own. A group's "factor" is that of its learning
+    rate (``set_learning_rate``)."""
     if not parameters:
         return None
+    tables: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for n, parameter in enumerate(parameters):
+        known = names[n] if names else ()
+        own = next((one for one in groups if any(matches(name, one.names) for name in known)), None)
+        decay = options.weight_decay if options.decay_vectors or parameter.dim() > 1 else 0.0
+        if own is not None and own.weight_decay is not None:
+            decay = own.weight_decay
+        factor = own.lr / lr if own is not None and own.lr is not None else 1.0
+        tables.setdefault((factor, decay), []).append(parameter)
     kind: type[torch.optim.Optimizer]
     if options.name == "sgd":
         kind, extra = torch.optim.SGD, {"momentum": options.momentum, "nesterov": options.nesterov}
@@ -40,7 +58,17 @@ def make_optimizer(options: Optimizer, lr: float, parameters: Sequence[nn.Parame
         extra = {"betas": options.betas, "eps": options.eps}  # type: ignore[dict-item]
     leave_the_compiler_out()
     arguments: dict[str, Any] = {"lr": lr, "weight_decay": options.weight_decay, **extra}
-    return kind(parameters, **arguments)
+    own_tables = [
+        {"params": some, "factor": factor, "lr": factor * lr, "weight_decay": decay}
+        for (factor, decay), some in tables.items()
+    ]
+    return kind(own_tables, **arguments)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of the next update."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["factor"] * lr
 
 
 COUNTER = "step"

@@ -16,10 +16,12 @@ from accept_mpi.job import Job
 from accept_mpi.models.layers import Layers, may_draw, restore_modes
 from accept_mpi.models.losses import Divisors, Loss, Result
 from accept_mpi.models.shared import lay_out
+from accept_mpi.pipeline.averages import AVERAGE, Averages
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.graph_edges import Box, Seeded, finite
 from accept_mpi.pipeline.micro_batch import InFlight, Inputs, Key, Outputs
-from accept_mpi.pipeline.optimizer import make_optimizer, update
+from accept_mpi.pipeline.optimizer import make_optimizer, set_learning_rate, update
+from accept_mpi.pipeline.parameters import Parameters
 from accept_mpi.pipeline.running_statistics import RunningStatistics
 from accept_mpi.pipeline.state import load_layer, state_of
 from accept_mpi.pipeline.trials import Trials
@@ -28,6 +30,8 @@ from accept_mpi.pipeline.weight_versions import LaneWeights, Weights
 from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, seed_all, state
 from accept_mpi.tree import Tree
 from accept_mpi.users_code import blame, call_layer, taken_apart
+
+Clip = Callable[[list[torch.Tensor | None]], torch.Tensor]
 
 
 class Stage(Trials):
@@ -50,14 +54,20 @@ class Stage(Trials):
         if channels_last:
             lay_out(self.layers, torch.channels_last)
         self._draws = [may_draw(layer) for layer in self.layers]
-        self.parameters: list[nn.Parameter] = []
-        self._parameter_names: list[str] = []
-        self._aliases: list[list[str]] = []
-        """Each parameter's names, one for each layer that has it."""
-        self._find_parameters()
+        own = self._own = Parameters(layers)
+        self.parameters = own.every
         buffers = [buffer for layer in self.layers for buffer in layer.buffers()]
         self._weights = Weights(self.parameters, job.pipeline.schedule == "1f1b-async", buffers)
-        self.optimizer = make_optimizer(job.train.optimizer, job.lr, [p for p in self._weights.updated if p.requires_grad])
+        trained = [n for n, p in enumerate(self.parameters) if p.requires_grad]
+        self.optimizer = make_optimizer(
+            job.train.optimizer, job.lr, [self._weights.updated[n] for n in trained], [own.whole[n] for n in trained],
+            job.train.groups,
+        )  # fmt: skip
+        self.trained_names = [own.whole[n][0] for n in trained]
+        """Names of ``trained`` in the whole model."""
+        self.trained_first = [own.first[n] for n in trained]
+        """For each of ``trained``, False if an earlier stage has a copy of it, too."""
+        self.averages = Averages(job.train.ema)
         self._deferred = DeferredWeights(self.layers) if job.pipeline.schedule == "zero-bubble" else None
         self._anchor = torch.zeros((), requires_grad=True)
         self.in_flight: dict[Key, InFlight] = {}
@@ -101,6 +111,7 @@ class Stage(Trials):
         """Release all tensors even if something still refers to this object, since another stage is to be built from it."""
         self.in_flight.clear()
         self.optimizer = self._deferred = None
+        self.averages = Averages(0.0)
         self.layers, self.parameters, self._weights = [], [], Weights([], False)
         self._again = None
 
@@ -130,11 +141,12 @@ class Stage(Trials):
             self._deferred.begin(not whole)
         opened = [box.open(self._anchor) for box in boxes]
         untouched_statistics: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
-        with self.statistics.taken() if self.statistics else untouched_statistics as taken:
+        with self._precise(), self.statistics.taken() if self.statistics else untouched_statistics as taken:
             value = self._through(opened, of, partial(forward_seed, self._seed, step, micro_batch))
         result, given = None, tree.LONE
         if self._loss is not None:
-            result, outputs = self._judge(step, value, target, share, samples)
+            with self._precise():
+                result, outputs = self._judge(step, value, target, share, samples)
         else:
             outputs, given = taken_apart(self._last, self.names[-1], value)
         weights = self._weights.end(version)
@@ -175,18 +187,27 @@ class Stage(Trials):
         """Factor for the step's gradients in ``update``, as far as the last stage knows it."""
         return self._divisors.scale(step)
 
-    def update(self, lr: float, version: int, scale: float = 1.0) -> None:
+    def update(self, lr: float, version: int, scale: float = 1.0, clip: Clip | None = None) -> None:
         """U: one optimizer step with ``scale`` times the gradients. Afterwards the weights are version ``version`` + 1 of
-        the segment."""
+        the segment. ``clip`` gets the norms of the gradients of ``trained``, where there are some, and returns a factor for
+        all gradients."""
         if self.optimizer is not None:
             if scale != 1.0:
                 for parameter in self.parameters:
                     if parameter.grad is not None:
                         parameter.grad.mul_(scale)
+            if clip is not None:
+                gradients = [parameter.grad for parameter in self.trained]
+                factor = clip([None if g is None else torch.linalg.vector_norm(g) for g in gradients])
+                for gradient in gradients:
+                    if gradient is not None:
+                        gradient.mul_(factor)
             self._weights.before_update()
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            set_learning_rate(self.optimizer, lr)
             update(self.optimizer)
+            self.averages.add([p for p in self._weights.updated if p.requires_grad])
+        elif clip is not None:
+            clip([])
         self._weights.publish(version + 1)
 
     def drained(self) -> None:
@@ -196,9 +217,11 @@ class Stage(Trials):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within the context: the newest weights, no dropout, BatchNorm's running statistics. Modules get their modes back
-        on exit."""
+        """Within the context: the newest weights or their moving average, no dropout, BatchNorm's running statistics.
+        Modules get their modes back on exit."""
         self._weights.newest()
+        trained = self.trained
+        shown = self.averages.show([p for p in self._weights.updated if p.requires_grad], trained)
         turns, self._turns = self._turns, None  # nothing else computes now
         modes = [(module, module.training) for layer in self.layers for module in layer.modules()]
         for layer in self.layers:
@@ -206,6 +229,7 @@ class Stage(Trials):
         try:
             yield
         finally:
+            self.averages.hide(trained, shown)
             restore_modes(modes)
             self._turns = turns
             if turns is not None:
@@ -216,11 +240,13 @@ class Stage(Trials):
         self, inputs: Tensors, target: Any, of: Tree | None = None, micro_batch: int = 0, samples: int | None = None
     ) -> Outputs:
         """E, within ``evaluating``: outputs for the next stage, or the result on the last."""
-        value = self._through(inputs, of, partial(evaluation_seed, self._seed, micro_batch))
+        with self._precise():
+            value = self._through(inputs, of, partial(evaluation_seed, self._seed, micro_batch))
         if self._loss is None:
             outputs, given = taken_apart(self._last, self.names[-1], value)
             return Outputs(tuple(outputs), None, 0, given)
-        result, _ = self._judge(-1, value, target, 1.0, samples)
+        with self._precise():
+            result, _ = self._judge(-1, value, target, 1.0, samples)
         return Outputs((), result, 0)
 
     # -- in a group ----------------------------------------------------------------------------------------------------
@@ -283,11 +309,11 @@ class Stage(Trials):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the newest weights under their names in the whole model."""
-        yield from zip(self._parameter_names, self.parameters, strict=True)
+        yield from zip(self._own.names, self.parameters, strict=True)
 
     def every_name(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The same, each parameter under its name in every layer that has it."""
-        for names, parameter in zip(self._aliases, self.parameters, strict=True):
+        for names, parameter in zip(self._own.aliases, self.parameters, strict=True):
             yield from ((name, parameter) for name in names)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -305,9 +331,9 @@ class Stage(Trials):
             return {}
         return {
             f"{what}/{name}": value.detach().to_dense().contiguous().clone()
-            for names, parameter in zip(self._aliases, self._weights.updated, strict=True)
+            for names, parameter in zip(self._own.aliases, self._weights.updated, strict=True)
             for name in names
-            for what, value in self.optimizer.state.get(parameter, {}).items()
+            for what, value in (self.optimizer.state.get(parameter, {}) | self.averages.of(parameter)).items()
             if isinstance(value, torch.Tensor)
         }
 
@@ -324,27 +350,15 @@ class Stage(Trials):
             self._watch_written()
             if self.optimizer is None:
                 return
-            for name, parameter in zip(self._parameter_names, self._weights.updated, strict=True):
+            for name, parameter in zip(self._own.names, self._weights.updated, strict=True):
                 for key, value in optimizer.items():
                     what, _, of = key.partition("/")
                     if of == name:
                         like = parameter if value.shape == parameter.shape else value
-                        self.optimizer.state[parameter][what] = torch.empty_like(like, dtype=value.dtype).copy_(value)
+                        table = self.averages.table(parameter) if what == AVERAGE else self.optimizer.state[parameter]
+                        table[what] = torch.empty_like(like, dtype=value.dtype).copy_(value)
 
     # ------------------------------------------------------------------------------------------------------------------
-
-    def _find_parameters(self) -> None:
-        """Collect each parameter once, under the first of its names: a layer may use one twice, and so may two layers. The
-        optimizer's state is kept under its name in each layer, since another plan may part them."""
-        seen: dict[int, int] = {}
-        for layer_name, layer in zip(self.names, self.layers, strict=True):
-            for name, parameter in layer.named_parameters(prefix=layer_name):
-                if id(parameter) not in seen:
-                    seen[id(parameter)] = len(self.parameters)
-                    self.parameters.append(parameter)
-                    self._parameter_names.append(name)
-                    self._aliases.append([])
-                self._aliases[seen[id(parameter)]].append(name)
 
     @property
     def _last(self) -> int:
@@ -378,6 +392,10 @@ class Stage(Trials):
         finally:
             if not beside:
                 self._weights.leave(newest)
+
+    def _precise(self) -> AbstractContextManager[object]:
+        """A context in which forwards compute with the job's precision."""
+        return torch.autocast("cpu", torch.bfloat16) if self._job.train.precision == "bf16" else nullcontext()
 
     def _seed_layer(self, index: int, seed: int) -> None:
         """Seed the random numbers of a layer; torch's own layers use torch's only."""

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from accept_mpi.errors import UserError, shown
 from accept_mpi.files.regular import open_regular
+from accept_mpi.pipeline.averages import AVERAGE
 from accept_mpi.recovery.manifest import (
     PARTS,
     File,
@@ -91,8 +92,19 @@ class Checkpoint:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """The ``state_dict`` of the whole model."""
-        found = self.tensors("weights", range(len(self.manifest.layers)))
-        return {key.partition(".")[2]: value for key, value in found.items()} if self.manifest.own_names else found
+        return self._whole(self.tensors("weights", range(len(self.manifest.layers))))
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """Moving averages of the whole model's trained parameters, by name; empty if there are none."""
+        found = self.tensors("optimizer", range(len(self.manifest.layers)))
+        kinds = {key.partition("/")[2]: value for key, value in found.items() if key.partition("/")[0] == AVERAGE}
+        return self._whole(kinds)
+
+    def _whole(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors under their names in the whole model."""
+        if not self.manifest.own_names:
+            return tensors
+        return {key.partition(".")[2]: value for key, value in tensors.items()}
 
     def _check_header(self, stage: StageFiles, part: Part) -> int:
         """Check the size of a file and the tensors that its header names; returns their bytes. Raises UserError."""

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from accept_mpi.errors import UserError, shown
 from accept_mpi.job import Optimizer
+from accept_mpi.pipeline.averages import AVERAGE
 from accept_mpi.pipeline.optimizer import COUNTER, state_names
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.recovery.tensor_file import read_header
@@ -75,7 +76,8 @@ def load(stage: Stage, blobs: Mapping[int, bytes], options: Optimizer) -> int:
             else:
                 optimizer[key.removeprefix(_OPTIMIZER)] = value
     wanted = state_names(options)
-    ours = {key: value for key, value in optimizer.items() if key.partition("/")[0] in wanted}
+    kept = wanted | ({AVERAGE} if stage.averages.on else set())
+    ours = {key: value for key, value in optimizer.items() if key.partition("/")[0] in kept}
     _check_weights(stage, weights)
     _check_optimizer(stage, ours, wanted)
     stage.load(weights, ours)

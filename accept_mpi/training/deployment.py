@@ -44,6 +44,7 @@ from accept_mpi.recovery.layer_state import states
 from accept_mpi.recovery.replicas import Replicas
 from accept_mpi.recovery.replication import Replication, Route
 from accept_mpi.training.boundaries import agree_on_shapes
+from accept_mpi.training.clipping import Clipping
 from accept_mpi.training.codec_selection import select_codecs
 from accept_mpi.training.controller import Controller, Follower
 from accept_mpi.training.data_here import Data
@@ -188,6 +189,7 @@ class Deployment:
             plane, self.stage, self.plan, runtime.rank, self._tables, self.job, state.chain.shared,
             lambda step: len(self.batches.sizes(step)),
         )  # fmt: skip
+        self._clipping = self._clips(plane)
         leader = None if self.place.leads else self.plan.stages[-1].leader
         self._reports = Reports(self.batches, runtime.clock, leader, plane.post, state.told)
         if state.speed is None and self.job.pipeline.adapt:
@@ -213,7 +215,7 @@ class Deployment:
             services = Services(
                 self._channels, self._plane, self.recorder, self.barriers, self.replication, self._drawn,
                 self.runtime.lifeline.begin_step, self._reports, self.state.speed, self._tables[self.place.stage],
-                widths(self.plan.stages), self._member, computing,
+                widths(self.plan.stages), self._member, computing, self._clipping, self.state.chain.order,
                 (lambda step: self.barriers.tell_all(step, self.runtime.size)) if self.plan.hybrid else None,
             )  # fmt: skip
             names = self.state.chain.names
@@ -261,6 +263,8 @@ class Deployment:
         if isinstance(control, TargetsDrawn):
             self._drawn.hear(control.step, control.sums)
             return True
+        if self._clipping and self._clipping.handle(control):
+            return True
         parts = self.barriers, self.replication, self._reports
         return any(part.handle(control) for part in parts) or self.role.handle(message)
 
@@ -280,12 +284,25 @@ class Deployment:
         """How often ranks keep local copies; None if no group holds a stage."""
         if not self.plan.hybrid:
             return None
-        pipeline, wide = self.job.pipeline, widths(self.plan.stages)
-        if pipeline.schedule != "1f1b-async":
+        if self.job.pipeline.schedule != "1f1b-async":
             return LocalCopies(1, _LOCAL_SHARE_SYNC)
+        return LocalCopies(math.ceil((self._late + 1) / (LOCAL_KEPT - 1)), _LOCAL_SHARE)
+
+    def _clips(self, plane: DataPlane) -> Clipping | None:
+        """This rank's part in the clipping of gradients, if the job asks for that."""
+        most, place, plan = self.job.train.clip_norm, self.place, self.plan
+        if most is None or place.idle:
+            return None
+        others = [rank for stage in plan.stages for rank in stage.ranks if rank not in plan.stages[place.stage].ranks]
+        late = self._late if self.job.pipeline.schedule == "1f1b-async" else 0
+        return Clipping(most, plane, place.stage, place.stages, others if place.leads else [], late, self.course.first)
+
+    @property
+    def _late(self) -> int:
+        """1f1b-async: most steps by which the first stage's updates are behind the last one's."""
+        pipeline, wide = self.job.pipeline, widths(self.plan.stages)
         flying = max_in_flight(pipeline.schedule, 0, len(wide), 1 << 30, pipeline.transfer_slack, wide)
-        apart = 1 + math.ceil(flying / self.batches.most)  # steps between the last stage's update and the first one's
-        return LocalCopies(math.ceil((apart + 1) / (LOCAL_KEPT - 1)), _LOCAL_SHARE)
+        return 1 + math.ceil(flying / self.batches.most)
 
     def _table(self, stage: StagePlan) -> list[int]:
         """The member of a stage's group that takes each micro-batch, for the longest step and the evaluation."""

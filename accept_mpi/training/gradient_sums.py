@@ -7,7 +7,7 @@ import torch
 
 from accept_mpi.comm.group_sum import Gradients, GroupSum
 from accept_mpi.pipeline.micro_batch import Key, Outputs
-from accept_mpi.pipeline.stage import Stage
+from accept_mpi.pipeline.stage import Clip, Stage
 
 
 class Part(NamedTuple):
@@ -71,11 +71,12 @@ class GradientSums:
         elif self._stage.statistics is not None and self._stage.statistics.size:
             self._seen = self._group.statistics(step, deadline)
 
-    def update(self, lr: float, version: int) -> None:
-        """U: the optimizer's step with the gradients of all ranks, and the running statistics of all micro-batches."""
+    def update(self, lr: float, version: int, clip: Clip | None = None) -> None:
+        """U: the optimizer's step with the gradients of all ranks, and the running statistics of all micro-batches. ``clip``
+        as in ``Stage.update``."""
         gradients, scale = self._summed
         self._stage.exchange_gradients(gradients)
-        self._stage.update(lr, version, scale)
+        self._stage.update(lr, version, scale, clip)
         self._stage.exchange_gradients()
         if self._stage.statistics is not None:
             self._stage.statistics.replay(self._seen)

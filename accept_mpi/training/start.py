@@ -17,8 +17,8 @@ from accept_mpi.job import Job
 from accept_mpi.job_file import parse, read_text
 from accept_mpi.launch.ownership import Ownership
 from accept_mpi.launch.run_identity import RunIdentity
-from accept_mpi.models import Chain, Whole, load_any
-from accept_mpi.models.losses import find_loss
+from accept_mpi.models import Chain, Whole, check_changes, model_of
+from accept_mpi.models.losses import loss_of
 from accept_mpi.models.recording.recorded import key_of, value_of
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.layer_timer import micro_batch
@@ -90,7 +90,10 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
     threads = set_threads(job.train.threads, facts["cores"], runtime.ranks_on_host)
     chain, data = _model(runtime, job)
     runtime.same("layers of the model", chain.names)
-    loss = runtime.agree("the loss", lambda: find_loss(job.train.loss, job.model.output))
+    changed = runtime.agree("the weights", lambda: check_changes(chain, job))
+    if changed and runtime.rank == 0 and not options.quiet:
+        print(changed, flush=True)
+    loss = runtime.agree("the loss", lambda: loss_of(job))
     disk = DiskReplicas(options.supervised, facts["host"]) if options.supervised else None
     replicas = Replicas(disk)
     if disk and place_on_host(runtime) == 0:
@@ -102,7 +105,7 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
 def _model(runtime: Runtime, job: Job) -> tuple[Chain, Data]:
     """The model as a chain, and the data if they were needed for it: a model with a forward of its own is recorded for
     micro-batches as one rank, which has data, tells all."""
-    model = runtime.agree("the model", lambda: load_any(job.model.name, job.model.args, job.train.seed, job.model.output))
+    model = runtime.agree("the model", lambda: model_of(job))
     whole = runtime.messenger.allgather(isinstance(model, Whole), runtime.startup_seconds, "the kind of model")
     if not any(whole):
         assert isinstance(model, Chain)

@@ -8,7 +8,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import torch
 
 from accept_mpi.codecs.message import Decoded
 from accept_mpi.codecs.tensors import Tensors
@@ -35,6 +38,7 @@ from accept_mpi.plan import Place
 from accept_mpi.recovery.barriers import AHEAD, CHECKPOINT, EXTRA, LOCAL, REPLAN, SNAPSHOT, Barriers
 from accept_mpi.recovery.checkpoint_writer import chunks
 from accept_mpi.recovery.replication import Replication
+from accept_mpi.training.clipping import Clipping, positions
 from accept_mpi.training.gradient_sums import GradientSums
 from accept_mpi.training.lanes import Computing, InTurn
 from accept_mpi.training.reports import Reports
@@ -67,6 +71,10 @@ class Services:
     """Sums of the gradients; None if this rank holds the stage alone, and computes one action after the other."""
     computing: Computing
     """How this rank computes its actions."""
+    clipping: Clipping | None
+    """If gradients are clipped."""
+    order: dict[str, int]
+    """Positions of the model's parameters (``Chain.order``)."""
     tell_flags: Callable[[int], None] | None
     """If groups hold stages: tells all ranks how a step will end; on the first stage's leader does so, elsewhere nothing."""
 
@@ -94,6 +102,8 @@ class Worker:
         self._begin_step, self._reports, self._speed = services.begin_step, services.reports, services.speed
         self._table, self._widths, self._member = services.table, services.widths, services.member
         self._computing = services.computing
+        self._clipping = services.clipping
+        self._positions = positions(services.order, self.s, stage.trained_names, stage.trained_first)
         self._tell_flags = services.tell_flags
         self._flags: dict[int, int] = {}
         """Flags of steps that end with a barrier (``recovery.barriers``), by step."""
@@ -298,15 +308,23 @@ class Worker:
             self._member.wait(step, self._deadline)
             self.recorder.add("wait", began, Subject(step + 1))
         with self.recorder.span("U", step + 1):
+            clip = partial(self._clip, step) if self._clipping else None
             if self._member:
-                self._member.update(lr, version)
+                self._member.update(lr, version, clip)
             else:
-                self.stage.update(lr, version, self._scale)
+                self.stage.update(lr, version, self._scale, clip)
         if self.place.last:
             self._reports.add(step + 1, False, self._results.pop(step, {}))
             self._reports.made(step + 1, False, len(self.batches.sizes(step)), lr)
         if time.monotonic() - self._traced > _TRACE_SECONDS:
             self.ship_trace()
+
+    def _clip(self, step: int, norms: list[torch.Tensor | None]) -> torch.Tensor:
+        """Factor for a step's gradients, of which these are the norms here."""
+        assert self._clipping
+        pairs = zip(self._positions, norms, strict=False)  # nothing is trained here: no norms
+        mine = [(at, float(norm)) for at, norm in pairs if at is not None and norm is not None]
+        return self._clipping.factor(step, mine, self._deadline)
 
     def evaluate(self, step: int, test_samples: int) -> None:
         """Run the test set forward through all stages, after ``step`` steps; the last stage reports the result."""

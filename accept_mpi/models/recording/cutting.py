@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from accept_mpi.models.recording.recorder import Unrecordable
-from accept_mpi.models.recording.tape import Node, Tape
+from accept_mpi.models.recording.tape import Tape
 
 _LEAST_SHARE = 0.003
 """Least share of the model's operations that a layer has, as long as there is another to merge it with."""
@@ -40,7 +40,7 @@ class Flow:
         most = _DERIVED_OPERATIONS * sum(node.operations for node in tape.nodes)
         inputs = set(tape.inputs)
         for n, node in enumerate(tape.nodes):
-            if node.trained or node.writes or node.draws or (node.stays and not node.module) or node.operations > most:
+            if node.parameters or node.writes or node.draws or (node.stays and not node.module) or node.operations > most:
                 continue
             if not all(slot in inputs or slot in found for slot in node.takes) or not node.gives:
                 continue
@@ -143,16 +143,11 @@ class Flow:
         return sorted(made) + own
 
 
-def has_parameters(node: Node, parameters: set[str]) -> bool:
-    """True if a node uses parameters of the model."""
-    return any(name in parameters for name in node.states)
-
-
-def cut(flow: Flow, parameters: set[str]) -> list[int]:
+def cut(flow: Flow) -> list[int]:
     """Positions of the cuts: between any two nodes with parameters where the fewest bytes cross, and then without those
     that would make layers too small or too many."""
     tape = flow.tape
-    anchors = [n for n, node in enumerate(tape.nodes) if flow.kept[n] and has_parameters(node, parameters)]
+    anchors = [n for n, node in enumerate(tape.nodes) if flow.kept[n] and node.parameters]
     cuts = [0]
     for one, other in itertools.pairwise(anchors):
         position = flow.best(one + 1, other)

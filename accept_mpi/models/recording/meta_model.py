@@ -25,8 +25,8 @@ class MetaModel:
         """Dotted name of each module, by its id."""
         self.states: dict[int, str] = {}
         """Dotted name of each of the model's tensors, by its id; the first name if there are several."""
-        self.trained: set[str] = set()
-        """Those names whose tensors are trained."""
+        self.parameters: set[str] = set()
+        """Those names that are of parameters."""
         made: dict[int, torch.Tensor] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             self.paths.setdefault(id(module), path)
@@ -41,8 +41,8 @@ class MetaModel:
                             made[id(new)] = new  # a module may be met again under another name
                         table[name] = new
                         self.states.setdefault(id(new), prefix + name)
-                        if new.requires_grad:
-                            self.trained.add(self.states[id(new)])
+                        if isinstance(new, nn.Parameter):
+                            self.parameters.add(self.states[id(new)])
         self._made = made  # keeps ids from being used again
 
     def is_leaf(self, module: nn.Module) -> bool:

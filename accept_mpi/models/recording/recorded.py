@@ -14,7 +14,7 @@ from torch import nn
 from accept_mpi import tree
 from accept_mpi.errors import UserError
 from accept_mpi.models.base import Chain, Entry
-from accept_mpi.models.recording.cutting import Flow, cut, cut_alike, has_parameters
+from accept_mpi.models.recording.cutting import Flow, cut, cut_alike
 from accept_mpi.models.recording.layer import Program, RecordedLayer, program, put, put_tensor
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.output import select
@@ -39,19 +39,21 @@ class RecordedModel:
             first = make()
         self._meta = MetaModel(first)
         self._check()
-        self._parameters = {self._meta.states[id(p)] for p in self._meta.model.parameters()}
         self._flows: OrderedDict[Key, Flow] = OrderedDict()
         self._programs: dict[Key, list[Program]] = {}
         self._as_if_compiled = False
         usual = key_of(value)
         self._usual = self._flow(usual, True)
-        self._cuts = cut(self._usual, self._parameters)
+        self._cuts = cut(self._usual)
         self._modules, self._tensors = self._held([self._usual, self._flow(usual, False)])
         self.names = self._layer_names()
 
     def chain(self) -> Chain:
         """The chain of its layers."""
-        return Chain.recorded(self.names, lambda: self.entries(self._make()))
+        model = self._meta.model
+        first = {id(parameter): n for n, parameter in enumerate(model.parameters())}
+        order = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        return Chain.recorded(self.names, lambda: self.entries(self._make()), order)
 
     def entries(self, model: nn.Module) -> list[tuple[str, Entry]]:
         """The layers of a new model, under their names. They hold the model's own modules and parameters."""
@@ -121,7 +123,7 @@ class RecordedModel:
         found = self._programs.get((key, training))
         if found is None:
             flow = self._flow(key, training)
-            cuts = self._cuts if flow is self._usual else cut_alike(flow, self._usual, self._cuts, self._parameters)
+            cuts = self._cuts if flow is self._usual else cut_alike(flow, self._usual, self._cuts, self._meta.parameters)
             found = self._programs[key, training] = list(self._divided(flow, cuts))
         return found
 
@@ -142,7 +144,7 @@ class RecordedModel:
         modules: list[dict[str, None]] = [{} for _ in range(len(self._cuts) + 1)]
         tensors: list[dict[str, None]] = [{} for _ in range(len(self._cuts) + 1)]
         for flow in flows:
-            cuts = self._cuts if flow is self._usual else cut_alike(flow, self._usual, self._cuts, self._parameters)
+            cuts = self._cuts if flow is self._usual else cut_alike(flow, self._usual, self._cuts, self._meta.parameters)
             for index, one in enumerate(self._divided(flow, cuts)):
                 for step in one.steps:
                     if step.node.function is None:
@@ -157,10 +159,10 @@ class RecordedModel:
         edges = [0, *self._cuts, len(self._usual.tape.nodes)]
         for start, stop in itertools.pairwise(edges):
             nodes = self._usual.tape.nodes[start:stop]
-            first = next((node for node in nodes if has_parameters(node, self._parameters)), None)
+            first = next((node for node in nodes if node.parameters), None)
             name = "layer"
             if first is not None:
-                name = first.module or next(n for n in first.states if n in self._parameters)
+                name = first.module or next(n for n in first.states if n in self._meta.parameters)
             name = name.replace(".", "-").replace("/", "-")
             same = sum(1 for one in found if one == name or one.startswith(f"{name}~"))
             found.append(f"{name}~{same + 1}" if same else name)

@@ -186,7 +186,7 @@ class Recorder:
                     f"model.name: {cls.__name__}, called in forward, takes what is no tensor and no constant, which cannot "
                     f"be recorded ({_where()})"
                 )
-            return recorder._recorded(Apply(cls), "", lambda *a: plain_apply.__func__(cls, *a), args, {}, (), False, True)
+            return recorder._recorded(Apply(cls), "", lambda *a: plain_apply.__func__(cls, *a), args, {}, (), True)
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
@@ -210,7 +210,7 @@ class Recorder:
                 )
             if module._modules or not is_plain((args, kwargs)):
                 return plain(module, *args, **kwargs)
-            return self._recorded(Made(module), "", lambda *a, **k: plain(module, *a, **k), args, kwargs, (), False, False)
+            return self._recorded(Made(module), "", lambda *a, **k: plain(module, *a, **k), args, kwargs, (), False)
         if not self._of.is_leaf(module) or not is_plain((args, kwargs)):
             if hooks:
                 raise Unrecordable(
@@ -219,8 +219,7 @@ class Recorder:
                 )
             return plain(module, *args, **kwargs)
         names = self._of.state_names(module)
-        trained = any(name in self._of.trained for name in names)
-        return self._recorded(None, path, lambda *a, **k: plain(module, *a, **k), args, kwargs, names, trained, True)
+        return self._recorded(None, path, lambda *a, **k: plain(module, *a, **k), args, kwargs, names, True)
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A torch function is called."""
@@ -238,7 +237,7 @@ class Recorder:
         if name in _READS and any(True for _ in tensors_in(args)):
             return self._read(func, name, args, kwargs)
         self._drew = _draws(name, args, kwargs)
-        return self._recorded(func, "", func, args, kwargs, (), False, name in _EFFECTS)
+        return self._recorded(func, "", func, args, kwargs, (), name in _EFFECTS)
 
     def _recorded(
         self,
@@ -248,7 +247,6 @@ class Recorder:
         args: Any,
         kwargs: Any,
         states: tuple[str, ...],
-        trained: bool,
         stays: bool,
     ) -> Any:
         self._busy = True
@@ -281,7 +279,7 @@ class Recorder:
             self.tape.nodes.append(
                 Node(
                     function, module, args, kwargs, takes, gives, states or used,
-                    trained or any(one in self._of.trained for one in used), writes, stays, self._drew,
+                    any(one in self._of.parameters for one in states or used), writes, stays, self._drew,
                     torch.is_grad_enabled(), self._counting.total - operations, _where(),
                 )
             )  # fmt: skip

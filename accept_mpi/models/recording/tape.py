@@ -54,8 +54,8 @@ class Node:
     """Slots of the tensors of the result, in order."""
     states: tuple[str, ...]
     """Names of the model's tensors that a function uses, or a leaf module has."""
-    trained: bool
-    """True if one of these is trained."""
+    parameters: bool
+    """True if one of these is a parameter, trained or frozen."""
     writes: frozenset[int]
     """Numbers of the memories that it writes to."""
     stays: bool

@@ -1,0 +1,140 @@
+"""What a job changes of a model before it trains: weights from a file, frozen parts, low-rank adapters (LoRA).
+
+Hu et al. 2021, "LoRA", arXiv 2106.09685: a frozen matrix W becomes W + (alpha / rank) B A, and only A and B are trained.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from xxhash import xxh3_64_intdigest
+
+from accept_mpi.errors import UserError
+from accept_mpi.job import Job, Lora
+from accept_mpi.models.weights_file import WeightsFile
+from accept_mpi.registry import nearest
+from accept_mpi.seeds import INIT, mix, seeded
+
+_A, _B = "lora_a", "lora_b"
+_SHOWN = 4
+
+
+class Changes:
+    """Changes that a job asks for. They are made to each new module as it is built, in place."""
+
+    def __init__(self, job: Job) -> None:
+        """Raises UserError if the file of weights cannot be read."""
+        train = job.train
+        self._freeze, self._unfreeze, self._lora, self._seed = train.freeze, train.unfreeze, train.lora, train.seed
+        self.file = WeightsFile(job.model.weights, job.model.strict) if job.model.weights else None
+
+    @property
+    def any(self) -> bool:
+        """True if there is anything to change."""
+        return bool(self._freeze or self._lora or self.file)
+
+    def apply(self, module: nn.Module, name: str) -> nn.Module:
+        """Add adapters to a new module of the model, and freeze its parameters. ``name``: its own ("" for the model)."""
+        prefix = f"{name}." if name else ""
+        lora = self._lora
+        for path, part in list(module.named_modules()) if lora else ():
+            whole = (prefix + path).rstrip(".")
+            if lora and matches(whole, lora.targets):
+                _adapt(part, whole, lora, self._seed)
+        frozen: set[int] = set()
+        for path, parameter in module.named_parameters(remove_duplicate=False):
+            adapter = path.endswith((_A, _B))
+            frozen_by_name = matches(prefix + path, self._freeze) or (lora is not None and not adapter)
+            if frozen_by_name and not matches(prefix + path, self._unfreeze):
+                parameter.requires_grad_(False)
+                frozen.add(id(parameter))
+        for part in module.modules():
+            own = list(part.parameters(recurse=False))
+            if isinstance(part, _NormBase) and own and all(id(parameter) in frozen for parameter in own):
+                part.eval()  # its statistics belong to what is frozen
+        return module
+
+    def check(self, names: Sequence[str], modules: Sequence[str]) -> None:
+        """Raise UserError for a pattern that none of the model's parameters (or for adapters, modules) match."""
+        every = {"train.freeze": self._freeze, "train.unfreeze": self._unfreeze}
+        for key, patterns in every.items():
+            check_patterns(key, patterns, names)
+        if self._lora:
+            check_patterns("train.lora.targets", self._lora.targets, modules)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """True if a name matches one of these patterns ("backbone.*")."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_patterns(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Raise UserError for a pattern that no name matches."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+            hint = nearest(pattern, list(names)) or f" ({shown})"
+            raise UserError(f'{key}: "{pattern}" matches nothing in the model{hint}')
+
+
+def merged(state: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    """A model's state without adapters: what they add is in the weights. ``scale``: alpha / rank."""
+    found = {name: value for name, value in state.items() if not name.endswith((_A, _B))}
+    for name, a in state.items():
+        if name.endswith(_A):
+            weight = name.removesuffix(_A) + "weight"
+            added = scale * (state[name.removesuffix(_A) + _B] @ a)
+            found[weight] = found[weight] + (added if added.shape == found[weight].shape else added.T)
+    return found
+
+
+class _Adapted:
+    """Forward of a module with an adapter."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    lora_scale: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added = nn.functional.linear(nn.functional.linear(x, self.lora_a), self.lora_b)
+        result: torch.Tensor = super().forward(x) + self.lora_scale * added  # type: ignore[misc]
+        return result
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def _adapt(module: nn.Module, name: str, lora: Lora, seed: int) -> None:
+    """Give a linear module an adapter, in place: it stays the same object, with its hooks. Raises UserError."""
+    if isinstance(module, _Adapted):
+        return  # met under another name
+    kind = type(module)
+    weight = module._parameters.get("weight")
+    turned = kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+    if weight is None or weight.dim() != 2 or not (isinstance(module, nn.Linear) or turned):
+        raise UserError(f"train.lora.targets: {name} is a {kind.__name__}; adapters fit nn.Linear and transformers' Conv1D")
+    given, out = weight.shape if turned else weight.shape[::-1]
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(f"Adapted{kind.__name__}", (_Adapted, kind), {"__module__": kind.__module__})
+    like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+    with seeded(mix(INIT, seed, xxh3_64_intdigest(name.encode()))):
+        a = torch.empty(lora.rank, given, **like)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+    module.__class__ = _CLASSES[kind]
+    module.register_parameter(_A, nn.Parameter(a))
+    module.register_parameter(_B, nn.Parameter(torch.zeros(out, lora.rank, **like)))
+    module.lora_scale = scale_of(lora)  # type: ignore[assignment]
+
+
+def scale_of(lora: Lora) -> float:
+    """Factor of what adapters add."""
+    return (lora.alpha or lora.rank) / lora.rank
+
+
+def is_adapter(name: str) -> bool:
+    """True if a parameter's name is that of an adapter."""
+    return name.rpartition(".")[2] in (_A, _B)

@@ -1,0 +1,142 @@
+"""Weights that a run begins with, from a file of which each rank reads only what its layers need."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from accept_mpi.errors import UserError
+from accept_mpi.files.regular import is_regular
+
+_SHOWN = 3
+_INDEX = ".index.json"
+
+
+class WeightsFile:
+    """Tensors by the names of the whole model: a .safetensors file, a file of ``torch.save`` (.pt, .pth, .bin), or several
+    of them with an index, as transformers writes (the index, or the folder it is in)."""
+
+    def __init__(self, path: str, strict: bool) -> None:
+        """Raises UserError if the file cannot be read."""
+        self.path, self._strict = Path(path), strict
+        self._loaded: dict[Path, Mapping[str, torch.Tensor]] = {}
+        self._places = self._files()
+        """The file in which each tensor is."""
+        self._alias: dict[str, str] = {}
+        """Names of tied parameters that the file has under another of their names."""
+
+    def check(self, names: Sequence[str], shapes: Mapping[str, Sequence[int]], tied: Iterable[Sequence[str]]) -> str:
+        """Compare the file with the state of the whole model, ``names``, with the ``shapes`` of tensors; ``tied``: groups of
+        names of one parameter. Returns a line on what is left out. Raises UserError unless all fit, or the job allows it."""
+        for group in tied:
+            there = next((name for name in group if name in self._places), None)
+            self._alias |= {name: there for name in group if there is not None and name not in self._places}
+        missing = [name for name in names if name not in self._places and name not in self._alias]
+        strange = [name for name in self._places if name not in set(names)]
+        other = [name for name in names if name in self._places and self._shape(name) != tuple(shapes[name])]
+        if self._strict and (missing or strange or other):
+            parts = [
+                f"it lacks {_show(missing)}" if missing else "",
+                f"it has {_show(strange)}, which the model has not" if strange else "",
+                f"{other[0]} is {self._shape(other[0])} in it and {tuple(shapes[other[0]])} in the model" if other else "",
+            ]
+            raise UserError(
+                f"model.weights: {self.path} does not fit the model: {'; '.join(filter(None, parts))}; "
+                "strict = false loads what fits"
+            )
+        for name in other:
+            del self._places[name]
+        left = [*missing, *other]
+        loaded = len(names) - len(left)
+        return f"{self.path}: {loaded} tensors loaded" + (f", {_show(left)} left as they are" if left else "")
+
+    def load(self, layer: nn.Module, prefix: str) -> None:
+        """Load a layer's tensors. ``prefix``: what their names in the model have in front. Raises UserError."""
+        state = layer.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for key, own in state.items():
+                name = self._alias.get(prefix + key, prefix + key)
+                if name in self._places and isinstance(own, torch.Tensor):
+                    own.copy_(self._tensor(name))
+
+    def close(self) -> None:
+        """Let go of what has been read."""
+        self._loaded = {}
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _files(self) -> dict[str, Path]:
+        path = self.path
+        if path.is_dir():
+            found = sorted(path.glob(f"*{_INDEX}")) or sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
+            if len(found) != 1:
+                raise UserError(f"model.weights: {path} holds {len(found)} files of weights; name one")
+            path = found[0]
+        if not is_regular(path):
+            raise UserError(f"model.weights: {path}: there is no such file on this host")
+        if path.name.endswith(_INDEX):
+            try:
+                table = json.loads(path.read_text())["weight_map"]
+                return {name: path.parent / Path(file).name for name, file in table.items()}
+            except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+                raise UserError(f"model.weights: {path} is no index of files of weights: {error}") from error
+        self.path = path
+        return dict.fromkeys(self._names(path), path)
+
+    def _names(self, path: Path) -> list[str]:
+        if path.suffix == ".safetensors":
+            try:
+                with safe_open(path, framework="pt") as opened:
+                    return list(opened.keys())
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"model.weights: {path} cannot be read: {error}") from error
+        return list(self._of_torch(path))
+
+    def _of_torch(self, path: Path) -> Mapping[str, torch.Tensor]:
+        """Tensors of a file of ``torch.save``, mapped into memory where its format allows."""
+        if path not in self._loaded:
+            found: Any = None
+            for mapped in (True, False):
+                try:
+                    found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+                    break
+                except Exception as error:
+                    if not mapped:
+                        reason = str(error).split("\n")[0]
+                        raise UserError(f"model.weights: {path} cannot be read: {reason}") from error
+            for key in ("state_dict", "model", "model_state_dict"):
+                if isinstance(found, dict) and isinstance(found.get(key), dict):
+                    found = found[key]
+            if not isinstance(found, dict):
+                raise UserError(f"model.weights: {path} holds a {type(found).__name__} instead of a state_dict")
+            self._loaded[path] = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        return self._loaded[path]
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        path = self._places[name]
+        if path.suffix != ".safetensors":
+            return self._of_torch(path)[name]
+        try:
+            with safe_open(path, framework="pt") as opened:
+                found: torch.Tensor = opened.get_tensor(name)
+                return found
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"model.weights: {name} cannot be read from {path}: {error}") from error
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        path = self._places[name]
+        if path.suffix != ".safetensors":
+            return tuple(self._of_torch(path)[name].shape)
+        try:
+            with safe_open(path, framework="pt") as opened:
+                return tuple(opened.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"model.weights: {name} cannot be read from {path}: {error}") from error
+
+
+def _show(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

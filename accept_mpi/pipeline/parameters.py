@@ -1,0 +1,35 @@
+"""A stage's parameters and their names."""
+
+from torch import nn
+
+from accept_mpi.models.layers import Layers
+
+
+class Parameters:
+    """Each parameter once, under the first of its names: a layer may use one twice, and so may two layers."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.every: list[nn.Parameter] = []
+        self.names: list[str] = []
+        self.aliases: list[list[str]] = []
+        """Each parameter's names. The optimizer's state is kept under all of them, since
+        another plan may part these layers."""
+        self.whole: list[list[str]] = []
+        """Each parameter's names in the whole model, those in layers of other stages included."""
+        self.first: list[bool] = []
+        """For each parameter, False if one of its layers is in an earlier stage."""
+        seen: dict[int, int] = {}
+        for layer_name, layer in zip(layers.names, layers.modules, strict=True):
+            for name, parameter in layer.named_parameters(prefix=layer_name, remove_duplicate=False):
+                if id(parameter) not in seen:
+                    seen[id(parameter)] = len(self.every)
+                    self.every.append(parameter)
+                    self.names.append(name)
+                    self.aliases.append([])
+                self.aliases[seen[id(parameter)]].append(name)
+        index = {name: n for n, name in enumerate(layers.names, layers.start)}
+        for names in self.aliases:
+            places = [(index[layer], key) for layer, _, key in (name.partition(".") for name in names)]
+            tie = next((tie for tie in layers.ties if places[0] in tie), None)
+            self.whole.append([layers.name(*place) for place in tie or places])
+            self.first.append(not tie or tie[0][0] >= layers.start)

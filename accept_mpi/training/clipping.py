@@ -1,0 +1,85 @@
+"""Clipping of gradients by their norm over the whole model, of which each stage knows only its part.
+
+Stages send each other the norms of their parameters' gradients, a few bytes each, and each computes the same factor, with
+the operations of ``torch.nn.utils.clip_grad_norm_`` in the order of the model's parameters: bit for bit what one process
+gets.
+
+In synchronous schedules an update waits for the norms of all stages in the same step; the schedule has the stages wait for
+each other there anyway. In the asynchronous one it takes its own norms of this step, and the others' of a step that they
+have made by then, always as many steps before, so that no stage waits and a run can be repeated.
+"""
+
+import queue
+import time
+from collections.abc import Sequence
+
+import torch
+
+from accept_mpi.comm.channels import wait_for
+from accept_mpi.comm.data_plane import DataPlane
+from accept_mpi.comm.messages import Control, GradientNorms
+from accept_mpi.errors import DeadlineError
+
+_EPSILON = 1e-6  # as torch's
+_LOOK = 0.2  # seconds between two looks at whether the run goes on
+
+Norms = list[tuple[int, float]]
+
+
+class Clipping:
+    """One rank's part."""
+
+    def __init__(self, most: float, plane: DataPlane, stage: int, stages: int, ranks: Sequence[int], delay: int, first: int):
+        """``most``: norm that gradients may have; ``stage`` of ``stages``: this rank's; ``ranks``: those of the other
+        stages, if this rank tells them; ``delay``: steps by which their norms are older; ``first``: the deployment's first
+        step."""
+        self._most, self._plane, self._stage, self._stages, self._ranks = most, plane, stage, stages, ranks
+        self._delay, self._first = delay, first
+        self._heard: queue.SimpleQueue[GradientNorms] = queue.SimpleQueue()
+        self._norms: dict[int, dict[int, Norms]] = {}
+
+    def handle(self, control: Control) -> bool:
+        """Take a message of another stage; False if it is of another kind. Called on the data-plane thread."""
+        if isinstance(control, GradientNorms):
+            self._heard.put(control)
+            return True
+        return False
+
+    def factor(self, step: int, mine: Norms, deadline: float) -> torch.Tensor:
+        """Factor for the gradients of a step, whose norms are ``mine`` here. Raises DeadlineError."""
+        for rank in self._ranks:
+            self._plane.post(rank, GradientNorms(step, self._stage, mine))
+        of = step - self._delay
+        others: dict[int, Norms] = {}
+        if of >= self._first:
+            until = time.monotonic() + deadline
+            while len(self._norms.get(of, ())) < self._stages - 1:
+                self._wait(of, until, deadline)
+            others = self._norms.pop(of, {})
+        every = sorted(norm for norms in (mine, *others.values()) for norm in norms)
+        if not every:
+            return torch.tensor(1.0)
+        total = torch.linalg.vector_norm(torch.tensor([norm for _, norm in every]))
+        return torch.clamp(self._most / (total + _EPSILON), max=1.0)
+
+    def _wait(self, of: int, until: float, deadline: float) -> None:
+        """Take one message, or look whether the run goes on."""
+        try:
+            found = self._heard.get_nowait()
+        except queue.Empty:
+            try:
+                found = wait_for(self._plane, self._heard, _LOOK, "the norms of gradients")
+            except DeadlineError:
+                if time.monotonic() > until:
+                    raise DeadlineError(
+                        f"waited {deadline:.0f} s for the norms of step {of + 1}'s gradients from the other stages"
+                    ) from None
+                return
+        self._norms.setdefault(found.step, {})[found.stage] = found.norms
+
+
+def positions(order: dict[str, int], stage: int, names: Sequence[str], counted: Sequence[bool]) -> list[int | None]:
+    """Positions of a stage's trained parameters in the model; None for a copy of a parameter that an earlier stage has, too
+    (not ``counted``). ``order``: the model's, if it is not that of its layers."""
+    each = enumerate(zip(names, counted, strict=True))
+    return [(order.get(name, (stage << 32) + n) if counts else None) for n, (name, counts) in each]
