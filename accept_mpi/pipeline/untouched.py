@@ -106,11 +106,12 @@ def _same(values: Any, others: Any) -> bool:
 
 
 def _items(value: Any) -> list[Any]:
-    return [part for pair in value.items() for part in pair] if isinstance(value, dict) else list(value)
+    return [part for pair in dict.items(value) for part in pair] if isinstance(value, dict) else list(value)
 
 
 def _copied(value: Any) -> Any:
-    """Shallow copy of a collection; any other value itself."""
+    """Shallow copy of a collection; any other value itself. What a dictionary's own class makes of its values when it is
+    asked for one (transformers' table of activations makes new modules) does not matter."""
     if isinstance(value, dict):
-        return dict(value)
+        return dict(dict.items(value))
     return value.copy() if type(value) in (list, set) else value
