@@ -242,7 +242,9 @@ class Finder:
                 if not constant and len(ties) == 1 and self._is_tied(tie):
                     text = self._text(min(layers), max(layers), [tie.places])
                     nbytes = tie.span[1] - tie.span[0]
-                    tied.append(Shared(min(layers), max(layers), text, False, _places([tie.places]), True, nbytes))
+                    first = {index: part.name for index, part in reversed(tie.places)}  # one name in each layer
+                    places = tuple(sorted(first.items()))
+                    tied.append(Shared(min(layers), max(layers), text, False, places, True, nbytes))
                 else:
                     by_layers.setdefault((constant, min(layers), max(layers)), []).append(tie.places)
         others = tuple(
@@ -252,10 +254,9 @@ class Finder:
         return tuple(sorted(tied, key=lambda one: (one.first, one.last))) + others
 
     def _is_tied(self, tie: _Tie) -> bool:
-        """True if all places have the same trained parameter, once in each layer."""
-        layers = [index for index, _ in tie.places]
+        """True if all places have the same trained parameter."""
         known = {part.identity for _, part in tie.places}
-        return self._together and len(known) == 1 and 0 not in known and len(set(layers)) == len(layers)
+        return self._together and len(known) == 1 and 0 not in known
 
     def _text(self, first: int, last: int, all_places: list[list[tuple[int, Part]]]) -> str:
         names = self._names

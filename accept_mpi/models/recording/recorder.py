@@ -34,7 +34,20 @@ _RANDOM = (
     "random_", "rrelu", "rrelu_", "gumbel_softmax",
 )  # fmt: skip
 _EFFECTS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
-_READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero", "numpy", "equal")
+_READS = (
+    "item",
+    "tolist",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__complex__",
+    "is_nonzero",
+    "numpy",
+    "equal",
+    "__contains__",
+    "allclose",
+)
 _ASSIGNED = ("__set__", "__delete__")
 
 
@@ -89,7 +102,8 @@ def record(
         except UserError:
             raise
         except Exception as error:
-            raise Unrecordable(
+            kind = ReadsData if "meta tensor" in str(error) else Unrecordable
+            raise kind(
                 f"model.name: the forward cannot be recorded: {type(error).__name__}: {' '.join(str(error).split())} "
                 f"({_innermost(error)})"
             ) from error

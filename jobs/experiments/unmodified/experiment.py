@@ -1,9 +1,14 @@
-"""Models as their libraries have them, with random weights: how long recording takes, how many layers result, and whether 1 to 4
-ranks compute what the plain model computes, bit for bit. torch.distributed.pipelining is given the same models."""
+"""Models as their libraries have them, with random weights: how long recording takes, how many layers result, and whether
+1 to 4 ranks compute what the plain model computes, bit for bit. torch.distributed.pipelining is given the same models.
+
+Needs no lab, but transformers, timm and torchvision beside the rest (``pip install transformers``, and with ``--no-deps``
+``timm torchvision==0.28.0``).
+"""
 
 import argparse
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -26,6 +31,7 @@ from harness.store import table
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 OUT = Path("runs/experiments/unmodified").resolve()
+PATHS = (HERE / "operators", ROOT, HERE, ROOT / "tests")
 _DEADLINE = 600.0
 _RANKS = (1, 2, 3, 4)
 
@@ -70,7 +76,7 @@ def main() -> None:
         "seconds to record",
         "most bytes at a cut",
         "equal on 1 to 4 ranks",
-        "torch pipelining",
+        "torch's pipelining",
     ]
     text = table(head, rows) + f"\n{exact} of {len(rows)} here, {taken} with torch.distributed.pipelining.\n"
     (OUT / "table.md").write_text(text)
@@ -147,7 +153,7 @@ def equal(chain: Chain, path: Path, folder: Path, ranks: int, expected: dict[str
 
 def run(command: list[str], folder: Path, check: bool = True) -> str:
     """Run a command; returns what it prints."""
-    more = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1",
+    more = {"PYTHONPATH": os.pathsep.join(map(str, PATHS)), "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
     done = subprocess.run(
         command, cwd=folder, env=os.environ | more, capture_output=True, text=True, timeout=_DEADLINE, check=False
@@ -158,6 +164,7 @@ def run(command: list[str], folder: Path, check: bool = True) -> str:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(HERE), str(ROOT / "tests")]
+    sys.path[:0] = map(str, PATHS)
+    operators = runpy.run_path(str(HERE / "operators" / "sitecustomize.py"))
     torch.set_num_threads(1)
     main()

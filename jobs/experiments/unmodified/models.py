@@ -17,7 +17,7 @@ class Model(NamedTuple):
     output: str = ""
 
 
-_TEXT = {"vocab_size": 100, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_TEXT = {"vocab_size": 100, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
           "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
 _BERT = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100,

@@ -1,5 +1,5 @@
-"""What torch.distributed.pipelining makes of a model: ``python peer.py JOB.toml SPLIT SPLIT``. Three processes train one step;
-the gradients are compared with the plain model's. Prints one line."""
+"""What torch.distributed.pipelining makes of a model: ``python peer.py JOB.toml SPLIT SPLIT``. Three processes train one
+step; the gradients are compared with the plain model's. Prints one line."""
 
 import sys
 import tempfile
@@ -51,7 +51,7 @@ def rank(number: int, path: str, splits: list[str], folder: str, answers: Any) -
         if number == 0:
             schedule.step(*args, **x)
         elif number == 2:
-            schedule.step(target=samples.targets, **(x if False else {}))
+            schedule.step(target=samples.targets)
         else:
             schedule.step()
         wrong = [

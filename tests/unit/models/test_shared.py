@@ -120,10 +120,14 @@ def test_a_layer_that_comes_twice_and_modules_within() -> None:
         return nn.Sequential(linear, relu, linear, relu, norm, nn.Sequential(norm), nn.Linear(2, 2))
 
     shared = of(twice).shared()
-    assert [(one.first, one.last, one.text.partition("share ")[2]) for one in shared] == [
-        (0, 2, "a parameter (0.weight, 2.weight) and 1 more"),
-        (4, 5, "a parameter (4.weight, 5.0.weight) and 4 more"),
+    assert [(one.first, one.last, one.text.partition("share ")[2], one.tied) for one in shared] == [
+        (0, 2, "a parameter (0.weight, 2.weight)", True),
+        (0, 2, "a parameter (0.bias, 2.bias)", True),
+        (4, 5, "a parameter (4.weight, 5.0.weight)", True),
+        (4, 5, "a parameter (4.bias, 5.0.bias)", True),
+        (4, 5, "a buffer (4.running_mean, 5.0.running_mean) and 2 more", False),
     ]
+    assert uncuttable(shared, 7, True) == {5}
     assert uncuttable(shared, 7, False) == {1, 2, 5}
 
 

@@ -1,5 +1,5 @@
-"""Declares torchvision's compiled operators, which its wheel lacks beside a CPU build of torch; timm imports torchvision, and
-uses none of them."""
+"""Declares torchvision's compiled operators, which its wheel lacks beside a CPU build of torch; timm imports torchvision,
+and uses none of them."""
 
 import importlib.util
 import re
