@@ -115,6 +115,11 @@ class Train(Section, frozen=True):
     """True: leave out the short batch at the end of an epoch."""
     evaluate_every: CountOrZero = 1
     """Epochs between two evaluations on the test set, with one more at the end of the run; 0: no evaluation."""
+    metrics: Patterns = []
+    """What an evaluation reports beside loss and accuracy: "top5", "perplexity", "mae", "mse", or "package.module:function"
+    of (output, target) that returns a mean over samples, or (sum, count)."""
+    patience: Count | None = None
+    """Evaluations without a better ``output.keep_best`` after which the run ends; None: it does not end before its time."""
     memory_format: Literal["auto", "channels_last", "contiguous"] = "auto"
     """Layout of image tensors; "auto": channels_last for models with 2-D convolutions."""
     threads: Annotated[int, Meta(ge=1, le=MOST_THREADS)] | Literal["auto"] = "auto"
@@ -216,6 +221,8 @@ class Output(Section, frozen=True):
     """False: no checkpoint after the last step, whose state would cross the network once more."""
     keep: CountOrZero = 3
     """Number of newest checkpoints that are kept; 0: all."""
+    keep_best: str = ""
+    """"loss", "accuracy" or a metric: every evaluation makes a checkpoint, and the best one is kept besides."""
 
 
 GOES_WITH = {

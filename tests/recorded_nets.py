@@ -111,3 +111,8 @@ def unet() -> UNet:
 
 def language(**args: Any) -> Language:
     return Language(**args)
+
+
+def certainty(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    """Mean of the highest probabilities."""
+    return output["logits"].softmax(-1).amax(-1).mean()

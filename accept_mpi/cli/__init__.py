@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="a checkpoint's weights as one .safetensors (or .pt, .pth) file")
     export.add_argument("checkpoint", type=Path)
     export.add_argument("out", type=Path, metavar="OUT.safetensors")
+    export.add_argument("--best", action="store_true", help="the run's best checkpoint (output.keep_best)")
     export.add_argument("--ema", action="store_true", help="with the moving averages of the weights (train.ema)")
     export.add_argument("--merge", action="store_true", help="with adapters added to the weights (train.lora)")
     export.set_defaults(command=_export)
@@ -173,8 +174,10 @@ def _launch(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     from accept_mpi.cli.export import export
+    from accept_mpi.recovery.checkpoint import best_of
 
-    return export(options.checkpoint, options.out, options.ema, options.merge)
+    source = best_of(options.checkpoint) if options.best else options.checkpoint
+    return export(source, options.out, options.ema, options.merge)
 
 
 def _trace(options: argparse.Namespace) -> int:

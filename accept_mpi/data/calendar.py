@@ -143,6 +143,8 @@ class Milestones:
     checkpoint_at_end: bool
     evaluate_from: int = 0
     """Step from which ``evaluate_every`` counts: a change of the batch size moves the ends of epochs."""
+    checkpoint_evaluated: bool = False
+    """True: with a checkpoint after every evaluation."""
 
     def evaluates(self, step: int) -> bool:
         """True if the run evaluates after ``step`` steps."""
@@ -151,6 +153,8 @@ class Milestones:
     def checkpoints(self, step: int) -> bool:
         """True if the run keeps a checkpoint after ``step`` steps."""
         if step == self.last and self.checkpoint_at_end:
+            return True
+        if self.checkpoint_evaluated and self.evaluates(step):
             return True
         return self.checkpoint_every > 0 and step % self.checkpoint_every == 0
 

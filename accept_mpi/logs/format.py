@@ -7,6 +7,7 @@ Layout, version 1 (attribute ``version`` of the root; ``format`` is "accept-mpi 
                       ...), ``created`` (ISO 8601, UTC)
 ``/steps``            one row per optimizer step: STEPS below
 ``/evals``            one row per evaluation on the test set: EVALS
+``/metrics``          one row per evaluation and metric: METRICS
 ``/trace``            one row per action or transfer: TRACE. Times are seconds on rank 0's clock since the
                       run began
 ``/events``           other events (checkpoints, warnings, the end): EVENTS
@@ -81,7 +82,8 @@ PLANS = np.dtype(
         ("stop", "i4"),
     ]
 )
-TABLES = {"steps": STEPS, "evals": EVALS, "trace": TRACE, "events": EVENTS, "plans": PLANS}
+METRICS = np.dtype([("step", "i8"), ("name", "S80"), ("value", "f8")])
+TABLES = {"steps": STEPS, "evals": EVALS, "metrics": METRICS, "trace": TRACE, "events": EVENTS, "plans": PLANS}
 
 _PART = 1 << 18  # rows validated at a time
 _LATEST = 1e10  # seconds, three hundred years
@@ -172,8 +174,9 @@ def _tables(file: h5py.File) -> dict[str, Any]:
 
 
 def _has(file: h5py.File, name: str) -> bool:
-    """True if the log has the table or group. Only "plans" (absent from early logs) and "survey" are optional."""
-    return name not in ("plans", "survey") or bool(file.id.links.exists(name.encode()))
+    """True if the log has the table or group. Only "plans" and "metrics" (absent from early logs) and "survey" are
+    optional."""
+    return name not in ("plans", "metrics", "survey") or bool(file.id.links.exists(name.encode()))
 
 
 def _typed(value: Any, kind: Any, what: str) -> Any:

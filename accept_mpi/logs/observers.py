@@ -1,6 +1,6 @@
 """The interface of observers, which follow a run on rank 0. The training loop knows only the methods of ``Observer``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from accept_mpi.logs.format import Rows
 
@@ -31,6 +31,11 @@ class Evaluated:
     loss: float
     accuracy: float
     end: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def value(self, name: str) -> float:
+        """The loss, the accuracy or a metric."""
+        return {"loss": self.loss, "accuracy": self.accuracy, **self.metrics}[name]
 
 
 class Observer:

@@ -52,7 +52,8 @@ class ProgressObserver(Observer):
 
     def evaluated(self, result: Evaluated) -> None:
         accuracy = "" if math.isnan(result.accuracy) else f"  accuracy {100 * result.accuracy:.2f} %"
-        self._say(f"step {result.step}  test loss {result.loss:.4f}{accuracy}  ({result.samples} samples)")
+        more = "".join(f"  {name.rpartition(':')[2]} {value:.4g}" for name, value in result.metrics.items())
+        self._say(f"step {result.step}  test loss {result.loss:.4f}{accuracy}{more}  ({result.samples} samples)")
 
     def event(self, seconds: float, step: int, text: str) -> None:
         self._last_line = -math.inf  # print the next step at once, which shows that training continues

@@ -14,12 +14,13 @@ import h5py
 import numpy as np
 
 from accept_mpi.errors import UserError
-from accept_mpi.logs.format import EVALS, EVENTS, FORMAT, STEPS, TABLES, VERSION, Rows
+from accept_mpi.logs.format import EVALS, EVENTS, FORMAT, METRICS, STEPS, TABLES, VERSION, Rows
 from accept_mpi.logs.observers import Evaluated, Observer, StepDone
 from accept_mpi.logs.timeline import plan_rows
 from accept_mpi.plan import Plan
 
 _TEXT_BYTES = EVENTS["text"].itemsize
+_NAME_BYTES = METRICS["name"].itemsize
 
 
 class LogWriter:
@@ -108,7 +109,9 @@ class LogObserver(Observer):
         self._append("steps", np.array([astuple(done)], STEPS))
 
     def evaluated(self, result: Evaluated) -> None:
-        self._append("evals", np.array([astuple(result)], EVALS))
+        self._append("evals", np.array([tuple(getattr(result, name) for name in EVALS.names or ())], EVALS))
+        named = [(result.step, name.encode()[:_NAME_BYTES], value) for name, value in result.metrics.items()]
+        self._append("metrics", np.array(named, METRICS))
 
     def trace(self, rows: Rows) -> None:
         self._append("trace", rows)

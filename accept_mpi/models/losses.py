@@ -9,7 +9,7 @@ says so later: its sums are divided by an estimate first, and gradients are corr
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,6 +57,8 @@ class Result:
     targets: int
     """Number of targets that count for accuracy; ``correct`` of them are hits."""
     samples: int
+    metrics: list[tuple[float, float]] = field(default_factory=list)
+    """Sum and count of each metric, in an evaluation."""
 
 
 class Loss:
@@ -66,6 +68,8 @@ class Loss:
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         """``function(output, target)`` returns a mean over samples, or (sum, count)."""
         self.name, self.function = name, function
+        self.metrics: list[Any] = []
+        """Metrics (``models.metrics``) of an evaluation."""
         self.ignored = getattr(function, "ignore_index", IGNORED)
         """Class of targets that count neither in the loss nor in accuracy."""
         self._weigh, self._main = next((known for one, known in _KNOWN.items() if one is function), (None, False))
@@ -107,7 +111,9 @@ class Loss:
     def apart(self) -> "Loss":
         """Copy for a trial, so that what the loss counts or keeps comes from training alone."""
         try:
-            return Loss(self.name, copy.deepcopy(self.function))
+            apart = Loss(self.name, copy.deepcopy(self.function))
+            apart.metrics = self.metrics
+            return apart
         except Exception:  # some modules cannot be copied
             return self
 
@@ -118,6 +124,11 @@ class Loss:
             counts = [self._weigh(target) for target in targets]
         total = sum(counts)
         return [count / total if total else 0.0 for count in counts]
+
+    def measured(self, output: Any, target: Any, result: Result) -> list[tuple[float, float]]:
+        """Sum and count of each metric, for a micro-batch with this ``result``."""
+        loss = result.loss, result.count
+        return [metric.part(output, target, result.samples, loss) for metric in self.metrics]
 
     def hits(self, output: Any, target: Any) -> tuple[int, int]:
         """Number of targets that get the highest score (of the last dimension), and number of targets; (0, 0) if that makes

@@ -1,5 +1,7 @@
 """A stage's parameters and their names."""
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from accept_mpi.models.layers import Layers
@@ -33,3 +35,8 @@ class Parameters:
             tie = next((tie for tie in layers.ties if places[0] in tie), None)
             self.whole.append([layers.name(*place) for place in tie or places])
             self.first.append(not tie or tie[0][0] >= layers.start)
+
+    def every_name(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter under all its names."""
+        for names, parameter in zip(self.aliases, self.every, strict=True):
+            yield from ((name, parameter) for name in names)

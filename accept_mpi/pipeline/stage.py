@@ -31,6 +31,7 @@ from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, seed_
 from accept_mpi.tree import Tree
 from accept_mpi.users_code import blame, call_layer, taken_apart
 
+_EVALUATION = -1  # in place of a step
 Clip = Callable[[list[torch.Tensor | None]], torch.Tensor]
 
 
@@ -54,7 +55,7 @@ class Stage(Trials):
         if channels_last:
             lay_out(self.layers, torch.channels_last)
         self._draws = [may_draw(layer) for layer in self.layers]
-        own = self._own = Parameters(layers)
+        own = self.own = Parameters(layers)
         self.parameters = own.every
         buffers = [buffer for layer in self.layers for buffer in layer.buffers()]
         self._weights = Weights(self.parameters, job.pipeline.schedule == "1f1b-async", buffers)
@@ -246,7 +247,7 @@ class Stage(Trials):
             outputs, given = taken_apart(self._last, self.names[-1], value)
             return Outputs(tuple(outputs), None, 0, given)
         with self._precise():
-            result, _ = self._judge(-1, value, target, 1.0, samples)
+            result, _ = self._judge(_EVALUATION, value, target, 1.0, samples)
         return Outputs((), result, 0)
 
     # -- in a group ----------------------------------------------------------------------------------------------------
@@ -309,12 +310,7 @@ class Stage(Trials):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the newest weights under their names in the whole model."""
-        yield from zip(self._own.names, self.parameters, strict=True)
-
-    def every_name(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same, each parameter under its name in every layer that has it."""
-        for names, parameter in zip(self._own.aliases, self.parameters, strict=True):
-            yield from ((name, parameter) for name in names)
+        yield from zip(self.own.names, self.parameters, strict=True)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of all state of the layers, contiguous, under its names in the whole model."""
@@ -331,7 +327,7 @@ class Stage(Trials):
             return {}
         return {
             f"{what}/{name}": value.detach().to_dense().contiguous().clone()
-            for names, parameter in zip(self._own.aliases, self._weights.updated, strict=True)
+            for names, parameter in zip(self.own.aliases, self._weights.updated, strict=True)
             for name in names
             for what, value in (self.optimizer.state.get(parameter, {}) | self.averages.of(parameter)).items()
             if isinstance(value, torch.Tensor)
@@ -350,7 +346,7 @@ class Stage(Trials):
             self._watch_written()
             if self.optimizer is None:
                 return
-            for name, parameter in zip(self._own.names, self._weights.updated, strict=True):
+            for name, parameter in zip(self.own.names, self._weights.updated, strict=True):
                 for key, value in optimizer.items():
                     what, _, of = key.partition("/")
                     if of == name:
@@ -417,4 +413,6 @@ class Stage(Trials):
         if judged.summed:
             share = self._divisors.share(step, judged.count, samples, share)
         result = Result(judged.total, judged.count, *self._loss.hits(value, target), samples)
+        if step == _EVALUATION:
+            result.metrics = self._loss.measured(value, target, result)
         return result, [judged.value * share]

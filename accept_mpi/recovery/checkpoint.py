@@ -11,6 +11,7 @@ same number of ranks nor the same cuts: rank 0 sends each rank the tensors of th
 """
 
 import contextlib
+import json
 import math
 import os
 import zlib
@@ -35,12 +36,23 @@ from accept_mpi.recovery.manifest import (
 )
 from accept_mpi.recovery.tensor_file import read_header
 
+BEST = "checkpoints/best.json"
+"""File in a run's directory that says which of its checkpoints is the best one."""
 _BLOCK = 1 << 20  # bytes that are read at once
 
 
 def directory_of(run: Path, step: int) -> Path:
     """Path of a run's checkpoint after ``step`` steps."""
     return run / "checkpoints" / f"step-{step:08d}"
+
+
+def best_of(run: Path) -> Path:
+    """The best checkpoint of a run. Raises UserError if the run has not kept one."""
+    try:
+        step = json.loads((run / BEST).read_text())["step"]
+        return directory_of(run, int(step))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{run}: the run has kept no best checkpoint (output.keep_best)") from error
 
 
 class Checkpoint:

@@ -49,6 +49,8 @@ class CheckpointWriter:
         self._finished: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
         self._committing: set[int] = set()
+        self.best: Callable[[], int | None] = lambda: None
+        """Returns the step of a checkpoint that is kept besides."""
         self._number = max(after, last_number(run))
         self._counting = threading.Lock()
         self._held: dict[int, int] = {}
@@ -139,8 +141,10 @@ class CheckpointWriter:
                 _fsync_directory(final.parent)
                 shutil.rmtree(old, ignore_errors=True)
                 if self._keep:
+                    best = self.best()
                     for path in complete(self.run)[: -self._keep]:
-                        shutil.rmtree(path, ignore_errors=True)
+                        if best is None or path != directory_of(self.run, best):
+                            shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
             self.error = UserError(f"cannot write the checkpoint of step {step} to {self.run}: {error}")
         finally:

@@ -124,7 +124,7 @@ def _check_weights(stage: Stage, weights: Mapping[str, torch.Tensor]) -> None:
 
 def _check_optimizer(stage: Stage, state: Mapping[str, torch.Tensor], wanted: frozenset[str]) -> None:
     """Raise UserError unless optimizer state belongs to this stage's parameters and is complete for each of them."""
-    parameters, found = dict(stage.every_name()), dict[str, set[str]]()
+    parameters, found = dict(stage.own.every_name()), dict[str, set[str]]()
     for key, value in state.items():
         what, _, name = key.partition("/")
         own = parameters.get(name)

@@ -191,7 +191,7 @@ class Deployment:
         )  # fmt: skip
         self._clipping = self._clips(plane)
         leader = None if self.place.leads else self.plan.stages[-1].leader
-        self._reports = Reports(self.batches, runtime.clock, leader, plane.post, state.told)
+        self._reports = Reports(self.batches, runtime.clock, leader, plane.post, state.told, state.loss.metrics)
         if state.speed is None and self.job.pipeline.adapt:
             state.speed = SpeedCheck()
         self._plane.start()

@@ -18,6 +18,7 @@ from accept_mpi.errors import DeadlineError
 from accept_mpi.logs.observers import Evaluated, StepDone
 from accept_mpi.logs.recorder import Clock
 from accept_mpi.models.losses import Result
+from accept_mpi.models.metrics import Metric
 
 _POLL = 0.002
 
@@ -35,9 +36,11 @@ class Reports:
         leader: int | None,
         post: Callable[[int, Control], None],
         told: deque[StepMade | EvaluationMade],
+        metrics: Sequence[Metric] = (),
     ) -> None:
         """``leader``: rank of the stage's leader; None if this one leads. ``told`` keeps the newest reports, in case a loss
         overtakes them."""
+        self._metrics = metrics
         self._batches, self._clock, self._leader, self._post, self._told = batches, clock, leader, post, told
         self._results: dict[Key, dict[int, Result]] = {}
         self._open: dict[Key, tuple[int, float]] = {}
@@ -99,7 +102,9 @@ class Reports:
         summary = self._summary(step, results)
         report: StepMade | EvaluationMade
         if evaluation:
-            report = EvaluationMade(Evaluated(**summary))
+            parts = zip(*(result.metrics for result in results), strict=True)
+            metrics = {metric.name: metric.value(found) for metric, found in zip(self._metrics, parts, strict=False)}
+            report = EvaluationMade(Evaluated(**summary, metrics=metrics))
         else:
             speed = summary["samples"] / (summary["end"] - self._began)
             report = StepMade(StepDone(**summary, lr=lr, samples_per_s=speed))

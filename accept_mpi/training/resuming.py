@@ -23,7 +23,11 @@ from accept_mpi.recovery.manifest import Manifest
 
 _OWN_DATA = "data.name"
 """The key of the data set, which must not change, since the checkpoint's position is in the order of its samples."""
-_PLAIN = ("model.name", "train.batch_size", "train.micro_batches", "train.loss", "train.seed", "train.drop_last")
+_PLAIN = (
+    "model.name", "model.output", "train.batch_size", "train.micro_batches", "train.loss", "train.seed", "train.drop_last",
+    "train.freeze", "train.unfreeze", "train.lora", "train.groups", "train.clip_norm", "train.label_smoothing",
+    "train.class_weights", "train.ema", "train.precision",
+)  # fmt: skip
 _TABLES = ("model.args", "data.args")
 _ABSENT = object()
 
@@ -72,6 +76,7 @@ def course_of(job: Job, batches: Calendar, first: int) -> Milestones:
     return Milestones(
         first, last, train.evaluate_every * batches.steps_per_epoch, output.checkpoint_every,
         checkpoint_at_end=output.checkpoint_at_end, evaluate_from=batches.end(0, whole=False),
+        checkpoint_evaluated=bool(output.keep_best),
     )  # fmt: skip
 
 

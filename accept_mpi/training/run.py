@@ -148,6 +148,12 @@ class _Run:
                 if not runtime.lost_one(error):
                     raise
 
+    def _is_over(self, runtime: Runtime) -> bool:
+        """True if the run ends before its last step, since it no longer gets better; on all ranks alike."""
+        best = self._records.best if self._records else None
+        mine = best.over if best else False
+        return bool(runtime.messenger.broadcast(mine, runtime.startup_seconds, "whether the run goes on"))
+
     def _better(self, runtime: Runtime) -> Begin:
         """Share the better plan that rank 0 has found, after the old one has ended for it."""
         adapter = self._records.adapter if self._records else None
@@ -224,8 +230,10 @@ class _Run:
         )
         self._notes = []
         deployment.connect(self._records.controller if self._records else None)
+        if self._records:
+            self._records.connect(deployment.barriers)
         made = deployment.train()
-        return None if made == course.last else self._better(runtime)
+        return None if made == course.last or self._is_over(runtime) else self._better(runtime)
 
     def _without_groups(self, runtime: Runtime, state: RankState, begin: Begin, why: GroupRefused) -> Begin:
         """Plan again without groups, since what the layers do shows only now."""

@@ -21,10 +21,12 @@ from accept_mpi.plan import Plan
 from accept_mpi.planning.adaptation import Adapter
 from accept_mpi.planning.comparison import PlanCheck
 from accept_mpi.profiling.cluster_profile import ClusterProfile
+from accept_mpi.recovery.barriers import Barriers
 from accept_mpi.recovery.checkpoint import directory_of
 from accept_mpi.recovery.checkpoint_writer import CheckpointWriter, new_manifest
 from accept_mpi.recovery.manifest import Manifest
 from accept_mpi.training.auto_plan import AutoPlan
+from accept_mpi.training.best import Best
 from accept_mpi.training.controller import Controller
 from accept_mpi.training.deployment import Deployment
 
@@ -40,6 +42,9 @@ class RunLog:
         self.adapter: Adapter | None = None
         """Adapter of the present deployment, if plans adapt."""
         self._log: LogObserver | None = None
+        self.best: Best | None = None
+        """The best checkpoint, if the run keeps one."""
+        self._barriers: Barriers | None = None
 
     def begin(
         self, deployment: Deployment, planned: AutoPlan | None, number: int, run: str | None, adapter: Adapter | None
@@ -69,7 +74,13 @@ class RunLog:
             if planned and cluster and planned.step:
                 self.controller.watch("plan", PlanCheck(plan, cluster, planned.step, self._compare))
             runtime.call_before_end(self._before_end)
+            if job.output.keep_best:
+                self.best = Best(self.directory, job.output.keep_best, job.train.patience, course.first, self._enough)
+                self.controller.watch("best", self.best)
         assert self._log
+        if self.best is not None:
+            best = self.best
+            writer.best = lambda: best.at
         self._log.planned(runtime.clock.now(), course.first, plan.renamed(dict(enumerate(runtime.members))))
         self.adapter = adapter
         if adapter:
@@ -91,11 +102,26 @@ class RunLog:
         """End the log, and print where log and checkpoint are."""
         assert self.controller
         summary = summary_line(self.controller.last_evaluation)
-        self.controller.each("event", self._runtime.clock.now(), course.last, f"done: {summary}")
+        over = self.best is not None and self.best.over
+        last = self.controller.newest_step if over else course.last
+        self.controller.each("event", self._runtime.clock.now(), last, f"done: {summary}")
         self.controller.each("close")
         print(f"log         {self.directory / 'log.h5'}", flush=True)
-        if course.newest_checkpoint is not None:
+        if course.newest_checkpoint is not None and not over:
             print(f"checkpoint  {directory_of(self.directory, course.newest_checkpoint)}", flush=True)
+        if self.best is not None and self.best.at is not None:
+            print(f"best        {directory_of(self.directory, self.best.at)}", flush=True)
+
+    def connect(self, barriers: Barriers) -> None:
+        """Take the barriers of a deployment that begins."""
+        self._barriers = barriers
+
+    def _enough(self, text: str) -> None:
+        """End the run with the next step that begins: it no longer gets better."""
+        assert self.controller
+        assert self._barriers
+        self.controller.each("event", self._runtime.clock.now(), self.controller.newest_step, text)
+        self._barriers.ask_to_replan()
 
     def _compare(self, step: int, text: str) -> None:
         """Write how the run compares with its plan to the log and, unless it is quiet, to the terminal."""

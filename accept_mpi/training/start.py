@@ -19,6 +19,7 @@ from accept_mpi.launch.ownership import Ownership
 from accept_mpi.launch.run_identity import RunIdentity
 from accept_mpi.models import Chain, Whole, check_changes, model_of
 from accept_mpi.models.losses import loss_of
+from accept_mpi.models.metrics import metrics_of
 from accept_mpi.models.recording.recorded import key_of, value_of
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.layer_timer import micro_batch
@@ -94,6 +95,7 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
     if changed and runtime.rank == 0 and not options.quiet:
         print(changed, flush=True)
     loss = runtime.agree("the loss", lambda: loss_of(job))
+    loss.metrics = runtime.agree("the metrics", lambda: metrics_of(job))
     disk = DiskReplicas(options.supervised, facts["host"]) if options.supervised else None
     replicas = Replicas(disk)
     if disk and place_on_host(runtime) == 0:

@@ -17,7 +17,7 @@ class Model(NamedTuple):
     output: str = ""
 
 
-_TEXT = {"vocab_size": 100, "bos_token_id": 1, "eos_token_id": 2}
+_TEXT = {"vocab_size": 100, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
           "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
 _BERT = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100,
@@ -31,7 +31,8 @@ _GPT2 = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
-_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "vocab_size": 100, "dropout_rate": 0.0,
+_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "vocab_size": 100,
+       "use_cache": False, "dropout_rate": 0.0,
        "decoder_start_token_id": 0}  # fmt: skip
 _VIT = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128, "image_size": 32,
         "patch_size": 8, "num_labels": 5}  # fmt: skip

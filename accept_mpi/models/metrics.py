@@ -1,0 +1,101 @@
+"""Metrics of the test set, by name: what an evaluation reports beside loss and accuracy."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from accept_mpi.errors import UserError
+from accept_mpi.job import Job
+from accept_mpi.models.losses import IGNORED, scores
+from accept_mpi.registry import find_function
+from accept_mpi.users_code import blame, does_not_fit, in_words
+
+Part = tuple[float, float]
+"""Sum and count over a micro-batch."""
+
+
+class Metric:
+    """A metric: the quotient of a sum and a count over the test set."""
+
+    def __init__(self, name: str) -> None:
+        """``name``: "top5" (any number), "perplexity", "mae", "mse", or "package.module:function" of (output, target) that
+        returns a mean over samples, or (sum, count). Raises UserError."""
+        self.name = name
+        self._function = _known(name) or find_function(name, _KNOWN, "train.metrics")
+        self._whole = name in _OWN_KINDS or name.startswith("top")
+
+    def part(self, output: Any, target: Any, samples: int, loss: Part) -> Part:
+        """Sum and count of a micro-batch. ``loss``: those of the loss. Raises UserError for what it cannot take."""
+        if self.name == "perplexity":
+            return loss
+        try:
+            found = self._function(scores(output) if self._whole else output, target)
+            if isinstance(found, tuple | list):
+                return float(found[0]), float(found[1])
+            return float(found) * samples, float(samples)
+        except Exception as error:
+            if does_not_fit(error):
+                what = f'train.metrics: "{self.name}" cannot take what the model gives'
+                raise UserError(f"{what}: {in_words(error)}") from error
+            blame(error, f'the metric "{self.name}"')
+
+    def value(self, parts: Sequence[Part]) -> float:
+        """The metric of the whole test set."""
+        total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        if not count:
+            return math.nan
+        mean = total / count
+        if self.name == "perplexity":
+            return math.exp(mean) if mean < 700 else math.inf
+        return mean
+
+
+def _known(name: str) -> Callable[[Any, Any], Any] | None:
+    if name.startswith("top") and name[3:].isdigit() and int(name[3:]) > 0:
+        return lambda output, target: _top(output, target, int(name[3:]))
+    return _KNOWN.get(name)
+
+
+def _top(output: torch.Tensor, target: torch.Tensor, count: int) -> Part:
+    """Share of targets that are among the highest scores."""
+    if target.is_floating_point() or output.shape[:-1] != target.shape:
+        raise ValueError("wants scores (..., classes) and classes (...)")
+    best = output.topk(min(count, output.shape[-1]), dim=-1).indices
+    counting = target != IGNORED
+    hits = (best == target.unsqueeze(-1)).any(-1)
+    return float(hits[counting].sum()), float(counting.sum())
+
+
+def _errors(power: int) -> Callable[[torch.Tensor, torch.Tensor], Part]:
+    def found(output: torch.Tensor, target: torch.Tensor) -> Part:
+        if output.shape != target.shape:
+            raise ValueError("the shapes differ")
+        return float((output - target).abs().double().pow(power).sum()), float(target.numel())
+
+    return found
+
+
+_KNOWN: dict[str, Callable[[Any, Any], Any]] = {
+    "perplexity": lambda output, target: None,
+    "mae": _errors(1),
+    "mse": _errors(2),
+    "top5": lambda output, target: _top(output, target, 5),
+}
+_OWN_KINDS = ("mae", "mse")
+
+BETTER_LOW = ("loss", "perplexity", "mae", "mse")
+"""Metrics of which less is better; of others more is."""
+
+
+def metrics_of(job: Job) -> list[Metric]:
+    """The metrics that a job names. Raises UserError, also for a best checkpoint by a metric that there is not."""
+    train, best = job.train, job.output.keep_best
+    if best and best not in ("loss", "accuracy", *train.metrics):
+        raise UserError(f'output.keep_best: "{best}" is neither "loss" nor "accuracy" nor one of train.metrics')
+    if best and not train.evaluate_every:
+        raise UserError("output.keep_best goes with evaluations: train.evaluate_every must not be 0")
+    if train.patience is not None and not best:
+        raise UserError("train.patience goes with output.keep_best, which says what must get better")
+    return [Metric(name) for name in train.metrics]

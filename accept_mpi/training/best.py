@@ -1,0 +1,54 @@
+"""The best checkpoint of a run, by a metric of the test set, and the end of a run that no longer gets better."""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from accept_mpi.logs.observers import Evaluated, Observer
+from accept_mpi.models.metrics import BETTER_LOW
+from accept_mpi.recovery.checkpoint import BEST
+
+
+class Best(Observer):
+    """Watches evaluations on rank 0, each of which a checkpoint follows."""
+
+    def __init__(self, run: Path, metric: str, patience: int | None, first: int, end: Callable[[str], None]) -> None:
+        """``run``: the run's directory; ``metric``: "loss", "accuracy" or a metric's name; ``patience``: evaluations without
+        a better one after which ``end`` is called, once, with the reason; ``first``: step with which the run begins, which
+        may go on from an earlier one's best."""
+        self._run, self._metric, self._patience, self._end = run, metric, patience, end
+        self.at: int | None = None
+        """Step of the best checkpoint; None before the first evaluation."""
+        self._value, self._worse = math.nan, 0
+        self.over = False
+        """True if the run is to end."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found = json.loads((run / BEST).read_text()) if first else {}
+            if found["metric"] == metric and int(found["step"]) <= first:
+                self.at, self._value = int(found["step"]), float(found["value"])
+
+    def evaluated(self, result: Evaluated) -> None:
+        value = result.value(self._metric)
+        low = self._metric in BETTER_LOW
+        if self.at is None or math.isnan(self._value) or (value < self._value if low else value > self._value):
+            self.at, self._value, self._worse = result.step, value, 0
+            self._write()
+            return
+        self._worse += 1
+        if self._patience is not None and self._worse >= self._patience and not self.over:
+            self.over = True
+            self._end(
+                f"no better {self._metric} in {self._worse} evaluations than {self._value:.4g} after step {self.at}: "
+                "the run ends"
+            )
+
+    def _write(self) -> None:
+        folder = (self._run / BEST).parent
+        with contextlib.suppress(OSError):  # a full disk is reported by the checkpoint that follows
+            folder.mkdir(parents=True, exist_ok=True)
+            beside = folder / f".{Path(BEST).name}"
+            beside.write_text(json.dumps({"step": self.at, "metric": self._metric, "value": self._value}))
+            os.replace(beside, self._run / BEST)

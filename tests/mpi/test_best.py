@@ -1,0 +1,70 @@
+"""Metrics of the test set, the best checkpoint by one of them, and the end of a run that no longer gets better."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from plain_loop import plain_loop
+from recorded_nets import Language, Sentences
+from safetensors.torch import load_file
+from test_recorded import write
+from torch import nn
+
+from accept_mpi.logs.reader import open_log
+
+CASE = {"model": "language", "data": "sentences", "ranks": "[]"}
+METRICS = 'train.metrics=["top3", "perplexity", "recorded_nets:certainty"]'
+
+
+def test_metrics_and_the_best_checkpoint(mpirun, tmp_path: Path) -> None:
+    path = write(tmp_path, "run", CASE)
+    keys = ["--set", METRICS, "--set", "output.keep_best=top3", "--set", "output.keep=1", "--set", "train.steps=15"]
+    found = mpirun(2, "-m", "accept_mpi", "train", path, *keys)
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        rows, evals = log["metrics"][:], log["evals"][:]
+    table = {(int(step), name.decode()): value for step, name, value in rows}
+    best = max(evals["step"], key=lambda step: table[int(step), "top3"])
+    told = json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())
+    assert told["step"] == best
+    assert told["value"] == table[int(best), "top3"]
+    kept = sorted(one.name for one in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert kept == sorted({f"step-{best:08d}", "step-00000015"})
+    assert f"best        run/checkpoints/step-{best:08d}" in found.out
+
+    mpirun(1, "-m", "accept_mpi", "export", tmp_path / "run", tmp_path / "best.safetensors", "--best")
+    net, data = Language(), Sentences(9)
+    net.load_state_dict(load_file(tmp_path / "best.safetensors"))
+    state, _ = plain_loop(path, f"train.steps={best}")
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in state.items())
+    with torch.no_grad():
+        logits, target = net.eval()(data.ids, data.mask)["logits"], data.ids.roll(-1, 1)
+    three = (logits.topk(3).indices == target[..., None]).any(-1).float().mean()
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+    assert table[int(best), "top3"] == pytest.approx(float(three))
+    assert table[int(best), "perplexity"] == pytest.approx(float(loss.exp()), rel=1e-5)
+    sure = logits.softmax(-1).amax(-1).mean()
+    assert table[int(best), "recorded_nets:certainty"] == pytest.approx(float(sure), rel=1e-5)
+    assert re.search(r"test loss .* top3 0\.\d+  perplexity [\d.]+  certainty 0\.\d+", found.out)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_run_that_no_longer_gets_better_ends(mpirun, tmp_path: Path, ranks: int) -> None:
+    path = write(tmp_path, "run", CASE)
+    keys = ["output.keep_best=loss", "train.patience=2", "train.steps=60", "train.lr=1e-12"]
+    found = mpirun(ranks, "-m", "accept_mpi", "train", path, *(part for key in keys for part in ("--set", key)))
+    assert "no better loss in 2 evaluations" in found.out
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        assert len(log["steps"]) < 30
+        assert len(log["evals"]) >= 3
+
+
+def test_what_must_get_better_is_known(mpirun, tmp_path: Path) -> None:
+    path = write(tmp_path, "run", CASE)
+    for key, message in (
+        ("output.keep_best=top7", '"top7" is neither "loss" nor "accuracy" nor one of train.metrics'),
+        ("train.patience=3", "train.patience goes with output.keep_best"),
+        ('train.metrics=["topp"]', 'train.metrics: unknown name "topp"; did you mean "top5"?'),
+    ):
+        assert message in mpirun(1, "-m", "accept_mpi", "train", path, "--set", key, code=2).out
