@@ -89,10 +89,29 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("out", type=Path, metavar="OUT.json")
     trace.set_defaults(command=_trace)
 
+    board = commands.add_parser("tensorboard", help="a log's curves as TensorBoard's event files")
+    board.add_argument("log", type=Path, metavar="LOG.h5")
+    board.add_argument("out", type=Path, metavar="DIR")
+    board.set_defaults(command=_tensorboard)
+
+    predict = commands.add_parser("predict", help="what a trained model says of images, or of the test set, as CSV")
+    predict.add_argument("checkpoint", type=Path, help="a run's directory, or a checkpoint")
+    predict.add_argument("folder", type=Path, nargs="?", help="images (default: the test set)")
+    predict.add_argument("--best", action="store_true", help="the run's best checkpoint (output.keep_best)")
+    predict.add_argument("--ema", action="store_true", help="with the moving averages of the weights (train.ema)")
+    predict.add_argument("--top", type=positive_integer, default=1, help="most likely classes to show (default 1)")
+    predict.set_defaults(command=_predict)
+
     report = commands.add_parser("report", help="timeline, loss curve and facts of a log as PNG and HTML")
     report.add_argument("log", type=Path, metavar="LOG.h5")
     report.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: beside the log)")
     report.set_defaults(command=_report)
+
+    watch = commands.add_parser("watch", help="a run while it trains, as a page at 127.0.0.1 or on the terminal")
+    watch.add_argument("log", type=Path, metavar="LOG.h5", help="a log, or a run's directory")
+    watch.add_argument("--port", type=nonnegative_integer, default=8520, help="of the page (default 8520; 0: any)")
+    watch.add_argument("--terminal", action="store_true", help="show it here")
+    watch.set_defaults(command=_watch)
 
     plan = commands.add_parser("plan", help="what cuts, devices and links would do, without a cluster")
     plan.add_argument("job", type=Path, metavar="JOB.toml")
@@ -131,6 +150,25 @@ def _parser() -> argparse.ArgumentParser:
     partition.add_argument("--json", action="store_true", help="for machines")
     partition.set_defaults(command=_bench_partition)
     return parser
+
+
+def _tensorboard(options: argparse.Namespace) -> int:
+    from accept_mpi.logs.tensorboard import export_tensorboard
+
+    print(f"{options.out}: {export_tensorboard(options.log, options.out)} values")
+    return 0
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from accept_mpi.cli.predict import predict
+
+    return predict(options.checkpoint, options.folder, options.best, options.ema, options.top)
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from accept_mpi.cli.watch import on_terminal, serve
+
+    return on_terminal(options.log) if options.terminal else serve(options.log, options.port)
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """Folders of images, one folder per class."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ class ImageFolder:
 
     def __len__(self) -> int:
         return len(self._files)
+
+    def of(self, listing: _Listing) -> "ImageFolder":
+        """Other images of the same size, as in evaluation."""
+        return ImageFolder(listing, self._size, False)
 
     def inputs(self, indices: Indices, seed: int | None = None) -> torch.Tensor:
         images = np.stack([_decode(self._files[i], self._size) for i in indices])
@@ -62,6 +67,20 @@ def images(path: str, size: int = 32, augment: bool = True, test_fraction: float
         held = max(1, round(len(found) * test_fraction))
         train, test = ([found[i] for i in part] for part in (order[:-held], order[-held:]))
     return ImageFolder(train, size, augment), ImageFolder(test, size, False)
+
+
+def class_names(args: Mapping[str, Any]) -> list[str]:
+    """Names of the classes of a data set with these arguments of ``images``, in the order of their numbers."""
+    root = Path(args["path"])
+    return _classes(root / "train" if (root / "train").is_dir() and (root / "test").is_dir() else root)
+
+
+def pictures_in(folder: Path) -> list[Path]:
+    """The images in a folder and the folders in it, in order. Raises UserError if there are none."""
+    found = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _ENDINGS and is_regular(file))
+    if not found:
+        raise UserError(f"{folder}: no images there; expected {', '.join(sorted(_ENDINGS))}")
+    return found
 
 
 def _classes(root: Path) -> list[str]:

@@ -153,7 +153,7 @@ def equal(chain: Chain, path: Path, folder: Path, ranks: int, expected: dict[str
 
 def run(command: list[str], folder: Path, check: bool = True) -> str:
     """Run a command; returns what it prints."""
-    more = {"PYTHONPATH": os.pathsep.join(map(str, PATHS)), "OMP_NUM_THREADS": "1",
+    more = {"PYTHONPATH": os.pathsep.join([*map(str, PATHS), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
     done = subprocess.run(
         command, cwd=folder, env=os.environ | more, capture_output=True, text=True, timeout=_DEADLINE, check=False

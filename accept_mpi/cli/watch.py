@@ -1,0 +1,153 @@
+"""``accept_mpi watch``: a run while it trains, as a page at 127.0.0.1 or on the terminal."""
+
+import json
+import os
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live as LiveDisplay
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from accept_mpi.errors import UserError
+from accept_mpi.logs.live import Live
+from accept_mpi.logs.progress import duration
+
+_EVERY = 1.0  # seconds
+_LEAST, _BESIDE = 20, 52  # characters of a timeline, at least, and of what stands beside it
+_COLOURS = {"F": "blue", "B": "yellow", "W": "magenta", "U": "green", "E": "white"}
+
+
+def log_of(path: Path) -> Path:
+    """The log itself, or that of a run's directory."""
+    return path / "log.h5" if path.is_dir() else path
+
+
+def serve(path: Path, port: int) -> int:
+    """Serve the page until Ctrl-C. ``port``: 0 takes a free one. Raises UserError if there is no log, or the port is
+    taken."""
+    live = Live(log_of(path))
+    page = (files("accept_mpi.logs") / "watch.html").read_bytes()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/":
+                self._answer(page, "text/html; charset=utf-8")
+            elif self.path == "/state":
+                try:
+                    found: Any = live.state()
+                except (UserError, OSError) as error:
+                    found = {"error": str(error)}
+                self._answer(json.dumps(found).encode(), "application/json")
+            else:
+                self.send_error(404)
+
+        def _answer(self, content: bytes, kind: str) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing of requests."""
+
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise UserError(f"--port {port}: {error.strerror}") from error
+    print(f"http://127.0.0.1:{server.server_port}/  (Ctrl-C ends)", flush=True)
+    try:
+        server.serve_forever()
+    finally:
+        server.server_close()
+        live.close()
+    return 0
+
+
+def on_terminal(path: Path) -> int:
+    """Show the run on the terminal until it is over, or Ctrl-C. Where the output is no terminal, shows it once. Raises
+    UserError if there is no log."""
+    live = Live(log_of(path))
+    try:
+        console = Console()
+        if not sys.stdout.isatty():
+            console.print(_shown(live.state(), console.width))
+            return 0
+        with LiveDisplay(console=console, refresh_per_second=4) as display:
+            while True:
+                state = live.state()
+                display.update(_shown(state, console.width))
+                if state["over"]:
+                    return 0
+                time.sleep(_EVERY)
+    finally:
+        live.close()
+
+
+def _shown(state: dict[str, Any], columns: int) -> Group:
+    width = max(_LEAST, columns - _BESIDE)
+    loss = state["loss"][-1][1] if state["loss"] else None
+    left = "done" if state["over"] else f"{duration(state['left'])} left" if state["left"] is not None else ""
+    head = Text.assemble(
+        (state["title"], "bold"), f"  {state['schedule']}, step {state['step']} of {state['steps']}, {left}"
+    )
+    figures = Text(f"{_text(state['rate'], 1)} samples/s   loss {_text(loss)}")
+    if state["test"]:
+        _, value, accuracy = state["test"][-1]
+        figures.append(f"   test loss {_text(value)}")
+        if accuracy is not None:
+            figures.append(f"   accuracy {100 * accuracy:.2f} %")
+    for name, points in state["metrics"].items():
+        figures.append(f"   {name} {_text(points[-1][1])}")
+    bar = Table.grid()
+    bar.add_row(ProgressBar(total=max(1, state["steps"]), completed=state["step"], width=min(60, columns)))
+    stages = Table(box=None, pad_edge=False)
+    for name in ("stage", "host", "layers", "computing", f"the newest {state['window'][1] - state['window'][0]:.2f} s"):
+        stages.add_column(name, justify="right" if name in ("stage", "computing") else "left", no_wrap=True)
+    for rank in state["ranks"]:
+        busy = "" if rank["busy"] is None else f"{100 * rank['busy']:.0f} %"
+        where = f"{rank['host']} (rank {rank['rank']})"
+        stages.add_row(
+            str(rank["stage"]), where, f"{rank['first']}..{rank['last']}", busy, _strip(state, rank["rank"], width)
+        )
+    links = [
+        f"{one['boundary']} {'>' if one['way'] == 'forward' else '<'} {one['boundary'] + 1}  {_text(one['mbit'], 1)} Mbit/s"
+        for one in state["links"]
+    ]
+    events = [f"{_text(at, 1):>8} s  step {step}  {text}" for at, step, text in state["events"][:5]]
+    legend = Text.assemble(*((f"{kind} ", colour) for kind, colour in _COLOURS.items()))
+    return Group(head, bar, figures, Text(), stages, legend, Text("   ".join(links)), Text(), *map(Text, events))
+
+
+def _strip(state: dict[str, Any], rank: int, width: int) -> Text:
+    """A rank's timeline: each character is what most of its time went into."""
+    begin, end = state["window"]
+    each = max(end - begin, 1e-9) / width
+    shares: list[dict[str, float]] = [{} for _ in range(width)]
+    for of, kind, start, stop, *_ in state["bars"]:
+        if of != rank or kind not in _COLOURS:
+            continue
+        for n in range(max(0, int(start / each)), min(width, int(stop / each) + 1)):
+            covered = min(stop, (n + 1) * each) - max(start, n * each)
+            shares[n][kind] = shares[n].get(kind, 0.0) + covered
+    found = Text()
+    for share in shares:
+        kind = max(share, key=lambda one: share[one]) if share and sum(share.values()) > each / 2 else ""
+        found.append("█" if kind and _unicode() else kind or "·" if _unicode() else kind or ".", _COLOURS.get(kind, "dim"))
+    return found
+
+
+def _unicode() -> bool:
+    return "utf" in (sys.stdout.encoding or os.environ.get("LANG", "")).lower()
+
+
+def _text(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

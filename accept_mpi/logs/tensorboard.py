@@ -1,0 +1,36 @@
+"""A log's curves as TensorBoard's event files."""
+
+import math
+from pathlib import Path
+
+from accept_mpi.errors import UserError
+from accept_mpi.logs.reader import open_log
+
+
+def export_tensorboard(log: Path, out: Path) -> int:
+    """Write losses, accuracies, metrics, speed and learning rate of a log to event files in the folder ``out``; returns the
+    number of values. Raises UserError if there is no log, tensorboardX is missing, or nothing can be written there."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as error:
+        raise UserError("TensorBoard's files need tensorboardX: pip install tensorboardX") from error
+    with open_log(log) as file:
+        steps, evals = file["steps"][:], file["evals"][:]
+        metrics = file["metrics"][:] if "metrics" in file else ()
+    columns = [("train", steps, name) for name in ("loss", "accuracy", "lr", "samples_per_s")]
+    columns += [("test", evals, name) for name in ("loss", "accuracy")]
+    rows = [
+        (f"{which}/{name}", float(row[name]), int(row["step"]), float(row["end"]))
+        for which, table, name in columns
+        for row in table
+    ]
+    ends = {int(row["step"]): float(row["end"]) for row in evals}
+    rows += [(f"test/{name.decode()}", float(value), int(step), ends.get(int(step), 0.0)) for step, name, value in metrics]
+    try:
+        with SummaryWriter(str(out)) as writer:
+            for tag, value, step, seconds in rows:
+                if math.isfinite(value):
+                    writer.add_scalar(tag, value, step, walltime=seconds)
+    except OSError as error:
+        raise UserError(f"{out}: cannot write: {error.strerror or error}") from error
+    return sum(math.isfinite(value) for _, value, _, _ in rows)

@@ -1,0 +1,88 @@
+"""What a trained model says of images and of the test set is what its exported weights say in plain PyTorch."""
+
+import csv
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from recorded_nets import Language, Sentences
+from safetensors.torch import load_file
+from samples import write_job
+from test_recorded import write
+
+from accept_mpi import models
+from accept_mpi.data.images import images
+
+CLASSES = ("bright", "dark")
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Two classes of small images, and others of unknown class in "new"."""
+    Image = pytest.importorskip("PIL.Image")
+    draw = np.random.default_rng(1)
+    for folder, count in (("data/bright", 8), ("data/dark", 8), ("new/more", 5)):
+        (tmp_path / folder).mkdir(parents=True)
+        for n in range(count):
+            pixels = draw.integers(0, 128, (9, 9, 3)) + (128 if "bright" in folder or n % 2 else 0)
+            Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / folder / f"{n}.png")
+    return tmp_path
+
+
+def table(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_images(mpirun, pictures: Path) -> None:
+    job = {
+        "model": 'name = "cnn"\nargs = { classes = 2, width = 4, dropout = 0.1 }',
+        "data": 'name = "images"\nargs = { path = "data", size = 8, augment = false }',
+        "train": {"batch_size": 4, "micro_batches": 2, "steps": 20, "seed": 0},
+    }
+    write_job(pictures / "job.toml", job)
+    mpirun(2, "-m", "accept_mpi", "train", "job.toml")
+    found = table(mpirun(1, "-m", "accept_mpi", "predict", "run", "new", "--top", "2").out)
+    mpirun(1, "-m", "accept_mpi", "export", "run", "out.safetensors")
+    plain = models.load("cnn", {"classes": 2, "width": 4, "dropout": 0.1}, 0).whole().eval()
+    plain.load_state_dict(load_file(pictures / "out.safetensors"), strict=True)
+    files = sorted((pictures / "new").rglob("*.png"))
+    data = images(str(pictures / "data"), 8)[0].of([(file, 0) for file in files])
+    with torch.no_grad():
+        expected = plain(data.inputs(np.arange(5))).softmax(-1)
+    assert [row["sample"] for row in found] == [str(file.relative_to(pictures)) for file in files]
+    for row, values in zip(found, expected, strict=True):
+        assert row["class 1"] == CLASSES[int(values.argmax())]
+        assert float(row["probability 1"]) == pytest.approx(float(values.max()), abs=1e-3)
+        assert float(row["probability 2"]) == pytest.approx(float(values.min()), abs=1e-3)
+    out = mpirun(1, "-m", "accept_mpi", "predict", "run", "nowhere", code=2).out
+    assert "nowhere: no images there" in out
+
+
+def test_a_recorded_model_on_its_test_set(mpirun, tmp_path: Path) -> None:
+    path = write(tmp_path, "run", {"model": "sorting", "data": "sorted_sentences"})
+    mpirun(2, "-m", "accept_mpi", "train", path)
+    found = table(mpirun(1, "-m", "accept_mpi", "predict", "run").out)
+    mpirun(1, "-m", "accept_mpi", "export", "run", "out.safetensors")
+    from recorded_nets import Sorting
+
+    plain = Sorting().eval()
+    plain.load_state_dict(load_file(tmp_path / "out.safetensors"), strict=True)
+    with torch.no_grad():
+        expected = plain(Sentences(9).ids).argmax(-1)
+    assert [int(row["class 1"]) for row in found] == expected.tolist()
+    assert isinstance(Language(), torch.nn.Module)
+
+
+def test_tensorboard(mpirun, tmp_path: Path) -> None:
+    board = pytest.importorskip("tensorboardX")
+    path = write(tmp_path, "run", {"model": "language", "data": "sentences"})
+    mpirun(1, "-m", "accept_mpi", "train", path, "--set", 'train.metrics=["top3"]')
+    out = mpirun(1, "-m", "accept_mpi", "tensorboard", "run/log.h5", "board").out
+    # 7 steps of 4 columns, 3 evaluations of 2 columns and a metric
+    assert "board: 37 values" in out
+    (file,) = (tmp_path / "board").iterdir()
+    data = file.read_bytes()
+    assert all(tag in data for tag in (b"train/loss", b"test/accuracy", b"test/top3"))
+    assert board.__name__ == "tensorboardX"
