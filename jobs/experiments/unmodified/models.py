@@ -98,6 +98,12 @@ def tokens() -> tuple[Rows, Rows]:
     return Rows(_made("tokens")), Rows(_made("tokens"))
 
 
+def long_tokens() -> tuple[Rows, Rows]:
+    ids = torch.randint(100, (256, 64), generator=torch.Generator().manual_seed(3))
+    rows = Rows({"input_ids": ids, "labels": ids})
+    return rows, rows
+
+
 def masked() -> tuple[Rows, Rows]:
     return Rows(_made("masked")), Rows(_made("masked"))
 
