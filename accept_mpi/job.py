@@ -95,6 +95,17 @@ class Lora(Section, frozen=True):
     """What adapters add is multiplied by alpha / rank; as large as ``rank`` if not given."""
 
 
+class Mix(Section, frozen=True):
+    """``train.mix``: samples of a micro-batch are mixed, by mixup or CutMix, each for half of them if both are on."""
+
+    classes: Count
+    """Number of classes; targets become probabilities."""
+    mixup: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """Parameter of mixup's Beta distribution; 0: none."""
+    cutmix: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """The same of CutMix's."""
+
+
 class Train(Section, frozen=True):
     """``[train]``: batches, length of the run, optimizer and loss."""
 
@@ -132,6 +143,7 @@ class Train(Section, frozen=True):
     groups: Annotated[list[ParameterGroup], Meta(max_length=MOST_ENTRIES)] = []
     clip_norm: Positive | None = None
     """Most that the norm of all gradients together may be; larger ones are scaled down."""
+    mix: Mix | None = None
     label_smoothing: Share = 0.0
     """Of the loss "cross_entropy"."""
     class_weights: Annotated[list[Annotated[float, Meta(ge=0, le=_LARGEST)]], Meta(max_length=MOST_ENTRIES)] = []

@@ -135,3 +135,26 @@ def sorting() -> Sorting:
 
 def sorted_sentences() -> tuple[TensorDataset, TensorDataset]:
     return tuple(TensorDataset(one.ids, one.ids[:, 0] % 3) for one in sentences())  # type: ignore[return-value]
+
+
+class Pictured(nn.Module):
+    """Classes of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = Block(3, 8), Block(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.one(x)
+        return self.head((x + self.two(x)).mean((2, 3)))
+
+
+def pictured() -> Pictured:
+    return Pictured()
+
+
+def classified() -> tuple[TensorDataset, TensorDataset]:
+    """Images and their classes."""
+    draw = torch.Generator().manual_seed(4)
+    x, y = torch.randn(22, 3, 16, 16, generator=draw), torch.randint(4, (22,), generator=draw)
+    return TensorDataset(x, y), TensorDataset(x[:9], y[:9])

@@ -11,7 +11,7 @@ import torch
 
 from accept_mpi import tree
 from accept_mpi.data import fetch
-from accept_mpi.data import load as load_data
+from accept_mpi.data import of_job as data_of
 from accept_mpi.data.images import ImageFolder, class_names, pictures_in
 from accept_mpi.device.memory import available_memory
 from accept_mpi.errors import UserError
@@ -31,7 +31,7 @@ def predict(source: Path, folder: Path | None, best: bool, average: bool, top: i
     checkpoint = Checkpoint(best_of(source) if best else source, available_memory())
     job = Job.from_json(checkpoint.manifest.job)
     job = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, weights=""))  # the checkpoint has them
-    train, test = load_data(job.data.name, job.data.args, job.model)
+    train, test = data_of(msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, mix=None)))
     chain = chain_of(job, lambda: micro_batch(train, job).value)
     model = _loaded(chain, job, checkpoint, average)
     names: list[str] = []

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from accept_mpi.data import load as load_data
+from accept_mpi.data import of_job as data_of
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.device.allocator import keep_memory
 from accept_mpi.device.fleet import Host
@@ -113,7 +113,7 @@ def _same_model(timed: Outline, job: Job, ran: dict[str, Any]) -> bool:
         first = timed.layers[0]
         batch = MicroBatch(tuple(spec.zeros() for spec in first.inputs), None, first.tree, timed.samples)
         if not data:
-            batch = micro_batch(load_data(job.data.name, job.data.args, job.model)[0], job)
+            batch = micro_batch(data_of(job)[0], job)
         chain = chain_of(job, lambda: batch.value)
         if chain.names != list(timed.names):
             return False
@@ -213,7 +213,7 @@ def _measure(path: Path, overrides: list[str]) -> _Measured:
     """Measure this machine in this process, for the job at ``path``."""
     job = parse(path.read_text(), str(path), overrides)
     keep_memory()
-    train, _ = load_data(job.data.name, job.data.args, job.model)
+    train, _ = data_of(job)
     batch = micro_batch(train, job)
     chain = chain_of(job, lambda: batch.value)
     model = outline_of(chain, job, batch.inputs, batch.tree, batch.samples)

@@ -8,13 +8,21 @@ from accept_mpi.data.cifar10 import cifar10
 from accept_mpi.data.digits import digits
 from accept_mpi.data.hdf5 import hdf5
 from accept_mpi.data.images import images
+from accept_mpi.data.mixing import Mixed
 from accept_mpi.data.text import check_vocabulary, text
 from accept_mpi.errors import UserError
+from accept_mpi.job import Job
 from accept_mpi.registry import call, find_function
 
-__all__ = ["ZOO", "ArrayDataset", "Dataset", "MapDataset", "Samples", "draws_both", "fetch", "load"]
+__all__ = ["ZOO", "ArrayDataset", "Dataset", "MapDataset", "Samples", "draws_both", "fetch", "load", "of_job"]
 
 ZOO: dict[str, Loader] = {"digits": digits, "text": text, "cifar10": cifar10, "images": images, "hdf5": hdf5}
+
+
+def of_job(job: Job) -> tuple[Dataset, Dataset]:
+    """Training and test set of a job. Raises UserError with one sentence."""
+    train, test = load(job.data.name, job.data.args, job.model)
+    return (Mixed(train, job.train.mix) if job.train.mix else train), test
 
 
 def load(name: str, args: Mapping[str, Any], model: Any = None) -> tuple[Dataset, Dataset]:

@@ -43,6 +43,14 @@ class Dataset(Protocol):
         """Targets of these samples, stacked along dimension 0."""
 
 
+class Together:
+    """Base of data sets one call of which gives inputs and targets."""
+
+    def samples(self, indices: Indices, seed: int | None, inputs: bool, targets: bool) -> "Samples":
+        """Inputs and targets of these samples, as far as they are wanted."""
+        raise NotImplementedError
+
+
 class Samples(NamedTuple):
     """Inputs and targets of a micro-batch."""
 
@@ -59,7 +67,7 @@ def fetch(data: Dataset, indices: Indices, seed: int | None, inputs: bool, targe
     Raises UsersBug for exceptions in the user's data set, UserError for samples that do not fit together.
     """
     try:
-        if isinstance(data, MapDataset):
+        if isinstance(data, Together):
             return data.samples(indices, seed, inputs, targets)
         own = mix(AUGMENT, EVALUATION if seed is None else seed, *indices[:1].tolist())
         seed_all(own)
@@ -72,7 +80,7 @@ def fetch(data: Dataset, indices: Indices, seed: int | None, inputs: bool, targe
 
 def draws_both(data: Dataset | None) -> bool:
     """True if random numbers may affect inputs and targets together, so that two ranks must draw the same."""
-    return isinstance(data, MapDataset)
+    return isinstance(data, Together)
 
 
 def _some(indices: Indices) -> str:
@@ -98,7 +106,7 @@ class ArrayDataset:
         return self.y[torch.from_numpy(indices)]
 
 
-class MapDataset:
+class MapDataset(Together):
     """Adapter for a torch-style map data set (``len`` and ``[i] -> (x, y)``, or -> a dict with the target in it). Raises
     UserError for other samples."""
 

@@ -62,6 +62,7 @@ class MemoryModel:
         self._optimizer = _OPTIMIZER_COPIES[job.train.optimizer.name]
         if job.train.optimizer.name == "sgd" and not job.train.optimizer.momentum:
             self._optimizer = 0
+        self._optimizer += 1 if job.train.ema else 0
         many = 1 << 20 if kind == "1f1b-async" else micro_batches_of(job)
         # A stage with ``behind`` stages behind it is like the first of a pipeline of ``behind`` + 1 stages. With zero-bubble
         # a stage holds the more the longer the pipeline is, so the longest possible one counts.

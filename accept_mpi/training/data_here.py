@@ -2,7 +2,7 @@
 
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import Dataset
-from accept_mpi.data import load as load_data
+from accept_mpi.data import of_job as data_of
 from accept_mpi.errors import Agreed, UserError
 from accept_mpi.job import Job
 
@@ -16,7 +16,7 @@ def load_here(runtime: Runtime, job: Job, have: Data = (None, None)) -> tuple[Da
     data, error = have, None
     if data[0] is None:
         try:
-            data = load_data(job.data.name, job.data.args, job.model)
+            data = data_of(job)
         except UserError as mistake:
             error = str(mistake)
     errors = runtime.messenger.allgather(error, runtime.startup_seconds, "the data")

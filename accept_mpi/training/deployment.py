@@ -18,7 +18,7 @@ from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.messages import EvaluationMade, Leaving, Message, PlanOver, Speed, StepMade, TargetsDrawn
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import fetch
-from accept_mpi.data import load as load_data
+from accept_mpi.data import of_job as data_of
 from accept_mpi.data.calendar import Calendar, Milestones, micro_batch_sizes
 from accept_mpi.data.feed import Drawn, checksum
 from accept_mpi.device.cpu import computing_takes_all
@@ -378,7 +378,7 @@ def _data_for(job: Job, place: Place, loaded: Data) -> Data:
     """Training and test set, loaded if the stage needs inputs or targets and this has not been done."""
     if loaded[0] is not None or not (place.first or place.last):
         return loaded
-    return load_data(job.data.name, job.data.args, job.model)
+    return data_of(job)
 
 
 def _agree_on_data(runtime: Runtime, data: Data) -> tuple[int, int]:

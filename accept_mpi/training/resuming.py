@@ -26,7 +26,7 @@ _OWN_DATA = "data.name"
 _PLAIN = (
     "model.name", "model.output", "train.batch_size", "train.micro_batches", "train.loss", "train.seed", "train.drop_last",
     "train.freeze", "train.unfreeze", "train.lora", "train.groups", "train.clip_norm", "train.label_smoothing",
-    "train.class_weights", "train.ema", "train.precision",
+    "train.class_weights", "train.mix", "train.ema", "train.precision",
 )  # fmt: skip
 _TABLES = ("model.args", "data.args")
 _ABSENT = object()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recorded_nets import Language, Sentences
+from recorded_nets import Language, Pictured, Sentences, classified
 from safetensors.torch import load_file, save_file
 from test_recorded import write
 from torch import nn
@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from accept_mpi.logs.reader import open_log
 from accept_mpi.recovery.checkpoint import Checkpoint
-from accept_mpi.seeds import ORDER, mix, seeded
+from accept_mpi.seeds import AUGMENT, ORDER, mix, seeded
 
 STEPS, BATCH, MICRO, LR = 7, 8, 2, 0.1
 LANGUAGE: dict[str, Any] = {"model": "language", "data": "sentences"}
@@ -254,3 +254,41 @@ def test_adapters(mpirun, tmp_path: Path, ranks: int) -> None:
     data = Sentences(9)
     one, other = (one(data.ids, data.mask)["logits"] for one in (merged, net))
     assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("how", ["mixup", "cutmix"])
+def test_mixed_samples(mpirun, tmp_path: Path, ranks: int, how: str) -> None:
+    """The first stage mixes images and the last one their classes alike: as a plain loop with the same numbers does."""
+    path = write(tmp_path, "ours", {"model": "pictured", "data": "classified", "cuts": '"even"'})
+    keys = ["--set", f"train.mix={{ classes = 4, {how} = 0.8 }}", "--set", "train.evaluate_every=0"]
+    mpirun(ranks, "-m", "accept_mpi", "train", path, *keys)
+    with seeded(0):
+        net = Pictured()
+    x, y = (part for part in classified()[0].tensors)
+    optimizer, drawn = optimizer_of(net.parameters()), []
+    for step in range(STEPS):
+        order = np.random.Generator(np.random.Philox(mix(ORDER, 0, step // 3))).permutation(22)
+        batch = order[step % 3 * BATCH :][:BATCH]
+        for begin in range(0, len(batch), MICRO):
+            part = batch[begin : begin + MICRO]
+            draw = np.random.Generator(np.random.Philox(mix(AUGMENT, mix(AUGMENT, 0, step // 3), *part.tolist())))
+            share, middle = float(draw.beta(0.8, 0.8)), draw.random(2)
+            given, target = x[part], nn.functional.one_hot(y[part], 4).float()
+            if how == "mixup":
+                given = given.roll(1, 0).mul_(1 - share).add_(given.mul(share))
+            else:
+                row, column, half = int(middle[0] * 16), int(middle[1] * 16), int(0.5 * (1 - share) ** 0.5 * 16)
+                rows = slice(max(row - half, 0), min(row + half, 16))
+                columns = slice(max(column - half, 0), min(column + half, 16))
+                other, given = given.roll(1, 0), given.clone()
+                given[:, :, rows, columns] = other[:, :, rows, columns]
+                share = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / 256
+            drawn.append(share)
+            target = target.roll(1, 0).mul_(1 - share).add_(target.mul(share))
+            loss = nn.functional.cross_entropy(net(given), target)
+            (loss * (len(part) / len(batch))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(set(drawn)) > 10
+    same(Checkpoint(tmp_path / "ours").whole(), net.state_dict())

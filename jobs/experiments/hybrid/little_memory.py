@@ -1,10 +1,9 @@
 """A host with little memory among others: the plan that holds it, the plan without the limit, and what both really take."""
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from accept_mpi.device.fleet import Host
 from accept_mpi.logs.reader import open_log
@@ -22,7 +21,7 @@ def compare(hosts: list[Host], job: Path, out: Path, keys: dict[str, Any]) -> st
     """Train in two labs, with and without the limit of the host that has one; returns a table."""
     small = next(n for n, host in enumerate(hosts) if host.memory)
     limit = hosts[small].memory or 0
-    free = [msgspec.structs.replace(host, memory=None) for host in hosts]
+    free = [dataclasses.replace(host, memory=None) for host in hosts]
     rows = []
     for name, fleet in ((f"{limit >> 20} MiB", hosts), ("no limit", free)):
         with Laboratory("experiment-hybrid-memory").using(fleet) as lab:
