@@ -191,6 +191,9 @@ class Pipeline(Section, frozen=True):
     lanes: Literal["auto", "off", "F+B"] | Annotated[int, Meta(ge=1, le=MOST_LANES)] = "auto"
     """How many micro-batches each rank computes at a time, with a share of its threads each; "F+B": one forward beside one
     backward (ICPADS 2022); "auto": as many as train fastest, where "auto" cuts have the devices measured, else "off"."""
+    recompute: Literal["auto", "on", "off"] = "auto"
+    """Whether stages compute forwards again in their backwards instead of keeping activations; "auto": those stages for
+    which memory is too short otherwise, where "auto" cuts have the devices measured."""
     groups: bool = True
     """Whether "auto" cuts may have several ranks hold a stage together."""
     gradients: str = "exact"

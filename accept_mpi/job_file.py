@@ -86,6 +86,11 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
         raise UserError(f'{source}: pipeline.ranks goes with given cuts; cuts = "auto" chooses the ranks')
     if job.pipeline.vertical_sync and job.pipeline.schedule != "1f1b-async":
         raise UserError(f'{source}: pipeline.vertical_sync goes with schedule = "1f1b-async" only')
+    if job.pipeline.recompute == "on" and job.pipeline.schedule == "zero-bubble":
+        raise UserError(
+            f'{source}: pipeline.recompute = "on" does not go with schedule = "zero-bubble", which keeps what weight '
+            "gradients need beyond the backward"
+        )
     if job.pipeline.lanes == "F+B" and job.pipeline.schedule == "1f1b-async":
         raise UserError(
             f'{source}: pipeline.lanes = "F+B" goes with synchronous schedules: in 1f1b-async a backward needs the weights '

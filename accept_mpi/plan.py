@@ -34,6 +34,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     takes which micro-batches (``pipeline.deal``)."""
     lanes: tuple[Lanes, ...] = ()
     """Lanes of each rank; empty: each computes one action after another."""
+    recompute: bool = False
+    """True if a backward computes its forward again, so that only what arrives is kept in between."""
 
     def __post_init__(self) -> None:
         for what, each in (("paces", self.paces), ("lanes", self.lanes)):
@@ -256,3 +258,13 @@ def make_plan(
         for group, pace, (a, b) in zip(groups, paces or [()] * len(groups), spans, strict=True)
     )
     return Plan(stages=stages, boundaries=tuple(codecs or [BoundaryCodecs()] * len(cuts)))
+
+
+def recomputing(plan: Plan, stages: Container[int]) -> Plan:
+    """The plan with these stages computing forwards again in their backwards. The last one never does: its backwards follow
+    its forwards at once."""
+    last = len(plan.stages) - 1
+    changed = [
+        msgspec.structs.replace(stage, recompute=s in stages and s != last) for s, stage in enumerate(plan.stages)
+    ]  # fmt: skip
+    return msgspec.structs.replace(plan, stages=tuple(changed))

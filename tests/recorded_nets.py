@@ -158,3 +158,8 @@ def classified() -> tuple[TensorDataset, TensorDataset]:
     draw = torch.Generator().manual_seed(4)
     x, y = torch.randn(22, 3, 16, 16, generator=draw), torch.randint(4, (22,), generator=draw)
     return TensorDataset(x, y), TensorDataset(x[:9], y[:9])
+
+
+def plain_sentences() -> tuple[TensorDataset, TensorDataset]:
+    """Words, and the words that follow."""
+    return tuple(TensorDataset(one.ids, one.ids.roll(-1, 1)) for one in sentences())  # type: ignore[return-value]

@@ -24,6 +24,8 @@ class InFlight:
     weights: Kept
     whole: bool
     work: list[Any] = field(default_factory=list)
+    again: "Inputs | None" = None
+    """What arrived, if the backward computes the forward again."""
 
 
 class Outputs(NamedTuple):

@@ -1,7 +1,9 @@
 """A stage's parameters and their names."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from accept_mpi.models.layers import Layers
@@ -40,3 +42,24 @@ class Parameters:
         """Yield each parameter under all its names."""
         for names, parameter in zip(self.aliases, self.every, strict=True):
             yield from ((name, parameter) for name in names)
+
+    def kept_state(
+        self, updated: Sequence[torch.Tensor], of: Callable[[torch.Tensor], dict[str, Any]]
+    ) -> dict[str, torch.Tensor]:
+        """Copies of the tensors that ``of`` has for each of the ``updated`` parameters, as "<what>/<parameter's name>",
+        under all its names."""
+        return {
+            f"{what}/{name}": value.detach().to_dense().contiguous().clone()
+            for names, parameter in zip(self.aliases, updated, strict=True)
+            for name in names
+            for what, value in of(parameter).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+
+def named_state(state: Mapping[str, torch.Tensor], name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a state as ``kept_state`` gives it has under a parameter's name."""
+    for key, value in state.items():
+        what, _, of = key.partition("/")
+        if of == name:
+            yield what, value

@@ -1,6 +1,5 @@
 """One stage's computation: forward, backward, what is kept in between, and the optimizer."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -21,7 +20,8 @@ from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.graph_edges import Box, Seeded, finite
 from accept_mpi.pipeline.micro_batch import InFlight, Inputs, Key, Outputs
 from accept_mpi.pipeline.optimizer import make_optimizer, set_learning_rate, update
-from accept_mpi.pipeline.parameters import Parameters
+from accept_mpi.pipeline.parameters import Parameters, named_state
+from accept_mpi.pipeline.recomputing import Recomputing
 from accept_mpi.pipeline.running_statistics import RunningStatistics
 from accept_mpi.pipeline.state import load_layer, state_of
 from accept_mpi.pipeline.trials import Trials
@@ -69,6 +69,8 @@ class Stage(Trials):
         self.trained_first = [own.first[n] for n in trained]
         """For each of ``trained``, False if an earlier stage has a copy of it, too."""
         self.averages = Averages(job.train.ema)
+        self.again: Recomputing | None = None
+        """If backwards compute their forwards again."""
         self._deferred = DeferredWeights(self.layers) if job.pipeline.schedule == "zero-bubble" else None
         self._anchor = torch.zeros((), requires_grad=True)
         self.in_flight: dict[Key, InFlight] = {}
@@ -136,14 +138,11 @@ class Stage(Trials):
         ``target`` is required, ``samples`` is ``len(target)`` if None, and the micro-batch's loss has this ``share`` in the
         step's (``Loss.shares``). ``suspect``: the previous stage's (``Outputs.suspect``). ``whole``: B is to leave nothing
         to W (zero-bubble)."""
-        boxes = [Box(x) for x in inputs]
         self._weights.begin(version)
         if self._deferred is not None:
             self._deferred.begin(not whole)
-        opened = [box.open(self._anchor) for box in boxes]
-        untouched_statistics: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
-        with self._precise(), self.statistics.taken() if self.statistics else untouched_statistics as taken:
-            value = self._through(opened, of, partial(forward_seed, self._seed, step, micro_batch))
+        again = self.again.kept(inputs, of) if self.again else None
+        boxes, value, taken = self._computed(step, micro_batch, inputs, of)
         result, given = None, tree.LONE
         if self._loss is not None:
             with self._precise():
@@ -153,13 +152,19 @@ class Stage(Trials):
         weights = self._weights.end(version)
         if suspect == 0 and not finite(outputs):
             suspect = self._search(step, micro_batch, inputs, of)
-        self.in_flight[step, micro_batch] = InFlight(boxes, outputs, weights, whole)
+        if self.again and again is not None:
+            outputs, boxes = self.again.forget(inputs, outputs), []
+        self.in_flight[step, micro_batch] = InFlight(boxes, outputs, weights, whole, again=again)
         return Outputs(() if result else tuple(outputs), result, suspect, given, next(iter(taken), None))
 
     def backward(self, step: int, micro_batch: int, gradients: Tensors, seed: int | None = None) -> Tensors:
         """B: gradients of the inputs that want one, for the previous stage. ``gradients`` is empty on the last stage.
         ``seed``: of random numbers, if another than that of this micro-batch."""
         flight = self.in_flight[step, micro_batch]
+        if self.again and flight.again is not None:
+            with self._going_back(flight), self.again.untouched(self.statistics is None):
+                flight.boxes, value, _ = self._computed(step, micro_batch, *flight.again)
+                flight.outputs, _ = taken_apart(self._last, self.names[-1], value)
         wanting = [out for out in flight.outputs if out.requires_grad]
         if self._loss is not None:
             gradients = tuple(map(torch.ones_like, wanting))
@@ -250,6 +255,13 @@ class Stage(Trials):
             result, _ = self._judge(_EVALUATION, value, target, 1.0, samples)
         return Outputs((), result, 0)
 
+    def compute_again(self) -> None:
+        """From now on backwards compute their forwards again. Raises UserError if that would not be the same."""
+        if self.alone or self._written or self._deferred is not None:
+            why = self.alone or "a forward writes into its parameters or buffers, or weight gradients are put off"
+            raise UserError(f"pipeline.recompute: layers {self.start} to {self._last} cannot compute forwards again: {why}")
+        self.again = Recomputing(self.layers)
+
     # -- in a group ----------------------------------------------------------------------------------------------------
 
     def join_group(self) -> None:
@@ -285,27 +297,6 @@ class Stage(Trials):
         """A context for what draws random numbers: no other thread that computes the stage does so meanwhile."""
         return nullcontext() if self._turns is None else self._turns.drawing()
 
-    def lane(self) -> "Stage":
-        """A stage for another thread: copies of the layers that share this one's parameters and buffers, but have gradients
-        of their own, which ``exchange_gradients`` takes out. It makes no updates. Raises UserError if there can be none, as
-        ``join_group`` and ``take_turns``, which come first, do."""
-        turns = self.take_turns()
-        assert self.statistics is not None
-        memo: dict[int, Any] = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in self.parameters}
-        memo |= {id(buffer): buffer for layer in self.layers for buffer in layer.buffers()}
-        try:
-            modules = [copy.deepcopy(layer, memo) for layer in self.layers]
-        except Exception as error:
-            raise UserError(f"pipeline.lanes: layers {self.start} to {self._last} cannot be copied: {error}") from error
-        lane = Stage(Layers(self.start, self.names, modules), self._job, self._loss, self._channels_last)
-        lane._weights = LaneWeights(self._weights, lane.parameters)
-        lane.optimizer = None
-        if lane._deferred is not None and self._deferred is not None:
-            lane._deferred.learn(self._deferred)
-        lane.statistics = RunningStatistics(lane.names, lane.layers)
-        lane._turns, lane._drawing = turns, self._drawing
-        return lane
-
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -325,13 +316,8 @@ class Stage(Trials):
         """Copies of the optimizer's tensors as "<name of the state>/<parameter's name>"."""
         if self.optimizer is None:
             return {}
-        return {
-            f"{what}/{name}": value.detach().to_dense().contiguous().clone()
-            for names, parameter in zip(self.own.aliases, self._weights.updated, strict=True)
-            for name in names
-            for what, value in (self.optimizer.state.get(parameter, {}) | self.averages.of(parameter)).items()
-            if isinstance(value, torch.Tensor)
-        }
+        every = self.optimizer.state
+        return self.own.kept_state(self._weights.updated, lambda p: every.get(p, {}) | self.averages.of(p))
 
     def load(self, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> None:
         """Load weights and optimizer state. Raises UserError if they belong to another model."""
@@ -347,14 +333,23 @@ class Stage(Trials):
             if self.optimizer is None:
                 return
             for name, parameter in zip(self.own.names, self._weights.updated, strict=True):
-                for key, value in optimizer.items():
-                    what, _, of = key.partition("/")
-                    if of == name:
-                        like = parameter if value.shape == parameter.shape else value
-                        table = self.averages.table(parameter) if what == AVERAGE else self.optimizer.state[parameter]
-                        table[what] = torch.empty_like(like, dtype=value.dtype).copy_(value)
+                for what, value in named_state(optimizer, name):
+                    like = parameter if value.shape == parameter.shape else value
+                    table = self.averages.table(parameter) if what == AVERAGE else self.optimizer.state[parameter]
+                    table[what] = torch.empty_like(like, dtype=value.dtype).copy_(value)
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _computed(
+        self, step: int, micro_batch: int, inputs: Tensors, of: Tree | None
+    ) -> tuple[list[Box], Any, list[torch.Tensor]]:
+        """Forward of a micro-batch: the boxes of its inputs, the last layer's value, and what BatchNorm saw."""
+        boxes = [Box(x) for x in inputs]
+        opened = [box.open(self._anchor) for box in boxes]
+        untouched_statistics: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
+        with self._precise(), self.statistics.taken() if self.statistics else untouched_statistics as taken:
+            value = self._through(opened, of, partial(forward_seed, self._seed, step, micro_batch))
+        return boxes, value, taken
 
     @property
     def _last(self) -> int:

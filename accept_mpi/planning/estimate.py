@@ -104,7 +104,7 @@ def forecast_of(cluster: ClusterProfile, job: Job, plan: Plan) -> Forecast:
         profiles.append(
             StageTimes(
                 forward=longer * sum(device.forward[mine]),
-                backward=longer * sum(device.backward[mine]),
+                backward=longer * (sum(device.backward[mine]) + (sum(device.forward[mine]) if stage.recompute else 0.0)),
                 encode=device.encode,
                 decode=device.decode,
                 seconds_per_byte=device.seconds_per_byte,

@@ -6,7 +6,7 @@ from accept_mpi.codecs.coding import parse
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.models.shared import Shared, uncuttable
-from accept_mpi.plan import BoundaryCodecs, Plan, even_cuts, make_plan, with_lanes
+from accept_mpi.plan import BoundaryCodecs, Plan, even_cuts, make_plan, recomputing, with_lanes
 from accept_mpi.planning.codec_choice import AUTO
 
 _MOST_SHOWN = 8  # cuts that an error message lists
@@ -43,6 +43,8 @@ def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequenc
         raise UserError(f"pipeline.cuts: {error}") from error
     if cuts:
         _refuse_parting(list(cuts), layers, shared(), job.parts_ties)
+    if job.pipeline.recompute == "on":
+        plan = recomputing(plan, range(len(ranks)))
     lanes = job.pipeline.lanes
     return plan if lanes == "auto" or lanes == "off" else with_lanes(plan, dict.fromkeys(every, lanes))
 

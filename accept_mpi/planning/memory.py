@@ -32,7 +32,7 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
         behind = len(plan.stages) - 1 - s
         state = sum(needs.state(layer) for layer in layers)
         values, other = cluster.outline.crossing(stage.start) if s else (0, 0)
-        held = sum(layer.saved_bytes for layer in layers) + 4 * values + other
+        saved, received = sum(layer.saved_bytes for layer in layers), 4 * values + other
         copies, in_flight = needs.state_copies[behind], [needs.in_flight[behind]]
         if plan.hybrid or plan.laned:
             count = micro_batches_of(job)
@@ -47,7 +47,8 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
         for rank, flying in zip(stage.ranks, in_flight, strict=True):
             lanes = stage.lanes_of(rank)
             mine = summing + (0 if lanes == 1 else _SUMMED_HERE + at_once(lanes))
-            rows.append(float(copies * state + flying * held + mine * gradients))
+            whole = min(flying, at_once(lanes)) if stage.recompute else flying  # micro-batches whose activations are there
+            rows.append(float(copies * state + flying * received + whole * saved + mine * gradients))
     return rows
 
 

@@ -16,12 +16,13 @@ from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.models.shared import uncuttable
-from accept_mpi.plan import BoundaryCodecs, Lanes, Plan, even_cuts, make_plan, with_lanes
+from accept_mpi.plan import BoundaryCodecs, Lanes, Plan, even_cuts, make_plan, recomputing, with_lanes
 from accept_mpi.planning.balance import balance
 from accept_mpi.planning.codec_choice import LINK_SHARE
 from accept_mpi.planning.estimate import Estimate, estimate, fits
 from accept_mpi.planning.formulation import NEVER, problem_of
 from accept_mpi.planning.groups import hybrid_plans
+from accept_mpi.planning.memory import MemoryModel
 from accept_mpi.planning.problem import NoPlan, Problem, Solution, cost
 from accept_mpi.planning.search import solve
 from accept_mpi.planning.ties import kept_together
@@ -59,7 +60,44 @@ def plan_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> Estimate:
 
 def plans_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> tuple[Estimate, Estimate]:
     """The plan that trains fastest, and the one with even cuts, whether that fits or not; ``held`` as in ``plan_for``.
-    Raises UserError if no plan fits."""
+    Stages compute forwards again where the job says so, or where nothing else fits. Raises UserError if no plan fits."""
+    how = job.pipeline.recompute
+    if how == "on":
+        return _recomputing(cluster, job, held)
+    try:
+        return _keeping(cluster, job, held)
+    except UserError as error:
+        if how == "off" or job.pipeline.schedule == "zero-bubble":
+            raise
+        try:
+            return _recomputing(cluster, job, held)
+        except UserError:
+            raise error from None
+
+
+def _recomputing(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate, Estimate]:
+    """The same with stages that compute forwards again: all of them if the job says so, else those that must."""
+    flying = float(MemoryModel(cluster, job, len(cluster.devices)).in_flight.max())
+    thin = [msgspec.structs.replace(one, saved_bytes=int(one.saved_bytes / flying)) for one in cluster.outline.layers]
+    slow = [
+        msgspec.structs.replace(d, backward=[f + b for f, b in zip(d.forward, d.backward, strict=True)])
+        for d in cluster.devices
+    ]  # fmt: skip
+    outline = msgspec.structs.replace(cluster.outline, layers=tuple(thin))
+    best, even = _keeping(msgspec.structs.replace(cluster, outline=outline, devices=slow), job, held)
+    again = list(range(len(best.plan.stages)))
+    found = estimate(cluster, job, recomputing(best.plan, again))
+    if not fits(cluster, found):
+        raise UserError("pipeline.cuts: no plan fits, even if stages compute forwards again")
+    for s in again.copy() if job.pipeline.recompute == "auto" else ():
+        fewer = [one for one in again if one != s]
+        if fits(cluster, without := estimate(cluster, job, recomputing(best.plan, fewer))):
+            again, found = fewer, without
+    return found, estimate(cluster, job, recomputing(even.plan, range(len(even.plan.stages))))
+
+
+def _keeping(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate, Estimate]:
+    """The same with stages that keep their activations."""
     lanes = lanes_for(cluster, job)
     asked = job.pipeline.lanes not in ("auto", "off")
     found = None if asked else _plans_without_lanes(cluster, job, held)

@@ -56,6 +56,8 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
                 lines.append(f"{one.text}, whose gradients are added up in every step")
             elif not one.constant:
                 lines.append(f"{one.text}, so they are in one stage")
+    if again := [str(s) for s, stage in enumerate(found.plan.stages) if stage.recompute]:
+        lines.append(f"to save memory, backwards compute their forwards again on stage {', '.join(again)}")
     if found.plan.gradients:
         way = {EXACT: "exactly, as one process does", "none": "as each rank's sum, uncoded"}
         text = way.get(found.plan.gradients, f"as {found.plan.gradients}")

@@ -9,18 +9,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from accept_mpi.codecs.coding import parse, prepare
 from accept_mpi.codecs.tensors import BoundarySpecs
 from accept_mpi.comm.channels import Channel
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.messages import EvaluationMade, Leaving, Message, PlanOver, Speed, StepMade, TargetsDrawn
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.data import fetch
 from accept_mpi.data import of_job as data_of
 from accept_mpi.data.calendar import Calendar, Milestones, micro_batch_sizes
-from accept_mpi.data.feed import Drawn, checksum
+from accept_mpi.data.feed import Drawn
 from accept_mpi.device.cpu import computing_takes_all
 from accept_mpi.device.speed_check import SpeedCheck
 from accept_mpi.direction import Direction
@@ -47,7 +44,7 @@ from accept_mpi.training.boundaries import agree_on_shapes
 from accept_mpi.training.clipping import Clipping
 from accept_mpi.training.codec_selection import select_codecs
 from accept_mpi.training.controller import Controller, Follower
-from accept_mpi.training.data_here import Data
+from accept_mpi.training.data_here import Data, agree_on_data
 from accept_mpi.training.lanes import Computing, InTurn, LaneThreads, threads_of
 from accept_mpi.training.reports import Reports
 from accept_mpi.training.stage_channels import Neighbour, StageChannels
@@ -109,7 +106,7 @@ class Deployment:
         new = Deployment(runtime, state, plan, max(told))
         runtime.describe_ranks(lambda rank: _holds(plan, rank))
         state.data = runtime.agree("the data", lambda: _data_for(state.job, new.place, state.data))
-        samples, new.test_samples = _agree_on_data(runtime, new._data)
+        samples, new.test_samples = agree_on_data(runtime, new._data)
         train = state.job.train
         new.batches = Calendar(samples, train.batch_size, train.micro_batches, train.seed, train.drop_last)
         return new
@@ -133,6 +130,9 @@ class Deployment:
                 runtime.agree("the groups", lambda: self.stage.join_group() if self.place.members > 1 else None)
             except Agreed as mistake:
                 raise GroupRefused(str(mistake)) from mistake
+        runtime.agree(
+            "recomputing", lambda: self.stage.compute_again() if not self.place.idle and self._recomputes else None
+        )
         no_lanes = self._check_lanes() if self.plan.laned else ""
         self.plan, self.codecs_why = select_codecs(
             runtime, job, self.plan, self.stage, max(sizes[0]), self._signatures, train_set
@@ -159,6 +159,10 @@ class Deployment:
         if lanes not in (1, "F+B") and stage.statistics is None:
             stage.join_group()
         return ""
+
+    @property
+    def _recomputes(self) -> bool:
+        return self.plan.stages[self.place.stage].recompute
 
     @property
     def _lanes(self) -> Lanes:
@@ -379,23 +383,6 @@ def _data_for(job: Job, place: Place, loaded: Data) -> Data:
     if loaded[0] is not None or not (place.first or place.last):
         return loaded
     return data_of(job)
-
-
-def _agree_on_data(runtime: Runtime, data: Data) -> tuple[int, int]:
-    """Numbers of training and test samples. Raises Agreed if the first and the last stage have different data."""
-    mine = None
-    if data[0] is not None and data[1] is not None:
-        some = np.arange(min(64, len(data[0])))
-        mine = [len(data[0]), len(data[1]), checksum(fetch(data[0], some, 0, inputs=False, targets=True).targets)]
-    found = [d for d in runtime.messenger.allgather(mine, runtime.startup_seconds, "the sizes of the data") if d]
-    if any(other != found[0] for other in found):
-        raise Agreed(
-            "data.name: the first and the last stage's hosts have different data: "
-            f"{found[0][0]} and {found[0][1]} samples on rank 0, {found[-1][0]} and {found[-1][1]} on the last, "
-            "or other targets; give both the same files, and let the data set draw with torch's, NumPy's or Python's global "
-            "random numbers, which are seeded for each sample",
-        )
-    return found[0][0], found[0][1]
 
 
 def _make_stage(runtime: Runtime, job: Job, chain: Chain, mine: range, loss: Loss | None) -> Stage:

@@ -16,6 +16,7 @@ import torch
 
 from accept_mpi.errors import UserError
 from accept_mpi.logs.recorder import in_lane
+from accept_mpi.pipeline.lane_stage import lane_of
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Lanes
 
@@ -113,7 +114,7 @@ class LaneThreads:
         self._threads, self._all, self._check, self._fail = threads_of(lanes, threads), threads, check, fail
         self._beside = lanes == "F+B"
         self._turns = stage.take_turns()
-        self._stages = [stage] * 2 if self._beside else [stage.lane() for _ in range(int(lanes))]
+        self._stages = [stage] * 2 if self._beside else [lane_of(stage) for _ in range(int(lanes))]
         self._table = table
         lock = threading.Lock()
         self._orders = {kind: _Order(lock) for kind in "FBW"}

@@ -13,6 +13,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
 from accept_mpi.models.layers import build_stage
 from accept_mpi.models.losses import find_loss
+from accept_mpi.pipeline.lane_stage import lane_of
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.training.lanes import LaneThreads, threads_of
 
@@ -115,7 +116,7 @@ def test_the_end_of_a_run_drops_what_waits(tmp_path: Path) -> None:
 
 def test_weights_are_there_once_and_gradients_apart(tmp_path: Path) -> None:
     whole = stage(tmp_path)
-    lane = whole.lane()
+    lane = lane_of(whole)
     for one, other in zip(whole.parameters, lane.parameters, strict=True):
         assert one is not other
         assert one.data_ptr() == other.data_ptr()
@@ -129,4 +130,4 @@ def test_a_stage_that_computes_again_gets_no_lanes(tmp_path: Path) -> None:
     whole = stage(tmp_path)
     whole.in_turn = "a layer computes forwards again in its backward"
     with pytest.raises(UserError, match="computes forwards again"):
-        whole.lane()
+        lane_of(whole)

@@ -1,0 +1,77 @@
+"""Plans in which stages compute forwards again, or have copies of a tied parameter: where memory and links make that pay."""
+
+import msgspec
+import pytest
+from clusters import LAYERS, cluster, job
+
+from accept_mpi.errors import UserError
+from accept_mpi.models.shared import Shared
+from accept_mpi.planning.planner import plan_for, plans_for
+from accept_mpi.planning.tables import verdict
+from accept_mpi.planning.ties import parted, with_ties
+from accept_mpi.profiling.cluster_profile import ClusterProfile
+
+SAVED = 1_000_000
+SYNCHRONOUS = "pipeline.schedule=1f1b"
+
+
+def fat(found: ClusterProfile, room: float) -> ClusterProfile:
+    """The same cluster with layers that keep much from F to B, and devices with so many bytes each."""
+    layers = tuple(msgspec.structs.replace(one, saved_bytes=SAVED) for one in found.outline.layers)
+    devices = [msgspec.structs.replace(one, memory=room) for one in found.devices]
+    return msgspec.structs.replace(found, outline=msgspec.structs.replace(found.outline, layers=layers), devices=devices)
+
+
+def test_recomputing_where_memory_is_short() -> None:
+    plenty = plan_for(fat(cluster(1, 1), 1e12), job(SYNCHRONOUS))
+    assert not any(stage.recompute for stage in plenty.plan.stages)
+    most = max(plenty.memory)
+    short = fat(cluster(1, 1), 0.45 * most)
+    found, even = plans_for(short, job(SYNCHRONOUS))
+    assert [stage.recompute for stage in found.plan.stages] == [True, False]
+    assert max(found.memory) <= 0.45 * most
+    assert found.step > plenty.step  # a forward more for each backward of the first stage
+    assert any("compute their forwards again on stage 0" in line for line in verdict(short, job(SYNCHRONOUS), found, even))
+    with pytest.raises(UserError, match="no cuts fit"):
+        plan_for(short, job(SYNCHRONOUS, "pipeline.recompute=off"))
+    with pytest.raises(UserError, match="no cuts fit"):
+        plan_for(fat(cluster(1, 1), 3 * SAVED), job(SYNCHRONOUS))
+
+
+def test_recomputing_everywhere_if_asked() -> None:
+    found = plan_for(fat(cluster(1, 1, 1), 1e12), job(SYNCHRONOUS, "pipeline.recompute=on"))
+    assert [stage.recompute for stage in found.plan.stages] == [True, True, False]
+
+
+def tied(found: ClusterProfile, nbytes: int) -> ClusterProfile:
+    one = Shared(0, LAYERS - 1, "layers 0 and 11 share", False, ((0, "w"), (LAYERS - 1, "w")), True, nbytes)
+    return msgspec.structs.replace(found, outline=msgspec.structs.replace(found.outline, shared=(one,)))
+
+
+def test_ties_are_parted_where_links_allow() -> None:
+    fast, slow = tied(cluster(1, 1, 1), 100), tied(cluster(1, 1, 1), 10**8)
+    wide = plan_for(fast, job(SYNCHRONOUS)).plan
+    assert len(wide.stages) > 1
+    assert parted(fast.outline.shared, wide)[0][1] == [0, len(wide.stages) - 1]
+    assert len(plan_for(slow, job(SYNCHRONOUS)).plan.stages) == 1
+    assert len(plan_for(fast, job("pipeline.schedule=1f1b-async")).plan.stages) == 1
+
+
+def test_what_a_tie_costs() -> None:
+    """Two ranks: each sends half of every micro-batch's gradients and half of the sum; the last micro-batch's hide behind
+    nothing."""
+    fleet = tied(cluster(1, 1, rate=1e6), 1000)
+    plan = plan_for(tied(cluster(1, 1, rate=1e9), 10), job(SYNCHRONOUS)).plan
+    each = 500 / 1e6
+    assert with_ties(fleet, job(SYNCHRONOUS), plan, 1.0) == pytest.approx(1.0 + 2 * each)
+    assert with_ties(fleet, job(SYNCHRONOUS), plan, 0.0) == pytest.approx(8 * each + 2 * each)
+    own = job(SYNCHRONOUS, "pipeline.gradients=none")
+    assert with_ties(fleet, own, plan, 0.0) == pytest.approx(each + 2 * each)
+
+
+def test_only_the_first_of_several_uses_may_be_apart() -> None:
+    three = Shared(0, 9, "three layers share", False, ((0, "w"), (5, "w"), (9, "w")), True, 10)
+    fleet = cluster(1, 1, 1)
+    fleet = msgspec.structs.replace(fleet, outline=msgspec.structs.replace(fleet.outline, shared=(three,)))
+    found = plan_for(fleet, job(SYNCHRONOUS))
+    assert not {stage.start for stage in found.plan.stages} & set(range(6, 10))
