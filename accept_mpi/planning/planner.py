@@ -60,19 +60,27 @@ def plan_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> Estimate:
 
 def plans_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> tuple[Estimate, Estimate]:
     """The plan that trains fastest, and the one with even cuts, whether that fits or not; ``held`` as in ``plan_for``.
-    Stages compute forwards again where the job says so, or where nothing else fits. Raises UserError if no plan fits."""
+    Stages compute forwards again where the job says so, or where memory keeps the fastest plan from being taken and this is
+    faster than another. Raises UserError if no plan fits."""
     how = job.pipeline.recompute
     if how == "on":
         return _recomputing(cluster, job, held)
-    try:
+    if how == "off" or job.pipeline.schedule == "zero-bubble":
         return _keeping(cluster, job, held)
-    except UserError as error:
-        if how == "off" or job.pipeline.schedule == "zero-bubble":
-            raise
+    roomy = [msgspec.structs.replace(device, memory=math.inf) for device in cluster.devices]
+    fastest = _keeping(msgspec.structs.replace(cluster, devices=roomy), job, held)
+    if fits(cluster, fastest[0]):
+        return fastest
+    found, why = [], None
+    for search in (_keeping, _recomputing):
         try:
-            return _recomputing(cluster, job, held)
-        except UserError:
-            raise error from None
+            found.append(search(cluster, job, held))
+        except UserError as error:
+            why = why or error
+    if not found:
+        assert why is not None
+        raise why
+    return min(found, key=lambda both: both[0].expected)
 
 
 def _recomputing(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate, Estimate]:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,6 +23,8 @@ from accept_mpi.models.recording.recorder import ReadsData, as_if_compiled, reco
 from accept_mpi.models.shared import unfilled
 
 _MOST_RECORDS = 256
+_RECORDING = threading.RLock()
+"""Held while a forward is recorded, since all modules' calls pass through the recorder then."""
 Key = tuple[bytes, bool]
 
 
@@ -121,7 +124,9 @@ class RecordedModel:
     def _programs_of(self, key: bytes, training: bool) -> Sequence[Program]:
         """The programs of all layers."""
         found = self._programs.get((key, training))
-        if found is None:
+        if found is not None:
+            return found
+        with _RECORDING:  # lanes may meet a new shape at the same moment
             flow = self._flow(key, training)
             cuts = self._cuts if flow is self._usual else cut_alike(flow, self._usual, self._cuts, self._meta.parameters)
             found = self._programs[key, training] = list(self._divided(flow, cuts))

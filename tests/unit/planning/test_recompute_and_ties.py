@@ -31,9 +31,12 @@ def test_recomputing_where_memory_is_short() -> None:
     assert [stage.recompute for stage in found.plan.stages] == [True, False]
     assert max(found.memory) <= 0.45 * most
     assert found.step > plenty.step  # a forward more for each backward of the first stage
+    kept = plan_for(short, job(SYNCHRONOUS, "pipeline.recompute=off"))
+    assert found.step < kept.step  # which has to leave most layers to the other device
     assert any("compute their forwards again on stage 0" in line for line in verdict(short, job(SYNCHRONOUS), found, even))
     with pytest.raises(UserError, match="no cuts fit"):
-        plan_for(short, job(SYNCHRONOUS, "pipeline.recompute=off"))
+        plan_for(fat(cluster(1, 1), 0.4 * most), job(SYNCHRONOUS, "pipeline.recompute=off"))
+    assert plan_for(fat(cluster(1, 1), 0.4 * most), job(SYNCHRONOUS)).plan.stages[0].recompute
     with pytest.raises(UserError, match="no cuts fit"):
         plan_for(fat(cluster(1, 1), 3 * SAVED), job(SYNCHRONOUS))
 
