@@ -54,4 +54,4 @@ class Recomputing:
             yield
         finally:
             for buffer, value in zip(self._statistics, before, strict=False):
-                buffer.copy_(value)
+                buffer.data.copy_(value)  # graphs of other micro-batches refer to it
