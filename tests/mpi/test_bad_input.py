@@ -112,7 +112,7 @@ def test_layers_that_do_not_fit_the_data(mpirun, tmp_path: Path, job: Path) -> N
     ("key", "sentence"),
     [
         ("data.name=bad:a_class_too_many", "IndexError: Target 10 is out of bounds"),
-        ("data.name=bad:no_pairs", "must be a pair (x, y), got a Tensor"),
+        ("data.name=bad:no_pairs", "under one of labels, label, targets, target; got a Tensor"),
         ("train.loss=mse", 'train.loss: "mse" cannot take outputs (5, 10) float32 and targets (5,) int64'),
     ],
 )
