@@ -60,11 +60,13 @@ directory = "{directory}"
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", metavar="TEXT", help="models with this in their title")
+    only = parser.parse_args().only
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
     rows = []
-    for model in MODELS:
+    for model in (model for model in MODELS if only in model.title):
         rows.append(measure(model))
         print(rows[-1], flush=True)
     taken = sum(row[-1] == "yes" for row in rows)

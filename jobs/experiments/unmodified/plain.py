@@ -35,7 +35,8 @@ def main(path: Path, out: Path) -> None:
         per_epoch = -(-len(data) // train.batch_size)
         order = np.random.Generator(np.random.Philox(mix(ORDER, train.seed, step // per_epoch))).permutation(len(data))
         batch = order[step % per_epoch * train.batch_size :][: train.batch_size]
-        for part in batch.reshape(train.micro_batches, -1):
+        size = -(-train.batch_size // train.micro_batches)
+        for part in (batch[begin : begin + size] for begin in range(0, len(batch), size)):
             samples = fetch(data, part, 0, inputs=True, targets=True)
             output = forward(model, samples.inputs, job.model.output)
             if job.model.output == "loss":
