@@ -41,7 +41,7 @@ class Whole(NamedTuple):
 
     def record(self, value: Any) -> Chain:
         """The chain, for micro-batches like ``value``, which the data set gives. Raises UserError."""
-        chain = RecordedModel(self.make, self.name, value, self.output).chain()
+        chain = RecordedModel(self.make, value, self.output).chain()
         chain.changes = self.changes
         return chain
 

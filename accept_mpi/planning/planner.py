@@ -6,8 +6,9 @@ Pure: a cluster profile and a job go in, a plan with its estimate comes out. The
 import contextlib
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -71,15 +72,20 @@ def plans_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> tuple[Est
     fastest = _keeping(msgspec.structs.replace(cluster, devices=roomy), job, held)
     if fits(cluster, fastest[0]):
         return fastest
-    found, why = [], None
-    for search in (_keeping, _recomputing):
+    return _fastest([partial(search, cluster, job, held) for search in (_keeping, _recomputing)])
+
+
+def _fastest(searches: Iterable[Callable[[], tuple[Estimate, Estimate]]]) -> tuple[Estimate, Estimate]:
+    """What that search found whose plan is expected to train fastest. Raises the first UserError if none finds a plan."""
+    found: list[tuple[Estimate, Estimate]] = []
+    mistakes: list[UserError] = []
+    for search in searches:
         try:
-            found.append(search(cluster, job, held))
+            found.append(search())
         except UserError as error:
-            why = why or error
+            mistakes.append(error)
     if not found:
-        assert why is not None
-        raise why
+        raise mistakes[0]
     return min(found, key=lambda both: both[0].expected)
 
 
@@ -151,17 +157,12 @@ def _plans_without_lanes(cluster: ClusterProfile, job: Job, held: Layers) -> tup
     together = kept_together(cluster) if job.parts_ties else None
     if together is None:
         return _searched(cluster, job, held)
-    found, why = [], None
-    for one in (together, cluster):
-        try:
-            best, even = _searched(one, job, held)
-            found.append((estimate(cluster, job, best.plan), estimate(cluster, job, even.plan)))
-        except UserError as error:
-            why = why or error
-    if not found:
-        assert why is not None
-        raise why
-    return min(found, key=lambda both: both[0].expected)
+
+    def search(known: ClusterProfile) -> tuple[Estimate, Estimate]:
+        best, even = _searched(known, job, held)
+        return estimate(cluster, job, best.plan), estimate(cluster, job, even.plan)
+
+    return _fastest([partial(search, one) for one in (together, cluster)])
 
 
 def _searched(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate, Estimate]:

@@ -20,7 +20,7 @@ from accept_mpi.launch.run_identity import RunIdentity
 from accept_mpi.models import Chain, Whole, check_changes, model_of
 from accept_mpi.models.losses import loss_of
 from accept_mpi.models.metrics import metrics_of
-from accept_mpi.models.recording.recorded import key_of, value_of
+from accept_mpi.models.recording.key import keyed, value_of
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.layer_timer import micro_batch
 from accept_mpi.recovery.disk_replicas import DiskReplicas
@@ -113,7 +113,7 @@ def _model(runtime: Runtime, job: Job) -> tuple[Chain, Data]:
         assert isinstance(model, Chain)
         return model, (None, None)
     data, source = load_here(runtime, job)
-    key = runtime.agree("a micro-batch", lambda: key_of(micro_batch(data[0], job).value) if data[0] is not None else None)
+    key = runtime.agree("a micro-batch", lambda: keyed(micro_batch(data[0], job).value)[0] if data[0] is not None else None)
     told = runtime.messenger.allgather(key, runtime.startup_seconds, "the shapes of a micro-batch")
 
     def recorded() -> Chain:

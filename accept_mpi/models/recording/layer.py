@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from accept_mpi import tree
 from accept_mpi.errors import UserError
-from accept_mpi.models.recording.structure import mapped, tensors_in
+from accept_mpi.models.recording.key import keyed
+from accept_mpi.models.recording.structure import mapped, parts_of, tensors_in
 from accept_mpi.models.recording.tape import DEVICE, ComputingDevice, Node, State, Value
 
 _PLACES = (Value, State, ComputingDevice)
@@ -46,20 +46,9 @@ def program(nodes: Sequence[Node], takes: Sequence[int], gives: Sequence[int], o
     for node in reversed(nodes):
         unused = tuple({slot for slot in (*node.takes, *node.gives) if slot not in left})
         left.update(node.takes)
-        places = any(True for _ in _places((node.args, node.kwargs)))
+        places = bool(parts_of((node.args, node.kwargs), _PLACES))
         steps.append(Step(node, places, unused))
     return Program(tuple(takes), tuple(reversed(steps)), () if output is not None else tuple(gives), output)
-
-
-def _places(value: Any) -> list[Any]:
-    found: list[Any] = []
-
-    def note(place: Any) -> Any:
-        found.append(place)
-        return place
-
-    mapped(value, note, _PLACES)
-    return found
 
 
 class RecordedLayer(nn.Module):
@@ -69,22 +58,15 @@ class RecordedLayer(nn.Module):
     tensors that later layers need.
     """
 
-    def __init__(
-        self, index: int, programs: Callable[[bytes, bool], Sequence[Program]], key_of: Callable[[Any], bytes]
-    ) -> None:
-        """``programs(key, training)`` are those of all layers; ``key_of`` gives the key of a data set's value."""
+    def __init__(self, index: int, programs: Callable[[bytes, bool], Sequence[Program]]) -> None:
+        """``programs(key, training)`` are those of all layers."""
         super().__init__()
         self.__dict__["_recorded_index"] = index
         self.__dict__["_recorded_programs"] = _Uncopied(programs)
-        self.__dict__["_recorded_key_of"] = _Uncopied(key_of)
 
     def forward(self, value: Any) -> Any:
         index = self.__dict__["_recorded_index"]
-        if index == 0:
-            key = self.__dict__["_recorded_key_of"](value)
-            given, _ = tree.flatten(value)
-        else:
-            key, *given = value
+        key, given = keyed(value) if index == 0 else (value[0], value[1:])
         run = self.__dict__["_recorded_programs"](key, self.training)[index]
         slots = dict(zip(run.takes, given, strict=True))
         device = next((one.device for one in given), torch.device("cpu"))

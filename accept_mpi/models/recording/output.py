@@ -17,7 +17,7 @@ def select(result: Any, wanted: str) -> Any:
     """
     if wanted:
         found = _part(result, wanted)
-        if not any(True for _ in tensors_in(found)) or not is_plain(found):
+        if not tensors_in(found) or not is_plain(found):
             raise UserError(f'model.output: the model gives no tensors under "{wanted}", but {_show(result)}')
         return found
     if type(result) in (torch.Tensor, tuple, list, dict) and is_plain(result):

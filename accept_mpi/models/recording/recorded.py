@@ -1,25 +1,22 @@
 """A recorded model: its records by shape and mode, its layers, and the chain that they make."""
 
-import functools
 import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
-from accept_mpi import tree
 from accept_mpi.errors import UserError
 from accept_mpi.models.base import Chain, Entry
 from accept_mpi.models.recording.cutting import Flow, cut, cut_alike
+from accept_mpi.models.recording.key import keyed, value_of
 from accept_mpi.models.recording.layer import Program, RecordedLayer, program, put, put_tensor
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.output import select
-from accept_mpi.models.recording.recorder import ReadsData, as_if_compiled, record
+from accept_mpi.models.recording.recorder import ReadsData, Recorder, as_if_compiled
 from accept_mpi.models.shared import unfilled
 
 _MOST_RECORDS = 256
@@ -31,24 +28,25 @@ Key = tuple[bytes, bool]
 class RecordedModel:
     """A user's model with a forward of its own, divided into layers."""
 
-    def __init__(self, make: Callable[[], nn.Module], name: str, value: Any, output: str) -> None:
+    def __init__(self, make: Callable[[], nn.Module], value: Any, output: str) -> None:
         """``make`` gives a new model whenever it is called; ``value``: what the data set gives for a micro-batch of the
         usual size; ``output``: the part of the result that the loss gets (``[model] output``).
 
         Raises UserError, Unrecordable.
         """
-        self._make, self._name, self._wanted = make, name, output
+        self._make, self._wanted = make, output
         with unfilled():
             first = make()
         self._meta = MetaModel(first)
         self._check()
-        self._flows: OrderedDict[Key, Flow] = OrderedDict()
-        self._programs: dict[Key, list[Program]] = {}
         self._as_if_compiled = False
-        usual = key_of(value)
-        self._usual = self._flow(usual, True)
+        usual, _ = keyed(value)
+        self._usual = self._recorded(usual, True)
+        """The record by which the model is cut; others are cut alike."""
         self._cuts = cut(self._usual)
-        self._modules, self._tensors = self._held([self._usual, self._flow(usual, False)])
+        self._programs: dict[Key, list[Program]] = {(usual, True): _divided(self._usual, self._cuts)}
+        """Programs of all layers, by what they are for; the oldest first."""
+        self._modules, self._tensors = self._held([self._programs_of(usual, training) for training in (True, False)])
         self.names = self._layer_names()
 
     def chain(self) -> Chain:
@@ -60,7 +58,7 @@ class RecordedModel:
 
     def entries(self, model: nn.Module) -> list[tuple[str, Entry]]:
         """The layers of a new model, under their names. They hold the model's own modules and parameters."""
-        layers = [RecordedLayer(index, self._programs_of, key_of) for index in range(len(self.names))]
+        layers = [RecordedLayer(index, self._programs_of) for index in range(len(self.names))]
         paths: dict[int, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             paths.setdefault(id(module), []).append(path)
@@ -94,75 +92,55 @@ class RecordedModel:
                     f"model.name: {path or 'the model'} has state of its own (get_extra_state), which cannot be divided"
                 )
 
-    def _flow(self, key: bytes, training: bool) -> Flow:
-        """The record for inputs of these shapes, made when it is first needed."""
-        found = self._flows.get((key, training))
-        if found is None:
+    def _recorded(self, key: bytes, training: bool) -> Flow:
+        """A new record for inputs of these shapes."""
+        try:
+            with as_if_compiled() if self._as_if_compiled else nullcontext():
+                return self._record(key, training)
+        except ReadsData as error:
             try:
-                with as_if_compiled() if self._as_if_compiled else nullcontext():
+                with as_if_compiled():
                     found = self._record(key, training)
-            except ReadsData as error:
-                try:
-                    with as_if_compiled():
-                        found = self._record(key, training)
-                except UserError:
-                    raise error from None
-                self._as_if_compiled = True
-            self._flows[key, training] = found
-            if len(self._flows) > _MOST_RECORDS:
-                old, _ = self._flows.popitem(last=False)
-                self._programs.pop(old, None)
-        return found
+            except UserError:
+                raise error from None
+            self._as_if_compiled = True
+            return found
 
     def _record(self, key: bytes, training: bool) -> Flow:
         value, tensors = value_of(key)
         args, kwargs = _arguments(value)
-        tape, result, recorder = record(self._meta, tensors, args, kwargs, training)
-        tape.output = recorder.result(select(result, self._wanted))
-        return Flow(tape)
+        recorder = Recorder(self._meta, tensors)
+        result = recorder.record(args, kwargs, training)
+        recorder.tape.output = recorder.result(select(result, self._wanted))
+        return Flow(recorder.tape)
 
     def _programs_of(self, key: bytes, training: bool) -> Sequence[Program]:
-        """The programs of all layers."""
-        found = self._programs.get((key, training))
-        if found is not None:
-            return found
+        """The programs of all layers, from a new record if there are none."""
         with _RECORDING:  # lanes may meet a new shape at the same moment
-            flow = self._flow(key, training)
-            cuts = self._cuts if flow is self._usual else cut_alike(flow, self._usual, self._cuts, self._meta.parameters)
-            found = self._programs[key, training] = list(self._divided(flow, cuts))
-        return found
+            if (key, training) not in self._programs:
+                flow = self._recorded(key, training)
+                cuts = cut_alike(flow, self._usual, self._cuts, self._meta.parameters)
+                self._programs[key, training] = _divided(flow, cuts)
+                if len(self._programs) > _MOST_RECORDS:
+                    del self._programs[next(iter(self._programs))]
+            return self._programs[key, training]
 
-    @staticmethod
-    def _divided(flow: Flow, cuts: Sequence[int]) -> list[Program]:
-        tape, edges = flow.tape, [0, *cuts, len(flow.tape.nodes)]
-        found = []
-        for index, (start, stop) in enumerate(itertools.pairwise(edges)):
-            last = stop == edges[-1] and index == len(edges) - 2
-            takes = list(tape.inputs) if index == 0 else flow.crossing(start)
-            gives = tape.results if last else flow.crossing(stop)
-            nodes = [tape.nodes[n] for n in flow.steps(start, stop, tape.results if last else ())]
-            found.append(program(nodes, takes, gives, tape.output if last else None))
-        return found
-
-    def _held(self, flows: Sequence[Flow]) -> tuple[list[list[str]], list[list[str]]]:
+    def _held(self, programs: Sequence[Sequence[Program]]) -> tuple[list[list[str]], list[list[str]]]:
         """For each layer, the names of the modules that it calls, and of the model's tensors that it uses directly."""
-        modules: list[dict[str, None]] = [{} for _ in range(len(self._cuts) + 1)]
-        tensors: list[dict[str, None]] = [{} for _ in range(len(self._cuts) + 1)]
-        for flow in flows:
-            cuts = self._cuts if flow is self._usual else cut_alike(flow, self._usual, self._cuts, self._meta.parameters)
-            for index, one in enumerate(self._divided(flow, cuts)):
-                for step in one.steps:
-                    if step.node.function is None:
-                        modules[index][step.node.module] = None
-                    else:
-                        tensors[index].update(dict.fromkeys(step.node.states))
+        modules: list[dict[str, None]] = [{} for _ in programs[0]]
+        tensors: list[dict[str, None]] = [{} for _ in programs[0]]
+        for index, one in ((index, one) for layers in programs for index, one in enumerate(layers)):
+            for step in one.steps:
+                if step.node.function is None:
+                    modules[index][step.node.module] = None
+                else:
+                    tensors[index].update(dict.fromkeys(step.node.states))
         return [list(one) for one in modules], [list(one) for one in tensors]
 
     def _layer_names(self) -> list[str]:
         """A layer's name is that of its first part with parameters."""
         found: list[str] = []
-        edges = [0, *self._cuts, len(self._usual.tape.nodes)]
-        for start, stop in itertools.pairwise(edges):
+        for start, stop in _runs(self._usual, self._cuts):
             nodes = self._usual.tape.nodes[start:stop]
             first = next((node for node in nodes if node.parameters), None)
             name = "layer"
@@ -174,25 +152,22 @@ class RecordedModel:
         return found
 
 
-def key_of(value: Any) -> bytes:
-    """Structure, shapes and dtypes of what a data set gives. Raises ``tree.NotATree``."""
-    tensors, of = tree.flatten(value)
-    shapes = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad] for tensor in tensors]
-    return msgspec.msgpack.encode([of, shapes])
+def _runs(flow: Flow, cuts: Sequence[int]) -> list[tuple[int, int]]:
+    """First node, and last + 1, of each layer."""
+    return list(itertools.pairwise([0, *cuts, len(flow.tape.nodes)]))
 
 
-def value_of(key: bytes) -> tuple[Any, list[torch.Tensor]]:
-    """A value with this key on the meta device, and its tensors."""
-    of, shapes = _decoded(key)
-    tensors = [
-        torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=grad) for shape, dtype, grad in shapes
-    ]
-    return tree.unflatten(of, tensors), tensors
-
-
-@functools.lru_cache(maxsize=64)
-def _decoded(key: bytes) -> Any:
-    return msgspec.msgpack.decode(key)
+def _divided(flow: Flow, cuts: Sequence[int]) -> list[Program]:
+    """The programs of all layers."""
+    tape, runs = flow.tape, _runs(flow, cuts)
+    found: list[Program] = []
+    for start, stop in runs:
+        last = (start, stop) == runs[-1]
+        takes = list(tape.inputs) if not found else flow.crossing(start)
+        gives = tape.results if last else flow.crossing(stop)
+        nodes = [tape.nodes[n] for n in flow.steps(start, stop, tape.results if last else ())]
+        found.append(program(nodes, takes, gives, tape.output if last else None))
+    return found
 
 
 def _arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -35,19 +35,9 @@ _RANDOM = (
 )  # fmt: skip
 _EFFECTS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
 _READS = (
-    "item",
-    "tolist",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-    "__complex__",
-    "is_nonzero",
-    "numpy",
-    "equal",
-    "__contains__",
-    "allclose",
-)
+    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero", "numpy", "equal",
+    "__contains__", "allclose",
+)  # fmt: skip
 _ASSIGNED = ("__set__", "__delete__")
 
 
@@ -83,36 +73,6 @@ class Made:
 
     def __hash__(self) -> int:
         return hash(type(self.module))
-
-
-def record(
-    of: MetaModel, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
-) -> tuple[Tape, Any, "Recorder"]:
-    """Record ``model(*args, **kwargs)``, in which ``inputs`` are the tensors, all on the meta device.
-
-    Returns the tape, whose ``output`` is left to the caller; the result; and the recorder, whose ``result`` gives the places
-    of the result's tensors. Raises Unrecordable, UserError.
-    """
-    recorder = Recorder(of, inputs)
-    outer = torch.enable_grad() if training else torch.no_grad()
-    generators = _generators()
-    with of.mode(training), outer, torch.device("meta"), _Counting() as counting, recorder.watching(counting):
-        try:
-            found = of.model(*args, **kwargs)
-        except UserError:
-            raise
-        except Exception as error:
-            kind = ReadsData if "meta tensor" in str(error) else Unrecordable
-            raise kind(
-                f"model.name: the forward cannot be recorded: {type(error).__name__}: {' '.join(str(error).split())} "
-                f"({_innermost(error)})"
-            ) from error
-    if _generators() != generators:
-        raise Unrecordable(
-            "model.name: the forward asks Python's or NumPy's random numbers what to compute, which cannot be recorded; "
-            "torch's own can, if no choice depends on them"
-        )
-    return recorder.tape, found, recorder
 
 
 @contextmanager
@@ -176,14 +136,35 @@ class Recorder:
         self.tape.inputs = tuple(self._slot(tensor) for tensor in inputs)
         for module in of.model.modules():
             for table in (module._parameters, module._buffers, module.__dict__):
-                for tensor in table.values():
-                    if isinstance(tensor, torch.Tensor):
-                        self.tape.state_memory.setdefault(self._memory(tensor), of.states[id(tensor)])
+                tensors = (tensor for tensor in table.values() if isinstance(tensor, torch.Tensor))
+                self.tape.state_memory.update(map(self._memory, tensors))
+
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
+        """Record ``model(*args, **kwargs)``, in which ``inputs`` are the tensors, on the meta device; returns its result.
+        The tape's ``output`` is left to the caller (``result``). Raises Unrecordable, UserError."""
+        outer = torch.enable_grad() if training else torch.no_grad()
+        generators = _generators()
+        with self._of.mode(training), outer, torch.device("meta"), self._counting, self._watching():
+            try:
+                found = self._of.model(*args, **kwargs)
+            except UserError:
+                raise
+            except Exception as error:
+                kind = ReadsData if "meta tensor" in str(error) else Unrecordable
+                raise kind(
+                    f"model.name: the forward cannot be recorded: {type(error).__name__}: {' '.join(str(error).split())} "
+                    f"({_innermost(error)})"
+                ) from error
+        if _generators() != generators:
+            raise Unrecordable(
+                "model.name: the forward asks Python's or NumPy's random numbers what to compute, which cannot be recorded; "
+                "torch's own can, if no choice depends on them"
+            )
+        return found
 
     @contextmanager
-    def watching(self, counting: _Counting) -> Iterator[None]:
+    def _watching(self) -> Iterator[None]:
         """Within the context all calls of this thread are recorded."""
-        self._counting = counting
         plain_call, plain_apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
         recorder = self
 
@@ -248,7 +229,7 @@ class Recorder:
             )
         if name in _ASSIGNED:
             raise Unrecordable(f"model.name: forward sets an attribute of a tensor, which cannot be recorded ({_where()})")
-        if name in _READS and any(True for _ in tensors_in(args)):
+        if name in _READS and tensors_in(args):
             return self._read(func, name, args, kwargs)
         self._drew = _draws(name, args, kwargs)
         return self._recorded(func, "", func, args, kwargs, (), name in _EFFECTS)
@@ -266,7 +247,7 @@ class Recorder:
         self._busy = True
         try:
             args, kwargs = mapped((args, kwargs), self._stand_in, (torch.Tensor,))
-            given = list(tensors_in((args, kwargs)))
+            given = tensors_in((args, kwargs))
             places = mapped((args, kwargs), self._place, (torch.Tensor, torch.device))
             versions = [tensor._version for tensor in given]
             operations = self._counting.total
@@ -274,7 +255,7 @@ class Recorder:
             found = call(*args, **kwargs)
             found = mapped(found, self._stand_in, (torch.Tensor,))
             written = [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
-            results = list(tensors_in(found))
+            results = tensors_in(found)
             if module and not is_plain(found) and not results:
                 raise Unrecordable(f"model.name: {module} gives a {type(found).__name__}, which cannot be recorded")
             if not results and not written and not stays:
@@ -294,7 +275,7 @@ class Recorder:
                 Node(
                     function, module, args, kwargs, takes, gives, states or used,
                     any(one in self._of.parameters for one in states or used), writes, stays, self._drew,
-                    torch.is_grad_enabled(), self._counting.total - operations, _where(),
+                    torch.is_grad_enabled(), self._counting.total - operations,
                 )
             )  # fmt: skip
             return found
@@ -326,18 +307,13 @@ class Recorder:
     def _value(self, slot: int) -> torch.Tensor:
         """Value of a constant."""
         node = next(node for node in self.tape.nodes if slot in node.gives)
-        found: dict[int, torch.Tensor] = {}
 
         def real(place: Any) -> Any:
-            if isinstance(place, Value):
-                return self._value(place.slot)
-            return torch.device("cpu")
+            return self._value(place.slot) if isinstance(place, Value) else torch.device("cpu")
 
         args, kwargs = mapped((node.args, node.kwargs), real, (Value, type(DEVICE)))
         assert node.function is not None
-        results = tensors_in(node.function(*args, **kwargs))
-        found.update(zip(node.gives, results, strict=True))
-        return found[slot]
+        return dict(zip(node.gives, tensors_in(node.function(*args, **kwargs)), strict=True))[slot]
 
     # -- places --------------------------------------------------------------------------------------------------------
 
@@ -376,11 +352,8 @@ class Recorder:
         if found is None:
             found = self._slots[id(tensor)] = len(self._kept)
             self._kept.append(tensor)
-            spec = Spec(
-                tuple(tensor.shape), tensor.dtype, self._memory(tensor), tensor.requires_grad,
-                tensor.numel() * tensor.element_size(),
-            )  # fmt: skip
-            self.tape.specs.append(spec)
+            nbytes = tensor.numel() * tensor.element_size()
+            self.tape.specs.append(Spec(self._memory(tensor), tensor.requires_grad, nbytes))
         return found
 
     def _memory(self, tensor: torch.Tensor) -> int:

@@ -1,18 +1,19 @@
 """Arguments and results of recorded calls: nested tuples, lists, dicts and slices with tensors in them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a structure, in order, as often as they occur."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    else:
-        for part in _parts(value):
-            yield from tensors_in(part)
+def parts_of(value: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """The parts of a structure that are of these ``kinds``, in order, as often as they occur."""
+    return [value] if isinstance(value, kinds) else [one for part in _parts(value) for one in parts_of(part, kinds)]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a structure, in order, as often as they occur."""
+    return parts_of(value, (torch.Tensor,))
 
 
 def mapped(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...]) -> Any:

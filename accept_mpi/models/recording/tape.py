@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
+from accept_mpi.models.recording.structure import parts_of
 
 
 class Value(NamedTuple):
@@ -32,8 +32,6 @@ DEVICE = ComputingDevice()
 class Spec(NamedTuple):
     """A tensor of the record."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     memory: int
     """Number of its memory; views of a tensor have its number."""
     grad: bool
@@ -66,8 +64,6 @@ class Node:
     """Whether gradients are enabled."""
     operations: float
     """Floating-point operations, as torch counts them."""
-    where: str
-    """File and line of the model's code."""
 
     def does(self) -> tuple[Any, str]:
         """What two records have in common if they compute the same."""
@@ -85,23 +81,10 @@ class Tape:
     """Tensors, by slot."""
     output: Any = None
     """Structure of the result, with ``Value`` and ``State`` in it."""
-    state_memory: dict[int, str] = field(default_factory=dict)
-    """Names of the model's tensors, by the number of their memory."""
+    state_memory: set[int] = field(default_factory=set)
+    """Numbers of the memories of the model's tensors."""
 
     @property
     def results(self) -> list[int]:
         """Slots of the result's tensors."""
-        found: list[int] = []
-        _values(self.output, found)
-        return list(dict.fromkeys(found))
-
-
-def _values(value: Any, found: list[int]) -> None:
-    if isinstance(value, Value):
-        found.append(value.slot)
-    elif isinstance(value, dict):
-        for part in value.values():
-            _values(part, found)
-    elif isinstance(value, tuple | list) and not isinstance(value, State):
-        for part in value:
-            _values(part, found)
+        return list(dict.fromkeys(place.slot for place in parts_of(self.output, (Value,))))
