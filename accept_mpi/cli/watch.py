@@ -18,21 +18,17 @@ from rich.text import Text
 from accept_mpi.errors import UserError
 from accept_mpi.logs.live import Live
 from accept_mpi.logs.progress import duration
+from accept_mpi.logs.reader import log_in
 
 _EVERY = 1.0  # seconds
 _LEAST, _BESIDE = 20, 52  # characters of a timeline, at least, and of what stands beside it
 _COLOURS = {"F": "blue", "B": "yellow", "W": "magenta", "U": "green", "E": "white"}
 
 
-def log_of(path: Path) -> Path:
-    """The log itself, or that of a run's directory."""
-    return path / "log.h5" if path.is_dir() else path
-
-
 def serve(path: Path, port: int) -> int:
     """Serve the page until Ctrl-C. ``port``: 0 takes a free one. Raises UserError if there is no log, or the port is
     taken."""
-    live = Live(log_of(path))
+    live = Live(log_in(path))
     page = (files("accept_mpi.logs") / "watch.html").read_bytes()
 
     class Handler(BaseHTTPRequestHandler):
@@ -75,7 +71,7 @@ def serve(path: Path, port: int) -> int:
 def on_terminal(path: Path) -> int:
     """Show the run on the terminal until it is over, or Ctrl-C. Where the output is no terminal, shows it once. Raises
     UserError if there is no log."""
-    live = Live(log_of(path))
+    live = Live(log_in(path))
     try:
         console = Console()
         if not sys.stdout.isatty():

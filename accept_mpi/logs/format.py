@@ -159,6 +159,11 @@ def check_log(file: h5py.File) -> None:
         _all(np.isin(rows["rank"], known), "trace", "rank")
 
 
+def rows_of(file: h5py.File, table: str) -> Rows:
+    """All rows of one of the TABLES; none of one that an early log lacks."""
+    return file[table][:] if table in file else np.empty(0, TABLES[table])
+
+
 def lanes_in(rows: Rows) -> Rows:
     """The lane of each row of a trace; 0 in early logs."""
     return rows["lane"] if "lane" in (rows.dtype.names or ()) else np.zeros(len(rows), np.uint8)

@@ -2,13 +2,12 @@
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 from accept_mpi.errors import UserError
 from accept_mpi.files.hdf5 import text_in
-from accept_mpi.logs.format import KINDS
-from accept_mpi.logs.reader import open_log
+from accept_mpi.logs.format import KINDS, TABLES, rows_of
+from accept_mpi.logs.reader import log_in, open_log
 
 
 class Run:
@@ -31,12 +30,10 @@ class Run:
             import pandas
         except ImportError as error:
             raise UserError("open_run needs pandas: pip install pandas") from error
-        found = Path(path) / "log.h5" if Path(path).is_dir() else Path(path)
-        with open_log(found) as file:
+        with open_log(log_in(path)) as file:
             self.job, self.plan, self.facts = (json.loads(text_in(file, name)) for name in ("job", "plan", "facts"))
-            for name in ("steps", "evals", "metrics", "trace", "events", "plans"):
-                rows = file[name][:] if name in file else []
-                frame = pandas.DataFrame(rows)
+            for name in TABLES:
+                frame = pandas.DataFrame(rows_of(file, name))
                 for column in ("text", "name"):
                     if column in frame:
                         frame[column] = frame[column].str.decode("utf-8", errors="replace")

@@ -17,7 +17,7 @@ from accept_mpi.logs.figures import draw_course, draw_loss, draw_timeline, pyplo
 from accept_mpi.logs.format import Rows
 from accept_mpi.logs.reader import open_log, read_facts
 from accept_mpi.logs.replay import link_cost
-from accept_mpi.logs.timeline import plans_of, rank_use, steady_window, timed
+from accept_mpi.logs.timeline import plans_of, rank_use, samples_per_second, steady_window, timed
 
 
 def write_report(log: Path, out: Path | None = None) -> list[Path]:
@@ -113,10 +113,7 @@ def _cards(facts: dict[str, Any], tables: dict[str, Rows]) -> str:
     steps, evals = tables["steps"], tables["evals"]
     cards = [("steps", f"{steps['step'][-1]} of {facts.get('last_step', '?')}" if len(steps) else "none")]
     if len(steps):
-        half = steps[len(steps) // 2 :]
-        with np.errstate(all="ignore"):
-            rate = half["samples"].sum(dtype=float) / (half["samples"] / half["samples_per_s"]).sum()
-        cards.append(("samples/s", f"{rate:.1f}"))
+        cards.append(("samples/s", f"{samples_per_second(steps[len(steps) // 2 :]):.1f}"))
         cards.append(("last training loss", f"{steps['loss'][-1]:.4f}"))
         cards.append(("time", f"{steps['end'][-1]:.0f} s"))
     if len(evals):

@@ -12,9 +12,9 @@ import numpy as np
 
 from accept_mpi.direction import Direction
 from accept_mpi.files.hdf5 import text_in
-from accept_mpi.logs.format import KINDS, Rows, lanes_in
+from accept_mpi.logs.format import KINDS, TABLES, Rows, lanes_in, rows_of
 from accept_mpi.logs.reader import open_log
-from accept_mpi.logs.timeline import COMPUTE, NUMBER, of_kind, plans_of, rank_use, timed
+from accept_mpi.logs.timeline import COMPUTE, of_kind, plans_of, rank_use, samples_per_second, timed, window
 
 _WINDOW = 10.0  # seconds of the run that the timeline shows, at most
 _STEPS_SHOWN = 3
@@ -48,18 +48,16 @@ class Live:
 
 
 def _state(file: h5py.File) -> dict[str, Any]:
-    for name in ("steps", "evals", "metrics", "trace", "events", "plans"):
+    for name in TABLES:
         if name in file:
             file[name].refresh()
     job, facts = json.loads(text_in(file, "job")), json.loads(text_in(file, "facts"))
-    steps, evals = file["steps"][:], file["evals"][:]
+    steps, evals = rows_of(file, "steps"), rows_of(file, "evals")
     trace = timed(file["trace"][max(0, len(file["trace"]) - _TAIL) :])
     events = file["events"][max(0, len(file["events"]) - _MOST_EVENTS) :]
     last_step = int(facts.get("last_step") or 0)
     made = int(steps["step"][-1]) if len(steps) else int(facts.get("first_step") or 0)
     recent = steps[-20:]
-    seconds = (recent["samples"] / recent["samples_per_s"]).sum() if len(steps) else 0.0
-    rate = float(recent["samples"].sum() / seconds) if seconds else 0.0
     span = float(np.median(np.diff(recent["end"]))) if len(recent) > 1 else math.nan
     texts = [row["text"].decode(errors="replace") for row in events]
     over = any(text.startswith("done") for text in texts)
@@ -71,7 +69,7 @@ def _state(file: h5py.File) -> dict[str, Any]:
         "steps": last_step,
         "over": over,
         "left": _number(span * (last_step - made)) if not over else 0.0,
-        "rate": _number(rate),
+        "rate": _number(samples_per_second(recent)),
         "loss": _points(steps, "loss"),
         "test": [[int(row["step"]), _number(row["loss"]), _number(row["accuracy"])] for row in evals],
         "metrics": _metrics(file),
@@ -90,7 +88,7 @@ def _points(steps: Rows, column: str) -> list[list[Any]]:
 
 def _metrics(file: h5py.File) -> dict[str, list[list[Any]]]:
     found: dict[str, list[list[Any]]] = {}
-    for step, name, value in file["metrics"][:] if "metrics" in file else ():
+    for step, name, value in rows_of(file, "metrics"):
         found.setdefault(name.decode(errors="replace"), []).append([int(step), _number(value)])
     return found
 
@@ -116,8 +114,8 @@ def _now(trace: Rows, steps: Rows, plans: Rows, facts: dict[str, Any]) -> dict[s
             "rank": rank, "stage": stage, "host": hosts.get(rank, ""), "first": first, "last": last, "layers": layers,
             "busy": _number(known.busy / (end - begin)) if known else None,
         })  # fmt: skip
-    shown = trace[(trace["end"] > begin) & (trace["start"] < end)]
-    bars = shown[np.isin(shown["kind"], [NUMBER[kind] for kind in (*COMPUTE, "send", "wait")])][-_MOST_BARS:]
+    shown = window(trace, begin, end)
+    bars = of_kind(shown, *COMPUTE, "send")[-_MOST_BARS:]
     lanes = lanes_in(bars)
     return {
         "ranks": ranks,

@@ -22,6 +22,11 @@ _LOOKS, _BETWEEN_LOOKS = 5, 0.05  # at a log that does not change; seconds
 _MOST_SECONDS = 20.0
 
 
+def log_in(path: str | os.PathLike[str]) -> Path:
+    """The log itself, or that of a run's directory."""
+    return Path(path) / "log.h5" if os.path.isdir(path) else Path(path)
+
+
 def open_log(path: str | os.PathLike[str]) -> h5py.File:
     """Open a log for reading, be it finished, growing, or left behind by a killed run; ``logs.format`` has its layout.
 

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 from accept_mpi.errors import UserError
+from accept_mpi.logs.format import rows_of
 from accept_mpi.logs.reader import open_log
 
 
@@ -15,8 +16,7 @@ def export_tensorboard(log: Path, out: Path) -> int:
     except ImportError as error:
         raise UserError("TensorBoard's files need tensorboardX: pip install tensorboardX") from error
     with open_log(log) as file:
-        steps, evals = file["steps"][:], file["evals"][:]
-        metrics = file["metrics"][:] if "metrics" in file else ()
+        steps, evals, metrics = (rows_of(file, name) for name in ("steps", "evals", "metrics"))
     columns = [("train", steps, name) for name in ("loss", "accuracy", "lr", "samples_per_s")]
     columns += [("test", evals, name) for name in ("loss", "accuracy")]
     rows = [

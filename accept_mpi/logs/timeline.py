@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 
 from accept_mpi.direction import Direction
-from accept_mpi.logs.format import KINDS, PLANS, Rows
+from accept_mpi.logs.format import KINDS, PLANS, Rows, rows_of
 from accept_mpi.plan import Plan
 
 NUMBER = {kind: i for i, kind in enumerate(KINDS)}
@@ -140,4 +140,11 @@ def plan_rows(plan: Plan, seconds: float = 0.0, step: int = 0) -> Rows:
 
 def plans_of(file: h5py.File) -> Rows:
     """All plans of a run, as rows of dtype PLANS; only the first one in early logs, which do not list the others."""
-    return file["plans"][:] if "plans" in file and len(file["plans"]) else plan_rows(Plan.from_json(file.attrs["plan"]))
+    rows = rows_of(file, "plans")
+    return rows if len(rows) else plan_rows(Plan.from_json(file.attrs["plan"]))
+
+
+def samples_per_second(steps: Rows) -> float:
+    """Mean speed over rows of dtype ``logs.format.STEPS``; NaN without any."""
+    with np.errstate(all="ignore"):
+        return float(steps["samples"].sum(dtype=float) / (steps["samples"] / steps["samples_per_s"]).sum())
