@@ -79,8 +79,8 @@ class Stage(Trials):
         self._setting_up = False
         self._made: set[str] = set()
         """Names of buffers that the first forward creates."""
-        self._written: set[tuple[int, int]] = set()
-        """Parameters (0, position) and buffers (1, position) that a forward writes to."""
+        self._written: set[str] = set()
+        """What a forward writes to, by its name in ``may_be_written``."""
         self.statistics: RunningStatistics | None = None
         """BatchNorm's running statistics, if a group holds the stage."""
         self.alone = ""
@@ -149,6 +149,8 @@ class Stage(Trials):
                 result, outputs = self._judge(step, value, target, share, samples)
         else:
             outputs, given = taken_apart(self._last, self.names[-1], value)
+        if len(self._weights.written) < len(self._written):
+            self._watch_written()
         weights = self._weights.end(version)
         if suspect == 0 and not finite(outputs):
             suspect = self._search(step, micro_batch, inputs, of)

@@ -48,7 +48,7 @@ class Trials:
     _searches: int
     _setting_up: bool
     _made: set[str]
-    _written: set[tuple[int, int]]
+    _written: set[str]
     _drawing: set[int]
     _kept: set[str]
     in_flight: dict[Key, InFlight]
@@ -97,7 +97,7 @@ class Trials:
         if not self._setting_up:
             with self.trial() as trial:
                 return trial.probe(inputs, target, gradients_of, of, samples)
-        writes, watch = Writes(self.parameters, may_be_written(self.layers)), Watch(self.names, self.layers)
+        writes, watch = Writes(may_be_written(self.parameters, self.layers)), Watch(self.names, self.layers)
         with calls_of_shared() as shared:
             out = self.forward(0, 0, inputs, target=target, of=of, samples=samples)
         self._written |= writes.found()
@@ -146,8 +146,9 @@ class Trials:
             self._deferred.learn(trial._deferred)
 
     def _watch_written(self) -> None:
-        both = self.parameters, may_be_written(self.layers)
-        self._weights.written = [both[kind][position] for kind, position in sorted(self._written)]
+        """Have the weights keep apart what forwards write to, as far as it is there: a forward may make it."""
+        there = may_be_written(self.parameters, self.layers)
+        self._weights.written = [there[name] for name in sorted(self._written) if name in there]
 
     def _search(self, step: int, micro_batch: int, inputs: Tensors, of: Tree | None) -> int:
         """Number, from 1, of the layer that makes outputs not finite, found by running a copy of the stage layer by layer; 0

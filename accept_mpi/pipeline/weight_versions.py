@@ -11,7 +11,7 @@ A layer that writes into its own parameters in every forward (a norm that it kee
 micro-batch, in every schedule: the forwards of later micro-batches must not change what the backward of an earlier one uses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,13 +20,22 @@ from torch import nn
 from accept_mpi.models.shared import common_memory, copies
 
 
+class Memory(NamedTuple):
+    """Memory behind a tensor."""
+
+    tensor: torch.Tensor
+    data: torch.Tensor
+    writes: int
+    """Torch's count of them."""
+
+
 class Kept(NamedTuple):
     """Weights that a micro-batch keeps from its F to its B."""
 
     values: list[torch.Tensor] | None
     """Values of all parameters; None if there are no versions."""
-    own: list[tuple[torch.Tensor, int]]
-    """Memory of each tensor that forwards write to, and torch's count of the writes to it."""
+    own: list[Memory]
+    """That of each tensor that forwards write to."""
 
 
 class Weights:
@@ -64,7 +73,7 @@ class Weights:
 
     def end(self, version: int) -> Kept:
         """After F: show the newest values. Returns what the micro-batch keeps for its B."""
-        own = [(tensor.data, tensor._version) for tensor in self.written]
+        own = self._memory()
         if self._versions is None:
             return Kept(None, own)
         values = self._versions[version]
@@ -82,22 +91,25 @@ class Weights:
             self._versions.pop(old, None)
         return self._versions[version]
 
-    def meet(self, kept: Kept) -> list[tuple[torch.Tensor, int]]:
+    def meet(self, kept: Kept) -> list[Memory]:
         """Before B: show the values that F used. Returns what ``leave`` needs."""
         if kept.values is not None:
             self._show(kept.values)
-        newest = [(tensor.data, tensor._version) for tensor in self.written]
-        for tensor, (data, count) in zip(self.written, kept.own, strict=True):
+        newest = self._memory()
+        for tensor, data, count in kept.own:
             tensor.data = data
             _set_version(tensor, count)
         return newest
 
-    def leave(self, newest: list[tuple[torch.Tensor, int]]) -> None:
+    def leave(self, newest: list[Memory]) -> None:
         """After B: show the newest values."""
-        for tensor, (data, count) in zip(self.written, newest, strict=True):
+        for tensor, data, count in newest:
             tensor.data = data
             _set_version(tensor, max(count, tensor._version))
         self.newest()
+
+    def _memory(self) -> list[Memory]:
+        return [Memory(tensor, tensor.data, tensor._version) for tensor in self.written]
 
     def newest(self) -> None:
         """Show the newest values; what is written to them stays."""
@@ -159,11 +171,11 @@ class LaneWeights(Weights):
     def end(self, version: int) -> Kept:
         return Kept(self._values, [])
 
-    def meet(self, kept: Kept) -> list[tuple[torch.Tensor, int]]:
+    def meet(self, kept: Kept) -> list[Memory]:
         self._see(kept.values or self._values)
         return []
 
-    def leave(self, newest: list[tuple[torch.Tensor, int]]) -> None:
+    def leave(self, newest: list[Memory]) -> None:
         """Nothing to do: each F shows the version that it needs."""
 
     def restart(self) -> None:
@@ -176,32 +188,48 @@ class LaneWeights(Weights):
             self._values = values
 
 
-def may_be_written(layers: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """Buffers, and tensors that are attributes of modules, that may be part of a graph."""
-    modules = [module for layer in layers for module in layer.modules()]
-    attributes = [value for module in modules for value in vars(module).values() if type(value) is torch.Tensor]
-    every = (*(buffer for layer in layers for buffer in layer.buffers()), *attributes)
-    return list({id(b): b for b in every if b.is_floating_point() and b.is_leaf and not b.requires_grad}.values())
+def may_be_written(parameters: Sequence[torch.Tensor], layers: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """All that forwards might write to, under names that stay theirs when a forward makes more of it: parameters, buffers
+    that may be part of a graph, and such tensors that are attributes of modules."""
+    found = {f"parameter {place}": parameter for place, parameter in enumerate(parameters)}
+    seen = set()
+    for place, layer in enumerate(layers):
+        for path, module in layer.named_modules():
+            attributes = ((name, value) for name, value in vars(module).items() if type(value) is torch.Tensor)
+            for name, value in (*module._buffers.items(), *attributes):
+                if value is not None and id(value) not in seen and _may_be_in_graph(value):
+                    seen.add(id(value))
+                    found[f"layer {place} {path}.{name}"] = value
+    return found
+
+
+def _may_be_in_graph(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() and buffer.is_leaf and not buffer.requires_grad
 
 
 class Writes:
     """Finds out which tensors a forward writes to. It must be created before the forward."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        """Remember the state of the tensors before the forward."""
-        self._parameters, self._buffers = parameters, buffers
-        self._before = [(tensor.data.clone(), tensor._version, tensor.data_ptr()) for tensor in parameters]
-        self._counts = [buffer._version for buffer in buffers]
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Remember the state of the tensors (``may_be_written``) before the forward."""
+        self._tensors = tensors
+        self._counts = {name: tensor._version for name, tensor in tensors.items()}
+        self._values = {
+            name: (tensor.data.clone(), tensor.data_ptr())
+            for name, tensor in tensors.items()
+            if isinstance(tensor, nn.Parameter)
+        }
 
-    def found(self) -> set[tuple[int, int]]:
-        """Tensors that have been written to since: (0, position) for parameters, (1, position) for buffers. Writes that
-        torch has not counted are found in parameters only."""
-        written = set()
-        for place, (tensor, (data, count, at)) in enumerate(zip(self._parameters, self._before, strict=True)):
-            if tensor._version != count or tensor.data_ptr() != at or not torch.equal(tensor.data, data):
-                written.add((0, place))
-        counts = enumerate(zip(self._buffers, self._counts, strict=True))
-        return written | {(1, place) for place, (buffer, count) in counts if buffer._version != count}
+    def found(self) -> set[str]:
+        """Names of tensors that have been written to since. Writes that torch has not counted are found in parameters
+        only."""
+        return {name for name, tensor in self._tensors.items() if self._is_written(name, tensor)}
+
+    def _is_written(self, name: str, tensor: torch.Tensor) -> bool:
+        if tensor._version != self._counts[name]:
+            return True
+        data, at = self._values.get(name, (None, 0))
+        return data is not None and (tensor.data_ptr() != at or not torch.equal(tensor.data, data))
 
 
 def _set_version(tensor: torch.Tensor, count: int) -> None:

@@ -188,6 +188,38 @@ def test_tuples_pass_and_unused_inputs_have_no_gradient() -> None:
     assert second.tolist() == [2.0, 2.0]
 
 
+class Counting(nn.Module):
+    """Scales by how often it was called, which a buffer counts."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        if not late:
+            self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "calls"):
+            self.register_buffer("calls", torch.zeros(()))
+        self.calls += 1
+        return x * self.weight * self.calls
+
+
+@pytest.mark.parametrize("late", [(False, False), (True, False), (False, True), (True, True)])
+def test_buffers_that_forwards_write_to_are_kept_for_each_micro_batch(late: tuple[bool, bool]) -> None:
+    """Also if a forward makes them, which gives those after them other positions."""
+    stage = make([Counting(one) for one in late])
+    x, (one, two) = received(2, 3), (torch.ones(2, 3), torch.ones(2, 3))
+    with stage.trial() as trial:
+        for _ in range(2):
+            trial.probe((x,), None, lambda specs, of: (one,))
+    stage.forward(0, 0, (x,))
+    stage.forward(0, 1, (x,))
+    (first,) = stage.backward(0, 0, (one,))
+    (second,) = stage.backward(0, 1, (two,))
+    assert torch.equal(first, torch.full((2, 3), 1.0))
+    assert torch.equal(second, torch.full((2, 3), 4.0))
+
+
 def test_a_parameter_used_twice_is_stashed_once() -> None:
     shared = nn.Linear(2, 2)
     stage = make([nn.Sequential(shared, shared)], "1f1b-async")
