@@ -162,7 +162,7 @@ def _tensorboard(options: argparse.Namespace) -> int:
 def _predict(options: argparse.Namespace) -> int:
     from accept_mpi.cli.predict import predict
 
-    return predict(options.checkpoint, options.folder, options.best, options.ema, options.top)
+    return predict(_source(options), options.folder, options.ema, options.top)
 
 
 def _watch(options: argparse.Namespace) -> int:
@@ -212,10 +212,16 @@ def _launch(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     from accept_mpi.cli.export import export
+
+    return export(_source(options), options.out, options.ema, options.merge)
+
+
+def _source(options: argparse.Namespace) -> Path:
+    """The checkpoint or run that is named, or the run's best checkpoint."""
     from accept_mpi.recovery.checkpoint import best_of
 
-    source = best_of(options.checkpoint) if options.best else options.checkpoint
-    return export(source, options.out, options.ema, options.merge)
+    checkpoint: Path = options.checkpoint
+    return best_of(checkpoint) if options.best else checkpoint
 
 
 def _trace(options: argparse.Namespace) -> int:

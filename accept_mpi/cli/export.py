@@ -32,14 +32,9 @@ def export(source: Path, out: Path, average: bool = False, merge: bool = False) 
         target = Path(os.path.realpath(out))  # write to the target of a link instead of replacing the link
         if target.parent == checkpoint.path.resolve():
             raise UserError(f"{out}: cannot write: it is in the checkpoint itself; choose another folder")
-        state = checkpoint.whole()
+        state = checkpoint.whole(average)
         if not state:
             raise UserError(f"{checkpoint.path}: damaged checkpoint: it holds no weights of any layer")
-        if average:
-            averages = checkpoint.averages()
-            if not averages:
-                raise UserError(f"{checkpoint.path}: it holds no moving averages; train.ema makes them")
-            state |= averages
         if merge:
             lora = Job.from_json(checkpoint.manifest.job).train.lora
             if lora is None:

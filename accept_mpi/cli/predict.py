@@ -2,6 +2,7 @@
 
 import csv
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,23 @@ from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.models import Chain, chain_of
 from accept_mpi.models.losses import scores
+from accept_mpi.pipeline.state import load_layer
 from accept_mpi.profiling.layer_timer import micro_batch
-from accept_mpi.recovery.checkpoint import Checkpoint, best_of
+from accept_mpi.recovery.checkpoint import Checkpoint
 
 _AT_ONCE = 32
 
 
-def predict(source: Path, folder: Path | None, best: bool, average: bool, top: int) -> int:
+def predict(source: Path, folder: Path | None, average: bool, top: int) -> int:
     """Print, as CSV, the ``top`` classes of each image in ``folder`` (without one: of each sample of the test set) with
-    their probabilities, as a run's model sees them. ``source``: a run's directory or a checkpoint; ``best``: its best
-    checkpoint; ``average``: with the moving averages of its weights. Raises UserError."""
-    checkpoint = Checkpoint(best_of(source) if best else source, available_memory())
+    their probabilities, as a run's model sees them. ``source``: a run's directory or a checkpoint; ``average``: with the
+    moving averages of its weights. Raises UserError."""
+    checkpoint = Checkpoint(source, available_memory())
     job = Job.from_json(checkpoint.manifest.job)
     job = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, weights=""))  # the checkpoint has them
     train, test = data_of(msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, mix=None)))
     chain = chain_of(job, lambda: micro_batch(train, job).value)
-    model = _loaded(chain, job, checkpoint, average)
+    model = _loaded(chain, job.train.seed, checkpoint.by_layer(average), lambda: micro_batch(train, job).value)
     names: list[str] = []
     if folder is not None:
         if not isinstance(train, ImageFolder):
@@ -58,19 +60,12 @@ def predict(source: Path, folder: Path | None, best: bool, average: bool, top: i
     return 0
 
 
-def _loaded(chain: Chain, job: Job, checkpoint: Checkpoint, average: bool) -> Any:
-    """A function that computes the whole model, in evaluation mode."""
-    state = checkpoint.whole()
-    if average:
-        state |= checkpoint.averages()
-    layers = chain.build_range(0, len(chain), job.train.seed)
-    for index, layer in enumerate(layers):
-        own = {key: state[chain.name_of(index, key)] for key in layer.state_dict() if chain.name_of(index, key) in state}
-        try:
-            layer.load_state_dict(own)
-        except RuntimeError as error:
-            raise UserError(f"{checkpoint.path}: does not fit the job's model: {' '.join(str(error).split())}") from error
-        layer.eval()
+def _loaded(
+    chain: Chain, seed: int, state: Mapping[str, Mapping[str, torch.Tensor]], value: Callable[[], Any]
+) -> Callable[[Any], Any]:
+    """A function that computes the whole model, in evaluation mode. ``state``: that of each layer, by name; ``value``: gives
+    inputs, for layers that are complete only after a forward. Raises UserError if the state is another model's."""
+    layers = [layer.eval() for layer in chain.build_range(0, len(chain), seed)]
 
     @torch.no_grad()
     def forward(value: Any) -> Any:
@@ -78,4 +73,9 @@ def _loaded(chain: Chain, job: Job, checkpoint: Checkpoint, average: bool) -> An
             value = layer(value)
         return value
 
+    held = [state.get(name, {}) for name in chain.names]
+    if any(own.keys() - layer.state_dict().keys() for layer, own in zip(layers, held, strict=True)):
+        forward(value())
+    for name, layer, own in zip(chain.names, layers, held, strict=True):
+        load_layer(name, layer, own)
     return forward

@@ -102,21 +102,27 @@ class Checkpoint:
                 raise UserError(f"{self.path}: damaged checkpoint: {file.name}: {error}") from error
         return found
 
-    def whole(self) -> dict[str, torch.Tensor]:
-        """The ``state_dict`` of the whole model."""
-        return self._whole(self.tensors("weights", range(len(self.manifest.layers))))
+    def whole(self, average: bool = False) -> dict[str, torch.Tensor]:
+        """The ``state_dict`` of the whole model; with the moving ``average`` of each trained parameter in place of its
+        value, if this is asked for. Raises UserError if there are none."""
+        state = {(layer, name): value for layer, own in self.by_layer(average).items() for name, value in own.items()}
+        return {name if self.manifest.own_names else f"{layer}.{name}": value for (layer, name), value in state.items()}
 
-    def averages(self) -> dict[str, torch.Tensor]:
-        """Moving averages of the whole model's trained parameters, by name; empty if there are none."""
-        found = self.tensors("optimizer", range(len(self.manifest.layers)))
-        kinds = {key.partition("/")[2]: value for key, value in found.items() if key.partition("/")[0] == AVERAGE}
-        return self._whole(kinds)
-
-    def _whole(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors under their names in the whole model."""
-        if not self.manifest.own_names:
-            return tensors
-        return {key.partition(".")[2]: value for key, value in tensors.items()}
+    def by_layer(self, average: bool = False) -> dict[str, dict[str, torch.Tensor]]:
+        """The same as the ``state_dict`` of each layer."""
+        every = range(len(self.manifest.layers))
+        state = self.tensors("weights", every)
+        if average:
+            kept = ((key.partition("/"), value) for key, value in self.tensors("optimizer", every).items())
+            averages = {name: value for (what, _, name), value in kept if what == AVERAGE}
+            if not averages:
+                raise UserError(f"{self.path}: it holds no moving averages; train.ema makes them")
+            state |= averages
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for key, value in state.items():
+            layer, _, name = key.partition(".")
+            found.setdefault(layer, {})[name] = value
+        return found
 
     def _check_header(self, stage: StageFiles, part: Part) -> int:
         """Check the size of a file and the tensors that its header names; returns their bytes. Raises UserError."""

@@ -13,6 +13,7 @@ from samples import write_job
 from test_recorded import write
 
 from accept_mpi import models
+from accept_mpi.data.digits import digits
 from accept_mpi.data.images import images
 
 CLASSES = ("bright", "dark")
@@ -86,3 +87,44 @@ def test_tensorboard(mpirun, tmp_path: Path) -> None:
     data = file.read_bytes()
     assert all(tag in data for tag in (b"train/loss", b"test/accuracy", b"test/top3"))
     assert board.__name__ == "tensorboardX"
+
+
+def test_state_beyond_parameters(mpirun, tmp_path: Path) -> None:
+    """State that is no tensor, and buffers that only a forward makes, are a checkpoint's, not a new model's."""
+    (tmp_path / "counting.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Counting(nn.Module):\n"
+        "    sign = -1.0\n"
+        "    def get_extra_state(self):\n"
+        "        return {'sign': self.sign}\n"
+        "    def set_extra_state(self, state):\n"
+        "        self.sign = state['sign']\n"
+        "    def forward(self, x):\n"
+        "        if not hasattr(self, 'seen'):\n"
+        "            self.register_buffer('seen', torch.zeros(()))\n"
+        "        if self.training:\n"
+        "            self.sign = 3.0\n"
+        "            self.seen.fill_(7.0)\n"
+        "        return x * self.sign + self.seen * torch.arange(10)\n"
+        "def model():\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(192, 10), Counting())\n"
+    )
+    job = {
+        "model": 'name = "counting:model"',
+        "data": 'name = "digits"',
+        "train": {"batch_size": 8, "micro_batches": 1, "steps": 2, "seed": 0},
+    }
+    write_job(tmp_path / "job.toml", job)
+    mpirun(1, "-m", "accept_mpi", "train", "job.toml")
+    found = table(mpirun(1, "-m", "accept_mpi", "predict", "run").out)
+    mpirun(1, "-m", "accept_mpi", "export", "run", "out.pt")
+    state = torch.load(tmp_path / "out.pt", weights_only=True)
+    linear = torch.nn.Linear(192, 10)
+    weight, bias = (next(value for name, value in state.items() if name.endswith(end)) for end in ("weight", "bias"))
+    linear.load_state_dict({"weight": weight, "bias": bias})
+    with torch.no_grad():
+        scores = linear(digits()[1].inputs(np.arange(len(found))).flatten(1)) * 3.0 + 7.0 * torch.arange(10)
+    assert [int(row["class 1"]) for row in found] == scores.argmax(-1).tolist()
+    for row, values in zip(found, scores.softmax(-1), strict=True):
+        assert float(row["probability 1"]) == pytest.approx(float(values.max()), abs=1e-3)
