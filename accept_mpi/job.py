@@ -35,6 +35,9 @@ class Model(Section, frozen=True):
     output: str = ""
     """Of a model with a forward of its own: the part of its result that the loss gets, by key, attribute or position;
     "loss": the model computes its loss itself. Empty: the tensor that it gives, or its "logits"."""
+    blocks: str | tuple[str, ...] = ()
+    """Of a model with a forward of its own: names of modules, or patterns of names, that stay whole: what they compute may
+    depend on values. Of a list or sequence of modules ("transformer.h") each part is a block."""
     weights: str = ""
     """File to begin with: .safetensors, one of torch.save, or the index of several; empty: initial weights."""
     strict: bool = True

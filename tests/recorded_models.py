@@ -15,14 +15,14 @@ from accept_mpi.pipeline.graph_edges import Box, Seeded
 ANCHOR = torch.zeros((), requires_grad=True)
 
 
-def recorded(make: Callable[[], nn.Module], value: Any, output: str = "") -> Chain:
+def recorded(make: Callable[[], nn.Module], value: Any, output: str = "", blocks: tuple[str, ...] = ()) -> Chain:
     """The chain of a model, which ``make`` makes under a seed."""
 
     def again() -> nn.Module:
         torch.manual_seed(7)
         return make()
 
-    return Whole(again, "a model", output).record(value)
+    return Whole(again, "a model", output, blocks).record(value)
 
 
 class Parts:
@@ -68,9 +68,10 @@ def check(
     loss: Callable[[Any], torch.Tensor],
     cuts: Callable[[int], Sequence[Sequence[int]]],
     output: str = "",
+    blocks: tuple[str, ...] = (),
 ) -> Chain:
     """Check that loss, gradients, buffers and evaluation of a model in parts are those of the plain model, bit for bit."""
-    chain = recorded(make, values[0], output)
+    chain = recorded(make, values[0], output, blocks)
     tied = uncuttable(chain.shared(), len(chain), False)
     for some in (one for one in cuts(len(chain)) if not tied & set(one)):
         torch.manual_seed(7)

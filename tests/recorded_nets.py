@@ -163,3 +163,47 @@ def classified() -> tuple[TensorDataset, TensorDataset]:
 def plain_sentences() -> tuple[TensorDataset, TensorDataset]:
     """Words, and the words that follow."""
     return tuple(TensorDataset(one.ids, one.ids.roll(-1, 1)) for one in sentences())  # type: ignore[return-value]
+
+
+class Experts(nn.Module):
+    """A block that sends each token to one of its experts, as the values say; some experts get none."""
+
+    def __init__(self, width: int, experts: int, dropout: float, counts: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Dropout(dropout)) for _ in range(experts))
+        self.register_buffer("sent", torch.zeros(experts) if counts else None)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.gate(tokens).softmax(-1).max(-1)
+        out = torch.zeros_like(tokens)
+        for n, expert in enumerate(self.experts):
+            rows = (chosen == n).nonzero().squeeze(1)
+            if len(rows):
+                out.index_add_(0, rows, scale * weights[rows, None] * expert(tokens[rows]))
+            if self.training and self.sent is not None:
+                self.sent[n] += len(rows)
+        return x + out.view(x.shape), weights.mean()
+
+
+class Mixture(nn.Module):
+    """Mixture of experts: without ``model.blocks`` its forward cannot be recorded."""
+
+    def __init__(self, width: int = 8, layers: int = 3, experts: int = 3, dropout: float = 0.1, counts: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(3 * 16 * 16, width)
+        self.layers = nn.ModuleList(Experts(width, experts, dropout, counts) for _ in range(layers))
+        self.last = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.flatten(1))
+        kept = 0.0
+        for layer in self.layers:
+            x, weight = layer(x, scale=0.5)
+            kept = kept + weight
+        return self.last(x) * kept
+
+
+def mixture(**args: Any) -> Mixture:
+    return Mixture(**args)

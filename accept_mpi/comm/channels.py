@@ -4,6 +4,7 @@ Messages have the format that both ends agreed on, or describe how they differ. 
 in turn; a message that does not fit is announced by its header alone and follows separately.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -60,8 +61,10 @@ class Plane(Protocol):
 
 
 def wait_for(plane: Plane, box: "queue.SimpleQueue[_T]", deadline: float, what: str) -> _T:
-    """What the data plane puts into a queue; meanwhile it polls more often. Raises DeadlineError after ``deadline`` seconds,
-    or the error that ended the data plane."""
+    """What the data plane puts into a queue; while this waits, it polls more often. Raises DeadlineError after ``deadline``
+    seconds, or the error that ended the data plane."""
+    with contextlib.suppress(queue.Empty):
+        return box.get_nowait()
     plane.hurry(True)
     plane.wake()
     try:

@@ -286,10 +286,7 @@ class GroupSum:
         return [self._statistics.pop(key) for key in wanted]
 
     def _wait(self, box: "queue.SimpleQueue[_T | None]", deadline: float, what: str) -> _T:
-        try:
-            found = box.get_nowait()
-        except queue.Empty:
-            found = wait_for(self._plane, box, deadline, what)
+        found = wait_for(self._plane, box, deadline, what)
         self._plane.check()
         assert found is not None
         return found

@@ -50,6 +50,14 @@ class Together:
         """Inputs and targets of these samples, as far as they are wanted."""
         raise NotImplementedError
 
+    def inputs(self, indices: Indices, seed: int | None = None) -> Any:
+        """As in ``Dataset``."""
+        return self.samples(indices, seed, True, False).inputs
+
+    def targets(self, indices: Indices, seed: int | None = None) -> Any:
+        """As in ``Dataset``."""
+        return self.samples(indices, seed, False, True).targets
+
 
 class Samples(NamedTuple):
     """Inputs and targets of a micro-batch."""
@@ -116,12 +124,6 @@ class MapDataset(Together):
 
     def __len__(self) -> int:
         return len(self.items)
-
-    def inputs(self, indices: Indices, seed: int | None = None) -> Any:
-        return self.samples(indices, seed, targets=False).inputs
-
-    def targets(self, indices: Indices, seed: int | None = None) -> Any:
-        return self.samples(indices, seed, inputs=False).targets
 
     def samples(self, indices: Indices, seed: int | None = None, inputs: bool = True, targets: bool = True) -> Samples:
         """Inputs and targets, as far as they are wanted, from one call per sample."""

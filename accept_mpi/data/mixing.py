@@ -26,12 +26,6 @@ class Mixed(Together):
     def __len__(self) -> int:
         return len(self.data)
 
-    def inputs(self, indices: Indices, seed: int | None = None) -> Any:
-        return self.samples(indices, seed, True, False).inputs
-
-    def targets(self, indices: Indices) -> Any:
-        return self.samples(indices, None, False, True).targets
-
     def samples(self, indices: Indices, seed: int | None, inputs: bool, targets: bool) -> Samples:
         """Inputs and targets, as far as they are wanted; targets are probabilities (samples, classes). Raises UserError for
         samples that cannot be mixed."""
@@ -55,7 +49,7 @@ class Mixed(Together):
                 x = x.clone()
                 x[:, :, box[0] : box[1], box[2] : box[3]] = other[:, :, box[0] : box[1], box[2] : box[3]]
         elif inputs:
-            x = x.roll(1, 0).mul_(1 - share).add_(x.mul(share))
+            x = _blended(x, share)
         return Samples(x, self._mixed(found.targets, share) if targets else None)
 
     def _mixed(self, target: Any, share: float) -> torch.Tensor:
@@ -64,13 +58,18 @@ class Mixed(Together):
         if int(target.max()) >= self._how.classes or int(target.min()) < 0:
             raise UserError(f"train.mix: classes = {self._how.classes}, but there is a target {int(target.max())}")
         whole = torch.nn.functional.one_hot(target.long(), self._how.classes).float()
-        return whole.roll(1, 0).mul_(1 - share).add_(whole.mul(share))
+        return _blended(whole, share)
 
     def _size(self, indices: Indices) -> tuple[int, int]:
         """Height and width of the images, where only targets are wanted."""
         image = fetch(self.data, indices[:1], None, True, False).inputs
         height, width = image.shape[-2:]
         return int(height), int(width)
+
+
+def _blended(values: torch.Tensor, share: float) -> torch.Tensor:
+    """``share`` of each sample, and the rest of the one before it."""
+    return values.roll(1, 0).mul_(1 - share).add_(values.mul(share))
 
 
 def _box(size: Any, share: float, middle: Any) -> tuple[tuple[int, int, int, int], float]:

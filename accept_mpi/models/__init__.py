@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
-from accept_mpi.job import Job
+from accept_mpi.job import Job, Model
 from accept_mpi.models.base import Chain, Entry
 from accept_mpi.models.cnn import cnn
 from accept_mpi.models.fine_tuning import Changes, check_patterns, is_adapter
@@ -37,18 +37,19 @@ class Whole(NamedTuple):
     make: Callable[[], nn.Module]
     name: str
     output: str
+    blocks: tuple[str, ...] = ()
     changes: Changes | None = None
 
     def record(self, value: Any) -> Chain:
         """The chain, for micro-batches like ``value``, which the data set gives. Raises UserError."""
-        chain = RecordedModel(self.make, value, self.output).chain()
+        chain = RecordedModel(self.make, value, self.output, self.blocks).chain()
         chain.changes = self.changes
         return chain
 
 
 def load(name: str, args: Mapping[str, Any], seed: int) -> Chain:
     """Chain of layers that a job names. Raises UserError with one sentence."""
-    found = _load(name, args, seed, "", None)
+    found = _load(Model(name=name, args=dict(args)), seed, None)
     if isinstance(found, Whole):
         raise UserError(f'model.name: "{name}" has a forward of its own, so samples are needed to divide it into layers')
     return found
@@ -69,7 +70,7 @@ def model_of(job: Job) -> Chain | Whole:
     """
     changes = Changes(job)
     model = job.model
-    return _load(model.name, model.args, job.train.seed, model.output, changes if changes.any else None)
+    return _load(model, job.train.seed, changes if changes.any else None)
 
 
 def check_changes(chain: Chain, job: Job) -> str:
@@ -102,14 +103,15 @@ def check_changes(chain: Chain, job: Job) -> str:
     return changes.file.check(list(state), state, tied)
 
 
-def _load(name: str, args: Mapping[str, Any], seed: int, output: str, changes: Changes | None) -> Chain | Whole:
+def _load(asked: Model, seed: int, changes: Changes | None) -> Chain | Whole:
+    name = asked.name
     if name.partition(":")[0] in _LIBRARIES and ":" in name:
         function = _LIBRARIES[name.partition(":")[0]](name)
     else:
         function = find_function(name, ZOO, "model.name")
 
     def again() -> Any:
-        return call(function, args, "model.args", seed)
+        return call(function, asked.args, "model.args", seed)
 
     def whole() -> Any:
         made = again()
@@ -122,13 +124,16 @@ def _load(name: str, args: Mapping[str, Any], seed: int, output: str, changes: C
             raise UserError(f'model.name: "{name}": {error}') from error
 
     model = again()
+    if isinstance(model, nn.Module) and not isinstance(model, Chain) and not _is_sequence(model):
+        blocks = (asked.blocks,) if isinstance(asked.blocks, str) else asked.blocks
+        return Whole(whole, name, asked.output, blocks, changes)
+    if asked.output:
+        raise UserError(f'model.output: "{name}" is a chain of layers, whose result the loss gets as a whole')
+    if asked.blocks:
+        raise UserError(f'model.blocks: "{name}" is a chain of layers already')
     if isinstance(model, Chain):
         found = Chain(entries(model)) if changes else model
-    elif isinstance(model, nn.Module) and not _is_sequence(model):
-        return Whole(whole, name, output, changes)
     else:
-        if output:
-            raise UserError(f'model.output: "{name}" is a chain of layers, whose result the loss gets as a whole')
         try:
             found = Chain(entries(model), lambda: entries(again()))
         except ValueError as error:

@@ -22,11 +22,9 @@ class Layers(NamedTuple):
 
     def name(self, layer: int, key: str) -> str:
         """Name in the whole model of a part of a layer, which need not be among these."""
-        return (
-            key
-            if self.own_names or not self.start <= layer < self.start + len(self.names)
-            else (f"{self.names[layer - self.start]}.{key}")
-        )
+        if self.own_names or not self.start <= layer < self.start + len(self.names):
+            return key
+        return f"{self.names[layer - self.start]}.{key}"
 
     @property
     def has_conv2d(self) -> bool:

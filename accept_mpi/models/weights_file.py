@@ -1,9 +1,10 @@
 """Weights that a run begins with, from a file of which each rank reads only what its layers need."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,7 +24,7 @@ class WeightsFile:
     def __init__(self, path: str, strict: bool) -> None:
         """Raises UserError if the file cannot be read."""
         self.path, self._strict = Path(path), strict
-        self._loaded: dict[Path, Mapping[str, torch.Tensor]] = {}
+        self._opened: dict[Path, _Source] = {}
         self._places = self._files()
         """The file in which each tensor is."""
         self._alias: dict[str, str] = {}
@@ -36,7 +37,8 @@ class WeightsFile:
             there = next((name for name in group if name in self._places), None)
             self._alias |= {name: there for name in group if there is not None and name not in self._places}
         missing = [name for name in names if name not in self._places and name not in self._alias]
-        strange = [name for name in self._places if name not in set(names)]
+        known = set(names)
+        strange = [name for name in self._places if name not in known]
         other = [name for name in names if name in self._places and self._shape(name) != tuple(shapes[name])]
         if self._strict and (missing or strange or other):
             parts = [
@@ -61,11 +63,11 @@ class WeightsFile:
             for key, own in state.items():
                 name = self._alias.get(prefix + key, prefix + key)
                 if name in self._places and isinstance(own, torch.Tensor):
-                    own.copy_(self._tensor(name))
+                    own.copy_(self._in(self._places[name]).tensor(name))
 
     def close(self) -> None:
         """Let go of what has been read."""
-        self._loaded = {}
+        self._opened = {}
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -85,57 +87,83 @@ class WeightsFile:
             except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
                 raise UserError(f"model.weights: {path} is no index of files of weights: {error}") from error
         self.path = path
-        return dict.fromkeys(self._names(path), path)
+        return dict.fromkeys(self._in(path).names, path)
 
-    def _names(self, path: Path) -> list[str]:
-        if path.suffix == ".safetensors":
-            try:
-                with safe_open(path, framework="pt") as opened:
-                    return list(opened.keys())
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"model.weights: {path} cannot be read: {error}") from error
-        return list(self._of_torch(path))
-
-    def _of_torch(self, path: Path) -> Mapping[str, torch.Tensor]:
-        """Tensors of a file of ``torch.save``, mapped into memory where its format allows."""
-        if path not in self._loaded:
-            found: Any = None
-            for mapped in (True, False):
-                try:
-                    found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-                    break
-                except Exception as error:
-                    if not mapped:
-                        reason = str(error).split("\n")[0]
-                        raise UserError(f"model.weights: {path} cannot be read: {reason}") from error
-            for key in ("state_dict", "model", "model_state_dict"):
-                if isinstance(found, dict) and isinstance(found.get(key), dict):
-                    found = found[key]
-            if not isinstance(found, dict):
-                raise UserError(f"model.weights: {path} holds a {type(found).__name__} instead of a state_dict")
-            self._loaded[path] = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-        return self._loaded[path]
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        path = self._places[name]
-        if path.suffix != ".safetensors":
-            return self._of_torch(path)[name]
-        try:
-            with safe_open(path, framework="pt") as opened:
-                found: torch.Tensor = opened.get_tensor(name)
-                return found
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"model.weights: {name} cannot be read from {path}: {error}") from error
+    def _in(self, path: Path) -> "_Source":
+        """One of the files, opened once."""
+        if path not in self._opened:
+            self._opened[path] = _Safetensors(path) if path.suffix == ".safetensors" else _Torch(path)
+        return self._opened[path]
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        path = self._places[name]
-        if path.suffix != ".safetensors":
-            return tuple(self._of_torch(path)[name].shape)
+        return self._in(self._places[name]).shape(name)
+
+
+class _Source(Protocol):
+    """A file of tensors. Its methods raise UserError if it cannot be read."""
+
+    names: Collection[str]
+
+    def tensor(self, name: str) -> torch.Tensor: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+
+class _Safetensors:
+    def __init__(self, path: Path) -> None:
+        self._path = path
         try:
-            with safe_open(path, framework="pt") as opened:
-                return tuple(opened.get_slice(name).get_shape())
+            self._file = safe_open(path, framework="pt")
+            self.names: Collection[str] = set(self._file.keys())
         except (SafetensorError, OSError) as error:
-            raise UserError(f"model.weights: {name} cannot be read from {path}: {error}") from error
+            raise UserError(f"model.weights: {path} cannot be read: {error}") from error
+
+    def tensor(self, name: str) -> torch.Tensor:
+        with self._reading(name):
+            found: torch.Tensor = self._file.get_tensor(name)
+            return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        with self._reading(name):
+            return tuple(self._file.get_slice(name).get_shape())
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"model.weights: {name} cannot be read from {self._path}: {error}") from error
+
+
+class _Torch:
+    """A file of ``torch.save``, mapped into memory where its format allows."""
+
+    def __init__(self, path: Path) -> None:
+        found: Any = None
+        for mapped in (True, False):
+            try:
+                found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+                break
+            except Exception as error:
+                if not mapped:
+                    reason = str(error).split("\n")[0]
+                    raise UserError(f"model.weights: {path} cannot be read: {reason}") from error
+        for key in ("state_dict", "model", "model_state_dict"):
+            if isinstance(found, dict) and isinstance(found.get(key), dict):
+                found = found[key]
+        if not isinstance(found, dict):
+            raise UserError(f"model.weights: {path} holds a {type(found).__name__} instead of a state_dict")
+        self._path = path
+        self._tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        self.names: Collection[str] = self._tensors.keys()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            raise UserError(f"model.weights: {name} cannot be read from {self._path}: there is no such tensor")
+        return self._tensors[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensor(name).shape)
 
 
 def _show(names: Sequence[str]) -> str:

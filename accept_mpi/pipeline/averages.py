@@ -4,7 +4,6 @@ Polyak and Juditsky 1992; the first update's weights begin the average, as in ``
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ class Averages:
     def __init__(self, decay: float) -> None:
         """``decay``: weight of what the average has been; 0: no averages."""
         self._decay = decay
-        self._tables: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._averages: dict[torch.Tensor, torch.Tensor] = {}
 
     @property
     def on(self) -> bool:
@@ -31,17 +30,17 @@ class Averages:
             return
         with torch.no_grad():
             for parameter in parameters:
-                table = self.table(parameter)
-                if AVERAGE in table:
-                    table[AVERAGE].lerp_(parameter, 1 - self._decay)
+                average = self._averages.get(parameter)
+                if average is None:
+                    self._averages[parameter] = parameter.detach().clone()
                 else:
-                    table[AVERAGE] = parameter.detach().clone()
+                    average.lerp_(parameter, 1 - self._decay)
 
     def show(self, updated: Sequence[torch.Tensor], shown: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Have the parameters ``shown`` show the averages of ``updated``, which are as many. Returns what ``hide`` needs."""
         before = [parameter.data for parameter in shown]
         for own, parameter in zip(updated, shown, strict=True):
-            parameter.data = self.of(own).get(AVERAGE, parameter.data)
+            parameter.data = self._averages.get(own, parameter.data)
         return before
 
     @staticmethod
@@ -50,10 +49,10 @@ class Averages:
         for parameter, data in zip(shown, before, strict=True):
             parameter.data = data
 
-    def table(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Where a parameter's average is kept."""
-        return self._tables.setdefault(parameter, {})
+    def put(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
+        """Make this a parameter's average."""
+        self._averages[parameter] = average
 
-    def of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """A parameter's average by its name, if there is one."""
-        return self._tables.get(parameter, {})
+    def of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A parameter's average under its name beside the optimizer's state, if there is one."""
+        return {AVERAGE: self._averages[parameter]} if parameter in self._averages else {}

@@ -337,8 +337,11 @@ class Stage(Trials):
             for name, parameter in zip(self.own.names, self._weights.updated, strict=True):
                 for what, value in named_state(optimizer, name):
                     like = parameter if value.shape == parameter.shape else value
-                    table = self.averages.table(parameter) if what == AVERAGE else self.optimizer.state[parameter]
-                    table[what] = torch.empty_like(like, dtype=value.dtype).copy_(value)
+                    kept = torch.empty_like(like, dtype=value.dtype).copy_(value)
+                    if what == AVERAGE:
+                        self.averages.put(parameter, kept)
+                    else:
+                        self.optimizer.state[parameter][what] = kept
 
     # ------------------------------------------------------------------------------------------------------------------
 

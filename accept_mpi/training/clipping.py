@@ -65,16 +65,13 @@ class Clipping:
     def _wait(self, of: int, until: float, deadline: float) -> None:
         """Take one message, or look whether the run goes on."""
         try:
-            found = self._heard.get_nowait()
-        except queue.Empty:
-            try:
-                found = wait_for(self._plane, self._heard, _LOOK, "the norms of gradients")
-            except DeadlineError:
-                if time.monotonic() > until:
-                    raise DeadlineError(
-                        f"waited {deadline:.0f} s for the norms of step {of + 1}'s gradients from the other stages"
-                    ) from None
-                return
+            found = wait_for(self._plane, self._heard, _LOOK, "the norms of gradients")
+        except DeadlineError:
+            if time.monotonic() > until:
+                raise DeadlineError(
+                    f"waited {deadline:.0f} s for the norms of step {of + 1}'s gradients from the other stages"
+                ) from None
+            return
         self._norms.setdefault(found.step, {})[found.stage] = found.norms
 
 

@@ -1,7 +1,6 @@
 """Backwards that compute their forwards again give the same weights, to the bit, in all schedules; and plans use them where
 memory is short."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,11 @@ def test_the_same_weights(mpirun, tmp_path: Path, ranks: int) -> None:
     jobs = []
     for n, case in enumerate(CASES):
         for how in ("off", "on"):
-            path = write(tmp_path, f"{n}-{how}", case)
-            path.write_text(path.read_text().replace("[pipeline]", f'[pipeline]\nrecompute = "{how}"'))
-            jobs.append(path)
+            jobs.append(write(tmp_path, f"{n}-{how}", case | {"recompute": how}))
     if ranks == 3:
         for how in ("off", "on"):
-            path = write(tmp_path, f"group-{how}", CASES[0] | {"cuts": "[3]", "ranks": "[[0, 1], 2]"})
-            path.write_text(path.read_text().replace("[pipeline]", f'[pipeline]\nrecompute = "{how}"'))
-            jobs.append(path)
+            case = CASES[0] | {"cuts": "[3]", "ranks": "[[0, 1], 2]", "recompute": how}
+            jobs.append(write(tmp_path, f"group-{how}", case))
     mpirun(ranks, ROOT / "tests" / "programs" / "train_all.py", *jobs)
     for path in jobs:
         if path.stem.endswith("on"):
@@ -87,14 +83,7 @@ def test_activations_are_let_go() -> None:
             stage.compute_again()
         x = torch.randn(1000, 64)
         stage.forward(0, 0, (x,))
-        gc.collect()
-        storages = {
-            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
-            for one in gc.get_objects()
-            if isinstance(one, torch.Tensor) and one.shape[:1] == (1000,)
-        }
-        flight = stage.in_flight[0, 0]
-        held[again] = (len(storages), flight.outputs[0].grad_fn is None)
+        held[again] = stage.in_flight[0, 0].outputs[0].grad_fn is None
         stage.close()
-    assert held[True][1]
-    assert not held[False][1]
+    assert held[True]
+    assert not held[False]

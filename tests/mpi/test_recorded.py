@@ -18,6 +18,7 @@ JOB = """
 name = "recorded_nets:{model}"
 args = {args}
 output = "{output}"
+blocks = {blocks}
 [data]
 name = "recorded_nets:{data}"
 [train]
@@ -33,15 +34,21 @@ cuts = {cuts}
 ranks = {ranks}
 gradients = "{gradients}"
 lanes = {lanes}
+recompute = "{recompute}"
 latency_db = "none"
 probe_seconds = 0.3
 [output]
 directory = "{name}"
 """
 USUAL = {
-    "args": "{}", "output": "", "loss": "cross_entropy", "schedule": "1f1b", "cuts": '"even"', "ranks": "[]",
-    "gradients": "exact", "lanes": '"off"',
+    "args": "{}", "output": "", "blocks": "[]", "loss": "cross_entropy", "schedule": "1f1b", "cuts": '"even"', "ranks": "[]",
+    "gradients": "exact", "lanes": '"off"', "recompute": "auto",
 }  # fmt: skip
+MIXTURE: dict[str, Any] = {
+    "model": "mixture", "data": "classified", "blocks": '"layers"', "args": "{ experts = 9, dropout = 0.0 }"
+}  # fmt: skip
+"""Most steps leave some experts without a gradient, so that the optimizer passes over them."""
+STATELESS = MIXTURE | {"args": "{ experts = 9, dropout = 0.0, counts = false }"}
 CASES: list[dict[str, Any]] = [
     {"model": "unet", "data": "pictures", "loss": "mse"},
     {"model": "unet", "data": "pictures", "loss": "mse", "schedule": "zero-bubble"},
@@ -49,6 +56,9 @@ CASES: list[dict[str, Any]] = [
     {"model": "language", "data": "sentences", "schedule": "zero-bubble"},
     {"model": "language", "data": "sentences", "schedule": "gpipe", "output": "loss"},
     {"model": "language", "data": "sentences", "lanes": "2"},
+    MIXTURE,
+    MIXTURE | {"schedule": "zero-bubble"},
+    STATELESS | {"lanes": "2"},
 ]
 
 
@@ -65,6 +75,7 @@ def test_equal_to_a_plain_loop(mpirun, tmp_path: Path, ranks: int) -> None:
         for s, held in enumerate(("[[0, 1], 2]", "[0, [1, 2]]")):
             case = CASES[2] | {"cuts": "[5]", "ranks": held}
             jobs[f"group{s}"] = write(tmp_path, f"group{s}", case)
+            jobs[f"experts{s}"] = write(tmp_path, f"experts{s}", STATELESS | {"cuts": "[3]", "ranks": held})
     mpirun(ranks, ROOT / "tests" / "programs" / "train_all.py", *jobs.values())
     for name, path in jobs.items():
         state, losses = plain_loop(path)

@@ -1,6 +1,6 @@
 """Layers cut from a record: modules that hold a part of the model under its own names, and compute a part of the record."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +85,13 @@ class RecordedLayer(nn.Module):
             call = self.get_submodule(node.module) if node.function is None else node.function
             with nullcontext() if node.grad or not enabled else torch.no_grad():
                 result = call(*args, **kwargs)
-            slots.update(zip(node.gives, tensors_in(result), strict=True))
+            tensors = tensors_in(result)
+            if node.shapes is not None and tuple(one.shape for one in tensors) != node.shapes:
+                raise UserError(
+                    f"model.blocks: {node.module} gives other shapes for other values ({_shapes(node.shapes)}, now "
+                    f"{_shapes(one.shape for one in tensors)}), so what follows cannot be recorded"
+                )
+            slots.update(zip(node.gives, tensors, strict=True))
             for slot in step.frees:
                 slots.pop(slot, None)
         if run.output is not None:
@@ -97,6 +103,10 @@ class RecordedLayer(nn.Module):
         holder = self.get_submodule(path)
         found: torch.Tensor = getattr(holder, last)
         return found
+
+
+def _shapes(shapes: Iterable[torch.Size]) -> str:
+    return ", ".join(" x ".join(map(str, shape)) for shape in shapes)
 
 
 class _Uncopied:

@@ -9,6 +9,7 @@ from torch import nn
 
 from accept_mpi.errors import UserError
 from accept_mpi.models.layers import restore_modes
+from accept_mpi.models.recording.blocks import blocks_of
 from accept_mpi.models.shared import refuse_lazy
 
 _KEPT = (bool, int, float, str, type(None))
@@ -17,10 +18,12 @@ _KEPT = (bool, int, float, str, type(None))
 class MetaModel:
     """A user's model, converted in place, and the names of what it consists of."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Raises UserError if parameters have no shape yet."""
+    def __init__(self, model: nn.Module, blocks: tuple[str, ...] = ()) -> None:
+        """``blocks``: names of modules that are recorded as wholes (``[model] blocks``). Raises UserError if parameters have
+        no shape yet, or a name is of no module."""
         refuse_lazy("model", model)
         self.model = model
+        self._blocks = blocks_of(model, blocks)
         self.paths: dict[int, str] = {}
         """Dotted name of each module, by its id."""
         self.states: dict[int, str] = {}
@@ -48,12 +51,18 @@ class MetaModel:
     def is_leaf(self, module: nn.Module) -> bool:
         """True if the module's call is recorded as a whole."""
         kind = type(module)
+        if self.is_block(module):
+            return True
         if module is self.model or isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
             return False
         if kind.__module__.startswith("torch.nn."):
             return True
         of_torch = any(base.__module__.startswith("torch.nn.") and base is not nn.Module for base in kind.__mro__)
         return not module._modules or (of_torch and bool(module._parameters))
+
+    def is_block(self, module: nn.Module) -> bool:
+        """True if what the module's forward computes may depend on values."""
+        return id(module) in self._blocks
 
     def state_names(self, module: nn.Module) -> tuple[str, ...]:
         """Names of a module's tensors, those of its parts included."""

@@ -28,16 +28,17 @@ Key = tuple[bytes, bool]
 class RecordedModel:
     """A user's model with a forward of its own, divided into layers."""
 
-    def __init__(self, make: Callable[[], nn.Module], value: Any, output: str) -> None:
+    def __init__(self, make: Callable[[], nn.Module], value: Any, output: str, blocks: tuple[str, ...] = ()) -> None:
         """``make`` gives a new model whenever it is called; ``value``: what the data set gives for a micro-batch of the
-        usual size; ``output``: the part of the result that the loss gets (``[model] output``).
+        usual size; ``output``: the part of the result that the loss gets (``[model] output``); ``blocks``: names of modules
+        that are not looked into (``[model] blocks``).
 
         Raises UserError, Unrecordable.
         """
         self._make, self._wanted = make, output
         with unfilled():
             first = make()
-        self._meta = MetaModel(first)
+        self._meta = MetaModel(first, blocks)
         self._check()
         self._as_if_compiled = False
         usual, _ = keyed(value)

@@ -9,8 +9,9 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from accept_mpi.errors import UserError
+from accept_mpi.models.recording.blocks import try_out
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.structure import is_plain, mapped, tensors_in
 from accept_mpi.models.recording.tape import DEVICE, Node, Spec, State, Tape, Value
@@ -127,9 +129,11 @@ class Recorder:
         self._real: dict[int, torch.Tensor] = {}
         """Tensors with values that the forward uses though they are not the model's, by their stand-in's id."""
         self._stand_ins: dict[int, torch.Tensor] = {}
+        self._within: list[str] = []
+        """Names of the modules whose forward runs, "" for blocks and modules made in forward; the innermost last."""
         self._constants: set[int] = set()
         """Slots that depend on no input and none of the model's tensors."""
-        self._busy = self._drew = False
+        self._busy = self._drew = self._tried = False
         self._thread = threading.get_ident()
         self._counting = _Counting()
         self.tape = Tape(())
@@ -150,10 +154,10 @@ class Recorder:
             except UserError:
                 raise
             except Exception as error:
-                kind = ReadsData if "meta tensor" in str(error) else Unrecordable
+                kind = ReadsData if "meta tensor" in str(error).lower() else Unrecordable
                 raise kind(
                     f"model.name: the forward cannot be recorded: {type(error).__name__}: {' '.join(str(error).split())} "
-                    f"({_innermost(error)})"
+                    f"({_innermost(error)}){self._hint()}"
                 ) from error
         if _generators() != generators:
             raise Unrecordable(
@@ -197,6 +201,12 @@ class Recorder:
     def module(self, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module is called."""
         path = self._of.paths.get(id(module))
+        self._within.append("" if path is None or self._of.is_block(module) else path)
+        found = self._called(module, path, plain, args, kwargs)
+        self._within.pop()  # not if it fails: then it is named
+        return found
+
+    def _called(self, module: nn.Module, path: str | None, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         hooks = module._backward_hooks or module._backward_pre_hooks
         if path is None:
             if next(module.parameters(), None) is not None:
@@ -213,8 +223,22 @@ class Recorder:
                     "recorded as a whole; put it on one of torch.nn's modules within"
                 )
             return plain(module, *args, **kwargs)
-        names = self._of.state_names(module)
-        return self._recorded(None, path, lambda *a, **k: plain(module, *a, **k), args, kwargs, names, True)
+        whole = partial(self._whole, module, plain)
+        return self._recorded(None, path, whole, args, kwargs, self._of.state_names(module), True)
+
+    def _whole(self, module: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Result of a leaf module, whose forward may depend on values."""
+        if self._of.is_block(module):
+            self._tried = True
+            return try_out(module, plain, *args, **kwargs)
+        try:
+            return plain(module, *args, **kwargs)
+        except Exception:  # perhaps since it needs values: libraries say so in many ways
+            with suppress(Exception):
+                found = try_out(module, plain, *args, **kwargs)
+                self._tried = True
+                return found
+            raise
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A torch function is called."""
@@ -275,12 +299,13 @@ class Recorder:
                 Node(
                     function, module, args, kwargs, takes, gives, states or used,
                     any(one in self._of.parameters for one in states or used), writes, stays, self._drew,
-                    torch.is_grad_enabled(), self._counting.total - operations,
+                    torch.is_grad_enabled(), tuple(one.shape for one in results) if self._tried else None,
+                    self._counting.total - operations,
                 )
             )  # fmt: skip
             return found
         finally:
-            self._busy = self._drew = False
+            self._busy = self._drew = self._tried = False
 
     def _read(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """The value of a tensor is asked for: of one that is the same in every step it is computed."""
@@ -294,7 +319,7 @@ class Recorder:
                 if slot not in self._constants:
                     raise ReadsData(
                         f"model.name: forward depends on the values of its data ({name.strip('_')}() of a tensor), so it "
-                        f"cannot be recorded ({_where()})"
+                        f"cannot be recorded ({_where()}){self._hint()}"
                     )
                 with torch.device("cpu"):
                     return self._value(slot)
@@ -303,6 +328,11 @@ class Recorder:
             return func(*args, **kwargs)
         finally:
             self._busy = False
+
+    def _hint(self) -> str:
+        """How to keep the module whole within which the forward fails; "" if it is the model itself or a block already."""
+        within = self._within[-1] if self._within else ""
+        return f'; model.blocks = "{within}" keeps that module whole' if within else ""
 
     def _value(self, slot: int) -> torch.Tensor:
         """Value of a constant."""

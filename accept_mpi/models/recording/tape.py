@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from accept_mpi.models.recording.structure import parts_of
 
 
@@ -62,6 +64,8 @@ class Node:
     """True if it draws random numbers."""
     grad: bool
     """Whether gradients are enabled."""
+    shapes: tuple[torch.Size, ...] | None
+    """Of a block: shapes of the result's tensors, which must be the same for all values."""
     operations: float
     """Floating-point operations, as torch counts them."""
 

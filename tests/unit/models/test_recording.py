@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from recorded_models import check, recorded
-from recorded_nets import Language, UNet
+from recorded_nets import Language, Mixture, UNet
 from torch import nn
 
 from accept_mpi.errors import UserError
@@ -209,3 +209,85 @@ def _names(chain: Any) -> Sequence[str]:
 
 def test_names_are_those_of_parts() -> None:
     assert _names(recorded(UNet, images(2)[0]))[0] == "down-0-conv"
+
+
+@pytest.mark.parametrize("blocks", [("layers",), ("layers.*",), ("layers.[01]", "layers.2")])
+def test_blocks_may_depend_on_values(blocks: tuple[str, ...]) -> None:
+    chain = check(Mixture, images(6, 3), mean_square, every_cut, blocks=blocks)
+    assert len(chain) == 5
+
+
+def test_blocks_are_the_way_out_that_is_named() -> None:
+    with pytest.raises(UserError, match=r'recorded_nets.py, line \d+\); model.blocks = "layers.0" keeps that module whole'):
+        recorded(Mixture, images(4)[0])
+    with pytest.raises(UserError, match='"layer" matches nothing in the model'):
+        recorded(Mixture, images(4)[0], blocks=("layer",))
+
+
+class _Block(nn.Module):
+    """Calls ``what`` for its forward."""
+
+    def __init__(self, what: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.one, self.what = nn.Linear(4, 4), what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.what(x)
+
+
+@pytest.mark.parametrize("what", [lambda x: x, lambda x: x[:, 1:3], lambda x: x.detach() + (1.0 if x.sum() > 9 else 0.0)])
+def test_what_blocks_pass_on(what: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Their argument itself, a view of it that is written to later, a tensor without a gradient."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block = nn.Linear(4, 4), _Block(what)
+            self.last = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            y = self.block(x)
+            y.mul_(2)
+            return self.last(x) + y.sum()
+
+    check(Model, [torch.randn(5, 4), torch.randn(2, 4)], mean_square, every_cut, blocks=("block",))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [(lambda x: x.mul_(2), "a block writes to its arguments"), (lambda x: x.missing, "has no attribute 'missing'")],
+)
+def test_blocks_that_cannot_be_recorded(what: Callable[[torch.Tensor], torch.Tensor], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        recorded(lambda: _Outer(_Block(what)), torch.ones(3, 4), blocks=("part",))
+
+
+class _Outer(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part, self.last = part, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.part(x + 1))
+
+
+def test_modules_without_parts_may_depend_on_values() -> None:
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        chosen = (x[:, 0] > 0).nonzero().squeeze(1)
+        return x.index_fill(0, chosen, 2.0) * (3 if x.sum() > 0 else 1)
+
+    class Turn(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return turned(x)
+
+    check(lambda: _Outer(Turn()), [torch.randn(5, 4), torch.randn(2, 4)], mean_square, every_cut)
+
+
+def test_blocks_whose_shapes_depend_on_values() -> None:
+    chain = recorded(lambda: _Outer(_Block(lambda x: x[x[:, 0] < 9])), torch.ones(3, 4), blocks=("part",))
+    layers = chain.build_range(0, len(chain), 0)
+    value = torch.ones(3, 4)
+    value[1] = 10
+    with pytest.raises(UserError, match=r"model.blocks: part gives other shapes for other values \(3 x 4, now 2 x 4\)"):
+        nn.Sequential(*layers)(value)
