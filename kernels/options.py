@@ -11,7 +11,6 @@ import importlib
 import logging
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
@@ -27,8 +26,6 @@ log = logging.getLogger(__name__)
 NJIT: dict[str, Any] = {"nogil": True, "cache": False, "boundscheck": False, "error_model": "numpy"}
 
 _LOCK_SECONDS = 120.0
-_COMPILING_SECONDS = 600.0
-_COMPLETE = "complete"  # a file's name: every kernel is in this cache
 
 
 def compiled(name: str, directory: Path | None = None) -> ModuleType:
@@ -47,45 +44,15 @@ def compiled(name: str, directory: Path | None = None) -> ModuleType:
     return importlib.import_module(name)
 
 
-def compile_apart(directory: Path | None = None) -> None:
-    """Have another process fill the cache with every kernel, unless it is full already.
-
-    For devices with little memory, before this process takes any: the compiler's 130 MiB go when that process ends. If it
-    fails, kernels are compiled where they are needed, as always.
-    """
-    directory = directory or cache_directory()
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        if not (_own(directory) / _COMPLETE).is_file():
-            log.info("compiling kernels, once")
-            command = [sys.executable, "-c", f"from {__name__} import _fill; _fill()", str(directory)]
-            subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_COMPILING_SECONDS, check=True)
-
-
-def _fill() -> None:
-    """Compile every module of kernels; the cache's directory is this process's argument."""
-    directory = Path(sys.argv[1])
-    for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
-        compiled(f"{__package__}.{path.stem}", directory)
-    with contextlib.suppress(OSError):  # it cannot be written
-        (_own(directory) / _COMPLETE).touch()
-
-
-def _own(directory: Path) -> Path:
-    """Where the cache of this version of sources, Numba and CPU is."""
+@contextlib.contextmanager
+def _cache(directory: Path) -> Iterator[None]:
     import llvmlite.binding as llvm  # imported late: a quarter of a second of CPU
     import numba as nb
 
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     kind = [nb.__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), sys.version]
     digest = hashlib.sha256(sources + "\0".join(kind).encode()).hexdigest()[:16]
-    return directory / f"kernels-{platform.machine()}-{digest}"
-
-
-@contextlib.contextmanager
-def _cache(directory: Path) -> Iterator[None]:
-    import numba as nb
-
-    own = _own(directory)
+    own = directory / f"kernels-{platform.machine()}-{digest}"
     own.mkdir(parents=True, exist_ok=True, mode=0o700)
     config: Any = nb.config
     earlier = config.CACHE_DIR

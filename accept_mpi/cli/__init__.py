@@ -11,14 +11,11 @@ from typing import NoReturn
 
 from accept_mpi.cli.arguments import byte_size, duration, link_speed, nonnegative_integer, positive_integer
 from accept_mpi.cli.terminal import outlive_terminal
-from accept_mpi.device.memory import available_memory
 from accept_mpi.errors import INTERRUPTED, UserError, one_line
-from accept_mpi.kernels.options import compile_apart
 from accept_mpi.launch.run_identity import RunIdentity
 from accept_mpi.version import __version__
 
 _START, _LONGEST_START = "ACCEPT_MPI_START_SECONDS", 1e9
-_LITTLE_MEMORY = 512 << 20  # bytes; with less, torch and the compiler of kernels are better not in memory together
 
 
 class _Parser(argparse.ArgumentParser):
@@ -184,10 +181,7 @@ def _train(options: argparse.Namespace) -> int:
     # MPI starts when it is imported. It then blocks the interpreter until all ranks are there, and would wait for ever for
     # one that died before.
     outlive_terminal()
-    seconds = _start_seconds()
-    if available_memory() < _LITTLE_MEMORY:
-        compile_apart()
-    faulthandler.dump_traceback_later(seconds, exit=True)
+    faulthandler.dump_traceback_later(_start_seconds(), exit=True)
     from accept_mpi.cli.train import main
 
     faulthandler.cancel_dump_traceback_later()

@@ -78,7 +78,8 @@ def plan_by_measuring(
 
     Every rank that can load the data may hold the first or the last stage. If a plan is ``given``, it stays as it is: only
     rank 0 times layers, and the others are assumed to be as fast (FTPipeHD, section III-D: capacity 1 until training shows
-    another). ``have``: the data, if this rank has loaded them; ``most``: most bytes of memory that this rank may take.
+    another). ``have``: the data, if this rank has loaded them; ``most``: most bytes of memory that this rank may take. One
+    that has no memory for any stage measures its links only: compiled kernels alone take 60 MiB.
 
     Raises Agreed if no plan fits or no rank has the data.
     """
@@ -86,22 +87,26 @@ def plan_by_measuring(
     began = time.monotonic()
     batch = runtime.agree("a micro-batch", lambda: micro_batch(data[0], job))
     codings = codings_of(job)
-    prepare(list(codings.values()))  # now, since it takes a slow device as long as another rank takes for the outline
+    idle = given is None and _room(runtime, most) <= 0
+    if not idle:
+        prepare(list(codings.values()))  # now, since it takes a slow device as long as another rank takes for the outline
     model = agree_on_outline(runtime, chain, job, batch, source)
     rates = pair_rates(runtime.world)
     linked = time.monotonic()
     path = database_path(job.pipeline.latency_db) if runtime.rank == 0 and not given else None
     devices = introduce_devices(runtime, job, model, path)
     give_back_memory()  # kept from an earlier run in the same process
-    room = min(most, planned(available_memory() / runtime.ranks_on_host))
+    room = 0.0 if idle else _room(runtime, most)
     subject = Subject(chain, model, job, loss, *batch)
     times = runtime.agree(
         "the time of each layer",
         lambda: (
-            _times_here(runtime, subject, devices, room) if given is None or runtime.rank == 0 else nothing_measured(model)
+            _times_here(runtime, subject, devices, room)
+            if not idle and (given is None or runtime.rank == 0)
+            else nothing_measured(model)
         ),
     )
-    costs = message_costs(codings, rates.seconds_per_byte, rates.seconds_per_message)
+    costs = None if idle else message_costs(codings, rates.seconds_per_byte, rates.seconds_per_message)
     copies = job.recovery.copies(runtime.size, runtime.survives)
     mine = Report(times, rates, costs, data[0] is not None, room, computing_takes_all(runtime.cores), copies)
     seen = _gathered(runtime, devices, subject, mine)
@@ -135,6 +140,11 @@ def with_best_lanes(runtime: Runtime, job: Job, chain: Chain, loss: Loss, have: 
     )  # fmt: skip
     cluster = ClusterProfile(model, [device], [[1e12]], [[0.0]])
     return with_paying_lanes(cluster, job, plan), data
+
+
+def _room(runtime: Runtime, most: float) -> float:
+    """Bytes that a stage may take on this rank, and no more than ``most``."""
+    return min(most, planned(available_memory() / runtime.ranks_on_host))
 
 
 class _Took(NamedTuple):

@@ -101,7 +101,8 @@ class Deployment:
     @staticmethod
     def start(runtime: Runtime, state: RankState, plan: Plan) -> "Deployment":
         """Compile kernels, load the data if the stage needs it, and agree on its size; all ranks call this together."""
-        compiling = prepare(list(codings(state.job, plan).values()))
+        idle = plan.place(runtime.rank).idle
+        compiling = 0.0 if idle else prepare(list(codings(state.job, plan).values()))
         told = runtime.messenger.allgather(compiling, runtime.startup_seconds, "compiled kernels")
         new = Deployment(runtime, state, plan, max(told))
         runtime.describe_ranks(lambda rank: _holds(plan, rank))

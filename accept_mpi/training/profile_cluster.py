@@ -91,7 +91,8 @@ class Report(msgspec.Struct, frozen=True):
 
     times: LayerTimes
     rates: PairRates
-    costs: MessageCosts
+    costs: MessageCosts | None
+    """None if the rank can hold no stage."""
     data: bool
     """True if the rank has the data set."""
     memory: float
@@ -128,12 +129,10 @@ def pooled_profile(model: Outline, devices: Devices, seen: Measured, path: Path 
     if not assumed and not all(all(one.measured) for one in pooled):  # on this device or another of its kind
         predictor = predictor_for(path, model, {key: kept[n] for key, n in leaders.items()})
     same = [one is not own for one, own in zip(pooled, seen.times, strict=True)]
-    handled = pool_message_costs([report.costs for report in seen.reports], devices.kinds, same)
-    said = [
-        msgspec.structs.replace(report, times=one, costs=costs)
-        for report, one, costs in zip(seen.reports, pooled, handled, strict=True)
-    ]
-    cluster = cluster_profile_of(model, said, [facts["host"] for facts in devices.facts], predictor)
+    usual = next((report.costs for report in seen.reports if report.costs), MessageCosts({}, 0.0, 0.0))
+    handled = pool_message_costs([report.costs or usual for report in seen.reports], devices.kinds, same)
+    said = [msgspec.structs.replace(report, times=one) for report, one in zip(seen.reports, pooled, strict=True)]
+    cluster = cluster_profile_of(model, said, handled, [facts["host"] for facts in devices.facts], predictor)
     if assumed:
         others = [msgspec.structs.replace(device, assumed=n > 0) for n, device in enumerate(cluster.devices)]
         return msgspec.structs.replace(cluster, devices=others)
@@ -141,9 +140,14 @@ def pooled_profile(model: Outline, devices: Devices, seen: Measured, path: Path 
 
 
 def cluster_profile_of(
-    model: Outline, reports: list[Report], hosts: list[str], predictor: Predictor | None = None
+    model: Outline,
+    reports: list[Report],
+    costs: Sequence[MessageCosts],
+    hosts: list[str],
+    predictor: Predictor | None = None,
 ) -> ClusterProfile:
-    """Combine all reports into a cluster profile; times that devices have not measured are predicted."""
+    """Combine all reports into a cluster profile; times that devices have not measured are predicted. ``costs``: of messages
+    on each device."""
     forward, backward, weights, update = impute([report.times for report in reports], model, predictor).tolist()
     devices = []
     for n, report in enumerate(reports):
@@ -156,10 +160,10 @@ def cluster_profile_of(
                 backward=backward[n],
                 weight_gradient=weights[n],
                 update=update[n],
-                encode={name: stretch * encode for name, (encode, _) in report.costs.codecs.items()},
-                decode={name: stretch * decode for name, (_, decode) in report.costs.codecs.items()},
-                seconds_per_byte=stretch * report.costs.seconds_per_byte,
-                seconds_per_message=stretch * report.costs.seconds_per_message,
+                encode={name: stretch * encode for name, (encode, _) in costs[n].codecs.items()},
+                decode={name: stretch * decode for name, (_, decode) in costs[n].codecs.items()},
+                seconds_per_byte=stretch * costs[n].seconds_per_byte,
+                seconds_per_message=stretch * costs[n].seconds_per_message,
                 shared=report.shared,
                 memory=report.memory,
                 snapshots=report.snapshots,

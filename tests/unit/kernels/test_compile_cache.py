@@ -88,24 +88,3 @@ def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     own.chmod(0o700)
     ranks(tmp_path, "half", 1)
     assert b"another's" not in {path.read_bytes() for path in tmp_path.rglob("*.nb?")}
-
-
-def test_another_process_fills_the_cache(tmp_path: Path) -> None:
-    """On devices with little memory, no rank has the compiler in its own."""
-    apart = "import sys, pathlib; import accept_mpi.kernels.options as o; o.compile_apart(pathlib.Path(sys.argv[1]))"
-    for _ in range(2):
-        subprocess.run([*python(), "-c", apart, str(tmp_path)], env=environment(), check=True, timeout=HANGS)
-        files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")}
-        assert {path.name.split(".")[0] for path in files} >= {
-            "beam",
-            "groups",
-            "half",
-            "mbq",
-            "search",
-            "simulator",
-            "uniform",
-        }
-        ((compiled, taken),) = ranks(tmp_path, "uniform", 1)
-        assert (compiled, taken > 0) == (0, True)
-    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")}
-    subprocess.run([*python(), "-c", apart, "/proc/no/such"], env=environment(), check=True, timeout=HANGS)
