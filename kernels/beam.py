@@ -87,7 +87,7 @@ def beam(  # type: ignore[no-untyped-def]
                     scores[level + 1, q] = score
                     left_there[q] = rest
         here = there
-        left[:] = left_there
+        left = left_there
         if not here:
             break
     return 0

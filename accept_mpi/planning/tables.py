@@ -47,8 +47,11 @@ def stage_table(cluster: ClusterProfile, found: Estimate, micro_batches: int) ->
 def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) -> list[str]:
     """Lines that say which devices stay idle, and how long a step should take: with this plan, with even cuts, and at least
     with any plan."""
-    idle = [f"{device.host} (rank {n})" for n, device in enumerate(cluster.devices) if found.plan.place(n).idle]
-    lines = [f"left idle, since using them would save little or no time: {', '.join(idle)}"] if idle else []
+    idle = [n for n in range(len(cluster.devices)) if found.plan.place(n).idle]
+    lines = []
+    for why, little in (("they have no memory for any stage", True), ("using them would save little or no time", False)):
+        names = [f"{cluster.devices[n].host} (rank {n})" for n in idle if (cluster.devices[n].memory <= 0) is little]
+        lines += [f"left idle, since {why}: {', '.join(names)}"] if names else []
     if len(cluster.devices) > 1:
         apart = [one for one, _ in parted(cluster.outline.shared, found.plan)]
         for one in cluster.outline.shared:

@@ -154,6 +154,17 @@ def test_models_that_cannot_be_planned(mpirun, tmp_path: Path, code: str, messag
     assert "Traceback" not in out
 
 
+def test_a_rank_without_memory_for_any_stage(mpirun, tmp_path: Path) -> None:
+    """It is left idle, and neither compiles kernels nor measures, which would take more memory than it has."""
+    poor = samples.CNN | {"model": 'name = "little_memory:mlp"\nargs = { memory = 1e9, poor = 1 }'}
+    keys = {"pipeline_forward": "auto", "pipeline_backward": "auto", "pipeline_probe_seconds": 0.3}
+    job = samples.write_job(tmp_path / "job.toml", poor, "run", pipeline_cuts="auto", **keys)
+    found = mpirun(3, "-m", "accept_mpi", "train", job)
+    assert re.search(r"left idle, since they have no memory for any stage: \S+ \(rank 1\)", found.out)
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        assert 1 not in Plan.from_json(log.attrs["plan"]).leaders
+
+
 def test_no_latency_database_where_none_is_wanted(mpirun, tmp_path: Path) -> None:
     """And one at a path of the job's, with an entry for this model; damaged, it is set aside with a warning."""
     keys = {"pipeline_cuts": "auto", "pipeline_probe_seconds": 0.3, "train_steps": 1, "train_evaluate_every": 0}
