@@ -55,7 +55,8 @@ class Data(Section, frozen=True):
 class Optimizer(Section, frozen=True):
     """``train.optimizer``: one of torch's optimizers, and how its learning rate changes from step to step."""
 
-    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    name: Literal["sgd", "adam", "adamw", "nadam", "lion"] = "sgd"
+    """nadam and lion: with decoupled weight decay, as adamw."""
     lr: Positive = 0.05
     momentum: Share = 0.0
     nesterov: bool = False
@@ -71,6 +72,9 @@ class Optimizer(Section, frozen=True):
     """Factor of each decay of the "step" schedule."""
     final_lr: Annotated[float, Meta(ge=0, le=_LARGEST)] = 0.0
     """Learning rate at the end of the "cosine" schedule."""
+    correction: Literal["none", "extrapolate"] = "none"
+    """extrapolate: updates from older weights' gradients are corrected by how they have changed (``pipeline.correction``);
+    for the schedules 1f1b-delayed and 1f1b-async."""
     decay_vectors: bool = True
     """False: no weight decay for parameters of fewer than two dimensions, which are norms and biases."""
 
@@ -157,10 +161,18 @@ class Train(Section, frozen=True):
     """"bf16": torch's autocast, in forwards and their backwards."""
 
 
+ScheduleKind = Literal["gpipe", "1f1b", "1f1b-async", "1f1b-delayed", "zero-bubble"]
+
+
+def flows(schedule: ScheduleKind) -> bool:
+    """True if the pipeline goes from step to step without draining, so that micro-batches in flight use older weights."""
+    return schedule in ("1f1b-async", "1f1b-delayed")
+
+
 class Pipeline(Section, frozen=True):
     """``[pipeline]``: schedule, cuts, codecs and timeouts."""
 
-    schedule: Literal["gpipe", "1f1b", "1f1b-async", "zero-bubble"] = "1f1b"
+    schedule: ScheduleKind = "1f1b"
     cuts: Literal["auto", "even"] | Annotated[list[Count], Meta(max_length=MOST_ENTRIES)] = "auto"
     """First layers of stages 1, 2, ...; "even": by number of layers; "auto": where training is fastest, by measuring the
     devices and their links."""
@@ -246,8 +258,8 @@ class Output(Section, frozen=True):
 GOES_WITH = {
     "momentum": ("name", ("sgd",)),
     "nesterov": ("name", ("sgd",)),
-    "betas": ("name", ("adam", "adamw")),
-    "eps": ("name", ("adam", "adamw")),
+    "betas": ("name", ("adam", "adamw", "nadam", "lion")),
+    "eps": ("name", ("adam", "adamw", "nadam")),
     "decay_every": ("schedule", ("step",)),
     "decay": ("schedule", ("step",)),
     "final_lr": ("schedule", ("cosine",)),

@@ -15,7 +15,7 @@ import msgspec
 from accept_mpi.errors import UserError, one_line
 from accept_mpi.files.regular import read_regular
 from accept_mpi.files.values import check_values, loads
-from accept_mpi.job import GOES_WITH, MOST_ENTRIES, Job, Optimizer
+from accept_mpi.job import GOES_WITH, MOST_ENTRIES, Job, Optimizer, flows
 from accept_mpi.registry import nearest
 
 _MOST_BYTES = 1 << 20  # size limit of a job file
@@ -91,10 +91,15 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
             f'{source}: pipeline.recompute = "on" does not go with schedule = "zero-bubble", which keeps what weight '
             "gradients need beyond the backward"
         )
-    if job.pipeline.lanes == "F+B" and job.pipeline.schedule == "1f1b-async":
+    if job.pipeline.lanes == "F+B" and flows(job.pipeline.schedule):
         raise UserError(
-            f'{source}: pipeline.lanes = "F+B" goes with synchronous schedules: in 1f1b-async a backward needs the weights '
-            "of its forward while another forward needs newer ones; a number of lanes goes with all"
+            f'{source}: pipeline.lanes = "F+B" goes with synchronous schedules: in {job.pipeline.schedule} a backward needs '
+            "the weights of its forward while another forward needs newer ones; a number of lanes goes with all"
+        )
+    if job.train.optimizer.correction != "none" and not flows(job.pipeline.schedule):
+        raise UserError(
+            f'{source}: train.optimizer.correction goes with schedule = "1f1b-delayed" or "1f1b-async": in '
+            f"{job.pipeline.schedule} no gradient is older than the weights"
         )
     if not job.output.directory:
         raise UserError(f'{source}: output.directory: expected a directory, such as "runs/first", got ""')

@@ -35,6 +35,11 @@ def _built(layer: Any, index: int, seed: int) -> nn.Module:
         return layer if isinstance(layer, nn.Module) else layer()
 
 
+def _show(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data = value
+
+
 def plain_loop(path: Path, *overrides: str, whole: bool = False) -> tuple[dict[str, Any], list[float]]:
     """``state_dict()`` at the end and the loss of each step. ``whole``: one forward for each batch."""
     job = parse(path.read_text(), str(path), overrides)
@@ -52,6 +57,9 @@ def plain_loop(path: Path, *overrides: str, whole: bool = False) -> tuple[dict[s
     o = train.optimizer
     optimizer = torch.optim.SGD(trained, lr=job.lr, momentum=o.momentum, weight_decay=o.weight_decay)
     losses, per_epoch = [], -(-len(data) // train.batch_size)
+    delayed = job.pipeline.schedule == "1f1b-delayed"
+    parameters = list(model.parameters())
+    newest = earlier = [p.detach().clone() for p in parameters]
     assert train.steps
     for step in range(train.steps):
         epoch = step // per_epoch
@@ -59,6 +67,8 @@ def plain_loop(path: Path, *overrides: str, whole: bool = False) -> tuple[dict[s
         batch = order[step % per_epoch * train.batch_size :][: train.batch_size]
         size = len(batch) if whole else -(-train.batch_size // train.micro_batches)
         total = 0.0
+        if delayed:
+            _show(parameters, earlier)
         for k, begin in enumerate(range(0, len(batch), size)):
             indices = batch[begin : begin + size]
             x, y = _samples(data, indices, mix(AUGMENT, train.seed, epoch))
@@ -76,8 +86,12 @@ def plain_loop(path: Path, *overrides: str, whole: bool = False) -> tuple[dict[s
                 loss = loss[0] / loss[1]
             (loss * (len(indices) / len(batch))).backward()
             total += loss.item() * len(indices) / len(batch)
+        if delayed:
+            _show(parameters, [value.clone() for value in newest])
         optimizer.step()
         optimizer.zero_grad()
+        if delayed:
+            earlier, newest = newest, [p.detach().clone() for p in parameters]
         losses.append(total)
     return model.state_dict(), losses
 

@@ -1,4 +1,6 @@
-"""PipeDream's stale-weight arithmetic in one process, for the tests of the asynchronous schedule."""
+"""The arithmetic of schedules with older weights in one process, for their tests."""
+
+from collections.abc import Callable
 
 import samples
 import torch
@@ -61,4 +63,39 @@ def replay(
             optimizer.zero_grad()
         for index, layer in enumerate(layers):
             versions[index].append([p.detach().clone() for p in layer.parameters()])
+    return plain.model.state_dict()
+
+
+def delayed(
+    job: dict, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], corrected: bool = False,
+    clip_norm: float | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """ "1f1b-delayed": a step computes with the weights from before the last update but one. ``corrected``: updates are
+    x - u(t) - (u(t) - u(t-1))."""
+    plain, train = samples.plain(job), job["train"]
+    parameters = list(plain.model.parameters())
+    optimizer = make(parameters)
+    newest = [p.detach().clone() for p in parameters]
+    earlier, last = newest, None
+    for step in range(train["steps"]):
+        for p, value in zip(parameters, earlier, strict=True):
+            p.data = value
+        batch = plain.micro_batches(step, train["batch_size"], train["micro_batches"])
+        for k, indices in enumerate(batch):
+            x = plain.forward(step, k, plain.train_set.inputs(indices))
+            loss = plain.loss(x, plain.train_set.targets(indices)) * (len(indices) / sum(map(len, batch)))
+            loss.backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+        for p, value in zip(parameters, newest, strict=True):
+            p.data = value.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        updates = [old - p.detach() for old, p in zip(newest, parameters, strict=True)]
+        if corrected and last is not None:
+            for p, update, before in zip(parameters, updates, last, strict=True):
+                p.data -= update - before
+        earlier, newest, last = newest, [p.detach().clone() for p in parameters], updates
+    for p, value in zip(parameters, newest, strict=True):
+        p.data = value
     return plain.model.state_dict()

@@ -15,6 +15,7 @@ from torch import nn
 
 from accept_mpi.job import Optimizer, ParameterGroup
 from accept_mpi.models.fine_tuning import matches
+from accept_mpi.pipeline.lion import Lion
 
 
 def learning_rate(options: Optimizer, lr: float, step: int, steps: int) -> float:
@@ -50,12 +51,14 @@ def make_optimizer(
             decay = own.weight_decay
         factor = own.lr / lr if own is not None and own.lr is not None else 1.0
         tables.setdefault((factor, decay), []).append(parameter)
-    kind: type[torch.optim.Optimizer]
+    kind, *_ = _KINDS[options.name]
+    extra: dict[str, Any] = {"betas": options.betas}
     if options.name == "sgd":
-        kind, extra = torch.optim.SGD, {"momentum": options.momentum, "nesterov": options.nesterov}
-    else:
-        kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
-        extra = {"betas": options.betas, "eps": options.eps}  # type: ignore[dict-item]
+        extra = {"momentum": options.momentum, "nesterov": options.nesterov}
+    elif options.name != "lion":
+        extra["eps"] = options.eps
+    if options.name == "nadam":
+        extra["decoupled_weight_decay"] = True
     leave_the_compiler_out()
     arguments: dict[str, Any] = {"lr": lr, "weight_decay": options.weight_decay, **extra}
     own_tables = [
@@ -73,13 +76,28 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 COUNTER = "step"
 """Name, in the optimizer's state, of the number of a parameter's updates."""
+SCALARS = frozenset({COUNTER, "mu_product"})
+"""Names of what is one number per parameter."""
+_KINDS: dict[str, tuple[Any, ...]] = {
+    "sgd": (torch.optim.SGD, "momentum_buffer"),
+    "adam": (torch.optim.Adam, COUNTER, "exp_avg", "exp_avg_sq"),
+    "adamw": (torch.optim.AdamW, COUNTER, "exp_avg", "exp_avg_sq"),
+    "nadam": (torch.optim.NAdam, COUNTER, "mu_product", "exp_avg", "exp_avg_sq"),
+    "lion": (Lion, "exp_avg"),
+}
+"""Optimizers by name, and the names of their state."""
 
 
 def state_names(options: Optimizer) -> frozenset[str]:
     """Names of the optimizer's state for each parameter that has been updated."""
     if options.name == "sgd":
         return frozenset({"momentum_buffer"} if options.momentum else ())
-    return frozenset({COUNTER, "exp_avg", "exp_avg_sq"})
+    return frozenset(_KINDS[options.name][1:])
+
+
+def values_kept(options: Optimizer) -> int:
+    """Number of values that are kept per value of a parameter: the optimizer's, and the last update for a correction."""
+    return len(state_names(options) - SCALARS) + (options.correction != "none")
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:

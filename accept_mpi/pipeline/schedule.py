@@ -19,30 +19,42 @@ the right:
 "1f1b-async" is 1f1b over all steps of a segment without a pause between them: F of the next step uses the weights that the
 stage has by then (PipeDream's weight stashing), and U follows the B of a step's last micro-batch.
 
+"1f1b-delayed" does not pause either, but all stages compute the F and B of a step with the weights from before the last
+update but one (PipeDream-2BW's delay of one step, with at most two versions of the weights). So what is computed does not
+depend on the number of stages, their cuts or ``transfer_slack``. A step's first F waits for that update, so at most one step
+and a micro-batch are in flight:
+
+    step    0    1    2    3       weights that F and B use: those after so many updates
+    uses    0    0    1    2
+
 Deferring W has a price (a second pass through memory: 5 to 10 % of MobileNetV2's F + B + W). So stage 0, which sends no
 gradients, does not defer. With a ``transfer_slack`` of 2 or more, other stages defer only for the last micro-batches of a
 step: for as many as wait there for B, and ``s`` more. With slack, the stages before do not wait for the first gradients. On
 equal stages that is never slower than ZB-H1 (tests/unit/pipeline/test_schedule.py), and up to 6 % faster where deferring
 costs 6 %.
 
-Sources: GPipe (Huang et al. 2019); 1F1B and its bound (PipeDream, Narayanan et al. 2019, section 3.2); ZB-H1 (Qi et al.
-2023, section 2.2). ``transfer_slack`` 1 gives Asteroid's K_p (reconstruction): one more micro-batch per boundary behind the
-stage, so that a transfer counts like a stage.
+Sources: GPipe (Huang et al. 2019); 1F1B and its bound (PipeDream, Narayanan et al. 2019, section 3.2); PipeDream-2BW
+(Narayanan et al. 2021, section 3.1); ZB-H1 (Qi et al. 2023, section 2.2). ``transfer_slack`` 1 gives Asteroid's K_p
+(reconstruction): one more micro-batch per boundary behind the stage, so that a transfer counts like a stage.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
-ScheduleKind = Literal["gpipe", "1f1b", "1f1b-async", "zero-bubble"]
-KINDS: tuple[ScheduleKind, ...] = ("gpipe", "1f1b", "1f1b-async", "zero-bubble")
+from accept_mpi.job import ScheduleKind
+
+KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
+DELAY = 1
+"""Steps by which the weights that "1f1b-delayed" computes with are older than the newest."""
 _SLACK_FOR_WHOLE = 2
 
 
 class Action(NamedTuple):
     """One action of a stage. ``step`` counts from the segment's first; ``micro_batch`` is -1 for U.
 
-    ``version``: weight version that an F computes with, the number of updates since the segment began.
+    ``version``: weight version that an F computes with, the number of updates since the segment began ("1f1b-delayed": -1
+    before the last one of the segment before).
     """
 
     kind: str
@@ -73,9 +85,9 @@ def max_in_flight(
 ) -> int:
     """Most micro-batches in flight at ``stage``: those after F, and before B (zero-bubble: before W or BW).
 
-    gpipe: all of a step. 1f1b: P - s. zero-bubble: P (Qi et al.: the peak of 1F1B, at every stage). Except for gpipe,
-    ``slack`` comes on top per boundary behind the stage, and a stage that a group holds counts as many times as it works on
-    micro-batches at a time (``widths``; by default 1 for each stage).
+    gpipe: all of a step. 1f1b and its kin: P - s. zero-bubble: P (Qi et al.: the peak of 1F1B, at every stage). Except for
+    gpipe, ``slack`` comes on top per boundary behind the stage, and a stage that a group holds counts as many times as it
+    works on micro-batches at a time (``widths``; by default 1 for each stage).
     """
     width = widths or [1] * stages
     ahead = slack * (stages - 1 - stage)
@@ -91,9 +103,10 @@ def actions(
     slack: int = 0,
     vertical_sync: bool = False,
     widths: Sequence[int] = (),
+    prompt: bool = False,
 ) -> list[Action]:
     """List of the actions that ``walk`` yields, for the same arguments."""
-    return list(walk(kind, stage, stages, counts, slack, vertical_sync, widths))
+    return list(walk(kind, stage, stages, counts, slack, vertical_sync, widths, prompt))
 
 
 def walk(
@@ -104,15 +117,19 @@ def walk(
     slack: int = 0,
     vertical_sync: bool = False,
     widths: Sequence[int] = (),
+    prompt: bool = False,
 ) -> Iterator[Action]:
     """Yield the actions of ``stage`` for a segment, one after another: a segment may be the whole of a long run.
 
     ``counts[i]``: micro-batches in the segment's step ``i``; ``slack``: the job's ``transfer_slack``; ``vertical_sync``: F
     uses the weight version that stage 0 used ("1f1b-async" only); ``widths``: number of micro-batches that each stage works
-    on at a time (``deal.widths``; by default 1), each member of a group on its own part of these actions. The pipeline is
-    empty before and after a segment; within it only "1f1b-async" goes from step to step without draining.
+    on at a time (``deal.widths``; by default 1), each member of a group on its own part of these actions; ``prompt``: all
+    stages update after the same B, since they wait for each other in their updates ("1f1b-delayed"). The pipeline is
+    empty before and after a segment; within it only "1f1b-async" and "1f1b-delayed" go from step to step without draining.
     """
     wide = tuple(widths) or (1,) * stages
+    if kind == "1f1b-delayed":
+        return _delayed(stage, wide, counts, slack, prompt)
     if kind == "1f1b-async":
         mine = _asynchronous(stage, wide, counts, slack)
         if not vertical_sync or stage == 0:
@@ -194,6 +211,37 @@ def _asynchronous(stage: int, widths: Sequence[int], counts: Sequence[int], slac
         while letter == "B" and number + 1 == at:
             yield Action("U", step_due, -1, step_due)
             step_due, at = next(due, (len(counts), -1))
+
+
+def _delayed(stage: int, widths: Sequence[int], counts: Sequence[int], slack: int, prompt: bool) -> Iterator[Action]:
+    """A group updates later, as asynchronously, but before the next step's last B is over; the first F of the step that uses
+    the update waits for that on all stages, so that all of them admit the same micro-batches before the same B."""
+    total = sum(counts)
+    admitted = max_in_flight("1f1b", stage, len(widths), total, slack, widths)
+    own, *others = [0 if prompt or width == 1 else width for width in (widths[stage], *widths)]
+    wait = max(others)
+    ends = list(itertools.accumulate(counts))
+    following = [*ends[DELAY:], *[total] * DELAY]
+    free = [0] * (1 + DELAY) + [min(end + wait, after) for end, after in zip(ends, following, strict=True)]
+    """Number of B before the first F of a step."""
+    updates = [min(end + own, after) for end, after in zip(ends, following, strict=True)]
+    """Number of B before a step's U."""
+    forwards = ((step, k) for step, count in enumerate(counts) for k in range(count))
+    coming = next(forwards, None)
+    back = 0
+    due = 0
+    for step, count in enumerate(counts):
+        for k in range(count):
+            while coming is not None and ends[coming[0]] - counts[coming[0]] + coming[1] < back + admitted:
+                if back < free[coming[0]]:
+                    break
+                yield Action("F", *coming, coming[0] - DELAY)
+                coming = next(forwards, None)
+            yield Action("B", step, k, step - DELAY)
+            back += 1
+            while due < len(counts) and back >= updates[due]:
+                yield Action("U", due, -1, due)
+                due += 1
 
 
 def grid(walks: Sequence[Sequence[Action]]) -> str:

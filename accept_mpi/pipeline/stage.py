@@ -11,19 +11,20 @@ from torch import nn
 from accept_mpi import tree
 from accept_mpi.codecs.tensors import Tensors
 from accept_mpi.errors import UserError
-from accept_mpi.job import Job
+from accept_mpi.job import Job, flows
 from accept_mpi.models.layers import Layers, may_draw, restore_modes
 from accept_mpi.models.losses import Divisors, Loss, Result
 from accept_mpi.models.shared import lay_out
-from accept_mpi.pipeline.averages import AVERAGE, Averages
+from accept_mpi.pipeline.averages import Averages
+from accept_mpi.pipeline.correction import Correction
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.graph_edges import Box, Seeded, finite
 from accept_mpi.pipeline.micro_batch import InFlight, Inputs, Key, Outputs
 from accept_mpi.pipeline.optimizer import make_optimizer, set_learning_rate, update
-from accept_mpi.pipeline.parameters import Parameters, named_state
+from accept_mpi.pipeline.parameters import Parameters
 from accept_mpi.pipeline.recomputing import Recomputing
 from accept_mpi.pipeline.running_statistics import RunningStatistics
-from accept_mpi.pipeline.state import load_layer, state_of
+from accept_mpi.pipeline.schedule import DELAY
 from accept_mpi.pipeline.trials import Trials
 from accept_mpi.pipeline.turns import Turns
 from accept_mpi.pipeline.weight_versions import LaneWeights, Weights
@@ -58,7 +59,9 @@ class Stage(Trials):
         own = self.own = Parameters(layers)
         self.parameters = own.every
         buffers = [buffer for layer in self.layers for buffer in layer.buffers()]
-        self._weights = Weights(self.parameters, job.pipeline.schedule == "1f1b-async", buffers)
+        schedule = job.pipeline.schedule
+        delay = DELAY if schedule == "1f1b-delayed" else 0
+        self._weights = Weights(self.parameters, flows(schedule), buffers, delay)
         trained = [n for n, p in enumerate(self.parameters) if p.requires_grad]
         self.optimizer = make_optimizer(
             job.train.optimizer, job.lr, [self._weights.updated[n] for n in trained], [own.whole[n] for n in trained],
@@ -69,9 +72,10 @@ class Stage(Trials):
         self.trained_first = [own.first[n] for n in trained]
         """For each of ``trained``, False if an earlier stage has a copy of it, too."""
         self.averages = Averages(job.train.ema)
+        self._correction = Correction(job.train.optimizer.correction == "extrapolate")
         self.again: Recomputing | None = None
         """If backwards compute their forwards again."""
-        self._deferred = DeferredWeights(self.layers) if job.pipeline.schedule == "zero-bubble" else None
+        self._deferred = DeferredWeights(self.layers) if schedule == "zero-bubble" else None
         self._anchor = torch.zeros((), requires_grad=True)
         self.in_flight: dict[Key, InFlight] = {}
         self._divisors = Divisors()
@@ -91,6 +95,8 @@ class Stage(Trials):
         """Layers whose forwards draw random numbers, by index, found by ``probe``; one past the last stands for the loss."""
         self._turns: Turns | None = None
         """If several threads compute."""
+        self._held: dict[str, torch.Tensor] = {}
+        """State that is not trained, as it was when a step ended (``hold``)."""
         self._kept = self._check_state()  # reports state that cannot be kept now, not at the first checkpoint
 
     @property
@@ -212,8 +218,10 @@ class Stage(Trials):
                         gradient.mul_(factor)
             self._weights.before_update()
             set_learning_rate(self.optimizer, lr)
-            update(self.optimizer)
-            self.averages.add([p for p in self._weights.updated if p.requires_grad])
+            trained = [p for p in self._weights.updated if p.requires_grad]
+            with self._correction.around(trained):
+                update(self.optimizer)
+            self.averages.add(trained)
         elif clip is not None:
             clip([])
         self._weights.publish(version + 1)
@@ -298,50 +306,6 @@ class Stage(Trials):
     def drawing(self) -> AbstractContextManager[None]:
         """A context for what draws random numbers: no other thread that computes the stage does so meanwhile."""
         return nullcontext() if self._turns is None else self._turns.drawing()
-
-    # -- state ---------------------------------------------------------------------------------------------------------
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the newest weights under their names in the whole model."""
-        yield from zip(self.own.names, self.parameters, strict=True)
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of all state of the layers, contiguous, under its names in the whole model."""
-        self._weights.newest()
-        return {
-            f"{name}.{key}": value
-            for name, layer in zip(self.names, self.layers, strict=True)
-            for key, value in state_of(name, layer).items()
-        }
-
-    def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Copies of the optimizer's tensors as "<name of the state>/<parameter's name>"."""
-        if self.optimizer is None:
-            return {}
-        every = self.optimizer.state
-        return self.own.kept_state(self._weights.updated, lambda p: every.get(p, {}) | self.averages.of(p))
-
-    def load(self, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> None:
-        """Load weights and optimizer state. Raises UserError if they belong to another model."""
-        self._weights.newest()
-        with torch.no_grad():
-            for name, layer in zip(self.names, self.layers, strict=True):
-                prefix = f"{name}."
-                own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-                made = {key.removeprefix(prefix) for key in self._made if key.startswith(prefix)}
-                load_layer(name, layer, own, made)
-            self._weights.adopt()
-            self._watch_written()
-            if self.optimizer is None:
-                return
-            for name, parameter in zip(self.own.names, self._weights.updated, strict=True):
-                for what, value in named_state(optimizer, name):
-                    like = parameter if value.shape == parameter.shape else value
-                    kept = torch.empty_like(like, dtype=value.dtype).copy_(value)
-                    if what == AVERAGE:
-                        self.averages.put(parameter, kept)
-                    else:
-                        self.optimizer.state[parameter][what] = kept
 
     # ------------------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self, cast
 
 import torch
-from torch import nn
 
 from accept_mpi import tree
 from accept_mpi.codecs.tensors import Tensors, TensorSpec
@@ -20,21 +19,19 @@ from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.graph_edges import finite
 from accept_mpi.pipeline.micro_batch import InFlight, Key, Outputs
 from accept_mpi.pipeline.shareable import Watch
+from accept_mpi.pipeline.stage_state import Stateful
 from accept_mpi.pipeline.state import check_state
 from accept_mpi.pipeline.turns import calls_of_shared, hooked, why_in_turn
 from accept_mpi.pipeline.untouched import untouched
-from accept_mpi.pipeline.weight_versions import Weights, Writes, may_be_written
+from accept_mpi.pipeline.weight_versions import Writes, may_be_written
 from accept_mpi.seeds import forward_seed, kept, seed_all, state
 from accept_mpi.tree import Tree
 
 
-class Trials:
+class Trials(Stateful):
     """The part of a ``Stage`` that tries its layers. ``Stage.__init__`` sets the fields."""
 
     start: int
-    names: list[str]
-    layers: list[nn.Module]
-    parameters: list[nn.Parameter]
     alone: str
     in_turn: str
     _job: Job
@@ -42,13 +39,10 @@ class Trials:
     _again: Callable[[], Layers] | None
     _loss: Loss | None
     _channels_last: bool
-    _weights: Weights
     _deferred: DeferredWeights | None
     _divisors: Divisors
     _searches: int
     _setting_up: bool
-    _made: set[str]
-    _written: set[str]
     _drawing: set[int]
     _kept: set[str]
     in_flight: dict[Key, InFlight]
@@ -141,14 +135,14 @@ class Trials:
                 "pipeline.vertical_sync: a layer writes into its own parameters or buffers in its forward, which would be "
                 "those of an older version; leave vertical_sync out"
             )
+        if self._job.pipeline.schedule == "1f1b-delayed" and any(name.startswith("parameter ") for name in self._written):
+            raise UserError(
+                "pipeline.schedule: a layer writes into its own parameters in its forward, which 1f1b-delayed "
+                "would lose: they are not the newest; take another schedule"
+            )
         self._watch_written()
         if self._deferred is not None and trial._deferred is not None:
             self._deferred.learn(trial._deferred)
-
-    def _watch_written(self) -> None:
-        """Have the weights keep apart what forwards write to, as far as it is there: a forward may make it."""
-        there = may_be_written(self.parameters, self.layers)
-        self._weights.written = [there[name] for name in sorted(self._written) if name in there]
 
     def _search(self, step: int, micro_batch: int, inputs: Tensors, of: Tree | None) -> int:
         """Number, from 1, of the layer that makes outputs not finite, found by running a copy of the stage layer by layer; 0

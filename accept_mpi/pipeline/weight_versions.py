@@ -5,7 +5,7 @@ keep working; what changes is the memory behind them. In the asynchronous schedu
 memory, while each micro-batch in flight keeps the one that its forward used (PipeDream's weight stashing): before its
 backward the parameters show that version again, so that everything computed then (recomputed activations, hooks) uses it,
 too. The newest version is the optimizer's own memory, so that what a layer writes into its parameters in a forward is not
-lost.
+lost. In the delayed schedule the version before the newest belongs to the state, too: the next step computes with it.
 
 A layer that writes into its own parameters in every forward (a norm that it keeps, say) gets separate memory for each
 micro-batch, in every schedule: the forwards of later micro-batches must not change what the backward of an earlier one uses.
@@ -18,6 +18,9 @@ import torch
 from torch import nn
 
 from accept_mpi.models.shared import common_memory, copies
+
+PREVIOUS = "previous"
+"""Name, beside the optimizer's state, of the weights before the last update."""
 
 
 class Memory(NamedTuple):
@@ -42,8 +45,16 @@ class Weights:
     """Values of some parameters: several versions if ``versions``, else only one. The parameters show the newest values,
     except from ``begin`` to ``end`` and from ``meet`` to ``leave``."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], versions: bool, buffers: Sequence[torch.Tensor] = ()) -> None:
-        """``buffers``: the same layers'; those that share memory with parameters are treated like parameters."""
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        versions: bool,
+        buffers: Sequence[torch.Tensor] = (),
+        delay: int = 0,
+    ) -> None:
+        """``buffers``: the same layers'; those that share memory with parameters are treated like parameters. ``delay``:
+        number of versions before the newest that forwards of later steps use."""
+        self.delay = delay
         self.parameters: list[torch.Tensor] = list(parameters)
         self.updated = list(parameters)
         """Parameters that the optimizer updates."""
@@ -60,7 +71,7 @@ class Weights:
             self._own = [nn.Parameter(p.data, requires_grad=p.requires_grad) for p in self.parameters]
             self.updated = self._own[: len(parameters)]
             self._shown = [p.data for p in self.parameters]
-            self._versions = {0: self._shown}
+            self._start(self._shown, self._shown)
         self.written: list[torch.Tensor] = []
         """Parameters and buffers that forwards write to."""
 
@@ -87,8 +98,8 @@ class Weights:
         in flight."""
         if self._versions is None:
             return None
-        for old in [v for v in tuple(self._versions) if v < version]:
-            self._versions.pop(old, None)
+        if not self.delay:
+            self._forget(version)
         return self._versions[version]
 
     def meet(self, kept: Kept) -> list[Memory]:
@@ -121,6 +132,8 @@ class Weights:
         if self._versions is None:
             return
         self.newest()
+        if self.delay:  # the steps that used older ones are over
+            self._forget(max(self._versions) + 1 - self.delay)
         copied = iter(copies([p.data for p, copied in zip(self.parameters, self._copied, strict=True) if copied]))
         for parameter, own, is_copied in zip(self.parameters, self._own, self._copied, strict=True):
             own.data = next(copied) if is_copied else parameter.data
@@ -137,7 +150,7 @@ class Weights:
         if self._versions is not None:
             self.newest()
             assert self._shown is not None
-            self._versions = {0: self._shown}
+            self._start(self._before(), self._shown)
 
     def adopt(self) -> None:
         """Make values that were loaded into the parameters the newest version and the optimizer's. Nothing may be in
@@ -146,7 +159,40 @@ class Weights:
             values = [p.data for p in self.parameters]
             for own, data in zip(self._own, values, strict=True):
                 own.data = data
-            self._versions, self._shown = {max(self._versions): values}, values
+            self._start(values, values)
+            self._shown = values
+
+    def before(self, updated: torch.Tensor) -> torch.Tensor | None:
+        """Value that one of ``updated`` had before the last update, if forwards to come use it and it is another."""
+        if self._versions is None or not self.delay:
+            return None
+        place = next(n for n, own in enumerate(self._own) if own is updated)
+        value, newest = self._before()[place], self._versions[max(self._versions)][place]
+        return None if value.data_ptr() == newest.data_ptr() else value
+
+    def put_before(self, updated: torch.Tensor, value: torch.Tensor) -> None:
+        """Make this the value that one of ``updated`` had before the last update, after ``adopt``."""
+        assert self._versions is not None
+        place = next(n for n, own in enumerate(self._own) if own is updated)
+        earlier = list(self._before())
+        earlier[place] = value
+        self._start(earlier, self._versions[max(self._versions)])
+
+    def _before(self) -> list[torch.Tensor]:
+        """The version before the newest, or the newest if there is no other."""
+        assert self._versions is not None
+        newest = max(self._versions)
+        return self._versions.get(newest - self.delay, self._versions[newest])
+
+    def _start(self, before: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        """Make ``values`` version 0, and ``before`` the one that it follows."""
+        self._versions = {-self.delay: before, 0: values}
+
+    def _forget(self, version: int) -> None:
+        """Forget versions older than this one, which live on in micro-batches in flight."""
+        assert self._versions is not None
+        for old in [v for v in tuple(self._versions) if v < version]:
+            self._versions.pop(old, None)
 
     def _show(self, values: list[torch.Tensor]) -> None:
         if values is not self._shown:

@@ -9,11 +9,10 @@ import msgspec
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.direction import Crossing, Direction
 from accept_mpi.errors import UserError
-from accept_mpi.job import Job
+from accept_mpi.job import Job, ScheduleKind
 from accept_mpi.logs.format import Rows
 from accept_mpi.logs.replay import mean_times, rerun
 from accept_mpi.pipeline.deal import Deal
-from accept_mpi.pipeline.schedule import ScheduleKind
 from accept_mpi.plan import BoundaryCodecs, Plan
 from accept_mpi.planning.codec_choice import AUTO, EXACT, LINK_SHARE, Choice, choose, gradient_codec, sums_of
 from accept_mpi.planning.forecast import Forecast, Groups, Traffic

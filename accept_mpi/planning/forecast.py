@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from accept_mpi.codecs.coding import bits_of
 from accept_mpi.direction import Crossing, Direction
+from accept_mpi.job import ScheduleKind, flows
 from accept_mpi.logs.format import KINDS, TRACE, Rows
 from accept_mpi.pipeline.deal import Deal, of_member
-from accept_mpi.pipeline.schedule import Action, ScheduleKind, actions, max_in_flight
+from accept_mpi.pipeline.schedule import Action, actions, max_in_flight
 from accept_mpi.pipeline.simulator import PackedSchedule, Simulated, action_seconds, simulate, simulate_packed
 from accept_mpi.planning.message_model import message_seconds
 from accept_mpi.polling import POLL_IDLE
@@ -27,7 +28,7 @@ F64 = npt.NDArray[np.float64]
 _PASSES = 3  # over a group's gradients, apart from sending them
 _STEPS = 3  # steps that are simulated
 _MANY = 20_000  # above this many (stages x micro-batches), simulate only the start of a step and extrapolate
-_STEADY = 4  # steps of an asynchronous pipeline that count, between those that fill it and those that drain it
+_STEADY = 4  # steps of a pipeline that flows that count, between those that fill it and those that drain it
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -231,7 +232,7 @@ class Forecast:
         """Seconds per step in the middle of a run, and the share of them during which each device computes."""
         steps = counted = self._steps
         around = 0
-        if self.kind == "1f1b-async":
+        if flows(self.kind):
             around = self._around()
             counted = _STEADY if self._steps > 1 else 1
             steps = around + counted + around
@@ -293,8 +294,8 @@ class Forecast:
         return max_in_flight(self.kind, 0, self._stages, 1 << 30, self._slack, self._widths)
 
     def _around(self) -> int:
-        """Number of steps that fill an asynchronous pipeline, and of those that drain it; 1 for other schedules."""
-        if self.kind != "1f1b-async":
+        """Number of steps that fill a pipeline that flows, and of those that drain it; 1 for other schedules."""
+        if not flows(self.kind):
             return 1
         return 1 + -(-self._max_in_flight() // self._micro_batches)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from accept_mpi.codecs.coding import bits_of
 from accept_mpi.data.calendar import micro_batches_of
-from accept_mpi.job import Job
+from accept_mpi.job import Job, flows
 from accept_mpi.models.shared import uncuttable
 from accept_mpi.planning.codec_choice import codec_pairs
 from accept_mpi.planning.memory import MemoryModel
@@ -16,7 +16,7 @@ from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
 
 NEVER = 1e9
 """Seconds per micro-batch that mark a layer which a device must not get."""
-_FILL = {"1f1b-async": 0.0, "1f1b": 1.0, "gpipe": 1.0, "zero-bubble": 1 / 3}
+_FILL = {"1f1b-async": 0.0, "1f1b-delayed": 0.0, "1f1b": 1.0, "gpipe": 1.0, "zero-bubble": 1 / 3}
 """``Problem.fill`` by schedule (zero-bubble: ZB-H1, Qi et al. 2023, section 2.2)."""
 
 
@@ -50,7 +50,7 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[P
         capacity=np.array([device.memory for device in devices], float),
         in_flight=needs.in_flight,
         state_copies=needs.state_copies,
-        micro_batches=float(micro_batches_of(job)) if job.pipeline.schedule != "1f1b-async" else 1e9,
+        micro_batches=1e9 if flows(job.pipeline.schedule) else float(micro_batches_of(job)),
         real_micro_batches=float(micro_batches_of(job)),
         fill=_FILL[job.pipeline.schedule],
     ), names

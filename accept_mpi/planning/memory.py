@@ -3,15 +3,13 @@
 import numpy as np
 
 from accept_mpi.data.calendar import micro_batches_of
-from accept_mpi.job import LOCAL_KEPT, Job, most_held
+from accept_mpi.job import LOCAL_KEPT, Job, flows, most_held
 from accept_mpi.pipeline.deal import Deal, widths
-from accept_mpi.pipeline.schedule import max_in_flight
+from accept_mpi.pipeline.optimizer import values_kept
+from accept_mpi.pipeline.schedule import DELAY, max_in_flight
 from accept_mpi.plan import Plan, at_once
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.outline import LayerOutline
-
-_OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}
-"""Values that an optimizer keeps per parameter (SGD: with momentum)."""
 
 _SUMMING = 4
 """Copies of the gradients in the sum of a group: two contributions under way, the part that is added up, and the sum."""
@@ -36,7 +34,7 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
         copies, in_flight = needs.state_copies[behind], [needs.in_flight[behind]]
         if plan.hybrid or plan.laned:
             count = micro_batches_of(job)
-            steps = 1 if kind != "1f1b-async" else 1 + sum(wide) + slack * len(wide)
+            steps = 1 if not flows(kind) else 1 + sum(wide) + slack * len(wide)
             most = max_in_flight(kind, s, len(wide), count * steps, slack, wide)
             table = Deal.of(stage).table(count) * steps
             windows = [table[at : at + most] for at in range(max(1, min(count, len(table) - most + 1)))]
@@ -60,11 +58,8 @@ class MemoryModel:
 
     def __init__(self, cluster: ClusterProfile, job: Job, stages: int) -> None:
         kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
-        self._optimizer = _OPTIMIZER_COPIES[job.train.optimizer.name]
-        if job.train.optimizer.name == "sgd" and not job.train.optimizer.momentum:
-            self._optimizer = 0
-        self._optimizer += 1 if job.train.ema else 0
-        many = 1 << 20 if kind == "1f1b-async" else micro_batches_of(job)
+        self._optimizer = values_kept(job.train.optimizer) + (1 if job.train.ema else 0)
+        many = {"1f1b-async": 1 << 20, "1f1b-delayed": micro_batches_of(job) + 1}.get(kind, micro_batches_of(job))
         # A stage with ``behind`` stages behind it is like the first of a pipeline of ``behind`` + 1 stages. With zero-bubble
         # a stage holds the more the longer the pipeline is, so the longest possible one counts.
         self.in_flight = np.array(
@@ -75,10 +70,13 @@ class MemoryModel:
         if kind == "1f1b-async":  # the optimizer's own, and one version per update while a micro-batch is in flight
             versions = np.full(stages, self.in_flight.max()) if job.pipeline.vertical_sync else self.in_flight
             weights = 2 + np.ceil(versions / micro_batches_of(job))
+        elif kind == "1f1b-delayed":
+            weights = np.full(stages, 1.0 + DELAY)
         whole = 2 + self._optimizer
-        snapshots = most_held(job.recovery.replicate_every) * (1 + self._optimizer) if cluster.snapshots else 0
+        copied = 1 + self._optimizer + (DELAY if kind == "1f1b-delayed" else 0)
+        snapshots = most_held(job.recovery.replicate_every) * copied if cluster.snapshots else 0
         self.state_copies = (weights + 1 + self._optimizer + snapshots) / whole
-        self.local_copies = LOCAL_KEPT * (1 + self._optimizer) / whole if cluster.snapshots else 0.0
+        self.local_copies = LOCAL_KEPT * copied / whole if cluster.snapshots else 0.0
         """States that a rank keeps for itself, if groups hold stages."""
 
     def state(self, layer: LayerOutline) -> float:

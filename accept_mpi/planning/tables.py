@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.direction import Direction
 from accept_mpi.job import Job
-from accept_mpi.pipeline.deal import Deal
+from accept_mpi.pipeline.deal import Deal, widths
+from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.plan import Lanes, with_lanes
 from accept_mpi.planning.codec_choice import EXACT
 from accept_mpi.planning.estimate import Estimate, estimate, fits, least_seconds
@@ -65,6 +66,14 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
         way = {EXACT: "exactly, as one process does", "none": "as each rank's sum, uncoded"}
         text = way.get(found.plan.gradients, f"as {found.plan.gradients}")
         lines.append(f"ranks of a stage exchange their gradients {text}")
+    if job.pipeline.schedule == "1f1b-delayed":
+        wide, most = widths(found.plan.stages), micro_batches_of(job) + 1
+        wanted = max_in_flight("1f1b", 0, len(wide), 1 << 30, job.pipeline.transfer_slack, wide)
+        if wanted > most:
+            lines.append(
+                f"1f1b-delayed has at most {most} micro-batches in flight, where {wanted} would hide transfers: more and "
+                "smaller ones (train.micro_batches) may be faster"
+            )
     lines.append(
         f"a step should take {1e3 * found.step:.0f} ms ({job.train.batch_size / found.step:.1f} samples/s); "
         f"with even cuts {1e3 * even.step:.0f} ms ({even.step / found.step:.1f} x); "

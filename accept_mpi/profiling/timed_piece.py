@@ -12,7 +12,7 @@ import torch
 from accept_mpi import tree
 from accept_mpi.codecs.tensors import Tensors
 from accept_mpi.device.allocator import memory_taken
-from accept_mpi.job import Job
+from accept_mpi.job import Job, flows
 from accept_mpi.models import Chain
 from accept_mpi.models.layers import build_layers
 from accept_mpi.models.losses import Loss
@@ -65,7 +65,7 @@ class TimedPiece:
     def __init__(self, chain: Chain, outline: Outline, job: Job, start: int, stop: int, loss: Loss | None) -> None:
         self.start, self.stop = start, stop
         layers = build_layers(chain, start, stop, job.train.seed)
-        self._asynchronous = job.pipeline.schedule == "1f1b-async"
+        self._flows = flows(job.pipeline.schedule)
         self._deferred = job.pipeline.schedule == "zero-bubble"
         self.stage = Stage(layers, job, loss, outline.channels_last)
         self._operations = np.array([layer.operations for layer in outline.layers[start:stop]])
@@ -191,7 +191,7 @@ class TimedPiece:
         for parameter in self.stage.parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         began = time.thread_time()
-        self.stage.update(0.0, 1 if self._asynchronous else 0)
+        self.stage.update(0.0, 1 if self._flows else 0)
         took = time.thread_time() - began
         parameters = np.array([sum(p.numel() for p in layer.parameters()) for layer in self.stage.layers], float)
         return took * parameters / max(1.0, parameters.sum())

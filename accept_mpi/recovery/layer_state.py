@@ -13,8 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from accept_mpi.errors import UserError, shown
 from accept_mpi.job import Optimizer
-from accept_mpi.pipeline.averages import AVERAGE
-from accept_mpi.pipeline.optimizer import COUNTER, state_names
+from accept_mpi.pipeline.optimizer import SCALARS, state_names
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.recovery.tensor_file import read_header
 
@@ -76,7 +75,7 @@ def load(stage: Stage, blobs: Mapping[int, bytes], options: Optimizer) -> int:
             else:
                 optimizer[key.removeprefix(_OPTIMIZER)] = value
     wanted = state_names(options)
-    kept = wanted | ({AVERAGE} if stage.averages.on else set())
+    kept = wanted | stage.beside.keys()
     ours = {key: value for key, value in optimizer.items() if key.partition("/")[0] in kept}
     _check_weights(stage, weights)
     _check_optimizer(stage, ours, wanted)
@@ -133,12 +132,12 @@ def _check_optimizer(stage: Stage, state: Mapping[str, torch.Tensor], wanted: fr
                 f'the checkpoint holds the optimizer\'s "{shown(what)}" of "{shown(name)}", which is no parameter here'
             )
         found.setdefault(name, set()).add(what)
-        if what != COUNTER:
+        if what not in SCALARS:
             _check_values(f"{what} of {name}", value, own)
         elif value.shape or not value.is_floating_point() or not 0 <= value.item() < math.inf:
             raise UserError(f'the checkpoint holds "{name}" after a number of updates that cannot be')
-    for name, there in found.items():
-        if missing := wanted - there:
+    for name, there in found.items():  # a parameter that never had a gradient has none of the optimizer's state
+        if (missing := wanted - there) and there & wanted:
             raise UserError(f'the checkpoint lacks the optimizer\'s "{min(missing)}" of "{name}"')
 
 

@@ -23,7 +23,7 @@ from accept_mpi.device.speed_check import SpeedCheck
 from accept_mpi.direction import Direction
 from accept_mpi.errors import Agreed, DeadlineError, GroupRefused
 from accept_mpi.failpoints import failpoint
-from accept_mpi.job import LOCAL_KEPT, Job
+from accept_mpi.job import LOCAL_KEPT, Job, flows
 from accept_mpi.launch.stop_signals import StopSignals
 from accept_mpi.logs.recorder import Recorder
 from accept_mpi.models import Chain
@@ -289,7 +289,7 @@ class Deployment:
         """How often ranks keep local copies; None if no group holds a stage."""
         if not self.plan.hybrid:
             return None
-        if self.job.pipeline.schedule != "1f1b-async":
+        if not flows(self.job.pipeline.schedule):
             return LocalCopies(1, _LOCAL_SHARE_SYNC)
         return LocalCopies(math.ceil((self._late + 1) / (LOCAL_KEPT - 1)), _LOCAL_SHARE)
 
@@ -304,7 +304,7 @@ class Deployment:
 
     @property
     def _late(self) -> int:
-        """1f1b-async: most steps by which the first stage's updates are behind the last one's."""
+        """In a pipeline that flows: most steps by which the first stage's updates are behind the last one's."""
         pipeline, wide = self.job.pipeline, widths(self.plan.stages)
         flying = max_in_flight(pipeline.schedule, 0, len(wide), 1 << 30, pipeline.transfer_slack, wide)
         return 1 + math.ceil(flying / self.batches.most)
@@ -320,7 +320,7 @@ class Deployment:
 
         def end(peer: int, boundary: int, direction: Direction, signature: BoundarySpecs) -> Channel:
             kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
-            most = self.batches.most if kind != "1f1b-async" else 1 << 30
+            most = 1 << 30 if flows(kind) else self.batches.most
             limit = max_in_flight(kind, boundary, len(plan.stages), most, slack, widths(plan.stages))
             limit += max(widths(plan.stages)) if plan.laned else 0  # lanes need not end in order
             names = plan.boundaries[boundary]

@@ -12,7 +12,7 @@ from accept_mpi.comm.links import PairRates
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.device.cgroups import cpu_share
 from accept_mpi.device.cpu import cpu_name
-from accept_mpi.job import Job
+from accept_mpi.job import Job, flows
 from accept_mpi.models import Chain
 from accept_mpi.prediction.database import device_key, recall, remember
 from accept_mpi.prediction.imputation import impute, pieces_to_time, predictor_for
@@ -180,7 +180,7 @@ def cluster_profile_of(
 def _facts(runtime: Runtime, job: Job) -> dict[str, Any]:
     """Facts that a device's times depend on, apart from the model."""
     host = runtime.hosts[runtime.rank]
-    optimizer = job.train.optimizer
+    optimizer, kind = job.train.optimizer, job.pipeline.schedule
     return {
         "host": host["host"],
         "machine": host["machine"],
@@ -191,7 +191,7 @@ def _facts(runtime: Runtime, job: Job) -> dict[str, Any]:
         "ranks": runtime.ranks_on_host,
         "threads": torch.get_num_threads(),
         "torch": host["versions"]["torch"],
-        "schedule": {"1f1b-async": "versions", "zero-bubble": "deferred"}.get(job.pipeline.schedule, "plain"),
+        "schedule": "versions" if flows(kind) else "deferred" if kind == "zero-bubble" else "plain",
         "optimizer": f"{optimizer.name} {'with' if optimizer.momentum else 'without'} momentum",
         "loss": job.train.loss,
     }

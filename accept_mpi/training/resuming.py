@@ -15,7 +15,7 @@ import msgspec
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data.calendar import Calendar, Milestones, Position
 from accept_mpi.errors import Agreed, UserError, shown
-from accept_mpi.job import GOES_WITH, Job, Optimizer
+from accept_mpi.job import GOES_WITH, Job, Optimizer, flows
 from accept_mpi.models import Chain
 from accept_mpi.pipeline.optimizer import state_names
 from accept_mpi.recovery.checkpoint import Checkpoint
@@ -130,7 +130,7 @@ def changes(manifest: Manifest, job: Job) -> Iterator[Change]:
     yield from _compared("train.lr", _lr(before), job.lr)
     yield from _optimizer_changes(_get(before, "train.optimizer"), _get(now, "train.optimizer"))
     schedules = [_get(tree, "pipeline.schedule") for tree in (before, now)]
-    if schedules[0] is not _ABSENT and schedules[0] != schedules[1] and "1f1b-async" in schedules:
+    if schedules[0] is not _ABSENT and schedules[0] != schedules[1] and any(map(flows, schedules)):
         yield Change("pipeline.schedule", *schedules)  # all other schedules compute the same
     yield from _compared("pipeline.vertical_sync", *(_get(tree, "pipeline.vertical_sync") for tree in (before, now)))
 

@@ -25,7 +25,7 @@ from accept_mpi.data.feed import Drawn, Feed
 from accept_mpi.device.speed_check import EVERY_BESIDE_A_STAGE, SpeedCheck
 from accept_mpi.errors import NonFiniteLoss
 from accept_mpi.failpoints import failpoint
-from accept_mpi.job import Job
+from accept_mpi.job import Job, flows
 from accept_mpi.logs.recorder import Recorder, Subject
 from accept_mpi.models.losses import Result
 from accept_mpi.pipeline.deal import of_member
@@ -45,6 +45,8 @@ from accept_mpi.training.reports import Reports
 from accept_mpi.training.stage_channels import StageChannels
 from accept_mpi.tree import LONE
 
+_COPIES = SNAPSHOT | EXTRA | LOCAL | CHECKPOINT
+"""Flags of a step after which the state is copied."""
 _TRACE_SECONDS = 1.0  # between two messages with trace rows
 
 
@@ -108,6 +110,8 @@ class Worker:
         self._flags: dict[int, int] = {}
         """Flags of steps that end with a barrier (``recovery.barriers``), by step."""
         self._deadline = job.pipeline.startup_timeout
+        self._held = -1
+        """The last step at whose end the stage held its state."""
         self._final: int | None = None
         """Step with which the plan ends, once that is known."""
         self._feed = Feed(batches, self.train_set, place, stage.shares, services.drawn, services.table)
@@ -124,9 +128,8 @@ class Worker:
         Returns the number of steps made so far: fewer than the course's if another plan is to make the others.
         """
         self._course = course
-        asynchronous = self.job.pipeline.schedule == "1f1b-async"
         pauses = [(1, 0)]
-        if asynchronous:
+        if flows(self.job.pipeline.schedule):
             pauses = [(course.evaluate_every, course.evaluate_from), (course.checkpoint_every, 0)]
         for segment in segments(course.first, course.last, pauses):
             self.walk(segment, course.last, deliver)
@@ -148,7 +151,10 @@ class Worker:
         sizes: dict[int, list[int]] = {}
         indices: dict[int, Any] = {}
         counts = [len(self.batches.sizes(step)) for step in segment]
-        plan = schedule_walk(pipeline.schedule, self.s, self.stages, counts, slack, pipeline.vertical_sync, self._widths)
+        plan = schedule_walk(
+            pipeline.schedule, self.s, self.stages, counts, slack, pipeline.vertical_sync, self._widths,
+            prompt=self._clipping is not None,
+        )  # fmt: skip
         bound = max_in_flight(pipeline.schedule, self.s, self.stages, sum(counts), slack, self._widths)
         for kind, position, k, version, whole in of_member(plan, self._table, self.place.member):
             step = segment.start + position
@@ -158,6 +164,8 @@ class Worker:
                 self._begin(step, steps)
                 indices[step], sizes[step] = self.batches.indices(step), self.batches.sizes(step)
             if kind == "F":
+                if pipeline.schedule == "1f1b-delayed" and step - 1 in sizes and self._flags.get(step - 1, 0) & _COPIES:
+                    self._hold(step - 1)
                 self.forward(step, k, indices[step], version, sizes[step], whole)
                 assert len(self.stage.in_flight) <= bound, f"more than {bound} micro-batches in flight"
             elif kind == "B":
@@ -176,6 +184,7 @@ class Worker:
                         self._replication.keep(step + 1, self.stage)
                 if flags & CHECKPOINT and not self._course.checkpoints(step + 1):
                     self.checkpoint(step + 1)
+                self.stage.release()
                 self._deadline = pipeline.timeout
                 self._feed.end(step)
                 del indices[step], sizes[step]
@@ -185,6 +194,13 @@ class Worker:
                     break
         self._computing.join()
         self.stage.drained()
+
+    def _hold(self, step: int) -> None:
+        """Before the first F after a step that ends with copies of the state, but before its update: keep what forwards
+        change."""
+        if step != self._held:
+            self._held = step
+            self.stage.hold()
 
     def _begin(self, step: int, steps: int) -> None:
         """Begin a step, before this rank's first action in it: the first stage decides how it ends."""

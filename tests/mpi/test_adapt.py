@@ -18,12 +18,14 @@ from accept_mpi.recovery.checkpoint import Checkpoint
 STEPS = 80
 
 
-@pytest.mark.parametrize(("schedule", "ulfm"), [("1f1b", False), ("1f1b-async", True)])
-def test_layers_move_away_from_a_slow_device(tmp_path: Path, schedule: str, ulfm: bool) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "ulfm", "lanes"), [("1f1b", False, "off"), ("1f1b-async", True, "off"), ("1f1b", False, 2)]
+)
+def test_layers_move_away_from_a_slow_device(tmp_path: Path, schedule: str, ulfm: bool, lanes: object) -> None:
     sleepy = samples.CNN | {"model": 'name = "slow_layers:cnn"\nargs = { width = 8, dropout = 0.2 }'}
     job = samples.write_job(
         tmp_path / "job.toml", sleepy, train_steps=STEPS, train_evaluate_every=0, pipeline_cuts="auto", pipeline_adapt=True,
-        pipeline_groups=False,
+        pipeline_groups=False, pipeline_lanes=lanes,
         pipeline_latency_db="none", pipeline_probe_seconds=1.0, pipeline_schedule=schedule,
     )  # fmt: skip
     command = [*mpirun_command(3), *python(), "-m", "accept_mpi", "train", str(job)]

@@ -59,6 +59,8 @@ CASES: list[dict[str, Any]] = [
     MIXTURE,
     MIXTURE | {"schedule": "zero-bubble"},
     STATELESS | {"lanes": "2"},
+    MIXTURE | {"schedule": "1f1b-delayed"},
+    {"model": "language", "data": "sentences", "schedule": "1f1b-delayed"},
 ]
 
 
@@ -75,6 +77,7 @@ def test_equal_to_a_plain_loop(mpirun, tmp_path: Path, ranks: int) -> None:
         for s, held in enumerate(("[[0, 1], 2]", "[0, [1, 2]]")):
             case = CASES[2] | {"cuts": "[5]", "ranks": held}
             jobs[f"group{s}"] = write(tmp_path, f"group{s}", case)
+            jobs[f"delayed{s}"] = write(tmp_path, f"delayed{s}", case | {"schedule": "1f1b-delayed"})
             jobs[f"experts{s}"] = write(tmp_path, f"experts{s}", STATELESS | {"cuts": "[3]", "ranks": held})
     mpirun(ranks, ROOT / "tests" / "programs" / "train_all.py", *jobs.values())
     for name, path in jobs.items():

@@ -10,7 +10,9 @@ from conftest import HANGS, ROOT
 from torch import nn
 
 from accept_mpi.job import Optimizer
-from accept_mpi.pipeline.optimizer import learning_rate, make_optimizer, update
+from accept_mpi.pipeline.correction import Correction
+from accept_mpi.pipeline.lion import Lion
+from accept_mpi.pipeline.optimizer import SCALARS, learning_rate, make_optimizer, state_names, update, values_kept
 
 
 def rates(options: Optimizer, steps: int = 10) -> list[float]:
@@ -46,7 +48,44 @@ def test_kinds() -> None:
     sgd = make_optimizer(Optimizer(momentum=0.9, nesterov=True), 0.1, parameters)
     assert isinstance(sgd, torch.optim.SGD)
     assert sgd.param_groups[0]["nesterov"]
+    assert isinstance(make_optimizer(Optimizer(name="nadam"), 0.1, parameters), torch.optim.NAdam)
     assert make_optimizer(Optimizer(), 0.1, []) is None
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "nadam", "lion"])
+def test_names_and_numbers_of_the_state(name: str) -> None:
+    """As plans for memory count it, and checkpoints are checked for it."""
+    options = Optimizer(name=name, momentum=0.9 if name == "sgd" else 0.0)
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = make_optimizer(options, 0.1, [parameter])
+    assert optimizer is not None
+    update(optimizer)
+    state = optimizer.state[parameter]
+    assert set(state) == state_names(options)
+    assert sum(value.numel() == 3 for value in state.values()) == values_kept(options)
+    assert {key for key, value in state.items() if value.numel() == 1} == state_names(options) & SCALARS
+
+
+def test_lion() -> None:
+    """Two steps by hand."""
+    x = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = Lion([x], lr=0.1, betas=(0.5, 0.75), weight_decay=0.5)
+    for gradient, expected in (([3.0, -1.0], [0.85, -1.8]), ([-2.0, -8.0], [0.9075, -1.61])):
+        x.grad = torch.tensor(gradient)
+        optimizer.step()
+        assert x.tolist() == pytest.approx(expected)
+
+
+def test_corrected_updates() -> None:
+    """x - u(t) - (u(t) - u(t-1)); the first one, and the first after a step without a gradient, are plain."""
+    x = nn.Parameter(torch.tensor([10.0]))
+    optimizer, correction = torch.optim.SGD([x], lr=1.0), Correction(True)
+    for gradient, expected in ((1.0, 9.0), (3.0, 9 - 3 - 2), (2.0, 4 - 2 + 1), (None, 3.0), (2.0, 1.0), (1.0, 1.0)):
+        x.grad = None if gradient is None else torch.tensor([gradient])
+        with correction.around([x]):
+            update(optimizer)
+        assert x.item() == expected
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])

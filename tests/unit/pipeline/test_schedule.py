@@ -128,6 +128,36 @@ def test_asynchronous_versions() -> None:
             assert all(a.version == first[a[1:3]] for a in same if a.kind == "F")
 
 
+@pytest.mark.parametrize("slack", [0, 2])
+def test_delayed_versions(slack: int) -> None:
+    """All stages compute a step with the weights from before the last update but one, however many they are. Two versions
+    are enough: when a step is updated, no micro-batch of an earlier one is in flight."""
+    for stages, count in SIZES:
+        for walk in walks("1f1b-delayed", stages, [count, count, 1, count], slack):
+            updates, left = 0, set()
+            for action in walk:
+                if action.kind == "U":
+                    assert updates == action.step
+                    updates += 1
+                    assert not [step for step, _ in left if step <= action.step]
+                    continue
+                assert action.version == action.step - 1
+                assert updates >= action.version  # that update has been made
+                assert updates <= action.step
+                (left.add if action.kind == "F" else left.remove)(action[1:3])
+
+
+def test_delayed_has_no_bubble_where_a_step_has_enough_micro_batches() -> None:
+    """Three for each stage, as with a slack of 2 as many are in flight; with less a step waits for the last but one."""
+
+    def seconds(kind: str, count: int, steps: int) -> float:
+        return simulate(walks(kind, 4, [count] * steps, 2), times("1f1b"), lambda source, target: 1.0).makespan
+
+    for count in (9, 12):
+        assert seconds("1f1b-delayed", count, 9) == pytest.approx(seconds("1f1b-async", count, 9), rel=0.01)
+    assert seconds("1f1b-delayed", 3, 9) > 1.2 * seconds("1f1b-async", 3, 9)
+
+
 def test_prints_and_parses() -> None:
     for kind in KINDS:
         for walk in walks(kind, 3, [4, 2]):

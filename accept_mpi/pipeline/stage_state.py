@@ -1,0 +1,111 @@
+"""A stage's state as named tensors, to be copied and loaded: the layers', the optimizer's, and what is kept beside that."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from accept_mpi.pipeline.averages import AVERAGE, Averages
+from accept_mpi.pipeline.correction import LAST_UPDATE, Correction
+from accept_mpi.pipeline.parameters import Parameters, named_state
+from accept_mpi.pipeline.running_statistics import RunningStatistics
+from accept_mpi.pipeline.state import load_layer, state_of
+from accept_mpi.pipeline.weight_versions import PREVIOUS, Weights, may_be_written
+
+Put = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class Stateful:
+    """The part of a ``Stage`` that keeps and loads state. ``Stage.__init__`` sets the fields."""
+
+    names: list[str]
+    layers: list[nn.Module]
+    own: Parameters
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer | None
+    averages: Averages
+    statistics: RunningStatistics | None
+    _weights: Weights
+    _correction: Correction
+    _made: set[str]
+    _written: set[str]
+    _held: dict[str, torch.Tensor]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the newest weights under their names in the whole model."""
+        yield from zip(self.own.names, self.parameters, strict=True)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies of all state of the layers, contiguous, under its names in the whole model."""
+        self._weights.newest()
+        found = {
+            f"{name}.{key}": value
+            for name, layer in zip(self.names, self.layers, strict=True)
+            for key, value in state_of(name, layer).items()
+        }
+        return found | self._held
+
+    def hold(self) -> None:
+        """Before a step's first F, while the last update is to come: keep what forwards change, for ``weights`` after that
+        update. A group changes it in its updates."""
+        if self.statistics is None:
+            trained = {name for name, _ in self.own.every_name()}
+            self._held = {name: value for name, value in self.weights().items() if name not in trained}
+
+    def release(self) -> None:
+        """Forget what ``hold`` has kept."""
+        self._held = {}
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """Copies of the optimizer's tensors, and of what ``beside`` names, as "<name of the state>/<parameter's name>"."""
+        if self.optimizer is None:
+            return {}
+        every = self.optimizer.state
+
+        def of(parameter: torch.Tensor) -> dict[str, Any]:
+            found = every.get(parameter, {}) | self.averages.of(parameter) | self._correction.of(parameter)
+            before = self._weights.before(parameter)
+            return found if before is None else found | {PREVIOUS: before}
+
+        return self.own.kept_state(self._weights.updated, of)
+
+    @property
+    def beside(self) -> dict[str, Callable[[torch.Tensor, torch.Tensor], None]]:
+        """What is kept for each parameter beside the optimizer's state: names, and functions that load a value."""
+        found: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {}
+        if self.averages.on:
+            found[AVERAGE] = self.averages.put
+        if self._correction.on:
+            found[LAST_UPDATE] = self._correction.put
+        if self._weights.delay:
+            found[PREVIOUS] = self._weights.put_before
+        return found
+
+    def load(self, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> None:
+        """Load weights and optimizer state. Raises UserError if they belong to another model."""
+        self._weights.newest()
+        with torch.no_grad():
+            for name, layer in zip(self.names, self.layers, strict=True):
+                prefix = f"{name}."
+                own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+                made = {key.removeprefix(prefix) for key in self._made if key.startswith(prefix)}
+                load_layer(name, layer, own, made)
+            self._weights.adopt()
+            self._watch_written()
+            if self.optimizer is None:
+                return
+            beside = self.beside
+            for name, parameter in zip(self.own.names, self._weights.updated, strict=True):
+                for what, value in named_state(optimizer, name):
+                    like = parameter if value.shape == parameter.shape else value
+                    kept = torch.empty_like(like, dtype=value.dtype).copy_(value)
+                    if what in beside:
+                        beside[what](parameter, kept)
+                    else:
+                        self.optimizer.state[parameter][what] = kept
+
+    def _watch_written(self) -> None:
+        """Have the weights keep apart what forwards write to, as far as it is there: a forward may make it."""
+        there = may_be_written(self.parameters, self.layers)
+        self._weights.written = [there[name] for name in sorted(self._written) if name in there]
