@@ -2,7 +2,7 @@
 # One experiment in the edge lab (root): its table, plot and results.h5 lie in runs/experiments/NAME afterwards. What is
 # finished is not measured again; --fresh begins anew.
 #
-#   bash jobs/experiments/run.sh accept|hybrid|lanes|heterogeneous|language|overlap|accuracy|simulator|predictor|partition [--fresh]
+#   bash jobs/experiments/run.sh accept|hybrid|lanes|delayed|heterogeneous|language|overlap|accuracy|simulator|predictor|partition [--fresh]
 #   bash jobs/experiments/run.sh low_bit|recovery|lost_host|slowdown|unknown|unmodified
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -13,7 +13,7 @@ import msgspec
 
 from accept_mpi.device.fleet import Host, read
 from accept_mpi.errors import UserError
-from accept_mpi.job import Job
+from accept_mpi.job import Job, flows
 from accept_mpi.job_file import parse
 from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.plan import Plan
@@ -203,9 +203,9 @@ class Experiment:
         return parse(job.read_text(), str(job), [f"{key}={value}" for key, value in settings.items()])
 
     def _drain(self, settings: dict[str, Any]) -> int:
-        """Number of last steps in which an asynchronous pipeline drains, which is faster than its steady state."""
+        """Number of last steps in which a pipeline that flows drains, which is faster than its steady state."""
         train, pipeline = (job := self._job(settings)).train, job.pipeline
-        if pipeline.schedule != "1f1b-async":
+        if not flows(pipeline.schedule):
             return 0
         return -(-max_in_flight(pipeline.schedule, 0, self._hosts, 1 << 30, pipeline.transfer_slack) // train.micro_batches)
 
