@@ -8,6 +8,7 @@
     [axes.codec]                        # axes multiply; lists within an axis go together
     "pipeline.forward"  = ["none", "uniform:4", "mbq:4"]
     "pipeline.backward" = ["none", "uniform:4", "uniform:4"]
+    label = ["uncoded", "forward", "4 bits"]    # names of the places, if their values are not; optional
     [axes.seed]
     "train.seed" = [0, 1, 2]
 
@@ -43,6 +44,7 @@ from harness.store import Store, table
 
 METRICS = {"accuracy": "test accuracy, %", "loss": "test loss", "samples_per_s": "samples/s"}
 _PERCENT = 100
+_LABEL = "label"
 _END_SECONDS = 30.0
 
 
@@ -87,8 +89,8 @@ def points(sweep: Sweep) -> list[dict[str, dict[str, Any]]]:
 
 
 def label(overrides: dict[str, Any]) -> str:
-    """Label of one place on an axis: its overrides' values."""
-    return " / ".join(str(value) for value in overrides.values())
+    """Label of one place on an axis: its own, or its overrides' values."""
+    return str(overrides.get(_LABEL, "")) or " / ".join(str(value) for value in overrides.values())
 
 
 def run(path: Path, flags: list[str]) -> int:
@@ -101,7 +103,7 @@ def run(path: Path, flags: list[str]) -> int:
     everything, rows = points(sweep), []
     for number, point in enumerate(everything, 1):
         where = out / re.sub(r"[^\w.]+", "-", "-".join(label(point[name]) for name in sweep.axes))
-        changed = {key: value for overrides in point.values() for key, value in overrides.items()}
+        changed = {key: value for overrides in point.values() for key, value in overrides.items() if key != _LABEL}
         settings = [f"{key}={_toml(value)}" for key, value in (changed | {"output.directory": str(where)}).items()]
         job = parse(read_text(path.parent / sweep.job), sweep.job, tuple(settings))
         known = {"job": _identity(job), "ranks": sweep.ranks} | point
@@ -173,8 +175,11 @@ def _identity(job: Job) -> str:
     return json.dumps(content, sort_keys=True)
 
 
-def _toml(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, list | dict | bool) else str(value)
+def _toml(value: Any, within: bool = False) -> str:
+    """A value as ``--set`` takes it; ``within`` a table, where text has quotes."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(one, True)}" for key, one in value.items()) + " }"
+    return json.dumps(value) if within or isinstance(value, list | bool) else str(value)
 
 
 def as_launch(flags: list[str], folder: Path) -> list[str]:

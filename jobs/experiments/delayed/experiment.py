@@ -1,5 +1,5 @@
-"""The delayed schedule beside the asynchronous one, which computes with other weights on each stage: how fast both are, at the
-same cuts and codecs, on links from unlimited to slow, with few and with enough micro-batches a step."""
+"""The delayed schedule beside the asynchronous one, which computes with other weights on each stage: how fast both are, at
+the same cuts and codecs, on links from unlimited to slow, with few and with enough micro-batches a step."""
 
 import statistics
 from typing import Any

@@ -120,6 +120,19 @@ def test_what_ranks_answer_becomes_one_result() -> None:
     assert combined("alone", layers)["layer_seconds"] == [[1.0, 2.0], [3.0, 4.0]]
 
 
+def test_places_of_a_sweep() -> None:
+    """They may have names, and values may be tables of the job file."""
+    optimizer = {"name": "nadam", "betas": [0.9, 0.99], "nesterov": False}
+    axes = {"way": {"train.optimizer": [optimizer], "label": ["fast"]}, "seed": {"train.seed": [1, 2]}}
+    found = sweep.points(sweep.Sweep("job.toml", "out", axes, repeat="seed"))
+    assert [sweep.label(point["way"]) for point in found] == ["fast", "fast"]
+    assert [sweep.label(point["seed"]) for point in found] == ["1", "2"]
+    text = sweep._toml(optimizer)
+    assert parse(
+        "", "job", (f"train.optimizer={text}", "data.name=x", "model.name=y", "output.directory=z")
+    ).train.optimizer.betas == (0.9, 0.99)
+
+
 def test_a_sweep_reads_a_host_file_as_launch_does(tmp_path: Path) -> None:
     """A line without slots is one rank; to mpirun it is one a core, and the first hosts get all ranks."""
     (tmp_path / "edges").write_text("pi.kitchen.lan\n192.0.2.7 slots=2  # fast\n")

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# What asynchrony costs in learning: schedules and optimizers, the same samples, several seeds, 4 stages. Ends with table.md and
+# plot.png of each model in runs/quality. What is finished is not run again. Some three hours on two cores.
+#
+#   bash jobs/quality/asynchrony.sh gpt        # this model only
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+[[ $# -gt 0 ]] || set -- gpt mobilenetv2
+for model in "$@"; do
+    bash jobs/sweep.sh "jobs/quality/$model-asynchrony.sweep.toml"
+done
