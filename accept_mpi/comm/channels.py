@@ -90,6 +90,9 @@ class Channel(NamedTuple):
     """The job's seed, for stochastic rounding."""
     trees: Mapping[int, Tree] = MappingProxyType({})
     """Structures of activations, by the number of samples."""
+    later: Coding | None = None
+    """Coding of messages of steps from ``later_from`` on, if it is another."""
+    later_from: int = 0
     in_group: bool = False
     """True for messages between members of a group, which cross no boundary (``group_sum``)."""
 
@@ -101,7 +104,12 @@ class Channel(NamedTuple):
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the largest message in the format agreed on."""
-        return max(buffer_bytes(specs, self.coding) for specs in self.specs.values())
+        codings = [self.coding, *([self.later] if self.later else [])]
+        return max(buffer_bytes(specs, coding) for specs in self.specs.values() for coding in codings)
+
+    def coding_at(self, step: int) -> Coding:
+        """Coding of a step's messages."""
+        return self.later if self.later and step >= self.later_from else self.coding
 
     def subject(self, step: int, micro_batch: int, raw: int = 0, wire: int = 0) -> Subject:
         """What a trace row about a message is about. ``step``: from 0; ``raw``, ``wire``: bytes uncoded and coded."""
@@ -237,7 +245,7 @@ class Sender:
         while self.waiting and self.free:
             item, buffer = self.waiting[0], self.free.pop()
             start = recorder.clock.now()
-            label, specs, coding = item.label, item.specs, self.end.coding
+            label, specs, coding = item.label, item.specs, self.end.coding_at(item.label.step)
             if (needed := buffer_bytes(specs, coding, item.description)) > buffer.size:
                 buffer = aligned(needed)
             key = mix(CODE, self.end.seed, label.step, label.micro_batch, self.end.tag)
@@ -328,11 +336,11 @@ class Receiver:
             return False
         start = recorder.clock.now()
         self.brings_bulk = message.size > _BUFFERED_BYTES
-        decoded = decode(self.end.specs, message, self.end.coding, self.end.trees)
+        decoded = decode(self.end.specs, message, self.end.coding_at, self.end.trees)
         header = decoded.header
         if (header.boundary, header.direction) != (self.end.boundary, self.end.direction):
             raise ProtocolError(f"a message for boundary {header.boundary} came as {self.end}")
-        if header.codec != self.end.coding.number:
+        if header.codec != self.end.coding_at(header.step).number:
             self._plane.report_uncoded(header, self.end)
         self._ready.put(decoded)
         subject = self.end.subject(header.step, header.micro_batch, decoded.raw, message.size)

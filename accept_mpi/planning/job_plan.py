@@ -70,6 +70,11 @@ def _refuse_parting(cuts: list[int], layers: int, shared: Sequence[Shared], ties
 def _codecs(job: Job, boundaries: int) -> list[BoundaryCodecs]:
     """The codecs of each boundary. Raises UserError if their number is wrong, or one of them cannot be parsed."""
     names = []
+    for key, gradients in (("forward_end", False), ("backward_end", True)):
+        try:
+            parse(getattr(job.pipeline, key) or "none", gradients)
+        except ValueError as error:
+            raise UserError(f"pipeline.{key}: {error}") from error
     for key, asked, gradients in (("forward", job.pipeline.forward, False), ("backward", job.pipeline.backward, True)):
         each = [asked] * boundaries if isinstance(asked, str) else asked
         if len(each) != boundaries:

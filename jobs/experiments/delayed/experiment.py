@@ -8,13 +8,12 @@ from accept_mpi.logs.figures import pyplot
 from harness.experiment import Experiment, run
 from harness.store import table
 
-_MODELS: dict[str, tuple[str, int, list[int]]] = {
-    "MobileNetV2": ("mobilenetv2.toml", 64, [9, 21, 39]),
-    "GPT": ("gpt.toml", 16, [5, 9, 13]),
+_MODELS: dict[str, tuple[str, int, list[int], tuple[int, ...]]] = {
+    "MobileNetV2": ("mobilenetv2.toml", 64, [9, 21, 39], (4, 8, 11)),
+    "GPT": ("gpt.toml", 16, [5, 9, 13], (4, 8, 16)),
 }
-"""Job file, batch size and cuts."""
+"""Job file, batch size, cuts, and numbers of micro-batches: four stages want 10 of them in flight."""
 _LINKS = {0: "free", 100: "100 Mbit/s", 20: "20 Mbit/s", 5: "5 Mbit/s"}
-_COUNTS = (4, 8, 16)
 _SCHEDULES = ("1f1b-async", "1f1b-delayed")
 _TURNS, _SECONDS = 2, 5.0
 
@@ -23,9 +22,9 @@ def main() -> None:
     experiment = Experiment(__file__)
     rates: dict[tuple[str, int, int, str], list[float]] = {}
     with experiment.lab("fleet.toml"):
-        for model, (job, batch, cuts) in _MODELS.items():
+        for model, (job, batch, cuts, counts) in _MODELS.items():
             experiment.job_file, experiment.batch = job, batch
-            for count in _COUNTS:
+            for count in counts:
                 for link in _LINKS:
                     for turn in range(_TURNS):
                         for schedule in _SCHEDULES:
@@ -56,7 +55,7 @@ def draw(experiment: Experiment, ratios: dict[tuple[str, int, int], list[float]]
     """Plot the delayed schedule's speed, relative to the asynchronous one's, over the links."""
     figure, panels = pyplot().subplots(1, len(_MODELS), figsize=(9, 3.6), sharey=True, layout="constrained")
     for axes, model in zip(panels, _MODELS, strict=True):
-        for count, colour in zip(_COUNTS, ("#D55E00", "#0072B2", "#009E73"), strict=True):
+        for count, colour in zip(_MODELS[model][-1], ("#D55E00", "#0072B2", "#009E73"), strict=True):
             middle = [statistics.median(ratios[model, count, link]) for link in _LINKS]
             axes.plot(list(_LINKS.values()), middle, "o-", color=colour, label=f"{count} micro-batches a step")
         axes.axhline(1.0, color="#777777", linewidth=1)

@@ -129,7 +129,7 @@ def test_places_of_a_sweep() -> None:
     assert [sweep.label(point["seed"]) for point in found] == ["1", "2"]
     text = sweep._toml(optimizer)
     assert parse(
-        "", "job", (f"train.optimizer={text}", "data.name=x", "model.name=y", "output.directory=z")
+        "", "job", (f"train.optimizer={text}", "data.name=x", "model.name=y", "output.directory=z", "train.steps=1")
     ).train.optimizer.betas == (0.9, 0.99)
 
 
