@@ -15,6 +15,7 @@ from lost_ranks import run
 from stale_weights import delayed
 from watch import wait_for_step
 
+from accept_mpi.logs.reader import open_log
 from accept_mpi.pipeline.lion import Lion
 from accept_mpi.recovery.checkpoint import Checkpoint
 
@@ -91,6 +92,22 @@ def test_optimizers(mpirun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nam
     mpirun(2, *part, "output.checkpoint_every=2", "--set", "train.steps=2")
     mpirun(3, "-m", "accept_mpi", "train", jobs[1], "--set", "output.directory=rest", "--resume", tmp_path / "part")
     samples.assert_equal(Checkpoint(tmp_path / "rest").whole(), weights["gpt"])
+
+
+def test_with_other_keys_and_found_plans(mpirun, tmp_path: Path) -> None:
+    """Three ranks with the plan that they find, backwards that compute forwards again, averages of the weights."""
+    keys = {"train_ema": 0.9, "pipeline_recompute": "on", "train_evaluate_every": 2}
+    found = {"pipeline_cuts": "auto", "pipeline_latency_db": "none", "pipeline_probe_seconds": 0.3}
+    one, three = write(tmp_path, "gpt", "one", **keys), write(tmp_path, "gpt", "three", **keys, **found)
+    mpirun(1, "-m", "accept_mpi", "train", one)
+    mpirun(3, "-m", "accept_mpi", "train", three)
+    samples.assert_equal(Checkpoint(tmp_path / "one").whole(), expected("gpt"))
+    samples.assert_equal(Checkpoint(tmp_path / "three").whole(), expected("gpt"))
+    losses = []
+    for name in ("one", "three"):
+        with open_log(tmp_path / name / "log.h5") as log:
+            losses.append(log["evals"]["loss"][:].tolist())
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("ranks", ["", "[[0, 1], 2]"])
