@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from analysis import compared, draw, gains, others
 
+from accept_mpi.direction import Direction
+from accept_mpi.logs.format import KINDS
 from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.replay import rerun
 from accept_mpi.plan import Plan
@@ -104,9 +107,17 @@ def report(fleet: str, rates: dict[tuple[str, int], list[dict[str, Result]]]) ->
 
 
 def replay_error(found: Result) -> float | None:
-    """Relative error of a run's simulated step; None if its trace is too short."""
+    """Relative error of a run's step, simulated with the run's own times of computing and the medians of its transfers; None
+    if its trace is too short."""
     with open_log(Path(found["log"])) as log:
-        again = rerun(log["trace"][:])
+        trace = log["trace"][:]
+    sends = trace[trace["kind"] == KINDS.index("send")]
+    took = {
+        way: float(np.median(rows["end"] - rows["start"]))
+        for way in Direction
+        if len(rows := sends[sends["direction"] == way])
+    }
+    again = rerun(trace, lambda source, target: took[Direction(source > target)])  # of two ranks at most, each a stage
     return abs(again.seconds / again.took - 1) if again else None
 
 

@@ -1,0 +1,134 @@
+"""Seconds to a loss: how fast schedules and peers make the steps of jobs/quality's models on slow links, and how many steps
+each needs (``bash jobs/quality/asynchrony.sh``, which must have been run: steps and losses come from its logs).
+
+Peers compute what synchronous schedules compute, so they need as many steps (PowerSGD more, which is left out of account).
+"""
+
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accept_mpi.errors import UserError
+from accept_mpi.logs.figures import pyplot
+from accept_mpi.logs.reader import open_log
+from harness.experiment import Experiment, run
+from harness.side_by_side import PEERS
+from harness.store import table
+
+_RUNS = Path("runs/quality")
+_MODELS = {"gpt": 32, "mobilenetv2": 64}
+"""Models of jobs/quality, and their batch sizes."""
+_LINKS = (100, 20)
+_SCHEDULES = ("1f1b", "zero-bubble", "1f1b-async", "1f1b-delayed")
+_LIKE = {"zero-bubble": "1f1b", "torch DDP": "1f1b", "torch DDP, PowerSGD": "1f1b"}
+"""Whose steps are taken."""
+_SMOOTHED = 40  # steps over which losses are averaged
+_TARGET = 0.95  # of the steps of synchronous training with the best optimizer: its loss by then is the aim
+_TURNS, _SECONDS = 2, 6.0
+
+
+def main() -> None:
+    experiment = Experiment(__file__)
+    text = []
+    for model, batch in _MODELS.items():
+        curves = {way: mean_curve(paths) for way, paths in runs(model)}
+        if not curves:
+            continue
+        with experiment.lab("fleet.toml"):
+            rates = {link: measure(experiment, model, batch, link) for link in _LINKS}
+        text.append(report(experiment, model, batch, curves, rates))
+    if not text:
+        raise UserError(f"{_RUNS}: no runs; make them first: bash jobs/quality/asynchrony.sh")
+    experiment.finish("\n".join(text))
+
+
+def runs(model: str) -> Iterator[tuple[tuple[str, str], list[Path]]]:
+    """Schedule and optimizer, and the logs of their runs."""
+    found: dict[tuple[str, str], list[Path]] = {}
+    for log in sorted((_RUNS / f"{model}-asynchrony").glob("*/log.h5")):
+        name = log.parent.name.rpartition("-")[0]  # without the seed
+        schedule = max((one for one in _SCHEDULES if name.startswith(f"{one}-")), key=len)
+        found.setdefault((schedule, name.removeprefix(f"{schedule}-")), []).append(log)
+    yield from found.items()
+
+
+def mean_curve(paths: list[Path]) -> np.ndarray:
+    """Training loss by step, smoothed, mean of several runs."""
+    curves = []
+    for path in paths:
+        with open_log(path) as log:
+            loss = log["steps"]["loss"][:]
+        curves.append(np.convolve(loss, np.full(_SMOOTHED, 1 / _SMOOTHED), "valid"))
+    shortest = min(map(len, curves))
+    return np.mean([curve[:shortest] for curve in curves], axis=0)
+
+
+def measure(experiment: Experiment, model: str, batch: int, link: float) -> dict[str, float]:
+    """samples/s of our schedules, with the plans that they find, and of the peers: medians of turns."""
+    experiment.job_file, experiment.batch = str(Path("../../quality") / f"{model}.toml"), batch
+    found: dict[str, list[float]] = {}
+    for turn in range(_TURNS):
+        for schedule in _SCHEDULES:
+            keys: dict[str, Any] = {
+                "pipeline.schedule": schedule, "pipeline.cuts": "auto", "train.micro_batches": 16,
+                "pipeline.forward": "auto", "pipeline.backward": "auto", "pipeline.min_bits": 6,
+            }  # fmt: skip
+            rate = experiment.ours(link, keys, _SECONDS, turn, model=model)["samples_per_s"]
+            found.setdefault(schedule, []).append(rate)
+        for name in _LIKE.keys() & PEERS.keys():
+            program, more = PEERS[name]
+            asked = {"job": experiment.job(), "tuned": True, "steps": 4, "warm": 1} | more
+            result = experiment.measure(program, {"system": name, "turn": turn, "model": model}, asked, link)
+            found.setdefault(name, []).append(result["samples_per_s"])
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def report(
+    experiment: Experiment,
+    model: str,
+    batch: int,
+    curves: dict[tuple[str, str], np.ndarray],
+    rates: dict[float, dict[str, float]],
+) -> str:
+    """Seconds until the smoothed loss is that of the best synchronous runs near their end."""
+    best = min((curve for (schedule, _), curve in curves.items() if schedule == "1f1b"), key=lambda curve: float(curve[-1]))
+    aim = float(best[int(_TARGET * len(best)) - 1])
+    rows: list[list[object]] = []
+    for name in rates[_LINKS[0]]:
+        for (schedule, optimizer), curve in curves.items():
+            if schedule != _LIKE.get(name, name):
+                continue
+            below = np.flatnonzero(curve <= aim)
+            steps = int(below[0]) + _SMOOTHED if len(below) else None
+            seconds = [steps * batch / rates[link][name] if steps else None for link in _LINKS]
+            rows.append([name, optimizer, steps, *(f"{one:.0f}" if one else None for one in seconds)])
+    draw(experiment.out / f"{model}.png", curves, aim)
+    head = ["system", "optimizer", "steps", *(f"seconds at {link} Mbit/s" for link in _LINKS)]
+    speeds = "; ".join(
+        f"{link} Mbit/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in rates[link].items()) for link in _LINKS
+    )
+    return f"# {model}: until a training loss of {aim:.4f}\n\nsamples/s: {speeds}\n\n{table(head, rows)}"
+
+
+def draw(path: Path, curves: dict[tuple[str, str], np.ndarray], aim: float) -> None:
+    """Plot the losses over steps, a panel per optimizer."""
+    optimizers = list(dict.fromkeys(optimizer for _, optimizer in curves))
+    figure, panels = pyplot().subplots(
+        1, len(optimizers), figsize=(2.6 * len(optimizers), 3.4), sharey=True, layout="constrained", squeeze=False
+    )
+    for axes, optimizer in zip(panels[0], optimizers, strict=True):
+        for schedule, colour in zip(("1f1b", "1f1b-async", "1f1b-delayed"), ("#777777", "#D55E00", "#0072B2"), strict=True):
+            if (curve := curves.get((schedule, optimizer))) is not None:
+                axes.plot(np.arange(len(curve)) + _SMOOTHED, curve, color=colour, label=schedule, linewidth=1.2)
+        axes.axhline(aim, color="#bbbbbb", linewidth=0.8, zorder=0)
+        axes.set_title(optimizer, fontsize=10)
+        axes.set_xlabel("step")
+    panels[0][0].set_ylabel("training loss")
+    panels[0][0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+run(main)
