@@ -42,7 +42,9 @@ class Whole(NamedTuple):
 
     def record(self, value: Any) -> Chain:
         """The chain, for micro-batches like ``value``, which the data set gives. Raises UserError."""
-        chain = RecordedModel(self.make, value, self.output, self.blocks).chain()
+        model = RecordedModel(self.make, value, self.output, self.blocks)
+        chain = model.chain()
+        chain.undivided = model.undivided
         chain.changes = self.changes
         return chain
 

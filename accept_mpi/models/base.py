@@ -39,6 +39,8 @@ class Chain:
 
         Raises ValueError with a sentence if names are wrong, UserError if a layer has no shape yet.
         """
+        self.undivided: list[str] = []
+        """Patterns of names of modules whose forwards cannot be recorded, so that they stay whole."""
         self.changes: Changes | None = None
         """What is changed of new layers; their weights, where there is a file of them."""
         self.order: dict[str, int] = {}

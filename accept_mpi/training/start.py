@@ -92,8 +92,11 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
     chain, data = _model(runtime, job)
     runtime.same("layers of the model", chain.names)
     changed = runtime.agree("the weights", lambda: check_changes(chain, job))
-    if changed and runtime.rank == 0 and not options.quiet:
-        print(changed, flush=True)
+    names = ", ".join(chain.undivided)
+    kept = f"not divided, since what they compute depends on values: {names}" if names else ""
+    for line in (kept, changed):
+        if line and runtime.rank == 0 and not options.quiet:
+            print(line, flush=True)
     loss = runtime.agree("the loss", lambda: loss_of(job))
     loss.metrics = runtime.agree("the metrics", lambda: metrics_of(job))
     disk = DiskReplicas(options.supervised, facts["host"]) if options.supervised else None

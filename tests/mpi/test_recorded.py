@@ -57,7 +57,7 @@ CASES: list[dict[str, Any]] = [
     {"model": "language", "data": "sentences", "schedule": "gpipe", "output": "loss"},
     {"model": "language", "data": "sentences", "lanes": "2"},
     MIXTURE,
-    MIXTURE | {"schedule": "zero-bubble"},
+    MIXTURE | {"schedule": "zero-bubble", "blocks": "[]"},
     STATELESS | {"lanes": "2"},
     MIXTURE | {"schedule": "1f1b-delayed"},
     {"model": "language", "data": "sentences", "schedule": "1f1b-delayed"},

@@ -1,7 +1,9 @@
 """A model on torch's meta device, where tensors have shapes but no values: it costs no memory, and is recorded."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ class MetaModel:
         refuse_lazy("model", model)
         self.model = model
         self._blocks = blocks_of(model, blocks)
+        self.undivided: list[str] = []
+        """Patterns of names of further modules that are recorded as wholes."""
         self.paths: dict[int, str] = {}
         """Dotted name of each module, by its id."""
         self.states: dict[int, str] = {}
@@ -59,6 +63,20 @@ class MetaModel:
             return True
         of_torch = any(base.__module__.startswith("torch.nn.") and base is not nn.Module for base in kind.__mro__)
         return not module._modules or (of_torch and bool(module._parameters))
+
+    def keep_whole(self, path: str) -> bool:
+        """From now on record this module as a whole, and all of its kind that have its place in other layers; False if it is
+        one of these already."""
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+        kind = type(self.model.get_submodule(path))
+        found = {
+            id(module) for name, module in self.model.named_modules() if fnmatchcase(name, pattern) and type(module) is kind
+        }
+        if found <= self._blocks:
+            return False
+        self._blocks |= found
+        self.undivided.append(pattern)
+        return True
 
     def is_block(self, module: nn.Module) -> bool:
         """True if what the module's forward computes may depend on values."""

@@ -16,7 +16,7 @@ from accept_mpi.models.recording.key import keyed, value_of
 from accept_mpi.models.recording.layer import Program, RecordedLayer, program, put, put_tensor
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.output import select
-from accept_mpi.models.recording.recorder import ReadsData, Recorder, as_if_compiled
+from accept_mpi.models.recording.recorder import ReadsData, Recorder, Unrecordable, as_if_compiled
 from accept_mpi.models.shared import unfilled
 
 _MOST_RECORDS = 256
@@ -42,7 +42,7 @@ class RecordedModel:
         self._check()
         self._as_if_compiled = False
         usual, _ = keyed(value)
-        self._usual = self._recorded(usual, True)
+        self._usual = self._found_out(usual)
         """The record by which the model is cut; others are cut alike."""
         self._cuts = cut(self._usual)
         self._programs: dict[Key, list[Program]] = {(usual, True): _divided(self._usual, self._cuts)}
@@ -92,6 +92,26 @@ class RecordedModel:
                 raise UserError(
                     f"model.name: {path or 'the model'} has state of its own (get_extra_state), which cannot be divided"
                 )
+
+    @property
+    def undivided(self) -> list[str]:
+        """Patterns of names of the modules that are layers, or parts of one, as wholes, since their forwards cannot be
+        recorded."""
+        return self._meta.undivided
+
+    def _found_out(self, usual: bytes) -> Flow:
+        """The record for training, once it is known which modules must stay whole in training or evaluation: for each that
+        fails it is begun again. Raises the first failure if the model itself is what fails."""
+        first: Unrecordable | None = None
+        while True:
+            try:
+                found = self._recorded(usual, True)
+                self._recorded(usual, False)
+                return found
+            except Unrecordable as error:
+                first = first or error
+                if not error.within or not self._meta.keep_whole(error.within):
+                    raise first from first.__cause__
 
     def _recorded(self, key: bytes, training: bool) -> Flow:
         """A new record for inputs of these shapes."""

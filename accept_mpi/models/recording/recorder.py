@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,9 @@ from torch.utils.flop_counter import flop_registry
 
 from accept_mpi.errors import UserError
 from accept_mpi.models.recording.blocks import try_out
+from accept_mpi.models.recording.calls import Apply, Made
 from accept_mpi.models.recording.meta_model import MetaModel
-from accept_mpi.models.recording.structure import is_plain, mapped, tensors_in
+from accept_mpi.models.recording.structure import constants_in, is_plain, mapped, tensors_in
 from accept_mpi.models.recording.tape import DEVICE, Node, Spec, State, Tape, Value
 
 _OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
@@ -46,35 +46,12 @@ _ASSIGNED = ("__set__", "__delete__")
 class Unrecordable(UserError):
     """A forward that cannot be recorded; the message says why, with file and line."""
 
+    within = ""
+    """Name of the module in whose forward that is found out, if that module may be recorded as a whole instead."""
+
 
 class ReadsData(Unrecordable):
     """A forward that depends on the values of its data."""
-
-
-@dataclass(frozen=True)
-class Apply:
-    """Call of a ``torch.autograd.Function``."""
-
-    function: Any
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function.apply(*args)
-
-
-@dataclass(frozen=True)
-class Made:
-    """Call of a module that the forward itself makes, without state."""
-
-    module: nn.Module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Made) and type(self.module) is type(other.module)
-
-    def __hash__(self) -> int:
-        return hash(type(self.module))
 
 
 @contextmanager
@@ -130,7 +107,7 @@ class Recorder:
         """Tensors with values that the forward uses though they are not the model's, by their stand-in's id."""
         self._stand_ins: dict[int, torch.Tensor] = {}
         self._within: list[str] = []
-        """Names of the modules whose forward runs, "" for blocks and modules made in forward; the innermost last."""
+        """Names of the modules whose forward runs, "" for blocks and those made in forward; the innermost last."""
         self._constants: set[int] = set()
         """Slots that depend on no input and none of the model's tensors."""
         self._busy = self._drew = self._tried = False
@@ -155,9 +132,10 @@ class Recorder:
                 raise
             except Exception as error:
                 kind = ReadsData if "meta tensor" in str(error).lower() else Unrecordable
-                raise kind(
+                raise self._failed(
+                    kind,
                     f"model.name: the forward cannot be recorded: {type(error).__name__}: {' '.join(str(error).split())} "
-                    f"({_innermost(error)}){self._hint()}"
+                    f"({_innermost(error)})",
                 ) from error
         if _generators() != generators:
             raise Unrecordable(
@@ -216,7 +194,13 @@ class Recorder:
             if module._modules or not is_plain((args, kwargs)):
                 return plain(module, *args, **kwargs)
             return self._recorded(Made(module), "", lambda *a, **k: plain(module, *a, **k), args, kwargs, (), False)
-        if not self._of.is_leaf(module) or not is_plain((args, kwargs)):
+        plainly = is_plain((args, kwargs))
+        if self._of.is_block(module) and not plainly:
+            strange = next(type(one).__name__ for one in constants_in((args, kwargs)) if not is_plain(one))
+            raise self._failed(
+                Unrecordable, f"model.blocks: {path} is to stay whole, but takes a {strange}, which cannot be recorded"
+            )
+        if not self._of.is_leaf(module) or not plainly:
             if hooks:
                 raise Unrecordable(
                     f"model.name: {path or 'the model'} has a backward hook, which can be called only for a module that is "
@@ -317,9 +301,10 @@ class Recorder:
                     return tensor
                 slot = self._slots.get(id(tensor))
                 if slot not in self._constants:
-                    raise ReadsData(
+                    raise self._failed(
+                        ReadsData,
                         f"model.name: forward depends on the values of its data ({name.strip('_')}() of a tensor), so it "
-                        f"cannot be recorded ({_where()}){self._hint()}"
+                        f"cannot be recorded ({_where()})",
                     )
                 with torch.device("cpu"):
                     return self._value(slot)
@@ -329,10 +314,11 @@ class Recorder:
         finally:
             self._busy = False
 
-    def _hint(self) -> str:
-        """How to keep the module whole within which the forward fails; "" if it is the model itself or a block already."""
-        within = self._within[-1] if self._within else ""
-        return f'; model.blocks = "{within}" keeps that module whole' if within else ""
+    def _failed(self, kind: type[Unrecordable], text: str) -> Unrecordable:
+        """The error for what fails in the forward that runs."""
+        error = kind(text)
+        error.within = next((path for path in reversed(self._within) if path), "")
+        return error
 
     def _value(self, slot: int) -> torch.Tensor:
         """Value of a constant."""

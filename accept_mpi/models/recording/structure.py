@@ -16,6 +16,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return parts_of(value, (torch.Tensor,))
 
 
+def constants_in(value: Any) -> list[Any]:
+    """The parts of a structure that are no tensors and no structures."""
+    parts = _parts(value)
+    if parts or isinstance(value, dict | tuple | list | torch.Tensor):
+        return [one for part in parts for one in constants_in(part)]
+    return [value]
+
+
 def mapped(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...]) -> Any:
     """The structure with ``change`` applied to all its parts of these ``kinds``; itself if it has none."""
     if isinstance(value, kinds):

@@ -217,11 +217,37 @@ def test_blocks_may_depend_on_values(blocks: tuple[str, ...]) -> None:
     assert len(chain) == 5
 
 
-def test_blocks_are_the_way_out_that_is_named() -> None:
-    with pytest.raises(UserError, match=r'recorded_nets.py, line \d+\); model.blocks = "layers.0" keeps that module whole'):
-        recorded(Mixture, images(4)[0])
+def test_modules_that_cannot_be_recorded_stay_whole() -> None:
+    """And all of their kind, in all layers."""
+    chain = check(Mixture, images(6, 3), mean_square, every_cut)
+    assert chain.undivided == ["layers.*"]
+    assert len(chain) == 5
+    assert recorded(UNet, images(2)[0]).undivided == []
     with pytest.raises(UserError, match='"layer" matches nothing in the model'):
         recorded(Mixture, images(4)[0], blocks=("layer",))
+
+
+class _Evaluated(nn.Module):
+    """Depends on values in evaluation only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.two(self.one(x))
+        return x if self.training or x.sum() > 0 else -x
+
+
+def test_what_depends_on_values_in_evaluation_only() -> None:
+    chain = check(lambda: nn.ModuleList([_Outer(_Evaluated(), 8)])[0], [torch.randn(3, 8)], mean_square, every_cut)
+    assert chain.undivided == ["part"]
+
+
+def test_a_mistake_of_the_model_is_reported_as_it_is() -> None:
+    """Not as that of a module that was tried as a whole."""
+    with pytest.raises(UserError, match=r"reduction dim, but got \[3, 4\] X \[8, 8\].*recording.py, line"):
+        recorded(lambda: _Outer(_Evaluated(), 4), torch.randn(3, 4))
 
 
 class _Block(nn.Module):
@@ -254,6 +280,19 @@ def test_what_blocks_pass_on(what: Callable[[torch.Tensor], torch.Tensor]) -> No
     check(Model, [torch.randn(5, 4), torch.randn(2, 4)], mean_square, every_cut, blocks=("block",))
 
 
+def test_blocks_take_tensors_and_constants() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.last = _Block(lambda x: x), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.part({"of a type of its own": _Block, "x": x}))
+
+    with pytest.raises(UserError, match="part is to stay whole, but takes a type, which cannot be recorded"):
+        recorded(Outer, torch.ones(3, 4), blocks=("part",))
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [(lambda x: x.mul_(2), "a block writes to its arguments"), (lambda x: x.missing, "has no attribute 'missing'")],
@@ -264,9 +303,9 @@ def test_blocks_that_cannot_be_recorded(what: Callable[[torch.Tensor], torch.Ten
 
 
 class _Outer(nn.Module):
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, part: nn.Module, width: int = 4) -> None:
         super().__init__()
-        self.part, self.last = part, nn.Linear(4, 4)
+        self.part, self.last = part, nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.part(x + 1))
