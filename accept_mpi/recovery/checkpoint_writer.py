@@ -52,7 +52,7 @@ class CheckpointWriter:
         self.best: Callable[[], int | None] = lambda: None
         """Returns the step of a checkpoint that is kept besides."""
         self._number = max(after, last_number(run))
-        self._counting = threading.Lock()
+        self._one_at_a_time = threading.Lock()
         self._held: dict[int, int] = {}
         """Open directories of unfinished checkpoints by step, locked so that no other run removes them."""
         self.error: UserError | None = None
@@ -86,7 +86,8 @@ class CheckpointWriter:
         if len(files) == len(PARTS) * len(self._edges) and all(file.complete for file in files.values()):
             del self._open[step]
             self._committing.add(step)
-            threading.Thread(target=self._commit, args=(step, files), name="checkpoint").start()
+            self._number += 1  # now, since a later one may be on the disk before it
+            threading.Thread(target=self._commit, args=(step, files, self._number), name="checkpoint").start()
 
     def wait(self, step: int, deadline: float) -> bool:
         """Wait until the checkpoint of ``step`` is on the disk; returns False after ``deadline`` seconds. Raises UserError
@@ -119,7 +120,7 @@ class CheckpointWriter:
         final = directory_of(self.run, step)
         return final.with_name(f".{final.name}")
 
-    def _commit(self, step: int, files: "dict[tuple[int, Part], _Growing]") -> None:
+    def _commit(self, step: int, files: "dict[tuple[int, Part], _Growing]", number: int) -> None:
         """Write the manifest, fsync and rename. Runs on a thread of its own, since an SD card may take seconds."""
         try:
             stages = [
@@ -128,9 +129,8 @@ class CheckpointWriter:
             ]
             folder, final = self._temporary(step), directory_of(self.run, step)
             old = final.with_name(f".old-{final.name}")
-            with self._counting:
-                self._number += 1
-                manifest = msgspec.structs.replace(self._manifest(step), stages=stages, number=self._number)
+            with self._one_at_a_time:
+                manifest = msgspec.structs.replace(self._manifest(step), stages=stages, number=number)
                 with open(folder / "manifest.json", "wb") as file:
                     file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
                     file.flush()

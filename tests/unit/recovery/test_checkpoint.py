@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.recovery import checkpoint_writer
 from accept_mpi.recovery.checkpoint import Checkpoint, directory_of
 from accept_mpi.recovery.checkpoint_writer import CheckpointWriter, chunks, new_manifest
-from accept_mpi.recovery.manifest import complete, made_by
+from accept_mpi.recovery.manifest import File, complete, made_by
 
 
 def weights(step: int) -> list[dict[str, torch.Tensor]]:
@@ -34,6 +35,29 @@ def write(run: Path, *steps: int, keep: int = 0, who: str = "", after: int = 0) 
         assert complete(run) == before, "not there before it is whole"
         writer.take(messages[-1])
         assert writer.wait(step, 600)
+
+
+def test_a_later_one_may_be_on_the_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is written by a thread of its own, and a disk may take its time with one: the later one is the newest."""
+    began = threading.Event()
+    close = checkpoint_writer._Growing.close
+
+    def slowly(self: checkpoint_writer._Growing) -> File:
+        if "step-00000001" in str(self._path):
+            assert began.wait(60)
+        return close(self)
+
+    monkeypatch.setattr(checkpoint_writer._Growing, "close", slowly)
+    about = {"model": "m", "model_args": {}, "layers": ["a"], "seed": 0, "samples": 9, "job": "{}"}
+    writer = CheckpointWriter(tmp_path, [(0, 1)], lambda step: new_manifest(run="", step=step, epoch=0, **about), 0)
+    for step in (1, 2):
+        for message in chunks(step, 0, {"a.weight": torch.ones(3)}, {}):
+            writer.take(message)
+    assert writer.wait(2, 60)
+    began.set()
+    assert writer.wait(1, 60)
+    assert [path.name[-1] for path in complete(tmp_path)] == ["1", "2"]
+    assert Checkpoint(tmp_path).manifest.step == 2
 
 
 def test_written_whole_and_read_by_layer(tmp_path: Path) -> None:
