@@ -8,4 +8,5 @@ cd "$(dirname "$0")/../.."
 [[ $# -gt 0 ]] || set -- gpt mobilenetv2
 for model in "$@"; do
     bash jobs/sweep.sh "jobs/quality/$model-asynchrony.sweep.toml"
+    [[ ! -f "jobs/quality/$model-clipped.sweep.toml" ]] || bash jobs/sweep.sh "jobs/quality/$model-clipped.sweep.toml"
 done
