@@ -122,15 +122,14 @@ def test_what_ranks_answer_becomes_one_result() -> None:
 
 def test_places_of_a_sweep() -> None:
     """They may have names, and values may be tables of the job file."""
-    optimizer = {"name": "nadam", "betas": [0.9, 0.99], "nesterov": False}
+    optimizer = {"name": "nadam", "betas": [0.9, 0.99], "decay_vectors": False}
     axes = {"way": {"train.optimizer": [optimizer], "label": ["fast"]}, "seed": {"train.seed": [1, 2]}}
     found = sweep.points(sweep.Sweep("job.toml", "out", axes, repeat="seed"))
     assert [sweep.label(point["way"]) for point in found] == ["fast", "fast"]
     assert [sweep.label(point["seed"]) for point in found] == ["1", "2"]
-    text = sweep._toml(optimizer)
-    assert parse(
-        "", "job", (f"train.optimizer={text}", "data.name=x", "model.name=y", "output.directory=z", "train.steps=1")
-    ).train.optimizer.betas == (0.9, 0.99)
+    keys = f"train.optimizer={sweep._toml(optimizer)}", "data.name=x", "model.name=y", "output.directory=z", "train.steps=1"
+    chosen = parse("", "job", keys).train.optimizer
+    assert (chosen.name, chosen.betas, chosen.decay_vectors) == ("nadam", (0.9, 0.99), False)
 
 
 def test_a_sweep_reads_a_host_file_as_launch_does(tmp_path: Path) -> None:
