@@ -42,9 +42,7 @@ class Whole(NamedTuple):
 
     def record(self, value: Any) -> Chain:
         """The chain, for micro-batches like ``value``, which the data set gives. Raises UserError."""
-        model = RecordedModel(self.make, value, self.output, self.blocks)
-        chain = model.chain()
-        chain.undivided = model.undivided
+        chain = RecordedModel(self.make, value, self.output, self.blocks).chain()
         chain.changes = self.changes
         return chain
 

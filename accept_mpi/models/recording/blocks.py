@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accept_mpi.models.fine_tuning import check_patterns
-from accept_mpi.models.recording.structure import mapped, tensors_in
+from accept_mpi.models.recording.structure import mapped
 
 _CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 _SCALE = 0.02
@@ -33,33 +33,29 @@ def try_out(block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: An
 
     Raises ValueError if the block writes to its arguments.
     """
+    made_up: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # an argument, its values, torch's count of writes
+
+    def values_of(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made_up:
+            values = _values(tensor)
+            made_up[id(tensor)] = tensor, values, values._version
+        return made_up[id(tensor)][1]
+
+    def shape_of(result: torch.Tensor) -> torch.Tensor:
+        for tensor, values, _ in made_up.values():
+            if result is values:
+                return tensor
+            if result.untyped_storage()._cdata == values.untyped_storage()._cdata:
+                return tensor.as_strided(result.shape, result.stride(), result.storage_offset())
+        found = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+        return found.requires_grad_(result.requires_grad)
+
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)  # all ranks come to the same
-        given: dict[int, torch.Tensor] = {}
-        origin: dict[int, torch.Tensor] = {}
-
-        def made_up(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in given:
-                given[id(tensor)] = value = _values(tensor)
-                origin[value.untyped_storage()._cdata] = tensor
-            return given[id(tensor)]
-
-        real = mapped((args, kwargs), made_up, (torch.Tensor,))
-        versions = {key: value._version for key, value in given.items()}
-        result = call(_filled(block), *real[0], **real[1])
-        if any(value._version != versions[key] for key, value in given.items()):
-            raise ValueError("a block writes to its arguments, which cannot be recorded")
-    passed_on = {id(value): key for key, value in given.items()}
-    known = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
-
-    def shape_of(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in passed_on:
-            return known[passed_on[id(tensor)]]
-        if (base := origin.get(tensor.untyped_storage()._cdata)) is not None:
-            return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return found.requires_grad_(tensor.requires_grad)
-
+        args, kwargs = mapped((args, kwargs), values_of, (torch.Tensor,))
+        result = call(_filled(block), *args, **kwargs)
+    if any(values._version != writes for _, values, writes in made_up.values()):
+        raise ValueError("a block writes to its arguments, which cannot be recorded")
     return mapped(result, shape_of, (torch.Tensor,))
 
 
@@ -70,9 +66,9 @@ def _filled(block: nn.Module) -> nn.Module:
         for table in (part._parameters, part._buffers, part.__dict__):
             for tensor in (value for value in table.values() if isinstance(value, torch.Tensor)):
                 value = _values(tensor).detach()
-                kept = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-                new[id(tensor)] = kept
-    return copy.deepcopy(block, dict(new))
+                is_parameter = isinstance(tensor, nn.Parameter)
+                new[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+    return copy.deepcopy(block, new)
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,12 +42,14 @@ class RecordedModel:
         self._check()
         self._as_if_compiled = False
         usual, _ = keyed(value)
-        self._usual = self._found_out(usual)
+        self._usual, evaluated = self._found_out(usual)
         """The record by which the model is cut; others are cut alike."""
         self._cuts = cut(self._usual)
-        self._programs: dict[Key, list[Program]] = {(usual, True): _divided(self._usual, self._cuts)}
+        self._programs: dict[Key, list[Program]] = {
+            (usual, training): self._divided(flow) for training, flow in ((True, self._usual), (False, evaluated))
+        }
         """Programs of all layers, by what they are for; the oldest first."""
-        self._modules, self._tensors = self._held([self._programs_of(usual, training) for training in (True, False)])
+        self._modules, self._tensors = self._held(list(self._programs.values()))
         self.names = self._layer_names()
 
     def chain(self) -> Chain:
@@ -55,7 +57,9 @@ class RecordedModel:
         model = self._meta.model
         first = {id(parameter): n for n, parameter in enumerate(model.parameters())}
         order = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-        return Chain.recorded(self.names, lambda: self.entries(self._make()), order)
+        chain = Chain.recorded(self.names, lambda: self.entries(self._make()), order)
+        chain.undivided = self._meta.undivided
+        return chain
 
     def entries(self, model: nn.Module) -> list[tuple[str, Entry]]:
         """The layers of a new model, under their names. They hold the model's own modules and parameters."""
@@ -93,21 +97,13 @@ class RecordedModel:
                     f"model.name: {path or 'the model'} has state of its own (get_extra_state), which cannot be divided"
                 )
 
-    @property
-    def undivided(self) -> list[str]:
-        """Patterns of names of the modules that are layers, or parts of one, as wholes, since their forwards cannot be
-        recorded."""
-        return self._meta.undivided
-
-    def _found_out(self, usual: bytes) -> Flow:
-        """The record for training, once it is known which modules must stay whole in training or evaluation: for each that
-        fails it is begun again. Raises the first failure if the model itself is what fails."""
+    def _found_out(self, usual: bytes) -> tuple[Flow, Flow]:
+        """The records for training and evaluation, once it is known which modules must stay whole in either: for each that
+        fails both are begun again. Raises the first failure if the model itself is what fails."""
         first: Unrecordable | None = None
         while True:
             try:
-                found = self._recorded(usual, True)
-                self._recorded(usual, False)
-                return found
+                return self._recorded(usual, True), self._recorded(usual, False)
             except Unrecordable as error:
                 first = first or error
                 if not error.within or not self._meta.keep_whole(error.within):
@@ -139,12 +135,14 @@ class RecordedModel:
         """The programs of all layers, from a new record if there are none."""
         with _RECORDING:  # lanes may meet a new shape at the same moment
             if (key, training) not in self._programs:
-                flow = self._recorded(key, training)
-                cuts = cut_alike(flow, self._usual, self._cuts, self._meta.parameters)
-                self._programs[key, training] = _divided(flow, cuts)
+                self._programs[key, training] = self._divided(self._recorded(key, training))
                 if len(self._programs) > _MOST_RECORDS:
                     del self._programs[next(iter(self._programs))]
             return self._programs[key, training]
+
+    def _divided(self, flow: Flow) -> list[Program]:
+        """The programs of all layers."""
+        return _divided(flow, cut_alike(flow, self._usual, self._cuts, self._meta.parameters))
 
     def _held(self, programs: Sequence[Sequence[Program]]) -> tuple[list[list[str]], list[list[str]]]:
         """For each layer, the names of the modules that it calls, and of the model's tensors that it uses directly."""

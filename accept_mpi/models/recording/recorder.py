@@ -9,7 +9,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ class Recorder:
         """Names of the modules whose forward runs, "" for blocks and those made in forward; the innermost last."""
         self._constants: set[int] = set()
         """Slots that depend on no input and none of the model's tensors."""
-        self._busy = self._drew = self._tried = False
+        self._busy = self._drew = False
         self._thread = threading.get_ident()
         self._counting = _Counting()
         self.tape = Tape(())
@@ -207,22 +207,9 @@ class Recorder:
                     "recorded as a whole; put it on one of torch.nn's modules within"
                 )
             return plain(module, *args, **kwargs)
-        whole = partial(self._whole, module, plain)
-        return self._recorded(None, path, whole, args, kwargs, self._of.state_names(module), True)
-
-    def _whole(self, module: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Result of a leaf module, whose forward may depend on values."""
-        if self._of.is_block(module):
-            self._tried = True
-            return try_out(module, plain, *args, **kwargs)
-        try:
-            return plain(module, *args, **kwargs)
-        except Exception:  # perhaps since it needs values: libraries say so in many ways
-            with suppress(Exception):
-                found = try_out(module, plain, *args, **kwargs)
-                self._tried = True
-                return found
-            raise
+        block = self._of.is_block(module)
+        call = partial(try_out, module, plain) if block else partial(plain, module)
+        return self._recorded(None, path, call, args, kwargs, self._of.state_names(module), True, block)
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A torch function is called."""
@@ -251,6 +238,7 @@ class Recorder:
         kwargs: Any,
         states: tuple[str, ...],
         stays: bool,
+        block: bool = False,
     ) -> Any:
         self._busy = True
         try:
@@ -283,13 +271,13 @@ class Recorder:
                 Node(
                     function, module, args, kwargs, takes, gives, states or used,
                     any(one in self._of.parameters for one in states or used), writes, stays, self._drew,
-                    torch.is_grad_enabled(), tuple(one.shape for one in results) if self._tried else None,
+                    torch.is_grad_enabled(), tuple(one.shape for one in results) if block else None,
                     self._counting.total - operations,
                 )
             )  # fmt: skip
             return found
         finally:
-            self._busy = self._drew = self._tried = False
+            self._busy = self._drew = False
 
     def _read(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """The value of a tensor is asked for: of one that is the same in every step it is computed."""
