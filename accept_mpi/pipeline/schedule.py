@@ -226,22 +226,17 @@ def _delayed(stage: int, widths: Sequence[int], counts: Sequence[int], slack: in
     """Number of B before the first F of a step."""
     updates = [min(end + own, after) for end, after in zip(ends, following, strict=True)]
     """Number of B before a step's U."""
-    forwards = ((step, k) for step, count in enumerate(counts) for k in range(count))
-    coming = next(forwards, None)
-    back = 0
+    forwards, backwards = (enumerate((step, k) for step, count in enumerate(counts) for k in range(count)) for _ in "FB")
+    number, coming = next(forwards, (total, (0, 0)))
     due = 0
-    for step, count in enumerate(counts):
-        for k in range(count):
-            while coming is not None and ends[coming[0]] - counts[coming[0]] + coming[1] < back + admitted:
-                if back < free[coming[0]]:
-                    break
-                yield Action("F", *coming, coming[0] - DELAY)
-                coming = next(forwards, None)
-            yield Action("B", step, k, step - DELAY)
-            back += 1
-            while due < len(counts) and back >= updates[due]:
-                yield Action("U", due, -1, due)
-                due += 1
+    for back, (step, k) in backwards:
+        while number < total and number < back + admitted and back >= free[coming[0]]:
+            yield Action("F", *coming, coming[0] - DELAY)
+            number, coming = next(forwards, (total, (0, 0)))
+        yield Action("B", step, k, step - DELAY)
+        while due < len(counts) and back + 1 >= updates[due]:
+            yield Action("U", due, -1, due)
+            due += 1
 
 
 def grid(walks: Sequence[Sequence[Action]]) -> str:

@@ -110,8 +110,6 @@ class Worker:
         self._flags: dict[int, int] = {}
         """Flags of steps that end with a barrier (``recovery.barriers``), by step."""
         self._deadline = job.pipeline.startup_timeout
-        self._held = -1
-        """The last step at whose end the stage held its state."""
         self._final: int | None = None
         """Step with which the plan ends, once that is known."""
         self._feed = Feed(batches, self.train_set, place, stage.shares, services.drawn, services.table)
@@ -162,10 +160,10 @@ class Worker:
                 continue
             if step not in sizes:
                 self._begin(step, steps)
+                if pipeline.schedule == "1f1b-delayed" and step - 1 in sizes and self._flags.get(step - 1, 0) & _COPIES:
+                    self.stage.hold()  # what the end of the last step is copied with, before a forward changes it
                 indices[step], sizes[step] = self.batches.indices(step), self.batches.sizes(step)
             if kind == "F":
-                if pipeline.schedule == "1f1b-delayed" and step - 1 in sizes and self._flags.get(step - 1, 0) & _COPIES:
-                    self._hold(step - 1)
                 self.forward(step, k, indices[step], version, sizes[step], whole)
                 assert len(self.stage.in_flight) <= bound, f"more than {bound} micro-batches in flight"
             elif kind == "B":
@@ -194,13 +192,6 @@ class Worker:
                     break
         self._computing.join()
         self.stage.drained()
-
-    def _hold(self, step: int) -> None:
-        """Before the first F after a step that ends with copies of the state, but before its update: keep what forwards
-        change."""
-        if step != self._held:
-            self._held = step
-            self.stage.hold()
 
     def _begin(self, step: int, steps: int) -> None:
         """Begin a step, before this rank's first action in it: the first stage decides how it ends."""
