@@ -10,16 +10,16 @@ from contextlib import contextmanager
 
 import torch
 
+from accept_mpi.pipeline.kept_values import KeptValues
+
 LAST_UPDATE = "last_update"
 """Name of what is kept beside the optimizer's state."""
 
 
-class Correction:
+class Correction(KeptValues):
     """The last updates of a stage's trained parameters."""
 
-    def __init__(self, on: bool) -> None:
-        self.on = on
-        self._last: dict[torch.Tensor, torch.Tensor] = {}
+    name = LAST_UPDATE
 
     @contextmanager
     def around(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -31,17 +31,9 @@ class Correction:
         before = [(parameter, parameter.detach().clone()) for parameter in parameters if parameter.grad is not None]
         yield
         with torch.no_grad():
-            kept, self._last = self._last, {}
+            kept, self._values = self._values, {}
             for parameter, old in before:
                 update = old.sub_(parameter)
                 if (last := kept.get(parameter)) is not None:
                     parameter.sub_(update - last)
-                self._last[parameter] = update
-
-    def put(self, parameter: torch.Tensor, update: torch.Tensor) -> None:
-        """Make this a parameter's last update."""
-        self._last[parameter] = update
-
-    def of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A parameter's last update under its name beside the optimizer's state, if there is one."""
-        return {LAST_UPDATE: self._last[parameter]} if parameter in self._last else {}
+                self._values[parameter] = update

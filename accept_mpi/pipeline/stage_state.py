@@ -1,19 +1,18 @@
 """A stage's state as named tensors, to be copied and loaded: the layers', the optimizer's, and what is kept beside that."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from accept_mpi.pipeline.averages import AVERAGE, Averages
-from accept_mpi.pipeline.correction import LAST_UPDATE, Correction
+from accept_mpi.pipeline.averages import Averages
+from accept_mpi.pipeline.correction import Correction
+from accept_mpi.pipeline.kept_values import KeptValues
 from accept_mpi.pipeline.parameters import Parameters, named_state
 from accept_mpi.pipeline.running_statistics import RunningStatistics
 from accept_mpi.pipeline.state import load_layer, state_of
-from accept_mpi.pipeline.weight_versions import PREVIOUS, Weights, may_be_written
-
-Put = Callable[[torch.Tensor, torch.Tensor], None]
+from accept_mpi.pipeline.weight_versions import Weights, may_be_written
 
 
 class Stateful:
@@ -61,26 +60,24 @@ class Stateful:
         """Copies of the optimizer's tensors, and of what ``beside`` names, as "<name of the state>/<parameter's name>"."""
         if self.optimizer is None:
             return {}
-        every = self.optimizer.state
+        every, beside = self.optimizer.state, self._beside
 
         def of(parameter: torch.Tensor) -> dict[str, Any]:
-            found = every.get(parameter, {}) | self.averages.of(parameter) | self._correction.of(parameter)
-            before = self._weights.before(parameter)
-            return found if before is None else found | {PREVIOUS: before}
+            found: dict[str, Any] = dict(every.get(parameter, {}))
+            for kept in beside:
+                found |= kept.of(parameter)
+            return found
 
         return self.own.kept_state(self._weights.updated, of)
 
     @property
-    def beside(self) -> dict[str, Callable[[torch.Tensor, torch.Tensor], None]]:
-        """What is kept for each parameter beside the optimizer's state: names, and functions that load a value."""
-        found: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {}
-        if self.averages.on:
-            found[AVERAGE] = self.averages.put
-        if self._correction.on:
-            found[LAST_UPDATE] = self._correction.put
-        if self._weights.delay:
-            found[PREVIOUS] = self._weights.put_before
-        return found
+    def beside(self) -> set[str]:
+        """Names of what is kept for each parameter beside the optimizer's state."""
+        return {kept.name for kept in self._beside}
+
+    @property
+    def _beside(self) -> list[KeptValues]:
+        return [kept for kept in (self.averages, self._correction, self._weights.previous) if kept.on]
 
     def load(self, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> None:
         """Load weights and optimizer state. Raises UserError if they belong to another model."""
@@ -95,13 +92,13 @@ class Stateful:
             self._watch_written()
             if self.optimizer is None:
                 return
-            beside = self.beside
+            beside = {kept.name: kept for kept in self._beside}
             for name, parameter in zip(self.own.names, self._weights.updated, strict=True):
                 for what, value in named_state(optimizer, name):
                     like = parameter if value.shape == parameter.shape else value
                     kept = torch.empty_like(like, dtype=value.dtype).copy_(value)
                     if what in beside:
-                        beside[what](parameter, kept)
+                        beside[what].put(parameter, kept)
                     else:
                         self.optimizer.state[parameter][what] = kept
 

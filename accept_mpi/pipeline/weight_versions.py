@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from accept_mpi.models.shared import common_memory, copies
+from accept_mpi.pipeline.kept_values import KeptValues
 
 PREVIOUS = "previous"
 """Name, beside the optimizer's state, of the weights before the last update."""
@@ -54,7 +55,7 @@ class Weights:
     ) -> None:
         """``buffers``: the same layers'; those that share memory with parameters are treated like parameters. ``delay``:
         number of versions before the newest that forwards of later steps use."""
-        self.delay = delay
+        self._delay = delay
         self.parameters: list[torch.Tensor] = list(parameters)
         self.updated = list(parameters)
         """Parameters that the optimizer updates."""
@@ -71,7 +72,7 @@ class Weights:
             self._own = [nn.Parameter(p.data, requires_grad=p.requires_grad) for p in self.parameters]
             self.updated = self._own[: len(parameters)]
             self._shown = [p.data for p in self.parameters]
-            self._start(self._shown, self._shown)
+            self.start(self._shown, self._shown)
         self.written: list[torch.Tensor] = []
         """Parameters and buffers that forwards write to."""
 
@@ -98,7 +99,7 @@ class Weights:
         in flight."""
         if self._versions is None:
             return None
-        if not self.delay:
+        if not self._delay:
             self._forget(version)
         return self._versions[version]
 
@@ -132,8 +133,8 @@ class Weights:
         if self._versions is None:
             return
         self.newest()
-        if self.delay:  # the steps that used older ones are over
-            self._forget(max(self._versions) + 1 - self.delay)
+        if self._delay:  # the steps that used older ones are over
+            self._forget(max(self._versions) + 1 - self._delay)
         copied = iter(copies([p.data for p, copied in zip(self.parameters, self._copied, strict=True) if copied]))
         for parameter, own, is_copied in zip(self.parameters, self._own, self._copied, strict=True):
             own.data = next(copied) if is_copied else parameter.data
@@ -150,7 +151,7 @@ class Weights:
         if self._versions is not None:
             self.newest()
             assert self._shown is not None
-            self._start(self._before(), self._shown)
+            self.start(*self.last_two())
 
     def adopt(self) -> None:
         """Make values that were loaded into the parameters the newest version and the optimizer's. Nothing may be in
@@ -159,34 +160,23 @@ class Weights:
             values = [p.data for p in self.parameters]
             for own, data in zip(self._own, values, strict=True):
                 own.data = data
-            self._start(values, values)
+            self.start(values, values)
             self._shown = values
 
-    def before(self, updated: torch.Tensor) -> torch.Tensor | None:
-        """Value that one of ``updated`` had before the last update, if forwards to come use it and it is another."""
-        if self._versions is None or not self.delay:
-            return None
-        place = next(n for n, own in enumerate(self._own) if own is updated)
-        value, newest = self._before()[place], self._versions[max(self._versions)][place]
-        return None if value.data_ptr() == newest.data_ptr() else value
+    @property
+    def previous(self) -> "Previous":
+        """The values before the last update, where forwards to come use them."""
+        return Previous(self)
 
-    def put_before(self, updated: torch.Tensor, value: torch.Tensor) -> None:
-        """Make this the value that one of ``updated`` had before the last update, after ``adopt``."""
-        assert self._versions is not None
-        place = next(n for n, own in enumerate(self._own) if own is updated)
-        earlier = list(self._before())
-        earlier[place] = value
-        self._start(earlier, self._versions[max(self._versions)])
-
-    def _before(self) -> list[torch.Tensor]:
-        """The version before the newest, or the newest if there is no other."""
+    def last_two(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The version before the newest, or the newest if there is no other; and the newest."""
         assert self._versions is not None
         newest = max(self._versions)
-        return self._versions.get(newest - self.delay, self._versions[newest])
+        return self._versions.get(newest - self._delay, self._versions[newest]), self._versions[newest]
 
-    def _start(self, before: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    def start(self, before: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         """Make ``values`` version 0, and ``before`` the one that it follows."""
-        self._versions = {-self.delay: before, 0: values}
+        self._versions = {-self._delay: before, 0: values}
 
     def _forget(self, version: int) -> None:
         """Forget versions older than this one, which live on in micro-batches in flight."""
@@ -199,6 +189,28 @@ class Weights:
             for parameter, data in zip(self.parameters, values, strict=True):
                 parameter.data = data
             self._shown = values
+
+
+class Previous(KeptValues):
+    """The values of some weights before the last update, where they are others and forwards to come use them. Loaded ones
+    come after ``Weights.adopt``."""
+
+    name = PREVIOUS
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__(bool(weights._delay))
+        self._weights = weights
+        self._places: dict[torch.Tensor, int] = {own: place for place, own in enumerate(weights.updated)}
+
+    def put(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        before, newest = self._weights.last_two()
+        self._weights.start([value if place == self._places[parameter] else old for place, old in enumerate(before)], newest)
+
+    def of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not self.on:
+            return {}
+        value, newest = (values[self._places[parameter]] for values in self._weights.last_two())
+        return {} if value.data_ptr() == newest.data_ptr() else {self.name: value}
 
 
 class LaneWeights(Weights):

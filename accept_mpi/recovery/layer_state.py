@@ -75,7 +75,7 @@ def load(stage: Stage, blobs: Mapping[int, bytes], options: Optimizer) -> int:
             else:
                 optimizer[key.removeprefix(_OPTIMIZER)] = value
     wanted = state_names(options)
-    kept = wanted | stage.beside.keys()
+    kept = wanted | stage.beside
     ours = {key: value for key, value in optimizer.items() if key.partition("/")[0] in kept}
     _check_weights(stage, weights)
     _check_optimizer(stage, ours, wanted)
