@@ -2,7 +2,10 @@
 
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from conftest import HANGS, environment, python
 
 from accept_mpi.errors import UserError
 from accept_mpi.logs.reader import open_log
@@ -27,3 +30,16 @@ def wait_for_step(
         assert time.monotonic() < until, f"{directory}: no step {step}"
         time.sleep(0.05)
     return done
+
+
+def slowed_after_ten_steps(job: Path, command: Sequence[str]) -> str:
+    """Start a job of ``slow_layers`` (tests/programs), which rank 1 slows down after ten steps; returns its output."""
+    process = subprocess.Popen(
+        [*command, *python(), "-m", "accept_mpi", "train", str(job)], cwd=job.parent, env=environment(), text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    wait_for_step(job.parent / "run", 10, process)
+    (job.parent / "slow-1").touch()
+    out, _ = process.communicate(timeout=HANGS)
+    assert process.returncode == 0, out
+    return out

@@ -70,20 +70,22 @@ def _refuse_parting(cuts: list[int], layers: int, shared: Sequence[Shared], ties
 def _codecs(job: Job, boundaries: int) -> list[BoundaryCodecs]:
     """The codecs of each boundary. Raises UserError if their number is wrong, or one of them cannot be parsed."""
     names = []
-    for key, gradients in (("forward_end", False), ("backward_end", True)):
-        try:
-            parse(getattr(job.pipeline, key) or "none", gradients)
-        except ValueError as error:
-            raise UserError(f"pipeline.{key}: {error}") from error
+    _check("forward_end", job.pipeline.forward_end or "none", False)
+    _check("backward_end", job.pipeline.backward_end or "none", True)
     for key, asked, gradients in (("forward", job.pipeline.forward, False), ("backward", job.pipeline.backward, True)):
         each = [asked] * boundaries if isinstance(asked, str) else asked
         if len(each) != boundaries:
             raise UserError(f"pipeline.{key}: {len(each)} codecs for {boundaries} boundaries; give one for all, or one each")
         for name in each if boundaries else [asked] if isinstance(asked, str) else []:
-            try:
-                if name != AUTO:
-                    parse(name, gradients)
-            except ValueError as error:
-                raise UserError(f"pipeline.{key}: {error}") from error
+            if name != AUTO:
+                _check(key, name, gradients)
         names.append(each)
     return [BoundaryCodecs(forward=forward, backward=backward) for forward, backward in zip(*names, strict=True)]
+
+
+def _check(key: str, name: str, gradients: bool) -> None:
+    """Raise UserError if a codec cannot be parsed."""
+    try:
+        parse(name, gradients)
+    except ValueError as error:
+        raise UserError(f"pipeline.{key}: {error}") from error

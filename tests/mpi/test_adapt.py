@@ -2,14 +2,13 @@
 (ARCHITECTURE, invariants)."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import samples
-from conftest import HANGS, environment, mpirun_command, python
-from watch import wait_for_step
+from conftest import mpirun_command
+from watch import slowed_after_ten_steps
 
 from accept_mpi.logs.format import KINDS
 from accept_mpi.logs.reader import open_log
@@ -28,17 +27,10 @@ def test_layers_move_away_from_a_slow_device(tmp_path: Path, schedule: str, ulfm
         pipeline_groups=False, pipeline_lanes=lanes,
         pipeline_latency_db="none", pipeline_probe_seconds=1.0, pipeline_schedule=schedule,
     )  # fmt: skip
-    command = [*mpirun_command(3), *python(), "-m", "accept_mpi", "train", str(job)]
+    command = mpirun_command(3)
     if ulfm:
         command[1:1] = ["--with-ft", "ulfm"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment(), text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    wait_for_step(tmp_path / "run", 10, process)
-    (tmp_path / "slow-1").touch()
-    out, _ = process.communicate(timeout=HANGS)
-    assert process.returncode == 0, out
+    out = slowed_after_ten_steps(job, command)
     assert "moved layers: rank 1" in out, out
     with open_log(tmp_path / "run" / "log.h5") as log:
         steps, plans = log["steps"][:], log["plans"][:]
@@ -62,14 +54,7 @@ def test_a_slow_member_gets_fewer_micro_batches(tmp_path: Path, schedule: str) -
         tmp_path / "job.toml", sleepy, train_steps=50, train_evaluate_every=0, pipeline_adapt=True, pipeline_cuts=[6],
         pipeline_ranks=[[0, 1], 2], pipeline_latency_db="none", pipeline_probe_seconds=1.0, pipeline_schedule=schedule,
     )  # fmt: skip
-    process = subprocess.Popen(
-        [*mpirun_command(3), *python(), "-m", "accept_mpi", "train", str(job)], cwd=tmp_path, env=environment(), text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    wait_for_step(tmp_path / "run", 10, process)
-    (tmp_path / "slow-1").touch()
-    out, _ = process.communicate(timeout=HANGS)
-    assert process.returncode == 0, out
+    out = slowed_after_ten_steps(job, mpirun_command(3))
     assert re.search("(dealt micro-batches anew|moved layers): rank 1", out), out
     with open_log(tmp_path / "run" / "log.h5") as log:
         steps, trace, plans = log["steps"][:], log["trace"][:], log["plans"][:]

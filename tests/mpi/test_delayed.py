@@ -1,7 +1,6 @@
 """1f1b-delayed computes the same on any number of ranks, wherever the model is cut, after a new plan, a loss, resuming:
 what one process computes whose weights are always one update older."""
 
-import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 import pytest
 import samples
 import torch
-from conftest import HANGS, ROOT, environment, mpirun_command, python
+from conftest import ROOT, mpirun_command
 from lost_ranks import run
 from stale_weights import delayed
-from watch import wait_for_step
+from watch import slowed_after_ten_steps
 
 from accept_mpi.logs.reader import open_log
 from accept_mpi.pipeline.lion import Lion
@@ -143,14 +142,7 @@ def test_a_new_plan(tmp_path: Path) -> None:
         tmp_path / "job.toml", sleepy, train_steps=80, train_evaluate_every=0, pipeline_cuts="auto", pipeline_adapt=True,
         pipeline_groups=False, pipeline_latency_db="none", pipeline_probe_seconds=1.0, pipeline_schedule="1f1b-delayed",
     )  # fmt: skip
-    process = subprocess.Popen(
-        [*mpirun_command(3), *python(), "-m", "accept_mpi", "train", str(job)], cwd=tmp_path, env=environment(), text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    wait_for_step(tmp_path / "run", 10, process)
-    (tmp_path / "slow-1").touch()
-    out, _ = process.communicate(timeout=HANGS)
-    assert process.returncode == 0, out
+    out = slowed_after_ten_steps(job, mpirun_command(3))
     assert "moved layers: rank 1" in out, out
     ours = {name.replace(".inner", ""): value for name, value in Checkpoint(tmp_path / "run").whole().items()}
     samples.assert_equal(ours, delayed(samples.CNN | {"train": samples.CNN["train"] | {"steps": 80}}, SGD))

@@ -37,7 +37,7 @@ def main() -> None:
         curves = {way: mean_curve(paths) for way, paths in runs(model)}
         if not curves:
             continue
-        with experiment.lab("fleet.toml"):
+        with experiment.lab("../accept/fleet.toml"):
             rates = {link: measure(experiment, model, batch, link) for link in _LINKS}
         text.append(report(experiment, model, batch, curves, rates))
     if not text:

@@ -9,8 +9,8 @@ from harness.experiment import Experiment, run
 from harness.store import table
 
 _MODELS: dict[str, tuple[str, int, list[int], tuple[int, ...]]] = {
-    "MobileNetV2": ("mobilenetv2.toml", 64, [9, 21, 39], (4, 8, 11)),
-    "GPT": ("gpt.toml", 16, [5, 9, 13], (4, 8, 16)),
+    "MobileNetV2": ("../accept/job.toml", 64, [9, 21, 39], (4, 8, 11)),
+    "GPT": ("../language/job.toml", 16, [5, 9, 13], (4, 8, 16)),
 }
 """Job file, batch size, cuts, and numbers of micro-batches: four stages want 10 of them in flight."""
 _LINKS = {0: "free", 100: "100 Mbit/s", 20: "20 Mbit/s", 5: "5 Mbit/s"}
@@ -21,7 +21,7 @@ _TURNS, _SECONDS = 2, 5.0
 def main() -> None:
     experiment = Experiment(__file__)
     rates: dict[tuple[str, int, int, str], list[float]] = {}
-    with experiment.lab("fleet.toml"):
+    with experiment.lab("../accept/fleet.toml"):
         for model, (job, batch, cuts, counts) in _MODELS.items():
             experiment.job_file, experiment.batch = job, batch
             for count in counts:
