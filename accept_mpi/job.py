@@ -55,11 +55,12 @@ class Data(Section, frozen=True):
 class Optimizer(Section, frozen=True):
     """``train.optimizer``: one of torch's optimizers, and how its learning rate changes from step to step."""
 
-    name: Literal["sgd", "adam", "adamw", "nadam", "lion"] = "sgd"
-    """nadam and lion: with decoupled weight decay, as adamw."""
+    name: Literal["sgd", "adam", "adamw", "nadam", "lion", "muon"] = "sgd"
+    """nadam, lion and muon: with decoupled weight decay, as adamw."""
     lr: Positive = 0.05
     momentum: Share = 0.0
     nesterov: bool = False
+    muon_momentum: Share = 0.95
     weight_decay: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     betas: tuple[Share, Share] = (0.9, 0.999)
     eps: Annotated[float, Meta(gt=0, le=_LARGEST)] = 1e-8
@@ -90,6 +91,8 @@ class ParameterGroup(Section, frozen=True):
     lr: Positive | None = None
     """Learning rate in place of the optimizer's; its schedule is the same."""
     weight_decay: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    adamw: bool = False
+    """True: AdamW updates them, where Muon would."""
 
 
 class Lora(Section, frozen=True):
@@ -264,8 +267,9 @@ class Output(Section, frozen=True):
 GOES_WITH = {
     "momentum": ("name", ("sgd",)),
     "nesterov": ("name", ("sgd",)),
-    "betas": ("name", ("adam", "adamw", "nadam", "lion")),
-    "eps": ("name", ("adam", "adamw", "nadam")),
+    "muon_momentum": ("name", ("muon",)),
+    "betas": ("name", ("adam", "adamw", "nadam", "lion", "muon")),
+    "eps": ("name", ("adam", "adamw", "nadam", "muon")),
     "decay_every": ("schedule", ("step",)),
     "decay": ("schedule", ("step",)),
     "final_lr": ("schedule", ("cosine",)),

@@ -77,6 +77,8 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
     if all(_has(tree, key) for key in _EITHER[1]):
         raise UserError(f"{source}: train: give either lr or optimizer.lr")
     _check_optimizer(job.train.optimizer, _table(tree, ("train", "optimizer")), source)
+    if job.train.optimizer.name != "muon" and any(group.adamw for group in job.train.groups):
+        raise UserError(f'{source}: train.groups: adamw = true goes with train.optimizer.name = "muon" only')
     if job.train.micro_batches > job.train.batch_size:
         raise UserError(
             f"{source}: train.micro_batches: {job.train.micro_batches} is more than "

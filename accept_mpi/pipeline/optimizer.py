@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accept_mpi.job import Optimizer, ParameterGroup
+from accept_mpi.job import GOES_WITH, Optimizer, ParameterGroup
 from accept_mpi.models.fine_tuning import matches
 from accept_mpi.pipeline.lion import Lion
+from accept_mpi.pipeline.muon import BUFFER, Muon
 
 
 def learning_rate(options: Optimizer, lr: float, step: int, steps: int) -> float:
@@ -36,13 +37,14 @@ def make_optimizer(
     parameters: Sequence[nn.Parameter],
     names: Sequence[Sequence[str]] = (),
     groups: Sequence[ParameterGroup] = (),
+    matrices: Sequence[bool] = (),
 ) -> torch.optim.Optimizer | None:
     """Optimizer that a job names, for a stage's parameters; None if there are none. ``names``: for each parameter all its
-    names in the whole model, by which ``groups`` have settings of their own. A group's "factor" is that of its learning
-    rate (``set_learning_rate``)."""
+    names in the whole model, by which ``groups`` have settings of their own; ``matrices``: for each parameter, whether Muon
+    updates it. A group's "factor" is that of its learning rate (``set_learning_rate``)."""
     if not parameters:
         return None
-    tables: dict[tuple[float, float], list[nn.Parameter]] = {}
+    tables: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for n, parameter in enumerate(parameters):
         known = names[n] if names else ()
         own = next((one for one in groups if any(matches(name, one.names) for name in known)), None)
@@ -50,22 +52,18 @@ def make_optimizer(
         if own is not None and own.weight_decay is not None:
             decay = own.weight_decay
         factor = own.lr / lr if own is not None and own.lr is not None else 1.0
-        tables.setdefault((factor, decay), []).append(parameter)
-    kind, *_ = _KINDS[options.name]
-    extra: dict[str, Any] = {"betas": options.betas}
-    if options.name == "sgd":
-        extra = {"momentum": options.momentum, "nesterov": options.nesterov}
-    elif options.name != "lion":
-        extra["eps"] = options.eps
+        is_matrix = bool(matrices) and matrices[n] and not (own is not None and own.adamw)
+        tables.setdefault((factor, decay, is_matrix), []).append(parameter)
+    extra: dict[str, Any] = {key: getattr(options, key) for key in _SETTINGS if options.name in GOES_WITH[key][1]}
     if options.name == "nadam":
         extra["decoupled_weight_decay"] = True
     leave_the_compiler_out()
     arguments: dict[str, Any] = {"lr": lr, "weight_decay": options.weight_decay, **extra}
     own_tables = [
-        {"params": some, "factor": factor, "lr": factor * lr, "weight_decay": decay}
-        for (factor, decay), some in tables.items()
+        {"params": some, "factor": factor, "lr": factor * lr, "weight_decay": decay, "matrix": is_matrix}
+        for (factor, decay, is_matrix), some in tables.items()
     ]
-    return kind(own_tables, **arguments)
+    return _KINDS[options.name](own_tables, **arguments)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -78,25 +76,26 @@ COUNTER = "step"
 """Name, in the optimizer's state, of the number of a parameter's updates."""
 SCALARS = frozenset({COUNTER, "mu_product"})
 """Names of what is one number per parameter."""
-_KINDS: dict[str, tuple[Any, ...]] = {
-    "sgd": (torch.optim.SGD, "momentum_buffer"),
-    "adam": (torch.optim.Adam, COUNTER, "exp_avg", "exp_avg_sq"),
-    "adamw": (torch.optim.AdamW, COUNTER, "exp_avg", "exp_avg_sq"),
-    "nadam": (torch.optim.NAdam, COUNTER, "mu_product", "exp_avg", "exp_avg_sq"),
-    "lion": (Lion, "exp_avg"),
-}
-"""Optimizers by name, and the names of their state."""
+_KINDS: dict[str, Any] = {
+    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "nadam": torch.optim.NAdam, "lion": Lion,
+    "muon": Muon,
+}  # fmt: skip
+_SETTINGS = ("momentum", "nesterov", "muon_momentum", "betas", "eps")
+_ADAM = frozenset({COUNTER, "exp_avg", "exp_avg_sq"})
+_STATE = {
+    "adam": _ADAM, "adamw": _ADAM, "muon": _ADAM, "nadam": _ADAM | {"mu_product"}, "lion": frozenset({"exp_avg"}),
+}  # fmt: skip
 
 
-def state_names(options: Optimizer) -> frozenset[str]:
-    """Names of the optimizer's state for each parameter that has been updated."""
-    if options.name == "sgd":
-        return frozenset({"momentum_buffer"} if options.momentum else ())
-    return frozenset(_KINDS[options.name][1:])
+def state_names(options: Optimizer, is_matrix: bool = False) -> frozenset[str]:
+    """Names of the optimizer's state of a parameter that has been updated; of one that Muon updates, if ``is_matrix``."""
+    if is_matrix or (options.name == "sgd" and options.momentum):
+        return frozenset({BUFFER})
+    return _STATE.get(options.name, frozenset())
 
 
 def values_kept(options: Optimizer) -> int:
-    """Number of values that are kept per value of a parameter: the optimizer's, and the last update for a correction."""
+    """Most values that are kept per value of a parameter: the optimizer's, and the last update for a correction."""
     return len(state_names(options) - SCALARS) + (options.correction != "none")
 
 

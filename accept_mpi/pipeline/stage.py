@@ -20,6 +20,7 @@ from accept_mpi.pipeline.correction import Correction
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.graph_edges import Box, Seeded, finite
 from accept_mpi.pipeline.micro_batch import InFlight, Inputs, Key, Outputs
+from accept_mpi.pipeline.muon import matrices
 from accept_mpi.pipeline.optimizer import make_optimizer, set_learning_rate, update
 from accept_mpi.pipeline.parameters import Parameters
 from accept_mpi.pipeline.recomputing import Recomputing
@@ -63,9 +64,11 @@ class Stage(Trials):
         delay = DELAY if schedule == "1f1b-delayed" else 0
         self._weights = Weights(self.parameters, flows(schedule), buffers, delay)
         trained = [n for n, p in enumerate(self.parameters) if p.requires_grad]
+        # Parameters that several layers share are AdamW's: another stage may not see that one of its uses is a table.
+        found = matrices(self.layers) if job.train.optimizer.name == "muon" else ()
         self.optimizer = make_optimizer(
             job.train.optimizer, job.lr, [self._weights.updated[n] for n in trained], [own.whole[n] for n in trained],
-            job.train.groups,
+            job.train.groups, [id(own.every[n]) in found and len(own.whole[n]) == 1 for n in trained],
         )  # fmt: skip
         self.trained_names = [own.whole[n][0] for n in trained]
         """Names of ``trained`` in the whole model."""

@@ -56,6 +56,13 @@ class Stateful:
         """Forget what ``hold`` has kept."""
         self._held = {}
 
+    def is_matrix(self) -> dict[str, bool]:
+        """Whether Muon updates a parameter, by all its names."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        found = {parameter for group in groups if group["matrix"] for parameter in group["params"]}
+        every = zip(self.own.aliases, self._weights.updated, strict=True)
+        return {name: parameter in found for names, parameter in every for name in names}
+
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """Copies of the optimizer's tensors, and of what ``beside`` names, as "<name of the state>/<parameter's name>"."""
         if self.optimizer is None:

@@ -74,9 +74,12 @@ def load(stage: Stage, blobs: Mapping[int, bytes], options: Optimizer) -> int:
                 weights[key.removeprefix(_WEIGHTS)] = value
             else:
                 optimizer[key.removeprefix(_OPTIMIZER)] = value
-    wanted = state_names(options)
-    kept = wanted | stage.beside
-    ours = {key: value for key, value in optimizer.items() if key.partition("/")[0] in kept}
+    wanted = {name: state_names(options, is_matrix) for name, is_matrix in stage.is_matrix().items()}
+    every, beside, ours = state_names(options), stage.beside, {}
+    for key, value in optimizer.items():
+        what, _, name = key.partition("/")
+        if what in wanted.get(name, every) or what in beside:
+            ours[key] = value
     _check_weights(stage, weights)
     _check_optimizer(stage, ours, wanted)
     stage.load(weights, ours)
@@ -121,8 +124,9 @@ def _check_weights(stage: Stage, weights: Mapping[str, torch.Tensor]) -> None:
             _check_values(name, value, own)
 
 
-def _check_optimizer(stage: Stage, state: Mapping[str, torch.Tensor], wanted: frozenset[str]) -> None:
-    """Raise UserError unless optimizer state belongs to this stage's parameters and is complete for each of them."""
+def _check_optimizer(stage: Stage, state: Mapping[str, torch.Tensor], wanted: Mapping[str, frozenset[str]]) -> None:
+    """Raise UserError unless optimizer state belongs to this stage's parameters and is complete for each of them, which have
+    these names of state each."""
     parameters, found = dict(stage.own.every_name()), dict[str, set[str]]()
     for key, value in state.items():
         what, _, name = key.partition("/")
@@ -137,7 +141,7 @@ def _check_optimizer(stage: Stage, state: Mapping[str, torch.Tensor], wanted: fr
         elif value.shape or not value.is_floating_point() or not 0 <= value.item() < math.inf:
             raise UserError(f'the checkpoint holds "{name}" after a number of updates that cannot be')
     for name, there in found.items():  # a parameter that never had a gradient has none of the optimizer's state
-        if (missing := wanted - there) and there & wanted:
+        if (missing := wanted[name] - there) and there & wanted[name]:
             raise UserError(f'the checkpoint lacks the optimizer\'s "{min(missing)}" of "{name}"')
 
 

@@ -16,10 +16,24 @@ from watch import slowed_after_ten_steps
 
 from accept_mpi.logs.reader import open_log
 from accept_mpi.pipeline.lion import Lion
+from accept_mpi.pipeline.muon import Muon
 from accept_mpi.recovery.checkpoint import Checkpoint
 
 JOBS = {"cnn": samples.CNN, "gpt": samples.GPT}
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4)
+
+
+def muon(parameters: list[torch.nn.Parameter]) -> Muon:
+    """Muon for the matrices of one of the models; a gpt begins with two tables of embeddings."""
+    tables = 2 if parameters[0].dim() == 2 else 0
+    matrices = [n >= tables and p.dim() > 1 for n, p in enumerate(parameters)]
+    groups = [
+        {"params": [p for p, is_matrix in zip(parameters, matrices, strict=True) if is_matrix == wanted], "matrix": wanted}
+        for wanted in (False, True)
+    ]
+    return Muon(groups, lr=0.01, weight_decay=0.1)
+
+
 OPTIMIZERS: dict[str, tuple[str, Callable[..., torch.optim.Optimizer]]] = {
     "nadam": (
         'name = "nadam", lr = 0.002, betas = [0.99, 0.999], weight_decay = 0.01',
@@ -30,6 +44,7 @@ OPTIMIZERS: dict[str, tuple[str, Callable[..., torch.optim.Optimizer]]] = {
         'name = "adamw", lr = 0.002, weight_decay = 0.01, correction = "extrapolate"',
         partial(torch.optim.AdamW, lr=0.002, weight_decay=0.01),
     ),
+    "muon": ('name = "muon", lr = 0.01, weight_decay = 0.1', muon),
     "clipped": ('name = "sgd", lr = 0.05, momentum = 0.9, weight_decay = 5e-4', SGD),
 }
 
@@ -76,7 +91,7 @@ def test_it_differs_from_synchronous_training() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(mpirun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """nadam, lion, corrected updates, and gradients clipped by their norm over all stages; then resumed in the middle."""
+    """nadam, lion, muon, corrected updates, gradients clipped by their norm over all stages; then resumed in the middle."""
     text, make = OPTIMIZERS[name]
     monkeypatch.setattr(samples, "OPTIMIZER", f"optimizer = {{ {text} }}")
     keys: dict[str, Any] = {"train_clip_norm": 0.5} if name == "clipped" else {}

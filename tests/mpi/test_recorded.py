@@ -122,6 +122,22 @@ def test_found_plans(mpirun, tmp_path: Path) -> None:
         assert len(Plan.from_json(log.attrs["plan"]).stages) == 1  # copies would be updated at different times
 
 
+def test_muon_with_tied_parameters(mpirun, tmp_path: Path) -> None:
+    """AdamW updates all copies of what a table of embeddings and the head have in common, on whichever ranks they are."""
+    found = []
+    for ranks in (1, 3):
+        path = write(tmp_path, f"on{ranks}", CASES[2])
+        sgd = 'name = "sgd", lr = 0.1, momentum = 0.9'
+        path.write_text(path.read_text().replace(sgd, 'name = "muon", lr = 0.01'))
+        mpirun(ranks, ROOT / "tests" / "programs" / "train_all.py", path)
+        checkpoint = Checkpoint(tmp_path / f"on{ranks}")
+        kept = checkpoint.tensors("optimizer", range(len(checkpoint.manifest.layers)))
+        assert {key.partition("/")[0] for key in kept if key.endswith("words.weight")} == {"step", "exp_avg", "exp_avg_sq"}
+        assert any(key.startswith("momentum_buffer/") for key in kept)
+        found.append(checkpoint.whole())
+    assert not differences(*found)
+
+
 def test_dropout_is_the_same_on_any_number_of_ranks(mpirun, tmp_path: Path) -> None:
     found = []
     for ranks in (1, 3):

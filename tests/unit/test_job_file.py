@@ -121,7 +121,10 @@ def test_overrides() -> None:
         (["epoch=3"], 'unknown key "epoch"; did you mean "train.epochs"?'),
         (["train.optimizer.nesterov=true"], "train.optimizer.nesterov = true needs a momentum"),
         (["train.optimizer={name='adam', momentum=0.9}"], 'momentum goes with name = "sgd" only; leave it out for "adam"'),
-        (["train.optimizer.betas=[0.9, 0.99]"], 'betas goes with name = "adam" or "adamw" or "nadam" or "lion" only'),
+        (
+            ["train.optimizer.betas=[0.9, 0.99]"],
+            'betas goes with name = "adam" or "adamw" or "nadam" or "lion" or "muon"',
+        ),
         (["train.optimizer.final_lr=0.1"], 'final_lr goes with schedule = "cosine" only; leave it out for "constant"'),
         (["train.optimizer.decay=0.5"], 'decay goes with schedule = "step" only'),
         (["pipeline.cuts=[0,2]"], "pipeline.cuts"),

@@ -9,9 +9,10 @@ import torch
 from conftest import HANGS, ROOT
 from torch import nn
 
-from accept_mpi.job import Optimizer
+from accept_mpi.job import Optimizer, ParameterGroup
 from accept_mpi.pipeline.correction import Correction
 from accept_mpi.pipeline.lion import Lion
+from accept_mpi.pipeline.muon import matrices, orthogonal
 from accept_mpi.pipeline.optimizer import SCALARS, learning_rate, make_optimizer, state_names, update, values_kept
 
 
@@ -52,19 +53,21 @@ def test_kinds() -> None:
     assert make_optimizer(Optimizer(), 0.1, []) is None
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "nadam", "lion"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "nadam", "lion", "muon", "muon's matrix"])
 def test_names_and_numbers_of_the_state(name: str) -> None:
     """As plans for memory count it, and checkpoints are checked for it."""
-    options = Optimizer(name=name, momentum=0.9 if name == "sgd" else 0.0)
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = torch.ones(3)
-    optimizer = make_optimizer(options, 0.1, [parameter])
+    is_matrix = name == "muon's matrix"
+    options = Optimizer(name=name.partition("'")[0], momentum=0.9 if name == "sgd" else 0.0)  # type: ignore[arg-type]
+    parameter = nn.Parameter(torch.ones(3, 1))
+    parameter.grad = torch.ones(3, 1)
+    optimizer = make_optimizer(options, 0.1, [parameter], matrices=[is_matrix])
     assert optimizer is not None
     update(optimizer)
     state = optimizer.state[parameter]
-    assert set(state) == state_names(options)
-    assert sum(value.numel() == 3 for value in state.values()) == values_kept(options)
-    assert {key for key, value in state.items() if value.numel() == 1} == state_names(options) & SCALARS
+    assert set(state) == state_names(options, is_matrix)
+    kept = sum(value.numel() == 3 for value in state.values())
+    assert kept == (1 if is_matrix else values_kept(options))
+    assert {key for key, value in state.items() if value.numel() == 1} == state_names(options, is_matrix) & SCALARS
 
 
 def test_lion() -> None:
@@ -75,6 +78,55 @@ def test_lion() -> None:
         x.grad = torch.tensor(gradient)
         optimizer.step()
         assert x.tolist() == pytest.approx(expected)
+
+
+def test_muon_makes_updates_orthogonal() -> None:
+    for shape in (6, 9), (9, 6), (1, 4), (5, 1):
+        found = torch.linalg.svdvals(orthogonal(torch.randn(shape)))
+        assert found.min() > 0.5
+        assert found.max() < 1.3
+    assert orthogonal(torch.zeros(3, 4)).tolist() == torch.zeros(3, 4).tolist()
+
+
+def test_muon() -> None:
+    """Matrices as torch's Muon updates them, which computes in bfloat16, the others as AdamW."""
+    values = torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(-1, 1, 5)
+    (matrix, vector), theirs = ([nn.Parameter(v.clone()) for v in values] for _ in range(2))
+    optimizer = make_optimizer(Optimizer(name="muon", weight_decay=0.1), 0.02, [matrix, vector], matrices=[True, False])
+    muon = torch.optim.Muon([theirs[0]], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW([theirs[1]], lr=0.02, weight_decay=0.1)
+    assert optimizer is not None
+    for step in range(4):
+        torch.manual_seed(step)
+        for mine, other in zip((matrix, vector), theirs, strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        update(optimizer)
+        muon.step()
+        adamw.step()
+    assert torch.equal(vector, theirs[1])
+    assert (matrix - theirs[0]).abs().max() < 0.02 * (matrix - values[0]).abs().max()
+
+
+def test_matrices_of_layers() -> None:
+    layers = [
+        nn.Embedding(5, 4), nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)), nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2),
+        nn.MultiheadAttention(4, 2), nn.Conv1d(2, 2, 3),
+    ]  # fmt: skip
+    found = matrices(layers)
+    named = [f"{n}.{name}" for n, layer in enumerate(layers) for name, _ in layer.named_parameters()]
+    ids = [id(parameter) for layer in layers for parameter in layer.parameters()]
+    assert [name for name, one in zip(named, ids, strict=True) if one in found] == [
+        "1.0.weight", "2.weight", "4.in_proj_weight", "4.out_proj.weight", "5.weight"
+    ]  # fmt: skip
+
+
+def test_adamw_for_some_matrices() -> None:
+    parameters = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+    groups = [ParameterGroup(names=["head.*"], adamw=True, lr=0.5)]
+    made = make_optimizer(Optimizer(name="muon"), 0.1, parameters, [["a.weight"], ["head.weight"]], groups, [True, True])
+    assert made is not None
+    assert [(group["matrix"], group["factor"]) for group in made.param_groups] == [(True, 1.0), (False, 5.0)]
 
 
 def test_corrected_updates() -> None:
