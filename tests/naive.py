@@ -132,3 +132,41 @@ def mbq(x: np.ndarray, bits: int, group: int) -> tuple[bytes, np.ndarray]:
         ranks += [sum(bool(value > t) for t in thresholds) for value in part]
         back += [values[rank] for rank in ranks[begin:]]
     return np.array(words, np.uint16).tobytes() + pack(ranks, bits), np.array(back, np.float32)
+
+
+def entropy(data: bytes, count: int) -> np.ndarray:
+    """The ``count`` values that ``kernels/entropy.py`` has coded in ``data``."""
+    step, offset = np.frombuffer(data[:8], np.float32)
+    states = np.frombuffer(data[8:16], np.uint32).tolist()
+    first, last = data[16], data[17]
+    table = data[18 : 18 + last - first + 1]
+    eighths = [256, 279, 304, 332, 362, 395, 431, 470]
+    weights = {first + n: eighths[(b - 1) % 8] << (b - 1) // 8 for n, b in enumerate(table) if b}
+    total = sum(weights.values())
+    frequencies = {s: max(1, w * 4096 // total) for s, w in weights.items()}
+    best = max(frequencies, key=lambda s: (frequencies[s], -s))
+    frequencies[best] += 4096 - sum(frequencies.values())
+    slots = [s for s, f in frequencies.items() for _ in range(f)]
+    at = 18 + -(-len(table) // 2) * 2
+
+    def refilled(state: int) -> int:
+        nonlocal at
+        if state >= 1 << 16:
+            return state
+        at += 2
+        return state << 16 | int.from_bytes(data[at - 2 : at], "little")
+
+    values = []
+    for n in range(count):
+        state = states[n % 2]
+        symbol = slots[state % 4096]
+        below = sum(f for s, f in frequencies.items() if s < symbol)
+        state = refilled(frequencies[symbol] * (state // 4096) + state % 4096 - below)
+        size = abs(symbol - 35)
+        if size >= 16:  # half octaves from 16 on: 16 to 23, 24 to 31, 32 to 47, ...
+            plain = 3 + (size - 16) // 2
+            size = (2 + size % 2 << plain) + state % (1 << plain)
+            state = refilled(state >> plain)
+        states[n % 2] = state
+        values.append(offset + step * np.float32(size if symbol > 35 else -size))
+    return np.array(values, np.float32)

@@ -3,7 +3,9 @@
 ``none``: not at all. ``bf16``, ``fp16``: in half the bytes. ``uniform:B``: in B = 1..8 bits per value, in groups of 64 that
 share a zero point and a scale (kernels/uniform.py); ``uniform:B/G`` sets the group size, 0 for the whole tensor; ``+sr``
 rounds stochastically (unbiased; the default for gradients, AccEPT), ``+nr`` to nearest (the default for activations).
-``mbq:B``, ``mbq:B/G``: in B = 1..4 bits per value by multi-bit quantization (kernels/mbq.py).
+``mbq:B``, ``mbq:B/G``: in B = 1..4 bits per value by multi-bit quantization (kernels/mbq.py). ``entropy:R``: in R = 1.5..10
+bits per value, all included, such as 4.5, by uniform quantization and an entropy code (kernels/entropy.py); rounding as in
+``uniform``.
 """
 
 import re
@@ -20,18 +22,19 @@ from accept_mpi.registry import nearest
 
 Bytes = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
-CodecKind = Literal["none", "bf16", "fp16", "uniform", "mbq"]
-KINDS: tuple[CodecKind, ...] = ("none", "bf16", "fp16", "uniform", "mbq")
-_EXAMPLES = "none, bf16, fp16, uniform:4, uniform:2/256+sr, mbq:2"
-_MODULES = {"bf16": "half", "uniform": "uniform", "mbq": "mbq"}
-_MOST_BITS = {"uniform": 8, "mbq": 4}
+CodecKind = Literal["none", "bf16", "fp16", "uniform", "mbq", "entropy"]
+KINDS: tuple[CodecKind, ...] = ("none", "bf16", "fp16", "uniform", "mbq", "entropy")
+_EXAMPLES = "none, bf16, fp16, uniform:4, uniform:2/256+sr, mbq:2, entropy:4.5"
+_MODULES = {"bf16": "half", "uniform": "uniform", "mbq": "mbq", "entropy": "entropy"}
+_BITS = {"uniform": (1, 8), "mbq": (1, 4), "entropy": (1.5, 10)}
 
 
 class Coding(msgspec.Struct, frozen=True):
     """A codec with its options."""
 
     kind: CodecKind = "none"
-    bits: int = 0
+    bits: float = 0
+    """Per value; whole numbers except for ``entropy``."""
     group: int = 0
     """Values that share parameters; 0: the whole tensor."""
     stochastic: bool = False
@@ -83,19 +86,22 @@ def parse(text: str, gradients: bool) -> Coding:
     """Codec with this name; ``gradients`` sets the default rounding. Raises ValueError with a sentence."""
     if text in ("none", "bf16", "fp16"):
         return Coding(text)  # type: ignore[arg-type]
-    found = re.fullmatch(r"(uniform|mbq):(\d+)(?:/(\d+))?(\+sr|\+nr)?", text)
+    found = re.fullmatch(r"(uniform|mbq):(\d+)(?:/(\d+))?(\+sr|\+nr)?|(entropy):(\d+(?:\.\d+)?)()(\+sr|\+nr)?", text)
     if not found:
         raise ValueError(f'unknown codec "{text}"{nearest(text.partition(":")[0], list(KINDS))} (examples: {_EXAMPLES})')
-    kind, bits, group = found[1], int(found[2]), int(found[3]) if found[3] else 64
-    if not 1 <= bits <= _MOST_BITS[kind]:
-        raise ValueError(f'codec "{text}": 1 to {_MOST_BITS[kind]} bits, not {bits}')
+    kind, digits, size, rounding = found.groups()[:4] if found[1] else found.groups()[4:]
+    bits: float = float(digits) if kind == "entropy" else int(digits)
+    group = 0 if kind == "entropy" else int(size) if size else 64
+    least, most = _BITS[kind]
+    if not least <= bits <= most:
+        raise ValueError(f'codec "{text}": {least} to {most} bits, not {digits}')
     if group and (group < 8 or group > 16384 or group & (group - 1)):
         raise ValueError(
             f'codec "{text}": a group is a power of two from 8 to 16384, or 0 for the whole tensor, not {group}'
         )
-    if kind == "mbq" and found[4]:
-        raise ValueError(f'codec "{text}": mbq always takes the nearest level, without {found[4]}')
-    stochastic = kind == "uniform" and (gradients if found[4] is None else found[4] == "+sr")
+    if kind == "mbq" and rounding:
+        raise ValueError(f'codec "{text}": mbq always takes the nearest level, without {rounding}')
+    stochastic = kind != "mbq" and (gradients if rounding is None else rounding == "+sr")
     return Coding(kind, bits, group, stochastic)  # type: ignore[arg-type]
 
 

@@ -283,4 +283,4 @@ def _is_coded(spec: TensorSpec, coding: Coding) -> bool:
     """True if ``coding`` applies to a tensor: not to token ids or masks, and not where it would not make values shorter."""
     if coding.kind == "none" or spec.dtype == "absent" or not spec.torch_dtype.is_floating_point or spec.numel == 0:
         return False
-    return coding.kind not in ("bf16", "fp16") or spec.torch_dtype.itemsize > 2
+    return coding.nbytes(spec.numel) < spec.nbytes

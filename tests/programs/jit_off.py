@@ -31,7 +31,7 @@ def lines(code: types.CodeType) -> Iterator[int]:
 
 def check() -> None:
     """Every kernel on sizes around a block, with all bits."""
-    from accept_mpi.kernels import half, mbq, uniform
+    from accept_mpi.kernels import entropy, half, mbq, uniform
 
     np.seterr(all="raise", over="ignore", under="ignore")
     rng = np.random.default_rng(1)
@@ -58,17 +58,28 @@ def check() -> None:
                     expected, values = naive.mbq(x, bits, group)
                     assert out.tobytes() == expected
                     assert y.tobytes() == values.tobytes()
+        for bits in (1.5, 4.5) if size < 100 else (2.5,):
+            for values in (x, x**7, x * 0 + 1, np.where(x > 2, x, np.float32(0))):
+                for key in (None, 12345678901234567):
+                    out = np.zeros(entropy.encoded_bytes(size, bits), np.uint8)
+                    assert entropy.encode(values, bits, 0, out, key) == 0
+                    entropy.decode(out, bits, 0, y)
+                    assert not size or y.tobytes() == naive.entropy(out.tobytes(), size).tobytes()
+    no_room = entropy._write(np.zeros(9, np.int16), np.ones(71, np.int64), np.zeros(71, np.int64), short[:1], back[:2])
+    assert no_room == -1
+    entropy._decode(np.zeros(96, np.uint8), y)
+    assert not y.any()
     big = np.full(64, 3e38, np.float32)
     big[::2] *= -1
     near = np.full(64, 2e37, np.float32)  # its extent is fine, what it is made of is not
     assert mbq.encode(near, 2, 64, np.zeros(mbq.encoded_bytes(64, 2, 64), np.uint8)) == 2
     for value in (np.float32(np.nan), big[0]):
-        for kernels in (uniform, mbq):
+        for kernels in (uniform, mbq, entropy):
             bad, group = np.where(np.arange(64) == 7, value, big), 64
             for g in (group, 0, 8):
                 out = np.zeros(kernels.encoded_bytes(64, 2, g), np.uint8)
                 assert kernels.encode(bad, 2, g, out) in (1, 2)
-    for kernels in (uniform, mbq):
+    for kernels in (uniform, mbq, entropy):
         for arguments in ((np.zeros(9), 2, 8), (big, 99, 8), (big, 2, 48), (big, 2, 64)):
             try:
                 kernels.encode(*arguments, np.zeros(3, np.uint8))
