@@ -181,7 +181,7 @@ def test_garbage_behind_a_right_checksum_stays_within_its_bounds(name: str) -> N
 
 @pytest.mark.parametrize("codec", ["bf16", "fp16", "uniform:8", "entropy:8"])
 def test_doubles_beyond_single_precision_go_as_they_are(codec: str) -> None:
-    x = torch.tensor([1.0, -3e300, 2.0], dtype=torch.float64)
+    x = torch.tensor([1.0, -3e300, 2.0] * 20, dtype=torch.float64)
     coding = parse(codec, gradients=False)
     header, (back,), *_ = decode(*message(coding, x), coding)
     assert header.codec == NONE.number
