@@ -206,12 +206,6 @@ class Pipeline(Section, frozen=True):
     (``codecs.coding``), or "auto": the mildest that hides the transfer behind computation (``planning.codec_choice``)."""
     backward: str | Annotated[list[str], Meta(max_length=MOST_ENTRIES)] = "none"
     """Codec of gradients, given like ``forward``."""
-    forward_end: str = ""
-    """Codec of activations in the last steps, where it has more bits than the boundary's own; empty: none."""
-    backward_end: str = ""
-    """The same of gradients."""
-    end: Share = 0.2
-    """Share of the run's steps that are its last ones, for ``forward_end`` and ``backward_end``."""
     lanes: Literal["auto", "off", "F+B"] | Annotated[int, Meta(ge=1, le=MOST_LANES)] = "auto"
     """How many micro-batches each rank computes at a time, with a share of its threads each; "F+B": one forward beside one
     backward (ICPADS 2022); "auto": as many as train fastest, where "auto" cuts have the devices measured, else "off"."""

@@ -245,15 +245,10 @@ class Decoded(NamedTuple):
 
 
 def decode(
-    by_samples: dict[int, Specs],
-    message: Bytes,
-    agreed: Coding | Callable[[int], Coding] = NONE,
-    trees: Mapping[int, Tree] = MappingProxyType({}),
+    by_samples: dict[int, Specs], message: Bytes, agreed: Coding = NONE, trees: Mapping[int, Tree] = MappingProxyType({})
 ) -> Decoded:
-    """Decode a received message. ``agreed``: the coding agreed on, or that of a step. Raises ProtocolError with a sentence
-    if the message is invalid."""
+    """Decode a received message. Raises ProtocolError with a sentence if it is invalid."""
     header = Header.unpack(message)
-    agreed = agreed if isinstance(agreed, Coding) else agreed(header.step)
     offset, tree = _padded(header.described), trees.get(header.samples, LONE)
     if header.described:
         if header.described > header.length:

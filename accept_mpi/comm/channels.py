@@ -90,9 +90,6 @@ class Channel(NamedTuple):
     """The job's seed, for stochastic rounding."""
     trees: Mapping[int, Tree] = MappingProxyType({})
     """Structures of activations, by the number of samples."""
-    later: Coding | None = None
-    """Coding of messages of steps from ``later_from`` on, if it is another."""
-    later_from: int = 0
     in_group: bool = False
     """True for messages between members of a group, which cross no boundary (``group_sum``)."""
 
@@ -104,12 +101,7 @@ class Channel(NamedTuple):
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the largest message in the format agreed on."""
-        codings = [self.coding, *([self.later] if self.later else [])]
-        return max(buffer_bytes(specs, coding) for specs in self.specs.values() for coding in codings)
-
-    def coding_at(self, step: int) -> Coding:
-        """Coding of a step's messages."""
-        return self.later if self.later and step >= self.later_from else self.coding
+        return max(buffer_bytes(specs, self.coding) for specs in self.specs.values())
 
     def subject(self, step: int, micro_batch: int, raw: int = 0, wire: int = 0) -> Subject:
         """What a trace row about a message is about. ``step``: from 0; ``raw``, ``wire``: bytes uncoded and coded."""
@@ -245,7 +237,7 @@ class Sender:
         while self.waiting and self.free:
             item, buffer = self.waiting[0], self.free.pop()
             start = recorder.clock.now()
-            label, specs, coding = item.label, item.specs, self.end.coding_at(item.label.step)
+            label, specs, coding = item.label, item.specs, self.end.coding
             if (needed := buffer_bytes(specs, coding, item.description)) > buffer.size:
                 buffer = aligned(needed)
             key = mix(CODE, self.end.seed, label.step, label.micro_batch, self.end.tag)
@@ -336,11 +328,11 @@ class Receiver:
             return False
         start = recorder.clock.now()
         self.brings_bulk = message.size > _BUFFERED_BYTES
-        decoded = decode(self.end.specs, message, self.end.coding_at, self.end.trees)
+        decoded = decode(self.end.specs, message, self.end.coding, self.end.trees)
         header = decoded.header
         if (header.boundary, header.direction) != (self.end.boundary, self.end.direction):
             raise ProtocolError(f"a message for boundary {header.boundary} came as {self.end}")
-        if header.codec != self.end.coding_at(header.step).number:
+        if header.codec != self.end.coding.number:
             self._plane.report_uncoded(header, self.end)
         self._ready.put(decoded)
         subject = self.end.subject(header.step, header.micro_batch, decoded.raw, message.size)

@@ -131,7 +131,7 @@ def possible_sums(job: Job) -> list[str]:
 def codings_of(job: Job) -> dict[str, Coding]:
     """All codecs that a plan for this job may use, by name."""
     _, pairs = codec_pairs(job.pipeline)
-    names = [*(name for pair in pairs for name in pair), *map(gradient_codec, possible_sums(job)), *_last_codecs(job)]
+    names = [*(name for pair in pairs for name in pair), *map(gradient_codec, possible_sums(job))]
     return {name: parse(name, False) for name in dict.fromkeys(names)} | {"none": Coding()}
 
 
@@ -152,14 +152,9 @@ def codec_pairs(pipeline: Pipeline) -> tuple[list[str], list[tuple[str, str]]]:
 def codings(job: Job, plan: Plan) -> dict[str, Coding]:
     """All codecs that a run with this plan may use, by name."""
     names = {name for codec in plan.boundaries for name in (codec.forward, codec.backward)} - {AUTO}
-    names |= {gradient_codec(sums_of(job, plan)), *_last_codecs(job)}
+    names |= {gradient_codec(sums_of(job, plan))}
     found = {name: parse(name, False) for name in sorted(names)}
     return found | ladder(job.pipeline.min_bits) if is_open(plan) else found
-
-
-def _last_codecs(job: Job) -> list[str]:
-    """Codecs of a run's last steps (``pipeline.forward_end``)."""
-    return [name for name in (job.pipeline.forward_end, job.pipeline.backward_end) if name]
 
 
 def is_open(plan: Plan) -> bool:

@@ -70,8 +70,6 @@ def _refuse_parting(cuts: list[int], layers: int, shared: Sequence[Shared], ties
 def _codecs(job: Job, boundaries: int) -> list[BoundaryCodecs]:
     """The codecs of each boundary. Raises UserError if their number is wrong, or one of them cannot be parsed."""
     names = []
-    _check("forward_end", job.pipeline.forward_end or "none", False)
-    _check("backward_end", job.pipeline.backward_end or "none", True)
     for key, asked, gradients in (("forward", job.pipeline.forward, False), ("backward", job.pipeline.backward, True)):
         each = [asked] * boundaries if isinstance(asked, str) else asked
         if len(each) != boundaries:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from accept_mpi.codecs.coding import bits_of, parse, prepare
+from accept_mpi.codecs.coding import parse, prepare
 from accept_mpi.codecs.tensors import BoundarySpecs
 from accept_mpi.comm.channels import Channel
 from accept_mpi.comm.data_plane import DataPlane
@@ -309,11 +309,6 @@ class Deployment:
         flying = max_in_flight(pipeline.schedule, 0, len(wide), 1 << 30, pipeline.transfer_slack, wide)
         return 1 + math.ceil(flying / self.batches.most)
 
-    @property
-    def _last_steps(self) -> int:
-        """The step with which the run's last steps begin (``pipeline.end``)."""
-        return round((1 - self.job.pipeline.end) * self.course.last)
-
     def _table(self, stage: StagePlan) -> list[int]:
         """The member of a stage's group that takes each micro-batch, for the longest step and the evaluation."""
         return Deal.of(stage).table(max(self.batches.most, -(-self.test_samples // self.batches.micro)))
@@ -329,15 +324,9 @@ class Deployment:
             limit = max_in_flight(kind, boundary, len(plan.stages), most, slack, widths(plan.stages))
             limit += max(widths(plan.stages)) if plan.laned else 0  # lanes need not end in order
             names = plan.boundaries[boundary]
-            backward = direction is Direction.BACKWARD
-            name = names.backward if backward else names.forward
-            last = job.pipeline.backward_end if backward else job.pipeline.forward_end
-            later = parse(last, backward) if last and bits_of(last) > bits_of(name) else None
-            trees = {} if backward else signature.trees
-            return Channel(
-                peer, boundary, direction, signature.direction(direction), limit, parse(name, backward), job.train.seed,
-                trees, later, self._last_steps,
-            )  # fmt: skip
+            coding = parse(names.backward, True) if direction is Direction.BACKWARD else parse(names.forward, False)
+            trees = signature.trees if direction is Direction.FORWARD else {}
+            return Channel(peer, boundary, direction, signature.direction(direction), limit, coding, job.train.seed, trees)
 
         def neighbour(s: int, boundary: int, come: Direction, signature: BoundarySpecs) -> Neighbour | None:
             if place.idle or not 0 <= s < len(plan.stages):
