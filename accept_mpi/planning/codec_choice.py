@@ -10,6 +10,8 @@ begins and ends with transfers that nothing hides; the simulator counts both. If
 stage's time includes what its messages cost, so that coding may pay even on a fast link.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from accept_mpi.codecs.coding import Coding, parse
@@ -26,9 +28,10 @@ LINK_SHARE = 0.6
 """Share of their measured rates that links are assumed to carry."""
 _MANY = 64  # with more crossings than this, all that are free get the same codec
 
-# Codecs and their bits per value, from the mildest to the strongest.
-_LADDER = (("none", 32), ("bf16", 16), ("uniform:8", 8), ("uniform:6", 6), ("uniform:4", 4), ("uniform:3", 3),
-           ("uniform:2", 2), ("mbq:1", 1))  # fmt: skip
+# Codecs and their bits per value, from the mildest to the strongest. Entropy codes take many times the CPU time of others,
+# and seconds to compile, so a job must ask for them.
+_LADDER = (("none", 32), ("bf16", 16), ("uniform:8", 8), ("uniform:6", 6), ("entropy:4.5", 4.5), ("uniform:4", 4),
+           ("entropy:3.5", 3.5), ("uniform:3", 3), ("entropy:2.5", 2.5), ("uniform:2", 2), ("mbq:1", 1))  # fmt: skip
 # The same for sums of gradients: fewer bits leave out so much that most of a sum would be what earlier ones left.
 _SUMS = (("none", 32), ("bf16", 16), ("uniform:8", 8), ("uniform:4", 4))
 
@@ -43,18 +46,24 @@ class Choice(msgspec.Struct, frozen=True):
     """Seconds that the same message would take uncoded."""
 
 
-def ladder(floor: int) -> dict[str, Coding]:
-    """The codecs to choose from, by name, from the mildest to the strongest with at least ``floor`` bits per value."""
-    return {name: parse(name, False) for name, bits in _LADDER if bits >= floor}
+def ladder(floor: int, entropy: bool = False) -> dict[str, Coding]:
+    """The codecs to choose from, by name, from the mildest to the strongest with at least ``floor`` bits per value.
+    ``entropy``: among them entropy codes."""
+    found = {name: parse(name, False) for name, bits in _LADDER if bits >= floor}
+    return {name: coding for name, coding in found.items() if entropy or coding.kind != "entropy"}
 
 
-def choose(forecast: Forecast, fixed: dict[Crossing, str], floor: int) -> tuple[dict[Crossing, Choice], float]:
+def ladder_of(pipeline: Pipeline) -> dict[str, Coding]:
+    """The codecs from which "auto" chooses in a job."""
+    return ladder(pipeline.min_bits, pipeline.entropy)
+
+
+def choose(forecast: Forecast, fixed: dict[Crossing, str], names: Sequence[str]) -> tuple[dict[Crossing, Choice], float]:
     """Codecs for all crossings, and the seconds that a step should take with them.
 
-    ``fixed``: codecs that the job names; ``floor``: fewest bits per value. The forecast's profiles must have times for these
-    codecs and for the ladder's.
+    ``fixed``: codecs that the job names; ``names``: those to choose from, from the mildest to the strongest. The forecast's
+    profiles must have times for all of them.
     """
-    names = list(ladder(floor))
     if len(forecast.crossings) > _MANY:
         return _choose_alike(forecast, fixed, names)
     real, forecast = forecast, forecast.with_links(LINK_SHARE)
@@ -82,7 +91,9 @@ def choose(forecast: Forecast, fixed: dict[Crossing, str], floor: int) -> tuple[
     return _choices(real, chosen), real.step(chosen)
 
 
-def _choose_alike(forecast: Forecast, fixed: dict[Crossing, str], names: list[str]) -> tuple[dict[Crossing, Choice], float]:
+def _choose_alike(
+    forecast: Forecast, fixed: dict[Crossing, str], names: Sequence[str]
+) -> tuple[dict[Crossing, Choice], float]:
     """Choose one codec for all free crossings: the mildest that is within ``TOLERANCE`` of the best."""
     loaded = forecast.with_links(LINK_SHARE)
     steps = {name: loaded.step({c: fixed.get(c, name) for c in forecast.crossings}) for name in names}
@@ -142,7 +153,7 @@ def codec_pairs(pipeline: Pipeline) -> tuple[list[str], list[tuple[str, str]]]:
     """
     if not isinstance(pipeline.forward, str) or not isinstance(pipeline.backward, str):
         raise UserError('pipeline.forward and backward: a list has one codec per boundary, which cuts = "auto" may change')
-    options = list(ladder(pipeline.min_bits))
+    options = list(ladder_of(pipeline))
     forward, backward = (options if name == AUTO else [name] for name in (pipeline.forward, pipeline.backward))
     length = max(len(forward), len(backward))
     pairs = [(forward[min(k, len(forward) - 1)], backward[min(k, len(backward) - 1)]) for k in range(length)]
@@ -154,7 +165,7 @@ def codings(job: Job, plan: Plan) -> dict[str, Coding]:
     names = {name for codec in plan.boundaries for name in (codec.forward, codec.backward)} - {AUTO}
     names |= {gradient_codec(sums_of(job, plan))}
     found = {name: parse(name, False) for name in sorted(names)}
-    return found | ladder(job.pipeline.min_bits) if is_open(plan) else found
+    return found | ladder_of(job.pipeline) if is_open(plan) else found
 
 
 def is_open(plan: Plan) -> bool:

@@ -14,7 +14,7 @@ from accept_mpi.logs.format import Rows
 from accept_mpi.logs.replay import mean_times, rerun
 from accept_mpi.pipeline.deal import Deal
 from accept_mpi.plan import BoundaryCodecs, Plan
-from accept_mpi.planning.codec_choice import AUTO, EXACT, LINK_SHARE, Choice, choose, gradient_codec, sums_of
+from accept_mpi.planning.codec_choice import AUTO, EXACT, LINK_SHARE, Choice, choose, gradient_codec, ladder_of, sums_of
 from accept_mpi.planning.forecast import Forecast, Groups, Traffic
 from accept_mpi.planning.memory import memory_of
 from accept_mpi.planning.ties import with_ties
@@ -49,7 +49,7 @@ def estimate(cluster: ClusterProfile, job: Job, plan: Plan) -> Estimate:
     """Estimate a plan; codecs are chosen where it leaves them open."""
     forecast = forecast_of(cluster, job, plan)
     fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
-    choices, _ = choose(forecast, fixed, job.pipeline.min_bits)
+    choices, _ = choose(forecast, fixed, list(ladder_of(job.pipeline)))
     codecs = {crossing: choice.name for crossing, choice in choices.items()}
     step, busy = forecast.steady(codecs)
     loaded, _ = forecast.with_links(LINK_SHARE).steady(codecs)

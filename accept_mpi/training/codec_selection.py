@@ -17,7 +17,7 @@ from accept_mpi.direction import Crossing, Direction
 from accept_mpi.job import Job
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import BoundaryCodecs, Plan
-from accept_mpi.planning.codec_choice import AUTO, Choice, choose, codings, is_open
+from accept_mpi.planning.codec_choice import AUTO, Choice, choose, codings, is_open, ladder_of
 from accept_mpi.planning.forecast import Forecast, Traffic
 from accept_mpi.planning.tables import aligned
 from accept_mpi.profiling.cluster_profile import StageTimes
@@ -77,7 +77,7 @@ def select_codecs(
         profiles = [msgspec.convert(profiled, StageTimes) for profiled, _ in by_stage]
         forecast = Forecast(job.pipeline.schedule, micro_batches_of(job), job.pipeline.transfer_slack, profiles, crossings)
         fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
-        choices, step = choose(forecast, fixed, job.pipeline.min_bits)
+        choices, step = choose(forecast, fixed, list(ladder_of(job.pipeline)))
         names = [[choices[boundary, way].name for way in Direction] for boundary in range(len(plan.boundaries))]
         lines = _reasons(profiles, crossings, choices, step)
     names = messenger.broadcast(names, seconds, "the codecs")

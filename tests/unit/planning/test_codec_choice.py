@@ -9,7 +9,7 @@ from accept_mpi.planning.codec_choice import choose, ladder
 from accept_mpi.planning.forecast import Forecast, Traffic
 from accept_mpi.profiling.cluster_profile import StageTimes
 
-NAMES = [*ladder(1), "fp16"]
+NAMES = [*ladder(1, entropy=True), "fp16"]
 FREE = dict.fromkeys(NAMES, 0.0)
 VALUES = 125_000  # 0.5 MB
 
@@ -31,8 +31,10 @@ def names(
     floor: int = 2,
     micro_batches: int = 32,
     fixed: dict[Crossing, str] | None = None,
+    entropy: bool = False,
 ) -> dict[Crossing, str]:
-    choices, _ = choose(Forecast(kind, micro_batches, 2, profiled, crossing), fixed or {}, floor)
+    forecast = Forecast(kind, micro_batches, 2, profiled, crossing)
+    choices, _ = choose(forecast, fixed or {}, list(ladder(floor, entropy)))
     return {place: choice.name for place, choice in choices.items()}
 
 
@@ -52,6 +54,18 @@ def test_bits_fall_with_the_rate_and_stop_at_the_floor(kind: ScheduleKind) -> No
     assert set(names(kind, profiles(0.06, 0.06), crossings(1e3)).values()) == {"uniform:2"}
     assert set(names(kind, profiles(0.06, 0.06), crossings(1e3), floor=4).values()) == {"uniform:4"}
     assert set(names(kind, profiles(0.06, 0.06), crossings(1e3), floor=1).values()) == {"mbq:1"}
+
+
+def test_entropy_codes_are_milder_than_even_bits_and_cost_more() -> None:
+    """Only where a job allows them, and not where a device has no time for them."""
+    link, free = crossings(1e3), profiles(0.06, 0.06)
+    assert set(names("1f1b", free, link, entropy=True).values()) == {"entropy:2.5"}  # as many as "uniform:2"
+    assert set(names("1f1b", free, link, 4, entropy=True).values()) == {"entropy:4.5"}
+    some = crossings(1.7e6)
+    assert {"entropy:4.5"} <= set(names("1f1b-async", free, some, entropy=True).values())
+    slow = FREE | {f"entropy:{bits}": 5e-7 for bits in (4.5, 3.5, 2.5)}
+    chosen = names("1f1b-async", profiles(0.06, 0.06, coding=slow), some, entropy=True)
+    assert not any(name.startswith("entropy") for name in chosen.values())
 
 
 def test_only_the_slow_boundary_is_coded() -> None:
@@ -87,7 +101,7 @@ def test_a_codec_that_costs_more_than_it_saves_is_not_chosen() -> None:
 
 def test_ids_are_counted_and_never_coded() -> None:
     ids = {(0, Direction.FORWARD): Traffic(0, 4096, 1e6), (0, Direction.BACKWARD): Traffic(VALUES, 64, 1e9)}
-    choices, _ = choose(Forecast("1f1b", 8, 2, profiles(0.06, 0.06), ids), {}, 2)
+    choices, _ = choose(Forecast("1f1b", 8, 2, profiles(0.06, 0.06), ids), {}, list(ladder(2)))
     assert choices[0, Direction.FORWARD].seconds == pytest.approx(4096e-6)
 
 
@@ -101,6 +115,6 @@ def test_where_the_core_is_shared_moving_bytes_costs_time() -> None:
     alone = [msgspec.structs.replace(p, shared=False) for p in shared]
     assert set(names("1f1b-async", alone, link).values()) == {"none"}
     forecast = Forecast("1f1b-async", 32, 2, shared, link)
-    _, uncoded = choose(forecast, dict.fromkeys(link, "none"), 2)
-    _, chosen_step = choose(forecast, {}, 2)
+    _, uncoded = choose(forecast, dict.fromkeys(link, "none"), list(ladder(2)))
+    _, chosen_step = choose(forecast, {}, list(ladder(2)))
     assert uncoded > 1.3 * chosen_step
