@@ -95,6 +95,9 @@ class ParameterGroup(Section, frozen=True):
     """True: AdamW updates them, where Muon would."""
 
 
+Device = Annotated[str, Meta(pattern=r"^(cpu|auto|cuda(:\d{1,3})?)$")]
+
+
 class Lora(Section, frozen=True):
     """``train.lora``: low-rank adapters, the only parts that are trained then (and ``train.unfreeze``)."""
 
@@ -143,6 +146,9 @@ class Train(Section, frozen=True):
     """Evaluations without a better ``output.keep_best`` after which the run ends; None: it does not end before its time."""
     memory_format: Literal["auto", "channels_last", "contiguous"] = "auto"
     """Layout of image tensors; "auto": channels_last for models with 2-D convolutions."""
+    device: Device | dict[str, Device] = "cpu"
+    """Where stages are computed: "cpu", "cuda", "cuda:1", or "auto", a GPU if torch sees one; or a table of these by
+    patterns of hosts' names, and the CPU on others (``device.compute``)."""
     threads: Annotated[int, Meta(ge=1, le=MOST_THREADS)] | Literal["auto"] = "auto"
     """Computing threads per rank; "auto": OMP_NUM_THREADS, else the host's cores divided among its ranks."""
     freeze: Patterns = []

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
+GENERATORS = [torch.default_generator]
+"""Torch's global random numbers: the host's, and those of the device that computes, if it has its own."""
 
 # Purposes of seeds: the first word of every mix, so that no two uses can share a stream.
 INIT, FORWARD, ORDER, AUGMENT, CODE, EVALUATE, BACKWARD = 1, 2, 3, 4, 5, 6, 7
@@ -45,27 +47,35 @@ def backward_seed(seed: int, step: int, micro_batch: int, layer: int) -> int:
 
 def seed_all(seed: int) -> None:
     """Seed torch's, NumPy's and Python's global random numbers."""
-    torch.default_generator.manual_seed(seed)
+    seed_torch(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
+def seed_torch(seed: int) -> None:
+    """Seed torch's global random numbers, on the host and where the stage is computed."""
+    for generator in GENERATORS:
+        generator.manual_seed(seed)
+
+
 def state() -> tuple[object, ...]:
     """State of torch's, NumPy's and Python's global random numbers, to compare."""
-    own, numpy = torch.default_generator.get_state().numpy().tobytes(), np.random.get_state(legacy=False)
+    own = b"".join(generator.get_state().numpy().tobytes() for generator in GENERATORS)
+    numpy = np.random.get_state(legacy=False)
     return own, numpy["state"]["key"].tobytes(), numpy["state"]["pos"], numpy["has_gauss"], random.getstate()
 
 
 @contextmanager
 def kept() -> Iterator[None]:
     """Restore torch's, NumPy's and Python's global random numbers on exit."""
-    python, numpy, own = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    python, numpy, own = random.getstate(), np.random.get_state(), [generator.get_state() for generator in GENERATORS]
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.default_generator.set_state(own)
+        for generator, before in zip(GENERATORS, own, strict=True):
+            generator.set_state(before)
 
 
 @contextmanager

@@ -224,13 +224,14 @@ class CrossEntropy:
         self.smoothing = smoothing
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-        return cross_entropy(output, target, reduction, weight=self.weight, label_smoothing=self.smoothing)
+        weight = None if self.weight is None else self.weight.to(output.device)
+        return cross_entropy(output, target, reduction, weight=weight, label_smoothing=self.smoothing)
 
     def count(self, target: torch.Tensor) -> float:
         """Amount that counts in a target."""
         if self.weight is None or target.is_floating_point():
             return _not_ignored(target)
-        return float(self.weight[target[target != IGNORED]].sum())
+        return float(self.weight.to(target.device)[target[target != IGNORED]].sum())
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean", **options: Any) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accept_mpi.device.compute import here
 from accept_mpi.models.layers import Layers
 
 
@@ -49,7 +50,7 @@ class Parameters:
         """Copies of the tensors that ``of`` has for each of the ``updated`` parameters, as "<what>/<parameter's name>",
         under all its names."""
         return {
-            f"{what}/{name}": value.detach().to_dense().contiguous().clone()
+            f"{what}/{name}": here().copied(value.detach().to_dense())
             for names, parameter in zip(self.aliases, updated, strict=True)
             for name in names
             for what, value in of(parameter).items()

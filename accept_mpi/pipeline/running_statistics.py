@@ -48,11 +48,8 @@ class RunningStatistics:
         """Within the context, run one forward; afterwards the list holds its statistics as one float32 vector of ``size``.
         The layers' own running statistics stay as they are. Raises UserError if a layer is used twice."""
         found: list[torch.Tensor] = []
-        for values in (
-            self._used,
-            self._seen,
-        ):  # unseen by autograd, which keeps them for a backward that does not need them
-            values.numpy().fill(0)
+        for values in (self._used, self._seen):
+            values.numpy().fill(0)  # unseen by autograd, which keeps them for a backward that does not need them
         kept = []
         for (_, module), scratch in zip(self._modules, self._scratch, strict=True):
             if module.training:

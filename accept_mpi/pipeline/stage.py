@@ -10,6 +10,7 @@ from torch import nn
 
 from accept_mpi import tree
 from accept_mpi.codecs.tensors import Tensors
+from accept_mpi.device.compute import here
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, flows
 from accept_mpi.models.layers import Layers, may_draw, restore_modes
@@ -29,7 +30,7 @@ from accept_mpi.pipeline.schedule import DELAY
 from accept_mpi.pipeline.trials import Trials
 from accept_mpi.pipeline.turns import Turns
 from accept_mpi.pipeline.weight_versions import LaneWeights, Weights
-from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, seed_all, state
+from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, seed_all, seed_torch, state
 from accept_mpi.tree import Tree
 from accept_mpi.users_code import blame, call_layer, taken_apart
 
@@ -52,7 +53,9 @@ class Stage(Trials):
         once more for a trial if they cannot be copied."""
         self.start, self.names, self.layers = layers.start, layers.names, layers.modules
         self._job, self._seed, self._again = job, job.train.seed, again
-        self._loss = loss
+        self._loss, self._compute = loss, here()
+        for module in (*self.layers, loss and loss.function):
+            self._compute.hold(module)
         self._channels_last = channels_last
         if channels_last:
             lay_out(self.layers, torch.channels_last)
@@ -79,7 +82,7 @@ class Stage(Trials):
         self.again: Recomputing | None = None
         """If backwards compute their forwards again."""
         self._deferred = DeferredWeights(self.layers) if schedule == "zero-bubble" else None
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor = torch.zeros((), requires_grad=True, device=self._compute.device)
         self.in_flight: dict[Key, InFlight] = {}
         self._divisors = Divisors()
         self._searches = 3
@@ -90,7 +93,7 @@ class Stage(Trials):
         """What a forward writes to, by its name in ``may_be_written``."""
         self.statistics: RunningStatistics | None = None
         """BatchNorm's running statistics, if a group holds the stage."""
-        self.alone = ""
+        self.alone = self._compute.alone
         """Reason why a group cannot hold the stage, found by ``probe``; empty: it can."""
         self.in_turn = ""
         """Reason why several threads cannot compute its micro-batches at a time, found by ``probe``; empty: they can."""
@@ -147,6 +150,7 @@ class Stage(Trials):
         ``target`` is required, ``samples`` is ``len(target)`` if None, and the micro-batch's loss has this ``share`` in the
         step's (``Loss.shares``). ``suspect``: the previous stage's (``Outputs.suspect``). ``whole``: B is to leave nothing
         to W (zero-bubble)."""
+        inputs, target = self._compute.take(inputs), self._compute.take_value(target)
         self._weights.begin(version)
         if self._deferred is not None:
             self._deferred.begin(not whole)
@@ -166,11 +170,12 @@ class Stage(Trials):
         if self.again and again is not None:
             outputs, boxes = self.again.forget(inputs, outputs), []
         self.in_flight[step, micro_batch] = InFlight(boxes, outputs, weights, whole, again=again)
-        return Outputs(() if result else tuple(outputs), result, suspect, given, next(iter(taken), None))
+        return Outputs(() if result else self._compute.give(outputs), result, suspect, given, next(iter(taken), None))
 
     def backward(self, step: int, micro_batch: int, gradients: Tensors, seed: int | None = None) -> Tensors:
         """B: gradients of the inputs that want one, for the previous stage. ``gradients`` is empty on the last stage.
         ``seed``: of random numbers, if another than that of this micro-batch."""
+        gradients = self._compute.take(gradients)
         flight = self.in_flight[step, micro_batch]
         if self.again and flight.again is not None:
             with self._going_back(flight), self.again.untouched(self.statistics is None):
@@ -192,7 +197,7 @@ class Stage(Trials):
             flight.work = self._deferred.collect()
         else:
             del self.in_flight[step, micro_batch]
-        return tuple(box.gradient for box in flight.boxes if box.wants_gradient)
+        return self._compute.give([box.gradient for box in flight.boxes if box.wants_gradient])
 
     def weight_gradient(self, step: int, micro_batch: int) -> None:
         """W: compute the weight gradients that B left."""
@@ -259,11 +264,12 @@ class Stage(Trials):
         self, inputs: Tensors, target: Any, of: Tree | None = None, micro_batch: int = 0, samples: int | None = None
     ) -> Outputs:
         """E, within ``evaluating``: outputs for the next stage, or the result on the last."""
+        inputs, target = self._compute.take(inputs), self._compute.take_value(target)
         with self._precise():
             value = self._through(inputs, of, partial(evaluation_seed, self._seed, micro_batch))
         if self._loss is None:
             outputs, given = taken_apart(self._last, self.names[-1], value)
-            return Outputs(tuple(outputs), None, 0, given)
+            return Outputs(self._compute.give(outputs), None, 0, given)
         with self._precise():
             result, _ = self._judge(_EVALUATION, value, target, 1.0, samples)
         return Outputs((), result, 0)
@@ -358,14 +364,18 @@ class Stage(Trials):
 
     def _precise(self) -> AbstractContextManager[object]:
         """A context in which forwards compute with the job's precision."""
-        return torch.autocast("cpu", torch.bfloat16) if self._job.train.precision == "bf16" else nullcontext()
+        return (
+            torch.autocast(self._compute.device.type, torch.bfloat16)
+            if self._job.train.precision == "bf16"
+            else nullcontext()
+        )
 
     def _seed_layer(self, index: int, seed: int) -> None:
         """Seed the random numbers of a layer; torch's own layers use torch's only."""
         if self._draws[index - self.start]:
             seed_all(seed)
         else:
-            torch.default_generator.manual_seed(seed)
+            seed_torch(seed)
 
     def _judge(
         self, step: int, value: Any, target: Any, share: float, samples: int | None

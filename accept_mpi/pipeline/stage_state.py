@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accept_mpi.device.compute import here
 from accept_mpi.pipeline.averages import Averages
 from accept_mpi.pipeline.correction import Correction
 from accept_mpi.pipeline.kept_values import KeptValues
@@ -95,6 +96,8 @@ class Stateful:
                 own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
                 made = {key.removeprefix(prefix) for key in self._made if key.startswith(prefix)}
                 load_layer(name, layer, own, made)
+            for layer in self.layers:
+                here().hold(layer)  # buffers that forwards make
             self._weights.adopt()
             self._watch_written()
             if self.optimizer is None:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from accept_mpi import tree
+from accept_mpi.device.compute import here
 from accept_mpi.errors import UserError
 from accept_mpi.users_code import blame
 
@@ -83,14 +84,13 @@ def _is_plain(value: Any) -> bool:
 def _kept(name: str, key: str, value: Any) -> torch.Tensor:
     if not _is_plain(value):
         return _packed(name, key, value)
-    kept: torch.Tensor = value.detach().contiguous().clone()
-    return kept
+    return here().copied(value)
 
 
 def _packed(name: str, key: str, value: Any) -> torch.Tensor:
     try:
         tensors, of = tree.flatten(value)
-        named = {str(n): tensor.detach().contiguous().clone() for n, tensor in enumerate(tensors)}
+        named = {str(n): here().copied(tensor) for n, tensor in enumerate(tensors)}
         data = safetensors.torch.save({_TREE: _bytes(of), **named})
         tree.unflatten(of, tensors, classes=False)
     except (tree.NotATree, SafetensorError) as error:

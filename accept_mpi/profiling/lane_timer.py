@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from accept_mpi.device.compute import here
 from accept_mpi.profiling.layer_timer import Subject, bytes_of, given_to, piece_of
 from accept_mpi.profiling.layer_times import bit_reversed_order, pieces
 from accept_mpi.profiling.timed_piece import TimedPiece
@@ -31,7 +32,7 @@ def time_lanes(subject: Subject, micro_batches: int, room: float = math.inf) -> 
     """Seconds per micro-batch with each number of lanes (``lane_counts``), all of them together, as a multiple of those with
     one; empty if nothing could be measured. ``room``: bytes that a piece may take in all its lanes."""
     threads = torch.get_num_threads()
-    counts = lane_counts(threads, micro_batches)
+    counts = lane_counts(threads, micro_batches) if not here().alone else []
     if not counts:
         return {}
     every = pieces(subject.outline)

@@ -9,6 +9,7 @@ import torch
 from accept_mpi import tree
 from accept_mpi.codecs.tensors import BoundarySpecs, Tensors, TensorSpec
 from accept_mpi.data import Dataset, Samples, fetch
+from accept_mpi.device.compute import here
 from accept_mpi.device.cpu import computing_takes_all
 from accept_mpi.pipeline.micro_batch import Inputs
 from accept_mpi.pipeline.stage import Stage
@@ -37,6 +38,7 @@ def time_stage(
     data = Samples(None, None)
     if train is not None:
         data = fetch(train, np.arange(size) % len(train), 0, inputs=not behind.forward, targets=not ahead.forward)
+    clock = here().seconds
     times: list[tuple[float, float]] = []
     wall = 0.0
     until = time.perf_counter() + budget
@@ -47,12 +49,12 @@ def time_stage(
 
             def gradients(_: Sequence[TensorSpec], of: Tree, halfway: list[float] = halfway) -> Tensors:
                 zeros = tuple(spec.zeros() for spec in ahead.backward[size]) if ahead.forward else ()
-                halfway.append(time.thread_time())
+                halfway.append(clock())
                 return zeros
 
-            began, cpu = time.perf_counter(), time.thread_time()
+            began, cpu = time.perf_counter(), clock()
             trial.probe(given.tensors, data.targets, gradients, given.tree, size)
-            times.append((halfway[0] - cpu, time.thread_time() - halfway[0]))
+            times.append((halfway[0] - cpu, clock() - halfway[0]))
             wall += time.perf_counter() - began if len(times) > 1 else 0.0
     # CPU seconds of a fast round, since first rounds take memory from the kernel and last up to three times as long; then
     # stretched by the wall-clock time of all rounds, since the pauses that a CPU quota imposes are part of a rank's speed.

@@ -12,6 +12,7 @@ import torch
 from accept_mpi import tree
 from accept_mpi.codecs.tensors import Tensors
 from accept_mpi.device.allocator import memory_taken
+from accept_mpi.device.compute import here
 from accept_mpi.job import Job, flows
 from accept_mpi.models import Chain
 from accept_mpi.models.layers import build_layers
@@ -68,6 +69,7 @@ class TimedPiece:
         self._flows = flows(job.pipeline.schedule)
         self._deferred = job.pipeline.schedule == "zero-bubble"
         self.stage = Stage(layers, job, loss, outline.channels_last)
+        self._seconds = here().seconds
         self._operations = np.array([layer.operations for layer in outline.layers[start:stop]])
         self._held = float(sum(layer.saved_bytes for layer in outline.layers[start:stop]))
         self._forward: list[float] = []
@@ -88,13 +90,13 @@ class TimedPiece:
 
     def _stamp(self, position: int) -> Callable[..., None]:
         def ready(_: torch.Tensor) -> None:
-            self._backward.setdefault(position, time.thread_time())
+            self._backward.setdefault(position, self._seconds())
 
         def after(module: Any, inputs: Any, output: Any) -> None:
             for value in tree.leaves(output):
                 if value.requires_grad:
                     value.register_hook(ready)
-            self._forward.append(time.thread_time())
+            self._forward.append(self._seconds())
 
         return after
 
@@ -111,7 +113,7 @@ class TimedPiece:
 
         ``inputs``, ``target``: of a micro-batch of ``samples``; ``of``: the tree whose tensors the inputs are.
         """
-        began, cpu = time.monotonic(), time.thread_time()
+        began, cpu = time.monotonic(), self._seconds()
         self.begin(inputs, target, of, samples)
         rounds: list[float] = []
         while len(rounds) < _MOST_ROUNDS:
@@ -128,7 +130,7 @@ class TimedPiece:
             self._back()
         forward, (backward, weights) = _usual(self._forwards), _usual(self._backwards)
         update = np.zeros(len(forward)) if brief else self._updates()
-        return Timed(np.stack([forward, backward, weights, update]), time.monotonic() - began, time.thread_time() - cpu)
+        return Timed(np.stack([forward, backward, weights, update]), time.monotonic() - began, self._seconds() - cpu)
 
     def begin(self, inputs: Tensors, target: Any, of: Tree | None = None, samples: int | None = None) -> None:
         """Bring micro-batches into flight, so that, as in training, a backward's activations have left the caches."""
@@ -147,10 +149,10 @@ class TimedPiece:
 
     def lap(self) -> Timed:
         """Run one round; ``Timed.layers`` is (2, layers), a micro-batch's forward and the oldest one's backward."""
-        began, cpu = time.monotonic(), time.thread_time()
+        began, cpu = time.monotonic(), self._seconds()
         self.round()
         layers = np.stack([self._forwards[-1][1], self._backwards[-1][1][0]])
-        return Timed(layers, time.monotonic() - began, time.thread_time() - cpu)
+        return Timed(layers, time.monotonic() - began, self._seconds() - cpu)
 
     def _forth(self) -> None:
         """Run the next micro-batch forward."""
@@ -159,10 +161,10 @@ class TimedPiece:
         self._forward = []
         # A copy, since a layer may work in place.
         given = tuple(x.detach().clone().requires_grad_(x.requires_grad) if x is not None else None for x in inputs)
-        pages, began = memory_taken(), time.thread_time()
+        pages, began = memory_taken(), self._seconds()
         out = self.stage.forward(0, k, given, 0, target, of=of, samples=samples)
         if out.result:  # the loss belongs to the last layer
-            self._forward[-1] = time.thread_time()
+            self._forward[-1] = self._seconds()
         taken = memory_taken() - pages
         wanting = [value for value in out.outputs if value is not None and value.requires_grad]
         self._gradients[k] = tuple(torch.full_like(value, 1e-3) for value in wanting)
@@ -173,13 +175,13 @@ class TimedPiece:
         k, self._first = self._first, self._first + 1
         self._backward = {}
         count = self.stop - self.start
-        pages, began = memory_taken(), time.thread_time()
+        pages, began = memory_taken(), self._seconds()
         self.stage.backward(0, k, self._gradients.pop(k))
-        ended = time.thread_time()
+        ended = self._seconds()
         weights = np.zeros(count)
         if self._deferred:
             self.stage.weight_gradient(0, k)
-            weights = (time.thread_time() - ended) * self._operations / max(1.0, self._operations.sum())
+            weights = (self._seconds() - ended) * self._operations / max(1.0, self._operations.sum())
         # A layer's backward begins when its output's gradient is ready, and ends when that of the layer before begins.
         begins = np.array([began, *(self._backward.get(position, np.nan) for position in range(count - 2, -1, -1)), ended])
         begins = np.maximum.accumulate(np.where(np.isnan(begins), -np.inf, begins))
@@ -190,8 +192,8 @@ class TimedPiece:
         self.stage.update(0.0, 0)  # the first step creates the optimizer's state
         for parameter in self.stage.parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        began = time.thread_time()
+        began = self._seconds()
         self.stage.update(0.0, 1 if self._flows else 0)
-        took = time.thread_time() - began
+        took = self._seconds() - began
         parameters = np.array([sum(p.numel() for p in layer.parameters()) for layer in self.stage.layers], float)
         return took * parameters / max(1.0, parameters.sum())

@@ -13,8 +13,9 @@ from accept_mpi.comm.links import pair_rates
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.device.allocator import give_back_memory
+from accept_mpi.device.compute import here
 from accept_mpi.device.cpu import computing_takes_all
-from accept_mpi.device.memory import available_memory, planned
+from accept_mpi.device.memory import planned
 from accept_mpi.job import Job
 from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.replay import mean_times
@@ -130,7 +131,7 @@ def with_best_lanes(runtime: Runtime, job: Job, chain: Chain, loss: Loss, have: 
     model = agree_on_outline(runtime, chain, job, batch, source)
     path = database_path(job.pipeline.latency_db)
     devices = introduce_devices(runtime, job, model, path)
-    room = planned(available_memory())
+    room = planned(here().room())
     gains = devices.known[0].lanes if devices.known[0] else {}
     gains = gains or time_lanes(Subject(chain, model, job, loss, *batch), micro_batches, room)
     each = [1.0] * len(model.layers)  # only their sums with and without lanes are compared
@@ -144,7 +145,7 @@ def with_best_lanes(runtime: Runtime, job: Job, chain: Chain, loss: Loss, have: 
 
 def _room(runtime: Runtime, most: float) -> float:
     """Bytes that a stage may take on this rank, and no more than ``most``."""
-    return min(most, planned(available_memory() / runtime.ranks_on_host))
+    return min(most, planned(here().room() / runtime.ranks_on_host))
 
 
 class _Took(NamedTuple):

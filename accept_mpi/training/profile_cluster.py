@@ -11,7 +11,7 @@ import torch
 from accept_mpi.comm.links import PairRates
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.device.cgroups import cpu_share
-from accept_mpi.device.cpu import cpu_name
+from accept_mpi.device.compute import here
 from accept_mpi.job import Job, flows
 from accept_mpi.models import Chain
 from accept_mpi.prediction.database import device_key, recall, remember
@@ -184,7 +184,7 @@ def _facts(runtime: Runtime, job: Job) -> dict[str, Any]:
     return {
         "host": host["host"],
         "machine": host["machine"],
-        "cpu": cpu_name(),
+        "cpu": here().name,
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cores": host["cores"],
         "share": str(cpu_share()),

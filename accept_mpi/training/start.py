@@ -11,6 +11,7 @@ import msgspec
 
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.device.allocator import keep_memory
+from accept_mpi.device.compute import select
 from accept_mpi.device.cpu import set_threads
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
@@ -88,6 +89,8 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
     facts = runtime.hosts[runtime.rank]
     runtime.same("versions of accept_mpi and torch", f"{facts['versions']['accept_mpi']} and {facts['versions']['torch']}")
     keep_memory()
+    where = job.train.device, facts["host"], place_on_host(runtime)
+    runtime.agree("the device", lambda: select(*where))
     threads = set_threads(job.train.threads, facts["cores"], runtime.ranks_on_host)
     chain, data = _model(runtime, job)
     runtime.same("layers of the model", chain.names)
