@@ -19,7 +19,7 @@ from accept_mpi.errors import UserError
 
 _CODECS = ("bf16", "fp16", "uniform:8", "uniform:4", "uniform:4/256", "uniform:4/256+sr", "uniform:3", "uniform:2",
            "uniform:2/256", "uniform:2+sr", "uniform:1", "uniform:2/0", "mbq:4", "mbq:2", "mbq:2/256", "mbq:1",
-           "mbq:2/0")  # fmt: skip
+           "mbq:2/0", "entropy:4.5", "entropy:4.5+sr", "entropy:2.5")  # fmt: skip
 _SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)  # bytes of float32
 _ERROR_VALUES = 1 << 18
 
