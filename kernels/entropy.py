@@ -29,6 +29,7 @@ _HEADER = 18
 _DIRECT = 16  # sizes with a symbol of their own
 _SIDE = 36  # symbols of one sign, with that of zero
 _SYMBOLS = 2 * _SIDE - 1
+_FIRST, _LAST = _SIDE - _DIRECT, _SIDE + _DIRECT - 2  # symbols without plain bits
 _MOST = 16383
 _TOTAL = 4096  # sum of the frequencies
 _LOW = 1 << 16  # least value of a state
@@ -40,10 +41,8 @@ _EIGHTHS = np.array([256, 279, 304, 332, 362, 395, 431, 470], np.int64)  # 256 t
 
 @nb.njit("int64(int64)", **NJIT)
 def _symbol(q):  # type: ignore[no-untyped-def]
-    """Symbol of a quantized value, times 16, plus the number of its plain bits."""
+    """Symbol of a quantized value beyond those with symbols of their own, times 16, plus the number of its plain bits."""
     size = abs(q)
-    if size < _DIRECT:
-        return (_SIDE - 1 + q) * 16
     octave = 4
     while size >> (octave + 1):
         octave += 1
@@ -98,16 +97,25 @@ def _quantize(x, offset, inverse, number, key, stochastic, q):  # type: ignore[n
         q[i] = np.int16(min(max(np.floor((x[i] - offset) * inverse + u), -limit), limit))
 
 
-@nb.njit("float64(int16[::1], int64[::1])", **NJIT)
-def _count(q, counts):  # type: ignore[no-untyped-def]
-    """Count symbols, and return the bits that the values take with frequencies that are just right, plain bits included."""
-    counts[:] = 0
+@nb.njit("float64(int16[::1], uint8[::1], int64[::1])", **NJIT)
+def _count(q, symbols, counts):  # type: ignore[no-untyped-def]
+    """Find and count symbols, and return the bits that the values take with frequencies that are just right, plain bits
+    included."""
     plain = 0
+    apart = np.zeros((4, 256), np.int32)  # since adding one to the same place again waits for the last time
     for i in range(q.size):
-        symbol = _symbol(np.int64(q[i]))
-        counts[symbol >> 4] += 1
-        plain += symbol & 15
+        value = np.int64(q[i])
+        if -_DIRECT < value < _DIRECT:
+            s = _SIDE - 1 + value
+        else:
+            found = _symbol(value)
+            s = found >> 4
+            plain += found & 15
+        symbols[i] = np.uint8(s)
+        apart[i & 3, s] += 1
     bits = np.float64(plain)
+    for s in range(_SYMBOLS):
+        counts[s] = np.int64(apart[0, s]) + np.int64(apart[1, s]) + np.int64(apart[2, s]) + np.int64(apart[3, s])
     for s in range(_SYMBOLS):
         if counts[s]:
             bits += counts[s] * np.log2(q.size / counts[s])
@@ -134,20 +142,20 @@ def _choose(x, bits, number, key, stochastic, chosen):  # type: ignore[no-untype
         square += (np.float64(some[i]) - mean) ** 2
     spread = np.sqrt(square / taken)
     offset = np.float32(0.0) if abs(mean) < 4.0 * spread else np.float32(mean)  # 0 stays 0 where many values are
-    q, counts = np.empty(taken, np.int16), np.empty(_SYMBOLS, np.int64)
+    q, symbols, counts = np.empty(taken, np.int16), np.empty(taken, np.uint8), np.empty(_SYMBOLS, np.int64)
     step = spread * 2.0 ** (2.05 - bits)
     for _ in range(6):
         step = max(step, np.float64(_TINY) / 1000)
         _quantize(some, offset, np.float32(1.0 / step), number, key, stochastic, q)
-        over = _count(q, counts) / taken - bits
+        over = _count(q, symbols, counts) / taken - bits
         if abs(over) < 0.01:
             break
         step *= 2.0 ** min(max(over, -4.0), 4.0)
     chosen[0], chosen[1] = np.float32(step), offset
 
 
-@nb.njit("int64(int16[::1], int64[::1], int64[::1], uint16[::1], uint32[::1])", **NJIT)
-def _write(q, frequency, start, words, states):  # type: ignore[no-untyped-def]
+@nb.njit("int64(int16[::1], uint8[::1], int64[::1], int64[::1], uint16[::1], uint32[::1])", **NJIT)
+def _write(q, symbols, frequency, start, words, states):  # type: ignore[no-untyped-def]
     """Code values from the last to the first, into ``words`` from its end on. Returns the place of the first word, or -1 if
     there is no room."""
     inverse = np.empty(_SYMBOLS, np.float64)
@@ -159,9 +167,9 @@ def _write(q, frequency, start, words, states):  # type: ignore[no-untyped-def]
         if at < 2:
             return -1
         state = odd if i & 1 else even
-        found = _symbol(np.int64(q[i]))
-        s, plain = found >> 4, found & 15
-        if plain:
+        s = np.int64(symbols[i])
+        if not _FIRST <= s <= _LAST:
+            plain = _symbol(np.int64(q[i])) & 15
             if state >= _LOW << (16 - plain):
                 at -= 1
                 words[at] = np.uint16(state & 0xFFFF)
@@ -203,13 +211,13 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
         _choose(x, min(bits, (out.size - _HEADER - 40) * 8.0 / x.size), number, high_key, stochastic, chosen)
         offset = chosen[1]
         step = max(chosen[0], max(most - offset, offset - least) / np.float32(_MOST))
-    q, counts = np.empty(x.size, np.int16), np.empty(_SYMBOLS, np.int64)
+    q, symbols, counts = np.empty(x.size, np.int16), np.empty(x.size, np.uint8), np.empty(_SYMBOLS, np.int64)
     frequency, start = np.empty(_SYMBOLS, np.int64), np.empty(_SYMBOLS, np.int64)
     attempt = 0
     while True:
         inverse = np.float32(0.0) if flat else np.float32(1.0) / step
         _quantize(x, offset, inverse, number, high_key, stochastic and not flat, q)
-        _count(q, counts)
+        _count(q, symbols, counts)
         first, last = 0, _SYMBOLS - 1
         while counts[first] == 0:
             first += 1
@@ -228,7 +236,7 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
                 expected += counts[s] * (12.0 - np.log2(np.float64(frequency[s])) + plain)
         room = (words.size - begin) * 16.0 - 32.0
         if expected <= room:
-            place = _write(q, frequency, start, words[begin:], states)
+            place = _write(q, symbols, frequency, start, words[begin:], states)
             if place >= 0:
                 count = words.size - begin - place
                 for i in range(count):

@@ -65,7 +65,8 @@ def check() -> None:
                     assert entropy.encode(values, bits, 0, out, key) == 0
                     entropy.decode(out, bits, 0, y)
                     assert not size or y.tobytes() == naive.entropy(out.tobytes(), size).tobytes()
-    no_room = entropy._write(np.zeros(9, np.int16), np.ones(71, np.int64), np.zeros(71, np.int64), short[:1], back[:2])
+    zeros, ones = np.zeros(71, np.int64), np.ones(71, np.int64)
+    no_room = entropy._write(np.zeros(9, np.int16), np.full(9, 35, np.uint8), ones, zeros, short[:1], back[:2])
     assert no_room == -1
     entropy._decode(np.zeros(96, np.uint8), y)
     assert not y.any()
