@@ -2,8 +2,7 @@
 
 Zmushko et al. 2026, "One-Step Gradient Delay is Not a Barrier" (arXiv 2606.30634): with u(t) the optimizer's whole update in
 step t, learning rate and weight decay included, weights become x - u(t) - (u(t) - u(t-1)), which extrapolates to the update
-that the newest weights would have given. Where weights are not one update older, but d of them in the mean ("1f1b-async":
-fewer at later stages, none at the last), weights become x - u(t) - d (u(t) - u(t-1)): the paper's theory covers d = 1 only.
+that the newest weights would have given.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,8 +20,6 @@ class Correction(KeptValues):
     """The last updates of a stage's trained parameters."""
 
     name = LAST_UPDATE
-    delay = 1.0
-    """Number of updates by which the weights are older that gradients come from, in the mean."""
 
     @contextmanager
     def around(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -38,5 +35,5 @@ class Correction(KeptValues):
             for parameter, old in before:
                 update = old.sub_(parameter)
                 if (last := kept.get(parameter)) is not None:
-                    parameter.sub_(update - last, alpha=self.delay)
+                    parameter.sub_(update - last)
                 self._values[parameter] = update

@@ -95,18 +95,6 @@ def max_in_flight(
     return min(bound, micro_batches)
 
 
-def mean_delay(
-    kind: ScheduleKind, stage: int, micro_batches: int, slack: int, widths: Sequence[int], vertical_sync: bool = False
-) -> float:
-    """Mean number of updates by which the weights that a stage's F uses are older than those that its step's U changes, in
-    the middle of a long segment whose steps have so many micro-batches."""
-    if kind != "1f1b-async":
-        return float(DELAY) if kind == "1f1b-delayed" else 0.0
-    stage = 0 if vertical_sync else stage
-    late = widths[stage] if widths[stage] > 1 else 0
-    return (max_in_flight("1f1b", stage, len(widths), 1 << 30, slack, widths) - 1 + late) / micro_batches
-
-
 def actions(
     kind: ScheduleKind,
     stage: int,

@@ -281,10 +281,6 @@ class Stage(Trials):
             raise UserError(f"pipeline.recompute: layers {self.start} to {self._last} cannot compute forwards again: {why}")
         self.again = Recomputing(self.layers)
 
-    def correct(self, delay: float) -> None:
-        """Correct updates, if the job asks for that, for weights that are older by ``delay`` updates (``mean_delay``)."""
-        self._correction.delay = delay
-
     # -- in a group ----------------------------------------------------------------------------------------------------
 
     def join_group(self) -> None:

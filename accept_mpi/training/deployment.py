@@ -30,7 +30,7 @@ from accept_mpi.models import Chain
 from accept_mpi.models.layers import Layers, build_stage
 from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.deal import Deal, widths
-from accept_mpi.pipeline.schedule import max_in_flight, mean_delay
+from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Lanes, Place, Plan, StagePlan, with_lanes
 from accept_mpi.planning.codec_choice import codings
@@ -119,8 +119,6 @@ class Deployment:
         runtime, job, self.course, self.batches = self.runtime, self.job, course, batches
         loss = self.state.loss if self.place.last else None
         self.stage = self._built = _make_stage(runtime, job, self.state.chain, self.plan.layers_of(runtime.rank), loss)
-        if not self.place.idle:
-            self.stage.correct(self._mean_delay)
         counts = runtime.messenger.allgather(self.stage.size, runtime.startup_seconds, "the number of parameters")
         self.parameters = sum(counts[rank] for rank in self.plan.leaders)
         sizes = _sizes(self.batches, self.test_samples if course.evaluate_every else 0)
@@ -310,12 +308,6 @@ class Deployment:
         pipeline, wide = self.job.pipeline, widths(self.plan.stages)
         flying = max_in_flight(pipeline.schedule, 0, len(wide), 1 << 30, pipeline.transfer_slack, wide)
         return 1 + math.ceil(flying / self.batches.most)
-
-    @property
-    def _mean_delay(self) -> float:
-        pipeline, wide = self.job.pipeline, widths(self.plan.stages)
-        stage, most = self.place.stage, self.batches.most
-        return mean_delay(pipeline.schedule, stage, most, pipeline.transfer_slack, wide, pipeline.vertical_sync)
 
     def _table(self, stage: StagePlan) -> list[int]:
         """The member of a stage's group that takes each micro-batch, for the longest step and the evaluation."""

@@ -5,17 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from accept_mpi.pipeline.schedule import (
-    KINDS,
-    Action,
-    _zero_bubble,
-    actions,
-    forward_only,
-    grid,
-    max_in_flight,
-    mean_delay,
-    parse,
-)
+from accept_mpi.pipeline.schedule import KINDS, Action, _zero_bubble, actions, forward_only, grid, max_in_flight, parse
 from accept_mpi.pipeline.simulator import PackedSchedule, simulate, simulate_packed
 
 SIZES = [(stages, count) for stages in range(1, 9) for count in range(1, 17)]
@@ -136,19 +126,6 @@ def test_asynchronous_versions() -> None:
                 assert action.version == updates
                 updates += action.kind == "U"
             assert all(a.version == first[a[1:3]] for a in same if a.kind == "F")
-
-
-@pytest.mark.parametrize("widths", [(1, 1, 1), (1, 2, 1), (3, 1, 2)])
-@pytest.mark.parametrize("kind", ["1f1b", "1f1b-async", "1f1b-delayed"])
-def test_mean_delay(kind, widths: tuple[int, ...]) -> None:
-    """What the actions in the middle of a long segment say."""
-    for slack, count, vertical in itertools.product((0, 1, 2), (1, 4, 5), (False, True)):
-        vertical = vertical and kind == "1f1b-async"
-        for s in range(3):
-            walk = actions(kind, s, 3, [count] * 60, slack, vertical, widths)
-            delays = [a.step - a.version for a in walk if a.kind == "F" and 20 <= a.step < 40]
-            found = mean_delay(kind, s, count, slack, widths, vertical)
-            assert found == pytest.approx(np.mean(delays)), (s, slack, count, vertical)
 
 
 @pytest.mark.parametrize("slack", [0, 2])
