@@ -2,7 +2,8 @@
 
 Zmushko et al. 2026, "One-Step Gradient Delay is Not a Barrier" (arXiv 2606.30634): with u(t) the optimizer's whole update in
 step t, learning rate and weight decay included, weights become x - u(t) - (u(t) - u(t-1)), which extrapolates to the update
-that the newest weights would have given.
+that the newest weights would have given. ``by``: the factor of what is in brackets, 1 in the paper, whose theory covers a
+delay of one update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,10 @@ class Correction(KeptValues):
 
     name = LAST_UPDATE
 
+    def __init__(self, on: bool, by: float = 1.0) -> None:
+        super().__init__(on)
+        self._by = by
+
     @contextmanager
     def around(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         """A context for the optimizer's step, whose updates are corrected. A parameter without a gradient is not updated,
@@ -35,5 +40,5 @@ class Correction(KeptValues):
             for parameter, old in before:
                 update = old.sub_(parameter)
                 if (last := kept.get(parameter)) is not None:
-                    parameter.sub_(update - last)
+                    parameter.sub_(update - last, alpha=self._by)
                 self._values[parameter] = update
