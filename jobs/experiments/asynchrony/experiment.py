@@ -23,6 +23,8 @@ _MODELS = {"gpt": 32, "mobilenetv2": 64}
 """Models of jobs/quality, and their batch sizes."""
 _LINKS = (100, 20)
 _SCHEDULES = ("1f1b", "zero-bubble", "1f1b-async", "1f1b-delayed")
+_SWEEPS = {"asynchrony": "", "clipped": "adamw, clipped,", "muon": "muon, clipped,"}
+"""Sweeps of jobs/quality, and what their runs have in common."""
 _LIKE = {"zero-bubble": "1f1b", "torch DDP": "1f1b", "torch DDP, PowerSGD": "1f1b"}
 """Whose steps are taken."""
 _SMOOTHED = 40  # steps over which losses are averaged
@@ -48,10 +50,12 @@ def main() -> None:
 def runs(model: str) -> Iterator[tuple[tuple[str, str], list[Path]]]:
     """Schedule and optimizer, and the logs of their runs."""
     found: dict[tuple[str, str], list[Path]] = {}
-    for log in sorted((_RUNS / f"{model}-asynchrony").glob("*/log.h5")):
-        name = log.parent.name.rpartition("-")[0]  # without the seed
-        schedule = max((one for one in _SCHEDULES if name.startswith(f"{one}-")), key=len)
-        found.setdefault((schedule, name.removeprefix(f"{schedule}-")), []).append(log)
+    for sweep in _SWEEPS:
+        for log in sorted((_RUNS / f"{model}-{sweep}").glob("*/log.h5")):
+            name = log.parent.name.rpartition("-")[0]  # without the seed
+            schedule = max((one for one in _SCHEDULES if f"{name}-".startswith(f"{one}-")), key=len)
+            optimizer = name.removeprefix(schedule).strip("-").replace("-", " ")
+            found.setdefault((schedule, f"{_SWEEPS[sweep]} {optimizer}".strip()), []).append(log)
     yield from found.items()
 
 

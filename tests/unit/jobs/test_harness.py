@@ -98,8 +98,8 @@ def test_sub_models_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         '[output]\ndirectory = "r"\n', "job", []
     )  # fmt: skip
     clock = Clock(tick=1e-3)
-    for module in ("layer_timer", "timed_piece"):
-        monkeypatch.setattr(f"accept_mpi.profiling.{module}.time", clock)
+    for module in ("profiling.layer_timer", "profiling.timed_piece", "device.compute"):
+        monkeypatch.setattr(f"accept_mpi.{module}.time", clock)
     found = measured(job, 2)
     layers = len(found["layers"])
     assert [run[0] for run in found["probes"]] == [0, *(run[1] for run in found["probes"][:-1])]

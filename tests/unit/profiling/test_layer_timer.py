@@ -40,8 +40,8 @@ def mobile() -> tuple[models.Chain, Outline, torch.Tensor]:
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async", "zero-bubble"])
 def test_every_layer_is_timed(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     clock = Clock(tick=1e-3)
-    for module in ("layer_timer", "timed_piece"):
-        monkeypatch.setattr(f"accept_mpi.profiling.{module}.time", clock)
+    for module in ("profiling.layer_timer", "profiling.timed_piece", "device.compute"):
+        monkeypatch.setattr(f"accept_mpi.{module}.time", clock)
     chain, model, inputs = mobile()
     times = time_layers(
         Subject(chain, model, job(schedule), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)), 300.0
@@ -89,8 +89,8 @@ def test_nothing_is_left_in_a_users_modules() -> None:
 def test_a_known_device_is_only_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As fast as it was: what was known counts. Four times as fast: all is measured again."""
     clock = Clock(tick=1e-3)
-    for module in ("layer_timer", "timed_piece"):
-        monkeypatch.setattr(f"accept_mpi.profiling.{module}.time", clock)
+    for module in ("profiling.layer_timer", "profiling.timed_piece", "device.compute"):
+        monkeypatch.setattr(f"accept_mpi.{module}.time", clock)
     chain, model, inputs = mobile()
     arguments = (Subject(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)),)
     whole = time_layers(*arguments, 20.0)
@@ -134,8 +134,8 @@ def test_passes_that_took_memory_from_the_kernel_do_not_count() -> None:
 
 def test_pieces_that_do_not_fit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(tick=1e-3)
-    for module in ("layer_timer", "timed_piece"):
-        monkeypatch.setattr(f"accept_mpi.profiling.{module}.time", clock)
+    for module in ("profiling.layer_timer", "profiling.timed_piece", "device.compute"):
+        monkeypatch.setattr(f"accept_mpi.{module}.time", clock)
     chain, model, inputs = mobile()
     arguments = (Subject(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)), 300.0)
     needs = [sum(6 * x.parameter_bytes + 4 * x.saved_bytes for x in model.layers[a:b]) for a, b in pieces(model)]
@@ -182,8 +182,8 @@ def test_in_a_crowd_what_is_known_counts() -> None:
 
 def test_a_second_look_times_the_pieces_that_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(tick=1e-5)
-    for module in ("layer_timer", "timed_piece"):
-        monkeypatch.setattr(f"accept_mpi.profiling.{module}.time", clock)
+    for module in ("profiling.layer_timer", "profiling.timed_piece", "device.compute"):
+        monkeypatch.setattr(f"accept_mpi.{module}.time", clock)
     chain, model, inputs = mobile()
     every = pieces(model)
     asked = [every[0], every[3], every[-1]]

@@ -53,8 +53,8 @@ class Zeros:
 @pytest.fixture
 def warming(monkeypatch: pytest.MonkeyPatch) -> Warming:
     clock = Clock(tick=1e-6)
-    for module in ("stage_timer", "message_costs"):
-        monkeypatch.setattr(f"accept_mpi.profiling.{module}.time", clock)
+    for module in ("profiling.stage_timer", "profiling.message_costs", "device.compute"):
+        monkeypatch.setattr(f"accept_mpi.{module}.time", clock)
     return Warming(clock)
 
 
