@@ -76,8 +76,6 @@ class Optimizer(Section, frozen=True):
     correction: Literal["none", "extrapolate"] = "none"
     """extrapolate: updates from older weights' gradients are corrected by how they have changed (``pipeline.correction``);
     for the schedules 1f1b-delayed and 1f1b-async."""
-    extrapolate_by: Annotated[float, Meta(gt=0, le=10)] = 1.0
-    """How far corrections reach."""
     decay_vectors: bool = True
     """False: no weight decay for parameters of fewer than two dimensions, which are norms and biases."""
 
@@ -274,7 +272,6 @@ GOES_WITH = {
     "muon_momentum": ("name", ("muon",)),
     "betas": ("name", ("adam", "adamw", "nadam", "lion", "muon")),
     "eps": ("name", ("adam", "adamw", "nadam", "muon")),
-    "extrapolate_by": ("correction", ("extrapolate",)),
     "decay_every": ("schedule", ("step",)),
     "decay": ("schedule", ("step",)),
     "final_lr": ("schedule", ("cosine",)),

@@ -2,8 +2,7 @@
 
 Zmushko et al. 2026, "One-Step Gradient Delay is Not a Barrier" (arXiv 2606.30634): with u(t) the optimizer's whole update in
 step t, learning rate and weight decay included, weights become x - u(t) - (u(t) - u(t-1)), which extrapolates to the update
-that the newest weights would have given. ``by``: the factor of what is in brackets, 1 in the paper, whose theory covers a
-delay of one update.
+that the newest weights would have given.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,10 +21,6 @@ class Correction(KeptValues):
 
     name = LAST_UPDATE
 
-    def __init__(self, on: bool, by: float = 1.0) -> None:
-        super().__init__(on)
-        self._by = by
-
     @contextmanager
     def around(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         """A context for the optimizer's step, whose updates are corrected. A parameter without a gradient is not updated,
@@ -40,5 +35,5 @@ class Correction(KeptValues):
             for parameter, old in before:
                 update = old.sub_(parameter)
                 if (last := kept.get(parameter)) is not None:
-                    parameter.sub_(update - last, alpha=self._by)
+                    parameter.sub_(update - last)
                 self._values[parameter] = update

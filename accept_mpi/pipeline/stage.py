@@ -78,8 +78,7 @@ class Stage(Trials):
         self.trained_first = [own.first[n] for n in trained]
         """For each of ``trained``, False if an earlier stage has a copy of it, too."""
         self.averages = Averages(job.train.ema)
-        options = job.train.optimizer
-        self._correction = Correction(options.correction == "extrapolate", options.extrapolate_by)
+        self._correction = Correction(job.train.optimizer.correction == "extrapolate")
         self.again: Recomputing | None = None
         """If backwards compute their forwards again."""
         self._deferred = DeferredWeights(self.layers) if schedule == "zero-bubble" else None

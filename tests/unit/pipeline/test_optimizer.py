@@ -140,16 +140,6 @@ def test_corrected_updates() -> None:
         assert x.item() == expected
 
 
-def test_corrected_by_a_factor() -> None:
-    x = nn.Parameter(torch.tensor([10.0]))
-    optimizer, correction = torch.optim.SGD([x], lr=1.0), Correction(True, 0.25)
-    for gradient, expected in ((1.0, 9.0), (3.0, 9 - 3 - 0.5), (2.0, 5.5 - 2 + 0.25)):
-        x.grad = torch.tensor([gradient])
-        with correction.around([x]):
-            update(optimizer)
-        assert x.item() == expected
-
-
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
 def test_updates_are_torchs(name: str) -> None:
     ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2))
