@@ -8,5 +8,7 @@ cd "$(dirname "$0")/../.."
 [[ $# -gt 0 ]] || set -- gpt mobilenetv2
 for model in "$@"; do
     bash jobs/sweep.sh "jobs/quality/$model-asynchrony.sweep.toml"
-    [[ ! -f "jobs/quality/$model-clipped.sweep.toml" ]] || bash jobs/sweep.sh "jobs/quality/$model-clipped.sweep.toml"
+    for more in clipped muon; do
+        [[ ! -f "jobs/quality/$model-$more.sweep.toml" ]] || bash jobs/sweep.sh "jobs/quality/$model-$more.sweep.toml"
+    done
 done
