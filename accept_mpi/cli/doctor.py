@@ -1,14 +1,24 @@
-"""``accept_mpi doctor``: the hosts of a run, their versions, and the speed of the links between them."""
+"""``accept_mpi doctor``: the hosts of a run, their versions, and the speed of the links between them.
+
+It compiles the kernels of a usual run on all hosts, too, so that the first run need not.
+"""
 
 import argparse
+import time
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from accept_mpi.codecs.coding import prepare
 from accept_mpi.comm.links import links
 from accept_mpi.comm.runtime import Runtime
+from accept_mpi.job import Pipeline
+from accept_mpi.kernels.options import compiled
 from accept_mpi.logs.progress import on_terminal
+from accept_mpi.planning.codec_choice import ladder_of
+
+_PLANNING = ("simulator", "search", "beam")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -21,9 +31,22 @@ def main(options: argparse.Namespace) -> int:
             merged = {pair: values for part in found for pair, values in part.items()}
             _print(runtime.hosts, merged)
             print(_losses(runtime))
+        took = runtime.messenger.allgather(_compile(runtime.rank), runtime.startup_seconds, "compiled kernels")
+        if runtime.rank == 0:
+            print(f"Kernels: compiled, or found in the cache, within {max(took):.1f} s.")
     except BaseException as error:
         runtime.fail(error)
     runtime.finish(0)
+
+
+def _compile(rank: int) -> float:
+    """Compile the kernels of codecs that "auto" may choose, and on rank 0 those of the planner. Returns the seconds it
+    took."""
+    began = time.perf_counter()
+    prepare(list(ladder_of(Pipeline()).values()))
+    for name in _PLANNING if rank == 0 else ():
+        compiled(f"accept_mpi.kernels.{name}")
+    return time.perf_counter() - began
 
 
 def _losses(runtime: Runtime) -> str:
@@ -43,10 +66,14 @@ def _print(hosts: list[dict[str, Any]], found: dict[str, tuple[float, float]]) -
     table = Table(title="Hosts", title_justify="left")
     for column in ("rank", "host", "machine", "cores", "memory", "clock offset"):
         table.add_column(column, justify="right" if column in ("rank", "cores", "memory", "clock offset") else "left")
+    with_gpus = any(host["gpus"] for host in hosts)
+    if with_gpus:
+        table.add_column("GPUs (train.device)")
     for host in hosts:
         offset = f"{1e3 * host['clock_offset_s']:+.3f} ms"
         memory = f"{host['memory_bytes'] / 2**30:.1f} GiB"
-        table.add_row(str(host["rank"]), host["host"], host["machine"], str(host["cores"]), memory, offset)
+        seen = [", ".join(host["gpus"])] if with_gpus else []
+        table.add_row(str(host["rank"]), host["host"], host["machine"], str(host["cores"]), memory, offset, *seen)
     console.print(table)
     versions = Table(title="Versions", title_justify="left")
     versions.add_column("package")

@@ -121,6 +121,11 @@ class Gpu(Compute):
 _here = Compute()
 
 
+def gpus() -> list[str]:
+    """Names of the GPUs that torch sees."""
+    return [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+
+
 def here() -> Compute:
     """This process's device."""
     return _here

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from accept_mpi.device.cgroups import cpu_share
+from accept_mpi.device.compute import gpus
 from accept_mpi.device.memory import total_memory
 from accept_mpi.version import __version__
 
@@ -37,6 +38,7 @@ def host_facts(rank: int, mpi: str) -> dict[str, Any]:
         "cores": cores,
         "memory_bytes": total_memory(),
         "machine": platform.machine(),
+        "gpus": gpus(),
         "versions": {
             "accept_mpi": __version__,
             "python": platform.python_version(),

@@ -23,6 +23,7 @@ def test_doctor(mpirun) -> None:
         "clock offset",
         "All hosts agree on all versions.",
         "A lost rank",
+        "Kernels: compiled",
     ):
         assert word in out, out
     assert out.count("bit/s") == 6
