@@ -15,6 +15,8 @@ from torch import nn
 from accept_mpi import data, models
 from accept_mpi.device.allocator import keep_memory
 from accept_mpi.job_file import parse
+from accept_mpi.pipeline.muon import matrices
+from accept_mpi.pipeline.optimizer import make_optimizer
 from accept_mpi.plan import even_cuts
 from harness.session import points
 
@@ -49,9 +51,15 @@ class Setting:
         return what.to(memory_format=torch.channels_last) if self.tuned and image else what
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """torch's optimizer for this module, with the job's settings."""
+        """torch's optimizer for this module, with the job's settings. Muon is ours, with which torch's pipelining and DDP get
+        the same updates; ``train.groups`` are left out, since stages have other names here."""
         given = self.job.train.optimizer
         parameters = list(module.parameters())
+        if given.name == "muon":
+            found = matrices([module])
+            own = make_optimizer(given, self.job.lr, parameters, matrices=[id(one) in found for one in parameters])
+            assert own is not None
+            return own
         if given.name == "sgd":
             return torch.optim.SGD(parameters, lr=self.job.lr, momentum=given.momentum, weight_decay=given.weight_decay)
         return torch.optim.AdamW(parameters, lr=self.job.lr, weight_decay=given.weight_decay)
