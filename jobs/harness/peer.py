@@ -51,8 +51,8 @@ class Setting:
         return what.to(memory_format=torch.channels_last) if self.tuned and image else what
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """torch's optimizer for this module, with the job's settings. Muon is ours, with which torch's pipelining and DDP get
-        the same updates; ``train.groups`` are left out, since stages have other names here."""
+        """torch's optimizer for this module, with the job's settings. Muon is ours, so that peers make the same updates;
+        ``train.groups`` are left out, since stages have other names here."""
         given = self.job.train.optimizer
         parameters = list(module.parameters())
         if given.name == "muon":

@@ -20,8 +20,8 @@ from harness.store import table
 
 _RUNS = Path("runs/quality")
 _MODELS = {"gpt": ("gpt-muon", 32), "mobilenetv2": ("mobilenetv2", 64)}
-"""Models of jobs/quality, the jobs whose steps are timed, and their batch sizes. AdamW's steps are a few percent shorter than
-Muon's, which is left out of account."""
+"""Models of jobs/quality, the jobs whose steps are timed, and their batch sizes. AdamW's steps are a few percent shorter
+than Muon's, which is left out of account."""
 _LINKS = (100, 20)
 _SCHEDULES = ("1f1b", "zero-bubble", "1f1b-async", "1f1b-delayed")
 _SWEEPS = {"asynchrony": "", "clipped": "adamw, clipped,", "muon": "muon, clipped,"}
