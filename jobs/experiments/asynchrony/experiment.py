@@ -80,6 +80,7 @@ def measure(experiment: Experiment, model: str, job: str, batch: int, link: floa
             keys: dict[str, Any] = {
                 "pipeline.schedule": schedule, "pipeline.cuts": "auto", "train.micro_batches": 16,
                 "pipeline.forward": "auto", "pipeline.backward": "auto", "pipeline.min_bits": 6,
+                "pipeline.gradients": "auto",
             }  # fmt: skip
             rate = experiment.ours(link, keys, _SECONDS, turn, model=model)["samples_per_s"]
             found.setdefault(schedule, []).append(rate)
