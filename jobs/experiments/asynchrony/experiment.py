@@ -5,6 +5,7 @@ Peers compute what synchronous schedules compute, so they need as many steps (Po
 """
 
 import statistics
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ _MODELS = {"gpt": ("gpt-muon", 32), "mobilenetv2": ("mobilenetv2", 64)}
 than Muon's, which is left out of account."""
 _LINKS = (100, 20)
 _SCHEDULES = ("1f1b", "zero-bubble", "1f1b-async", "1f1b-delayed")
-_SWEEPS = {"asynchrony": "", "clipped": "adamw, clipped,", "muon": "muon, clipped,"}
+_SWEEPS = {"asynchrony": "", "clipped": "adamw, clipped", "muon": "muon, clipped"}
 """Sweeps of jobs/quality, and what their runs have in common."""
 _LIKE = {"zero-bubble": "1f1b", "torch DDP": "1f1b", "torch DDP, PowerSGD": "1f1b"}
 """Whose steps are taken."""
@@ -56,7 +57,7 @@ def runs(model: str) -> Iterator[tuple[tuple[str, str], list[Path]]]:
             name = log.parent.name.rpartition("-")[0]  # without the seed
             schedule = max((one for one in _SCHEDULES if f"{name}-".startswith(f"{one}-")), key=len)
             optimizer = name.removeprefix(schedule).strip("-").replace("-", " ")
-            found.setdefault((schedule, f"{_SWEEPS[sweep]} {optimizer}".strip()), []).append(log)
+            found.setdefault((schedule, ", ".join(filter(None, (_SWEEPS[sweep], optimizer)))), []).append(log)
     yield from found.items()
 
 
@@ -111,7 +112,7 @@ def report(
             steps = int(below[0]) + _SMOOTHED if len(below) else None
             seconds = [steps * batch / rates[link][name] if steps else None for link in _LINKS]
             rows.append([name, optimizer, steps, *(f"{one:.0f}" if one else None for one in seconds)])
-    draw(experiment.out / f"{model}.png", curves, aim)
+    draw(experiment.out / f"{model}.png", curves, best, aim)
     head = ["system", "optimizer", "steps", *(f"seconds at {link} Mbit/s" for link in _LINKS)]
     speeds = "; ".join(
         f"{link} Mbit/s: " + ", ".join(f"{name} {rate:.0f}" for name, rate in rates[link].items()) for link in _LINKS
@@ -119,18 +120,20 @@ def report(
     return f"# {model}: until a training loss of {aim:.4f}\n\nsamples/s: {speeds}\n\n{table(head, rows)}"
 
 
-def draw(path: Path, curves: dict[tuple[str, str], np.ndarray], aim: float) -> None:
-    """Plot the losses over steps, a panel per optimizer."""
+def draw(path: Path, curves: dict[tuple[str, str], np.ndarray], best: np.ndarray, aim: float) -> None:
+    """Plot the losses over steps, a panel per optimizer. ``best``: the curve of the best synchronous runs, for panels that
+    have none of their own."""
     optimizers = list(dict.fromkeys(optimizer for _, optimizer in curves))
     figure, panels = pyplot().subplots(
         1, len(optimizers), figsize=(2.6 * len(optimizers), 3.4), sharey=True, layout="constrained", squeeze=False
     )
     for axes, optimizer in zip(panels[0], optimizers, strict=True):
         for schedule, colour in zip(("1f1b", "1f1b-async", "1f1b-delayed"), ("#777777", "#D55E00", "#0072B2"), strict=True):
-            if (curve := curves.get((schedule, optimizer))) is not None:
+            curve = curves.get((schedule, optimizer), best if schedule == "1f1b" else None)
+            if curve is not None:
                 axes.plot(np.arange(len(curve)) + _SMOOTHED, curve, color=colour, label=schedule, linewidth=1.2)
         axes.axhline(aim, color="#bbbbbb", linewidth=0.8, zorder=0)
-        axes.set_title(optimizer, fontsize=10)
+        axes.set_title(textwrap.fill(optimizer, 26), fontsize=9)
         axes.set_xlabel("step")
     panels[0][0].set_ylabel("training loss")
     panels[0][0].legend(frameon=False, fontsize=8)
