@@ -20,6 +20,7 @@ import numba as nb
 import numpy as np
 import numpy.typing as npt
 from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, extremes
+from accept_mpi.kernels.hashing import WEYL, random_bits
 from accept_mpi.kernels.options import NJIT
 
 LEAST_BYTES = 96
@@ -40,14 +41,21 @@ _EIGHTHS = np.array([256, 279, 304, 332, 362, 395, 431, 470], np.int64)  # 256 t
 
 
 @nb.njit("int64(int64)", **NJIT)
-def _symbol(q):  # type: ignore[no-untyped-def]
-    """Symbol of a quantized value beyond those with symbols of their own, times 16, plus the number of its plain bits."""
+def _far_symbol(q):  # type: ignore[no-untyped-def]
+    """Symbol of a quantized value beyond those with symbols of their own: that of the half octave in which it lies."""
     size = abs(q)
     octave = 4
     while size >> (octave + 1):
         octave += 1
     place = _DIRECT + 2 * (octave - 4) + ((size >> (octave - 1)) & 1)
-    return (_SIDE - 1 + (place if q > 0 else -place)) * 16 + octave - 1
+    return _SIDE - 1 + (place if q > 0 else -place)
+
+
+@nb.njit("int64(int64)", **NJIT)
+def _plain_bits(symbol):  # type: ignore[no-untyped-def]
+    """Number of plain bits that follow a symbol."""
+    place = abs(symbol - (_SIDE - 1))
+    return 0 if place < _DIRECT else 3 + (place - _DIRECT) // 2
 
 
 @nb.njit("boolean(uint8[::1], int64, int64[::1], int64[::1])", **NJIT)
@@ -87,39 +95,47 @@ def _quantize(x, offset, inverse, number, key, stochastic, q):  # type: ignore[n
             q[i] = np.int16(min(max(np.floor((x[i] - offset) * inverse + np.float32(0.5)), -limit), limit))
         return
     for i in range(x.size):
-        h = np.uint32(np.uint32(np.uint32(i) + number) * np.uint32(0x9E3779B1))
-        h = np.uint32(np.uint32(h ^ np.uint32(h >> np.uint32(15))) ^ key)
-        h = np.uint32(h * np.uint32(0x85EBCA77))
-        h = np.uint32(h ^ np.uint32(h >> np.uint32(13)))
-        h = np.uint32(h * np.uint32(0xC2B2AE3D))
-        h = np.uint32(h >> np.uint32(8))
-        u = np.float32(np.int32(h)) * np.float32(2.0**-24)
+        bits = random_bits(np.uint32(np.uint32(np.uint32(i) + number) * WEYL), key)
+        u = np.float32(np.int32(np.uint32(bits >> np.uint32(8)))) * np.float32(2.0**-24)
         q[i] = np.int16(min(max(np.floor((x[i] - offset) * inverse + u), -limit), limit))
 
 
-@nb.njit("float64(int16[::1], uint8[::1], int64[::1])", **NJIT)
+@nb.njit("void(int16[::1], uint8[::1], int64[::1])", **NJIT)
 def _count(q, symbols, counts):  # type: ignore[no-untyped-def]
-    """Find and count symbols, and return the bits that the values take with frequencies that are just right, plain bits
-    included."""
-    plain = 0
+    """Find the values' symbols, and count them."""
     apart = np.zeros((4, 256), np.int32)  # since adding one to the same place again waits for the last time
     for i in range(q.size):
         value = np.int64(q[i])
-        if -_DIRECT < value < _DIRECT:
-            s = _SIDE - 1 + value
-        else:
-            found = _symbol(value)
-            s = found >> 4
-            plain += found & 15
+        s = _SIDE - 1 + value if -_DIRECT < value < _DIRECT else _far_symbol(value)
         symbols[i] = np.uint8(s)
         apart[i & 3, s] += 1
-    bits = np.float64(plain)
     for s in range(_SYMBOLS):
         counts[s] = np.int64(apart[0, s]) + np.int64(apart[1, s]) + np.int64(apart[2, s]) + np.int64(apart[3, s])
+
+
+@nb.njit("float64(int64[::1], int64[::1], int64)", **NJIT)
+def _bits(counts, frequency, total):  # type: ignore[no-untyped-def]
+    """Bits that so many of each symbol take, plain bits included, where symbols have these frequencies of ``total``."""
+    bits = 0.0
     for s in range(_SYMBOLS):
         if counts[s]:
-            bits += counts[s] * np.log2(q.size / counts[s])
+            bits += counts[s] * (np.log2(total / frequency[s]) + _plain_bits(s))
     return bits
+
+
+@nb.njit("int64(int64[::1], int64, uint8[::1])", **NJIT)
+def _tabulate(counts, values, out):  # type: ignore[no-untyped-def]
+    """Write the first symbol, the last one and the table of those between into a message. Returns the table's length."""
+    first, last = 0, _SYMBOLS - 1
+    while counts[first] == 0:
+        first += 1
+    while counts[last] == 0:
+        last -= 1
+    out[16], out[17] = np.uint8(first), np.uint8(last)
+    for s in range(first, last + 1):
+        share = max(1.0, counts[s] * 32768.0 / values)
+        out[_HEADER + s - first] = np.uint8(1 + np.round(8 * np.log2(share))) if counts[s] else np.uint8(0)
+    return last - first + 1
 
 
 @nb.njit("void(float32[::1], float64, uint32, uint32, boolean, float32[::1])", **NJIT)
@@ -147,7 +163,8 @@ def _choose(x, bits, number, key, stochastic, chosen):  # type: ignore[no-untype
     for _ in range(6):
         step = max(step, np.float64(_TINY) / 1000)
         _quantize(some, offset, np.float32(1.0 / step), number, key, stochastic, q)
-        over = _count(q, symbols, counts) / taken - bits
+        _count(q, symbols, counts)
+        over = _bits(counts, counts, taken) / taken - bits
         if abs(over) < 0.01:
             break
         step *= 2.0 ** min(max(over, -4.0), 4.0)
@@ -169,7 +186,7 @@ def _write(q, symbols, frequency, start, words, states):  # type: ignore[no-unty
         state = odd if i & 1 else even
         s = np.int64(symbols[i])
         if not _FIRST <= s <= _LAST:
-            plain = _symbol(np.int64(q[i])) & 15
+            plain = _plain_bits(s)
             if state >= _LOW << (16 - plain):
                 at -= 1
                 words[at] = np.uint16(state & 0xFFFF)
@@ -218,22 +235,10 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
         inverse = np.float32(0.0) if flat else np.float32(1.0) / step
         _quantize(x, offset, inverse, number, high_key, stochastic and not flat, q)
         _count(q, symbols, counts)
-        first, last = 0, _SYMBOLS - 1
-        while counts[first] == 0:
-            first += 1
-        while counts[last] == 0:
-            last -= 1
-        begin = (_HEADER + last - first + 2) // 2
-        table = out[_HEADER : _HEADER + last - first + 1]
-        for s in range(first, last + 1):
-            share = counts[s] * 32768.0 / x.size
-            table[s - first] = np.uint8(1 + np.round(8 * np.log2(max(1.0, share)))) if counts[s] else np.uint8(0)
-        _frequencies(table, first, frequency, start)
-        expected = 0.0
-        for s in range(first, last + 1):
-            if counts[s]:
-                plain = 0 if abs(s - _SIDE + 1) < _DIRECT else 3 + (abs(s - _SIDE + 1) - _DIRECT) // 2
-                expected += counts[s] * (12.0 - np.log2(np.float64(frequency[s])) + plain)
+        length = _tabulate(counts, x.size, out)
+        _frequencies(out[_HEADER : _HEADER + length], np.int64(out[16]), frequency, start)
+        begin = (_HEADER + length + 1) // 2
+        expected = _bits(counts, frequency, _TOTAL)
         room = (words.size - begin) * 16.0 - 32.0
         if expected <= room:
             place = _write(q, symbols, frequency, start, words[begin:], states)
@@ -243,12 +248,11 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
                     words[begin + i] = words[begin + place + i]
                 for i in range(begin + count, words.size):
                     words[i] = np.uint16(0)
-                if (last - first + 1) & 1:
-                    out[_HEADER + last - first + 1] = np.uint8(0)
+                if length & 1:
+                    out[_HEADER + length] = np.uint8(0)
                 if out.size & 1:
                     out[out.size - 1] = np.uint8(0)
                 head[0], head[1] = step, offset
-                out[16], out[17] = np.uint8(first), np.uint8(last)
                 return CODED
         attempt += 1
         more = max(0.002, (expected - room) / x.size) if attempt < 20 else 0.5
@@ -281,9 +285,8 @@ def _decode(data, x):  # type: ignore[no-untyped-def]
         q = s - (_SIDE - 1)
         size = abs(q)
         if size >= _DIRECT:
-            octave, half = 4 + (size - _DIRECT) // 2, (size - _DIRECT) & 1
-            plain = octave - 1
-            size = (2 + half) << plain | (state & ((1 << plain) - 1))
+            plain = _plain_bits(s)
+            size = (2 + (size & 1)) << plain | (state & ((1 << plain) - 1))
             state >>= plain
             if state < _LOW and at < words.size:
                 state = (state << 16) | np.int64(words[at])

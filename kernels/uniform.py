@@ -17,6 +17,7 @@ import numba as nb
 import numpy as np
 import numpy.typing as npt
 from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, coded_bytes, extremes, parts
+from accept_mpi.kernels.hashing import WEYL, random_bits
 from accept_mpi.kernels.options import NJIT
 from accept_mpi.kernels.packing import BLOCK, pack, unpack
 from accept_mpi.kernels.prefetch import LINE, prefetch
@@ -24,7 +25,6 @@ from accept_mpi.kernels.prefetch import LINE, prefetch
 _PER_GROUP = 4  # bytes of parameters
 PAIR = BLOCK // 2  # values i and i + PAIR of a block share one hash, 16 bits each
 RUN = 256  # values rounded at a time, while as many of the next block are fetched: 128 or 512 are slower
-_WEYL = np.uint32(0x9E3779B1)  # factor of a value's number: the next number's product takes only an addition
 
 
 @nb.njit("int64(int32[::1], int32[::1], float32, uint32[::1], float32[::1], float32[::1])", **NJIT)
@@ -59,17 +59,6 @@ def _parameters(low, high, inverse_levels, packed, zero, inverse):  # type: igno
     for g in range(low.size):
         inverse[g] = np.float32(1.0) / highs[g] if highs[g] > np.float32(0.0) else np.float32(0.0)
     return TOO_LARGE if bad else CODED
-
-
-@nb.njit("uint32(uint32, uint32)", **NJIT)
-def _random(product, key):  # type: ignore[no-untyped-def]
-    """Hash a value's number times ``_WEYL`` to 32 random bits: two more rounds of multiply and shift, with ``key`` mixed
-    in."""
-    h = np.uint32(np.uint32(product ^ np.uint32(product >> np.uint32(15))) ^ key)
-    h = np.uint32(h * np.uint32(0x85EBCA77))
-    h = np.uint32(h ^ np.uint32(h >> np.uint32(13)))
-    h = np.uint32(h * np.uint32(0xC2B2AE3D))
-    return np.uint32(h ^ np.uint32(h >> np.uint32(16)))
 
 
 @nb.njit("int32(float32, float32, float32, float32)", **NJIT)
@@ -117,12 +106,12 @@ def _round(x, run, shift, zero, inverse, top, stochastic, first, key, after, cod
         part, out = x[begin : min(begin + run, x.size)], codes[begin : min(begin + run, x.size)]
         z, s = zero[begin >> shift], inverse[begin >> shift]
         if stochastic:
-            product = np.uint32(np.uint32(first + np.uint32(begin & (PAIR - 1))) * _WEYL)
+            product = np.uint32(np.uint32(first + np.uint32(begin & (PAIR - 1))) * WEYL)
             down = np.uint32(16 if begin & PAIR else 0)
             for i in range(part.size):
-                bits = np.uint32(_random(product, key) >> down)
+                bits = np.uint32(random_bits(product, key) >> down)
                 out[i] = np.uint8(_drawn(part[i], z, s, levels, _low(bits)))
-                product = np.uint32(product + _WEYL)
+                product = np.uint32(product + WEYL)
         else:
             for i in range(part.size):
                 out[i] = np.uint8(_nearest(part[i], z, s, levels))
@@ -139,12 +128,12 @@ def _round_4bit(x, run, shift, zero, inverse, stochastic, first, key, after, out
         za, sa = zero[begin >> shift], inverse[begin >> shift]
         zb, sb = zero[(h + begin) >> shift], inverse[(h + begin) >> shift]
         if stochastic:
-            product = np.uint32(np.uint32(first + np.uint32(begin)) * _WEYL)
+            product = np.uint32(np.uint32(first + np.uint32(begin)) * WEYL)
             for i in range(mine.size):
-                bits = _random(product, key)
+                bits = random_bits(product, key)
                 low, high = _drawn(a[i], za, sa, levels, _low(bits)), _drawn(b[i], zb, sb, levels, _high(bits))
                 mine[i] = np.uint8(np.int32(low | np.int32(high << np.int32(4))))
-                product = np.uint32(product + _WEYL)
+                product = np.uint32(product + WEYL)
         else:
             for i in range(mine.size):
                 low, high = _nearest(a[i], za, sa, levels), _nearest(b[i], zb, sb, levels)
@@ -165,15 +154,15 @@ def _round_2bit(x, run, shift, zero, inverse, stochastic, first, key, after, out
         za, zb, zc, zd = zero[ga], zero[gb], zero[gc], zero[gd]
         sa, sb, sc, sd = inverse[ga], inverse[gb], inverse[gc], inverse[gd]
         if stochastic:
-            product = np.uint32(np.uint32(first + np.uint32(begin)) * _WEYL)
-            further = np.uint32(np.uint32(h) * _WEYL)
+            product = np.uint32(np.uint32(first + np.uint32(begin)) * WEYL)
+            further = np.uint32(np.uint32(h) * WEYL)
             for i in range(mine.size):
-                ac, bd = _random(product, key), _random(np.uint32(product + further), key)
+                ac, bd = random_bits(product, key), random_bits(np.uint32(product + further), key)
                 qa, qb = _drawn(a[i], za, sa, levels, _low(ac)), _drawn(b[i], zb, sb, levels, _low(bd))
                 qc, qd = _drawn(c[i], zc, sc, levels, _high(ac)), _drawn(d[i], zd, sd, levels, _high(bd))
                 low, high = np.int32(qa | np.int32(qb << np.int32(2))), np.int32(qc | np.int32(qd << np.int32(2)))
                 mine[i] = np.uint8(np.int32(low | np.int32(high << np.int32(4))))
-                product = np.uint32(product + _WEYL)
+                product = np.uint32(product + WEYL)
         else:
             for i in range(mine.size):
                 qa, qb = _nearest(a[i], za, sa, levels), _nearest(b[i], zb, sb, levels)

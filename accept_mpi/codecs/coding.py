@@ -86,10 +86,10 @@ def parse(text: str, gradients: bool) -> Coding:
     """Codec with this name; ``gradients`` sets the default rounding. Raises ValueError with a sentence."""
     if text in ("none", "bf16", "fp16"):
         return Coding(text)  # type: ignore[arg-type]
-    found = re.fullmatch(r"(uniform|mbq):(\d+)(?:/(\d+))?(\+sr|\+nr)?|(entropy):(\d+(?:\.\d+)?)()(\+sr|\+nr)?", text)
-    if not found:
+    found = re.fullmatch(r"(uniform|mbq|entropy):(\d+(?:\.\d+)?)(?:/(\d+))?(\+sr|\+nr)?", text)
+    kind, digits, size, rounding = found.groups() if found else ("", "", None, None)
+    if not found or (size is not None if kind == "entropy" else "." in digits):
         raise ValueError(f'unknown codec "{text}"{nearest(text.partition(":")[0], list(KINDS))} (examples: {_EXAMPLES})')
-    kind, digits, size, rounding = found.groups()[:4] if found[1] else found.groups()[4:]
     bits: float = float(digits) if kind == "entropy" else int(digits)
     group = 0 if kind == "entropy" else int(size) if size else 64
     least, most = _BITS[kind]
