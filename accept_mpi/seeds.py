@@ -60,15 +60,25 @@ def seed_torch(seed: int) -> None:
 
 def state() -> tuple[object, ...]:
     """State of torch's, NumPy's and Python's global random numbers, to compare."""
-    own = b"".join(generator.get_state().numpy().tobytes() for generator in GENERATORS)
+    own = b"".join(_state_of(generator).numpy().tobytes() for generator in GENERATORS)
     numpy = np.random.get_state(legacy=False)
     return own, numpy["state"]["key"].tobytes(), numpy["state"]["pos"], numpy["has_gauss"], random.getstate()
+
+
+def _state_of(generator: torch.Generator) -> torch.Tensor:
+    """State of a generator, read without the risk of a deadlock between threads.
+
+    ``get_state`` makes a tensor while it holds the generator's lock. Up to Python 3.11 that may start the garbage collector,
+    and freeing a tensor gives up the GIL: another thread that seeds or reads the same generator then waits for its lock and
+    keeps the GIL for ever. A generator's clone has a lock of its own, and making it starts no collector.
+    """
+    return generator.clone_state().get_state()
 
 
 @contextmanager
 def kept() -> Iterator[None]:
     """Restore torch's, NumPy's and Python's global random numbers on exit."""
-    python, numpy, own = random.getstate(), np.random.get_state(), [generator.get_state() for generator in GENERATORS]
+    python, numpy, own = random.getstate(), np.random.get_state(), list(map(_state_of, GENERATORS))
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from torch import nn
 
 from accept_mpi.models.fine_tuning import check_patterns
 from accept_mpi.models.recording.structure import mapped
+from accept_mpi.seeds import seeded
 
 _CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 _SCALE = 0.02
@@ -50,8 +51,7 @@ def try_out(block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: An
         found = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
         return found.requires_grad_(result.requires_grad)
 
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)  # all ranks come to the same
+    with seeded(0), torch.device("cpu"):  # all ranks come to the same
         args, kwargs = mapped((args, kwargs), values_of, (torch.Tensor,))
         result = call(_filled(block), *args, **kwargs)
     if any(values._version != writes for _, values, writes in made_up.values()):
