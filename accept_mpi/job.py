@@ -124,7 +124,8 @@ class Train(Section, frozen=True):
 
     batch_size: Annotated[int, Meta(ge=1, le=_MOST_SAMPLES)] = 64
     """Samples per step (one optimizer update)."""
-    micro_batches: Annotated[int, Meta(ge=1, le=65536)] = 8
+    micro_batches: Annotated[int, Meta(ge=1, le=65536)] | Literal["auto"] = 8
+    """Parts of a step's samples; "auto": as many as make training fastest (``planning.micro_batches``)."""
     epochs: Annotated[int, Meta(ge=1, le=10**8)] | None = None
     steps: Count | None = None
     """Length of the run: exactly one of ``epochs`` and ``steps`` is given."""

@@ -79,7 +79,10 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
     _check_optimizer(job.train.optimizer, _table(tree, ("train", "optimizer")), source)
     if job.train.optimizer.name != "muon" and any(group.adamw for group in job.train.groups):
         raise UserError(f'{source}: train.groups: adamw = true goes with train.optimizer.name = "muon" only')
-    if job.train.micro_batches > job.train.batch_size:
+    if isinstance(job.train.micro_batches, str):
+        if job.pipeline.cuts != "auto":
+            raise UserError(f'{source}: train.micro_batches = "auto" goes with pipeline.cuts = "auto" only')
+    elif job.train.micro_batches > job.train.batch_size:
         raise UserError(
             f"{source}: train.micro_batches: {job.train.micro_batches} is more than "
             f"train.batch_size = {job.train.batch_size}; a micro-batch needs at least one sample"

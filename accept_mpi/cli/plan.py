@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.timeline import steady_window
 from accept_mpi.planning.estimate import Estimate, estimate, forecast_of
 from accept_mpi.planning.job_plan import plan_from_job
-from accept_mpi.planning.planner import plans_for
+from accept_mpi.planning.micro_batches import best_of, of_size, tried
 from accept_mpi.planning.tables import lanes_table, stage_table, verdict
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
@@ -35,15 +36,14 @@ def main(options: argparse.Namespace) -> int:
     hosts = _added(options.add)
     if options.log is not None:
         cluster = cluster_of_log(options.log, job)
-        if hosts:
-            cluster = joined(cluster, cluster_of_fleet(hosts, options.job, options.set))
+        job = of_size(job, cluster.outline.samples)
+        surveys = [(job, joined(cluster, _on_paper(hosts, options, job)) if hosts else cluster)]
     else:
         hosts = [*(read(options.fleet) if options.fleet is not None else []), *hosts]
         if not hosts:
             raise UserError("plan needs devices: --log LOG.h5 of a run, --fleet FLEET.toml, or --add PERSONA")
-        cluster = cluster_of_fleet(hosts, options.job, options.set)
-    cluster = with_links(cluster, dict(options.link))
-    best, even = plans_for(cluster, job)
+        surveys = [(one, _on_paper(hosts, options, one)) for one in tried(job, len(hosts))]
+    job, cluster, best, even, chosen = best_of([(one, with_links(found, dict(options.link))) for one, found in surveys])
     given = None
     if job.pipeline.cuts != "auto":
         given = estimate(
@@ -60,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
         if given:
             print("\nthe job's own cuts:", *stage_table(cluster, given, micro_batches_of(job)), sep="\n")
             print(f"a step should take {1e3 * given.step:.0f} ms ({given.step / best.step:.1f} x the plan's)")
-        print("", *verdict(cluster, job, best, even), sep="\n")
+        print("", *([chosen] if chosen else []), *verdict(cluster, job, best, even), sep="\n")
         if options.lanes:
             print("", *lanes_table(cluster, job, best), sep="\n")
         if options.log is not None and not (hosts or options.link):
@@ -69,6 +69,12 @@ def main(options: argparse.Namespace) -> int:
         _draw(options.timeline, cluster, job, best)
         print(f"{options.timeline}: some steps as they would run", file=sys.stderr)
     return 0
+
+
+def _on_paper(hosts: Sequence[Host], options: argparse.Namespace, job: Job) -> ClusterProfile:
+    """The cluster profile of a fleet on paper for the job of the command line, with its number of micro-batches decided."""
+    overrides = [*options.set, f"train.micro_batches={micro_batches_of(job)}"]
+    return cluster_of_fleet(hosts, options.job, overrides)
 
 
 def _added(personas: list[str]) -> list[Host]:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from accept_mpi.data import of_job as data_of
-from accept_mpi.data.calendar import micro_batches_of
+from accept_mpi.data.calendar import micro_batch_size, micro_batches_of
 from accept_mpi.device.allocator import keep_memory
 from accept_mpi.device.fleet import Host
 from accept_mpi.device.memory import planned
@@ -27,6 +27,7 @@ from accept_mpi.logs.reader import open_log
 from accept_mpi.models import chain_of
 from accept_mpi.models.losses import loss_of
 from accept_mpi.planning.codec_choice import codings_of
+from accept_mpi.planning.micro_batches import of_size
 from accept_mpi.prediction.imputation import impute
 from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
 from accept_mpi.profiling.lane_timer import time_lanes
@@ -62,11 +63,13 @@ def cluster_of_log(path: Path, job: Job) -> ClusterProfile:
         if "survey" not in log:
             raise UserError(f'{path}: this run was not planned by measuring (pipeline.cuts = "auto")')
         cluster, ran = ClusterProfile.read(log["survey"]), msgspec.json.decode(log.attrs["job"])
-    timed, batch, count = cluster.outline.samples, job.train.batch_size, job.train.micro_batches
-    if (asked := -(-batch // count)) != timed:
+    timed = cluster.outline.samples
+    job = of_size(job, timed)
+    if (asked := micro_batch_size(job)) != timed:
         raise UserError(
-            f"{path}: layers were timed with {timed} samples per micro-batch, but train.batch_size = {batch} and "
-            f"train.micro_batches = {count} make {asked}; keep their ratio, or run this job to measure anew"
+            f"{path}: layers were timed with {timed} samples per micro-batch, but train.batch_size = "
+            f"{job.train.batch_size} and train.micro_batches = {job.train.micro_batches} make {asked}; keep their ratio, or "
+            "run this job to measure anew"
         )
     try:
         wanted = codings_of(job)

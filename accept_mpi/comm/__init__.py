@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from accept_mpi.device.allocator import share_arena
+
 # Above its eager limit, Open MPI asks the receiver before it sends (rendezvous). On a slow link with traffic both ways,
 # question and answer queue behind bulk data while the link idles (50 Mbit/s, 0.5 MB per micro-batch each way: 156 ms per
 # micro-batch instead of 87). Receives are posted in advance, so there is nothing to ask: send up to 4 MiB at once. MPI reads
@@ -16,3 +18,5 @@ for _name in ("eager_limit", "rndv_eager_limit", "max_send_size"):
 if not any(Path("/sys/class", kind).is_dir() for kind in ("infiniband", "cxi", "hfi1")):
     for _name in ("btl", "mtl"):
         os.environ.setdefault(f"OMPI_MCA_{_name}", "^ofi")
+
+share_arena()  # before MPI starts threads

@@ -165,5 +165,13 @@ class Milestones:
 
 
 def micro_batches_of(job: Job) -> int:
-    """Number of micro-batches in a full batch of a job."""
-    return per_step(job.train.batch_size, job.train.micro_batches)
+    """Number of micro-batches in a full batch of a job, which must have been decided."""
+    count = job.train.micro_batches
+    if isinstance(count, str):
+        raise ValueError("the number of micro-batches has not been decided")
+    return per_step(job.train.batch_size, count)
+
+
+def micro_batch_size(job: Job) -> int:
+    """Samples of a job's micro-batches; a step's last one may have fewer."""
+    return -(-job.train.batch_size // micro_batches_of(job))

@@ -11,23 +11,28 @@ _MIB = 1 << 20
 _BLOCK, _PAGE = 16 * _MIB, 4096
 
 
+def share_arena() -> bool:
+    """Have one arena serve all threads, so that memory that one of them frees is there for the others (activations of lanes,
+    messages of the data plane). Only threads that start afterwards share it: to be called before MPI starts its own, whose
+    arenas later threads would take else. Returns False if the C library is not glibc.
+    """
+    return _set((_M_ARENA_MAX, 1))
+
+
 def keep_memory() -> bool:
     """Make glibc keep freed memory instead of giving it back: page faults cost a tenth of MobileNetV2's speed.
 
-    The mmap threshold is raised to its maximum of 32 MiB, nothing is trimmed (a first stage frees more than 1 GiB when the
-    pipeline drains), and one arena serves all threads, so that memory that the data-plane thread allocates and the computing
-    thread frees is reused. Returns False if the C library is not glibc.
+    The mmap threshold is raised to its maximum of 32 MiB, and nothing is trimmed (a first stage frees more than 1 GiB when
+    the pipeline drains). Returns False if the C library is not glibc.
     """
+    return _set((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, 32 * _MIB), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 * _MIB))
+
+
+def _set(*settings: tuple[int, int]) -> bool:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    settings = (
-        (_M_ARENA_MAX, 1),
-        (_M_MMAP_THRESHOLD, 32 * _MIB),
-        (_M_TRIM_THRESHOLD, -1),
-        (_M_TOP_PAD, 64 * _MIB),
-    )
     return [mallopt(parameter, value) for parameter, value in settings] == [1] * len(settings)
 
 

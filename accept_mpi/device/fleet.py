@@ -61,6 +61,8 @@ class Host:
         """Environment variables of processes on this host. A cap that exceeds what this machine's CPU can do is left out:
         torch would take it for a command and die of an illegal instruction."""
         found = {"OMP_NUM_THREADS": str(self.threads)}
+        if self.threads > max(1.0, self.cpu):  # while one thread has to pause, spinning ones would use up the share
+            found["OMP_WAIT_POLICY"] = "passive"
         if self.isa and _FLAGS[self.isa] <= _flags():
             found |= {"ATEN_CPU_CAPABILITY": self.isa, "ONEDNN_MAX_CPU_ISA": _ONEDNN[self.isa]}
         return found

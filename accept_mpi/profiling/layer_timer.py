@@ -17,6 +17,7 @@ import torch
 from accept_mpi import tree
 from accept_mpi.codecs.tensors import Tensors
 from accept_mpi.data import Dataset, fetch
+from accept_mpi.data.calendar import micro_batch_size
 from accept_mpi.device.allocator import take_memory
 from accept_mpi.job import Job
 from accept_mpi.models import Chain
@@ -176,7 +177,7 @@ def micro_batch(train: Dataset | None, job: Job) -> MicroBatch:
     """The largest of the data set's first few micro-batches, since samples may differ in length; empty without data."""
     if train is None:
         return MicroBatch()
-    size = -(-job.train.batch_size // job.train.micro_batches)
+    size = micro_batch_size(job)
     found: list[MicroBatch] = []
     for begin in range(0, min(len(train), _LOOKED_AT * size), size):
         sample = np.arange(begin, begin + size) % len(train)

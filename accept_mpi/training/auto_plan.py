@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,9 @@ from accept_mpi.models.losses import Loss
 from accept_mpi.plan import Plan
 from accept_mpi.planning.codec_choice import codings_of
 from accept_mpi.planning.estimate import with_codecs
-from accept_mpi.planning.planner import plans_for, with_paying_lanes
+from accept_mpi.planning.memory import memory_of
+from accept_mpi.planning.micro_batches import best_of, settled, tried
+from accept_mpi.planning.planner import with_paying_lanes
 from accept_mpi.planning.tables import table
 from accept_mpi.prediction.database import (
     database_path,
@@ -32,7 +35,7 @@ from accept_mpi.prediction.database import (
 )
 from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
 from accept_mpi.profiling.lane_timer import lane_counts, time_lanes
-from accept_mpi.profiling.layer_timer import Subject, micro_batch, time_layers
+from accept_mpi.profiling.layer_timer import MicroBatch, Subject, micro_batch, time_layers
 from accept_mpi.profiling.layer_times import LayerTimes, TimedRange, nothing_measured, pieces
 from accept_mpi.profiling.message_costs import message_costs
 from accept_mpi.profiling.outline import Outline
@@ -56,6 +59,8 @@ class AutoPlan(NamedTuple):
 
     plan: Plan
     """The plan, with a codec wherever the job says "auto", unless it was given."""
+    job: Job
+    """The job, with the number of micro-batches that was found if it says "auto"."""
     data: Data
     """Training and test set, if this rank has them."""
     lines: list[str]
@@ -86,38 +91,55 @@ def plan_by_measuring(
     """
     data, source = load_here(runtime, job, have)
     began = time.monotonic()
-    batch = runtime.agree("a micro-batch", lambda: micro_batch(data[0], job))
+    jobs = tried(job, runtime.size)
+    batches = [_micro_batch(runtime, data, one) for one in jobs]
     codings = codings_of(job)
     idle = given is None and _room(runtime, most) <= 0
     if not idle:
         prepare(list(codings.values()))  # now, since it takes a slow device as long as another rank takes for the outline
-    model = agree_on_outline(runtime, chain, job, batch, source)
+    models = [agree_on_outline(runtime, chain, one, batch, source) for one, batch in zip(jobs, batches, strict=True)]
     rates = pair_rates(runtime.world)
     linked = time.monotonic()
     path = database_path(job.pipeline.latency_db) if runtime.rank == 0 and not given else None
-    devices = introduce_devices(runtime, job, model, path)
     give_back_memory()  # kept from an earlier run in the same process
     room = 0.0 if idle else _room(runtime, most)
-    subject = Subject(chain, model, job, loss, *batch)
-    times = runtime.agree(
-        "the time of each layer",
-        lambda: (
-            _times_here(runtime, subject, devices, room)
-            if not idle and (given is None or runtime.rank == 0)
-            else nothing_measured(model)
-        ),
-    )
     costs = None if idle else message_costs(codings, rates.seconds_per_byte, rates.seconds_per_message)
     copies = job.recovery.copies(runtime.size, runtime.survives)
-    mine = Report(times, rates, costs, data[0] is not None, room, computing_takes_all(runtime.cores), copies)
-    seen = _gathered(runtime, devices, subject, mine)
+    mine = Report(
+        nothing_measured(models[0]), rates, costs, data[0] is not None, room, computing_takes_all(runtime.cores), copies
+    )
+    measures = not idle and (given is None or runtime.rank == 0)
+    seconds = job.pipeline.probe_seconds / len(jobs)
+    surveys = [
+        _survey(runtime, Subject(chain, model, one, loss, *batch), mine, path, seconds if measures else 0.0)
+        for one, model, batch in zip(jobs, models, batches, strict=True)
+    ]
     took = _Took(began, linked, time.monotonic())
     decided = runtime.agree(
-        "the plan", lambda: _decided(job, given, data, devices, seen, path, model, took) if runtime.rank == 0 else None
+        "the plan", lambda: _decided(job, given, data, surveys, path, took) if runtime.rank == 0 else None
     )
-    told = decided.plan.to_json() if decided else None
-    plan = Plan.from_json(runtime.messenger.broadcast(told, runtime.startup_seconds, "the plan"))
-    return decided or AutoPlan(plan, data, [], None, None, model)
+    mine_told = [decided.plan.to_json(), micro_batches_of(decided.job)] if decided else None
+    told, count = runtime.messenger.broadcast(mine_told, runtime.startup_seconds, "the plan")
+    chosen = job if job.train.micro_batches != "auto" else settled(job, count)
+    return decided or AutoPlan(Plan.from_json(told), chosen, data, [], None, None, models[0])
+
+
+def micro_batches_alone(runtime: Runtime, job: Job, chain: Chain, have: Data, plan: Plan) -> tuple[Job, Data]:
+    """The job of a run with one rank, with as few micro-batches as its lanes and its memory allow; and the data. All ranks
+    call this together. Raises Agreed if there are no data."""
+    data, source = load_here(runtime, job, have)
+    lanes, most = job.pipeline.lanes, job.train.batch_size
+    count = {"auto": torch.get_num_threads(), "off": 1, "F+B": 2}.get(str(lanes), lanes)
+    assert isinstance(count, int)
+    room = planned(here().room())
+    while True:
+        found = settled(job, min(count, most))
+        batch = _micro_batch(runtime, data, found)
+        model = agree_on_outline(runtime, chain, found, batch, source)
+        (need,) = memory_of(ClusterProfile(model, [], [], []), found, plan)
+        if need <= room or count >= most:
+            return found, data
+        count *= 2
 
 
 def with_best_lanes(runtime: Runtime, job: Job, chain: Chain, loss: Loss, have: Data, plan: Plan) -> tuple[Plan, Data]:
@@ -127,7 +149,7 @@ def with_best_lanes(runtime: Runtime, job: Job, chain: Chain, loss: Loss, have: 
     if job.pipeline.lanes != "auto" or not lane_counts(threads, micro_batches):
         return plan, have
     data, source = load_here(runtime, job, have)
-    batch = runtime.agree("a micro-batch", lambda: micro_batch(data[0], job))
+    batch = _micro_batch(runtime, data, job)
     model = agree_on_outline(runtime, chain, job, batch, source)
     path = database_path(job.pipeline.latency_db)
     devices = introduce_devices(runtime, job, model, path)
@@ -143,6 +165,11 @@ def with_best_lanes(runtime: Runtime, job: Job, chain: Chain, loss: Loss, have: 
     return with_paying_lanes(cluster, job, plan), data
 
 
+def _micro_batch(runtime: Runtime, data: Data, job: Job) -> MicroBatch:
+    """A micro-batch of the data; all ranks call this together."""
+    return runtime.agree("a micro-batch", lambda: micro_batch(data[0], job))
+
+
 def _room(runtime: Runtime, most: float) -> float:
     """Bytes that a stage may take on this rank, and no more than ``most``."""
     return min(most, planned(here().room() / runtime.ranks_on_host))
@@ -156,11 +183,32 @@ class _Took(NamedTuple):
     measured: float
 
 
-def _times_here(runtime: Runtime, subject: Subject, devices: Devices, room: float) -> LayerTimes:
+class _Survey(NamedTuple):
+    """What all ranks have measured at one size of micro-batch; the times and reports on rank 0 only."""
+
+    subject: Subject
+    devices: Devices
+    seen: Measured
+
+
+def _survey(runtime: Runtime, subject: Subject, mine: Report, path: Path | None, seconds: float) -> _Survey:
+    """Measure the layers of a job on all ranks, which call this together. ``mine``: this rank's report without times;
+    ``seconds``: how long to measure on this rank, 0 for not at all."""
+    devices = introduce_devices(runtime, subject.job, subject.outline, path)
+    times = runtime.agree(
+        "the time of each layer",
+        lambda: (
+            _times_here(runtime, subject, devices, mine.memory, seconds) if seconds else nothing_measured(subject.outline)
+        ),
+    )
+    return _Survey(subject, devices, _gathered(runtime, devices, subject, msgspec.structs.replace(mine, times=times)))
+
+
+def _times_here(runtime: Runtime, subject: Subject, devices: Devices, room: float, seconds: float) -> LayerTimes:
     """Time the layers on this rank, the most informative pieces first."""
     known, order = devices.known[runtime.rank], devices.order(runtime.rank, len(pieces(subject.outline)))
     crowded = runtime.cores < torch.get_num_threads()
-    found = time_layers(subject, subject.job.pipeline.probe_seconds, known, room, order, crowded)
+    found = time_layers(subject, seconds, known, room, order, crowded)
     if subject.job.pipeline.lanes != "auto" or found.lanes:
         return found
     return msgspec.structs.replace(found, lanes=time_lanes(subject, micro_batches_of(subject.job), room))
@@ -179,29 +227,28 @@ def _gathered(runtime: Runtime, devices: Devices, subject: Subject, mine: Report
 
 
 def _decided(
-    job: Job,
-    given: Plan | None,
-    data: Data,
-    devices: Devices,
-    seen: Measured,
-    path: Path | None,
-    model: Outline,
-    took: _Took,
+    job: Job, given: Plan | None, data: Data, surveys: Sequence[_Survey], path: Path | None, took: _Took
 ) -> AutoPlan:
     """Make the plan on rank 0, from all measurements. Raises UserError if none fits."""
-    cluster = pooled_profile(model, devices, seen, path, given is not None)
-    keys = tuple(devices.keys)
+    profiles = [pooled_profile(one.subject.outline, one.devices, one.seen, path, given is not None) for one in surveys]
     if given:
-        return AutoPlan(given, data, [], cluster, None, model, time.monotonic() - took.began, keys)
-    found, even = plans_for(cluster, job)
-    known, twice = sum(map(bool, devices.known)), sum(map(bool, seen.again))
-    lines = table(cluster, job, found, even)
+        (only,), (cluster,) = surveys, profiles
+        seconds = time.monotonic() - took.began
+        return AutoPlan(given, job, data, [], cluster, None, cluster.outline, seconds, tuple(only.devices.keys))
+    found = best_of([(one.subject.job, profile) for one, profile in zip(surveys, profiles, strict=True)])
+    known = sum(bool(times) for one in surveys for times in one.devices.known)
+    twice = sum(bool(again) for one in surveys for again in one.seen.again)
+    lines = table(found.cluster, found.job, found.best, found.even)
+    lines += [found.line] if found.line else []
     lines.append(
-        f"measuring took {took.measured - took.began:.1f} s (layers {took.measured - took.linked:.1f} s; {known} of "
-        f"{len(devices.known)} devices were known{f', {twice} timed twice' if twice else ''}), "
-        f"planning {time.monotonic() - took.measured:.1f} s"
+        f"measuring took {took.measured - took.began:.1f} s (layers {took.measured - took.linked:.1f} s; "
+        f"{known // len(surveys)} of {len(surveys[0].devices.known)} devices were known"
+        f"{f', {twice} timed twice' if twice else ''}), planning {time.monotonic() - took.measured:.1f} s"
     )
-    return AutoPlan(with_codecs(found), data, lines, cluster, found.step, model, time.monotonic() - took.began, keys)
+    return AutoPlan(
+        with_codecs(found.best), found.job, data, lines, found.cluster, found.best.step, found.cluster.outline,
+        time.monotonic() - took.began, tuple(surveys[0].devices.keys),
+    )  # fmt: skip
 
 
 def learn(job: Job, planned: AutoPlan, plan: Plan, log: Path) -> None:

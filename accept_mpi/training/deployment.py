@@ -16,7 +16,7 @@ from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.messages import EvaluationMade, Leaving, Message, PlanOver, Speed, StepMade, TargetsDrawn
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import of_job as data_of
-from accept_mpi.data.calendar import Calendar, Milestones, micro_batch_sizes
+from accept_mpi.data.calendar import Calendar, Milestones, micro_batch_sizes, micro_batches_of
 from accept_mpi.data.feed import Drawn
 from accept_mpi.device.cpu import computing_takes_all
 from accept_mpi.device.speed_check import SpeedCheck
@@ -109,7 +109,7 @@ class Deployment:
         state.data = runtime.agree("the data", lambda: _data_for(state.job, new.place, state.data))
         samples, new.test_samples = agree_on_data(runtime, new._data)
         train = state.job.train
-        new.batches = Calendar(samples, train.batch_size, train.micro_batches, train.seed, train.drop_last)
+        new.batches = Calendar(samples, train.batch_size, micro_batches_of(state.job), train.seed, train.drop_last)
         return new
 
     def build(self, course: Milestones, batches: Calendar, restore: Callable[[Stage], None]) -> None:

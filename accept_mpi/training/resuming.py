@@ -18,6 +18,7 @@ from accept_mpi.errors import Agreed, UserError, shown
 from accept_mpi.job import GOES_WITH, Job, Optimizer, flows
 from accept_mpi.models import Chain
 from accept_mpi.pipeline.optimizer import state_names
+from accept_mpi.planning.micro_batches import settled
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.manifest import Manifest
 
@@ -62,6 +63,12 @@ def calendar(batches: Calendar, manifest: Manifest | None) -> Calendar:
     known = type(size) is int and size > 0
     before = replace(batches, batch_size=size if known else batches.batch_size, drop_last=drop_last is True)
     return replace(batches, since=before.position(manifest.step)._replace(order=order))
+
+
+def with_its_micro_batches(job: Job, manifest: Manifest) -> Job:
+    """The job with the checkpoint's number of micro-batches, if it leaves that open."""
+    count = _get(manifest.settings(), "train.micro_batches")
+    return settled(job, count) if job.train.micro_batches == "auto" and type(count) is int and count > 0 else job
 
 
 _MOST_STEPS = (1 << 63) - 1  # the largest number that a log holds

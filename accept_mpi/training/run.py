@@ -24,6 +24,7 @@ from accept_mpi.plan import Plan, held_alike
 from accept_mpi.planning.adaptation import Adapter
 from accept_mpi.planning.job_plan import plan_from_job
 from accept_mpi.planning.memory import memory_of
+from accept_mpi.planning.micro_batches import of_size
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.disk_replicas import DiskReplicas
@@ -32,9 +33,9 @@ from accept_mpi.recovery.manifest import Manifest, made_by
 from accept_mpi.recovery.regroup import PlanInForce, newest_plan, next_plan, plan_after_loss, regroup
 from accept_mpi.recovery.replicas import Replicas
 from accept_mpi.recovery.restore import CheckpointStore, fetch, newest_snapshot
-from accept_mpi.training.auto_plan import AutoPlan, learn, plan_by_measuring, with_best_lanes
+from accept_mpi.training.auto_plan import AutoPlan, learn, micro_batches_alone, plan_by_measuring, with_best_lanes
 from accept_mpi.training.deployment import Deployment, RankState
-from accept_mpi.training.resuming import calendar, check, course_of, share_manifest
+from accept_mpi.training.resuming import calendar, check, course_of, share_manifest, with_its_micro_batches
 from accept_mpi.training.run_log import RunLog
 from accept_mpi.training.start import Options, known_cluster, own, place_on_host, prepare, read_job, room_here
 
@@ -112,7 +113,12 @@ class _Run:
     def _first(self, runtime: Runtime, state: RankState) -> Begin:
         """Make the run's first plan: the job's own, one from what an earlier start measured, or one by measuring now."""
         failpoint("plan")
-        job, given = self.job, None
+        given = None
+        if runtime.size == 1 and self.job.train.micro_batches == "auto":
+            alone = self._given_plan(runtime, state.chain)
+            settled, state.data = micro_batches_alone(runtime, self.job, state.chain, state.data, alone)
+            self._goes_on_with(settled)
+        job = self.job
         if job.pipeline.cuts != "auto" or runtime.size == 1:
             given = runtime.agree("the plan", lambda: self._given_plan(runtime, state.chain))
             if runtime.size == 1 and job.pipeline.cuts == "auto":
@@ -123,9 +129,11 @@ class _Run:
         if self.options.supervised and (known := known_cluster(runtime, state.disk, room)):
             self._share_cluster(runtime, known)
             state.outline = known.outline
-            return Begin(next_plan(runtime, job, Plan(stages=(), boundaries=()), known), first=True)
+            self._goes_on_with(of_size(job, known.outline.samples))
+            return Begin(next_plan(runtime, self.job, Plan(stages=(), boundaries=()), known), first=True)
         self._planned = plan_by_measuring(runtime, job, state.chain, state.loss, state.data, given, room)
         state.data, state.outline = self._planned.data, self._planned.outline
+        self._goes_on_with(self._planned.job)
         self._share_cluster(runtime, self._planned.cluster)
         return Begin(self._planned.plan, first=True)
 
@@ -175,6 +183,8 @@ class _Run:
         state = self._state = self._state or prepare(runtime, self.job, self.options)
         stored = runtime.agree("the checkpoint", lambda: self._checkpoint(runtime) if runtime.rank == 0 else None)
         manifest = share_manifest(runtime, stored)
+        if manifest:
+            self._goes_on_with(with_its_micro_batches(self.job, manifest))
         begin = self._begun = begin or self._first(runtime, state)
         if self._deployment:
             self._deployment.close()
@@ -238,14 +248,20 @@ class _Run:
     def _without_groups(self, runtime: Runtime, state: RankState, begin: Begin, why: GroupRefused) -> Begin:
         """Plan again without groups, since what the layers do shows only now."""
         log.warning("%s; the plan is made again without groups", why)
-        self.job = msgspec.structs.replace(self.job, pipeline=msgspec.structs.replace(self.job.pipeline, groups=False))
-        state.job = self.job
+        self._goes_on_with(
+            msgspec.structs.replace(self.job, pipeline=msgspec.structs.replace(self.job.pipeline, groups=False))
+        )
         cluster = self._planned.cluster if self._planned and self._planned.cluster else self._of_now(runtime)
         plan = next_plan(runtime, self.job, Plan(stages=(), boundaries=()), cluster)
         if self._planned:
             lines = [f"{why}: planned again without groups"] if self._planned.lines else []
             self._planned = self._planned._replace(plan=plan, lines=lines, step=None)
         return Begin(plan, begin.first)
+
+    def _goes_on_with(self, job: Job) -> None:
+        """Take the job with what has been decided of it."""
+        assert self._state is not None
+        self.job = self._state.job = job
 
     def _log(
         self, runtime: Runtime, deployment: Deployment, begin: Begin, manifest: Manifest | None, notes: list[str]

@@ -11,12 +11,14 @@ from typing import Any
 
 import msgspec
 
+from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.device.fleet import Host, read
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, flows
 from accept_mpi.job_file import parse
 from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.plan import Plan
+from accept_mpi.planning.micro_batches import tried
 from edgelab import LabError
 from edgelab.laboratory import Laboratory
 from harness.session import Session
@@ -162,6 +164,7 @@ class Experiment:
                 "pipeline.forward": [codec.forward for codec in plan.boundaries],
                 "pipeline.backward": [codec.backward for codec in plan.boundaries],
             } | ({"pipeline.gradients": plan.gradients} if plan.gradients else {})
+            more |= {"train.micro_batches": planned["micro_batches"]} if "micro_batches" in planned else {}
             more |= {"pipeline.lanes": next((lanes for stage in plan.stages for lanes in stage.lanes), "off")}
         pipeline = self._job(settings | more).pipeline
         cuts = (pipeline.cuts, pipeline.ranks or list(range(self._hosts)))
@@ -204,10 +207,11 @@ class Experiment:
 
     def _drain(self, settings: dict[str, Any]) -> int:
         """Number of last steps in which a pipeline that flows drains, which is faster than its steady state."""
-        train, pipeline = (job := self._job(settings)).train, job.pipeline
+        pipeline = (job := self._job(settings)).pipeline
         if not flows(pipeline.schedule):
             return 0
-        return -(-max_in_flight(pipeline.schedule, 0, self._hosts, 1 << 30, pipeline.transfer_slack) // train.micro_batches)
+        fewest = micro_batches_of(tried(job, self._hosts)[0])
+        return -(-max_in_flight(pipeline.schedule, 0, self._hosts, 1 << 30, pipeline.transfer_slack) // fewest)
 
     def expect(self, settings: dict[str, Any], rate: float) -> None:
         """Give the next ``ours`` with these settings an estimate of samples/s, from which it derives the number of steps."""

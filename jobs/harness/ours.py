@@ -42,7 +42,8 @@ def measured(job: Job, skip: list[int] | None, planned: str | None) -> dict[str,
     file = Path(job.output.directory) / "log.h5"
     with open_log(file) as log:
         if skip is None:
-            return {"samples_per_s": 0.0, "plan": log.attrs["plan"], "log": str(file)}
+            count = Job.from_json(log.attrs["job"]).train.micro_batches  # decided, if the job says "auto"
+            return {"samples_per_s": 0.0, "plan": log.attrs["plan"], "log": str(file), "micro_batches": count}
         numbers, samples, evals = log["steps"]["step"], log["steps"]["samples"], log["evals"][:]
         began = float(log["trace"]["start"].min())
         plan, hosts = log.attrs["plan"], read_facts(log)["hosts"]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accept_mpi import data, models
+from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.device.allocator import keep_memory
 from accept_mpi.job_file import parse
 from accept_mpi.pipeline.muon import matrices
@@ -32,7 +33,7 @@ class Setting:
         if self.tuned:
             keep_memory()  # holds for the whole process
         self.chain = models.load(self.job.model.name, self.job.model.args, self.job.train.seed)
-        self.batch, self.micro_batches = self.job.train.batch_size, self.job.train.micro_batches
+        self.batch, self.micro_batches = self.job.train.batch_size, micro_batches_of(self.job)
         self.train, self.test = data.load(self.job.data.name, self.job.data.args)
         torch.manual_seed(self.job.train.seed)
 

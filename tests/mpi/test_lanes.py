@@ -1,6 +1,7 @@
 """Ranks that compute several actions at a time give what one plain PyTorch process gives, bit for bit, if that computes with
 as many threads as a lane does (here one)."""
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from conftest import ROOT
 from stale_weights import replay
 
+from accept_mpi.device import memory
 from accept_mpi.logs.reader import open_log
 from accept_mpi.recovery.checkpoint import Checkpoint
 
@@ -102,6 +104,34 @@ def test_log_and_results(mpirun, tmp_path: Path) -> None:
         trace = log["trace"][:]
         for k in range(5):
             assert set(trace["lane"][(trace["micro_batch"] == k) & (trace["kind"] < 2)].tolist()) == {k % 2}
+
+
+MEASURED = """
+model = {{ name = "mobilenetv2", args = {{ classes = 10 }} }}
+data = {{ name = "digits", args = {{ size = 32 }} }}
+output = {{ directory = "out", checkpoint_at_end = false }}
+pipeline = {{ cuts = [], lanes = {lanes} }}
+[train]
+batch_size = 192
+micro_batches = 6
+steps = 2
+threads = {threads}
+evaluate_every = 0
+optimizer = {{ name = "sgd", lr = 0.05, momentum = 0.9 }}
+"""
+
+
+@pytest.mark.parametrize("lanes", ["off", 2, 3, "F+B"])
+def test_memory_is_within_what_the_plan_foresees(mpirun, tmp_path: Path, lanes: object) -> None:
+    """MobileNetV2 in micro-batches of 32 samples on one rank."""
+    threads = {"off": 1, "F+B": 2}.get(str(lanes), lanes)
+    path = tmp_path / "job.toml"
+    path.write_text(MEASURED.format(lanes=json.dumps(lanes), threads=threads))
+    mpirun(1, ROOT / "tests" / "programs" / "train_measured.py", path, tmp_path / "memory.json")
+    foreseen, taken = json.loads((tmp_path / "memory.json").read_text())
+    print(f"{lanes}: {taken / 2**20:.0f} MiB taken, {foreseen / 2**20:.0f} foreseen")
+    assert 0.4 * foreseen < taken
+    assert memory.planned(taken) <= foreseen, f"{taken / 2**20:.0f} MiB for {foreseen / 2**20:.0f}"
 
 
 def test_a_run_goes_on_with_other_lanes(mpirun, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import samples
 from conftest import ROOT
 
 from accept_mpi.cli import main
+from accept_mpi.job import Job
 from accept_mpi.logs.reader import open_log
 from accept_mpi.plan import Plan
 from accept_mpi.prediction.database import library
@@ -188,3 +189,29 @@ def test_no_latency_database_where_none_is_wanted(mpirun, tmp_path: Path) -> Non
     assert "it is kept as" in out
     other = samples.write_job(tmp_path / "other.toml", samples.CNN, "other", pipeline_latency_db="none", **keys)
     assert "0 of 2 devices were known" in mpirun(2, "-m", "accept_mpi", "train", other).out
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_number_of_micro_batches_is_found_and_kept(mpirun, tmp_path: Path, ranks: int) -> None:
+    """The weights are those of one process with that number; a resumed run keeps it, on other ranks, too."""
+    keys = {
+        "train_micro_batches": "auto", "pipeline_cuts": "auto", "pipeline_probe_seconds": 0.2, "train_evaluate_every": 0,
+        "pipeline_latency_db": str(tmp_path / "latency.h5"), "pipeline_forward": "none", "pipeline_backward": "none",
+    }  # fmt: skip
+    whole = samples.write_job(tmp_path / "whole.toml", samples.CNN, "whole", **keys)
+    said = mpirun(ranks, "-m", "accept_mpi", "train", whole).out
+    with open_log(tmp_path / "whole" / "log.h5") as log:
+        count = Job.from_json(log.attrs["job"]).train.micro_batches
+        assert log["trace"]["micro_batch"].max() == count - 1
+    assert ranks == 1 or f"micro-batches: {count} a step" in said
+    train = samples.CNN["train"]
+    weights = samples.plain(samples.CNN).train(train["steps"], train["batch_size"], count)
+    samples.assert_equal(Checkpoint(tmp_path / "whole").whole(), weights)
+    part = samples.write_job(tmp_path / "part.toml", samples.CNN, "part", **keys | {"train_steps": 2})
+    mpirun(ranks, "-m", "accept_mpi", "train", part, "--quiet")
+    rest = samples.write_job(tmp_path / "rest.toml", samples.CNN, "rest", **keys)
+    mpirun(2, "-m", "accept_mpi", "train", rest, "--quiet", "--resume", "part")
+    with open_log(tmp_path / "part" / "log.h5") as log:
+        count = Job.from_json(log.attrs["job"]).train.micro_batches
+    weights = samples.plain(samples.CNN).train(train["steps"], train["batch_size"], count)
+    samples.assert_equal(Checkpoint(tmp_path / "rest").whole(), weights)

@@ -17,6 +17,7 @@ from accept_mpi.logs.format import KINDS
 from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.replay import rerun
 from accept_mpi.plan import Plan
+from accept_mpi.planning.lane_model import exponent_of
 from harness.experiment import Experiment, run
 from harness.store import Result, table
 
@@ -80,7 +81,8 @@ def measure(experiment: Experiment, fleet: str, job: str, samples: int, turn: in
 
 
 def report(fleet: str, rates: dict[tuple[str, int], list[dict[str, Result]]]) -> str:
-    """Speeds against turns, what auto chose, and how well the simulator repeats each run with its own times."""
+    """Speeds against turns, g (by which two lanes gain 2^(1-g)), what auto chose, and how well the simulator repeats each
+    run with its own times."""
     names = [name for name in (*_WAYS, _APART) if name in next(iter(rates.values()))[0]]
     rows, errors = [], []
     for (model, samples), turns in rates.items():
@@ -94,10 +96,11 @@ def report(fleet: str, rates: dict[tuple[str, int], list[dict[str, Result]]]) ->
         ]
         plan = msgspec.json.decode(turns[0]["auto"]["plan"], type=Plan)
         chosen = " / ".join(str(stage.lanes_of(rank)) for stage in plan.stages for rank in stage.ranks)
-        rows.append([*row, f"{statistics.median(behind):.2f}", chosen])
+        gain = statistics.median(one["2 lanes"]["samples_per_s"] / one["in turn"]["samples_per_s"] for one in turns)
+        rows.append([*row, f"{exponent_of(2, 1 / gain):.2f}", f"{statistics.median(behind):.2f}", chosen])
         errors += [error for one in turns for name in names if (error := replay_error(one[name])) is not None]
     head = ["model", "samples a micro-batch", "in turn, samples/s", *(f"{name} / in turn" for name in names[1:])]
-    text = table([*head, "auto / best", "lanes of auto"], rows)
+    text = table([*head, "g", "auto / best", "lanes of auto"], rows)
     if errors:
         text += (
             f"\nThe simulator, with each run's own times of computing: mean error {100 * statistics.fmean(errors):.1f} %, "
