@@ -29,6 +29,7 @@ _SWEEPS = {"asynchrony": "", "clipped": "adamw, clipped", "muon": "muon, clipped
 """Sweeps of jobs/quality, and what their runs have in common."""
 _LIKE = {"zero-bubble": "1f1b", "torch DDP": "1f1b", "torch DDP, PowerSGD": "1f1b"}
 """Whose steps are taken."""
+_ASYNCHRONOUS = 16  # micro-batches a step with which the older weights' runs were made; what 1f1b computes has none
 _SMOOTHED = 40  # steps over which losses are averaged
 _TARGET = 0.95  # of the steps of synchronous training with the best optimizer: its loss by then is the aim
 _TURNS, _SECONDS = 2, 6.0
@@ -79,7 +80,8 @@ def measure(experiment: Experiment, model: str, job: str, batch: int, link: floa
     for turn in range(_TURNS):
         for schedule in _SCHEDULES:
             keys: dict[str, Any] = {
-                "pipeline.schedule": schedule, "pipeline.cuts": "auto", "train.micro_batches": 16,
+                "pipeline.schedule": schedule, "pipeline.cuts": "auto",
+                "train.micro_batches": _ASYNCHRONOUS if schedule.startswith("1f1b-") else "auto",
                 "pipeline.forward": "auto", "pipeline.backward": "auto", "pipeline.min_bits": 6,
                 "pipeline.gradients": "auto",
             }  # fmt: skip
