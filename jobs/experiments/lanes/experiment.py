@@ -30,7 +30,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     "2 lanes": {"pipeline.lanes": 2},
     "auto": {"pipeline.lanes": "auto"},
 }
-_TURNS, _SECONDS = 3, 4.0
+_TURNS, _SECONDS = 2, 4.0
 _APART = "2 ranks"
 
 
