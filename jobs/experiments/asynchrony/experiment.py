@@ -1,7 +1,8 @@
 """Seconds to a loss: how fast schedules and peers make the steps of jobs/quality's models on slow links, and how many steps
 each needs (``bash jobs/quality/asynchrony.sh``, which must have been run: steps and losses come from its logs).
 
-Peers compute what synchronous schedules compute, so they need as many steps (PowerSGD more, which is left out of account).
+Plain DDP computes what synchronous schedules compute, so it needs as many steps. PowerSGD's losses are those of
+``jobs/quality/powersgd.py``, if that has been run; else it is taken to need as many, too.
 """
 
 import statistics
@@ -33,6 +34,7 @@ _ASYNCHRONOUS = 16  # micro-batches a step with which the older weights' runs we
 _SMOOTHED = 40  # steps over which losses are averaged
 _TARGET = 0.95  # of the steps of synchronous training with the best optimizer: its loss by then is the aim
 _TURNS, _SECONDS = 2, 6.0
+_COLOURS = {"1f1b": "#777777", "1f1b-async": "#D55E00", "1f1b-delayed": "#0072B2", "torch DDP, PowerSGD": "#009E73"}
 
 
 def main() -> None:
@@ -53,6 +55,8 @@ def main() -> None:
 def runs(model: str) -> Iterator[tuple[tuple[str, str], list[Path]]]:
     """Schedule and optimizer, and the logs of their runs."""
     found: dict[tuple[str, str], list[Path]] = {}
+    if (powersgd := _RUNS / f"{_MODELS[model][0]}-powersgd" / "1.npy").exists():
+        found["torch DDP, PowerSGD", _SWEEPS["muon"]] = [powersgd]
     for sweep in _SWEEPS:
         for log in sorted((_RUNS / f"{model}-{sweep}").glob("*/log.h5")):
             name = log.parent.name.rpartition("-")[0]  # without the seed
@@ -66,11 +70,19 @@ def mean_curve(paths: list[Path]) -> np.ndarray:
     """Training loss by step, smoothed, mean of several runs."""
     curves = []
     for path in paths:
-        with open_log(path) as log:
-            loss = log["steps"]["loss"][:]
-        curves.append(np.convolve(loss, np.full(_SMOOTHED, 1 / _SMOOTHED), "valid"))
+        for loss in losses(path):
+            curves.append(np.convolve(loss, np.full(_SMOOTHED, 1 / _SMOOTHED), "valid"))
     shortest = min(map(len, curves))
     return np.mean([curve[:shortest] for curve in curves], axis=0)
+
+
+def losses(path: Path) -> Iterator[np.ndarray]:
+    """Training losses by step, of a log or of an array with a row a seed."""
+    if path.suffix == ".npy":
+        yield from np.load(path)
+        return
+    with open_log(path) as log:
+        yield log["steps"]["loss"][:]
 
 
 def measure(experiment: Experiment, model: str, job: str, batch: int, link: float) -> dict[str, float]:
@@ -108,7 +120,8 @@ def report(
     rows: list[list[object]] = []
     for name in rates[_LINKS[0]]:
         for (schedule, optimizer), curve in curves.items():
-            if schedule != _LIKE.get(name, name):
+            own = any(known == name for known, _ in curves)
+            if schedule != (name if own else _LIKE.get(name, name)):
                 continue
             below = np.flatnonzero(curve <= aim)
             steps = int(below[0]) + _SMOOTHED if len(below) else None
@@ -130,7 +143,7 @@ def draw(path: Path, curves: dict[tuple[str, str], np.ndarray], best: np.ndarray
         1, len(optimizers), figsize=(2.6 * len(optimizers), 3.4), sharey=True, layout="constrained", squeeze=False
     )
     for axes, optimizer in zip(panels[0], optimizers, strict=True):
-        for schedule, colour in zip(("1f1b", "1f1b-async", "1f1b-delayed"), ("#777777", "#D55E00", "#0072B2"), strict=True):
+        for schedule, colour in _COLOURS.items():
             curve = curves.get((schedule, optimizer), best if schedule == "1f1b" else None)
             if curve is not None:
                 axes.plot(np.arange(len(curve)) + _SMOOTHED, curve, color=colour, label=schedule, linewidth=1.2)

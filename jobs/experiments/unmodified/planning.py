@@ -1,4 +1,4 @@
-"""Seconds of planning for a recorded model of 88 layers, against a model of the zoo with as many, on four devices on paper.
+"""Seconds of planning for a recorded model of 150 layers, against a model of the zoo with as many, on four devices on paper.
 
 PYTHONPATH=. python jobs/experiments/unmodified/planning.py
 """
@@ -31,9 +31,9 @@ forward = "auto"
 backward = "auto"
 """
 RECORDED = ("transformers:GPT2LMHeadModel",
-            "{ vocab_size = 100, n_embd = 64, n_layer = 29, n_head = 2, tie_word_embeddings = false, bos_token_id = 1, "
+            "{ vocab_size = 100, n_embd = 64, n_layer = 50, n_head = 2, tie_word_embeddings = false, bos_token_id = 1, "
             "eos_token_id = 2 }")  # fmt: skip
-ZOO = ("gpt", "{ context = 64, layers = 43, width = 64, heads = 2 }")
+ZOO = ("gpt", "{ context = 64, layers = 74, width = 64, heads = 2 }")
 
 
 def cluster(name: str, args: str) -> tuple[ClusterProfile, object]:
