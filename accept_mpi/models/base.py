@@ -11,6 +11,7 @@ handed out once.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,6 +46,9 @@ class Chain:
         """What is changed of new layers; their weights, where there is a file of them."""
         self.order: dict[str, int] = {}
         """Positions of parameters, by name, among those of a recorded model; empty: they come in the order of layers."""
+        self.prepare: Callable[[Any], None] = lambda value: None
+        """Prepares the layers for inputs of the shapes of this value, which a model that is recorded for each shape does
+        where nothing else looks on."""
         self.own_names = False
         """True if names of state are those of the whole model, without the layer's name in front."""
         self.layers = list(layers)

@@ -110,6 +110,7 @@ def outline(
         given = [x.contiguous(memory_format=memory_format) if x.dim() == 4 else x for x in inputs if x is not None]
         value = tree.unflatten(of or tree.packed(len(given)), given)
         count = samples if samples is not None else len(given[0]) if given else 0
+        chain.prepare(value)
         try:
             found = _outline(chain, seed, value, channels_last, count, abstract=True)
         except Exception:  # some layers need values, which the meta device does not have

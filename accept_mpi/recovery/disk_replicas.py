@@ -32,8 +32,9 @@ log = logging.getLogger(__name__)
 
 
 _OLD = 7 * 24 * 3600.0  # seconds after which another run's replicas are removed
-_ATTENDED, _SURVEY, _ROOM = "attended", "survey", "room"
-"""Names of files: the last start that this host took part in, the cluster profile, the memory of each rank."""
+_ATTENDED, _SURVEY, _ROOM, _COUNT = "attended", "survey", "room", "micro-batches"
+"""Names of files: the last start that this host took part in, the cluster profile, the memory of each rank, the number of
+micro-batches."""
 _MOST_DIGITS, _MOST_SURVEY = 20, 64 << 20
 
 
@@ -110,14 +111,30 @@ class DiskReplicas:
 
     def keep_room(self, place: int, nbytes: float) -> None:
         """Store how many bytes of memory the next start may plan for one of this host's ranks, number ``place`` of them."""
-        with self._disk:
-            self._put(self._directory / f"{_ROOM}-{place}", str(int(nbytes)).encode(), bare=True)
+        self._keep_number(f"{_ROOM}-{place}", int(nbytes))
 
     def room(self, place: int) -> float:
         """Bytes that ``keep_room`` stored last for the host's rank number ``place``; infinite if there are none."""
+        found = self._number_in(f"{_ROOM}-{place}")
+        return math.inf if found is None else float(found)
+
+    def keep_micro_batches(self, count: int) -> None:
+        """Store into how many micro-batches the run divides its steps."""
+        self._keep_number(_COUNT, count)
+
+    def micro_batches(self) -> int | None:
+        """What ``keep_micro_batches`` stored; None if there is nothing."""
+        found = self._number_in(_COUNT)
+        return found if found is not None and found > 0 else None
+
+    def _keep_number(self, name: str, number: int) -> None:
+        with self._disk:
+            self._put(self._directory / name, str(number).encode(), bare=True)
+
+    def _number_in(self, name: str) -> int | None:
         with contextlib.suppress(OSError, ValueError):
-            return float(int(_own(self._directory / f"{_ROOM}-{place}", _MOST_DIGITS)))
-        return math.inf
+            return int(_own(self._directory / name, _MOST_DIGITS))
+        return None
 
     def clear(self) -> None:
         """Remove all files of the run, at its end."""

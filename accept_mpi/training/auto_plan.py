@@ -118,10 +118,9 @@ def plan_by_measuring(
     decided = runtime.agree(
         "the plan", lambda: _decided(job, given, data, surveys, path, took) if runtime.rank == 0 else None
     )
-    mine_told = [decided.plan.to_json(), micro_batches_of(decided.job)] if decided else None
-    told, count = runtime.messenger.broadcast(mine_told, runtime.startup_seconds, "the plan")
-    chosen = job if job.train.micro_batches != "auto" else settled(job, count)
-    return decided or AutoPlan(Plan.from_json(told), chosen, data, [], None, None, models[0])
+    mine_told = [decided.plan.to_json(), jobs.index(decided.job)] if decided else None
+    told, number = runtime.messenger.broadcast(mine_told, runtime.startup_seconds, "the plan")
+    return decided or AutoPlan(Plan.from_json(told), jobs[number], data, [], None, None, models[number])
 
 
 def micro_batches_alone(runtime: Runtime, job: Job, chain: Chain, have: Data, plan: Plan) -> tuple[Job, Data]:

@@ -37,7 +37,16 @@ from accept_mpi.training.auto_plan import AutoPlan, learn, micro_batches_alone, 
 from accept_mpi.training.deployment import Deployment, RankState
 from accept_mpi.training.resuming import calendar, check, course_of, share_manifest, with_its_micro_batches
 from accept_mpi.training.run_log import RunLog
-from accept_mpi.training.start import Options, known_cluster, own, place_on_host, prepare, read_job, room_here
+from accept_mpi.training.start import (
+    Options,
+    known_cluster,
+    own,
+    place_on_host,
+    prepare,
+    read_job,
+    room_here,
+    with_kept_micro_batches,
+)
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +123,8 @@ class _Run:
         """Make the run's first plan: the job's own, one from what an earlier start measured, or one by measuring now."""
         failpoint("plan")
         given = None
+        if self.options.supervised and self.job.train.micro_batches == "auto":
+            self._goes_on_with(with_kept_micro_batches(runtime, state.disk, self.job))
         if runtime.size == 1 and self.job.train.micro_batches == "auto":
             alone = self._given_plan(runtime, state.chain)
             settled, state.data = micro_batches_alone(runtime, self.job, state.chain, state.data, alone)
@@ -262,6 +273,8 @@ class _Run:
         """Take the job with what has been decided of it."""
         assert self._state is not None
         self.job = self._state.job = job
+        if self._disk and isinstance(job.train.micro_batches, int):
+            self._disk.keep_micro_batches(job.train.micro_batches)
 
     def _log(
         self, runtime: Runtime, deployment: Deployment, begin: Begin, manifest: Manifest | None, notes: list[str]

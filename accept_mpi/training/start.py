@@ -22,6 +22,7 @@ from accept_mpi.models import Chain, Whole, check_changes, model_of
 from accept_mpi.models.losses import loss_of
 from accept_mpi.models.metrics import metrics_of
 from accept_mpi.models.recording.key import keyed, value_of
+from accept_mpi.planning.micro_batches import settled, tried
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.layer_timer import micro_batch
 from accept_mpi.recovery.disk_replicas import DiskReplicas
@@ -119,7 +120,10 @@ def _model(runtime: Runtime, job: Job) -> tuple[Chain, Data]:
         assert isinstance(model, Chain)
         return model, (None, None)
     data, source = load_here(runtime, job)
-    key = runtime.agree("a micro-batch", lambda: keyed(micro_batch(data[0], job).value)[0] if data[0] is not None else None)
+    any_size = tried(job, runtime.size)[0]
+    key = runtime.agree(
+        "a micro-batch", lambda: keyed(micro_batch(data[0], any_size).value)[0] if data[0] is not None else None
+    )
     told = runtime.messenger.allgather(key, runtime.startup_seconds, "the shapes of a micro-batch")
 
     def recorded() -> Chain:
@@ -147,6 +151,15 @@ def known_cluster(runtime: Runtime, disk: DiskReplicas | None, room: float) -> C
             if len(set(there)) == len(there) and set(wanted) <= set(there):
                 return cluster.only([there.index(host) for host in wanted]).within(rooms)
     return None
+
+
+def with_kept_micro_batches(runtime: Runtime, disk: DiskReplicas | None, job: Job) -> Job:
+    """The job with the number of micro-batches that an earlier start of the run has found, if any rank has kept it. All
+    ranks call this together."""
+    mine = disk.micro_batches() if disk else None
+    told = runtime.messenger.allgather(mine, runtime.startup_seconds, "the number of micro-batches")
+    kept = [count for count in told if count is not None]
+    return settled(job, kept[0]) if kept else job
 
 
 def place_on_host(runtime: Runtime) -> int:

@@ -16,6 +16,7 @@ from conftest import HANGS, environment, mpirun_command, python
 from lost_ranks import ranks_of
 from watch import steps_done, wait_for_step
 
+from accept_mpi.job import Job
 from accept_mpi.logs.reader import open_log
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.manifest import complete
@@ -108,11 +109,16 @@ def test_kill_any_rank_at_a_random_moment(tmp_path: Path, batch: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc to find the ranks")
-def test_kill_all_ranks_at_once(tmp_path: Path) -> None:
-    """A supervised run without checkpoints: the next start goes on from the snapshot on the hosts' disks."""
+@pytest.mark.parametrize("count", [5, "auto"])
+def test_kill_all_ranks_at_once(tmp_path: Path, count: object) -> None:
+    """A supervised run without checkpoints: the next start goes on from the snapshot on the hosts' disks, with the number of
+    micro-batches that was found."""
+    more = {"pipeline_cuts": "auto", "pipeline_probe_seconds": 0.2, "pipeline_latency_db": "none"}
+    found = more if count == "auto" else {}
     job = samples.write_job(
-        tmp_path / "job.toml", samples.CNN, train_steps=160, train_evaluate_every=0, recovery_replicate_every=8
-    )
+        tmp_path / "job.toml", samples.CNN, train_steps=160, train_evaluate_every=0, recovery_replicate_every=8,
+        train_micro_batches=count, **found,
+    )  # fmt: skip
     first = start(tmp_path, job, "--run", "run/1", ulfm=True)
     try:
         killed = wait_for_step(tmp_path / "run", 40, first)
@@ -127,7 +133,11 @@ def test_kill_all_ranks_at_once(tmp_path: Path) -> None:
     resumed = re.search(r"step (\d+)  resumed from the snapshot that hosts have kept", out)
     assert resumed, out
     assert int(resumed[1]) >= killed - 24
-    samples.assert_equal(Checkpoint(tmp_path / "run").whole(), samples.plain(samples.CNN).train(160, 24, 5))
+    assert "micro-batches: " not in out
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        parts = Job.from_json(log.attrs["job"]).train.micro_batches
+    assert count in ("auto", parts)
+    samples.assert_equal(Checkpoint(tmp_path / "run").whole(), samples.plain(samples.CNN).train(160, 24, parts))
 
 
 def test_a_rank_that_dies_before_mpi_has_started(tmp_path: Path) -> None:

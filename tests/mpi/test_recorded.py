@@ -9,6 +9,7 @@ import torch
 from conftest import ROOT
 from plain_loop import differences, plain_loop
 
+from accept_mpi.job import Job
 from accept_mpi.logs.reader import open_log
 from accept_mpi.plan import Plan
 from accept_mpi.recovery.checkpoint import Checkpoint
@@ -23,7 +24,7 @@ blocks = {blocks}
 name = "recorded_nets:{data}"
 [train]
 batch_size = 8
-micro_batches = 4
+micro_batches = {micro_batches}
 steps = 7
 loss = "{loss}"
 memory_format = "contiguous"
@@ -41,6 +42,7 @@ probe_seconds = 0.3
 directory = "{name}"
 """
 USUAL = {
+    "micro_batches": "4",
     "args": "{}", "output": "", "blocks": "[]", "loss": "cross_entropy", "schedule": "1f1b", "cuts": '"even"', "ranks": "[]",
     "gradients": "exact", "lanes": '"off"', "recompute": "auto",
 }  # fmt: skip
@@ -113,11 +115,16 @@ def test_found_plans(mpirun, tmp_path: Path) -> None:
     jobs = [
         write(tmp_path, "tied", CASES[2] | {"cuts": '"auto"'}),
         write(tmp_path, "untied", CASES[0] | {"cuts": '"auto"'}),
+        write(tmp_path, "parts", CASES[2] | {"cuts": '"auto"', "micro_batches": '"auto"'}),
         write(tmp_path, "late", CASES[2] | {"cuts": '"auto"', "schedule": "1f1b-async"}),
     ]
     mpirun(2, ROOT / "tests" / "programs" / "train_all.py", *jobs)
     for name in ("tied", "untied"):
         assert not differences(Checkpoint(tmp_path / name).whole(), plain_loop(tmp_path / f"{name}.toml")[0]), name
+    with open_log(tmp_path / "parts" / "log.h5") as log:
+        found = f"train.micro_batches={Job.from_json(log.attrs['job']).train.micro_batches}"
+    state, _ = plain_loop(tmp_path / "parts.toml", found)
+    assert not differences(Checkpoint(tmp_path / "parts").whole(), state)
     with open_log(tmp_path / "late" / "log.h5") as log:
         assert len(Plan.from_json(log.attrs["plan"]).stages) == 1  # copies would be updated at different times
 

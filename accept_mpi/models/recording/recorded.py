@@ -59,7 +59,12 @@ class RecordedModel:
         order = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         chain = Chain.recorded(self.names, lambda: self.entries(self._make()), order)
         chain.undivided = self._meta.undivided
+        chain.prepare = self._prepare
         return chain
+
+    def _prepare(self, value: Any) -> None:
+        """Record for the shapes of this value, if that has not been done."""
+        self._programs_of(keyed(value)[0], True)
 
     def entries(self, model: nn.Module) -> list[tuple[str, Entry]]:
         """The layers of a new model, under their names. They hold the model's own modules and parameters."""

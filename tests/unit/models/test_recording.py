@@ -10,7 +10,9 @@ from recorded_models import check, recorded
 from recorded_nets import Language, Mixture, UNet
 from torch import nn
 
+from accept_mpi import tree
 from accept_mpi.errors import UserError
+from accept_mpi.profiling.outline import Outline, outline
 
 
 def every_cut(count: int) -> list[list[int]]:
@@ -112,6 +114,23 @@ def test_masks_keywords_and_dropout(masked: bool) -> None:
         for layer in layers[:-1]:
             value = layer(value)
             assert sum(t.numel() for t in value[1:] if not t.is_floating_point()) <= 2 * 4 * 12
+
+
+def test_an_outline_for_another_size_records_the_model_alone() -> None:
+    """What counts an outline's operations and memory had hooked into what was recorded, and counted it."""
+    small, large = (torch.randint(20, (size, 12), generator=torch.Generator().manual_seed(1)) for size in (2, 6))
+
+    def drawn(first: torch.Tensor) -> Outline:
+        chain = recorded(Language, {"ids": first}, output="logits")
+        for ids in (first, large):
+            tensors, of = tree.flatten({"ids": ids})
+            found = outline(chain, 0, tuple(tensors), of=of, samples=len(ids))
+        return found
+
+    first = drawn(large)
+    again = drawn(small)
+    assert [layer.operations for layer in again.layers] == [layer.operations for layer in first.layers]
+    assert [layer.saved_bytes for layer in again.layers] == [layer.saved_bytes for layer in first.layers]
 
 
 def test_shared_and_unused_state() -> None:

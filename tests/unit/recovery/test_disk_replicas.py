@@ -1,5 +1,6 @@
 """Replicas on local disks."""
 
+import math
 import os
 import time
 from pathlib import Path
@@ -144,3 +145,15 @@ def test_nothing_is_left_of_a_run_at_its_end_nor_of_old_ones(tmp_path: Path) -> 
     written(kept, 5, l0=b"a")
     kept.clear()
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_start_decided_is_there_for_the_next(tmp_path: Path) -> None:
+    kept = start(tmp_path)
+    assert kept.micro_batches() is None
+    kept.keep_micro_batches(12)
+    kept.keep_room(1, 1e9)
+    again = start(tmp_path, 2)
+    assert (again.micro_batches(), again.room(1), again.room(0)) == (12, 1e9, math.inf)
+    for damaged in (b"", b"0", b"-3", b"x", b"9" * 100):
+        next(tmp_path.rglob("micro-batches")).write_bytes(damaged)
+        assert again.micro_batches() is None
