@@ -175,7 +175,8 @@ class Forecast:
     def _carried(self, source: int, target: int, place: Crossing, name: str, codecs: Mapping[Crossing, str]) -> float:
         """Seconds that a message is on the link: at the pair's rate, or longer if either end's own link takes longer for it
         and what goes the same way, out or in, at that device meanwhile: the message of its stage's other boundary and its
-        part of its group's gradients."""
+        part of its group's gradients. Where the pipeline is empty between steps, what is sent then has the links for itself
+        (``sum_seconds``): the sums of single micro-batches' gradients, or all of it."""
         nbytes = self.crossings[place].nbytes(name)
         rate, _ = self._link(source, target, place)
         seconds = nbytes / rate
@@ -186,7 +187,7 @@ class Forecast:
             beside = boundary - 1 if stage == boundary else boundary + 1
             codec = codecs.get((beside, other_way))
             both = nbytes + (self.crossings[beside, other_way].nbytes(codec) if codec else 0.0)
-            seconds = max(seconds, (both + self._summed(device)) / self._host_links[device])
+            seconds = max(seconds, (both + self._summed_beside(device)) / self._host_links[device])
         return seconds
 
     def _summed(self, device: int) -> float:
@@ -197,6 +198,14 @@ class Forecast:
         if members == 1 or not share:
             return 0.0
         return float(sent_for_sum(self._on_wire(stage), members, share * self._all, self.groups.exact))
+
+    def _summed_beside(self, device: int) -> float:
+        """The part of these bytes that goes beside the micro-batches' own messages."""
+        if flows(self.kind):
+            return self._summed(device)
+        stage = self.groups.stages[device]
+        members = self._members[stage]
+        return self._on_wire(stage) * (members - 1) / members if self.groups.exact else 0.0
 
     def _on_wire(self, stage: int) -> float:
         """Bytes of a stage's gradients as they are sent."""

@@ -268,7 +268,8 @@ class _Groups:
         whole = ends.max(axis=0) / dealt
         pairs = [float(problem.rate[a, b]) for a, b in itertools.permutations(members, 2)]
         link = min([*pairs, *(float(problem.host_link[m]) for m in members)])
-        whole = np.maximum(whole, sent * own / count / link)
+        if exact or not problem.fill:  # else the sum has the links for itself, between steps
+            whole = np.maximum(whole, sent * own / count / link)
         summing = 2 * wire * (len(members) - 1) / len(members) / link
         if not problem.fill:  # asynchronously each member takes one more micro-batch meanwhile
             summing = np.maximum(0.0, summing - runs.min(axis=0))

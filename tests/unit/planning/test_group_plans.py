@@ -14,6 +14,7 @@ from accept_mpi.planning.adaptation import redealt
 from accept_mpi.planning.codec_choice import codings, codings_of, sums_of
 from accept_mpi.planning.estimate import Estimate, estimate, with_codecs
 from accept_mpi.planning.groups import _partitions
+from accept_mpi.planning.job_plan import plan_from_job
 from accept_mpi.planning.planner import even_plan, plan_for
 from accept_mpi.planning.tables import table
 from accept_mpi.profiling.cluster_profile import ClusterProfile
@@ -187,3 +188,21 @@ def test_forecasts_of_groups_by_hand() -> None:
     synchronous = estimate(cluster(1, 1, rate=1e6), job(ON, "pipeline.schedule=1f1b"), make_plan(LAYERS, [], None, [(0, 1)]))
     gradients = 4 * LAYERS * (64 * 64 + 64)
     assert synchronous.step == pytest.approx(4 * 36e-3 + 2 * (gradients / 2 / 1e6), rel=0.1)
+
+
+@pytest.mark.parametrize("sums", ["none", "bf16"])
+def test_a_sum_between_steps_takes_the_links_once(sums: str) -> None:
+    """Synchronously the gradients' sums of a step are sent while no micro-batch is under way: they make a step as much
+    longer as they take, and the micro-batches' messages no slower."""
+    keys = ("cuts=[6]", "ranks=[[0, 1], [2, 3]]", "schedule=1f1b", f"gradients={sums}", "forward=none", "backward=none")
+    asked = job(*(f"pipeline.{key}" for key in keys), "pipeline.groups=true")
+    profile = cluster(1.0, 1.0, 1.0, 1.0, rate=1e6, of=asked)
+
+    def step(nbytes: int) -> float:
+        layers = tuple(msgspec.structs.replace(one, parameter_bytes=nbytes) for one in profile.outline.layers)
+        of = msgspec.structs.replace(profile, outline=msgspec.structs.replace(profile.outline, layers=layers))
+        return estimate(of, asked, plan_from_job(asked, LAYERS, 4, lambda: ())).step
+
+    nbytes = 40_000
+    there_and_back = 2 * 1e-6 * 6 * nbytes / 2 * (0.5 if sums == "bf16" else 1.0)  # of half a stage's gradients
+    assert step(nbytes) - step(0) == pytest.approx(there_and_back, rel=0.1)
