@@ -98,7 +98,9 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
     changed = runtime.agree("the weights", lambda: check_changes(chain, job))
     names = ", ".join(chain.undivided)
     kept = f"not divided, since what they compute depends on values: {names}" if names else ""
-    for line in (kept, changed):
+    delayed = job.pipeline.schedule == "1f1b-delayed" and job.train.clip_norm is None
+    clip = "gradients are an update old and not clipped: if the loss does not fall, set train.clip_norm" if delayed else ""
+    for line in (kept, changed, clip):
         if line and runtime.rank == 0 and not options.quiet:
             print(line, flush=True)
     loss = runtime.agree("the loss", lambda: loss_of(job))

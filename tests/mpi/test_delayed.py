@@ -161,3 +161,12 @@ def test_a_new_plan(tmp_path: Path) -> None:
     assert "moved layers: rank 1" in out, out
     ours = {name.replace(".inner", ""): value for name, value in Checkpoint(tmp_path / "run").whole().items()}
     samples.assert_equal(ours, delayed(samples.CNN | {"train": samples.CNN["train"] | {"steps": 80}}, SGD))
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_start_says_that_gradients_are_not_clipped(mpirun, tmp_path: Path, clip: float | None) -> None:
+    """Momentum makes much of gradients that are an update old: MobileNetV2 did not learn so."""
+    more = {"train_clip_norm": clip} if clip else {}
+    path = write(tmp_path, "cnn", "run", train_steps=1, **more)
+    out = mpirun(2, "-m", "accept_mpi", "train", path).out
+    assert ("set train.clip_norm" in out) == (clip is None)
