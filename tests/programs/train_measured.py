@@ -21,9 +21,9 @@ from accept_mpi.training.run import train
 from accept_mpi.training.start import Options
 
 
-def most() -> int:
-    """Most bytes that this process has had so far."""
-    found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
+def resident(what: str) -> int:
+    """Bytes of memory that this process has now ("VmRSS"), or has had at most so far ("VmHWM")."""
+    found = re.search(rf"{what}:\s*(\d+)", Path("/proc/self/status").read_text())
     assert found
     return 1024 * int(found[1])
 
@@ -32,12 +32,13 @@ def measured(path: Path, out: Path) -> None:
     befores, start = [], Deployment.start
 
     def noted(*args: object) -> Deployment:
-        befores.append(most())
-        return start(*args)  # type: ignore[arg-type]
+        deployment = start(*args)  # type: ignore[arg-type]
+        befores.append(resident("VmRSS"))  # kernels are compiled and the data loaded, the stage is not built
+        return deployment
 
     Deployment.start = noted  # type: ignore[method-assign,assignment]
     train(runtime, Options(path, quiet=True))
-    taken = most() - befores[0]
+    taken = resident("VmHWM") - befores[0]
     job = parse(path.read_text(), str(path))
     images = torch.randn(job.train.batch_size // int(job.train.micro_batches), 3, 32, 32)
     outline = outline_of(load(job.model.name, job.model.args, 0), job, (images,))

@@ -23,6 +23,6 @@ def test_times_of_lanes_are_stored_as_those_of_turns(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(auto_plan, "open_log", lambda _: nullcontext({"trace": np.zeros(0)}))
     monkeypatch.setattr(auto_plan, "mean_times", lambda _: {0: {"F": 3.0, "B": 6.0}, 1: {"F": 1.0, "B": 1.5, "W": 0.5}})
     monkeypatch.setattr(auto_plan, "observe", lambda path, outline, runs: seen.update(runs))
-    planned = AutoPlan(plan, (None, None), [], fleet, 1.0, fleet.outline, keys=("a", "b"))
+    planned = AutoPlan(plan, job(), (None, None), [], fleet, 1.0, fleet.outline, keys=("a", "b"))
     learn(job("pipeline.latency_db=x.h5"), planned, plan, Path("log.h5"))
     assert seen == {"a": [(0, 6, 2.0, 4.0)], "b": [(6, 12, 1.0, 2.0)]}
