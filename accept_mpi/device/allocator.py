@@ -23,9 +23,9 @@ def keep_memory() -> bool:
     """Make glibc keep freed memory instead of giving it back: page faults cost a tenth of MobileNetV2's speed.
 
     The mmap threshold is raised to its maximum of 32 MiB, and nothing is trimmed (a first stage frees more than 1 GiB when
-    the pipeline drains). Returns False if the C library is not glibc.
+    the pipeline drains). Threads that start from now on share an arena. Returns False if the C library is not glibc.
     """
-    return _set((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, 32 * _MIB), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 * _MIB))
+    return share_arena() and _set((_M_MMAP_THRESHOLD, 32 * _MIB), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 * _MIB))
 
 
 def _set(*settings: tuple[int, int]) -> bool:

@@ -24,7 +24,6 @@ from accept_mpi.plan import Plan, held_alike
 from accept_mpi.planning.adaptation import Adapter
 from accept_mpi.planning.job_plan import plan_from_job
 from accept_mpi.planning.memory import memory_of
-from accept_mpi.planning.micro_batches import of_size
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.disk_replicas import DiskReplicas
@@ -140,8 +139,7 @@ class _Run:
         if self.options.supervised and (known := known_cluster(runtime, state.disk, room)):
             self._share_cluster(runtime, known)
             state.outline = known.outline
-            self._goes_on_with(of_size(job, known.outline.samples))
-            return Begin(next_plan(runtime, self.job, Plan(stages=(), boundaries=()), known), first=True)
+            return Begin(next_plan(runtime, job, Plan(stages=(), boundaries=()), known), first=True)
         self._planned = plan_by_measuring(runtime, job, state.chain, state.loss, state.data, given, room)
         state.data, state.outline = self._planned.data, self._planned.outline
         self._goes_on_with(self._planned.job)
@@ -270,11 +268,12 @@ class _Run:
         return Begin(plan, begin.first)
 
     def _goes_on_with(self, job: Job) -> None:
-        """Take the job with what has been decided of it."""
+        """Take the job with what has been decided of it; another start is to decide alike."""
         assert self._state is not None
+        count = job.train.micro_batches
+        if self._disk and isinstance(count, int) and count != self.job.train.micro_batches:
+            self._disk.keep_micro_batches(count)
         self.job = self._state.job = job
-        if self._disk and isinstance(job.train.micro_batches, int):
-            self._disk.keep_micro_batches(job.train.micro_batches)
 
     def _log(
         self, runtime: Runtime, deployment: Deployment, begin: Begin, manifest: Manifest | None, notes: list[str]

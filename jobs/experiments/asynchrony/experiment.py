@@ -118,10 +118,11 @@ def report(
     best = min((curve for (schedule, _), curve in curves.items() if schedule == "1f1b"), key=lambda curve: float(curve[-1]))
     aim = float(best[int(_TARGET * len(best)) - 1])
     rows: list[list[object]] = []
+    measured = {schedule for schedule, _ in curves}
     for name in rates[_LINKS[0]]:
+        like = name if name in measured else _LIKE.get(name, name)
         for (schedule, optimizer), curve in curves.items():
-            own = any(known == name for known, _ in curves)
-            if schedule != (name if own else _LIKE.get(name, name)):
+            if schedule != like:
                 continue
             below = np.flatnonzero(curve <= aim)
             steps = int(below[0]) + _SMOOTHED if len(below) else None
