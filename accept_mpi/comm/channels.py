@@ -272,6 +272,8 @@ class Receiver:
         self._plane = plane
         self._comm = comm
         self._ready: queue.SimpleQueue[Decoded | None] = queue.SimpleQueue()
+        self._held = False
+        """True while so many messages wait for the computing thread that no more are taken from MPI."""
         self._posted: deque[tuple[MPI.Prequest, Bytes]] = deque()
         self._slots = Slots(end.buffer_bytes)
         self._larger: tuple[MPI.Request, Bytes] | None = None
@@ -301,6 +303,8 @@ class Receiver:
             what = f"rank {self.end.peer} to send {self.end}, micro-batch {micro_batch}"
             item = wait_for(self._plane, self._ready, deadline, what)
             recorder.add("wait", start, self.end.subject(step, micro_batch))
+        if self._held:
+            self._plane.wake()
         self._plane.check()
         assert item is not None
         header = item.header
@@ -316,9 +320,12 @@ class Receiver:
         return None if self._ready.empty() else self._ready.get_nowait()
 
     def requests(self) -> list[MPI.Request]:
-        """The next message's, for the data plane to test, unless ``limit`` messages wait for the computing thread."""
+        """The next message's, for the data plane to test, unless ``limit`` messages wait for the computing thread, which
+        then wakes the data plane when it takes one."""
+        self._held = True  # before the look, so that whoever takes a message after it sees this
         if self._ready.qsize() >= self.end.limit:
             return []
+        self._held = False
         return [self._larger[0] if self._larger else self._posted[0][0]]
 
     def move(self, recorder: Recorder) -> bool:

@@ -71,6 +71,12 @@ class DataPlane(threading.Thread):
         self._outgoing: list[Sender] = []
         self._incoming: list[Receiver] = []
         self._groups: list[Moving] = []
+        self._requests: list[MPI.Request] = []
+        """Those of all channels, as the last look found them."""
+        self._receivers: list[Receiver | None] = []
+        """Whose requests these are: a receiver's or a sender's (None)."""
+        self._sends_bulk = self._expects_bulk = False
+        """What the last look found under way."""
         self._posts: queue.SimpleQueue[tuple[int, Control] | None] = queue.SimpleQueue()
         self.background = Background(messenger)
         self._not_taken: list[Message] = []
@@ -154,13 +160,14 @@ class DataPlane(threading.Thread):
     def run(self) -> None:
         """Move all transfers until ``stop`` or ``abandon``; an error is kept for ``check``."""
         try:
+            changed = True
             while not self._abandoned and not self._done():
                 if self._failed is not None:
                     raise self._failed
-                if self._move():
+                if changed := self._move(changed):
                     self._moved = time.monotonic()
                 else:
-                    self._pause()
+                    changed = self._pause()
             self._messenger.keep(self._not_taken)
         except BaseException as error:
             self._error = error
@@ -172,55 +179,72 @@ class DataPlane(threading.Thread):
                 group.fail()
 
     def _done(self) -> bool:
+        if not self._stopping:
+            return False
         drained = not any(out.waiting or out.active for out in self._outgoing)
-        return self._stopping and drained and self._posts.empty() and self._messenger.idle
+        return drained and self._posts.empty() and self._messenger.idle
 
-    def _move(self) -> bool:
-        """Poll all transfers once; returns True if anything moved."""
+    def _move(self, changed: bool) -> bool:
+        """Poll all transfers once; returns True if anything moved.
+
+        ``changed``: something has moved or another thread has woken this one since the last poll. If not, MPI has the only
+        news: most polls find none, and each line of Python is slow while another thread computes.
+        """
         moved = False
         for message in self._messenger.poll():
             if not self._handle(message):
                 self._not_taken.append(message)
             moved = True
-        self._test()
-        for out in self._outgoing:
-            moved |= out.move(self._comm, self._recorder)
-        for incoming in self._incoming:
-            moved |= incoming.move(self._recorder)
-        for group in self._groups:
-            moved |= group.move()
+        if self._test() or changed:
+            moved |= self._look()
         if self.background.busy and not self._stopping:
             moved |= self.background.move(quiet=not any(out.waiting or out.sends_bulk for out in self._outgoing))
         return moved
 
-    def _test(self) -> None:
-        """Test the requests of all channels in one call. One after the other, each would let MPI look at all its sockets.
+    def _look(self) -> bool:
+        """Go through all channels and groups; returns True if anything moved."""
+        moved = False
+        for out in self._outgoing:
+            if out.waiting or out.active:
+                moved |= out.move(self._comm, self._recorder)
+        for incoming in self._incoming:
+            if incoming.arrived is not None:
+                moved |= incoming.move(self._recorder)
+        for group in self._groups:
+            moved |= group.move()
+        self._requests, self._receivers = [], []
+        for out in self._outgoing:
+            requests = out.requests()
+            self._requests += requests
+            self._receivers += [None] * len(requests)
+        for incoming in self._incoming:
+            requests = incoming.requests()
+            self._requests += requests
+            self._receivers += [incoming] * len(requests)
+        self._sends_bulk = any(out.sends_bulk for out in self._outgoing)
+        bulk = any(out.waiting for out in self._outgoing) or any(incoming.brings_bulk for incoming in self._incoming)
+        self._expects_bulk = bulk or any(group.pending for group in self._groups)
+        return moved
+
+    def _test(self) -> bool:
+        """Test the requests of all channels in one call; returns True if one is done. One after the other, each would let
+        MPI look at all its sockets.
 
         Testsome looks at them only if nothing is done, and says so next time; that the messenger has just made MPI look is
         why it comes first.
         """
-        requests: list[MPI.Request] = []
-        receivers: list[Receiver | None] = []
-        for out in self._outgoing:
-            tested = out.requests()
-            requests += tested
-            receivers += [None] * len(tested)
-        for incoming in self._incoming:
-            tested = incoming.requests()
-            requests += tested
-            receivers += [incoming] * len(tested)
-        if not requests:
-            return
+        if not self._requests:
+            return False
         statuses: list[MPI.Status] = []
-        for n, status in zip(MPI.Request.Testsome(requests, statuses) or (), statuses, strict=False):
-            if (receiver := receivers[n]) is not None:
+        done = MPI.Request.Testsome(self._requests, statuses)
+        for n, status in zip(done or (), statuses, strict=False):
+            if (receiver := self._receivers[n]) is not None:
                 receiver.arrived = status
+        return bool(done)
 
     def _expects_much(self) -> bool:
         """True if more frequent polls would speed up a transfer."""
-        bulk = any(out.waiting for out in self._outgoing) or any(incoming.brings_bulk for incoming in self._incoming)
-        bulk = bulk or any(group.pending for group in self._groups)
-        return bulk or self._stopping or self.background.busy or not self._messenger.quiet
+        return self._expects_bulk or self._stopping or self.background.busy or not self._messenger.quiet
 
     def _interval(self) -> float:
         """Seconds until the next poll."""
@@ -229,18 +253,18 @@ class DataPlane(threading.Thread):
             return POLL_SENDING if time.monotonic() - self._moved < LIVELY_SECONDS else POLL_ALONE
         if self._awaited:
             return POLL_AWAITED
-        if any(out.sends_bulk for out in self._outgoing):
+        if self._sends_bulk:
             return POLL_SENDING
         return POLL_RARE if self._shares_core and not self._expects_much() else POLL_IDLE
 
-    def _pause(self) -> None:
-        """Sleep until the next poll is due or another thread posts or wakes."""
-        interval = self._interval()
+    def _pause(self) -> bool:
+        """Sleep until the next poll is due or another thread posts or wakes; returns True if one did."""
+        interval, woken = self._interval(), False
         try:
             while True:
                 post = self._posts.get(timeout=interval)
                 if post is not None:
                     self._messenger.send(*post)
-                interval = 0.0
+                interval, woken = 0.0, True
         except queue.Empty:
-            pass
+            return woken

@@ -47,6 +47,7 @@ class Messenger:
         self._sending: Sending | None = None
         self._beside: list[Sending] = []
         self._receiving: tuple[MPI.Request, bytearray, int] | None = None
+        self._status = MPI.Status()
         self._received: deque[Message] = deque()
         self._interrupt: Callable[[], None] | None = None
         """A call that the polling thread makes at its next poll."""
@@ -93,7 +94,7 @@ class Messenger:
 
     def _find(self) -> bool:
         """Start receiving the next message; returns False if none has arrived."""
-        status = MPI.Status()
+        status = self._status
         found = self._comm.Improbe(MPI.ANY_SOURCE, _TAG, status)
         if found:
             buffer = bytearray(status.Get_count(MPI.BYTE))

@@ -40,7 +40,7 @@ Sources: GPipe (Huang et al. 2019); 1F1B and its bound (PipeDream, Narayanan et 
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from accept_mpi.job import ScheduleKind
 
@@ -48,6 +48,8 @@ KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
 DELAY = 1
 """Steps by which the weights that "1f1b-delayed" computes with are older than the newest."""
 _SLACK_FOR_WHOLE = 2
+Updates = Literal["usual", "prompt", "late"]
+"""When stages of "1f1b-delayed" update: as soon as they can, by themselves; all after the same B; or as late as possible."""
 
 
 class Action(NamedTuple):
@@ -103,10 +105,10 @@ def actions(
     slack: int = 0,
     vertical_sync: bool = False,
     widths: Sequence[int] = (),
-    prompt: bool = False,
+    updates: Updates = "usual",
 ) -> list[Action]:
     """List of the actions that ``walk`` yields, for the same arguments."""
-    return list(walk(kind, stage, stages, counts, slack, vertical_sync, widths, prompt))
+    return list(walk(kind, stage, stages, counts, slack, vertical_sync, widths, updates))
 
 
 def walk(
@@ -117,19 +119,19 @@ def walk(
     slack: int = 0,
     vertical_sync: bool = False,
     widths: Sequence[int] = (),
-    prompt: bool = False,
+    updates: Updates = "usual",
 ) -> Iterator[Action]:
     """Yield the actions of ``stage`` for a segment, one after another: a segment may be the whole of a long run.
 
     ``counts[i]``: micro-batches in the segment's step ``i``; ``slack``: the job's ``transfer_slack``; ``vertical_sync``: F
     uses the weight version that stage 0 used ("1f1b-async" only); ``widths``: number of micro-batches that each stage works
-    on at a time (``deal.widths``; by default 1), each member of a group on its own part of these actions; ``prompt``: all
-    stages update after the same B, since they wait for each other in their updates ("1f1b-delayed"). The pipeline is
-    empty before and after a segment; within it only "1f1b-async" and "1f1b-delayed" go from step to step without draining.
+    on at a time (``deal.widths``; by default 1), each member of a group on its own part of these actions; ``updates``:
+    "prompt" or "late" if updates wait for other stages ("1f1b-delayed"). The pipeline is empty before and after a segment;
+    within it only "1f1b-async" and "1f1b-delayed" go from step to step without draining.
     """
     wide = tuple(widths) or (1,) * stages
     if kind == "1f1b-delayed":
-        return _delayed(stage, wide, counts, slack, prompt)
+        return _delayed(stage, wide, counts, slack, updates)
     if kind == "1f1b-async":
         mine = _asynchronous(stage, wide, counts, slack)
         if not vertical_sync or stage == 0:
@@ -213,18 +215,22 @@ def _asynchronous(stage: int, widths: Sequence[int], counts: Sequence[int], slac
             step_due, at = next(due, (len(counts), -1))
 
 
-def _delayed(stage: int, widths: Sequence[int], counts: Sequence[int], slack: int, prompt: bool) -> Iterator[Action]:
+def _delayed(stage: int, widths: Sequence[int], counts: Sequence[int], slack: int, when: Updates) -> Iterator[Action]:
     """A group updates later, as asynchronously, but before the next step's last B is over; the first F of the step that uses
-    the update waits for that on all stages, so that all of them admit the same micro-batches before the same B."""
+    the update waits for that on all stages, so that all of them admit the same micro-batches before the same B. Late
+    updates come directly before that F, so that what they wait for has as long as possible."""
     total = sum(counts)
     admitted = max_in_flight("1f1b", stage, len(widths), total, slack, widths)
-    own, *others = [0 if prompt or width == 1 else width for width in (widths[stage], *widths)]
+    own, *others = [0 if when != "usual" or width == 1 else width for width in (widths[stage], *widths)]
     wait = max(others)
     ends = list(itertools.accumulate(counts))
     following = [*ends[DELAY:], *[total] * DELAY]
     free = [0] * (1 + DELAY) + [min(end + wait, after) for end, after in zip(ends, following, strict=True)]
     """Number of B before the first F of a step."""
     updates = [min(end + own, after) for end, after in zip(ends, following, strict=True)]
+    if when == "late":
+        begins = [min(total, end + 1 - admitted) for end in (*ends[1:], total + admitted)]
+        updates = list(map(max, ends, begins))
     """Number of B before a step's U."""
     forwards, backwards = (enumerate((step, k) for step, count in enumerate(counts) for k in range(count)) for _ in "FB")
     number, coming = next(forwards, (total, (0, 0)))

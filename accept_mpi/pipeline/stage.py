@@ -36,6 +36,7 @@ from accept_mpi.users_code import blame, call_layer, taken_apart
 
 _EVALUATION = -1  # in place of a step
 Clip = Callable[[list[torch.Tensor | None]], torch.Tensor]
+"""Factor for a step's gradients, given those of a stage's trained parameters."""
 
 
 class Stage(Trials):
@@ -211,8 +212,7 @@ class Stage(Trials):
 
     def update(self, lr: float, version: int, scale: float = 1.0, clip: Clip | None = None) -> None:
         """U: one optimizer step with ``scale`` times the gradients. Afterwards the weights are version ``version`` + 1 of
-        the segment. ``clip`` gets the norms of the gradients of ``trained``, where there are some, and returns a factor for
-        all gradients."""
+        the segment. ``clip`` gets the gradients of ``trained`` and returns a factor for all of them."""
         if self.optimizer is not None:
             if scale != 1.0:
                 for parameter in self.parameters:
@@ -220,7 +220,7 @@ class Stage(Trials):
                         parameter.grad.mul_(scale)
             if clip is not None:
                 gradients = [parameter.grad for parameter in self.trained]
-                factor = clip([None if g is None else torch.linalg.vector_norm(g) for g in gradients])
+                factor = clip(gradients)
                 for gradient in gradients:
                     if gradient is not None:
                         gradient.mul_(factor)

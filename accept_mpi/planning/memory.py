@@ -74,8 +74,10 @@ class MemoryModel:
             weights = np.full(stages, 1.0 + DELAY)
         whole = 2 + self._optimizer
         copied = 1 + self._optimizer + (DELAY if kind == "1f1b-delayed" else 0)
+        # Gradients of two steps and those of a micro-batch, where updates are late (``Updates``).
+        apart = 2 if kind == "1f1b-delayed" and job.train.clip_norm is not None else 0
         snapshots = most_held(job.recovery.replicate_every) * copied if cluster.snapshots else 0
-        self.state_copies = (weights + 1 + self._optimizer + snapshots) / whole
+        self.state_copies = (weights + 1 + apart + self._optimizer + snapshots) / whole
         self.local_copies = LOCAL_KEPT * copied / whole if cluster.snapshots else 0.0
         """States that a rank keeps for itself, if groups hold stages."""
 

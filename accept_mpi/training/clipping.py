@@ -5,8 +5,10 @@ the operations of ``torch.nn.utils.clip_grad_norm_`` in the order of the model's
 gets.
 
 In synchronous schedules an update waits for the norms of all stages in the same step; the schedule has the stages wait for
-each other there anyway. In the asynchronous one it takes its own norms of this step, and the others' of a step that they
-have made by then, always as many steps before, so that no stage waits and a run can be repeated.
+each other there anyway. In the delayed one it does, too, but stages tell theirs as soon as a step's last B is over, and
+update only before the first F that needs it (``schedule.Updates``). In the asynchronous one it takes its own norms of this
+step, and the others' of a step that they have made by then, always as many steps before, so that no stage waits and a run
+can be repeated.
 """
 
 import queue
@@ -17,6 +19,7 @@ import torch
 
 from accept_mpi.comm.channels import wait_for
 from accept_mpi.comm.data_plane import DataPlane
+from accept_mpi.comm.group_sum import Gradients
 from accept_mpi.comm.messages import Control, GradientNorms
 from accept_mpi.errors import DeadlineError
 
@@ -29,12 +32,24 @@ Norms = list[tuple[int, float]]
 class Clipping:
     """One rank's part."""
 
-    def __init__(self, most: float, plane: DataPlane, stage: int, stages: int, ranks: Sequence[int], delay: int, first: int):
+    def __init__(
+        self,
+        most: float,
+        plane: DataPlane,
+        stage: int,
+        stages: int,
+        ranks: Sequence[int],
+        delay: int,
+        first: int,
+        early: bool,
+    ) -> None:
         """``most``: norm that gradients may have; ``stage`` of ``stages``: this rank's; ``ranks``: those of the other
         stages, if this rank tells them; ``delay``: steps by which their norms are older; ``first``: the deployment's first
-        step."""
+        step; ``early``: norms are told some time before the update."""
+        self.early = early
         self._most, self._plane, self._stage, self._stages, self._ranks = most, plane, stage, stages, ranks
         self._delay, self._first = delay, first
+        self._told: dict[int, Norms] = {}
         self._heard: queue.SimpleQueue[GradientNorms] = queue.SimpleQueue()
         self._norms: dict[int, dict[int, Norms]] = {}
 
@@ -45,10 +60,20 @@ class Clipping:
             return True
         return False
 
-    def factor(self, step: int, mine: Norms, deadline: float) -> torch.Tensor:
-        """Factor for the gradients of a step, whose norms are ``mine`` here. Raises DeadlineError."""
+    def tell(self, step: int, gradients: Gradients, positions: Sequence[int | None]) -> None:
+        """Tell the other stages the norms of a step's gradients here. ``positions``: those of their parameters in the model;
+        None for one that another stage counts."""
+        pairs = zip(positions, gradients, strict=False)  # nothing is trained here: no gradients
+        mine = [(at, float(torch.linalg.vector_norm(g))) for at, g in pairs if at is not None and g is not None]
+        self._told[step] = mine
         for rank in self._ranks:
             self._plane.post(rank, GradientNorms(step, self._stage, mine))
+
+    def factor(self, step: int, gradients: Gradients, positions: Sequence[int | None], deadline: float) -> torch.Tensor:
+        """Factor for the gradients of a step, whose norms it tells unless ``tell`` has. Raises DeadlineError."""
+        if step not in self._told:
+            self.tell(step, gradients, positions)
+        mine = self._told.pop(step)
         of = step - self._delay
         others: dict[int, Norms] = {}
         if of >= self._first:

@@ -48,7 +48,7 @@ from accept_mpi.training.data_here import Data, agree_on_data
 from accept_mpi.training.lanes import Computing, InTurn, LaneThreads, threads_of
 from accept_mpi.training.reports import Reports
 from accept_mpi.training.stage_channels import Neighbour, StageChannels
-from accept_mpi.training.summing import summed_gradients
+from accept_mpi.training.summing import summed_gradients, updates_late
 from accept_mpi.training.worker import Services, Worker
 
 _TOLD = 8  # reports kept: more than can be in flight
@@ -300,7 +300,10 @@ class Deployment:
             return None
         others = [rank for stage in plan.stages for rank in stage.ranks if rank not in plan.stages[place.stage].ranks]
         late = self._late if self.job.pipeline.schedule == "1f1b-async" else 0
-        return Clipping(most, plane, place.stage, place.stages, others if place.leads else [], late, self.course.first)
+        early = updates_late(plan, self.job, self.state.chain.shared)
+        return Clipping(
+            most, plane, place.stage, place.stages, others if place.leads else [], late, self.course.first, early
+        )
 
     @property
     def _late(self) -> int:

@@ -28,15 +28,17 @@ def summed_gradients(
     shared: Callable[[], Iterable[Shared]],
     count_of: Callable[[int], int],
 ) -> GradientSums | None:
-    """What sums a rank's gradients by step, if a group, its lanes, or stages with tied parameters do; else None. ``tables``:
-    the member of each stage's group that takes each micro-batch; ``shared`` says what layers share; ``count_of(step)``:
-    number of micro-batches of a step. Creates channels, before the plane starts."""
+    """What sums a rank's gradients by step, if a group, its lanes, or stages with tied parameters do, or an update comes
+    after the next step's first B; else None. ``tables``: the member of each stage's group that takes each micro-batch;
+    ``shared`` says what layers share; ``count_of(step)``: number of micro-batches of a step. Creates channels, before the
+    plane starts."""
     place = plan.place(rank)
     if place.idle:
         return None
-    ties = parted(shared(), plan) if job.parts_ties and place.stages > 1 else []
+    ties = _ties(plan, job, shared)
     lanes = plan.stages[place.stage].lanes_of(rank)
-    if place.members == 1 and lanes == 1 and not any(place.stage in at for _, at in ties):
+    alone = place.members == 1 and lanes == 1 and not any(place.stage in at for _, at in ties)
+    if alone and not updates_late(plan, job, shared):
         return None
     table, sums_as = tables[place.stage], sums_of(job, plan)
 
@@ -54,6 +56,18 @@ def summed_gradients(
         coding = parse(gradient_codec(sums_as), False)
         sums = GroupSum(plane, group, [stage.trained[n] for n in own], statistics, count_of, coding)
     return GradientSums(stage, [Part(own, sums), *tied], mine)
+
+
+def updates_late(plan: Plan, job: Job, shared: Callable[[], Iterable[Shared]]) -> bool:
+    """True if stages update as late as they may, since they wait for each other's norms (``schedule.Updates``): what is
+    summed over ranks is there too late to tell its norm before."""
+    waits = job.pipeline.schedule == "1f1b-delayed" and job.train.clip_norm is not None
+    return waits and not plan.hybrid and not _ties(plan, job, shared)
+
+
+def _ties(plan: Plan, job: Job, shared: Callable[[], Iterable[Shared]]) -> list[tuple[Shared, list[int]]]:
+    """Parameters of which several stages have a copy."""
+    return parted(shared(), plan) if job.parts_ties and len(plan.stages) > 1 else []
 
 
 def tied_parts(

@@ -151,7 +151,7 @@ class Worker:
         counts = [len(self.batches.sizes(step)) for step in segment]
         plan = schedule_walk(
             pipeline.schedule, self.s, self.stages, counts, slack, pipeline.vertical_sync, self._widths,
-            prompt=self._clipping is not None,
+            updates="usual" if self._clipping is None else "late" if self._clipping.early else "prompt",
         )  # fmt: skip
         bound = max_in_flight(pipeline.schedule, self.s, self.stages, sum(counts), slack, self._widths)
         for kind, position, k, version, whole in of_member(plan, self._table, self.place.member):
@@ -281,7 +281,7 @@ class Worker:
             if target:
                 target.send(step, k, samples, result, scale=scale)
             if self._member:
-                self._member.after_backward(step, k, mine, scale, whole)
+                self._summed(step, self._member.after_backward(step, k, mine, scale, whole))
 
         self._computing.do("B", step, k, compute, after)
 
@@ -296,9 +296,14 @@ class Worker:
 
         def after(found: tuple[Gradients, bool]) -> None:
             if self._member:
-                self._member.after_backward(step, k, found[0], scale, found[1])
+                self._summed(step, self._member.after_backward(step, k, found[0], scale, found[1]))
 
         self._computing.do("W", step, k, compute, after)
+
+    def _summed(self, step: int, gradients: Gradients | None) -> None:
+        """If a step's gradients are whole here and the other stages wait for their norms, tell them."""
+        if gradients is not None and self._clipping and self._clipping.early:
+            self._clipping.tell(step, gradients, self._positions)
 
     def _gradients(self, stage: Stage, step: int, k: int) -> tuple[Gradients, bool]:
         """What an action of micro-batch ``k`` has left in a stage, if gradients are summed apart, and whether they are
@@ -326,12 +331,10 @@ class Worker:
         if time.monotonic() - self._traced > _TRACE_SECONDS:
             self.ship_trace()
 
-    def _clip(self, step: int, norms: list[torch.Tensor | None]) -> torch.Tensor:
-        """Factor for a step's gradients, of which these are the norms here."""
+    def _clip(self, step: int, gradients: Gradients) -> torch.Tensor:
+        """Factor for a step's gradients."""
         assert self._clipping
-        pairs = zip(self._positions, norms, strict=False)  # nothing is trained here: no norms
-        mine = [(at, float(norm)) for at, norm in pairs if at is not None and norm is not None]
-        return self._clipping.factor(step, mine, self._deadline)
+        return self._clipping.factor(step, gradients, self._positions, self._deadline)
 
     def evaluate(self, step: int, test_samples: int) -> None:
         """Run the test set forward through all stages, after ``step`` steps; the last stage reports the result."""

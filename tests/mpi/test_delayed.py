@@ -14,6 +14,7 @@ from lost_ranks import run
 from stale_weights import delayed
 from watch import slowed_after_ten_steps
 
+from accept_mpi.logs.format import KINDS
 from accept_mpi.logs.reader import open_log
 from accept_mpi.pipeline.lion import Lion
 from accept_mpi.pipeline.muon import Muon
@@ -98,10 +99,20 @@ def test_optimizers(mpirun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nam
     jobs = [write(tmp_path, model, model, **keys) for model in JOBS]
     if name == "clipped":
         jobs.append(write(tmp_path, "gpt", "gpt-group", pipeline_cuts=[3], pipeline_ranks=[[0, 1], 2], **keys))
+        jobs.append(write(tmp_path, "gpt", "gpt-lanes", pipeline_lanes=2, train_threads=2, **keys))
+        jobs.append(write(tmp_path, "cnn", "cnn-slack-0", pipeline_transfer_slack=0, train_evaluate_every=2, **keys))
     mpirun(3, ROOT / "tests" / "programs" / "train_all.py", *jobs)
     weights = {model: delayed(job, make, name == "corrected", keys.get("train_clip_norm")) for model, job in JOBS.items()}
     for job in jobs:
         samples.assert_equal(Checkpoint(tmp_path / job.stem).whole(), weights[job.stem.partition("-")[0]])
+    if name == "clipped":  # no stage waits for the others' norms directly after its last B
+        with open_log(tmp_path / "gpt" / "log.h5") as log:
+            rows = log["trace"][:]
+        last = rows[rows["stage"] == 2]
+        begun = {kind: last[last["kind"] == KINDS.index(kind)] for kind in "BU"}
+        for step in range(1, JOBS["gpt"]["train"]["steps"]):
+            update = begun["U"][begun["U"]["step"] == step]["start"].min()
+            assert (begun["B"][begun["B"]["step"] == step + 1]["start"] < update).any()
     part = ["-m", "accept_mpi", "train", jobs[1], "--set", "output.directory=part", "--set"]
     mpirun(2, *part, "output.checkpoint_every=2", "--set", "train.steps=2")
     mpirun(3, "-m", "accept_mpi", "train", jobs[1], "--set", "output.directory=rest", "--resume", tmp_path / "part")
@@ -135,19 +146,31 @@ def test_resuming_with_other_ranks(mpirun, tmp_path: Path, ranks: str) -> None:
     samples.assert_equal(Checkpoint(tmp_path / "rest").whole(), expected("cnn"))
 
 
+def lose(folder: Path, ranks: list[Any], faults: str, clip: float | None = None) -> None:
+    """Train with ranks that fail: the others go on, and the weights are those of a run that nothing happened to, running
+    statistics included."""
+    train = samples.CNN["train"] | {"steps": 16}
+    job = samples.write_job(
+        folder / "job.toml", samples.CNN | {"train": train}, train_evaluate_every=0, pipeline_schedule="1f1b-delayed",
+        pipeline_cuts=[2, 4] if len(ranks) == 3 else [2, 3, 5], pipeline_ranks=ranks, recovery_replicate_every=3,
+        **({} if clip is None else {"train_clip_norm": clip}),
+    )  # fmt: skip
+    code, out = run(folder, ["-m", "accept_mpi", "train", job, "--quiet"], faults, 4)
+    assert code == 0, out
+    assert "lost rank" in out, out
+    samples.assert_equal(Checkpoint(folder / "run").whole(), delayed(samples.CNN | {"train": train}, SGD, clip_norm=clip))
+
+
 @pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [[0, 3], 2, 1], [0, [1, 2], 3]])
 @pytest.mark.parametrize("faults", ["2@backward:25", "0@forward:41", "3@update:5 1@forward:20"])
 def test_a_lost_rank(tmp_path: Path, ranks: list[Any], faults: str) -> None:
-    """The others go on, and the weights are those of a run that nothing happened to, running statistics included."""
-    train = samples.CNN["train"] | {"steps": 16}
-    job = samples.write_job(
-        tmp_path / "job.toml", samples.CNN | {"train": train}, train_evaluate_every=0, pipeline_schedule="1f1b-delayed",
-        pipeline_cuts=[2, 4] if len(ranks) == 3 else [2, 3, 5], pipeline_ranks=ranks, recovery_replicate_every=3,
-    )  # fmt: skip
-    code, out = run(tmp_path, ["-m", "accept_mpi", "train", job, "--quiet"], faults, 4)
-    assert code == 0, out
-    assert "lost rank" in out, out
-    samples.assert_equal(Checkpoint(tmp_path / "run").whole(), delayed(samples.CNN | {"train": train}, SGD))
+    lose(tmp_path, ranks, faults)
+
+
+@pytest.mark.parametrize("faults", ["2@backward:25", "0@forward:41", "3@update:5 1@forward:20"])
+def test_a_lost_rank_while_updates_are_late(tmp_path: Path, faults: str) -> None:
+    """As those of clipped gradients are: some of a step's gradients are set aside when a rank fails."""
+    lose(tmp_path, [0, 1, 2, 3], faults, clip=0.5)
 
 
 def test_a_new_plan(tmp_path: Path) -> None:

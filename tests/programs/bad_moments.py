@@ -87,9 +87,11 @@ def looks(runtime: Runtime) -> None:
         looked, pauses, enough = [0], [], threading.Event()
         move, interval = plane._move, plane._interval
 
-        def counted(looked: list[int] = looked, pauses: list[float] = pauses, move: Callable[[], bool] = move) -> bool:
+        def counted(
+            changed: bool, looked: list[int] = looked, pauses: list[float] = pauses, move: Callable[[bool], bool] = move
+        ) -> bool:
             looked[0] += len(pauses) < PAUSES
-            return move()
+            return move(changed)
 
         def noted(
             pauses: list[float] = pauses, enough: threading.Event = enough, interval: Callable[[], float] = interval

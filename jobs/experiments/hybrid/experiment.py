@@ -1,8 +1,8 @@
 """Stages held by groups of hosts (Asteroid): found plans with and without groups, conventional parallelism, and the limit.
 
 Four equal hosts on links from unlimited to slow, with MobileNetV2 and a GPT; then fleets of unequal hosts. The machine's
-speed drifts, so all systems are measured several times in turn: the tables have medians, those of ratios over ratios within
-a turn.
+speed drifts by a fifth within a minute, so all hosts compute alone before and after each system: its share of what they
+made is what ratios are made of. All systems are measured several times in turn; the tables have medians.
 """
 
 import statistics
@@ -35,6 +35,7 @@ OURS: dict[str, dict[str, Any]] = {
 _PLANNED = {f"{name}'s plan": planner for name, planner in PLANNERS.items()}
 _DDP = ("torch DDP", "torch DDP, PowerSGD")
 _NAMES = {0: "free"}
+_ALONE, _ALONE_SECONDS = "alone", 4.0
 _SLOWEST = "alone, all as slow as the slowest"
 _FLEETS = {
     "two-fast": "two fast hosts and three slow ones, 100 Mbit/s",
@@ -62,7 +63,11 @@ class Case:
     """True: also plans of published planners, in the same runtime."""
     rates: dict[float | None, list[dict[str, float]]] = field(default_factory=dict)
     """samples/s by link, turn and system."""
+    shares: dict[float | None, list[dict[str, float]]] = field(default_factory=dict)
+    """The same as a share of what all hosts made alone, directly before and after."""
     plans: dict[float | None, dict[str, str]] = field(default_factory=dict)
+    guesses: dict[str, float] = field(default_factory=dict)
+    """Steps per second of a peer where it was measured last."""
 
 
 CASES = [
@@ -107,31 +112,46 @@ def measure(experiment: Experiment, case: Case) -> None:
             found_plan = experiment.planned(link, OURS[name], model=case.job)
             if case.planners and name == case.ours[0]:
                 settings |= {(link, other): made for other, made in published(experiment, found_plan).items()}
-    guesses = dict.fromkeys(_DDP, 1.0)
     for link in case.links:
-        case.rates[link], case.plans[link] = [], {}
+        names = [*(name for at, name in settings if at == link), *_DDP]
+        case.rates[link], case.shares[link], case.plans[link] = [], [], {}
         for turn in range(case.turns):
-            found: dict[str, float] = {}
-            for name in [name for at, name in settings if at == link]:
-                result = experiment.ours(link, settings[link, name], case.seconds, turn, model=case.job)
-                found[name], case.plans[link][name] = result["samples_per_s"], shape(result)
-            for name in _DDP:
-                slow = name == "torch DDP" and 0 < (link or 100) <= case.hopeless
-                if slow and turn:
-                    found[name] = case.rates[link][0][name]
-                    continue
-                program, more = PEERS[name]
-                steps = 1 if slow else max(2, round(case.seconds * guesses[name]))
-                asked = {"job": experiment.job(), "tuned": True, "steps": steps, "warm": 0 if slow else 1} | more
-                known = {"system": name, "turn": turn, "model": case.job}
-                found[name] = experiment.measure(program, known, asked, link)["samples_per_s"]
-                guesses[name] = found[name] / case.batch
-            asked = {"job": experiment.job(), "seconds": case.seconds, "tuned": True, "cuts": None}
-            known = {"system": "alone", "at": link or 0, "turn": turn, "model": case.job}
-            alone = experiment.measure("alone", known, asked, None if link is None else 0)
-            found["alone"] = alone["samples_per_s"]
-            found[_SLOWEST] = len(alone["each"]) * min(alone["each"])
-            case.rates[link].append(found)
+            rates: dict[str, float] = {}
+            shares: dict[str, float] = {}
+            limits = [alone(experiment, case, link, turn, "before all")]
+            for name in names:
+                if name in _DDP:
+                    rates[name] = peer(experiment, case, link, turn, name)
+                else:
+                    result = experiment.ours(link, settings[link, name], case.seconds, turn, model=case.job)
+                    rates[name], case.plans[link][name] = result["samples_per_s"], shape(result)
+                limits.append(alone(experiment, case, link, turn, f"after {name}"))
+                shares[name] = rates[name] / statistics.fmean(limit[0] for limit in limits[-2:])
+            rates[_ALONE], rates[_SLOWEST] = map(statistics.fmean, zip(*limits, strict=True))
+            case.rates[link].append(rates)
+            case.shares[link].append(shares | {_ALONE: 1.0, _SLOWEST: rates[_SLOWEST] / rates[_ALONE]})
+
+
+def alone(experiment: Experiment, case: Case, link: float | None, turn: int, when: str) -> tuple[float, float]:
+    """samples/s of all hosts, each alone; and what they would make if all were as slow as the slowest."""
+    asked = {"job": experiment.job(), "seconds": _ALONE_SECONDS, "tuned": True, "cuts": None}
+    known = {"system": "alone", "at": link or 0, "turn": turn, "when": when, "model": case.job}
+    found = experiment.measure("alone", known, asked, None if link is None else 0)
+    return found["samples_per_s"], len(found["each"]) * min(found["each"])
+
+
+def peer(experiment: Experiment, case: Case, link: float | None, turn: int, name: str) -> float:
+    """samples/s of DDP. Where a step takes minutes it makes one, in the first turn."""
+    program, more = PEERS[name]
+    hopeless = name == "torch DDP" and 0 < (link or 100) <= case.hopeless
+    if hopeless and turn:
+        return case.rates[link][0][name]
+    guess = case.guesses.get(name, 1.0)
+    steps = 1 if hopeless else max(2, round(case.seconds * guess))
+    asked = {"job": experiment.job(), "tuned": True, "steps": steps, "warm": 0 if hopeless else 1} | more
+    rate = experiment.measure(program, {"system": name, "turn": turn, "model": case.job}, asked, link)["samples_per_s"]
+    case.guesses[name] = rate / case.batch
+    return float(rate)
 
 
 def published(experiment: Experiment, found: Result) -> dict[str, dict[str, Any]]:
@@ -158,7 +178,7 @@ def shape(found: Result) -> str:
 
 
 def over(turns: list[dict[str, float]], one: str, *others: str) -> str:
-    """Median (least and most) of a system's rate over the best of others, within a turn."""
+    """Median (least and most) of a system's share over the best of others, within a turn."""
     ratios = [turn[one] / max(turn[other] for other in others) for turn in turns]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
@@ -166,17 +186,18 @@ def over(turns: list[dict[str, float]], one: str, *others: str) -> str:
 def report(case: Case) -> str:
     head = ["as the fleet says" if link is None else _NAMES.get(int(link), f"{link:g} Mbit/s") for link in case.rates]
     mine = [*case.ours, *(name for name in _PLANNED if name in next(iter(case.rates.values()))[0])]
-    names = [*mine, *_DDP, "alone", _SLOWEST]
+    names = [*mine, *_DDP, _ALONE, _SLOWEST]
     rows = [[name, *(statistics.median(turn[name] for turn in turns) for turns in case.rates.values())] for name in names]
     groups = [name for name in case.ours if name.startswith("groups")]
-    pairs = [(name, other) for name in groups for other in ("alone", _SLOWEST, "no groups", *mine[len(case.ours) :], *_DDP)]
+    pairs = [(name, _ALONE) for name in (*mine, *_DDP) if name not in groups]
+    pairs += [(name, other) for name in groups for other in (_ALONE, _SLOWEST, "no groups", *mine[len(case.ours) :], *_DDP)]
     if "even pipeline" in case.ours:
         pairs += [(name, ("torch DDP", "even pipeline")) for name in groups]  # type: ignore[misc]
     ratios = []
     for one, other in pairs:
         others = (other,) if isinstance(other, str) else other
         text = " / ".join([one, "the better of " + " and ".join(others) if len(others) > 1 else other])
-        ratios.append([text, *(over(turns, one, *others) for turns in case.rates.values())])
+        ratios.append([text, *(over(turns, one, *others) for turns in case.shares.values())])
     plans = [[name, *(case.plans[link][name] for link in case.rates)] for name in mine]
     tables = table(["samples/s", *head], rows), table(["ratio", *head], ratios), table(["ranks, cuts", *head], plans)
     return "\n".join([f"# {case.title}\n", *tables])
@@ -186,7 +207,7 @@ def draw(experiment: Experiment, case: Case) -> None:
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for name in [*case.ours, *_DDP]:
-        shares = [statistics.median(turn[name] / turn["alone"] for turn in turns) for turns in case.rates.values()]
+        shares = [statistics.median(turn[name] for turn in turns) for turns in case.shares.values()]
         axes.plot(range(len(shares)), shares, "s--" if name in _DDP else "o-", label=name)
     axes.axhline(1.0, color="#999999", linewidth=0.8, zorder=0)
     axes.set_xticks(range(len(case.rates)), [_NAMES.get(int(link or 0), f"{link:g}") for link in case.rates])

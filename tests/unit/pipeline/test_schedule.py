@@ -147,6 +147,23 @@ def test_delayed_versions(slack: int) -> None:
                 (left.add if action.kind == "F" else left.remove)(action[1:3])
 
 
+@pytest.mark.parametrize("slack", [0, 1, 2])
+def test_late_updates_come_directly_before_the_forward_that_needs_them(slack: int) -> None:
+    """And nothing else moves: stages compute the same actions in the same order."""
+    for stages, count in SIZES:
+        counts = [count, count, 1, count, count]
+        for stage in range(stages):
+            usual = actions("1f1b-delayed", stage, stages, counts, slack)
+            late = actions("1f1b-delayed", stage, stages, counts, slack, updates="late")
+            assert [a for a in late if a.kind != "U"] == [a for a in usual if a.kind != "U"]
+            assert [a for a in late if a.kind == "U"] == [a for a in usual if a.kind == "U"]
+            for step in range(len(counts)):
+                at = next(n for n, a in enumerate(late) if a.kind == "U" and a.step == step)
+                assert all(a.step > step for a in late[at + 1 :])
+                if step + 2 < len(counts):
+                    assert (late[at + 1].kind, late[at + 1].step) == ("F", step + 2)
+
+
 def test_delayed_has_no_bubble_where_a_step_has_enough_micro_batches() -> None:
     """Three for each stage, as with a slack of 2 as many are in flight; with less a step waits for the last but one."""
 
