@@ -77,21 +77,26 @@ def twice(runtime: Runtime) -> None:
 
 
 def looks(runtime: Runtime) -> None:
-    """How long a data plane lets MPI be, in seconds, while its rank neither sends nor waits: while it shares the computing
-    core, and nothing large is expected; something large; and on a core of its own."""
+    """How often a data plane polls, how often it then goes through its channels, and how long it lets MPI be, in seconds,
+    while its rank neither sends nor waits: while it shares the computing core, and nothing large is expected; something
+    large; and on a core of its own."""
     specs = {1: (TensorSpec.of(torch.zeros(1, 4)),)}
     for shares_core, bulk in ((True, False), (True, True), (False, False)):
         recorder = Recorder(runtime.clock, runtime.rank, runtime.rank, runtime.members)
         plane = DataPlane(runtime.circle.data, runtime.messenger, recorder, lambda message: True, shares_core)
         plane.incoming(Channel(1 - runtime.rank, 0, 0, specs, 1, Coding(), 0)).brings_bulk = bulk
-        looked, pauses, enough = [0], [], threading.Event()
-        move, interval = plane._move, plane._interval
+        polled, looked, pauses, enough = [0], [0], [], threading.Event()
+        move, look, interval = plane._move, plane._look, plane._interval
 
         def counted(
-            changed: bool, looked: list[int] = looked, pauses: list[float] = pauses, move: Callable[[bool], bool] = move
+            changed: bool, polled: list[int] = polled, pauses: list[float] = pauses, move: Callable[[bool], bool] = move
         ) -> bool:
-            looked[0] += len(pauses) < PAUSES
+            polled[0] += len(pauses) < PAUSES
             return move(changed)
+
+        def looking(looked: list[int] = looked, look: Callable[[], bool] = look) -> bool:
+            looked[0] += 1
+            return look()
 
         def noted(
             pauses: list[float] = pauses, enough: threading.Event = enough, interval: Callable[[], float] = interval
@@ -101,10 +106,10 @@ def looks(runtime: Runtime) -> None:
                 enough.set()
             return pauses[-1]
 
-        plane._move, plane._interval = counted, noted  # type: ignore[method-assign]
+        plane._move, plane._look, plane._interval = counted, looking, noted  # type: ignore[method-assign]
         plane.start()
         assert enough.wait(LONG)
-        print("looks", looked[0], min(pauses[:PAUSES]), flush=True)
+        print("looks", polled[0], looked[0], min(pauses[:PAUSES]), flush=True)
         plane.stop(LONG)
     assert runtime.all_done()
 

@@ -5,7 +5,17 @@ import itertools
 import numpy as np
 import pytest
 
-from accept_mpi.pipeline.schedule import KINDS, Action, _zero_bubble, actions, forward_only, grid, max_in_flight, parse
+from accept_mpi.pipeline.schedule import (
+    KINDS,
+    Action,
+    Updates,
+    _zero_bubble,
+    actions,
+    forward_only,
+    grid,
+    max_in_flight,
+    parse,
+)
 from accept_mpi.pipeline.simulator import PackedSchedule, simulate, simulate_packed
 
 SIZES = [(stages, count) for stages in range(1, 9) for count in range(1, 17)]
@@ -162,6 +172,41 @@ def test_late_updates_come_directly_before_the_forward_that_needs_them(slack: in
                 assert all(a.step > step for a in late[at + 1 :])
                 if step + 2 < len(counts):
                     assert (late[at + 1].kind, late[at + 1].step) == ("F", step + 2)
+
+
+@pytest.mark.parametrize("slack", [0, 1, 2])
+@pytest.mark.parametrize("updates", ["late", "prompt"])
+def test_no_ring_of_stages_that_wait_for_each_other(slack: int, updates: Updates) -> None:
+    """Where updates wait for other stages: a late one until their last B of the step is over, a prompt one for theirs."""
+    for stages, count in SIZES:
+        for wide in ([1] * stages, [2] * stages, [3, *[1] * (stages - 1)], [*[1] * (stages - 1), 3]):
+            counts = [count, count, 1, count, count]
+            left = [actions("1f1b-delayed", s, stages, counts, slack, False, wide, updates)[::-1] for s in range(stages)]
+            done = [set[tuple[str, int, int]]() for _ in range(stages)]
+            met = [set[int]() for _ in range(stages)]
+            """Steps whose norms a stage has told."""
+            moved = True
+            while moved:
+                moved = False
+                for s, mine in enumerate(left):
+                    while mine:
+                        kind, step, k, *_ = mine[-1]
+                        if kind == "U":
+                            if updates == "prompt":
+                                met[s].add(step)
+                            ready = all(step in told for told in met)
+                        elif kind == "F":
+                            ready = s == 0 or ("F", step, k) in done[s - 1]
+                        else:
+                            ready = s == stages - 1 or ("B", step, k) in done[s + 1]
+                        if not ready:
+                            break
+                        done[s].add((kind, step, k))
+                        if updates == "late" and kind == "B" and k == counts[step] - 1:
+                            met[s].add(step)
+                        mine.pop()
+                        moved = True
+            assert not any(left), (stages, count, wide)
 
 
 def test_delayed_has_no_bubble_where_a_step_has_enough_micro_batches() -> None:
