@@ -8,7 +8,7 @@ cd "$(dirname "$0")/../.."
 [[ $# -gt 0 ]] || set -- gpt mobilenetv2
 for model in "$@"; do
     bash jobs/sweep.sh "jobs/quality/$model-asynchrony.sweep.toml"
-    for more in clipped muon; do
+    for more in clipped muon slack; do
         [[ ! -f "jobs/quality/$model-$more.sweep.toml" ]] || bash jobs/sweep.sh "jobs/quality/$model-$more.sweep.toml"
     done
 done
