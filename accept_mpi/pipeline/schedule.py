@@ -227,10 +227,11 @@ def _delayed(stage: int, widths: Sequence[int], counts: Sequence[int], slack: in
     following = [*ends[DELAY:], *[total] * DELAY]
     free = [0] * (1 + DELAY) + [min(end + wait, after) for end, after in zip(ends, following, strict=True)]
     """Number of B before the first F of a step."""
-    updates = [min(end + own, after) for end, after in zip(ends, following, strict=True)]
     if when == "late":
         begins = [min(total, end + 1 - admitted) for end in (*ends[1:], total + admitted)]
         updates = list(map(max, ends, begins))
+    else:
+        updates = [min(end + own, after) for end, after in zip(ends, following, strict=True)]
     """Number of B before a step's U."""
     forwards, backwards = (enumerate((step, k) for step, count in enumerate(counts) for k in range(count)) for _ in "FB")
     number, coming = next(forwards, (total, (0, 0)))

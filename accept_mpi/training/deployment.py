@@ -190,11 +190,12 @@ class Deployment:
         )
         self._tables = [self._table(stage) for stage in self.plan.stages]
         self._channels = self._channels_to(self._plane)
+        late = updates_late(self.plan, self.job, state.chain.shared)
         self._member = summed_gradients(
             plane, self.stage, self.plan, runtime.rank, self._tables, self.job, state.chain.shared,
-            lambda step: len(self.batches.sizes(step)),
+            lambda step: len(self.batches.sizes(step)), late,
         )  # fmt: skip
-        self._clipping = self._clips(plane)
+        self._clipping = self._clips(plane, late)
         leader = None if self.place.leads else self.plan.stages[-1].leader
         self._reports = Reports(self.batches, runtime.clock, leader, plane.post, state.told, state.loss.metrics)
         if state.speed is None and self.job.pipeline.adapt:
@@ -293,17 +294,15 @@ class Deployment:
             return LocalCopies(1, _LOCAL_SHARE_SYNC)
         return LocalCopies(math.ceil((self._late + 1) / (LOCAL_KEPT - 1)), _LOCAL_SHARE)
 
-    def _clips(self, plane: DataPlane) -> Clipping | None:
-        """This rank's part in the clipping of gradients, if the job asks for that."""
+    def _clips(self, plane: DataPlane, early: bool) -> Clipping | None:
+        """This rank's part in the clipping of gradients, if the job asks for that. ``early``: as for ``Clipping``."""
         most, place, plan = self.job.train.clip_norm, self.place, self.plan
         if most is None or place.idle:
             return None
         others = [rank for stage in plan.stages for rank in stage.ranks if rank not in plan.stages[place.stage].ranks]
-        late = self._late if self.job.pipeline.schedule == "1f1b-async" else 0
-        early = updates_late(plan, self.job, self.state.chain.shared)
-        return Clipping(
-            most, plane, place.stage, place.stages, others if place.leads else [], late, self.course.first, early
-        )
+        older = self._late if self.job.pipeline.schedule == "1f1b-async" else 0
+        told = others if place.leads else []
+        return Clipping(most, plane, place.stage, place.stages, told, older, self.course.first, early)
 
     @property
     def _late(self) -> int:

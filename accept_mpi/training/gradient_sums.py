@@ -45,18 +45,20 @@ class GradientSums:
         else:
             self._group.share_statistics(step, k, out.statistics)
 
-    def after_backward(self, step: int, k: int, gradients: Gradients, scale: float, whole: bool) -> Gradients | None:
+    def after_backward(self, step: int, k: int, gradients: Gradients, scale: float, whole: bool) -> None:
         """Take the gradients of micro-batch ``k``; only a part of them if they are not ``whole`` (W is to come). ``scale``:
-        that of the step, as known now. Returns the step's gradients once they are whole, scaled, if this rank alone has
-        them."""
+        that of the step, as known now."""
         if (earlier := self._left.pop((step, k), None)) is not None:
             gradients = _added(earlier, gradients)
         if not whole:
             self._left[step, k] = gradients
-            return None
+            return
         for part in self._parts:
             part.add(step, k, gradients, scale)
-        return self._parts[0].scaled(step) if len(self._parts) == 1 else None
+
+    def whole(self, step: int) -> Gradients | None:
+        """A step's gradients, scaled, once all its micro-batches are in them, where this rank alone computes them."""
+        return self._parts[0].whole(step)
 
     def wait(self, step: int, deadline: float) -> None:
         """Wait for the other ranks' part of a step, before ``update``. Raises DeadlineError after ``deadline`` seconds."""
@@ -106,10 +108,10 @@ class _PartSums:
             del self._mine[step]
             self._sums.contribute(step, k, mine.gradients, mine.scale)
 
-    def scaled(self, step: int) -> Gradients | None:
-        """A step's gradients with their scale, if they are whole and no other rank has a part in them."""
+    def whole(self, step: int) -> Gradients | None:
+        """As ``GradientSums.whole``; what goes to other ranks is not kept here."""
         mine = self._mine.get(step)
-        if self._sums is not None or mine is None or mine.left:
+        if mine is None or mine.left:
             return None
         for gradient in mine.gradients if mine.scale != 1.0 else ():
             if gradient is not None:

@@ -27,9 +27,10 @@ def summed_gradients(
     job: Job,
     shared: Callable[[], Iterable[Shared]],
     count_of: Callable[[int], int],
+    late: bool,
 ) -> GradientSums | None:
-    """What sums a rank's gradients by step, if a group, its lanes, or stages with tied parameters do, or an update comes
-    after the next step's first B; else None. ``tables``: the member of each stage's group that takes each micro-batch;
+    """What sums a rank's gradients by step, if a group, its lanes, or stages with tied parameters do, or updates are
+    ``late`` (``updates_late``); else None. ``tables``: the member of each stage's group that takes each micro-batch;
     ``shared`` says what layers share; ``count_of(step)``: number of micro-batches of a step. Creates channels, before the
     plane starts."""
     place = plan.place(rank)
@@ -37,8 +38,7 @@ def summed_gradients(
         return None
     ties = _ties(plan, job, shared)
     lanes = plan.stages[place.stage].lanes_of(rank)
-    alone = place.members == 1 and lanes == 1 and not any(place.stage in at for _, at in ties)
-    if alone and not updates_late(plan, job, shared):
+    if place.members == 1 and lanes == 1 and not late and not any(place.stage in at for _, at in ties):
         return None
     table, sums_as = tables[place.stage], sums_of(job, plan)
 

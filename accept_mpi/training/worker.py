@@ -281,7 +281,8 @@ class Worker:
             if target:
                 target.send(step, k, samples, result, scale=scale)
             if self._member:
-                self._summed(step, self._member.after_backward(step, k, mine, scale, whole))
+                self._member.after_backward(step, k, mine, scale, whole)
+                self._tell_norms(step, self._member)
 
         self._computing.do("B", step, k, compute, after)
 
@@ -296,13 +297,13 @@ class Worker:
 
         def after(found: tuple[Gradients, bool]) -> None:
             if self._member:
-                self._summed(step, self._member.after_backward(step, k, found[0], scale, found[1]))
+                self._member.after_backward(step, k, found[0], scale, found[1])
 
         self._computing.do("W", step, k, compute, after)
 
-    def _summed(self, step: int, gradients: Gradients | None) -> None:
-        """If a step's gradients are whole here and the other stages wait for their norms, tell them."""
-        if gradients is not None and self._clipping and self._clipping.early:
+    def _tell_norms(self, step: int, member: GradientSums) -> None:
+        """If the other stages will wait for the norms of a step's gradients, and these are whole here, tell them."""
+        if self._clipping and self._clipping.early and (gradients := member.whole(step)) is not None:
             self._clipping.tell(step, gradients, self._positions)
 
     def _gradients(self, stage: Stage, step: int, k: int) -> tuple[Gradients, bool]:

@@ -135,7 +135,7 @@ def measure(experiment: Experiment, case: Case) -> None:
 def alone(experiment: Experiment, case: Case, link: float | None, turn: int, when: str) -> tuple[float, float]:
     """samples/s of all hosts, each alone; and what they would make if all were as slow as the slowest."""
     asked = {"job": experiment.job(), "seconds": _ALONE_SECONDS, "tuned": True, "cuts": None}
-    known = {"system": "alone", "at": link or 0, "turn": turn, "when": when, "model": case.job}
+    known = {"system": _ALONE, "at": link or 0, "turn": turn, "when": when, "model": case.job}
     found = experiment.measure("alone", known, asked, None if link is None else 0)
     return found["samples_per_s"], len(found["each"]) * min(found["each"])
 
