@@ -11,10 +11,11 @@ _FIRST = "10.213"
 HEAD = 254
 # TCP passes down segments of up to 64 KB, for the network card to split. If tc's token bucket is smaller than a segment, the
 # kernel splits it into packets of 1,500 bytes, which costs more than the sending; if it is larger, too much passes at once.
-# So fast links pass whole segments; slow ones, with few packets, do not, or whole messages would pass at once.
+# So fast links pass large segments, slow ones no larger ones than a bucket of 2 ms holds, headers included.
 _SEGMENT = 30_000
 _FAST_MBIT = 50
 _BURST_SECONDS, _LEAST_BURST = 0.002, 3_200
+_OF_BURST = 0.9
 
 
 def run(*command: object, check: bool = True) -> str:
@@ -79,23 +80,28 @@ class Network:
         run("ip", "-n", space, "addr", "add", f"{self.address(place)}/24", "dev", "eth0")
         run("ip", "-n", space, "link", "set", "eth0", "up")
         run("ip", "-n", space, "link", "set", "lo", "up")
-        for end in (("-n", space, "link", "set", "eth0"), ("link", "set", port)):
-            run("ip", *end, "gso_max_size", _SEGMENT, check=False)
+        self._set_segment(host, place, _SEGMENT)
         names.touch()
         run("unshare", f"--uts={names}", "hostname", host)
 
     def set_link(self, host: str, place: int, mbit: float | None) -> None:
         """Limit a host's link to ``mbit`` Mbit/s in both directions; None: no limit."""
         space = self.namespace(host)
+        burst = 0 if mbit is None else max(_LEAST_BURST, int(mbit * 1e6 / 8 * _BURST_SECONDS))
+        fast = mbit is None or mbit >= _FAST_MBIT
+        self._set_segment(host, place, _SEGMENT if fast else min(int(_OF_BURST * burst), _SEGMENT))
         for where in (("-n", space, "qdisc"), ("qdisc",)):
             device = "eth0" if len(where) > 1 else self.port(place)
             if mbit is None:
                 run("tc", *where, "del", "dev", device, "root", check=False)
             else:
-                least = _SEGMENT + 2_000 if mbit >= _FAST_MBIT else _LEAST_BURST
-                burst = max(least, int(mbit * 1e6 / 8 * _BURST_SECONDS))
-                limit = ("rate", f"{mbit}mbit", "burst", burst, "latency", "400ms")
+                limit = ("rate", f"{mbit}mbit", "burst", max(_SEGMENT + 2_000, burst) if fast else burst, "latency", "400ms")
                 run("tc", *where, "replace", "dev", device, "root", "tbf", *limit)
+
+    def _set_segment(self, host: str, place: int, size: int) -> None:
+        """Limit what TCP passes down at once on a host's link to ``size`` bytes."""
+        for end in (("-n", self.namespace(host), "link", "set", "eth0"), ("link", "set", self.port(place))):
+            run("ip", *end, "gso_max_size", size, check=False)
 
     def set_cable(self, place: int, plugged: bool) -> None:
         """Plug a host's cable in, or pull it."""
