@@ -15,6 +15,8 @@ MOST_ENTRIES = 4096  # in a list: no pipeline has more stages
 _LARGEST = 1e30  # limit of numbers that enter single-precision arithmetic
 
 MOST_LANES = 64
+MOST_SLACK = 2
+"""The ``transfer_slack`` that hides transfers best; more gains nothing."""
 MOST_EXTRA = 3
 """Most extra snapshots between two regular ones, where ``replicate_every`` is a number and the links are too slow for it."""
 LOCAL_KEPT = 3
@@ -204,10 +206,11 @@ class Pipeline(Section, frozen=True):
     device."""
     latency_db: str = "auto"
     """Latency database for "auto" cuts, on rank 0: a path, "auto" (latency.h5 in the user's cache) or "none"."""
-    transfer_slack: CountOrZero = 2
+    transfer_slack: CountOrZero | Literal["auto"] = "auto"
     """Micro-batches that a stage may have in flight beyond the published 1F1B bound, per boundary between it and the last
     stage, so that transfers hide behind computation. 0 is the published bound, 1 is Asteroid's K_p = 2(P-p)-1, and 2 hides a
-    transfer each way that takes as long as a stage computes."""
+    transfer each way that takes as long as a stage computes. "auto": 2, or with "auto" cuts fewer where memory is short for
+    the fastest plan, or where ``1f1b-async`` trains as fast on newer weights (``planning.planner``)."""
     forward: str | Annotated[list[str], Meta(max_length=MOST_ENTRIES)] = "none"
     """Codec of activations, one for all boundaries or one per boundary: "none", "bf16", "fp16", "uniform:4", "mbq:2", ...
     (``codecs.coding``), or "auto": the mildest that hides the transfer behind computation (``planning.codec_choice``)."""
@@ -236,6 +239,11 @@ class Pipeline(Section, frozen=True):
     """Seconds that a rank waits for a message before it ends the run."""
     startup_timeout: Positive = 600.0
     """Seconds that a rank waits for a message during start-up and the first step."""
+
+    @property
+    def slack(self) -> int:
+        """``transfer_slack``, or the most that "auto" may choose."""
+        return MOST_SLACK if self.transfer_slack == "auto" else self.transfer_slack
 
 
 class Recovery(Section, frozen=True):

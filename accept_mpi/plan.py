@@ -120,6 +120,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     boundaries: tuple[BoundaryCodecs, ...]
     gradients: str = ""
     """How groups sum their gradients, as ``pipeline.gradients`` says it; empty: as the job says."""
+    slack: int = 2
+    """Micro-batches in flight beyond the 1F1B bound per boundary (``pipeline.transfer_slack``)."""
 
     def place(self, rank: int) -> Place:
         """Position of ``rank`` in this plan."""
@@ -236,12 +238,13 @@ def make_plan(
     codecs: Sequence[BoundaryCodecs] | None = None,
     ranks: Sequence[int | Sequence[int]] | None = None,
     paces: Sequence[Sequence[float]] = (),
+    slack: int = 2,
 ) -> Plan:
     """Plan with given stages.
 
     ``cuts``: first layers of stages 1, 2, ...; ``codecs``: one entry per boundary, uncoded if None; ``ranks``: the rank or
-    the group of ranks of each stage; 0, 1, ... if None; ``paces``: of each stage's ranks. Raises ValueError with a sentence
-    if cuts do not increase, leave a stage empty or leave the model.
+    the group of ranks of each stage; 0, 1, ... if None; ``paces``: of each stage's ranks; ``slack``: ``Plan.slack``. Raises
+    ValueError with a sentence if cuts do not increase, leave a stage empty or leave the model.
     """
     edges = [0, *cuts, layers]
     for before, after in itertools.pairwise(edges):
@@ -257,7 +260,7 @@ def make_plan(
         StagePlan(start=a, stop=b, ranks=group, paces=tuple(pace) if len(group) > 1 else ())
         for group, pace, (a, b) in zip(groups, paces or [()] * len(groups), spans, strict=True)
     )
-    return Plan(stages=stages, boundaries=tuple(codecs or [BoundaryCodecs()] * len(cuts)))
+    return Plan(stages=stages, boundaries=tuple(codecs or [BoundaryCodecs()] * len(cuts)), slack=slack)
 
 
 def recomputing(plan: Plan, stages: Container[int]) -> Plan:

@@ -123,7 +123,7 @@ def walk(
 ) -> Iterator[Action]:
     """Yield the actions of ``stage`` for a segment, one after another: a segment may be the whole of a long run.
 
-    ``counts[i]``: micro-batches in the segment's step ``i``; ``slack``: the job's ``transfer_slack``; ``vertical_sync``: F
+    ``counts[i]``: micro-batches in the segment's step ``i``; ``slack``: ``Plan.slack``; ``vertical_sync``: F
     uses the weight version that stage 0 used ("1f1b-async" only); ``widths``: number of micro-batches that each stage works
     on at a time (``deal.widths``; by default 1), each member of a group on its own part of these actions; ``updates``:
     "prompt" or "late" if updates wait for other stages ("1f1b-delayed"). The pipeline is empty before and after a segment;

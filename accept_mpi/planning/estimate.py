@@ -114,9 +114,8 @@ def forecast_of(cluster: ClusterProfile, job: Job, plan: Plan) -> Forecast:
             )
         )
     host_links = [max(cluster.host_link(rank), 1.0) for _, rank, _ in plan.slots]
-    slack = job.pipeline.transfer_slack
     groups = _groups(cluster, job, plan) if plan.hybrid or plan.laned else None
-    return Forecast(kind, micro_batches_of(job), slack, profiles, _crossings(cluster, plan), host_links, groups)
+    return Forecast(kind, micro_batches_of(job), plan.slack, profiles, _crossings(cluster, plan), host_links, groups)
 
 
 def _groups(cluster: ClusterProfile, job: Job, plan: Plan) -> Groups:

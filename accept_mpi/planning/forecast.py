@@ -107,7 +107,7 @@ class Forecast:
         host_links: Sequence[float] = (),
         groups: Groups | None = None,
     ) -> None:
-        """``micro_batches``: per step; ``slack``: the job's ``transfer_slack``; ``profiles``: of each device, for its stage.
+        """``micro_batches``: per step; ``slack``: ``Plan.slack``; ``profiles``: of each device, for its stage.
         ``host_links``: bytes/s of each device's own link, per direction, which messages to both neighbours share; if empty,
         only the rates in ``crossings`` count. ``groups``: None if each device holds a stage alone."""
         self.kind, self.profiles, self.crossings, self._host_links = kind, profiles, crossings, host_links

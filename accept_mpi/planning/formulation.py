@@ -34,7 +34,7 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[P
     host_links = share * np.array([min(cluster.host_link(n), 1e15) for n in range(count)])
     rate = np.array(cluster.rate, float)
     np.fill_diagonal(rate, 1e15)
-    needs = MemoryModel(cluster, job, count)
+    needs = MemoryModel(cluster, job, count, job.pipeline.slack)
     return Problem(
         layer_seconds=seconds,
         values=values,

@@ -192,7 +192,7 @@ class _Groups:
         codec = BoundaryCodecs(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
         cuts = solution.edges[1:-1]
         groups = [division[v] for v in solution.devices]
-        plan = make_plan(solution.edges[-1], list(cuts), [codec] * len(cuts), groups)
+        plan = make_plan(solution.edges[-1], list(cuts), [codec] * len(cuts), groups, slack=job.pipeline.slack)
         stages = [
             msgspec.structs.replace(stage, paces=self._paces(stage.ranks, stage.start, stage.stop, solution.codecs, s))
             if len(stage.ranks) > 1

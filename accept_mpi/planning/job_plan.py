@@ -38,7 +38,8 @@ def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequenc
         holders = "groups of ranks" if len(every) > len(ranks) else "ranks"
         raise UserError(f"pipeline.cuts: {cuts} makes {len(cuts) + 1} stages, but there are {len(ranks)} {holders}")
     try:
-        plan = make_plan(layers, cuts, codecs, ranks, [[1 / speed for speed in group] for group in speeds])
+        paces = [[1 / speed for speed in group] for group in speeds]
+        plan = make_plan(layers, cuts, codecs, ranks, paces, job.pipeline.slack)
     except ValueError as error:
         raise UserError(f"pipeline.cuts: {error}") from error
     if cuts:

@@ -22,8 +22,8 @@ _SUMMED_HERE = 2
 def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
     """Bytes that each device of a plan needs (``Plan.holders``), including what it has received of the micro-batches in
     flight, and in a group what it needs to sum gradients."""
-    needs = MemoryModel(cluster, job, len(plan.stages))
-    wide, kind, slack = widths(plan.stages), job.pipeline.schedule, job.pipeline.transfer_slack
+    needs = MemoryModel(cluster, job, len(plan.stages), plan.slack)
+    wide, kind, slack = widths(plan.stages), job.pipeline.schedule, plan.slack
     rows = []
     for s, stage in enumerate(plan.stages):
         layers = cluster.outline.layers[stage.start : stage.stop]
@@ -53,11 +53,12 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
 class MemoryModel:
     """Memory of a stage, as a function of the number of stages behind it.
 
-    ``in_flight`` and ``state_copies`` (stages,) are those of ``planning.problem.Problem``, indexed by that number.
+    ``slack``: ``Plan.slack``. ``in_flight`` and ``state_copies`` (stages,) are those of ``planning.problem.Problem``, by
+    that number.
     """
 
-    def __init__(self, cluster: ClusterProfile, job: Job, stages: int) -> None:
-        kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
+    def __init__(self, cluster: ClusterProfile, job: Job, stages: int, slack: int) -> None:
+        kind = job.pipeline.schedule
         self._optimizer = values_kept(job.train.optimizer) + (1 if job.train.ema else 0)
         many = {"1f1b-async": 1 << 20, "1f1b-delayed": micro_batches_of(job) + 1}.get(kind, micro_batches_of(job))
         # A stage with ``behind`` stages behind it is like the first of a pipeline of ``behind`` + 1 stages. With zero-bubble

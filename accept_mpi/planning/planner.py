@@ -15,7 +15,7 @@ import numpy as np
 
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.errors import UserError
-from accept_mpi.job import Job
+from accept_mpi.job import MOST_SLACK, Job
 from accept_mpi.models.shared import uncuttable
 from accept_mpi.plan import BoundaryCodecs, Lanes, Plan, even_cuts, make_plan, recomputing, with_lanes
 from accept_mpi.planning.balance import balance
@@ -42,7 +42,7 @@ _ALIKE = 0.9
 _SLOW = 1 / 4
 """Devices below this share of the mean speed finish few timing rounds, so their times are the least reliable."""
 _SPARED = 1.02
-"""Such devices are left idle if a step is at most this factor longer without them."""
+"""Such devices are left idle, and ``1f1b-async`` keeps weights newer, if a step is at most this factor longer then."""
 _TRIED = 720  # orders of devices that are all tried; with more, devices are exchanged one by one
 _STATES = 3.0  # most tensors per parameter that move with a layer: the weight and two moments of the optimizer
 
@@ -61,18 +61,44 @@ def plan_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> Estimate:
 
 def plans_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> tuple[Estimate, Estimate]:
     """The plan that trains fastest, and the one with even cuts, whether that fits or not; ``held`` as in ``plan_for``.
+
     Stages compute forwards again where the job says so, or where memory keeps the fastest plan from being taken and this is
-    faster than another. Raises UserError if no plan fits."""
-    how = job.pipeline.recompute
-    if how == "on":
-        return _recomputing(cluster, job, held)
-    if how == "off" or job.pipeline.schedule == "zero-bubble":
+    faster than another. With ``transfer_slack`` "auto" they have fewer micro-batches in flight for the same reason, and in
+    ``1f1b-async`` also where a step takes hardly longer. Raises UserError if no plan fits."""
+    pipeline = job.pipeline
+    jobs = [job]
+    if pipeline.transfer_slack == "auto" and pipeline.schedule != "gpipe":  # which has all of a step in flight
+        jobs = [_with_slack(job, slack) for slack in range(MOST_SLACK, -1, -1)]
+    if pipeline.recompute == "on":
+        return _newer(cluster, jobs, _fastest([partial(_recomputing, cluster, one, held) for one in jobs]))
+    again = pipeline.recompute == "auto" and pipeline.schedule != "zero-bubble"
+    if len(jobs) == 1 and not again:
         return _keeping(cluster, job, held)
     roomy = [msgspec.structs.replace(device, memory=math.inf) for device in cluster.devices]
-    fastest = _keeping(msgspec.structs.replace(cluster, devices=roomy), job, held)
-    if fits(cluster, fastest[0]):
-        return fastest
-    return _fastest([partial(search, cluster, job, held) for search in (_keeping, _recomputing)])
+    found = _keeping(msgspec.structs.replace(cluster, devices=roomy), jobs[0], held)
+    if not fits(cluster, found[0]):
+        searches = [partial(_keeping, cluster, one, held) for one in jobs]
+        searches += [partial(_recomputing, cluster, one, held) for one in (jobs[0], *jobs[1:][-1:]) if again]
+        found = _fastest(searches)
+    return _newer(cluster, jobs, found)
+
+
+def _with_slack(job: Job, slack: int) -> Job:
+    """The job with this ``transfer_slack``."""
+    return msgspec.structs.replace(job, pipeline=msgspec.structs.replace(job.pipeline, transfer_slack=slack))
+
+
+def _newer(cluster: ClusterProfile, jobs: Sequence[Job], found: tuple[Estimate, Estimate]) -> tuple[Estimate, Estimate]:
+    """What was found, in ``1f1b-async`` with the least slack of ``jobs`` with which a step takes at most ``_SPARED`` times
+    as long: the fewer micro-batches are in flight, the newer the weights that they compute with."""
+    best, even = found
+    for job in reversed(jobs) if jobs[0].pipeline.schedule == "1f1b-async" else ():
+        if job.pipeline.slack >= best.plan.slack:
+            break
+        fewer = estimate(cluster, job, msgspec.structs.replace(best.plan, slack=job.pipeline.slack))
+        if fewer.expected <= _SPARED * best.expected:
+            return fewer, even
+    return found
 
 
 def _fastest(searches: Iterable[Callable[[], tuple[Estimate, Estimate]]]) -> tuple[Estimate, Estimate]:
@@ -91,7 +117,7 @@ def _fastest(searches: Iterable[Callable[[], tuple[Estimate, Estimate]]]) -> tup
 
 def _recomputing(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate, Estimate]:
     """The same with stages that compute forwards again: all of them if the job says so, else those that must."""
-    flying = float(MemoryModel(cluster, job, len(cluster.devices)).in_flight.max())
+    flying = float(MemoryModel(cluster, job, len(cluster.devices), job.pipeline.slack).in_flight.max())
     thin = [msgspec.structs.replace(one, saved_bytes=int(one.saved_bytes / flying)) for one in cluster.outline.layers]
     slow = [
         msgspec.structs.replace(d, backward=[f + b for f, b in zip(d.forward, d.backward, strict=True)])
@@ -308,7 +334,7 @@ def _as_plan(solution: Solution, job: Job) -> Plan:
     """The plan of a solution. Its codecs stay what the job says: ``estimate`` chooses those that are "auto"."""
     codec = BoundaryCodecs(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
     cuts = solution.edges[1:-1]
-    return make_plan(solution.edges[-1], list(cuts), [codec] * len(cuts), list(solution.devices))
+    return make_plan(solution.edges[-1], list(cuts), [codec] * len(cuts), list(solution.devices), slack=job.pipeline.slack)
 
 
 def even_plan(cluster: ClusterProfile, job: Job) -> Plan:
@@ -316,4 +342,4 @@ def even_plan(cluster: ClusterProfile, job: Job) -> Plan:
     layers = len(cluster.outline.layers)
     cuts = even_cuts(layers, len(cluster.devices), uncuttable(cluster.outline.shared, layers, job.parts_ties))
     codec = BoundaryCodecs(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
-    return make_plan(layers, cuts, [codec] * len(cuts))
+    return make_plan(layers, cuts, [codec] * len(cuts), slack=job.pipeline.slack)

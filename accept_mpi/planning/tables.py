@@ -62,13 +62,16 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
                 lines.append(f"{one.text}, so they are in one stage")
     if again := [str(s) for s, stage in enumerate(found.plan.stages) if stage.recompute]:
         lines.append(f"to save memory, backwards compute their forwards again on stage {', '.join(again)}")
+    if found.plan.slack < job.pipeline.slack:
+        why = "so weights are newer" if job.pipeline.schedule == "1f1b-async" else "to save memory"
+        lines.append(f"stages have few micro-batches in flight (transfer_slack {found.plan.slack}), {why}")
     if found.plan.gradients:
         way = {EXACT: "exactly, as one process does", "none": "as each rank's sum, uncoded"}
         text = way.get(found.plan.gradients, f"as {found.plan.gradients}")
         lines.append(f"ranks of a stage exchange their gradients {text}")
     if job.pipeline.schedule == "1f1b-delayed":
         wide, most = widths(found.plan.stages), micro_batches_of(job) + 1
-        wanted = max_in_flight("1f1b", 0, len(wide), 1 << 30, job.pipeline.transfer_slack, wide)
+        wanted = max_in_flight("1f1b", 0, len(wide), 1 << 30, found.plan.slack, wide)
         if wanted > most:
             lines.append(
                 f"1f1b-delayed has at most {most} micro-batches in flight, where {wanted} would hide transfers: more and "

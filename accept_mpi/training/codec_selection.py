@@ -75,7 +75,7 @@ def select_codecs(
             for way in Direction
         }
         profiles = [msgspec.convert(profiled, StageTimes) for profiled, _ in by_stage]
-        forecast = Forecast(job.pipeline.schedule, micro_batches_of(job), job.pipeline.transfer_slack, profiles, crossings)
+        forecast = Forecast(job.pipeline.schedule, micro_batches_of(job), plan.slack, profiles, crossings)
         fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
         choices, step = choose(forecast, fixed, list(ladder_of(job.pipeline)))
         names = [[choices[boundary, way].name for way in Direction] for boundary in range(len(plan.boundaries))]

@@ -221,7 +221,7 @@ class Deployment:
             services = Services(
                 self._channels, self._plane, self.recorder, self.barriers, self.replication, self._drawn,
                 self.runtime.lifeline.begin_step, self._reports, self.state.speed, self._tables[self.place.stage],
-                widths(self.plan.stages), self._member, computing, self._clipping, self.state.chain.order,
+                widths(self.plan.stages), self.plan.slack, self._member, computing, self._clipping, self.state.chain.order,
                 (lambda step: self.barriers.tell_all(step, self.runtime.size)) if self.plan.hybrid else None,
             )  # fmt: skip
             names = self.state.chain.names
@@ -308,7 +308,7 @@ class Deployment:
     def _late(self) -> int:
         """In a pipeline that flows: most steps by which the first stage's updates are behind the last one's."""
         pipeline, wide = self.job.pipeline, widths(self.plan.stages)
-        flying = max_in_flight(pipeline.schedule, 0, len(wide), 1 << 30, pipeline.transfer_slack, wide)
+        flying = max_in_flight(pipeline.schedule, 0, len(wide), 1 << 30, self.plan.slack, wide)
         return 1 + math.ceil(flying / self.batches.most)
 
     def _table(self, stage: StagePlan) -> list[int]:
@@ -321,7 +321,7 @@ class Deployment:
         job, place, plan = self.job, self.place, self.plan
 
         def end(peer: int, boundary: int, direction: Direction, signature: BoundarySpecs) -> Channel:
-            kind, slack = job.pipeline.schedule, job.pipeline.transfer_slack
+            kind, slack = job.pipeline.schedule, plan.slack
             most = 1 << 30 if flows(kind) else self.batches.most
             limit = max_in_flight(kind, boundary, len(plan.stages), most, slack, widths(plan.stages))
             limit += max(widths(plan.stages)) if plan.laned else 0  # lanes need not end in order

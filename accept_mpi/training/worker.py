@@ -69,6 +69,8 @@ class Services:
     """Member of this stage's group that takes each micro-batch."""
     widths: Sequence[int]
     """Each stage's (``pipeline.deal.widths``)."""
+    slack: int
+    """``Plan.slack``."""
     member: GradientSums | None
     """Sums of the gradients; None if this rank holds the stage alone, and computes one action after the other."""
     computing: Computing
@@ -103,7 +105,7 @@ class Worker:
         self._barriers, self._replication = services.barriers, services.replication
         self._begin_step, self._reports, self._speed = services.begin_step, services.reports, services.speed
         self._table, self._widths, self._member = services.table, services.widths, services.member
-        self._computing = services.computing
+        self._slack, self._computing = services.slack, services.computing
         self._clipping = services.clipping
         self._positions = positions(services.order, self.s, stage.trained_names, stage.trained_first)
         self._tell_flags = services.tell_flags
@@ -145,7 +147,7 @@ class Worker:
 
     def walk(self, segment: range, steps: int, deliver: Callable[[], None]) -> None:
         """Carry out the actions of one segment, from an empty pipeline to an empty one. ``steps``: the run's last step."""
-        pipeline, slack = self.job.pipeline, self.job.pipeline.transfer_slack
+        pipeline, slack = self.job.pipeline, self._slack
         sizes: dict[int, list[int]] = {}
         indices: dict[int, Any] = {}
         counts = [len(self.batches.sizes(step)) for step in segment]

@@ -211,7 +211,7 @@ class Experiment:
         if not flows(pipeline.schedule):
             return 0
         fewest = micro_batches_of(tried(job, self._hosts)[0])
-        return -(-max_in_flight(pipeline.schedule, 0, self._hosts, 1 << 30, pipeline.transfer_slack) // fewest)
+        return -(-max_in_flight(pipeline.schedule, 0, self._hosts, 1 << 30, pipeline.slack) // fewest)
 
     def expect(self, settings: dict[str, Any], rate: float) -> None:
         """Give the next ``ours`` with these settings an estimate of samples/s, from which it derives the number of steps."""

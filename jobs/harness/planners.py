@@ -172,4 +172,4 @@ def _plan(model: _Model, job: Job, found: _Cut | None) -> Plan | None:
         [model.stage((n,), start, stop).both for n in group]
         for group, (start, stop) in zip(found.groups, itertools.pairwise(edges), strict=True)
     ]
-    return make_plan(layers, edges[1:-1], [codec] * (len(edges) - 2), found.groups, paces)
+    return make_plan(layers, edges[1:-1], [codec] * (len(edges) - 2), found.groups, paces, job.pipeline.slack)

@@ -44,7 +44,7 @@ def test_log_and_progress_of_a_run(mpirun, tmp_path: Path) -> None:
     assert [stage["ranks"] for stage in facts["plan"]["stages"]] == [[0], [1], [2]]
     assert len(facts["hosts"]) == 3
     assert facts["parameters"] == sum(p.numel() for p in samples.plain(samples.CNN).model.parameters())
-    slack = facts["job"]["pipeline"]["transfer_slack"]
+    slack = facts["plan"]["slack"]
     listed = [(rank, a) for rank in range(3) for a in actions("zero-bubble", rank, 3, [5] * 6, slack)]
     for kind in "FBW":  # not every B leaves something to W
         rows = trace[trace["kind"] == KINDS.index(kind)]

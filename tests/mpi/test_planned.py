@@ -4,12 +4,14 @@ import re
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 import samples
 from conftest import ROOT
 
 from accept_mpi.cli import main
 from accept_mpi.job import Job
+from accept_mpi.logs.format import KINDS
 from accept_mpi.logs.reader import open_log
 from accept_mpi.plan import Plan
 from accept_mpi.prediction.database import library
@@ -81,6 +83,22 @@ def test_codecs_of_cuts_that_are_found_are_the_plans(mpirun, tmp_path: Path) -> 
     row = next(line for line in out.splitlines() if line.startswith("0 "))
     assert boundary.forward in row.split(), (boundary, row)
     assert boundary.backward in row.split(), (boundary, row)
+
+
+def test_asynchronous_plans_keep_weights_new_where_links_are_fast(mpirun, tmp_path: Path) -> None:
+    sleepy = samples.CNN | {"model": 'name = "slow_layers:cnn"\nargs = { width = 8, dropout = 0.2 }'}
+    job = samples.write_job(
+        tmp_path / "job.toml", sleepy, "run", train_steps=4, train_evaluate_every=0, pipeline_cuts="auto",
+        pipeline_schedule="1f1b-async", pipeline_groups=False, pipeline_latency_db="none", pipeline_probe_seconds=1.0,
+    )  # fmt: skip
+    out = mpirun(2, "-m", "accept_mpi", "train", job).out
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        plan, trace = Plan.from_json(log.attrs["plan"]), log["trace"][:]
+    assert plan.slack < 2
+    assert f"(transfer_slack {plan.slack}), so weights are newer" in out
+    mine = np.sort(trace[trace["rank"] == plan.stages[0].ranks[0]], order="start")
+    change = [(mine["kind"] == KINDS.index(kind)).astype(int) for kind in "FB"]
+    assert np.cumsum(change[0] - change[1]).max() == 2 + plan.slack
 
 
 def test_resuming_with_other_ranks_idle(mpirun, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def way_of(job: Job) -> Way:
     given, pipeline = job.train.optimizer, job.pipeline
     words = [given.name if given.betas[0] in (0.9, 0.95) else f"{given.name} {given.betas[0]:g}"]
     words += ["clipped"] * (job.train.clip_norm is not None) + ["corrected"] * (given.correction != "none")
-    older = (micro_batches_of(job), pipeline.transfer_slack) if flows(pipeline.schedule) else ()
+    older = (micro_batches_of(job), pipeline.slack) if flows(pipeline.schedule) else ()
     return Way(Timed(pipeline.schedule, *older), ", ".join(words))
 
 

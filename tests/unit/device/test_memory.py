@@ -165,8 +165,9 @@ start, stop, behind = map(int, sys.argv[1:])
 job = parse(sys.stdin.read(), "job")
 chain = load(job.model.name, job.model.args, 0)
 model = outline_of(chain, job, (torch.randn(16, 3, 32, 32),))
-cluster, plan = ClusterProfile(model, [], [], []), make_plan(len(chain), [start, stop] if start else [stop])
-depth = int(MemoryModel(cluster, job, behind + 1).in_flight[behind])
+cluster = ClusterProfile(model, [], [], [])
+plan = make_plan(len(chain), [start, stop] if start else [stop], slack=job.pipeline.slack)
+depth = int(MemoryModel(cluster, job, behind + 1, plan.slack).in_flight[behind])
 forecast = memory_of(cluster, job, plan)[-1 - behind]
 
 def like(shapes):

@@ -12,7 +12,7 @@ from accept_mpi.planning.ties import parted, with_ties
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 SAVED = 1_000_000
-SYNCHRONOUS = "pipeline.schedule=1f1b"
+SYNCHRONOUS, SLACK = "pipeline.schedule=1f1b", "pipeline.transfer_slack=2"
 
 
 def fat(found: ClusterProfile, room: float) -> ClusterProfile:
@@ -23,22 +23,24 @@ def fat(found: ClusterProfile, room: float) -> ClusterProfile:
 
 
 def test_recomputing_where_memory_is_short() -> None:
-    plenty = plan_for(fat(cluster(1, 1), 1e12), job(SYNCHRONOUS))
+    plenty = plan_for(fat(cluster(1, 1), 1e12), job(SYNCHRONOUS, SLACK))
     assert not any(stage.recompute for stage in plenty.plan.stages)
     most = max(plenty.memory)
     short = fat(cluster(1, 1), 0.45 * most)
-    found, even = plans_for(short, job(SYNCHRONOUS))
+    found, even = plans_for(short, job(SYNCHRONOUS, SLACK))
     assert [stage.recompute for stage in found.plan.stages] == [True, False]
     assert max(found.memory) <= 0.45 * most
     assert found.step > plenty.step  # a forward more for each backward of the first stage
-    kept = plan_for(short, job(SYNCHRONOUS, "pipeline.recompute=off"))
+    kept = plan_for(short, job(SYNCHRONOUS, SLACK, "pipeline.recompute=off"))
     assert found.step < kept.step  # which has to leave most layers to the other device
-    assert any("compute their forwards again on stage 0" in line for line in verdict(short, job(SYNCHRONOUS), found, even))
+    assert any(
+        "compute their forwards again on stage 0" in line for line in verdict(short, job(SYNCHRONOUS, SLACK), found, even)
+    )
     with pytest.raises(UserError, match="no cuts fit"):
-        plan_for(fat(cluster(1, 1), 0.4 * most), job(SYNCHRONOUS, "pipeline.recompute=off"))
-    assert plan_for(fat(cluster(1, 1), 0.4 * most), job(SYNCHRONOUS)).plan.stages[0].recompute
+        plan_for(fat(cluster(1, 1), 0.4 * most), job(SYNCHRONOUS, SLACK, "pipeline.recompute=off"))
+    assert plan_for(fat(cluster(1, 1), 0.4 * most), job(SYNCHRONOUS, SLACK)).plan.stages[0].recompute
     with pytest.raises(UserError, match="no cuts fit"):
-        plan_for(fat(cluster(1, 1), 3 * SAVED), job(SYNCHRONOUS))
+        plan_for(fat(cluster(1, 1), 3 * SAVED), job(SYNCHRONOUS, SLACK))
 
 
 def test_recomputing_everywhere_if_asked() -> None:

@@ -1,0 +1,78 @@
+"""``transfer_slack = "auto"``: micro-batches in flight that hide transfers, fewer where memory or old weights matter."""
+
+import msgspec
+import pytest
+from clusters import cluster, job
+from test_recompute_and_ties import SYNCHRONOUS, fat
+
+from accept_mpi.errors import UserError
+from accept_mpi.planning.estimate import estimate, fits
+from accept_mpi.planning.planner import plan_for, plans_for
+from accept_mpi.planning.tables import verdict
+
+KEPT = "pipeline.recompute=off"
+AUTO, ASYNCHRONOUS = 'pipeline.transfer_slack="auto"', "pipeline.schedule=1f1b-async"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "gpipe", "1f1b-delayed"])
+def test_where_memory_is_plenty_transfers_hide_best(schedule: str) -> None:
+    roomy, keys = fat(cluster(1, 1, 1), 1e12), (f"pipeline.schedule={schedule}", KEPT)
+    found = plan_for(roomy, job(*keys))
+    assert found.plan.slack == 2
+    assert found == plan_for(roomy, job(*keys, "pipeline.transfer_slack=2"))
+
+
+def test_fewer_in_flight_where_memory_is_short() -> None:
+    keys = (SYNCHRONOUS, KEPT)
+    plenty = plan_for(fat(cluster(1, 1, 1), 1e12), job(*keys))
+    short = fat(cluster(1, 1, 1), 0.6 * max(plenty.memory))
+    found, even = plans_for(short, job(*keys))
+    assert found.plan.slack < 2
+    assert fits(short, found)
+    for slack in (0, 1, 2):  # no slack would have been faster
+        try:
+            other = plan_for(short, job(*keys, f"pipeline.transfer_slack={slack}"))
+        except UserError:
+            continue
+        assert found.expected <= other.expected
+    assert any(
+        f"transfer_slack {found.plan.slack}), to save memory" in line for line in verdict(short, job(*keys), found, even)
+    )
+
+
+def test_less_slack_is_tried_before_giving_up() -> None:
+    keys = (SYNCHRONOUS, KEPT)
+    most = max(plan_for(fat(cluster(1, 1, 1), 1e12), job(*keys)).memory)
+    for share in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4):
+        tight = fat(cluster(1, 1, 1), share * most)
+        try:
+            plan_for(tight, job(*keys, "pipeline.transfer_slack=2"))
+        except UserError:
+            break
+    found = plan_for(tight, job(*keys))
+    assert found.plan.slack < 2
+    assert fits(tight, found)
+    with pytest.raises(UserError, match="no cuts fit"):
+        plan_for(fat(cluster(1, 1, 1), 0.1 * most), job(*keys))
+
+
+@pytest.mark.parametrize("rate", [1e4, 3e5, 1e6, 1e8])
+def test_asynchronously_the_least_slack_that_is_as_fast(rate: float) -> None:
+    fleet = fat(cluster(1, 1, 1, rate=rate), 1e12)
+    found, most = (plan_for(fleet, job(ASYNCHRONOUS, slack)) for slack in (AUTO, "pipeline.transfer_slack=2"))
+    assert found.expected <= 1.02 * most.expected
+    for slack in range(found.plan.slack):
+        fewer = msgspec.structs.replace(most.plan, slack=slack)
+        assert estimate(fleet, job(ASYNCHRONOUS), fewer).expected > 1.02 * most.expected
+
+
+def test_fast_links_need_no_slack_and_slow_ones_some() -> None:
+    found = [plan_for(fat(cluster(1, 1, 1, rate=rate), 1e12), job(ASYNCHRONOUS)).plan for rate in (1e9, 1e5)]
+    assert found[0].slack == 0
+    assert len(found[1].stages) == 1 or found[1].slack > 0
+
+
+def test_given_cuts_have_the_most() -> None:
+    assert job("pipeline.cuts=[3]").pipeline.slack == 2
+    assert job("pipeline.transfer_slack=5").pipeline.slack == 5
+    assert job("pipeline.transfer_slack=0").pipeline.slack == 0
