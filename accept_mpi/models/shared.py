@@ -81,15 +81,17 @@ class Part(NamedTuple):
 
 def parts(layer: nn.Module) -> Iterator[Part]:
     """Yield the parameters and buffers of each module in a layer."""
+    changing = layer.__dict__.get("_changing", frozenset())  # names that a recorded forward was seen to write to
     for prefix, module in layer.named_modules():
         # Running statistics are written in forward; other buffers hardly ever, which ``watched`` checks.
         statistics = isinstance(module, _NormBase) and module.training
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    written = tensor.requires_grad if kind == "parameter" else statistics
+                    whole = f"{prefix}.{name}" if prefix else name
+                    written = (tensor.requires_grad if kind == "parameter" else statistics) or whole in changing
                     identity = id(tensor) if kind == "parameter" else 0
-                    yield Part(f"{prefix}.{name}" if prefix else name, tensor, kind, written, identity)
+                    yield Part(whole, tensor, kind, written, identity)
 
 
 def refuse_lazy(what: str, layer: nn.Module) -> None:

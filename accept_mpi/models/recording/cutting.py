@@ -31,6 +31,8 @@ class Flow:
     """What flows through a tape."""
 
     tape: Tape
+    changing: frozenset[str]
+    """Names of the model's tensors that the forward writes to, in this mode or another."""
 
     @cached_property
     def derived(self) -> dict[int, tuple[tuple[int, ...], frozenset[int]]]:
@@ -45,7 +47,8 @@ class Flow:
             if not all(slot in inputs or slot in found for slot in node.takes) or not node.gives:
                 continue
             specs = [tape.specs[slot] for slot in (*node.gives, *node.takes)]
-            if any(spec.memory in written for spec in specs) or any(tape.specs[slot].grad for slot in node.gives):
+            changes = any(spec.memory in written for spec in specs) or not self.changing.isdisjoint(node.states)
+            if changes or any(tape.specs[slot].grad for slot in node.gives):
                 continue
             sources = frozenset(node.takes) & inputs
             nodes: tuple[int, ...] = (n,)
@@ -117,7 +120,7 @@ class Flow:
                 if tape.specs[slot].memory == memory:
                     views[first] += 1
                     views[last + 1] -= 1
-            most = 0 if memory in tape.state_memory else 1
+            most = 0 if memory in tape.memory_of.values() else 1
             blocked = np.cumsum(views)[:count] > most
             blocked[last_write + 1 :] = False
             found[blocked] = _NEVER

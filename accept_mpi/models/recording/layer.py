@@ -58,9 +58,12 @@ class RecordedLayer(nn.Module):
     tensors that later layers need.
     """
 
-    def __init__(self, index: int, programs: Callable[[bytes, bool], Sequence[Program]]) -> None:
-        """``programs(key, training)`` are those of all layers."""
+    def __init__(
+        self, index: int, programs: Callable[[bytes, bool], Sequence[Program]], changing: frozenset[str] = frozenset()
+    ) -> None:
+        """``programs(key, training)`` are those of all layers; ``changing``: names of what the model's forward writes to."""
         super().__init__()
+        self.__dict__["_changing"] = changing
         self.__dict__["_recorded_index"] = index
         self.__dict__["_recorded_programs"] = _Uncopied(programs)
 

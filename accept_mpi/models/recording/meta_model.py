@@ -51,6 +51,10 @@ class MetaModel:
                         if isinstance(new, nn.Parameter):
                             self.parameters.add(self.states[id(new)])
         self._made = made  # keeps ids from being used again
+        self.tensors = {name: made[which] for which, name in self.states.items()}
+        """The model's tensors by name."""
+        self.changing: frozenset[str] = frozenset()
+        """Names of those to which a recorded forward has written."""
 
     def is_leaf(self, module: nn.Module) -> bool:
         """True if the module's call is recorded as a whole."""
@@ -89,6 +93,15 @@ class MetaModel:
             for table in (part._parameters, part._buffers):
                 found += [self.states[id(tensor)] for tensor in table.values() if tensor is not None]
         return tuple(dict.fromkeys(found))
+
+    def with_aliases(self, names: frozenset[str]) -> frozenset[str]:
+        """These names of the model's tensors, and their other names."""
+        which = {id(self.tensors[name]) for name in names}
+        found = set()
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            for table in (module._parameters, module._buffers):
+                found |= {f"{path}.{name}" if path else name for name, tensor in table.items() if id(tensor) in which}
+        return frozenset(found)
 
     @contextmanager
     def mode(self, training: bool) -> Iterator[None]:

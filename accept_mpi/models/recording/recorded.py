@@ -68,7 +68,8 @@ class RecordedModel:
 
     def entries(self, model: nn.Module) -> list[tuple[str, Entry]]:
         """The layers of a new model, under their names. They hold the model's own modules and parameters."""
-        layers = [RecordedLayer(index, self._programs_of) for index in range(len(self.names))]
+        changing = self._meta.with_aliases(self._meta.changing)
+        layers = [RecordedLayer(index, self._programs_of, changing) for index in range(len(self.names))]
         paths: dict[int, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             paths.setdefault(id(module), []).append(path)
@@ -134,7 +135,9 @@ class RecordedModel:
         recorder = Recorder(self._meta, tensors)
         result = recorder.record(args, kwargs, training)
         recorder.tape.output = recorder.result(select(result, self._wanted))
-        return Flow(recorder.tape)
+        written = {memory for node in recorder.tape.nodes for memory in node.writes}
+        self._meta.changing |= {name for name, memory in recorder.tape.memory_of.items() if memory in written}
+        return Flow(recorder.tape, self._meta.changing)
 
     def _programs_of(self, key: bytes, training: bool) -> Sequence[Program]:
         """The programs of all layers, from a new record if there are none."""

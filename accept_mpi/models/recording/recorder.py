@@ -111,14 +111,13 @@ class Recorder:
         self._constants: set[int] = set()
         """Slots that depend on no input and none of the model's tensors."""
         self._busy = self._drew = False
+        self._written: list[torch.Tensor] = []
+        """What a call has written to without a trace in the tensors' versions."""
         self._thread = threading.get_ident()
         self._counting = _Counting()
         self.tape = Tape(())
         self.tape.inputs = tuple(self._slot(tensor) for tensor in inputs)
-        for module in of.model.modules():
-            for table in (module._parameters, module._buffers, module.__dict__):
-                tensors = (tensor for tensor in table.values() if isinstance(tensor, torch.Tensor))
-                self.tape.state_memory.update(map(self._memory, tensors))
+        self.tape.memory_of = {name: self._memory(tensor) for name, tensor in of.tensors.items()}
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
         """Record ``model(*args, **kwargs)``, in which ``inputs`` are the tensors, on the meta device; returns its result.
@@ -216,6 +215,7 @@ class Recorder:
         name = getattr(func, "__name__", "")
         if self._busy:
             self._drew = self._drew or _draws(name, args, kwargs)
+            self._written += _averages(name, args, kwargs)
             return func(*args, **kwargs)
         if torch._C._are_functorch_transforms_active():
             raise Unrecordable(
@@ -226,7 +226,7 @@ class Recorder:
             raise Unrecordable(f"model.name: forward sets an attribute of a tensor, which cannot be recorded ({_where()})")
         if name in _READS and tensors_in(args):
             return self._read(func, name, args, kwargs)
-        self._drew = _draws(name, args, kwargs)
+        self._drew, self._written = _draws(name, args, kwargs), _averages(name, args, kwargs)
         return self._recorded(func, "", func, args, kwargs, (), name in _EFFECTS)
 
     def _recorded(
@@ -245,12 +245,15 @@ class Recorder:
             args, kwargs = mapped((args, kwargs), self._stand_in, (torch.Tensor,))
             given = tensors_in((args, kwargs))
             places = mapped((args, kwargs), self._place, (torch.Tensor, torch.device))
-            versions = [tensor._version for tensor in given]
+            watched = [*given, *(self._of.tensors[name] for name in states)]
+            versions = [tensor._version for tensor in watched]
             operations = self._counting.total
-            self._drew = self._drew and not module
+            if module:
+                self._drew, self._written = False, []
             found = call(*args, **kwargs)
             found = mapped(found, self._stand_in, (torch.Tensor,))
-            written = [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
+            written = [tensor for tensor, old in zip(watched, versions, strict=True) if tensor._version != old]
+            written += [tensor for tensor in self._written if tensor.is_meta]
             results = tensors_in(found)
             if module and not is_plain(found) and not results:
                 raise Unrecordable(f"model.name: {module} gives a {type(found).__name__}, which cannot be recorded")
@@ -277,7 +280,7 @@ class Recorder:
             )  # fmt: skip
             return found
         finally:
-            self._busy = self._drew = False
+            self._busy, self._drew, self._written = False, False, []
 
     def _read(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """The value of a tensor is asked for: of one that is the same in every step it is computed."""
@@ -369,6 +372,15 @@ def _draws(name: str, args: Any, kwargs: Any) -> bool:
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     return name in _RANDOM
+
+
+def _averages(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The running averages that ``batch_norm`` writes to: it alone of torch's functions does not count that as a version."""
+    if name != "batch_norm":
+        return []
+    given = dict(zip(("input", "running_mean", "running_var", "weight", "bias", "training"), args, strict=False)) | kwargs
+    both = (given.get("running_mean"), given.get("running_var"))
+    return [one for one in both if isinstance(one, torch.Tensor)] if given.get("training") else []
 
 
 def _where() -> str:

@@ -57,7 +57,7 @@ class Node:
     parameters: bool
     """True if one of these is a parameter, trained or frozen."""
     writes: frozenset[int]
-    """Numbers of the memories that it writes to."""
+    """Numbers of the memories that it writes to, its module's own included."""
     stays: bool
     """True if the call may have an effect apart from its result and ``writes``."""
     draws: bool
@@ -85,8 +85,8 @@ class Tape:
     """Tensors, by slot."""
     output: Any = None
     """Structure of the result, with ``Value`` and ``State`` in it."""
-    state_memory: set[int] = field(default_factory=set)
-    """Numbers of the memories of the model's tensors."""
+    memory_of: dict[str, int] = field(default_factory=dict)
+    """Number of the memory of each of the model's tensors, by its name (``Node.states``)."""
 
     @property
     def results(self) -> list[int]:

@@ -138,6 +138,102 @@ def test_shared_and_unused_state() -> None:
     assert any(not one.constant for one in chain.shared())
 
 
+class _Changing(nn.Module):
+    """Layers around tensors of the model's own that its forward changes, and reads before or after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("steps", torch.zeros(()))
+
+
+class _Warming(_Changing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps += 1
+        x = self.two(torch.tanh(self.one(x)))
+        return self.three(x * torch.clamp(self.steps / 10, max=1.0))
+
+
+class _ReadsBefore(_Changing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.steps * 0.5
+        x = self.one(x)
+        self.steps.add_(1)
+        return self.three(self.two(x) * before)
+
+
+class _Normalizes(_Changing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.three(self.two(torch.relu(self.one(x)))) + x
+
+
+class _Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+class _Counts(_Changing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = _Counter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.counter(x)
+        return self.three(self.two(torch.relu(self.one(x)))) + x
+
+
+class _Averages(_Changing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("var", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.batch_norm(x, self.mean, self.var, training=self.training)
+        return self.three(self.two(torch.relu(self.one(x)))) + x * self.mean
+
+
+class _Within(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("var", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.var, None, None, self.training)
+
+
+class _AveragesWithin(_Changing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = _Within()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.three(self.two(torch.relu(self.one(x)))) + x
+
+
+@pytest.mark.parametrize("model", [_Warming, _ReadsBefore, _Normalizes, _Counts, _Averages, _AveragesWithin])
+def test_state_that_a_forward_changes(model: type[nn.Module]) -> None:
+    """What is made from such state, or changes it, was taken for made from the inputs alone: computed at the wrong time, or
+    in several layers."""
+    torch.manual_seed(3)
+    chain = check(model, [torch.randn(4, 6), torch.randn(4, 6), torch.randn(3, 6)], mean_square, every_cut)
+    assert len(chain) >= 2
+    assert not any(one.constant for one in chain.shared())  # a layer's copy would not change when another one's does
+
+
 def test_functions_of_its_own() -> None:
     values = [(torch.randn(5, 8), torch.ones(5, 3, dtype=torch.int64))] * 2
     check(Odd, values, lambda result: mean_square(result[0]) + result[1].sum(), every_cut)
