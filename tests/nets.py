@@ -21,6 +21,22 @@ def pairs() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(x, x[:, :3].argmax(1)), TensorDataset(x, x[:, :3].argmax(1))
 
 
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype)
+
+
+def of_dtype(dtype: str) -> nn.Sequential:
+    """Classes of digits, in layers that compute in this precision."""
+    kind = getattr(torch, dtype)
+    inside = nn.Sequential(nn.Linear(192, 32, dtype=kind), nn.Tanh(), nn.Linear(32, 10, dtype=kind))
+    return nn.Sequential(nn.Flatten(), Cast(kind), inside, Cast(torch.float32))
+
+
 # -- modes, versions of weights, hooks -------------------------------------------------------------------------------------
 
 

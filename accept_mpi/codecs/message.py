@@ -215,9 +215,7 @@ def encode(
         into = buffer[offset + part.start : offset + part.end]
         if part.coded:
             assert tensor is not None
-            values = tensor.float()
-            fits = tensor.dtype != torch.float64 or bool(values.isfinite().all())
-            if not (fits and coding.encode(values.numpy(), into, mix(key, number))):
+            if not _coded_into(tensor, into, coding, mix(key, number)):
                 return encode(label, specs, flat, buffer, NONE, key, now=now, description=description)
         elif tensor is not None and tensor.numel():
             np.copyto(into, tensor.view(torch.uint8).numpy())
@@ -272,6 +270,23 @@ def decode(
         for spec, part in zip(specs, layout.parts, strict=True)
     )
     return Decoded(header, tuple(tensors), tree, layout.raw)
+
+
+def as_decoded(values: torch.Tensor, coding: Coding) -> torch.Tensor | None:
+    """What the receiver of a message will decode these values to, a contiguous tensor, if ``coding`` rounds to nearest; None
+    if they will go uncoded."""
+    spec = TensorSpec.of(values)
+    if not _is_coded(spec, coding):
+        return None
+    into = aligned(coding.nbytes(spec.numel))
+    return spec.unflatten(into, coding) if _coded_into(values.view(-1), into, coding, 0) else None
+
+
+def _coded_into(tensor: torch.Tensor, into: Bytes, coding: Coding, key: int) -> bool:
+    """Code a tensor's values; False if they cannot be coded, since some are not finite in single precision."""
+    values = tensor.float()
+    fits = tensor.dtype != torch.float64 or bool(values.isfinite().all())
+    return fits and coding.encode(values.numpy(), into, key)
 
 
 def _is_coded(spec: TensorSpec, coding: Coding) -> bool:

@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from accept_mpi.codecs.coding import NONE, Coding
-from accept_mpi.codecs.message import Decoded
+from accept_mpi.codecs.message import Decoded, as_decoded
 from accept_mpi.codecs.tensors import Specs, TensorSpec
 from accept_mpi.comm.channels import Channel, Receiver, Sender, wait_for
 from accept_mpi.comm.data_plane import DataPlane
@@ -363,15 +362,13 @@ class GroupSum:
     def _with_left_out(self, c: int, of_sum: bool, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Values of a chunk together with what coding has left out of it before, and the same as the others will decode
         them. Uncoded, nothing is left out."""
-        if self._coding.kind == "none" or values.dtype != torch.float32:
+        if self._coding.kind == "none":
             return values, values.clone() if of_sum else values  # the optimizer may change it before it has been sent
-        before = self._left_out.get((c, of_sum))
+        before = self._left_out.pop((c, of_sum), None)
         whole = values if before is None else values + before
-        coded = np.empty(self._coding.nbytes(len(whole)), np.uint8)
-        decoded = torch.empty_like(whole)
-        if not self._coding.encode(whole.numpy(), coded, 0):  # not finite: it goes uncoded
+        decoded = as_decoded(whole, self._coding)
+        if decoded is None:
             return whole, whole.clone()
-        self._coding.decode(coded, decoded.numpy())
         self._left_out[c, of_sum] = whole - decoded
         return whole, decoded
 

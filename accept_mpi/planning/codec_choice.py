@@ -126,9 +126,13 @@ def gradient_codec(name: str) -> str:
     if name == EXACT:
         return "none"
     try:
-        parse(name, False)
+        coding = parse(name, False)
     except ValueError as error:
         raise UserError(f'pipeline.gradients: {error}, "{EXACT}" or "{AUTO}"') from error
+    if coding.stochastic:  # all ranks must know what the others decode
+        raise UserError(
+            f'pipeline.gradients: "{name}" rounds at random, but what coding leaves out is carried over: no "+sr"'
+        )
     return name
 
 

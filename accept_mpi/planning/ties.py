@@ -8,7 +8,7 @@ from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import Job
 from accept_mpi.models.shared import Shared
 from accept_mpi.plan import Plan
-from accept_mpi.planning.codec_choice import EXACT
+from accept_mpi.planning.codec_choice import EXACT, sums_of
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 
@@ -34,7 +34,7 @@ def with_ties(cluster: ClusterProfile, job: Job, plan: Plan, step: float, share:
         ranks = [rank for s in stages for rank in plan.stages[s].ranks]
         link = share * min(cluster.host_link(rank) for rank in ranks)
         each = one.nbytes * (len(ranks) - 1) / len(ranks) / max(link, 1.0)
-        times = micro_batches_of(job) if job.pipeline.gradients == EXACT else 1
+        times = micro_batches_of(job) if sums_of(job, plan) == EXACT else 1
         step = max(step, each * times) + 2 * each
     return step
 

@@ -45,7 +45,7 @@ def summed_gradients(
     def mine(step: int) -> list[int]:
         return [k for k in range(count_of(step)) if table[k] == place.member]
 
-    tied = tied_parts(plane, ties, plan, rank, stage, tables, job.pipeline.gradients == EXACT, count_of)
+    tied = tied_parts(plane, ties, plan, rank, stage, tables, sums_as == EXACT, count_of)
     apart = {n for part in tied for n in part.parameters}
     own = [n for n in range(len(stage.trained)) if n not in apart]
     sums = None

@@ -113,6 +113,18 @@ def test_coded_sums_are_the_same_on_all_members(mpirun, tmp_path: Path, codec: s
     assert last < 1.15 * uncoded + 0.05, (last, uncoded)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_members_go_on_with_the_same_weights(mpirun, tmp_path: Path, dtype: str) -> None:
+    """Where coding goes over what is not float32, the owner of a sum kept it as it was, and the others what they decoded."""
+    keys = {"pipeline_cuts": [], "pipeline_ranks": [[0, 1, 2]], "pipeline_gradients": "uniform:4", "train_evaluate_every": 0}
+    net = {"model": f'name = "nets:of_dtype"\nargs = {{ dtype = "{dtype}" }}'}
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN | net, "run", **keys)
+    out = mpirun(3, ROOT / "tests" / "programs" / "train_and_hash.py", job).out
+    found = [line for line in out.splitlines() if line.startswith("weights")]
+    assert len(found) == 3
+    assert len(set(found)) == 1
+
+
 EPOCHS = {
     "model": samples.CNN["model"],
     "data": samples.CNN["data"],

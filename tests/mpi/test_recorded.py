@@ -63,6 +63,7 @@ CASES: list[dict[str, Any]] = [
     STATELESS | {"lanes": "2"},
     MIXTURE | {"schedule": "1f1b-delayed"},
     {"model": "language", "data": "sentences", "schedule": "1f1b-delayed"},
+    {"model": "language", "data": "sentences", "gradients": "auto"},
 ]
 
 

@@ -13,6 +13,7 @@ from accept_mpi.codecs.message import (
     Label,
     aligned,
     announced,
+    as_decoded,
     buffer_bytes,
     decode,
     describe,
@@ -70,6 +71,29 @@ def test_round_trip_keeps_values_and_strides(name: str) -> None:
     if name != "with gaps":
         assert back.stride() == tensor.stride()
     assert (header.step, header.micro_batch, header.samples) == (7, 3, 4)
+
+
+@given(
+    st.sampled_from(["bf16", "fp16", "uniform:8", "uniform:4", "uniform:2", "mbq:2", "entropy:4.5"]),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8]),
+    st.one_of(st.integers(1, 40), st.sampled_from([1000, 5000])),
+    st.sampled_from([1.0, 1e39, float("inf")]),
+)
+@settings(max_examples=200, deadline=None)
+def test_what_a_receiver_decodes_is_known_beforehand(name: str, dtype: torch.dtype, size: int, largest: float) -> None:
+    """Whoever sums a group's gradients goes on with what the others decode: of any dtype, and however few."""
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+    values[0] *= largest
+    tensor, coding = (values * 9).to(dtype) if dtype.is_floating_point else values.abs().to(dtype), parse(name, False)
+    specs = (TensorSpec.of(tensor),)
+    buffer = aligned(buffer_bytes(specs, coding))
+    header = encode(LABEL, specs, (specs[0].flatten(tensor),), buffer, coding, 12345, now=now)
+    (back,) = decode({4: specs}, buffer[: HEADER_BYTES + header.length], coding).tensors
+    expected = as_decoded(tensor, coding)
+    expected = tensor if expected is None else expected
+    assert back is not None
+    assert back.dtype == expected.dtype
+    assert back.view(torch.uint8).equal(expected.view(torch.uint8))
 
 
 def test_tuples_with_absent_gradients() -> None:

@@ -91,6 +91,8 @@ def test_a_plan_says_how_gradients_are_summed_only_where_the_job_leaves_it_open(
     assert left.renamed({1: 0, 2: 1}).gradients == "bf16"  # after a loss, too
     with pytest.raises(UserError, match=r"pipeline\.gradients"):
         sums_of(job("pipeline.gradients=float7"))
+    with pytest.raises(UserError, match=r'carried over: no "\+sr"'):
+        sums_of(job("pipeline.gradients=uniform:4+sr"))
 
 
 _LUMPY = [4.27, 1.62, 1.08, 0.34, 1.19, 6.77, 0.73, 5.04, 0.09, 0.56, 0.32, 0.15]
