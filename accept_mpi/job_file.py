@@ -101,6 +101,11 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
             f'{source}: pipeline.lanes = "F+B" goes with synchronous schedules: in {job.pipeline.schedule} a backward needs '
             "the weights of its forward while another forward needs newer ones; a number of lanes goes with all"
         )
+    if job.pipeline.lanes == "F+B" and job.pipeline.recompute == "on":
+        raise UserError(
+            f'{source}: pipeline.recompute = "on" does not go with lanes = "F+B": a forward that is computed again would '
+            "undo what another one beside it does to running statistics; a number of lanes goes with it"
+        )
     if job.train.optimizer.correction != "none" and not flows(job.pipeline.schedule):
         raise UserError(
             f'{source}: train.optimizer.correction goes with schedule = "1f1b-delayed" or "1f1b-async": in '

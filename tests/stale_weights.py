@@ -18,7 +18,7 @@ def replay(
     Stage s admits d = P - s + slack * (P - 1 - s) micro-batches before its first backward, then one after each backward, so
     i - d + 1 backwards are done when the forward of micro-batch i begins, and as many updates as steps end among those. A
     stage that a group of equal devices holds (``sizes``) counts in P - s once per device, and updates as many micro-batches
-    later as it has devices.
+    later as it has devices. ``vertical_sync``: all stages use the newest version that all of them have.
     """
     plain, train = samples.plain(job), job["train"]
     layers = list(plain.model)
@@ -42,10 +42,12 @@ def replay(
             if x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last)
             for index, layer in enumerate(layers):
-                s = 0 if vertical_sync else stage_of[index]
-                backwards = i - (sum(width[s:]) + slack * (stages - 1 - s)) + 1
-                later = width[s] if width[s] > 1 else 0
-                version = sum(end + later <= backwards for end in ends)
+                made = []
+                for s in range(stages) if vertical_sync else [stage_of[index]]:
+                    backwards = i - (sum(width[s:]) + slack * (stages - 1 - s)) + 1
+                    later = width[s] if width[s] > 1 else 0
+                    made.append(sum(end + later <= backwards for end in ends))
+                version = min(made)
                 names = [name for name, _ in layer.named_parameters()]
                 used = {n: p.clone().requires_grad_() for n, p in zip(names, versions[index][version], strict=True)}
                 leaves.append(list(used.values()))

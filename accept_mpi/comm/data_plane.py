@@ -264,7 +264,7 @@ class DataPlane(threading.Thread):
             while True:
                 post = self._posts.get(timeout=interval)
                 if post is not None:
-                    self._messenger.send(*post)
+                    (self._messenger.begin if post[1].urgent else self._messenger.send)(*post)
                 interval, woken = 0.0, True
         except queue.Empty:
             return woken

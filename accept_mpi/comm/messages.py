@@ -5,7 +5,7 @@ thread waits for messages by type (``Messenger.expect``); while a deployment run
 the part that handles it.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -15,6 +15,9 @@ from accept_mpi.tree import Tree
 
 class Control(msgspec.Struct, frozen=True, tag=True):
     """A control message."""
+
+    urgent: ClassVar[bool] = False
+    """True if training waits for it, so that it must not queue behind a checkpoint."""
 
 
 # Messages while a run is set up, handled by the code that waits for them.
@@ -163,6 +166,7 @@ class StepFlags(Control, frozen=True):
     """The first stage's leader to all ranks, if groups hold stages: how a step will end (``recovery.barriers``), some steps
     before it begins."""
 
+    urgent: ClassVar[bool] = True
     step: int
     flags: int
 
@@ -180,6 +184,7 @@ class TargetsDrawn(Control, frozen=True):
 class GradientNorms(Control, frozen=True):
     """A stage to all others: norms of its parameters' gradients in a step, and their positions in the model."""
 
+    urgent: ClassVar[bool] = True
     step: int
     stage: int
     norms: list[tuple[int, float]]

@@ -123,21 +123,24 @@ def walk(
 ) -> Iterator[Action]:
     """Yield the actions of ``stage`` for a segment, one after another: a segment may be the whole of a long run.
 
-    ``counts[i]``: micro-batches in the segment's step ``i``; ``slack``: ``Plan.slack``; ``vertical_sync``: F
-    uses the weight version that stage 0 used ("1f1b-async" only); ``widths``: number of micro-batches that each stage works
-    on at a time (``deal.widths``; by default 1), each member of a group on its own part of these actions; ``updates``:
-    "prompt" or "late" if updates wait for other stages ("1f1b-delayed"). The pipeline is empty before and after a segment;
-    within it only "1f1b-async" and "1f1b-delayed" go from step to step without draining.
+    ``counts[i]``: micro-batches in the segment's step ``i``; ``slack``: ``Plan.slack``; ``vertical_sync``: F uses the same
+    weight version on all stages, the newest that all have ("1f1b-async" only); ``widths``: number of micro-batches that each
+    stage works on at a time (``deal.widths``; by default 1), each member of a group on its own part of these actions;
+    ``updates``: "prompt" or "late" if updates wait for other stages ("1f1b-delayed"). The pipeline is empty before and after
+    a segment; within it only "1f1b-async" and "1f1b-delayed" go from step to step without draining.
     """
     wide = tuple(widths) or (1,) * stages
     if kind == "1f1b-delayed":
         return _delayed(stage, wide, counts, slack, updates)
     if kind == "1f1b-async":
         mine = _asynchronous(stage, wide, counts, slack)
-        if not vertical_sync or stage == 0:
+        if not vertical_sync or (stage == 0 and max(wide) == 1):
             return mine
-        firsts = (a.version for a in _asynchronous(0, wide, counts, slack) if a.kind == "F")
-        return (a._replace(version=next(firsts)) if a.kind == "F" else a for a in mine)
+        # Stage 0 has most in flight, so its version is the oldest, unless a group updates later.
+        asked = range(stages) if max(wide) > 1 else (0,)
+        every = [(a.version for a in _asynchronous(s, wide, counts, slack) if a.kind == "F") for s in asked]
+        oldest = map(min, zip(*every, strict=True))
+        return (a._replace(version=next(oldest)) if a.kind == "F" else a for a in mine)
     return _synchronous(kind, stage, wide, counts, slack)
 
 

@@ -60,6 +60,8 @@ class Weights:
         self.updated = list(parameters)
         """Parameters that the optimizer updates."""
         self._versions: dict[int, list[torch.Tensor]] | None = None
+        self._wanted = 0
+        """The newest version that a forward has asked for."""
         self._shown: list[torch.Tensor] | None = None
         if versions:
             every = [*parameters, *{id(buffer): buffer for buffer in buffers}.values()]
@@ -99,8 +101,7 @@ class Weights:
         in flight."""
         if self._versions is None:
             return None
-        if not self._delay:
-            self._forget(version)
+        self._wanted = max(self._wanted, version)
         return self._versions[version]
 
     def meet(self, kept: Kept) -> list[Memory]:
@@ -133,8 +134,8 @@ class Weights:
         if self._versions is None:
             return
         self.newest()
-        if self._delay:  # the steps that used older ones are over
-            self._forget(max(self._versions) + 1 - self._delay)
+        # Only here, since lanes begin forwards in any order: those to come want this version or newer ones.
+        self._forget(max(self._versions) + 1 - self._delay if self._delay else self._wanted)
         copied = iter(copies([p.data for p, copied in zip(self.parameters, self._copied, strict=True) if copied]))
         for parameter, own, is_copied in zip(self.parameters, self._own, self._copied, strict=True):
             own.data = next(copied) if is_copied else parameter.data
@@ -176,6 +177,7 @@ class Weights:
 
     def start(self, before: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         """Make ``values`` version 0, and ``before`` the one that it follows."""
+        self._wanted = 0
         self._versions = {-self._delay: before, 0: values}
 
     def _forget(self, version: int) -> None:

@@ -71,7 +71,7 @@ def plans_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> tuple[Est
         jobs = [_with_slack(job, slack) for slack in range(MOST_SLACK, -1, -1)]
     if pipeline.recompute == "on":
         return _newer(cluster, jobs, _fastest([partial(_recomputing, cluster, one, held) for one in jobs]))
-    again = pipeline.recompute == "auto" and pipeline.schedule != "zero-bubble"
+    again = pipeline.recompute == "auto" and pipeline.schedule != "zero-bubble" and pipeline.lanes != "F+B"
     if len(jobs) == 1 and not again:
         return _keeping(cluster, job, held)
     roomy = [msgspec.structs.replace(device, memory=math.inf) for device in cluster.devices]

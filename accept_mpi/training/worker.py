@@ -6,7 +6,7 @@ outputs on; ``backward`` sends the gradients back the same way.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from accept_mpi.models.losses import Result
 from accept_mpi.pipeline.deal import of_member
 from accept_mpi.pipeline.micro_batch import Inputs, Outputs
 from accept_mpi.pipeline.optimizer import learning_rate
-from accept_mpi.pipeline.schedule import forward_only, max_in_flight
+from accept_mpi.pipeline.schedule import Action, forward_only, max_in_flight
 from accept_mpi.pipeline.schedule import walk as schedule_walk
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place
@@ -111,6 +111,8 @@ class Worker:
         self._tell_flags = services.tell_flags
         self._flags: dict[int, int] = {}
         """Flags of steps that end with a barrier (``recovery.barriers``), by step."""
+        self._said = -1
+        """Newest step before which the leader of the first stage's group has told flags."""
         self._deadline = job.pipeline.startup_timeout
         self._final: int | None = None
         """Step with which the plan ends, once that is known."""
@@ -156,6 +158,8 @@ class Worker:
             updates="usual" if self._clipping is None else "late" if self._clipping.early else "prompt",
         )  # fmt: skip
         bound = max_in_flight(pipeline.schedule, self.s, self.stages, sum(counts), slack, self._widths)
+        if self._tell_flags and self.place.first and self.place.leads:
+            plan = self._telling(plan, segment, steps)
         for kind, position, k, version, whole in of_member(plan, self._table, self.place.member):
             step = segment.start + position
             if self._final is not None and step > self._final:
@@ -195,12 +199,21 @@ class Worker:
         self._computing.join()
         self.stage.drained()
 
+    def _telling(self, plan: Iterator[Action], segment: range, steps: int) -> Iterator[Action]:
+        """The group's actions on the first stage's leader, which says how a step ends, in time, before the group's first
+        action in it: it may have none of its own until others' actions need to know."""
+        for action in plan:
+            step = segment.start + action.step
+            if step > self._said and (self._final is None or step <= self._final):
+                self._said = step
+                if step + AHEAD + 1 < steps and self._tell_flags:
+                    self._tell_flags(step + AHEAD)
+            yield action
+
     def _begin(self, step: int, steps: int) -> None:
         """Begin a step, before this rank's first action in it: the first stage decides how it ends."""
         self._begin_step(step + 1)
         if self._tell_flags:  # groups hold stages
-            if self.place.first and self.place.leads and step + AHEAD + 1 < steps:
-                self._tell_flags(step + AHEAD)
             if self._course.first + AHEAD <= step < steps - 1:
                 self._flag(step, self._barriers.told(step, self._deadline, self.plane.check))
         elif self.place.first and step + 1 < steps:

@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+import samples
 from conftest import ROOT
 from lost_ranks import run
+
+from accept_mpi.logs.reader import open_log
 
 PAUSES = 20  # of bad_moments.py
 
@@ -37,3 +40,16 @@ def test_a_pair_that_is_held_up_once_keeps_its_rate(tmp_path: Path) -> None:
     assert code == 0, out
     found = sorted(line.split()[1:] for line in out.splitlines() if line.startswith("links"))
     assert found == [["0.5", "1.0", "inf"], ["1.0", "inf", "1.0"], ["inf", "1.0", "0.5"]], out
+
+
+def test_training_does_not_wait_for_a_checkpoint(mpirun, tmp_path: Path) -> None:
+    """The norms that clip gradients queued behind it; where it took longer than ``timeout``, the run ended."""
+    job = samples.write_job(
+        tmp_path / "job.toml", samples.CNN, "run", train_clip_norm=1.0, train_steps=8, train_evaluate_every=0,
+        pipeline_cuts=[3], pipeline_timeout=5.0, output_checkpoint_every=3,
+    )  # fmt: skip
+    mpirun(2, ROOT / "tests" / "programs" / "slow_checkpoint.py", job, 8.0)
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        ends = log["steps"]["end"][:]
+    assert len(ends) == 8
+    assert ends[-1] - ends[2] < 6.0

@@ -68,6 +68,8 @@ def test_asynchronous_groups_equal_a_replay_of_stale_weights(mpirun, tmp_path: P
             ([3], [[0, 1], [2, 3]], 0, False),
             ([2, 4], [0, [1, 3], 2], 1, False),
             ([3], [[3, 1, 0], 2], 2, True),
+            ([3], [2, [3, 1, 0]], 0, True),
+            ([3], [2, [3, 1, 0]], 2, True),
             ([], [[0, 1, 2, 3]], 0, False),
         )
     ]
@@ -81,6 +83,17 @@ def test_asynchronous_groups_equal_a_replay_of_stale_weights(mpirun, tmp_path: P
         sizes = [len(one) if isinstance(one, list) else 1 for one in held]
         ours = Checkpoint(tmp_path / str(number)).whole()
         samples.assert_equal(ours, replay(JOBS[name], len(held), slack, vertical, cuts, sizes))
+
+
+def test_a_leader_without_micro_batches(mpirun, tmp_path: Path) -> None:
+    """The first stage's leader says how steps end, before other members begin them, even if it takes no part in them."""
+    jobs = []
+    for name, held, speeds in (("slow", [[0, 1], 2], [[1, 4], 1]), ("fast", [[1, 0], 2], [[4, 1], 1])):
+        keys = {"pipeline_cuts": [3], "pipeline_ranks": held, "pipeline_speeds": speeds, "train_micro_batches": 2}
+        keys |= {"pipeline_schedule": "1f1b-async", "train_evaluate_every": 0, "pipeline_timeout": 20.0}
+        jobs.append(samples.write_job(tmp_path / f"{name}.toml", samples.CNN, name, **keys))
+    mpirun(3, ROOT / "tests" / "programs" / "train_all.py", *jobs)
+    samples.assert_equal(*(Checkpoint(tmp_path / name).whole() for name in ("slow", "fast")))
 
 
 def test_sums_of_ranks_differ_by_rounding(mpirun, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_asynchronous_lanes_equal_a_replay_of_stale_weights(mpirun, tmp_path: Pa
     cases = [
         (name, lanes, slack, vertical)
         for name in JOBS
-        for lanes, slack, vertical in ((2, 0, False), (2, 2, True), (3, 1, False))
+        for lanes, slack, vertical in ((2, 0, False), (2, 2, True), (4, 0, True), (3, 1, False))
     ]
     jobs = [
         samples.write_job(

@@ -92,6 +92,7 @@ def test_overrides() -> None:
             'expected one of "gpipe", "1f1b", "1f1b-async", "1f1b-delayed", "zero-bubble", got "2f2b"',
         ),
         (["train.micro_batches=100"], "a micro-batch needs at least one sample"),
+        (["pipeline.lanes=F+B", "pipeline.recompute=on"], 'does not go with lanes = "F+B"'),
         (["pipeline.lanes=F+B", "pipeline.schedule=1f1b-async"], 'F+B" goes with synchronous schedules'),
         (["pipeline.lanes=0"], "pipeline.lanes"),
         (["pipeline.vertical_sync=true"], 'goes with schedule = "1f1b-async" only'),

@@ -67,6 +67,23 @@ def test_no_deadlock_at_any_size(kind, slack: int) -> None:
             simulate(walks(kind, stages, counts, slack), times(kind), lambda source, target: 0.3)
 
 
+@pytest.mark.parametrize("slack", [0, 1, 2])
+def test_all_stages_have_the_version_that_vertical_sync_asks_for(slack: int) -> None:
+    for widths in itertools.product((1, 2, 4), repeat=3):
+        asked = []
+        for stage in range(3):
+            made, versions = 0, {}
+            for action in actions("1f1b-async", stage, 3, [3, 4, 1, 5], slack, True, widths):
+                if action.kind == "U":
+                    made += 1
+                elif action.kind == "F":
+                    assert action.version <= made, (widths, stage, action)
+                    versions[action.step, action.micro_batch] = action.version
+            asked.append(versions)
+        assert asked[0] == asked[1] == asked[2], widths
+        assert list(asked[0].values()) == sorted(asked[0].values())
+
+
 def test_published_bounds() -> None:
     """PipeDream: P - s. GPipe: all. ZB-H1: P. Slack 1: Asteroid's 2 (P - s) - 1."""
     assert [max_in_flight("1f1b", s, 4, 16) for s in range(4)] == [4, 3, 2, 1]
