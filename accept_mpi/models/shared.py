@@ -76,7 +76,7 @@ class Part(NamedTuple):
     written: bool
     """True if training changes it, judged by its kind."""
     identity: int = 0
-    """Id of the tensor, if it is a parameter."""
+    """Id of the tensor, if it is a parameter that the optimizer alone changes."""
 
 
 def parts(layer: nn.Module) -> Iterator[Part]:
@@ -90,7 +90,8 @@ def parts(layer: nn.Module) -> Iterator[Part]:
                 if tensor is not None:
                     whole = f"{prefix}.{name}" if prefix else name
                     written = (tensor.requires_grad if kind == "parameter" else statistics) or whole in changing
-                    identity = id(tensor) if kind == "parameter" else 0
+                    trained = kind == "parameter" and tensor.requires_grad and whole not in changing
+                    identity = id(tensor) if trained else 0
                     yield Part(whole, tensor, kind, written, identity)
 
 

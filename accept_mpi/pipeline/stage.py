@@ -286,8 +286,9 @@ class Stage(Trials):
     def join_group(self) -> None:
         """From now on a group holds the stage: leave BatchNorm's running statistics to ``statistics``. Raises UserError if
         a group cannot hold it."""
-        if self.alone:
-            raise UserError(f"layers {self.start} to {self._last} cannot be held by several ranks: {self.alone}")
+        changes = any(name.startswith("parameter ") for name in self._written)
+        if why := self.alone or ("a layer writes into its own parameters in its forward" if changes else ""):
+            raise UserError(f"layers {self.start} to {self._last} cannot be held by several ranks: {why}")
         self.statistics = RunningStatistics(self.names, self.layers)
 
     @property

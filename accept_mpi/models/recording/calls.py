@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -30,3 +31,12 @@ class Made:
 
     def __hash__(self) -> int:
         return hash(type(self.module))
+
+
+def averages(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The running averages that ``batch_norm`` writes to: it alone of torch's functions does not count that as a version."""
+    if name != "batch_norm":
+        return []
+    given = dict(zip(("input", "running_mean", "running_var", "weight", "bias", "training"), args, strict=False)) | kwargs
+    both = (given.get("running_mean"), given.get("running_var"))
+    return [one for one in both if isinstance(one, torch.Tensor)] if given.get("training") else []

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
+from accept_mpi.models.recording.autocasting import within
 from accept_mpi.models.recording.key import keyed
 from accept_mpi.models.recording.structure import mapped, parts_of, tensors_in
 from accept_mpi.models.recording.tape import DEVICE, ComputingDevice, Node, State, Value
@@ -86,7 +87,10 @@ class RecordedLayer(nn.Module):
             if step.places:
                 args, kwargs = mapped(args, filled, _PLACES), mapped(kwargs, filled, _PLACES)
             call = self.get_submodule(node.module) if node.function is None else node.function
-            with nullcontext() if node.grad or not enabled else torch.no_grad():
+            # In training gradients may be off around a forward that is computed again; in evaluation they are.
+            same = node.grad == enabled or (self.training and not enabled)
+            grad = nullcontext() if same else torch.set_grad_enabled(node.grad)
+            with grad, within(node.autocast) if node.autocast else nullcontext():
                 result = call(*args, **kwargs)
             tensors = tensors_in(result)
             if node.shapes is not None and tuple(one.shape for one in tensors) != node.shapes:

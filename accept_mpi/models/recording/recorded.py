@@ -17,7 +17,8 @@ from accept_mpi.models.recording.layer import Program, RecordedLayer, program, p
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.output import select
 from accept_mpi.models.recording.recorder import ReadsData, Recorder, Unrecordable, as_if_compiled
-from accept_mpi.models.shared import unfilled
+from accept_mpi.models.recording.structure import parts_of
+from accept_mpi.models.recording.tape import State
 
 _MOST_RECORDS = 256
 _RECORDING = threading.RLock()
@@ -36,9 +37,8 @@ class RecordedModel:
         Raises UserError, Unrecordable.
         """
         self._make, self._wanted = make, output
-        with unfilled():
-            first = make()
-        self._meta = MetaModel(first, blocks)
+        # With its initial weights: what __init__ computes from them, or draws after them, is part of the record.
+        self._meta = MetaModel(make(), blocks)
         self._check()
         self._as_if_compiled = False
         usual, _ = keyed(value)
@@ -160,8 +160,8 @@ class RecordedModel:
             for step in one.steps:
                 if step.node.function is None:
                     modules[index][step.node.module] = None
-                else:
-                    tensors[index].update(dict.fromkeys(step.node.states))
+                given = parts_of((step.node.args, step.node.kwargs), (State,))
+                tensors[index].update(dict.fromkeys(place.name for place in given))
         return [list(one) for one in modules], [list(one) for one in tensors]
 
     def _layer_names(self) -> list[str]:

@@ -5,16 +5,14 @@ Shapes, configuration and None steer the recorded Python as they steer the model
 one (``if mask.all():``) is refused with file and line.
 """
 
-import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -22,25 +20,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from accept_mpi.errors import UserError
+from accept_mpi.models.recording.autocasting import Autocast, watched
 from accept_mpi.models.recording.blocks import try_out
-from accept_mpi.models.recording.calls import Apply, Made
+from accept_mpi.models.recording.calls import Apply, Made, averages
 from accept_mpi.models.recording.meta_model import MetaModel
-from accept_mpi.models.recording.structure import constants_in, is_plain, mapped, tensors_in
+from accept_mpi.models.recording.replaced import generators, replaced
+from accept_mpi.models.recording.structure import constants_in, is_plain, mapped, parts_of, tensors_in
 from accept_mpi.models.recording.tape import DEVICE, Node, Spec, State, Tape, Value
 
 _OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
-_RANDOM = (
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_", "normal",
-    "normal_", "uniform_", "multinomial", "poisson", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
-    "feature_alpha_dropout", "feature_dropout", "dropout_", "exponential_", "geometric_", "cauchy_", "log_normal_",
-    "random_", "rrelu", "rrelu_", "gumbel_softmax",
-)  # fmt: skip
 _EFFECTS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
 _READS = (
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero", "numpy", "equal",
     "__contains__", "allclose",
 )  # fmt: skip
 _ASSIGNED = ("__set__", "__delete__")
+_FOREIGN = "model.name: forward uses a parameter that is no part of the model: make it in __init__ ({})"
+_META, _COMPUTING = torch.device("meta"), torch.device("cpu")
+_WHERE: dict[Any, Any] = {
+    vars(torch._C.TensorBase)[name].__get__: value
+    for name, value in (("device", _COMPUTING), ("is_cpu", True), ("is_cuda", False), ("is_meta", False))
+}
+"""What a forward learns of where its tensors are, so that it goes the way that it will go there."""
 
 
 class Unrecordable(UserError):
@@ -66,19 +67,17 @@ def as_if_compiled() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-def _generators() -> tuple[Any, Any]:
-    """States of Python's and NumPy's random numbers."""
-    return random.getstate(), str(np.random.get_state(legacy=False))
-
-
 class _Counting(TorchDispatchMode):
-    """Counts floating-point operations."""
+    """Counts floating-point operations, and sees whether any operation draws random numbers."""
 
     total = 0.0
+    drew = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # what is recorded is above autograd
+            found = func(*args, **kwargs)
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self.total += count(*args, **kwargs, out_val=found)
@@ -110,11 +109,16 @@ class Recorder:
         """Names of the modules whose forward runs, "" for blocks and those made in forward; the innermost last."""
         self._constants: set[int] = set()
         """Slots that depend on no input and none of the model's tensors."""
-        self._busy = self._drew = False
+        self._values: dict[int, torch.Tensor] = {}
+        """Values of constants, as far as they have been computed: after the node before ``_computed``."""
+        self._computed = 0
+        self._busy = False
         self._written: list[torch.Tensor] = []
         """What a call has written to without a trace in the tensors' versions."""
         self._thread = threading.get_ident()
         self._counting = _Counting()
+        self._autocast: Sequence[Autocast] = []
+        """The ``torch.autocast`` contexts of the forward that are open."""
         self.tape = Tape(())
         self.tape.inputs = tuple(self._slot(tensor) for tensor in inputs)
         self.tape.memory_of = {name: self._memory(tensor) for name, tensor in of.tensors.items()}
@@ -123,7 +127,7 @@ class Recorder:
         """Record ``model(*args, **kwargs)``, in which ``inputs`` are the tensors, on the meta device; returns its result.
         The tape's ``output`` is left to the caller (``result``). Raises Unrecordable, UserError."""
         outer = torch.enable_grad() if training else torch.no_grad()
-        generators = _generators()
+        before, drawn = generators(), torch.get_rng_state()
         with self._of.mode(training), outer, torch.device("meta"), self._counting, self._watching():
             try:
                 found = self._of.model(*args, **kwargs)
@@ -136,7 +140,9 @@ class Recorder:
                     f"model.name: the forward cannot be recorded: {type(error).__name__}: {' '.join(str(error).split())} "
                     f"({_innermost(error)})",
                 ) from error
-        if _generators() != generators:
+            finally:
+                torch.set_rng_state(drawn)  # some functions draw on the meta device, too
+        if generators() != before:
             raise Unrecordable(
                 "model.name: the forward asks Python's or NumPy's random numbers what to compute, which cannot be recorded; "
                 "torch's own can, if no choice depends on them"
@@ -146,32 +152,37 @@ class Recorder:
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Within the context all calls of this thread are recorded."""
-        plain_call, plain_apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
-        recorder = self
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if recorder._busy or threading.get_ident() != recorder._thread:
-                return plain_call(module, *args, **kwargs)
-            return recorder.module(module, plain_call, args, kwargs)
+        def mine() -> bool:
+            return not self._busy and threading.get_ident() == self._thread
 
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if recorder._busy or threading.get_ident() != recorder._thread:
-                return plain_apply.__func__(cls, *args, **kwargs)
+        def apply(plain: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if not mine():
+                return plain(cls, *args, **kwargs)
             if not is_plain(args):
                 raise Unrecordable(
                     f"model.name: {cls.__name__}, called in forward, takes what is no tensor and no constant, which cannot "
                     f"be recorded ({_where()})"
                 )
-            return recorder._recorded(Apply(cls), "", lambda *a: plain_apply.__func__(cls, *a), args, {}, (), True)
+            return self._recorded(Apply(cls), "", partial(plain, cls), args, {}, (), True)
 
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-        try:
-            with _Functions(self):
-                yield
-        finally:
-            nn.Module.__call__ = plain_call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = plain_apply  # type: ignore[method-assign]
+        def call(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.module(module, plain, args, kwargs) if mine() else plain(module, *args, **kwargs)
+
+        def script(plain: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+            if not mine():
+                return plain(function, *args, **kwargs)
+            return self._recorded(function, "", partial(plain, function), args, kwargs, (), False)
+
+        def seed(plain: Any, number: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return plain(number)
+            raise self._failed(
+                Unrecordable, f"model.name: forward seeds torch's random numbers, which no record does ({_where()})"
+            )
+
+        with replaced(call, apply, script, seed), watched() as self._autocast, _Functions(self):
+            yield
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -187,9 +198,7 @@ class Recorder:
         hooks = module._backward_hooks or module._backward_pre_hooks
         if path is None:
             if next(module.parameters(), None) is not None:
-                raise Unrecordable(
-                    f"model.name: forward uses a parameter that is no part of the model: make it in __init__ ({_where()})"
-                )
+                raise Unrecordable(_FOREIGN.format(_where()))
             if module._modules or not is_plain((args, kwargs)):
                 return plain(module, *args, **kwargs)
             return self._recorded(Made(module), "", lambda *a, **k: plain(module, *a, **k), args, kwargs, (), False)
@@ -214,8 +223,7 @@ class Recorder:
         """A torch function is called."""
         name = getattr(func, "__name__", "")
         if self._busy:
-            self._drew = self._drew or _draws(name, args, kwargs)
-            self._written += _averages(name, args, kwargs)
+            self._written += averages(name, args, kwargs)
             return func(*args, **kwargs)
         if torch._C._are_functorch_transforms_active():
             raise Unrecordable(
@@ -226,7 +234,15 @@ class Recorder:
             raise Unrecordable(f"model.name: forward sets an attribute of a tensor, which cannot be recorded ({_where()})")
         if name in _READS and tensors_in(args):
             return self._read(func, name, args, kwargs)
-        self._drew, self._written = _draws(name, args, kwargs), _averages(name, args, kwargs)
+        if name == "__get__" and func in _WHERE:
+            return _WHERE[func]
+        if parts_of((args, kwargs), (torch.Generator,)):
+            raise self._failed(
+                Unrecordable,
+                f"model.name: forward draws from a generator of its own, whose state a record does not keep ({_where()}); "
+                "make what it draws in __init__, as a buffer, or draw from torch's own",
+            )
+        self._written = averages(name, args, kwargs)
         return self._recorded(func, "", func, args, kwargs, (), name in _EFFECTS)
 
     def _recorded(
@@ -242,18 +258,24 @@ class Recorder:
     ) -> Any:
         self._busy = True
         try:
-            args, kwargs = mapped((args, kwargs), self._stand_in, (torch.Tensor,))
+            args, kwargs = mapped((args, kwargs), self._stand_in, (torch.Tensor, torch.device))
             given = tensors_in((args, kwargs))
             places = mapped((args, kwargs), self._place, (torch.Tensor, torch.device))
             watched = [*given, *(self._of.tensors[name] for name in states)]
             versions = [tensor._version for tensor in watched]
-            operations = self._counting.total
+            operations, self._counting.drew = self._counting.total, False
             if module:
-                self._drew, self._written = False, []
+                self._written = []
             found = call(*args, **kwargs)
             found = mapped(found, self._stand_in, (torch.Tensor,))
             written = [tensor for tensor, old in zip(watched, versions, strict=True) if tensor._version != old]
             written += [tensor for tensor in self._written if tensor.is_meta]
+            if any(id(tensor) in self._real for tensor in written):
+                raise self._failed(
+                    Unrecordable,
+                    f"model.name: forward writes to a tensor that is no buffer of the model, so each rank would have a copy "
+                    f"({_where()}); make it one by register_buffer",
+                )
             results = tensors_in(found)
             if module and not is_plain(found) and not results:
                 raise Unrecordable(f"model.name: {module} gives a {type(found).__name__}, which cannot be recorded")
@@ -263,24 +285,27 @@ class Recorder:
             takes = tuple(
                 dict.fromkeys(self._slots[id(t)] for t in given if id(t) in self._slots and id(t) not in self._of.states)
             )
-            known = len(self._kept)
             gives = tuple(self._slot(tensor) for tensor in results)
             writes = frozenset(self._memory(tensor) for tensor in written)
-            plain = not states and not used and not writes and not stays and not self._drew
-            if plain and all(slot in self._constants for slot in takes):
-                self._constants.update(slot for slot in gives if slot >= known)
+            draws = self._counting.drew and not module  # which stays where it is
+            constant = not states and not used and not stays and not draws and self._constants.issuperset(takes)
+            if constant:
+                self._constants.update(gives)
+            else:  # what it gives, or writes to
+                specs = self.tape.specs
+                self._constants -= {slot for slot in self._constants if slot in gives or specs[slot].memory in writes}
             args, kwargs = places
             self.tape.nodes.append(
                 Node(
-                    function, module, args, kwargs, takes, gives, states or used,
-                    any(one in self._of.parameters for one in states or used), writes, stays, self._drew,
-                    torch.is_grad_enabled(), tuple(one.shape for one in results) if block else None,
-                    self._counting.total - operations,
+                    function, module, args, kwargs, takes, gives, (*states, *used),
+                    any(one in self._of.parameters for one in (*states, *used)), writes, stays, draws, constant,
+                    torch.is_grad_enabled(), tuple(self._autocast),
+                    tuple(one.shape for one in results) if block else None, self._counting.total - operations,
                 )
             )  # fmt: skip
             return found
         finally:
-            self._busy, self._drew, self._written = False, False, []
+            self._busy, self._written = False, []
 
     def _read(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """The value of a tensor is asked for: of one that is the same in every step it is computed."""
@@ -312,20 +337,25 @@ class Recorder:
         return error
 
     def _value(self, slot: int) -> torch.Tensor:
-        """Value of a constant."""
-        node = next(node for node in self.tape.nodes if slot in node.gives)
+        """Value of a constant, after all that has been recorded."""
 
         def real(place: Any) -> Any:
-            return self._value(place.slot) if isinstance(place, Value) else torch.device("cpu")
+            return self._values[place.slot] if isinstance(place, Value) else torch.device("cpu")
 
-        args, kwargs = mapped((node.args, node.kwargs), real, (Value, type(DEVICE)))
-        assert node.function is not None
-        return dict(zip(node.gives, tensors_in(node.function(*args, **kwargs)), strict=True))[slot]
+        for node in self.tape.nodes[self._computed :]:
+            if node.constant:
+                assert node.function is not None
+                args, kwargs = mapped((node.args, node.kwargs), real, (Value, type(DEVICE)))
+                self._values.update(zip(node.gives, tensors_in(node.function(*args, **kwargs)), strict=True))
+        self._computed = len(self.tape.nodes)
+        return self._values[slot]
 
     # -- places --------------------------------------------------------------------------------------------------------
 
-    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, or one on the meta device for it."""
+    def _stand_in(self, tensor: Any) -> Any:
+        """The tensor itself, or one on the meta device for it; that device for the one on which the model will compute."""
+        if isinstance(tensor, torch.device):
+            return _META if tensor == _COMPUTING else tensor
         if tensor.is_meta:
             return tensor
         new = self._stand_ins.get(id(tensor))
@@ -344,10 +374,11 @@ class Recorder:
         if (real := self._real.get(id(value))) is not None:
             return real
         if isinstance(value, nn.Parameter):
-            raise Unrecordable(
-                f"model.name: forward uses a parameter that is no part of the model: make it in __init__ ({_where()})"
-            )
-        raise Unrecordable(f"model.name: forward uses a tensor whose origin cannot be recorded ({_where()})")
+            raise Unrecordable(_FOREIGN.format(_where()))
+        raise Unrecordable(
+            f"model.name: forward uses a tensor whose origin cannot be recorded ({_where()}): perhaps one that an earlier "
+            "forward has kept in a cache; make it in each forward, or in __init__ as a buffer"
+        )
 
     def result(self, value: Any) -> Any:
         """A structure with places instead of tensors."""
@@ -365,22 +396,6 @@ class Recorder:
 
     def _memory(self, tensor: torch.Tensor) -> int:
         return self._memories.setdefault(tensor.untyped_storage()._cdata, len(self._memories))
-
-
-def _draws(name: str, args: Any, kwargs: Any) -> bool:
-    """True if a function draws random numbers."""
-    if name == "scaled_dot_product_attention":
-        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    return name in _RANDOM
-
-
-def _averages(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The running averages that ``batch_norm`` writes to: it alone of torch's functions does not count that as a version."""
-    if name != "batch_norm":
-        return []
-    given = dict(zip(("input", "running_mean", "running_var", "weight", "bias", "training"), args, strict=False)) | kwargs
-    both = (given.get("running_mean"), given.get("running_var"))
-    return [one for one in both if isinstance(one, torch.Tensor)] if given.get("training") else []
 
 
 def _where() -> str:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accept_mpi.models.recording.autocasting import Autocast
 from accept_mpi.models.recording.structure import parts_of
 
 
@@ -62,8 +63,12 @@ class Node:
     """True if the call may have an effect apart from its result and ``writes``."""
     draws: bool
     """True if it draws random numbers."""
+    constant: bool
+    """True if it depends on no input and none of the model's tensors, and draws nothing."""
     grad: bool
     """Whether gradients are enabled."""
+    autocast: tuple[Autocast, ...]
+    """The forward's ``torch.autocast`` contexts that are open."""
     shapes: tuple[torch.Size, ...] | None
     """Of a block: shapes of the result's tensors, which must be the same for all values."""
     operations: float

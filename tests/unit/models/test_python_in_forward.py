@@ -1,0 +1,216 @@
+"""What a forward's Python may do is done as in the plain model, bit for bit, wherever it is cut; what a record cannot do
+again is refused."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from recorded_models import check, recorded
+from torch import nn
+from torch.nn import functional as F
+
+from accept_mpi.errors import UserError
+
+
+def every_cut(count: int) -> list[list[int]]:
+    return [[], *([n] for n in range(1, count)), list(range(1, count))]
+
+
+def loss(result: Any) -> torch.Tensor:
+    return result.float().square().mean()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 6)
+
+
+@torch.jit.script
+def scripted_gelu(x: torch.Tensor):  # type: ignore[no-untyped-def]
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
+class Scripted(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(scripted_gelu(self.b(scripted_gelu(self.a(x)))))
+
+
+class WrittenConstant(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        window, places, two = torch.zeros(4), torch.arange(3), torch.empty(6).fill_(2.0)
+        window[1:] = 1
+        first = float(window.sum())
+        window.mul_(2)
+        places += 1
+        x = self.b(torch.tanh(self.a(x)) * first * float(window.view(2, 2).sum()))
+        for place in places.tolist():
+            x = x + place
+        return self.c(torch.tanh(x)) * float(two[0])
+
+
+class OfInitialWeights(Net):
+    """Numbers from initial weights, and drawn after layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.order = self.b.weight.norm().item(), torch.randperm(8).tolist()
+        self.mask = {"b": self.b.weight.detach().abs() > 0.1}
+        self.noise = [torch.randn(8) for _ in range(2)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.a(x))[:, self.order] / self.norm + self.noise[0]
+        return self.c(torch.tanh(F.linear(x, self.b.weight * self.mask["b"], self.b.bias)) * self.noise[1])
+
+
+class Autocasts(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = torch.tanh(self.b(torch.tanh(self.a(x))))
+        return self.c(x.float())
+
+
+class KnowsItsDevice(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        if x.device.type == "cpu":
+            x = x * 2
+        if not x.is_cpu or x.is_cuda or x.is_meta:
+            x = x * 3
+        x = self.b(torch.tanh(x)) + torch.arange(8, device=x.device)
+        return self.c(x.to(x.device) + torch.ones(8, device=torch.device("cpu")))
+
+
+class Parametrized(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.utils.parametrizations.weight_norm(self.b)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(F.linear(torch.tanh(self.a(x)), self.b.weight, self.b.bias))
+        return self.c(torch.tanh(x @ self.b.weight))
+
+
+class Gamma(Net):
+    """A draw that two layers use."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = torch._standard_gamma(torch.full((8,), 2.0)) if self.training else 1.0
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)) * drawn)) * drawn)
+
+
+class DifferentiatesInEvaluation(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            inside = self.a(x).detach().requires_grad_()
+            (slope,) = torch.autograd.grad(inside.square().sum(), inside)
+        return self.c(torch.tanh(self.b(slope)))
+
+
+@pytest.mark.parametrize(
+    "model", [Scripted, WrittenConstant, OfInitialWeights, Autocasts, KnowsItsDevice, Parametrized, Gamma]
+)
+def test_equal_to_the_plain_model(model: type[nn.Module]) -> None:
+    torch.manual_seed(3)
+    chain = check(model, [torch.randn(4, 6), torch.randn(4, 6), torch.randn(3, 6)], loss, every_cut)
+    assert len(chain) >= 2
+
+
+def test_autocast_that_is_off_within_one_that_is_on() -> None:
+    class Off(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.b(torch.tanh(self.a(x)))
+            with torch.autocast("cpu", enabled=False):
+                return self.c(x.float())
+
+    x = torch.randn(4, 6)
+    torch.manual_seed(7)
+    plain = Off()
+    layers = recorded(Off, x).build_range(0, 3, 0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # as training does, but recording does not
+        value: Any = x
+        for layer in layers:
+            value = layer(value)
+        expected = plain(x)
+    assert value.dtype == expected.dtype == torch.float32
+    assert torch.equal(value, expected)
+
+
+def test_a_compiled_model() -> None:
+    with pytest.raises(UserError, match=r"torch\.jit\.script has compiled"):
+        recorded(lambda: torch.jit.script(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))), torch.randn(4, 6))
+
+
+def test_gradients_in_evaluation() -> None:
+    x = torch.randn(4, 6)
+    layers = recorded(DifferentiatesInEvaluation, x).build_range(0, 3, 0)
+    torch.manual_seed(7)
+    plain = DifferentiatesInEvaluation().eval()
+    with torch.no_grad():
+        value: Any = x
+        for layer in layers:
+            value = layer.eval()(value)
+        assert torch.equal(value, plain(x))
+
+
+def counts_in_a_list(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.steps[0] += 1
+    return self.a(x) * self.steps[0]
+
+
+def counts_in_an_object(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.config.inner.step += 1
+    return self.a(x)
+
+
+def collects(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.extra_losses.append(x.mean())
+    return self.a(x)
+
+
+def own_generator(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.a(x @ torch.randn(6, 6, generator=torch.Generator().manual_seed(7)))
+
+
+def seeds(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return self.a(x @ torch.randn(6, 6))
+
+
+def reads_a_draw(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.a(x) * torch.distributions.Gamma(2.0, 1.0).sample().item()
+
+
+def writes_to_a_plain_tensor(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.tables[0].add_(1)
+    return self.a(x) * self.tables[0]
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (counts_in_a_list, "forward sets steps of the model"),
+        (counts_in_an_object, "forward sets config of the model"),
+        (collects, "forward sets extra_losses of the model"),
+        (own_generator, r"a generator of its own, .*test_python_in_forward\.py, line"),
+        (seeds, r"forward seeds torch's random numbers, .*test_python_in_forward\.py, line"),
+        (reads_a_draw, "depends on the values of its data"),
+        (writes_to_a_plain_tensor, "no buffer of the model"),
+    ],
+)
+def test_what_a_record_cannot_do_again(forward: Callable[[Any, torch.Tensor], torch.Tensor], message: str) -> None:
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps, self.extra_losses = [0], list[torch.Tensor]()
+            self.config = SimpleNamespace(inner=SimpleNamespace(step=0))
+            self.tables = [torch.zeros(8)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(self.b(forward(self, x)))
+
+    with pytest.raises(UserError, match=message):
+        recorded(Model, torch.randn(4, 6))
