@@ -226,6 +226,11 @@ class Sender:
         """Those of the oldest message in flight, for the data plane to test; they are null once they are done."""
         return self.active[0][0] if self.active else []
 
+    @property
+    def under_way(self) -> object:
+        """The messages that MPI is sending, and their requests."""
+        return list(self.active)
+
     def move(self, comm: MPI.Intracomm, recorder: Recorder) -> bool:
         """Complete sends that the peer has received and start queued ones; returns True if there were any. Called on the
         data-plane thread, after ``requests`` have been tested."""
@@ -327,6 +332,11 @@ class Receiver:
             return []
         self._held = False
         return [self._larger[0] if self._larger else self._posted[0][0]]
+
+    @property
+    def under_way(self) -> object:
+        """The buffers that MPI may write to, and their requests."""
+        return [*self._posted, self._larger]
 
     def move(self, recorder: Recorder) -> bool:
         """Decode the next message if it has arrived; returns True if so. Called on the data-plane thread, after

@@ -150,12 +150,14 @@ class DataPlane(threading.Thread):
         for incoming in self._incoming:
             incoming.close()
 
-    def abandon(self) -> None:
-        """End the thread without completing transfers; its communicators have been revoked."""
+    def abandon(self) -> list[object]:
+        """End the thread without completing transfers; its communicators have been revoked. Returns what must be kept, since
+        MPI may still read from it and write to it."""
         self._abandoned = True
         self.wake()
         if self.is_alive():
             self.join(_ABANDON_SECONDS)
+        return [*(one.under_way for one in self._outgoing), *(one.under_way for one in self._incoming)]
 
     def run(self) -> None:
         """Move all transfers until ``stop`` or ``abandon``; an error is kept for ``check``."""

@@ -48,7 +48,7 @@ class Runtime:
         self._before_end: Callable[[str], None] = lambda text: None
         self._describe: Callable[[int], str] = lambda rank: ""
         self._ended = threading.Lock()
-        self._left_behind: list[Messenger] = []
+        self._left_behind: list[object] = []
         self.messenger = Messenger(self.circle.control)
 
     @staticmethod
@@ -134,6 +134,10 @@ class Runtime:
         finally:
             guard.cancel()
 
+    def leave_behind(self, used: object) -> None:
+        """Keep what MPI may still read from and write to after a loss."""
+        self._left_behind.append(used)
+
     def _regroup(self) -> list[int]:
         here = self.members[self.rank]
         facts = dict(zip(self.members, self.hosts, strict=True))
@@ -141,7 +145,7 @@ class Runtime:
             self.lifeline.leave()
             self.circle.revoke()
             self.circle = self.circle.survivors()
-            self._left_behind.append(self.messenger)  # MPI may still read and write its buffers
+            self.leave_behind(self.messenger)
             try:
                 rank, size = self.world.rank, self.world.size
                 self.messenger = Messenger(self.circle.control)

@@ -249,7 +249,7 @@ class Deployment:
         """Drop everything after a loss, without waiting for other ranks."""
         self.state.stop.connect(None)
         if self._plane:
-            self._plane.abandon()
+            self.runtime.leave_behind(self._plane.abandon())
         self.close()
 
     def close(self) -> None:
