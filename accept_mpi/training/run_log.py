@@ -12,7 +12,7 @@ from accept_mpi.data.calendar import Milestones
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.launch.ownership import Ownership
-from accept_mpi.logs.format import Rows
+from accept_mpi.logs.format import Rows, rows_of
 from accept_mpi.logs.observers import Evaluated, Observer
 from accept_mpi.logs.progress import ProgressObserver
 from accept_mpi.logs.reader import open_log
@@ -193,8 +193,8 @@ def begin_log(
 ) -> LogWriter:
     """A new log in ``directory``, with the ``cluster`` profile from which the plan was made. Raises UserError.
 
-    An existing log is kept under another name. A resumed run's log begins with the steps and evaluations up to
-    ``resumed_step``. ``run``, after a loss: this run's name. An existing log that bears it is the run's own, whose writer
+    An existing log is kept under another name. A resumed run's log begins with the steps, evaluations and metrics up
+    to ``resumed_step``. ``run``, after a loss: this run's name. An existing log that bears it is the run's own, whose writer
     was lost, so its trace, events and plans are continued, too.
     """
     path = directory / "log.h5"
@@ -219,15 +219,17 @@ def begin_log(
 
 
 def _earlier(path: Path, step: int, run: str | None) -> dict[str, Rows]:
-    """Rows of an old log: steps and evaluations up to ``step``, and if the log is this ``run``'s own, its trace, events and
-    plans. Raises UserError if it cannot be read."""
+    """Rows of an old log: steps, evaluations and metrics up to ``step``, and if the log is this ``run``'s own, its trace,
+    events and plans. Raises UserError if it cannot be read."""
     with open_log(path) as old:
-        earlier = {name: old[name][old[name]["step"] <= step] for name in ("steps", "evals")}
+        all_rows = {name: rows_of(old, name) for name in ("steps", "evals", "metrics")}
+        earlier = {name: rows[rows["step"] <= step] for name, rows in all_rows.items()}
         if run and json.loads(old.attrs["facts"]).get("run") == run:
             return earlier | {name: old[name][:] for name in ("trace", "events", "plans") if name in old}
     # Times count from the beginning of this run, so those of earlier rows become negative.
-    ends = [rows["end"].max() for rows in earlier.values() if len(rows)]
-    for rows in earlier.values():
+    timed = [earlier["steps"], earlier["evals"]]
+    ends = [rows["end"].max() for rows in timed if len(rows)]
+    for rows in timed:
         rows["end"] -= max(ends, default=0.0)
     return earlier
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from accept_mpi.job_file import parse
-from accept_mpi.logs.format import STEPS, TRACE
+from accept_mpi.logs.format import METRICS, STEPS, TRACE
 from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.writer import LogWriter
 from accept_mpi.plan import make_plan
@@ -22,6 +22,7 @@ def folder(tmp_path: Path) -> Path:
     log = LogWriter(tmp_path / "log.h5", JOB.to_json(), PLAN.to_json(), {"run": "this"})
     for step in range(1, 6):
         log.append("steps", np.array([(step, 0, 8, 1.0, 0.5, 0.1, 10.0 + step, 8.0)], STEPS))
+        log.append("metrics", np.array([(step, b"top5", 0.9)], METRICS))
     log.append("trace", np.ones(7, TRACE))
     log.event(12.0, 2, "lost rank 3")
     log.close()
@@ -47,6 +48,13 @@ def test_after_a_resume_earlier_steps_have_negative_times(folder: Path) -> None:
 
 def test_after_its_writer_was_lost_all_goes_on(folder: Path) -> None:
     assert begun(folder, 3, "this") == ([1, 2, 3], [11.0, 12.0, 13.0], 7, 1)
+
+
+@pytest.mark.parametrize("run", [None, "this"])
+def test_metrics_of_earlier_evaluations_are_kept(folder: Path, run: str | None) -> None:
+    begun(folder, 3, run)
+    with open_log(folder / "log.h5") as log:
+        assert log["metrics"][:].tolist() == [(step, b"top5", 0.9) for step in (1, 2, 3)]
 
 
 def test_another_run_s_log_is_not_gone_on_with(folder: Path) -> None:
