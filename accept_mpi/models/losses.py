@@ -80,6 +80,12 @@ class Loss:
                 f'train.loss: "{name}" has reduction="sum", and a step\'s loss is a mean over what counts: use "mean", or a '
                 "function that gives (sum, count)"
             )
+        owner = getattr(function, "__self__", function)  # a module's method, too
+        if isinstance(owner, nn.Module) and any(parameter.requires_grad for parameter in owner.parameters()):
+            raise UserError(
+                f'train.loss: "{name}" has parameters of its own that are to be trained, and only the model\'s are: '
+                'make them part of the model, with model.output = "loss", or freeze them'
+            )
         if getattr(function, "reduction", None) == "mean":
             if type(function) in (nn.CrossEntropyLoss, nn.NLLLoss):  # subclasses may count otherwise
                 self._weigh = self._classes
@@ -263,6 +269,8 @@ def _judgement(found: Any, samples: int) -> Judgement:
         return Judgement(_scalar(found), float(samples), False)
     if len(found) != 2:
         raise _Unfit(f"it gives {len(found)} values instead of a mean over samples, or (sum, count)")
+    if isinstance(found[1], torch.Tensor) and found[1].requires_grad:
+        raise _Unfit("it gives two values that need gradients instead of a mean over samples, or (sum, count): add them up")
     count = float(found[1])
     if not 0 <= count < math.inf:
         raise _Unfit(f"it gives (sum, count) with a count of {count}")

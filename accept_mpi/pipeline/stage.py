@@ -161,6 +161,8 @@ class Stage(Trials):
         if self._loss is not None:
             with self._precise():
                 result, outputs = self._judge(step, value, target, share, samples)
+            if result.count and not outputs[0].requires_grad and (self.trained or any(b.wants_gradient for b in boxes)):
+                raise UserError(f'train.loss: "{self._loss.name}" gives a loss without a gradient: is something detached?')
         else:
             outputs, given = taken_apart(self._last, self.names[-1], value)
         if len(self._weights.written) < len(self._written):

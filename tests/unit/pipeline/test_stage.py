@@ -1,5 +1,7 @@
 """One stage's compute: boundaries, versions of weights, deferred weight gradients, and where infinities come from."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
 from accept_mpi.models import as_chain
 from accept_mpi.models.layers import Layers, build_layers
-from accept_mpi.models.losses import find_loss
+from accept_mpi.models.losses import Loss, find_loss
 from accept_mpi.pipeline.stage import Stage
 
 cross_entropy = find_loss("cross_entropy")
@@ -257,6 +259,26 @@ def test_layers_that_cannot_be_built() -> None:
 def test_targets_that_a_loss_cannot_take(name: str, target: torch.Tensor, message: str) -> None:
     with pytest.raises(UserError, match=f"^train.loss: .*{message}"):
         find_loss(name)(torch.zeros(3, 3), target, 3, setting_up=True)
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    """Unless nothing is trained, nothing counts, or it is an evaluation."""
+
+    def run(value: Any, frozen: bool = False) -> None:
+        layer = nn.Linear(3, 2).requires_grad_(not frozen)
+        job = parse(BASE, "job")
+        stage = Stage(Layers(0, ["0"], [layer]), job, Loss("own", lambda output, target: value(output)), False)
+        with stage.evaluating():
+            stage.evaluate((torch.zeros(4, 3),), torch.zeros(4))
+        stage.forward(0, 0, (torch.zeros(4, 3),), target=torch.zeros(4))
+        stage.backward(0, 0, ())
+
+    run(torch.Tensor.mean)
+    run(torch.Tensor.mean, frozen=True)
+    run(lambda output: (torch.zeros(()), 0))
+    for detached in (lambda output: output.detach().mean(), lambda output: (output.sum().detach(), 4)):
+        with pytest.raises(UserError, match=r'^train.loss: "own" gives a loss without a gradient'):
+            run(detached)
 
 
 def test_losses_are_torchs() -> None:
