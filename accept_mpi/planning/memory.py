@@ -50,6 +50,11 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
     return rows
 
 
+def memory_on(rank: int, cluster: ClusterProfile, job: Job, plan: Plan) -> float:
+    """Bytes that the device of a ``rank`` that holds a stage needs."""
+    return memory_of(cluster, job, plan)[[holder for _, holder in plan.holders].index(rank)]
+
+
 class MemoryModel:
     """Memory of a stage, as a function of the number of stages behind it.
 

@@ -23,7 +23,7 @@ from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Plan, held_alike
 from accept_mpi.planning.adaptation import Adapter
 from accept_mpi.planning.job_plan import plan_from_job
-from accept_mpi.planning.memory import memory_of
+from accept_mpi.planning.memory import memory_on
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.disk_replicas import DiskReplicas
@@ -298,7 +298,7 @@ class _Run:
         """Under ``launch``, have the next start plan less memory on this device than the stage that did not fit needs."""
         cluster, deployment = self._of_now(runtime), self._deployment
         if self._disk and cluster and deployment and not deployment.place.idle:
-            need = memory_of(cluster, self.job, deployment.plan)[deployment.place.stage]
+            need = memory_on(runtime.rank, cluster, self.job, deployment.plan)
             self._disk.keep_room(place_on_host(runtime), _LESS * need)
 
     def close(self, runtime: Runtime) -> None:
