@@ -89,8 +89,8 @@ def cluster_of_log(path: Path, job: Job) -> ClusterProfile:
         )
     if not _same_model(cluster.outline, job, ran):
         raise UserError(
-            f"{path}: the layers timed were those of another model than the job's, or took data of another shape or memory "
-            f"format; run this job to measure anew"
+            f"{path}: the layers timed were those of another model than the job's, or took data of another shape, memory "
+            f"format or precision; run this job to measure anew"
         )
     return _with_weights(cluster) if job.pipeline.schedule == "zero-bubble" else cluster
 
@@ -109,6 +109,8 @@ def _with_weights(cluster: ClusterProfile) -> ClusterProfile:
 def _same_model(timed: Outline, job: Job, ran: dict[str, Any]) -> bool:
     """True if a job's layers are those that were timed for the job that ran. Builds the model only if the jobs' settings
     differ."""
+    if timed.precision != job.train.precision:
+        return False
     model, data = (msgspec.to_builtins(section) == ran[key] for key, section in (("model", job.model), ("data", job.data)))
     if model and data and job.train.memory_format == ran["train"]["memory_format"]:
         return True

@@ -6,6 +6,7 @@ model too big for this machine. If a layer needs values (a user's own may), laye
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -58,10 +59,12 @@ class Outline(msgspec.Struct, frozen=True, omit_defaults=True):
     channels_last: bool
     shared: tuple[Shared, ...] = ()
     """Tensors that layers share."""
+    precision: str = "float32"
+    """As ``train.precision``."""
 
     @property
     def key(self) -> str:
-        """Hash of the outline: equal exactly for equal layers, shapes, micro-batch size and memory format."""
+        """Hash of the outline: equal exactly for equal layers, shapes, micro-batch size, memory format and precision."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
     def crossing(self, layer: int) -> tuple[int, int]:
@@ -86,7 +89,7 @@ def outline_of(chain: Chain, job: Job, inputs: Tensors, of: Tree | None = None, 
     """The outline of a job's model for a micro-batch of ``inputs``; see ``outline``."""
     memory_format = job.train.memory_format
     channels_last = None if memory_format == "auto" else memory_format == "channels_last"
-    return outline(chain, job.train.seed, inputs, channels_last, of, samples)
+    return outline(chain, job.train.seed, inputs, channels_last, of, samples, job.train.precision)
 
 
 def outline(
@@ -96,12 +99,13 @@ def outline(
     channels_last: bool | None = None,
     of: Tree | None = None,
     samples: int | None = None,
+    precision: str = "float32",
 ) -> Outline:
     """The outline of a model for a micro-batch of ``inputs``.
 
     ``channels_last``: None uses that memory format if the model has 2-d convolutions. ``of``: the tree whose tensors the
-    inputs are. ``samples``: their number, by default the first tensor's length. Raises UserError if a layer cannot be built
-    or does not accept the output of the one before.
+    inputs are. ``samples``: their number, by default the first tensor's length. ``precision``: that of forwards. Raises
+    UserError if a layer cannot be built or does not accept the output of the one before.
     """
     with seeded(init_seed(seed, len(chain))):
         if channels_last is None:
@@ -111,14 +115,19 @@ def outline(
         value = tree.unflatten(of or tree.packed(len(given)), given)
         count = samples if samples is not None else len(given[0]) if given else 0
         chain.prepare(value)
-        try:
-            found = _outline(chain, seed, value, channels_last, count, abstract=True)
-        except Exception:  # some layers need values, which the meta device does not have
-            found = _outline(chain, seed, value, channels_last, count, abstract=False)
-    return msgspec.structs.replace(found, shared=chain.shared())
+        if precision == "bf16":
+            found = _outline(chain, seed, value, channels_last, count, abstract=False, bf16=True)
+        else:
+            try:
+                found = _outline(chain, seed, value, channels_last, count, abstract=True)
+            except Exception:  # some layers need values, which the meta device does not have
+                found = _outline(chain, seed, value, channels_last, count, abstract=False)
+    return msgspec.structs.replace(found, shared=chain.shared(), precision=precision)
 
 
-def _outline(chain: Chain, seed: int, value: Any, channels_last: bool, samples: int, abstract: bool) -> Outline:
+def _outline(
+    chain: Chain, seed: int, value: Any, channels_last: bool, samples: int, abstract: bool, bf16: bool = False
+) -> Outline:
     if abstract:
         value = tree.replace(value, lambda x: torch.empty_like(x, device="meta"))
     device = torch.device("meta" if abstract else "cpu")
@@ -132,9 +141,11 @@ def _outline(chain: Chain, seed: int, value: Any, channels_last: bool, samples: 
         parameters, buffers = list(module.parameters()), list(module.buffers())
         held.begin([*parameters, *buffers])
         counter = FlopCounterMode(display=False)
-        with untouched([module]), device, counter, torch.autograd.graph.saved_tensors_hooks(held, lambda tensor: tensor):
+        saved = torch.autograd.graph.saved_tensors_hooks(held, lambda tensor: tensor)
+        with untouched([module]), device, counter, saved:
             watch = Watch([chain.names[index]], [module])
-            value = call_layer(index, chain.names[index], module, value, setting_up=True)
+            with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
+                value = call_layer(index, chain.names[index], module, value, setting_up=True)
             alone = bool(watch.after_forward())
         if abstract and channels_last:  # convolutions on the meta device forget the layout
             value = tree.replace(value, held.laid_out)

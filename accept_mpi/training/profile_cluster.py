@@ -181,6 +181,7 @@ def _facts(runtime: Runtime, job: Job) -> dict[str, Any]:
     """Facts that a device's times depend on, apart from the model."""
     host = runtime.hosts[runtime.rank]
     optimizer, kind = job.train.optimizer, job.pipeline.schedule
+    precision = {"precision": job.train.precision} if job.train.precision != "float32" else {}  # as in early databases
     return {
         "host": host["host"],
         "machine": host["machine"],
@@ -194,6 +195,7 @@ def _facts(runtime: Runtime, job: Job) -> dict[str, Any]:
         "schedule": "versions" if flows(kind) else "deferred" if kind == "zero-bubble" else "plain",
         "optimizer": f"{optimizer.name} {'with' if optimizer.momentum else 'without'} momentum",
         "loss": job.train.loss,
+        **precision,
     }
 
 

@@ -157,10 +157,14 @@ def log_of_a_run(directory: Path, weights: float = 1e-3) -> Path:
         ("pipeline.forward=uniform:4", "this run did not measure what coding with uniform:4 takes; run this job"),
         ("pipeline.backward=auto", "did not measure what coding with bf16, uniform:8, uniform:6, uniform:4, uniform:3"),
         ("pipeline.forward=unifrom:4", 'unknown codec "unifrom:4"; did you mean "uniform"?'),
-        ("model.name=gpt", "those of another model than the job's, or took data of another shape or memory format; run"),
+        (
+            "model.name=gpt",
+            "those of another model than the job's, or took data of another shape, memory format or precision; run",
+        ),
         ("model.args.width=4", "those of another model than the job's"),
         ("data.args.size=16", "or took data of another shape"),
-        ("train.memory_format=contiguous", "or took data of another shape or memory format; run this job"),
+        ("train.precision=bf16", "memory format or precision; run this job"),
+        ("train.memory_format=contiguous", "or took data of another shape, memory format or precision; run this job"),
         ("train.threads=2", "timed with train.threads = auto, the job asks for 2; run this job to measure anew"),
     ],
 )

@@ -5,10 +5,14 @@ import torch
 from torch import nn
 
 from accept_mpi import models
+from accept_mpi.codecs.message import HEADER_BYTES
 from accept_mpi.codecs.tensors import TensorSpec
 from accept_mpi.errors import UserError
+from accept_mpi.job_file import parse
 from accept_mpi.models import as_chain
-from accept_mpi.profiling.outline import Outline, _outline, outline
+from accept_mpi.models.layers import build_layers
+from accept_mpi.pipeline.stage import Stage
+from accept_mpi.profiling.outline import Outline, _outline, outline, outline_of
 
 MODELS = {
     "cnn": ({"width": 8}, torch.zeros(3, 3, 8, 8)),
@@ -106,3 +110,20 @@ def test_frozen_layers_send_no_gradient() -> None:
     first.requires_grad_(False)
     found = outline(as_chain([first, nn.Linear(4, 3), nn.Linear(3, 3)]), 0, (torch.zeros(5, 2),))
     assert [layer.inputs[0].grad for layer in found.layers] == [False, False, True]
+
+
+def test_bf16_crosses_as_bf16_and_has_times_of_its_own() -> None:
+    """The outline has training's autocast: a stage's outputs are what it says, and so are bytes of messages."""
+    chain = as_chain([nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)])
+    text = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n{}\n[output]\ndirectory="r"\n'
+    jobs = [parse(text.format(more), "job") for more in ("", 'precision = "bf16"')]
+    single, half = (outline_of(chain, job, (torch.zeros(5, 4),)) for job in jobs)
+    stages = [Stage(build_layers(chain, 0, last, 0), jobs[1], None, False) for last in (1, 2)]
+    for last, stage in enumerate(stages, 1):
+        given = stage.forward(0, 0, (torch.zeros(5, 4),)).outputs
+        assert half.layers[last].inputs == tuple(TensorSpec.of(x) for x in given)
+    assert [layer.inputs[0].dtype for layer in half.layers[:2]] == ["float32", "bfloat16"]
+    assert half.crossing(1) == (0, HEADER_BYTES + 2 * 5 * 8)
+    plain = as_chain([nn.ReLU(), nn.ReLU()])  # which nothing is cast for
+    assert len({outline_of(plain, job, (torch.zeros(5, 4),)).key for job in jobs}) == 2
+    assert single == outline(chain, 0, (torch.zeros(5, 4),))
