@@ -24,7 +24,7 @@ import msgspec
 
 from accept_mpi.device.memory import available_memory
 from accept_mpi.files.cache import cache_directory
-from accept_mpi.files.regular import is_private, read_regular
+from accept_mpi.files.regular import is_private, read_regular, replacing
 from accept_mpi.launch.run_identity import RunIdentity
 from accept_mpi.recovery.layer_state import Blobs
 
@@ -166,18 +166,17 @@ class DiskReplicas:
 
     def _put(self, path: Path, data: bytes, bare: bool = False) -> bool:
         """Write a file, without a checksum if ``bare``. Returns False, after a warning, if that fails."""
-        beside = path.with_name(f".{path.name}")
         try:
             self._make()
-            with open(beside, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            with (
+                replacing(path) as beside,  # with the process's number in its name: ranks of a host write the same files
+                open(beside, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file,
+            ):
                 if not bare:
                     file.write(zlib.crc32(data).to_bytes(4, "little"))
                 file.write(data)
-            beside.replace(path)
         except OSError as error:
             self._warn(error)
-            with contextlib.suppress(OSError):
-                beside.unlink()
             return False
         return True
 

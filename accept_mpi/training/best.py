@@ -3,10 +3,10 @@
 import contextlib
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 
+from accept_mpi.files.regular import replacing
 from accept_mpi.logs.observers import Evaluated, Observer
 from accept_mpi.models.metrics import BETTER_LOW
 from accept_mpi.recovery.checkpoint import BEST
@@ -46,9 +46,8 @@ class Best(Observer):
             )
 
     def _write(self) -> None:
-        folder = (self._run / BEST).parent
+        path = self._run / BEST
         with contextlib.suppress(OSError):  # a full disk is reported by the checkpoint that follows
-            folder.mkdir(parents=True, exist_ok=True)
-            beside = folder / f".{Path(BEST).name}"
-            beside.write_text(json.dumps({"step": self.at, "metric": self._metric, "value": self._value}))
-            os.replace(beside, self._run / BEST)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as beside:
+                beside.write_text(json.dumps({"step": self.at, "metric": self._metric, "value": self._value}))

@@ -177,7 +177,7 @@ def prepare_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         probe = directory / ".writable"
         probe.write_bytes(b"")
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another run may be about to find that this directory is taken
     except OSError as error:
         raise UserError(f"output.directory: cannot write to {directory}: {error.strerror}") from error
 

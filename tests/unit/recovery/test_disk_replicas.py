@@ -57,6 +57,25 @@ def test_steps_made_anew_are_kept(tmp_path: Path) -> None:
     assert start(tmp_path, 2).read()[8] == {0: b"b"}
 
 
+def test_two_ranks_of_a_host_may_write_the_same_file_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One writes all of it while the other is about to rename its own."""
+    one, two, replace = start(tmp_path), start(tmp_path), Path.replace
+
+    def interrupted(beside: Path, path: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        monkeypatch.setattr(os, "getpid", lambda: 1 << 20)
+        two.keep_cluster({"of": "two"})
+        return replace(beside, path)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    one.keep_cluster({"of": "one"})
+    assert one.cluster() == {"of": "one"}
+    assert not caplog.records
+    assert len(list((tmp_path / "run" / "edge0").iterdir())) == 1
+
+
 def test_a_host_that_missed_a_start_is_not_asked(tmp_path: Path) -> None:
     kept = start(tmp_path)
     kept.read()
