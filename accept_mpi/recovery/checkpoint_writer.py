@@ -51,6 +51,7 @@ class CheckpointWriter:
         self._committing: set[int] = set()
         self.best: Callable[[], int | None] = lambda: None
         """Returns the step of a checkpoint that is kept besides."""
+        _finish_replacing(run / "checkpoints")
         self._number = max(after, last_number(run))
         self._one_at_a_time = threading.Lock()
         self._held: dict[int, int] = {}
@@ -135,10 +136,12 @@ class CheckpointWriter:
                     file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
                     file.flush()
                     os.fsync(file.fileno())
+                _fsync_directory(folder)
                 if final.exists():  # a resumed run makes the same step again
                     os.rename(final, old)
                 os.rename(folder, final)
-                _fsync_directory(final.parent)
+                for changed in (final.parent, self.run):  # the run's, too, since checkpoints/ may be new
+                    _fsync_directory(changed)
                 shutil.rmtree(old, ignore_errors=True)
                 if self._keep:
                     best = self.best()
@@ -150,6 +153,21 @@ class CheckpointWriter:
         finally:
             os.close(self._held.pop(step))
             self._finished[step].set()
+
+
+def _finish_replacing(checkpoints: Path) -> None:
+    """Give the name of a checkpoint that a killed run had just renamed to the one that was to replace it, which was whole
+    by then, or else back to itself."""
+    for old in checkpoints.glob(".old-step-*"):
+        final = old.with_name(old.name.removeprefix(".old-"))
+        new = old.with_name(f".{final.name}")
+        whole = new if (new / "manifest.json").is_file() else old
+        with contextlib.suppress(OSError):
+            handle = _lock(whole)
+            if handle is not None:
+                if not final.exists():
+                    os.rename(whole, final)
+                os.close(handle)
 
 
 def _hold(folder: Path) -> int:

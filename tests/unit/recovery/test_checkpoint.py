@@ -142,6 +142,42 @@ def test_a_damaged_one_is_not_hidden_by_older_ones_nor_hides_newer_ones(tmp_path
     assert Checkpoint(tmp_path).manifest.step == 4
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_kill_between_two_renames_loses_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """A resumed run makes a step again, and is killed when the old checkpoint has lost its name and the new one has none."""
+
+    def killed(source: Path, to: Path) -> None:
+        if Path(source).name == ".step-00000005":
+            raise OSError("killed")
+        os.replace(source, to)
+
+    write(tmp_path, 5, who="first")
+    kept = directory_of(tmp_path, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", killed)
+        with pytest.raises(UserError, match="killed"):
+            write(tmp_path, 5, who="second")
+    assert not kept.exists()
+    if not whole:  # no run leaves it so
+        (kept.with_name(".step-00000005") / "manifest.json").unlink()
+    write(tmp_path, 7)
+    assert [path.name[-1] for path in complete(tmp_path)] == ["5", "7"]
+    assert made_by(tmp_path, "second" if whole else "first") == [kept]
+    assert Checkpoint(kept).whole()["a.weight"].max() == 5
+    assert Checkpoint(tmp_path).manifest.number == (3 if whole else 2)
+    assert not list(kept.parent.glob(".*"))
+
+
+def test_directories_are_on_the_disk_when_a_checkpoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own before it gets its name; then those of the checkpoints, and of the run, in which that was made."""
+    synced: list[str] = []
+    monkeypatch.setattr(checkpoint_writer, "_fsync_directory", lambda path: synced.append(path.name))
+    write(tmp_path / "run", 5)
+    assert synced == [".step-00000005", "checkpoints", "run"]
+
+
 def test_what_another_run_is_writing_is_left_alone(tmp_path: Path) -> None:
     first = CheckpointWriter(tmp_path, [(0, 3)], lambda step: None, 0)  # type: ignore[arg-type, return-value]
     chunk = next(iter(chunks(1, 0, {"a.w": torch.zeros(1)}, {})))
