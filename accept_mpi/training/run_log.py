@@ -115,6 +115,8 @@ class RunLog:
     def connect(self, barriers: Barriers) -> None:
         """Take the barriers of a deployment that begins."""
         self._barriers = barriers
+        if self.best is not None and self.best.over:  # a loss may have come before the end
+            barriers.ask_to_replan()
 
     def _enough(self, text: str) -> None:
         """End the run with the next step that begins: it no longer gets better."""
