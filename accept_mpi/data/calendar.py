@@ -161,7 +161,9 @@ class Milestones:
     @property
     def newest_checkpoint(self) -> int | None:
         """Number of steps after which the last checkpoint is kept; None if there is none."""
-        return next((step for step in range(self.last, self.first, -1) if self.checkpoints(step)), None)
+        pauses = (self.evaluate_every, self.evaluate_from), (self.checkpoint_every, 0)
+        newest = [self.last - (self.last - after) % every for every, after in pauses if every > 0]
+        return max((step for step in [self.last, *newest] if step > self.first and self.checkpoints(step)), default=None)
 
 
 def micro_batches_of(job: Job) -> int:

@@ -1,9 +1,11 @@
 """The calendar of a run."""
 
+import itertools
+
 import numpy as np
 import pytest
 
-from accept_mpi.data.calendar import Calendar, in_order, segments
+from accept_mpi.data.calendar import Calendar, Milestones, in_order, segments
 
 
 def test_every_sample_once_an_epoch() -> None:
@@ -50,3 +52,20 @@ def test_test_set_in_order() -> None:
 )
 def test_segments(first: int, last: int, pauses: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
     assert [(r.start, r.stop) for r in segments(first, last, pauses)] == expected
+
+
+def test_the_newest_checkpoint_is_the_last_that_is_kept() -> None:
+    for first, last, evaluate, checkpoint, since in itertools.product(
+        (0, 7, 23), (1, 23, 24), (0, 4, 30), (0, 5), (-3, 0, 2)
+    ):
+        for at_end, evaluated in itertools.product((True, False), repeat=2):
+            course = Milestones(first, last, evaluate, checkpoint, at_end, since, evaluated)
+            kept = [step for step in range(first + 1, last + 1) if course.checkpoints(step)]
+            assert course.newest_checkpoint == (kept[-1] if kept else None), course
+
+
+def test_it_is_known_at_once_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(Milestones, "checkpoints", lambda self, step: asked.append(step))
+    assert Milestones(0, 1 << 20, 0, 0, checkpoint_at_end=False).newest_checkpoint is None
+    assert len(asked) < 4
