@@ -112,7 +112,10 @@ def _announces(header: Header, buffer: Bytes) -> bool:
 
 
 def announced(message: Bytes) -> int:
-    """Bytes of the whole message that a received one announces; 0 if it is whole itself. Raises ProtocolError."""
+    """Bytes of the whole message that a received one announces; 0 if it is to be decoded itself, which checks it. Raises
+    ProtocolError."""
+    if message.size != HEADER_BYTES:
+        return 0
     header = Header.unpack(message)
     return HEADER_BYTES + header.length if _announces(header, message) else 0
 

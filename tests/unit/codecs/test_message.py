@@ -6,9 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accept_mpi.codecs.coding import NONE, parse
+from accept_mpi.codecs import message
+from accept_mpi.codecs.coding import NONE, Bytes, parse
 from accept_mpi.codecs.message import (
     HEADER_BYTES,
+    Decoded,
     Header,
     Label,
     aligned,
@@ -184,8 +186,29 @@ def test_a_message_too_large_for_its_buffer_is_announced() -> None:
     header = encode(LABEL, specs, (torch.zeros(100),), buffer, now=now)
     assert announced(buffer) == 0
     assert announced(header.announce()) == buffer.size
-    with pytest.raises(ProtocolError):
-        announced(buffer[:-64])
+    damaged = header.announce()
+    damaged[20] ^= 1
+    with pytest.raises(ProtocolError, match="checksum"):
+        announced(damaged)
+    with pytest.raises(ProtocolError, match="after its header and has"):
+        received({100: specs}, buffer[:-64])
+
+
+def test_a_received_message_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums take a core's time for each byte."""
+    specs = (TensorSpec.of(torch.zeros(100)),)
+    buffer = aligned(wire_bytes(specs))
+    encode(LABEL, specs, (torch.zeros(100),), buffer, now=now)
+    checked, checksum = [], message._checksum
+    monkeypatch.setattr(message, "_checksum", lambda data: checked.append(data.size) or checksum(data))
+    received({4: specs}, buffer)
+    assert checked == [buffer.size]
+
+
+def received(agreed: dict[int, tuple[TensorSpec, ...]], buffer: Bytes) -> Decoded:
+    """What a channel does with a message that has arrived."""
+    assert not announced(buffer)
+    return decode(agreed, buffer)
 
 
 def test_a_gradient_laid_out_otherwise_is_copied_into_the_agreed_layout() -> None:
