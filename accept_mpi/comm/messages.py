@@ -182,12 +182,12 @@ class TargetsDrawn(Control, frozen=True):
 
 
 class GradientNorms(Control, frozen=True):
-    """A stage to all others: norms of its parameters' gradients in a step, and their positions in the model."""
+    """A stage to all others: norms of its parameters' gradients in a step (``clipping.Norms``)."""
 
     urgent: ClassVar[bool] = True
     step: int
     stage: int
-    norms: list[tuple[int, float]]
+    norms: list[tuple[int, float, str]]
 
 
 class MemberResults(Control, frozen=True):

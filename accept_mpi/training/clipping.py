@@ -26,7 +26,8 @@ from accept_mpi.errors import DeadlineError
 _EPSILON = 1e-6  # as torch's
 _LOOK = 0.2  # seconds between two looks at whether the run goes on
 
-Norms = list[tuple[int, float]]
+Norms = list[tuple[int, float, str]]
+"""Positions of parameters in the model, the norms of their gradients, and what these are computed in (torch's name)."""
 
 
 class Clipping:
@@ -64,7 +65,7 @@ class Clipping:
         """Tell the other stages the norms of a step's gradients here. ``positions``: those of their parameters in the model;
         None for one that another stage counts."""
         pairs = zip(positions, gradients, strict=False)  # nothing is trained here: no gradients
-        mine = [(at, float(torch.linalg.vector_norm(g))) for at, g in pairs if at is not None and g is not None]
+        mine = [(at, *_norm(g)) for at, g in pairs if at is not None and g is not None]
         self._told[step] = mine
         for rank in self._ranks:
             self._plane.post(rank, GradientNorms(step, self._stage, mine))
@@ -84,7 +85,9 @@ class Clipping:
         every = sorted(norm for norms in (mine, *others.values()) for norm in norms)
         if not every:
             return torch.tensor(1.0)
-        total = torch.linalg.vector_norm(torch.tensor([norm for _, norm in every]))
+        total = torch.linalg.vector_norm(
+            torch.stack([torch.tensor(norm, dtype=getattr(torch, kind)) for _, norm, kind in every])
+        )
         return torch.clamp(self._most / (total + _EPSILON), max=1.0)
 
     def _wait(self, of: int, until: float, deadline: float) -> None:
@@ -98,6 +101,12 @@ class Clipping:
                 ) from None
             return
         self._norms.setdefault(found.step, {})[found.stage] = found.norms
+
+
+def _norm(gradient: torch.Tensor) -> tuple[float, str]:
+    """Norm of a gradient, and what it is computed in: the precision of its parameter."""
+    norm = torch.linalg.vector_norm(gradient)
+    return float(norm), str(norm.dtype).removeprefix("torch.")
 
 
 def positions(order: dict[str, int], stage: int, names: Sequence[str], counted: Sequence[bool]) -> list[int | None]:

@@ -1,0 +1,35 @@
+"""Clipping by the norm over the whole model."""
+
+from unittest.mock import Mock
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from accept_mpi.comm.messages import GradientNorms
+from accept_mpi.training.clipping import Clipping
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bfloat16])
+def test_two_stages_get_the_factor_of_one_process(kind: torch.dtype) -> None:
+    """Bit for bit, in whatever precision the model is."""
+    torch.manual_seed(1)
+    for _ in range(20):
+        whole = [nn.Parameter(torch.zeros(50 + n, dtype=kind)) for n in range(5)]
+        for parameter in whole:
+            parameter.grad = torch.randn(len(parameter), dtype=kind)
+        given = [parameter.grad.clone() for parameter in whole if parameter.grad is not None]
+        torch.nn.utils.clip_grad_norm_(whole, 0.3)
+        posted = Mock()
+        first, second = (Clipping(0.3, posted, stage, 2, [1 - stage], 0, 0, True) for stage in range(2))
+        parts = (first, given[:2], [0, 1]), (second, given[2:], [2, 3, 4])
+        for one, gradients, positions in parts:
+            one.tell(0, gradients, positions)
+        for _, control in (call.args for call in posted.post.call_args_list):
+            heard = msgspec.msgpack.decode(msgspec.msgpack.encode(control), type=GradientNorms)
+            (second if control.stage == 0 else first).handle(heard)
+        for one, gradients, positions in parts:
+            factor = one.factor(0, gradients, positions, 60.0)
+            for at, gradient in zip(positions, gradients, strict=True):
+                assert torch.equal(gradient.mul_(factor), whole[at].grad)
