@@ -33,6 +33,9 @@ def vectors():
 def images(classes): return torch.randn(len(classes), 3, 8, 8), classes
 def a_class_too_many(): return images(torch.arange(40) % 11), images(torch.zeros(8).long())
 def ends(): raise SystemExit("two\\nlines of \\x1b[31mred")
+def detached(output, target): return output.detach().mean()
+def adversarial(output, target): return output.mean(), output.square().mean()
+learned = nn.PReLU()
 def no_pairs(): return [torch.randn(3, 8, 8)] * 40, [torch.randn(3, 8, 8)] * 8
 """
 
@@ -114,6 +117,9 @@ def test_layers_that_do_not_fit_the_data(mpirun, tmp_path: Path, job: Path) -> N
         ("data.name=bad:a_class_too_many", "IndexError: Target 10 is out of bounds"),
         ("data.name=bad:no_pairs", "under one of labels, label, targets, target; got a Tensor"),
         ("train.loss=mse", 'train.loss: "mse" cannot take outputs (5, 10) float32 and targets (5,) int64'),
+        ("train.loss=bad:detached", 'train.loss: "bad:detached" gives a loss without a gradient'),
+        ("train.loss=bad:adversarial", "it gives two values that need gradients"),
+        ("train.loss=bad:learned", 'train.loss: "bad:learned" has parameters of its own'),
     ],
 )
 def test_data_that_do_not_fit_the_loss(mpirun, tmp_path: Path, job: Path, key: str, sentence: str) -> None:
