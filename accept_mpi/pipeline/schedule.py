@@ -21,8 +21,8 @@ stage has by then (PipeDream's weight stashing), and U follows the B of a step's
 
 "1f1b-delayed" does not pause either, but all stages compute the F and B of a step with the weights from before the last
 update but one (PipeDream-2BW's delay of one step, with at most two versions of the weights). So what is computed does not
-depend on the number of stages, their cuts or ``transfer_slack``. A step's first F waits for that update, so at most one step
-and a micro-batch are in flight:
+depend on the number of stages, their cuts or ``transfer_slack``. A step's first F waits for that update, so one step at most
+is in flight there, and two within it (``most_anywhere``):
 
     step    0    1    2    3       weights that F and B use: those after so many updates
     uses    0    0    1    2
@@ -95,6 +95,12 @@ def max_in_flight(
     ahead = slack * (stages - 1 - stage)
     bound = {"gpipe": micro_batches, "zero-bubble": sum(width) + ahead}.get(kind, sum(width[stage:]) + ahead)
     return min(bound, micro_batches)
+
+
+def most_anywhere(kind: ScheduleKind, micro_batches: int) -> int:
+    """Most micro-batches in flight at any stage of any pipeline, with ``micro_batches`` per step. "1f1b-delayed": those of a
+    step and of the ``DELAY`` steps before it, since a step's first F waits for the last B of the one before these."""
+    return {"1f1b-async": 1 << 30, "1f1b-delayed": (1 + DELAY) * micro_batches}.get(kind, micro_batches)
 
 
 def actions(

@@ -6,7 +6,7 @@ from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import LOCAL_KEPT, Job, flows, most_held
 from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.optimizer import values_kept
-from accept_mpi.pipeline.schedule import DELAY, max_in_flight
+from accept_mpi.pipeline.schedule import DELAY, max_in_flight, most_anywhere
 from accept_mpi.plan import Plan, at_once
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.outline import LayerOutline
@@ -35,7 +35,7 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
         if plan.hybrid or plan.laned:
             count = micro_batches_of(job)
             steps = 1 if not flows(kind) else 1 + sum(wide) + slack * len(wide)
-            most = max_in_flight(kind, s, len(wide), count * steps, slack, wide)
+            most = max_in_flight(kind, s, len(wide), min(count * steps, most_anywhere(kind, count)), slack, wide)
             table = Deal.of(stage).table(count) * steps
             windows = [table[at : at + most] for at in range(max(1, min(count, len(table) - most + 1)))]
             in_flight = [max(window.count(m) for window in windows) for m in range(len(stage.ranks))]
@@ -65,7 +65,7 @@ class MemoryModel:
     def __init__(self, cluster: ClusterProfile, job: Job, stages: int, slack: int) -> None:
         kind = job.pipeline.schedule
         self._optimizer = values_kept(job.train.optimizer) + (1 if job.train.ema else 0)
-        many = {"1f1b-async": 1 << 20, "1f1b-delayed": micro_batches_of(job) + 1}.get(kind, micro_batches_of(job))
+        many = most_anywhere(kind, micro_batches_of(job))
         # A stage with ``behind`` stages behind it is like the first of a pipeline of ``behind`` + 1 stages. With zero-bubble
         # a stage holds the more the longer the pipeline is, so the longest possible one counts.
         self.in_flight = np.array(

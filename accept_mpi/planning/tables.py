@@ -70,12 +70,12 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
         text = way.get(found.plan.gradients, f"as {found.plan.gradients}")
         lines.append(f"ranks of a stage exchange their gradients {text}")
     if job.pipeline.schedule == "1f1b-delayed":
-        wide, most = widths(found.plan.stages), micro_batches_of(job) + 1
+        wide, most = widths(found.plan.stages), micro_batches_of(job) + 1  # with a step's first F
         wanted = max_in_flight("1f1b", 0, len(wide), 1 << 30, found.plan.slack, wide)
         if wanted > most:
             lines.append(
-                f"1f1b-delayed has at most {most} micro-batches in flight, where {wanted} would hide transfers: more and "
-                "smaller ones (train.micro_batches) may be faster"
+                f"1f1b-delayed begins a step with at most {most} micro-batches in flight, where {wanted} would hide "
+                "transfers: more and smaller ones (train.micro_batches) may be faster"
             )
     lines.append(
         f"a step should take {1e3 * found.step:.0f} ms ({job.train.batch_size / found.step:.1f} samples/s); "
