@@ -234,8 +234,9 @@ class _Groups:
                 problem.layer_seconds[one], extra, messages, float(problem.host_link[one]), float(problem.capacity[one])
             )
         members = list(group)
-        each = np.where(self._alone, NEVER, problem.layer_seconds[members])
-        seconds = 1 / (1 / np.maximum(each, 1e-15)).sum(axis=0)
+        never = self._alone | (problem.layer_seconds[members] >= NEVER).any(axis=0)  # what one must not get, no group gets
+        each = np.where(never, NEVER, problem.layer_seconds[members])
+        seconds = np.where(never, NEVER, 1 / (1 / np.maximum(each, 1e-15)).sum(axis=0))
         before = np.concatenate([np.zeros((len(members), 1)), each.cumsum(axis=1)], axis=1)
         runs = np.maximum(before[:, None, :] - before[:, :, None], 0.0)  # (members, i, j): layers i..j-1
         gradients = np.maximum(self._gradients[None, :] - self._gradients[:, None], 0.0)

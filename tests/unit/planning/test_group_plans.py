@@ -124,6 +124,17 @@ def test_a_layer_that_must_be_alone_is_not_shared() -> None:
     assert len(stage.ranks) == 1
 
 
+@pytest.mark.parametrize("schedule", ["1f1b-async", "1f1b-delayed", "1f1b"])
+@pytest.mark.parametrize(("speeds", "data"), [((2, 9, 2), (1, 0, 1)), ((1, 1, 1, 1), (1, 0, 0, 1)), ((1, 1), (1, 0))])
+def test_who_lacks_the_data_holds_no_end(schedule: str, speeds: tuple[float, ...], data: tuple[int, ...]) -> None:
+    """Nor does it in a group."""
+    fleet = uneven(*speeds, layers=[6.0] + [0.5] * 10 + [6.0])
+    devices = [msgspec.structs.replace(one, data=bool(has)) for one, has in zip(fleet.devices, data, strict=True)]
+    found = plan_for(msgspec.structs.replace(fleet, devices=devices), job(ON, f"pipeline.schedule={schedule}")).plan
+    ends = {*found.stages[0].ranks, *found.stages[-1].ranks}
+    assert all(data[rank] for rank in ends)
+
+
 def every_plan(devices: int, cuts: list[int], speeds: list[float]) -> list[Plan]:
     """All plans of these devices (some idle) with cuts among these."""
     found = []
