@@ -13,8 +13,8 @@ from accept_mpi.kernels.search import SHARED, extend
     **NJIT,
 )
 def beam(  # type: ignore[no-untyped-def]
-    prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, copies,
-    cap, ordered, work, speed, used, table, scores, end,
+    prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, alive,
+    copies, cap, ordered, work, speed, used, table, scores, end,
 ):  # fmt: skip
     """Search as ``search.reach`` does, for many devices: among points with equally many stages, only the most promising are
     followed.
@@ -42,8 +42,8 @@ def beam(  # type: ignore[no-untyped-def]
                 if (used[level, p, a >> 6] >> np.uint64(a & 63)) & one or (ordered and first >= 0 and a >= first):
                     continue
                 reached = extend(
-                    prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, copies,
-                    cap, False, a, first, i, c, level, layers, out_i, out_c,
+                    prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, alive,
+                    copies, cap, False, a, first, i, c, level, layers, out_i, out_c,
                 )  # fmt: skip
                 rest = left[p] - speed[a]
                 if ordered:

@@ -24,7 +24,10 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[P
     """The partitioner's problem, and the names of its codecs. Links carry ``share`` of their measured rates."""
     outline, devices = cluster.outline, cluster.devices
     count, layers = len(devices), len(outline.layers)
-    seconds = np.array([np.add(d.forward, d.backward) + np.array(d.update) / micro_batches_of(job) for d in devices])
+    forwards = 2 if job.pipeline.recompute == "on" else 1
+    seconds = np.array(
+        [forwards * np.array(d.forward) + d.backward + np.array(d.update) / micro_batches_of(job) for d in devices]
+    )
     for n, device in enumerate(devices):
         if not device.data:
             seconds[n, [0, -1]] = NEVER
@@ -49,6 +52,7 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[P
         uncuttable=uncuttable(outline.shared, layers, job.parts_ties),
         capacity=np.array([device.memory for device in devices], float),
         in_flight=needs.in_flight,
+        whole=needs.whole,
         state_copies=needs.state_copies,
         micro_batches=1e9 if flows(job.pipeline.schedule) else float(micro_batches_of(job)),
         real_micro_batches=float(micro_batches_of(job)),

@@ -22,6 +22,7 @@ from accept_mpi.planning.codec_choice import AUTO, EXACT, TOLERANCE, gradient_co
 from accept_mpi.planning.estimate import Estimate, estimate, fits
 from accept_mpi.planning.forecast import sent_for_sum, sum_handling
 from accept_mpi.planning.formulation import NEVER
+from accept_mpi.planning.job_plan import as_asked
 from accept_mpi.planning.problem import F64, NoPlan, Problem, Solution, cost
 from accept_mpi.planning.search import improve
 from accept_mpi.profiling.cluster_profile import ClusterProfile
@@ -199,9 +200,8 @@ class _Groups:
             else stage
             for s, stage in enumerate(plan.stages)
         ]
-        return msgspec.structs.replace(
-            plan, stages=tuple(stages), gradients=self._sums if job.pipeline.gradients == AUTO else ""
-        )
+        gradients = self._sums if job.pipeline.gradients == AUTO else ""
+        return as_asked(msgspec.structs.replace(plan, stages=tuple(stages), gradients=gradients), job)
 
     def _paces(self, group: Group, start: int, stop: int, codecs: Sequence[int], s: int) -> tuple[float, ...]:
         """Seconds per micro-batch of each member for layers ``start`` to ``stop`` - 1 and their messages."""

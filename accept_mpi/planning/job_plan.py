@@ -44,10 +44,13 @@ def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequenc
         raise UserError(f"pipeline.cuts: {error}") from error
     if cuts:
         _refuse_parting(list(cuts), layers, shared(), job.parts_ties)
-    if job.pipeline.recompute == "on":
-        plan = recomputing(plan, range(len(ranks)))
-    lanes = job.pipeline.lanes
+    plan, lanes = as_asked(plan, job), job.pipeline.lanes
     return plan if lanes == "auto" or lanes == "off" else with_lanes(plan, dict.fromkeys(every, lanes))
+
+
+def as_asked(plan: Plan, job: Job) -> Plan:
+    """The plan with stages that compute forwards again if the job says so."""
+    return recomputing(plan, range(len(plan.stages))) if job.pipeline.recompute == "on" else plan
 
 
 def _refuse_parting(cuts: list[int], layers: int, shared: Sequence[Shared], ties: bool) -> None:

@@ -1,6 +1,7 @@
 """Memory that a stage needs, which depends on its place in the pipeline."""
 
 import numpy as np
+import numpy.typing as npt
 
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import LOCAL_KEPT, Job, flows, most_held
@@ -72,6 +73,11 @@ class MemoryModel:
             [max_in_flight(kind, stages - 1 - behind, stages, many, slack) if kind == "zero-bubble"
              else max_in_flight(kind, 0, behind + 1, many, slack) for behind in range(stages)], float
         )  # fmt: skip
+        self.whole: npt.NDArray[np.float64] | None = None
+        """Those in flight whose activations are kept, if every stage but the last computes forwards again; None: all."""
+        if job.pipeline.recompute == "on":
+            self.whole = np.ones(stages)
+            self.whole[0] = self.in_flight[0]
         weights = np.ones(stages)
         if kind == "1f1b-async":  # the optimizer's own, and one version per update while a micro-batch is in flight
             versions = np.full(stages, self.in_flight.max()) if job.pipeline.vertical_sync else self.in_flight

@@ -23,7 +23,7 @@ from accept_mpi.planning.codec_choice import LINK_SHARE
 from accept_mpi.planning.estimate import Estimate, estimate, fits
 from accept_mpi.planning.formulation import NEVER, problem_of
 from accept_mpi.planning.groups import hybrid_plans
-from accept_mpi.planning.memory import MemoryModel
+from accept_mpi.planning.job_plan import as_asked
 from accept_mpi.planning.problem import NoPlan, Problem, Solution, cost
 from accept_mpi.planning.search import solve
 from accept_mpi.planning.ties import kept_together
@@ -117,27 +117,20 @@ def _fastest(searches: Iterable[Callable[[], tuple[Estimate, Estimate]]]) -> tup
 
 def _recomputing(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate, Estimate]:
     """The same with stages that compute forwards again: all of them if the job says so, else those that must."""
-    flying = float(MemoryModel(cluster, job, len(cluster.devices), job.pipeline.slack).in_flight.max())
-    thin = [msgspec.structs.replace(one, saved_bytes=int(one.saved_bytes / flying)) for one in cluster.outline.layers]
-    slow = [
-        msgspec.structs.replace(d, backward=[f + b for f, b in zip(d.forward, d.backward, strict=True)])
-        for d in cluster.devices
-    ]  # fmt: skip
-    outline = msgspec.structs.replace(cluster.outline, layers=tuple(thin))
-    best, even = _keeping(msgspec.structs.replace(cluster, outline=outline, devices=slow), job, held)
-    again = list(range(len(best.plan.stages)))
-    found = estimate(cluster, job, recomputing(best.plan, again))
+    every = msgspec.structs.replace(job, pipeline=msgspec.structs.replace(job.pipeline, recompute="on"))
+    found, even = _keeping(cluster, every, held)
     if not fits(cluster, found):
         raise UserError("pipeline.cuts: no plan fits, even if stages compute forwards again")
+    again = list(range(len(found.plan.stages)))
     for s in again.copy() if job.pipeline.recompute == "auto" else ():
         fewer = [one for one in again if one != s]
-        if fits(cluster, without := estimate(cluster, job, recomputing(best.plan, fewer))):
+        if fits(cluster, without := estimate(cluster, job, recomputing(found.plan, fewer))):
             again, found = fewer, without
-    return found, estimate(cluster, job, recomputing(even.plan, range(len(even.plan.stages))))
+    return found, even
 
 
 def _keeping(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate, Estimate]:
-    """The same with stages that keep their activations."""
+    """The same with stages that keep their activations, or all compute forwards again if the job says so."""
     lanes = lanes_for(cluster, job)
     asked = job.pipeline.lanes not in ("auto", "off")
     found = None if asked else _plans_without_lanes(cluster, job, held)
@@ -334,7 +327,8 @@ def _as_plan(solution: Solution, job: Job) -> Plan:
     """The plan of a solution. Its codecs stay what the job says: ``estimate`` chooses those that are "auto"."""
     codec = BoundaryCodecs(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
     cuts = solution.edges[1:-1]
-    return make_plan(solution.edges[-1], list(cuts), [codec] * len(cuts), list(solution.devices), slack=job.pipeline.slack)
+    order = list(solution.devices)
+    return as_asked(make_plan(solution.edges[-1], list(cuts), [codec] * len(cuts), order, slack=job.pipeline.slack), job)
 
 
 def even_plan(cluster: ClusterProfile, job: Job) -> Plan:
@@ -342,4 +336,4 @@ def even_plan(cluster: ClusterProfile, job: Job) -> Plan:
     layers = len(cluster.outline.layers)
     cuts = even_cuts(layers, len(cluster.devices), uncuttable(cluster.outline.shared, layers, job.parts_ties))
     codec = BoundaryCodecs(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
-    return make_plan(layers, cuts, [codec] * len(cuts), slack=job.pipeline.slack)
+    return as_asked(make_plan(layers, cuts, [codec] * len(cuts), slack=job.pipeline.slack), job)

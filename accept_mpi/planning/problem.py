@@ -47,6 +47,8 @@ class Problem:
     """(N,): bytes that a stage may take."""
     in_flight: F64
     """(N,): micro-batches in flight at a stage, by the number of stages behind it."""
+    whole: F64 | None = None
+    """(N,): those of them whose activations are kept, if stages compute forwards again; None: all."""
     state_copies: F64
     """(N,): versions of ``state`` that a stage holds, by the number of stages behind it."""
     micro_batches: float = 1e9
@@ -68,6 +70,11 @@ class Problem:
     def layers(self) -> int:
         """Number of layers (L)."""
         return self.layer_seconds.shape[1]
+
+    @property
+    def alive(self) -> F64:
+        """(N,): micro-batches in flight whose activations are kept."""
+        return self.in_flight if self.whole is None else self.whole
 
     def received(self, start: int) -> float:
         """Bytes that a stage beginning with layer ``start`` has received, per micro-batch in flight."""
@@ -129,8 +136,9 @@ def cost(problem: Problem, plan: Solution) -> Cost:
         stages.append(seconds)
         host_links.append(sum(sizes[b] for b in beside) / problem.host_link[device])
         behind = last - s
-        held = problem.saved_bytes[start:stop].sum() + problem.received(start)
-        memory = problem.state_copies[behind] * problem.state[start:stop].sum() + problem.in_flight[behind] * held
+        memory = problem.state_copies[behind] * problem.state[start:stop].sum()
+        memory += problem.alive[behind] * problem.saved_bytes[start:stop].sum()
+        memory += problem.in_flight[behind] * problem.received(start)
         fits &= bool(memory <= problem.capacity[device] * (1 + 1e-12))
     pairs = list(itertools.pairwise(plan.devices))
     ways = [(m / problem.rate[a, b], m / problem.rate[b, a]) for m, (a, b) in zip(sizes, pairs, strict=True)]

@@ -1,11 +1,17 @@
 """Plans in which stages compute forwards again, or have copies of a tied parameter: where memory and links make that pay."""
 
+import itertools
+
 import msgspec
+import numpy as np
 import pytest
 from clusters import LAYERS, cluster, job
 
 from accept_mpi.errors import UserError
 from accept_mpi.models.shared import Shared
+from accept_mpi.plan import make_plan, recomputing
+from accept_mpi.planning.estimate import fits
+from accept_mpi.planning.memory import memory_of
 from accept_mpi.planning.planner import plan_for, plans_for
 from accept_mpi.planning.tables import verdict
 from accept_mpi.planning.ties import parted, with_ties
@@ -46,6 +52,31 @@ def test_recomputing_where_memory_is_short() -> None:
 def test_recomputing_everywhere_if_asked() -> None:
     found = plan_for(fat(cluster(1, 1, 1), 1e12), job(SYNCHRONOUS, "pipeline.recompute=on"))
     assert [stage.recompute for stage in found.plan.stages] == [True, True, False]
+
+
+@pytest.mark.parametrize("how", ["on", "auto"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_that_recomputes_is_found_wherever_one_fits(how: str, seed: int) -> None:
+    """Devices have room for shares of the layers that differ much, and the stages at the end hold fewer micro-batches."""
+    rng = np.random.default_rng(seed)
+    asked = job(SYNCHRONOUS, SLACK, f"pipeline.recompute={how}")
+    fleet = fat(cluster(1, 1, 1), 1e12)
+    rooms = [[0.1, 11.5, 2.5], *(rng.dirichlet((0.5, 0.5, 0.5), 5) * rng.uniform(12.5, 15)).tolist()]
+    for room in rooms:
+        devices = [msgspec.structs.replace(d, memory=r * SAVED) for d, r in zip(fleet.devices, room, strict=True)]
+        short = msgspec.structs.replace(fleet, devices=devices)
+        possible = [
+            recomputing(make_plan(LAYERS, cuts, None, order), range(3))
+            for count in (1, 2, 3)
+            for cuts in itertools.combinations(range(1, LAYERS), count - 1)
+            for order in itertools.permutations(range(3), count)
+        ]
+        needs = [(memory_of(short, asked, plan), plan.leaders) for plan in possible]
+        if any(all(n <= room[r] * SAVED for n, r in zip(*one, strict=True)) for one in needs):
+            assert fits(short, plan_for(short, asked)), room
+        else:
+            with pytest.raises(UserError, match="cuts"):
+                plan_for(short, asked)
 
 
 def tied(found: ClusterProfile, nbytes: int) -> ClusterProfile:
