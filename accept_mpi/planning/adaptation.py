@@ -171,7 +171,8 @@ class Adapter(Observer):
         for s, rank in self._plan.holders:
             stage = self._plan.stages[s]
             device, mine = self._cluster.devices[rank], slice(stage.start, stage.stop)
-            expected = float(sum(device.forward[mine]) + sum(device.backward[mine]))
+            forwards = 2 if stage.recompute else 1
+            expected = float(forwards * sum(device.forward[mine]) + sum(device.backward[mine]))
             expected *= device.in_lane(stage.lanes_of(rank))
             rows = window[window["stage"] == s]
             if len(stage.ranks) > 1:

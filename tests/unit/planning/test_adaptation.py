@@ -6,8 +6,9 @@ import pytest
 from clusters import cluster, job
 
 from accept_mpi.logs.format import KINDS, TRACE, Rows
-from accept_mpi.plan import BoundaryCodecs, Plan, make_plan
+from accept_mpi.plan import BoundaryCodecs, Plan, make_plan, recomputing
 from accept_mpi.planning.adaptation import WINDOW, Adapter
+from accept_mpi.planning.estimate import forecast_of
 from accept_mpi.planning.planner import plan_for
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
@@ -244,3 +245,12 @@ def test_a_fixed_period() -> None:
     run = Run(1, 1, 1, adapt="30")
     assert run.steps(29, 1, 3, 1) is None
     assert layers(run.steps(WINDOW + 2, 1, 3, 1))[1] < 4
+
+
+def test_computing_a_forward_again_does_not_look_slow() -> None:
+    asked, fleet = job("pipeline.schedule=1f1b", "pipeline.adapt=true"), cluster(1, 1, 1)
+    plan = recomputing(make_plan(12, [4, 8], [BoundaryCodecs()] * 2), [0, 1])
+    adapter = Adapter(asked, STEPS, plan, fleet, lambda: None)
+    rows = forecast_of(fleet, asked, plan).trace(plan.codecs, [0, 1, 2])
+    computing = rows[np.isin(rows["kind"], [KINDS.index(kind) for kind in "FB"])]
+    assert adapter.factors(computing) == pytest.approx({0: 1.0, 1: 1.0, 2: 1.0})
