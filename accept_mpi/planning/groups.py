@@ -7,6 +7,7 @@ once, and one that cannot beat the best so far is given up after a single search
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -136,7 +137,7 @@ def _kinds(cluster: ClusterProfile, problem: Problem) -> list[int]:
                 (float(problem.host_link[n]), float(problem.host_link[first])),
                 (device.memory, other.memory),
             )
-            if device.data == other.data and all(abs(a - b) <= _ALIKE * max(a, b) for a, b in both):
+            if device.data == other.data and all(math.isclose(a, b, rel_tol=_ALIKE) for a, b in both):
                 found.append(kind)
                 break
         else:

@@ -1,6 +1,7 @@
 """Plans in which groups of devices hold stages."""
 
 import itertools
+import math
 
 import msgspec
 import numpy as np
@@ -13,7 +14,8 @@ from accept_mpi.planning import groups as groups_of
 from accept_mpi.planning.adaptation import redealt
 from accept_mpi.planning.codec_choice import codings, codings_of, sums_of
 from accept_mpi.planning.estimate import Estimate, estimate, with_codecs
-from accept_mpi.planning.groups import _partitions
+from accept_mpi.planning.formulation import problem_of
+from accept_mpi.planning.groups import _kinds, _partitions
 from accept_mpi.planning.job_plan import plan_from_job
 from accept_mpi.planning.planner import even_plan, plan_for
 from accept_mpi.planning.tables import table
@@ -122,6 +124,16 @@ def test_a_layer_that_must_be_alone_is_not_shared() -> None:
     found = plan_for(fleet, job(ON)).plan
     (stage,) = (stage for stage in found.stages if stage.start <= 6 < stage.stop)
     assert len(stage.ranks) == 1
+
+
+@pytest.mark.parametrize("room", [1e9, math.inf])
+def test_equal_devices_are_of_one_kind_whatever_memory_they_have(room: float) -> None:
+    fleet = cluster(1, 1, 1.05, 2, 2, memory=[room] * 5)
+    assert _kinds(fleet, problem_of(fleet, job(ON))[0]) == [0, 0, 0, 1, 1]
+    other = msgspec.structs.replace(
+        fleet, devices=[msgspec.structs.replace(fleet.devices[0], memory=5e8), *fleet.devices[1:]]
+    )
+    assert _kinds(other, problem_of(other, job(ON))[0]) == [0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b-async", "1f1b-delayed", "1f1b"])
