@@ -190,11 +190,15 @@ class Forecast:
             seconds = max(seconds, (both + self._summed_beside(device)) / self._host_links[device])
         return seconds
 
+    def _share(self, device: int) -> float:
+        """Share of the micro-batches that a device's rank takes, in all its lanes."""
+        return sum(share for d, share in enumerate(self._shares) if self._ranks[d] == self._ranks[device])
+
     def _summed(self, device: int) -> float:
         """Bytes that a device sends for its group's gradients, per micro-batch that it takes; it receives about as many."""
         stage = self.groups.stages[device]
         members = self._members[stage]
-        share = sum(share for d, share in enumerate(self._shares) if self._ranks[d] == self._ranks[device])
+        share = self._share(device)
         if members == 1 or not share:
             return 0.0
         return float(sent_for_sum(self._on_wire(stage), members, share * self._all, self.groups.exact))
@@ -338,7 +342,8 @@ class Forecast:
 
     def sum_seconds(self, stage: int) -> float:
         """Seconds from the last backward of a step until all devices of a group have the sum of its gradients: the last
-        contributions to the owners of their parts, and the sums back."""
+        contributions to the owners of their parts, and the sums back. Before these, a stage without boundaries sends those
+        contributions that its links have not carried yet; elsewhere they go beside messages (``_carried``)."""
         devices = list({self._ranks[d]: d for d in self._held_by[stage]}.values())
         if len(devices) == 1:
             return 0.0
@@ -348,9 +353,20 @@ class Forecast:
             rate, latency = min(rate for rate, _ in others), max(latency for _, latency in others)
             link = min(rate, self._host_links[device] if self._host_links else np.inf)
             nbytes = self._on_wire(stage) * (len(devices) - 1) / len(devices)
-            here = self.profiles[device]
-            slowest = max(slowest, 2 * (nbytes / link + latency + here.seconds_per_message + POLL_IDLE))
+            here, seconds = self.profiles[device], nbytes / link
+            left = self._left(device, seconds) if self.groups.exact and self._stages == 1 else 0.0
+            slowest = max(slowest, left + 2 * (seconds + latency + here.seconds_per_message + POLL_IDLE))
         return slowest
+
+    def _left(self, device: int, seconds: float) -> float:
+        """Seconds of contributions before the last one that a rank has still to send when its last backward ends, if each
+        takes ``seconds``."""
+        here, own = self.profiles[device], self._share(device) * self._all
+        if not own:
+            return 0.0
+        each = here.backward + self.handling(device, Direction.BACKWARD, {})
+        each += 0.0 if self.kind == "gpipe" else here.forward
+        return max(0.0, (own - 1) * (seconds - each * self._shares[device] * self._all / own))
 
     def _timed(self, steps: int, codecs: Mapping[Crossing, str]) -> tuple[F64, F64]:
         """Starts and ends in seconds of all actions of ``steps`` steps, in the order of ``PackedSchedule``."""

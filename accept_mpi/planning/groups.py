@@ -269,10 +269,11 @@ class _Groups:
             np.put_along_axis(ends, member[None], np.take_along_axis(ends + runs, member[None], 0), 0)
         whole = ends.max(axis=0) / dealt
         pairs = [float(problem.rate[a, b]) for a, b in itertools.permutations(members, 2)]
-        link = min([*pairs, *(float(problem.host_link[m]) for m in members)])
-        if exact or not problem.fill:  # else the sum has the links for itself, between steps
-            whole = np.maximum(whole, sent * own / count / link)
-        summing = 2 * wire * (len(members) - 1) / len(members) / link
+        links = problem.host_link[members][:, None, None]
+        parts = wire * (len(members) - 1) / len(members)
+        summing = 2 * parts / min(*pairs, float(links.min()))
         if not problem.fill:  # asynchronously each member takes one more micro-batch meanwhile
             summing = np.maximum(0.0, summing - runs.min(axis=0))
-        return whole + summing / count
+        taken = ends / np.maximum(runs, 1e-15) * count / dealt
+        busy = ((parts * (taken + 1) if exact else 2 * parts) / links).max(axis=0)  # ``summing`` included
+        return np.maximum(whole + summing / count, busy / count)

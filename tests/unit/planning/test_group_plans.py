@@ -18,6 +18,7 @@ from accept_mpi.planning.formulation import problem_of
 from accept_mpi.planning.groups import _kinds, _partitions
 from accept_mpi.planning.job_plan import plan_from_job
 from accept_mpi.planning.planner import even_plan, plan_for
+from accept_mpi.planning.problem import Solution, cost
 from accept_mpi.planning.tables import table
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.regroup import plan_after_loss
@@ -210,9 +211,37 @@ def test_forecasts_of_groups_by_hand() -> None:
     found = estimate(fleet, job(ON), plan)
     assert found.step == pytest.approx(8 * 12e-3, rel=0.02)  # two share 8 layers, one has 4: 24 and 12 ms
     assert found.busy == pytest.approx([1, 1, 1], abs=0.03)
-    synchronous = estimate(cluster(1, 1, rate=1e6), job(ON, "pipeline.schedule=1f1b"), make_plan(LAYERS, [], None, [(0, 1)]))
+    summed = job(ON, "pipeline.schedule=1f1b", "pipeline.gradients=none")
+    synchronous = estimate(cluster(1, 1, rate=1e6), summed, make_plan(LAYERS, [], None, [(0, 1)]))
     gradients = 4 * LAYERS * (64 * 64 + 64)
     assert synchronous.step == pytest.approx(4 * 36e-3 + 2 * (gradients / 2 / 1e6), rel=0.1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async", "gpipe"])
+def test_exact_sums_take_the_link_where_no_message_does(schedule: str) -> None:
+    """Two ranks with the whole model: each sends half of the gradients after each of its 4 micro-batches, and half of the
+    sum."""
+    gradients = 4 * LAYERS * (64 * 64 + 64)
+    asked, plan = job(ON, f"pipeline.schedule={schedule}"), make_plan(LAYERS, [], None, [(0, 1)])
+    slow, fast = (estimate(cluster(1, 1, rate=rate), asked, plan).step for rate in (1e6, 1e9))
+    first = {"1f1b": 36e-3, "1f1b-async": 0.0, "gpipe": 4 * 12e-3 + 24e-3}[schedule]  # computed before anything is sent
+    assert slow == pytest.approx(first + 5 * gradients / 2 / 1e6, rel=0.04)
+    assert fast == pytest.approx(4 * 36e-3, rel=0.15)
+
+
+@pytest.mark.parametrize("sums", ["exact", "none"])
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async"])
+def test_the_search_charges_no_more_than_is_simulated(schedule: str, sums: str) -> None:
+    """By more than 2 %, where sums decide, too: else plans are given up that would have been the best."""
+    asked = job(ON, f"pipeline.schedule={schedule}", f"pipeline.gradients={sums}", "pipeline.transfer_slack=2")
+    for rate, speeds in itertools.product((1e5, 1e6, 4e6, 1e9), ((1, 1, 1, 1), (1, 3, 1, 2))):
+        fleet = uneven(*speeds, layers=_LUMPY, rate=rate)
+        problem = problem_of(fleet, asked)[0]
+        maker = groups_of._Groups(fleet, asked, problem, sums)
+        for division, edges in ((((0, 1),), ()), (((0, 1, 2),), ()), (((0, 1), (2, 3)), (6,)), (((0, 1, 2), (3,)), (8,))):
+            solution = Solution(tuple(range(len(division))), (0, *edges, LAYERS), (0,) * len(edges))
+            promised = cost(maker.problem(division), solution).bottleneck * 8
+            assert promised <= 1.02 * estimate(fleet, asked, maker.plan(division, solution)).step, (rate, speeds, division)
 
 
 @pytest.mark.parametrize("sums", ["none", "bf16"])
