@@ -361,12 +361,15 @@ class Forecast:
     def _left(self, device: int, seconds: float) -> float:
         """Seconds of contributions before the last one that a rank has still to send when its last backward ends, if each
         takes ``seconds``."""
-        here, own = self.profiles[device], self._share(device) * self._all
-        if not own:
+        here, share = self.profiles[device], self._share(device)
+        if not share:
             return 0.0
+        own = share * self._all
+        # What it computes between the first contribution and the last: if steps overlap, since it last waited for a sum.
+        between = max(0.0, own - share * self._widths[0]) if flows(self.kind) else own - 1
         each = here.backward + self.handling(device, Direction.BACKWARD, {})
         each += 0.0 if self.kind == "gpipe" else here.forward
-        return max(0.0, (own - 1) * (seconds - each * self._shares[device] * self._all / own))
+        return max(0.0, (own - 1) * seconds - between * each * self._shares[device] / share)
 
     def _timed(self, steps: int, codecs: Mapping[Crossing, str]) -> tuple[F64, F64]:
         """Starts and ends in seconds of all actions of ``steps`` steps, in the order of ``PackedSchedule``."""

@@ -273,7 +273,7 @@ class _Groups:
         parts = wire * (len(members) - 1) / len(members)
         summing = 2 * parts / min(*pairs, float(links.min()))
         if not problem.fill:  # asynchronously each member takes one more micro-batch meanwhile
-            summing = np.maximum(0.0, summing - runs.min(axis=0))
+            summing = np.maximum(0.0, summing - np.minimum(runs.max(axis=0), ends.max(axis=0)))
         taken = ends / np.maximum(runs, 1e-15) * count / dealt
         busy = ((parts * (taken + 1) if exact else 2 * parts) / links).max(axis=0)  # ``summing`` included
         return np.maximum(whole + summing / count, busy / count)
