@@ -1,5 +1,7 @@
 """Memory that a stage needs, which depends on its place in the pipeline."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -23,8 +25,8 @@ _SUMMED_HERE = 2
 def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
     """Bytes that each device of a plan needs (``Plan.holders``), including what it has received of the micro-batches in
     flight, and in a group what it needs to sum gradients."""
-    needs = MemoryModel(cluster, job, len(plan.stages), plan.slack)
-    wide, kind, slack = widths(plan.stages), job.pipeline.schedule, plan.slack
+    wide = widths(plan.stages)
+    needs = MemoryModel(cluster, job, len(wide), plan.slack, wide)
     rows = []
     for s, stage in enumerate(plan.stages):
         layers = cluster.outline.layers[stage.start : stage.stop]
@@ -35,9 +37,8 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
         copies, in_flight = needs.state_copies[behind], [needs.in_flight[behind]]
         if plan.hybrid or plan.laned:
             count = micro_batches_of(job)
-            steps = 1 if not flows(kind) else 1 + sum(wide) + slack * len(wide)
-            most = max_in_flight(kind, s, len(wide), min(count * steps, most_anywhere(kind, count)), slack, wide)
-            table = Deal.of(stage).table(count) * steps
+            most = int(needs.in_flight[behind])
+            table = Deal.of(stage).table(count) * (1 if not flows(job.pipeline.schedule) else 1 + -(-most // count))
             windows = [table[at : at + most] for at in range(max(1, min(count, len(table) - most + 1)))]
             in_flight = [max(window.count(m) for window in windows) for m in range(len(stage.ranks))]
             copies += needs.local_copies if plan.hybrid else 0.0
@@ -59,20 +60,17 @@ def memory_on(rank: int, cluster: ClusterProfile, job: Job, plan: Plan) -> float
 class MemoryModel:
     """Memory of a stage, as a function of the number of stages behind it.
 
-    ``slack``: ``Plan.slack``. ``in_flight`` and ``state_copies`` (stages,) are those of ``planning.problem.Problem``, by
-    that number.
+    ``slack``: ``Plan.slack``; ``wide``: ``deal.widths`` of the stages, by default 1 each. ``in_flight`` and ``state_copies``
+    (stages,) are those of ``planning.problem.Problem``, by that number.
     """
 
-    def __init__(self, cluster: ClusterProfile, job: Job, stages: int, slack: int) -> None:
+    def __init__(self, cluster: ClusterProfile, job: Job, stages: int, slack: int, wide: Sequence[int] = ()) -> None:
         kind = job.pipeline.schedule
         self._optimizer = values_kept(job.train.optimizer) + (1 if job.train.ema else 0)
         many = most_anywhere(kind, micro_batches_of(job))
-        # A stage with ``behind`` stages behind it is like the first of a pipeline of ``behind`` + 1 stages. With zero-bubble
-        # a stage holds the more the longer the pipeline is, so the longest possible one counts.
-        self.in_flight = np.array(
-            [max_in_flight(kind, stages - 1 - behind, stages, many, slack) if kind == "zero-bubble"
-             else max_in_flight(kind, 0, behind + 1, many, slack) for behind in range(stages)], float
-        )  # fmt: skip
+        # With zero-bubble a stage holds the more the longer the pipeline is, so the longest possible one counts.
+        behind = range(stages)
+        self.in_flight = np.array([max_in_flight(kind, stages - 1 - n, stages, many, slack, wide) for n in behind], float)
         self.whole: npt.NDArray[np.float64] | None = None
         """Those in flight whose activations are kept, if every stage but the last computes forwards again; None: all."""
         if job.pipeline.recompute == "on":
@@ -80,7 +78,8 @@ class MemoryModel:
             self.whole[0] = self.in_flight[0]
         weights = np.ones(stages)
         if kind == "1f1b-async":  # the optimizer's own, and one version per update while a micro-batch is in flight
-            versions = np.full(stages, self.in_flight.max()) if job.pipeline.vertical_sync else self.in_flight
+            late = wide[0] if wide and wide[0] > 1 else 0  # the first stage's updates, by so many micro-batches
+            versions = np.full(stages, self.in_flight.max() + late) if job.pipeline.vertical_sync else self.in_flight
             weights = 2 + np.ceil(versions / micro_batches_of(job))
         elif kind == "1f1b-delayed":
             weights = np.full(stages, 1.0 + DELAY)
