@@ -150,12 +150,14 @@ def replayed(cluster: ClusterProfile, job: Job, plan: Plan, trace: Rows) -> Repl
     that the profile foresaw. Raises UserError if the trace holds fewer than three finished steps."""
     foreseen = forecast_of(cluster, job, plan)
     codecs = plan.codecs
-    message, firsts = foreseen.messages(codecs), [d for d, (_, _, lane) in enumerate(plan.slots) if lane == 0]
+    ranks = [rank for _, rank in sorted(plan.holders)]  # in a trace those of a group are in the order of their numbers
+    of_slots = [rank for _, rank, _ in plan.slots]
+    message, firsts = foreseen.messages(codecs), [of_slots.index(rank) for rank in ranks]
     run = rerun(trace, lambda source, target: message(firsts[source], firsts[target]), foreseen.sum_seconds)
     if run is None:
         raise UserError("the trace holds fewer than three finished steps")
-    means = list(mean_times(trace).values())
-    each = [means[sum(first <= d for first in firsts) - 1] for d in range(len(plan.slots))]
+    means = dict(zip(ranks, mean_times(trace).values(), strict=False))
+    each = [means[rank] for rank in of_slots]
     profiles = [
         StageTimes(
             forward=took["F"],

@@ -11,7 +11,7 @@ from accept_mpi.direction import Crossing, Direction
 from accept_mpi.errors import UserError
 from accept_mpi.logs.timeline import between
 from accept_mpi.pipeline.schedule import KINDS, ScheduleKind
-from accept_mpi.plan import make_plan
+from accept_mpi.plan import Lanes, make_plan, with_lanes
 from accept_mpi.planning import forecast as module
 from accept_mpi.planning.estimate import forecast_of, replayed
 from accept_mpi.planning.forecast import Forecast, Traffic
@@ -121,3 +121,15 @@ def test_a_run_simulated_again_takes_what_it_took(kind: ScheduleKind) -> None:
     assert replayed(found, job, alone, trace) == pytest.approx((forecast_of(found, job, alone).steady({})[0],) * 3, rel=0.01)
     with pytest.raises(UserError, match="fewer than three"):
         replayed(found, job, alone, trace[:0])
+
+
+@pytest.mark.parametrize("lanes", [{}, {1: 2}])
+def test_a_group_in_any_order_is_simulated_again(lanes: dict[int, Lanes]) -> None:
+    """Its fast member may come before one of a smaller number."""
+    found, job = cluster(3.1, 1, 2), planner_job("pipeline.groups=true", "pipeline.schedule=1f1b")
+    again = []
+    for group, paces in (([1, 0], [1.0, 3.1]), ([0, 1], [3.1, 1.0])):
+        plan = with_lanes(make_plan(len(found.outline.layers), [8], None, [group, 2], [paces, [1.0]]), lanes)
+        trace = forecast_of(found, job, plan).trace(plan.codecs, [rank for _, rank, _ in plan.slots])
+        again.append(tuple(replayed(found, job, plan, trace)))
+    assert again[0] == pytest.approx(again[1], rel=0.01)
