@@ -11,11 +11,13 @@ from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.optimizer import values_kept
 from accept_mpi.pipeline.schedule import DELAY, max_in_flight, most_anywhere
 from accept_mpi.plan import Plan, at_once
+from accept_mpi.planning.ties import parted
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.outline import LayerOutline
 
 _SUMMING = 4
-"""Copies of the gradients in the sum of a group: two contributions under way, the part that is added up, and the sum."""
+"""Copies of the gradients in the sum of a group, or of the stages with copies of a tied parameter: two contributions under
+way, the part that is added up, and the sum."""
 
 
 _SUMMED_HERE = 2
@@ -24,9 +26,10 @@ _SUMMED_HERE = 2
 
 def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
     """Bytes that each device of a plan needs (``Plan.holders``), including what it has received of the micro-batches in
-    flight, and in a group what it needs to sum gradients."""
+    flight, and in a group, or with a copy of a tied parameter, what it needs to sum gradients."""
     wide = widths(plan.stages)
     needs = MemoryModel(cluster, job, len(wide), plan.slack, wide)
+    ties = parted(cluster.outline.shared, plan) if job.parts_ties else []
     rows = []
     for s, stage in enumerate(plan.stages):
         layers = cluster.outline.layers[stage.start : stage.stop]
@@ -44,11 +47,12 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
             copies += needs.local_copies if plan.hybrid else 0.0
         gradients = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
         summing = _SUMMING if len(stage.ranks) > 1 else 0
+        copied = _SUMMING * sum(one.nbytes for one, stages in ties if s in stages) if not summing else 0
         for rank, flying in zip(stage.ranks, in_flight, strict=True):
             lanes = stage.lanes_of(rank)
             mine = summing + (0 if lanes == 1 else _SUMMED_HERE + at_once(lanes))
             whole = min(flying, at_once(lanes)) if stage.recompute else flying  # micro-batches whose activations are there
-            rows.append(float(copies * state + flying * received + whole * saved + mine * gradients))
+            rows.append(float(copies * state + flying * received + whole * saved + mine * gradients + copied))
     return rows
 
 

@@ -105,6 +105,17 @@ def test_what_a_tie_costs() -> None:
     assert with_ties(fleet, own, plan, 0.0) == pytest.approx(each + 2 * each)
 
 
+def test_stages_with_a_copy_hold_what_its_sum_takes() -> None:
+    """Four copies of its gradients, as in the sum of a group; in a group the parameter is one of those that are summed."""
+    fleet, nbytes = cluster(1, 1, 1), 1000
+    for groups, more in (([0, 1, 2], [4, 0, 4]), ([[0, 1], 2], [0, 0, 4])):
+        plan = make_plan(LAYERS, [4, 8][: len(groups) - 1], None, groups)
+        with_tie, without = (memory_of(one, job(SYNCHRONOUS), plan) for one in (tied(fleet, nbytes), fleet))
+        assert [a - b for a, b in zip(with_tie, without, strict=True)] == [each * nbytes for each in more]
+    whole = make_plan(LAYERS, [], None, [0])
+    assert memory_of(tied(fleet, nbytes), job(SYNCHRONOUS), whole) == memory_of(fleet, job(SYNCHRONOUS), whole)
+
+
 def test_only_the_first_of_several_uses_may_be_apart() -> None:
     three = Shared(0, 9, "three layers share", False, ((0, "w"), (5, "w"), (9, "w")), True, 10)
     fleet = cluster(1, 1, 1)
