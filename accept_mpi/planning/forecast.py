@@ -232,7 +232,7 @@ class Forecast:
                     float(crossing.values), nbytes, costs[name], here.seconds_per_byte, here.seconds_per_message, on_link
                 )
         if way is Direction.BACKWARD and self._members[stage] > 1:
-            contributions = 1.0 if self.groups.exact else 1 / max(1.0, self._shares[device] * self._all)
+            contributions = 1.0 if self.groups.exact else 1 / max(1.0, self._share(device) * self._all)
             gradients, sent = self.groups.gradients[stage], self._summed(device)
             total += sum_handling(here, gradients, sent, contributions, self.groups.codec)
         return total

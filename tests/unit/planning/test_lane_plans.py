@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from clusters import LAYERS, cluster, job
 
+from accept_mpi.direction import Direction
 from accept_mpi.logs.replay import mean_times, rerun
 from accept_mpi.plan import make_plan, with_lanes
 from accept_mpi.planning.estimate import estimate, fits, forecast_of, least_seconds, with_codecs
@@ -94,3 +95,18 @@ def test_the_table_of_lanes() -> None:
     assert "0.80" in text
     assert "a step of this plan: in turn" in text
     assert "no device has threads" in lanes_table(cluster(1), job(), plan_for(cluster(1), job()))[0]
+
+
+@pytest.mark.parametrize("sums", ["exact", "none"])
+def test_lanes_of_a_rank_add_to_one_sum(sums: str) -> None:
+    """A rank of a group handles as many contributions with lanes as without them."""
+    fleet = cluster(1, 1, shared=[True] * 2, seconds_per_byte=[1e-9] * 2)
+    devices = [msgspec.structs.replace(one, encode=dict.fromkeys(one.encode, 1e-8)) for one in fleet.devices]
+    fleet = msgspec.structs.replace(fleet, devices=devices)
+    asked, plan = job("pipeline.groups=true", f"pipeline.gradients={sums}"), make_plan(LAYERS, [], None, [(0, 1)])
+    each = [
+        forecast_of(fleet, asked, with_lanes(plan, dict.fromkeys(range(2), lanes))).handling(0, Direction.BACKWARD, {})
+        for lanes in (1, 2)
+    ]
+    assert each[1] == pytest.approx(each[0])
+    assert each[0] > 0
