@@ -82,7 +82,8 @@ class Optimizer(Section, frozen=True):
     """False: no weight decay for parameters of fewer than two dimensions, which are norms and biases."""
 
 
-Patterns = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=MOST_ENTRIES)]
+Pattern = Annotated[str, Meta(min_length=1, description="a text, not empty")]
+Patterns = Annotated[list[Pattern], Meta(max_length=MOST_ENTRIES)]
 """Patterns of names, as in a shell: "backbone.*"."""
 
 
@@ -97,7 +98,7 @@ class ParameterGroup(Section, frozen=True):
     """True: AdamW updates them, where Muon would."""
 
 
-Device = Annotated[str, Meta(pattern=r"^(cpu|auto|cuda(:\d{1,3})?)$")]
+Device = Annotated[str, Meta(pattern=r"^(cpu|auto|cuda(:\d{1,3})?)$", description='one of "cpu", "auto", "cuda", "cuda:1"')]
 
 
 class Lora(Section, frozen=True):

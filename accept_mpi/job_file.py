@@ -157,12 +157,33 @@ def _check_keys(table: Mapping[str, Any], section: type[msgspec.Struct], source:
     for key, value in table.items():
         if key not in fields:
             raise UserError(f'{source}: unknown key "{path}{key}"{_nearest_key(key, list(fields))}')
-        if isinstance(value, dict) and isinstance(fields[key], type) and issubclass(fields[key], msgspec.Struct):
-            _check_keys(value, fields[key], source, f"{path}{key}.")
+        inside = _table_in(fields[key])
+        entries = [("", value)] if isinstance(value, dict) else []
+        if isinstance(value, list):
+            entries = [(f"[{n}]", entry) for n, entry in enumerate(value) if isinstance(entry, dict)]
+        for place, entry in entries if inside else ():
+            _check_keys(entry, inside, source, f"{path}{key}{place}.")
+
+
+def _table_in(kind: Any) -> Any:
+    """The table that values of a type are, or hold as entries of a list; None if there is none."""
+    for one in map(_bare, _alternatives(kind)):
+        if get_origin(one) is list:
+            return _table_in(get_args(one)[0])
+        if _is_table(one):
+            return one
+    return None
+
+
+def _is_table(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 def _nearest_key(key: str, here: list[str]) -> str:
-    """Hint at a key of the same name in another section, else at a similar one in this section, else anywhere."""
+    """Hint at a key that is almost the same in this section, else at one of the same name in another section, else at a
+    similar one in this section, else anywhere."""
+    if close := difflib.get_close_matches(key, here, n=1, cutoff=0.85):
+        return nearest(close[0], here)
     names: dict[str, str] = {}
     for path in sorted(_paths(Job, ""), key=lambda path: path.count(".")):
         names.setdefault(path.rpartition(".")[2], path)
@@ -176,7 +197,7 @@ def _paths(section: type[msgspec.Struct], before: str) -> Iterator[str]:
     """Full names of all keys of a section and of its subsections, such as "train.optimizer.lr"."""
     for field in msgspec.structs.fields(section):
         yield before + field.name
-        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+        if _is_table(field.type):
             yield from _paths(field.type, f"{before}{field.name}.")
 
 
@@ -195,7 +216,7 @@ def _explain(error: str, tree: Mapping[str, Any]) -> str:
     """Turn msgspec's "Expected `int`, got `str` - at `$.train.steps`" into "train.steps: expected a whole number, got
     ..."."""
     message, _, where = error.partition(" - at `$")
-    path = where.rstrip("`").lstrip(".")
+    path = where.rstrip("`").lstrip(".").removesuffix("[...]")  # a value of a table with free keys
     missing = re.match(r"Object missing required field `(\w+)`", message)
     if missing:
         return f'missing key "{path + "." if path else ""}{missing[1]}"'
@@ -218,11 +239,12 @@ def _kind(path: str) -> Any:
     """Type of the value at a path such as "train.optimizer.betas[0]"."""
     kind: Any = Job
     for part in re.findall(r"[^.\[\]]+", path):
+        kinds = [_bare(one) for one in _alternatives(kind)]
         if part.isdigit():
-            lists = [one for one in map(_bare, _alternatives(kind)) if get_origin(one) in (list, tuple)]
-            kind = get_args(lists[0])[0]
+            kind = next(get_args(one)[0] for one in kinds if get_origin(one) in (list, tuple))
         else:
-            kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == part)
+            table = next(one for one in kinds if _is_table(one))
+            kind = next(field.type for field in msgspec.structs.fields(table) if field.name == part)
     return kind
 
 
@@ -243,6 +265,8 @@ def _words(kind: Any) -> str:
     (kind,) = kinds
     if get_origin(kind) is Annotated:
         plain, *limits = get_args(kind)
+        if words := next((limit.description for limit in limits if limit.description), None):
+            return str(words)
         signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
         bounds = [
             f"{signs[name]} {bound}" for limit in limits for name in signs if (bound := getattr(limit, name)) is not None
@@ -250,8 +274,10 @@ def _words(kind: Any) -> str:
         return f"{_words(plain)} {' and '.join(bounds)}".rstrip()
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(f'"{word}"' for word in get_args(kind))
-    if get_origin(kind) is list:
-        return _words(get_args(kind)[0]).replace("a ", "a list of ", 1).replace("number", "numbers").replace("text", "texts")
+    if get_origin(kind) is list or (get_origin(kind) is tuple and get_args(kind)[-1] is ...):
+        return re.sub("(number|text|table)", r"\1s", _words(get_args(kind)[0]).replace("a ", "a list of ", 1))
+    if get_origin(kind) is dict and get_args(kind)[1] is not Any:
+        return "a table of such"
     if get_origin(kind) is tuple:
         return f"a list of {len(get_args(kind))} numbers"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}.get(kind, "a table")

@@ -2,8 +2,11 @@
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
+import msgspec
 import pytest
 from conftest import ROOT
 
@@ -129,6 +132,24 @@ def test_overrides() -> None:
         (["train.optimizer.final_lr=0.1"], 'final_lr goes with schedule = "cosine" only; leave it out for "constant"'),
         (["train.optimizer.decay=0.5"], 'decay goes with schedule = "step" only'),
         (["pipeline.cuts=[0,2]"], "pipeline.cuts"),
+        (["train.lora={targets=['a'], rank=0}"], "train.lora.rank: expected a whole number >= 1 and <= 4096, got 0"),
+        (["train.lora={targets='a'}"], 'train.lora.targets: expected a list of texts, not empty, got "a"'),
+        (["train.lora={targets=['']}"], 'train.lora.targets[0]: expected a text, not empty, got ""'),
+        (["train.lora={rank=3}"], 'missing key "train.lora.targets"'),
+        (["train.lora=5"], "train.lora: expected a table, got 5"),
+        (["train.lora={targets=['a'], rnk=3}"], 'unknown key "train.lora.rnk"; did you mean "rank"?'),
+        (["train.mix={classes='a'}"], 'train.mix.classes: expected a whole number >= 1, got "a"'),
+        (["train.mix={classes=3, mixup=-1}"], "train.mix.mixup: expected a number >= 0 and <= 1000000.0, got -1"),
+        (["train.mix={classes=3, cutmx=1}"], 'unknown key "train.mix.cutmx"; did you mean "cutmix"?'),
+        (["train.groups=[{names=['a'], lr=-1}]"], "train.groups[0].lr: expected a number > 0, got -1"),
+        (["train.groups=[{name=['a']}]"], 'unknown key "train.groups[0].name"; did you mean "names"?'),
+        (["train.groups=3"], "train.groups: expected a list of tables, got 3"),
+        (
+            ["train.device=gpu"],
+            'train.device: expected "cpu" or "auto" or "cuda" or "cuda:1" or a table of such',
+        ),
+        (["train.device={'a*'='gpu'}"], 'a table of such, got {"a*": "gpu"}'),
+        (["model.blocks=3"], "model.blocks: expected a text or a list of texts, got 3"),
         (["lr"], 'expected "section.key=value"'),
         (["model.name.x=1"], '"name" is not a table'),
     ],
@@ -264,6 +285,26 @@ _PIECES = (
     '"a:b:c"', '"auto"', '[1, "a"]', "{a = {b = 3}}", "[-1]", "[true]", "[{}]", '{name = "adam", betas = [1, 2, 3]}',
     "{lr = -1}", "\x00",
 )  # fmt: skip
+
+
+def test_every_key_of_a_wrong_type_is_a_sentence() -> None:
+    def keys(table: type, before: str) -> Iterator[tuple[str, str]]:
+        """Each key, and a value that it is given within tables that may be left out."""
+        for field in msgspec.structs.fields(table):
+            for kind in get_args(field.type) or (field.type,):
+                if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+                    yield from keys(kind, f"{before}{field.name}.")
+            yield f"{before}{field.name}", field.name
+
+    for key, name in keys(Job, ""):
+        for value in ("-1e9", "[[]]", "{strange = 1}", '["", -1]', "1979-05-27"):
+            try:
+                parse(GOOD, "job.toml", [f"{key}={value}"])
+            except UserError as mistake:
+                said = str(mistake)
+            else:
+                said = name
+            assert name in said, (key, value)
 
 
 def test_a_mangled_job_is_a_job_or_a_sentence(tmp_path: Path) -> None:
