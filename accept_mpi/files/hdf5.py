@@ -9,12 +9,14 @@ import errno
 import io
 import json
 import os
+import re
 import struct
 from typing import Any
 
 import h5py
 import numpy as np
 
+from accept_mpi.errors import one_line
 from accept_mpi.files.regular import open_regular
 from accept_mpi.files.values import every_value
 
@@ -30,6 +32,12 @@ _WORD = 0xFFFFFFFF
 
 class Damaged(ValueError):
     """A file is not laid out as it should be. The message says which part of it."""
+
+
+def reason(error: Exception) -> str:
+    """The system's reason for an error of h5py, which tells it among much else, and not always as an OSError."""
+    number = re.search(r"\berrno = (\d+)", str(error))
+    return os.strerror(int(number[1])) if number else getattr(error, "strerror", None) or one_line(str(error), 300)
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 
 from accept_mpi.errors import UserError
+from accept_mpi.files.hdf5 import reason
 from accept_mpi.logs.format import EVALS, EVENTS, FORMAT, METRICS, STEPS, TABLES, VERSION, Rows
 from accept_mpi.logs.observers import Evaluated, Observer, StepDone
 from accept_mpi.logs.timeline import plan_rows
@@ -24,7 +25,10 @@ _NAME_BYTES = METRICS["name"].itemsize
 
 
 class LogWriter:
-    """Writes one log. Rows are buffered and written at most once per second, so that few steps wait for the disk."""
+    """Writes one log. Rows are buffered and written at most once per second, so that few steps wait for the disk.
+
+    Methods raise UserError if the disk refuses. The file then stays as it is: HDF5 does not survive another try.
+    """
 
     def __init__(
         self,
@@ -38,11 +42,24 @@ class LogWriter:
         """Create the log at ``path``. ``job`` and ``plan`` are JSON texts.
 
         ``earlier``: the first rows, by table (a resumed run's history). ``more``: writes further content into the open file.
-        Raises OSError if the directory is not writable.
         """
         self.path = path
         self._pending: dict[str, list[Rows]] = {name: [] for name in TABLES}
         self._last_flush = time.monotonic()
+        with _writing(path):
+            self._file = self._created(job, plan, facts, earlier, more)
+            self._tables = {name: self._file[name] for name in TABLES}
+        self._open = True
+
+    def _created(
+        self,
+        job: str,
+        plan: str,
+        facts: dict[str, Any],
+        earlier: dict[str, Rows] | None,
+        more: Callable[[h5py.File], None],
+    ) -> h5py.File:
+        path = self.path
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         file = h5py.File(temporary, "w", libver="latest")
         try:
@@ -62,10 +79,11 @@ class LogWriter:
             file.swmr_mode = True
             os.replace(temporary, path)
         except BaseException:
-            file.close()
+            with contextlib.suppress(OSError, RuntimeError):
+                file.close()
             temporary.unlink(missing_ok=True)
             raise
-        self._file = file
+        return file
 
     def append(self, table: str, rows: Rows) -> None:
         """Add rows (of the table's dtype) to ``table``; they reach the disk with the next flush."""
@@ -82,21 +100,42 @@ class LogWriter:
         """Write all buffered rows to disk."""
         self._last_flush = time.monotonic()
         for name, parts in self._pending.items():
-            if not parts:
+            if not parts or not self._open:
                 continue
             rows = np.concatenate(parts)
             parts.clear()
-            dataset = self._file[name]
-            dataset.resize((len(dataset) + len(rows),))
-            dataset[-len(rows) :] = rows
-            dataset.flush()
+            dataset = self._tables[name]
+            with self._tried():
+                dataset.resize((len(dataset) + len(rows),))
+                dataset[-len(rows) :] = rows
+                dataset.flush()
 
     def close(self) -> None:
         """Flush and close the file; closing it twice is harmless."""
-        if self._file:
-            with contextlib.suppress(OSError):
-                self.flush()
-            self._file.close()
+        self.flush()
+        if self._open:
+            with self._tried():
+                self._file.close()
+            self._open = False
+
+    @contextlib.contextmanager
+    def _tried(self) -> Iterator[None]:
+        """A part of writing, after whose failure nothing more is written."""
+        try:
+            with _writing(self.path):
+                yield
+        except UserError:
+            self._open = False
+            raise
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn errors of the ``with`` block into a UserError. HDF5 reports a full disk by several kinds of exceptions."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"cannot write the log {path}: {reason(error)}") from error
 
 
 class LogObserver(Observer):
@@ -106,31 +145,22 @@ class LogObserver(Observer):
         self._writer = writer
 
     def step(self, done: StepDone) -> None:
-        self._append("steps", np.array([astuple(done)], STEPS))
+        self._writer.append("steps", np.array([astuple(done)], STEPS))
 
     def evaluated(self, result: Evaluated) -> None:
-        self._append("evals", np.array([tuple(getattr(result, name) for name in EVALS.names or ())], EVALS))
+        self._writer.append("evals", np.array([tuple(getattr(result, name) for name in EVALS.names or ())], EVALS))
         named = [(result.step, name.encode()[:_NAME_BYTES], value) for name, value in result.metrics.items()]
-        self._append("metrics", np.array(named, METRICS))
+        self._writer.append("metrics", np.array(named, METRICS))
 
     def trace(self, rows: Rows) -> None:
-        self._append("trace", rows)
+        self._writer.append("trace", rows)
 
     def event(self, seconds: float, step: int, text: str) -> None:
-        try:
-            self._writer.event(seconds, step, text)
-        except OSError as error:
-            raise UserError(f"cannot write the log {self._writer.path}: {error}") from error
+        self._writer.event(seconds, step, text)
 
     def planned(self, seconds: float, step: int, plan: Plan) -> None:
         """A deployment begins with this plan, whose ranks are numbered as in the trace."""
-        self._append("plans", plan_rows(plan, seconds, step))
+        self._writer.append("plans", plan_rows(plan, seconds, step))
 
     def close(self) -> None:
         self._writer.close()
-
-    def _append(self, table: str, rows: Rows) -> None:
-        try:
-            self._writer.append(table, rows)
-        except OSError as error:
-            raise UserError(f"cannot write the log {self._writer.path}: {error}") from error

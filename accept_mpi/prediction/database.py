@@ -16,10 +16,10 @@ a lock. Of two simultaneous runs, the last to write wins only where both measure
 import contextlib
 import errno
 import hashlib
+import io
 import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -147,11 +147,12 @@ def _change(path: Path, change: Callable[[Any], None]) -> None:
             try:
                 with _opened(path) as file:
                     pass
-                if file is not None:
-                    shutil.copyfile(path, temporary)
-                with h5py.File(temporary, "a") as changed:
+                # In memory, since HDF5 does not survive a disk that is full.
+                content = io.BytesIO(path.read_bytes() if file is not None else b"")
+                with h5py.File(content, "w" if file is None else "r+") as changed:
                     changed.attrs.update(format=FORMAT, version=VERSION)
                     change(changed)
+                temporary.write_bytes(content.getbuffer())
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)

@@ -134,8 +134,9 @@ class RunLog:
         """Record the error that ends the run, and close the log."""
         assert self._log
         assert self.controller
-        self._log.event(self._runtime.clock.now(), self._runtime.lifeline.steps.get(0, 0), text)
-        self.controller.each("close")
+        with contextlib.suppress(UserError):  # the error may be that the log cannot be written
+            self._log.event(self._runtime.clock.now(), self._runtime.lifeline.steps.get(0, 0), text)
+            self.controller.each("close")
 
     def _manifest_of(self, deployment: Deployment) -> Callable[[int], Manifest]:
         """A function that makes the manifest of a step's checkpoint, without its stages."""
@@ -162,7 +163,7 @@ class RunLog:
 
     def _observers(self, facts: dict[str, Any], course: Milestones, log: LogObserver) -> dict[str, Observer]:
         """Make the observers by name, and print what is known before the first step, unless the run is quiet."""
-        observers: dict[str, Observer] = {"log": log}
+        observers: dict[str, Observer] = {}
         if not self._quiet:
             if facts["compile_s"] > 0.05:
                 print(f"kernels ready after {facts['compile_s']:.1f} s", flush=True)
@@ -170,7 +171,7 @@ class RunLog:
                 if lines:
                     print(*lines, sep="\n", flush=True)
             observers["progress"] = ProgressObserver(course.last, course.first)
-        return observers
+        return observers | {"log": log}  # the last one, since a full disk ends its calls
 
 
 def prepare_directory(directory: Path) -> None:
@@ -217,7 +218,7 @@ def begin_log(
 
         return LogWriter(path, job.to_json(), plan.to_json(), facts, earlier, more)
     except OSError as error:
-        raise UserError(f"output.directory: cannot write {path}: {error}") from error
+        raise UserError(f"output.directory: cannot write {path}: {error.strerror or error}") from error
 
 
 def _earlier(path: Path, step: int, run: str | None) -> dict[str, Rows]:

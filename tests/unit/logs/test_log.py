@@ -52,6 +52,41 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["log.h5"]
 
 
+FULL = f"""
+import os, resource, sys, numpy as np
+from pathlib import Path
+from accept_mpi.errors import UserError
+from accept_mpi.logs.format import TRACE
+from accept_mpi.logs.writer import LogWriter
+path, room = Path(sys.argv[1]), int(sys.argv[2])
+if room < 0:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (-room, -1))
+try:
+    log = LogWriter(path, {JOB!r}, {PLAN!r}, {{}})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, -1))
+    for _ in range(room // 10_000):
+        log.append("trace", np.zeros(200, TRACE))
+        log.flush()
+    log.append("trace", np.zeros(2000, TRACE))
+    log.close()
+except UserError as mistake:
+    print(mistake, flush=True)
+log.event(2.0, 1, "the run ends")
+log.close()
+os._exit(0)  # as a run ends after an error
+"""
+
+
+@pytest.mark.parametrize("room", [0, 1000, 100_000, 300_000])
+def test_a_full_disk_is_one_sentence(tmp_path: Path, room: int) -> None:
+    path = tmp_path / "log.h5"
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(path), str(room)], env=environment(), capture_output=True, text=True, timeout=600
+    )
+    assert done.stdout == f"cannot write the log {path}: File too large\n"
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
 def start(path: Path) -> "subprocess.Popen[bytes]":
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], env=environment())
     deadline = time.monotonic() + 600
