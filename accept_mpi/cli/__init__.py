@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from accept_mpi.cli.arguments import byte_size, duration, link_speed, nonnegative_integer, positive_integer
-from accept_mpi.cli.terminal import outlive_terminal
+from accept_mpi.cli.terminal import last_words, outlive_terminal, printing
 from accept_mpi.errors import INTERRUPTED, UserError, one_line
 from accept_mpi.launch.run_identity import RunIdentity
 from accept_mpi.version import __version__
@@ -30,13 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _prepare_streams()
     options = _parser().parse_args(arguments)
     try:
-        code: int = options.command(options)
-        sys.stdout.flush()
+        with printing():
+            code: int = options.command(options)
+            sys.stdout.flush()
     except UserError as error:
-        print(f"accept_mpi: {error}", file=sys.stderr)
+        last_words(f"accept_mpi: {error}\n")
         return error.exit_code
     except BrokenPipeError:  # the reader has closed the pipe, as in "| head"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        last_words("")
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from accept_mpi.cli.terminal import printing
 from accept_mpi.codecs.coding import prepare
 from accept_mpi.comm.links import links
 from accept_mpi.comm.runtime import Runtime
@@ -29,8 +30,9 @@ def main(options: argparse.Namespace) -> int:
         found = runtime.messenger.allgather(mine, runtime.startup_seconds, "the links")
         if runtime.rank == 0:
             merged = {pair: values for part in found for pair, values in part.items()}
-            _print(runtime.hosts, merged)
-            print(_losses(runtime))
+            with printing():
+                _print(runtime.hosts, merged)
+                print(_losses(runtime), flush=True)
         took = runtime.messenger.allgather(_compile(runtime.rank), runtime.startup_seconds, "compiled kernels")
         if runtime.rank == 0:
             print(f"Kernels: compiled, or found in the cache, within {max(took):.1f} s.")

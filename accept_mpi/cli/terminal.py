@@ -1,26 +1,29 @@
-"""Output that survives the loss of its reader: a closed terminal, or the other end of a pipe."""
+"""Output that cannot be written: its reader is gone (a closed terminal, the other end of a pipe), or its disk is full."""
 
+import contextlib
 import errno
 import io
+import os
 import sys
+from collections.abc import Iterator
 
-_GONE = (errno.EIO, errno.EPIPE, errno.ENXIO, errno.ENODEV)
+from accept_mpi.errors import UserError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _Raw(io.FileIO):
-    """A file that drops what it cannot write because nobody reads it any more."""
+    """A file that drops what it cannot write."""
 
     def write(self, data: "io.ReadableBuffer") -> int | None:  # type: ignore[override, name-defined]
         try:
             return super().write(data)
-        except OSError as error:
-            if error.errno not in _GONE:
-                raise
+        except OSError:
             return memoryview(data).nbytes
 
 
 def outlive_terminal() -> None:
-    """Make writes to standard output and error succeed even if nobody reads them any more."""
+    """Make writes to standard output and error succeed even if nobody reads them any more, or their disk is full."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__") or not isinstance(stream, io.TextIOWrapper):
@@ -30,3 +33,26 @@ def outlive_terminal() -> None:
         # Standard error is line-buffered, as Python's own is.
         lines = stream.line_buffering or name == "stderr"
         setattr(sys, name, io.TextIOWrapper(steady, stream.encoding, stream.errors, line_buffering=lines))
+
+
+@contextlib.contextmanager
+def printing() -> Iterator[None]:
+    """Turn what a full disk does to output in the ``with`` block into a UserError. A closed pipe stays what it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno not in _FULL:
+            raise
+        raise UserError(f"cannot write the output: {error.strerror}") from error
+
+
+def last_words(text: str) -> None:
+    """Write a command's last line to standard error. What neither stream can write is dropped, so that nothing fails when
+    the process ends."""
+    with contextlib.suppress(OSError):
+        print(text, end="", file=sys.stderr, flush=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

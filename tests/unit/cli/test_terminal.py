@@ -1,8 +1,12 @@
-"""Output goes on where its reader is gone."""
+"""Output goes on where its reader is gone, or its disk full; a command whose result it is says so."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+from conftest import HANGS, ROOT, environment
 
 PROGRAM = """
 import sys
@@ -24,3 +28,25 @@ def test_nobody_reads() -> None:
     os.close(source)
     process.communicate(timeout=60)
     assert process.returncode == 7
+
+
+def test_a_full_disk() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", PROGRAM], input=b"", stdout=full, stderr=full, timeout=60)
+    assert done.returncode == 7
+
+
+@pytest.mark.parametrize("words", ["bench codec bf16 --sizes 4K --repeats 1", "doctor"])
+def test_a_result_that_a_full_disk_refuses(words: str) -> None:
+    command = [sys.executable, "-m", "accept_mpi", *words.split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANGS, env=environment()
+        )
+    assert (done.returncode, done.stderr) == (2, "accept_mpi: cannot write the output: No space left on device\n")
+
+
+def test_a_mistake_that_cannot_be_told(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "accept_mpi", "report", str(tmp_path / "no.h5")]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, cwd=ROOT, stdout=full, stderr=full, timeout=HANGS, env=environment()).returncode == 2
