@@ -1,6 +1,8 @@
 """Timeline figures, Chrome's trace, pictures and the page, from a log with a simulated pipeline in it."""
 
 import json
+import struct
+from datetime import datetime
 from pathlib import Path
 
 import h5py
@@ -104,6 +106,27 @@ def test_chrome_trace(log: Path, tmp_path: Path) -> None:
     assert len(begins) == 9 * COUNT * 2 * 2
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == [f"rank {r} · stage {r} · edge{r}" for r in range(3)]
+
+
+def test_tensorboard(log: Path, tmp_path: Path) -> None:
+    """Times are those of the day, and a second export replaces the first."""
+    pytest.importorskip("tensorboardX")
+    with h5py.File(log) as file:
+        created = datetime.fromisoformat(file.attrs["created"]).timestamp()
+    (tmp_path / "board").mkdir()
+    (tmp_path / "board" / "events.out.tfevents.1.another").touch()
+    for _ in range(2):
+        assert main(["tensorboard", str(log), str(tmp_path / "board")]) == 0
+        others, found = sorted((tmp_path / "board").iterdir(), key=lambda path: path.stat().st_size)
+        assert others.name.endswith("another")
+        data, at = found.read_bytes(), []
+        while data:  # length (8 bytes) and its checksum (4), an Event whose first field is its time, its checksum (4)
+            size = int.from_bytes(data[:8], "little")
+            at.append(struct.unpack("<d", data[13:21])[0])
+            data = data[12 + size + 4 :]
+        assert at[-1] == pytest.approx(created + 200.0)
+        assert at.count(at[1]) == 4
+    assert len(at) == 1 + 4 * 9 + 2
 
 
 def test_messages_under_way_at_once_have_lanes_of_their_own(tmp_path: Path) -> None:
