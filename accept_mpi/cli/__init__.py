@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from accept_mpi.cli.arguments import byte_size, duration, link_speed, nonnegative_integer, positive_integer
+from accept_mpi.cli.arguments import byte_size, duration, link_speed, nonnegative_integer, port_number, positive_integer
 from accept_mpi.cli.terminal import last_words, outlive_terminal, printing
 from accept_mpi.errors import INTERRUPTED, UserError, one_line
 from accept_mpi.launch.run_identity import RunIdentity
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 
     watch = commands.add_parser("watch", help="a run while it trains, as a page at 127.0.0.1 or on the terminal")
     watch.add_argument("log", type=Path, metavar="LOG.h5", help="a log, or a run's directory")
-    watch.add_argument("--port", type=nonnegative_integer, default=8520, help="of the page (default 8520; 0: any)")
+    watch.add_argument("--port", type=port_number, default=8520, help="of the page (default 8520; 0: any)")
     watch.add_argument("--terminal", action="store_true", help="show it here")
     watch.set_defaults(command=_watch)
 

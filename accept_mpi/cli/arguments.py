@@ -5,6 +5,7 @@ import math
 import re
 
 _FLOAT = 4  # bytes
+_LAST_PORT = 65535
 
 
 def positive_integer(text: str) -> int:
@@ -15,6 +16,13 @@ def positive_integer(text: str) -> int:
 def nonnegative_integer(text: str) -> int:
     """A whole number from 0."""
     return _integer(text, 0)
+
+
+def port_number(text: str) -> int:
+    """A port, or 0 for any."""
+    if not re.fullmatch(r"\d{1,5}", text, re.ASCII) or int(text) > _LAST_PORT:
+        raise argparse.ArgumentTypeError(f'expected a port from 1 to {_LAST_PORT}, or 0 for any, got "{text}"')
+    return int(text)
 
 
 def _integer(text: str, least: int) -> int:

@@ -45,6 +45,8 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("bench single --model foo", '--model: unknown name "foo"'),
         ("export run out.onnx", "out.onnx: expected a file name that ends in .safetensors, .pt or .pth"),
         ("export run .", ".: expected a file name that ends in"),
+        ("watch run --port 70000", 'argument --port: expected a port from 1 to 65535, or 0 for any, got "70000"'),
+        ("watch run --port x", "expected a port from 1 to 65535, or 0 for any"),
         ("trace log.h5 .", ".: expected a file name such as trace.json"),
     ],
 )
