@@ -77,7 +77,7 @@ _MOST_STEPS = (1 << 63) - 1  # the largest number that a log holds
 def course_of(job: Job, batches: Calendar, first: int) -> Milestones:
     """The steps of a run that goes on after ``first`` steps, and its pauses. Raises Agreed if there are too many steps."""
     train, output = job.train, job.output
-    last = train.steps if train.steps is not None else batches.end(train.epochs or 1)
+    last = max(_end_of(job, batches), first)
     if last > _MOST_STEPS:
         raise Agreed(f"train.{'epochs' if train.steps is None else 'steps'}: {last} steps; at most {_MOST_STEPS}")
     return Milestones(
@@ -87,20 +87,28 @@ def course_of(job: Job, batches: Calendar, first: int) -> Milestones:
     )  # fmt: skip
 
 
-def check(manifest: Manifest, job: Job, overrides: Sequence[str], chain: Chain, samples: int, last: int) -> list[str]:
+def _end_of(job: Job, batches: Calendar) -> int:
+    """The job's last step, which may lie before the beginning of the calendar."""
+    steps = job.train.steps
+    return steps if steps is not None else batches.end(job.train.epochs or 1, whole=False)
+
+
+def check(manifest: Manifest, job: Job, overrides: Sequence[str], chain: Chain, batches: Calendar) -> list[str]:
     """Check that the job may resume from a checkpoint; returns lines for the log on what has changed.
 
-    ``overrides``: the command line's changes; ``samples``: size of the training set; ``last``: the job's last step. Raises
-    UserError if the checkpoint belongs to another model or another job, or is already at the last step.
+    ``overrides``: the command line's changes; ``batches``: the run's ``calendar``. Raises UserError if the checkpoint
+    belongs to another model or another job, or is already at the last step.
     """
     if manifest.layers != chain.names:
         raise UserError(
             f"--resume: the checkpoint holds another model ({shown(manifest.model)}, {len(manifest.layers)} layers) "
             f"than the job names ({job.model.name}, {len(chain)} layers)"
         )
-    if manifest.samples != samples:
-        raise UserError(f"--resume: the checkpoint was trained on {manifest.samples} samples, the job's data has {samples}")
-    if manifest.step >= last:
+    if manifest.samples != batches.samples:
+        raise UserError(
+            f"--resume: the checkpoint was trained on {manifest.samples} samples, the job's data has {batches.samples}"
+        )
+    if manifest.step >= (last := _end_of(job, batches)):
         raise UserError(f"--resume: the checkpoint is at step {manifest.step}, and the job ends at step {last}")
     found = list(changes(manifest, job))
     if own := [change for change in found if change.key == _OWN_DATA]:

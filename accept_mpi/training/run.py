@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from accept_mpi.comm.runtime import Runtime
+from accept_mpi.data.calendar import Calendar
 from accept_mpi.device.allocator import give_back_memory
 from accept_mpi.errors import Agreed, GroupRefused, OutOfMemory, UserError
 from accept_mpi.failpoints import failpoint
@@ -210,7 +211,7 @@ class _Run:
                     print(f"step {course.last}  done: an earlier start has made the last checkpoint", flush=True)
                 self._planned = None
                 return None
-            changes = self._changes(runtime, state.chain, manifest, batches.samples, course.last)
+            changes = self._changes(runtime, state.chain, manifest, batches)
         took: dict[str, float] = {}
         fits = not snapshot.step
 
@@ -333,11 +334,9 @@ class _Run:
                     log.warning("passed over: %s", mistake)
         return Checkpoint(self.options.resume, most) if self.options.resume else None
 
-    def _changes(self, runtime: Runtime, chain: Chain, manifest: Manifest, samples: int, last: int) -> list[str]:
+    def _changes(self, runtime: Runtime, chain: Chain, manifest: Manifest, batches: Calendar) -> list[str]:
         """Lines on what differs from the run that made the checkpoint. Raises Agreed if it does not fit this job."""
-        return runtime.agree(
-            "the checkpoint", lambda: check(manifest, self.job, self.options.overrides, chain, samples, last)
-        )
+        return runtime.agree("the checkpoint", lambda: check(manifest, self.job, self.options.overrides, chain, batches))
 
     def _given_plan(self, runtime: Runtime, chain: Chain) -> Plan:
         """The job's own plan, made for the ranks that began the run; the layers of lost ones go to the others."""

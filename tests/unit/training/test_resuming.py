@@ -1,6 +1,7 @@
 """What a job may have otherwise than the checkpoint's job, and where the data go on."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -36,6 +37,9 @@ directory = "run"
 """
 
 
+BATCHES = Calendar(24, 8, 2, 0)
+
+
 def parsed(*overrides: str, text: str = JOB) -> Job:
     return parse(text, "job", overrides)
 
@@ -45,8 +49,8 @@ def manifest(job: Job, **fields: Any) -> Manifest:
     return new_manifest(**({"step": 4, "epoch": 1, "seen": 8, "run": "r", "job": job.to_json()} | about | fields))
 
 
-def told(before: Job, now: Job, *overrides: str, last: int = 20) -> list[str]:
-    return check(manifest(before), now, overrides, CHAIN, 24, last)
+def told(before: Job, now: Job, *overrides: str) -> list[str]:
+    return check(manifest(before), now, overrides, CHAIN, calendar(BATCHES, manifest(before)))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +130,7 @@ def test_other_data_are_refused_by_any_name() -> None:
     with pytest.raises(UserError, match="data that it was trained on"):
         told(parsed(), parsed(*overrides), *overrides)
     with pytest.raises(UserError, match="24 samples, the job's data has 25"):
-        check(manifest(parsed()), parsed(), [], CHAIN, 25, 20)
+        check(manifest(parsed()), parsed(), [], CHAIN, replace(BATCHES, samples=25))
 
 
 def test_what_an_earlier_version_wrote() -> None:
@@ -134,7 +138,7 @@ def test_what_an_earlier_version_wrote() -> None:
     job = json.loads(parsed().to_json())
     del job["train"]["drop_last"], job["pipeline"]["vertical_sync"], job["train"]["optimizer"]["eps"]
     old = msgspec.structs.replace(manifest(parsed()), job=json.dumps(job), seen=None, run="", number=0)
-    assert check(old, parsed(), [], CHAIN, 24, 20) == []
+    assert check(old, parsed(), [], CHAIN, BATCHES) == []
     assert calendar(Calendar(24, 8, 2, 0), old).since == Position(4, 1, 8, 0)
 
 
@@ -219,8 +223,9 @@ def test_drop_last_drops_what_is_too_few() -> None:
 
 
 def test_a_run_that_is_over() -> None:
-    batches = calendar(Calendar(24, 8, 2, 0), manifest(parsed()))
+    batches = calendar(BATCHES, manifest(parsed()))
     job = parsed("train.epochs=1", text=JOB.replace("steps = 20", ""))
-    last = course_of(job, batches, 4).last
-    with pytest.raises(UserError, match="is at step 4, and the job ends at step 4"):
-        check(manifest(parsed()), job, [], CHAIN, 24, last)
+    for over, last in ((job, 3), (parsed("train.steps=2"), 2), (parsed("train.steps=4"), 4)):
+        assert course_of(over, batches, 4).last == 4
+        with pytest.raises(UserError, match=f"is at step 4, and the job ends at step {last}"):
+            check(manifest(parsed()), over, [], CHAIN, batches)
