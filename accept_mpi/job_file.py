@@ -3,6 +3,7 @@
 import codecs
 import difflib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -114,7 +115,8 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
     if not job.output.directory:
         raise UserError(f'{source}: output.directory: expected a directory, such as "runs/first", got ""')
     seconds = {key: min(getattr(job.pipeline, key), _FOR_EVER) for key in _SECONDS}
-    return msgspec.structs.replace(job, pipeline=msgspec.structs.replace(job.pipeline, **seconds))
+    output = msgspec.structs.replace(job.output, directory=os.path.expanduser(job.output.directory))
+    return msgspec.structs.replace(job, pipeline=msgspec.structs.replace(job.pipeline, **seconds), output=output)
 
 
 def _override(tree: dict[str, Any], override: str) -> None:

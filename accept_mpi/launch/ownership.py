@@ -103,7 +103,7 @@ class Ownership:
             for lock in self._locks:
                 lock.take(self.run)
         except OSError as error:
-            raise UserError(f"output.directory: cannot write to {self.directory}: {error.strerror}") from error
+            raise unwritable(self.directory, error) from error
 
     def release(self) -> None:
         """Release the locks that this process holds."""
@@ -117,6 +117,13 @@ def _owner(file: int) -> Owner | None:
     except (OSError, ValueError, RecursionError):
         return None
     return owner if (owner.host + owner.since).isprintable() else None
+
+
+def unwritable(directory: Path, error: OSError) -> UserError:
+    """The mistake that an output directory which cannot be written is."""
+    lost = [path for path in (directory, *directory.parents) if os.path.islink(path) and not os.path.exists(path)]
+    why = f"{lost[0]} is a link to {os.readlink(lost[0])}, which is not there" if lost else error.strerror
+    return UserError(f"output.directory: cannot write to {directory}: {why}")
 
 
 def _in_use(directory: Path, owner: Owner | None) -> str:

@@ -11,7 +11,7 @@ from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data.calendar import Milestones
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
-from accept_mpi.launch.ownership import Ownership
+from accept_mpi.launch.ownership import Ownership, unwritable
 from accept_mpi.logs.format import Rows, rows_of
 from accept_mpi.logs.observers import Evaluated, Observer
 from accept_mpi.logs.progress import ProgressObserver
@@ -182,7 +182,7 @@ def prepare_directory(directory: Path) -> None:
         probe.write_bytes(b"")
         probe.unlink(missing_ok=True)  # another run may be about to find that this directory is taken
     except OSError as error:
-        raise UserError(f"output.directory: cannot write to {directory}: {error.strerror}") from error
+        raise unwritable(directory, error) from error
 
 
 def begin_log(

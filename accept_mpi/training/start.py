@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def own(runtime: Runtime, directory: Path, supervised: RunIdentity | None) -> It
     mine = supervised.name if supervised else secrets.token_hex(8)
     run = runtime.messenger.broadcast(mine, runtime.startup_seconds, "the run's name")
     ownership = Ownership(directory, run, supervised is not None)
-    here = runtime.rank == 0 and directory.is_dir()
+    here = runtime.rank == 0 and os.path.isdir(directory)  # also of a name that is too long
     runtime.agree("the output directory", lambda: ownership.take() if here else None)
     try:
         yield ownership

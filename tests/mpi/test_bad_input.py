@@ -48,6 +48,8 @@ TWO_RANKS = [  # job keys, extra arguments, what is said
     ({}, ["--set", "pipeline.cuts=[9]"], "cuts [9] leave a stage empty"),
     ({}, ["--set", "data.name=cifar10", "--set", 'data.args={path="nope"}'], "there is no file or directory nope"),
     ({}, ["--set", "output.directory=/proc/nope"], "output.directory: cannot write to /proc/nope"),
+    ({}, ["--set", "output.directory=" + "x" * 300], "x: File name too long"),
+    ({}, ["--set", "output.directory=lost/run"], "cannot write to lost/run: lost is a link to nowhere, which is not there"),
     ({}, ["--resume", "nowhere"], "nowhere: neither a checkpoint nor a run with one"),
     ({}, ["--set", "data.name=bad:ends", "--set", "data.args={}"], "failed: SystemExit: two lines of \\x1b[31mred"),
     ({}, ["--set", "train.loss=hinge"], 'train.loss: unknown name "hinge"'),
@@ -58,6 +60,7 @@ TWO_RANKS = [  # job keys, extra arguments, what is said
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     (tmp_path / "bad.py").write_text(MODELS)
+    (tmp_path / "lost").symlink_to("nowhere")
     return samples.write_job(tmp_path / "job.toml", samples.CNN)
 
 

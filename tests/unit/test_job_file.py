@@ -216,6 +216,12 @@ def test_what_is_large_and_means_something() -> None:
     assert Job.from_json(job.to_json()) == job
 
 
+def test_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse(GOOD, "job.toml", ["output.directory=~/x"]).output.directory == "/home/me/x"
+    assert parse(GOOD, "job.toml", ["output.directory=a/~x"]).output.directory == "a/~x"
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_byte_order_marks_and_line_ends(tmp_path: Path, encoding: str) -> None:
     path = tmp_path / "job.toml"
