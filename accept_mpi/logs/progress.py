@@ -6,11 +6,13 @@ import sys
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from accept_mpi.logs.observers import Evaluated, Observer, StepDone
 
 _LINE_SECONDS = 5.0
+_WITHOUT_SPEED, _WITHOUT_BAR = 70, 75
+"""Columns of a terminal below which there is no speed, or no bar."""
 
 
 class ProgressObserver(Observer):
@@ -22,24 +24,18 @@ class ProgressObserver(Observer):
         self._last_line = -math.inf
         self._rate = 0.0
         self._bar: Progress | None = None
+        self._narrow = False
         if on_terminal():
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.description}"),
-                TextColumn("ETA"),
-                TimeRemainingColumn(),
-            )
-            console = Console(file=sys.stdout, force_terminal=True, width=_terminal_width())
-            self._bar = Progress(*columns, console=console, refresh_per_second=4)
+            console = _Console(file=sys.stdout, force_terminal=True, width=_terminal_width())
+            self._narrow = console.width < _WITHOUT_SPEED
+            self._bar = Progress(*_columns(console.width), console=console, refresh_per_second=4)
             self._task = self._bar.add_task("starting", total=steps, completed=first_step)
             self._bar.start()
 
     def step(self, done: StepDone) -> None:
         # A moving average over about ten steps: the raw figure changes too fast to read.
         self._rate = done.samples_per_s if not self._rate else 0.9 * self._rate + 0.1 * done.samples_per_s
-        text = f"loss {done.loss:.4f}  {self._rate:.1f} samples/s"
+        text = f"loss {done.loss:.4f}" + ("" if self._narrow else f"  {self._rate:.1f} samples/s")
         if self._bar:
             self._bar.update(self._task, completed=done.step, description=text)
             return
@@ -68,6 +64,26 @@ class ProgressObserver(Observer):
             self._bar.console.print(line, highlight=False)
         else:
             print(line, flush=True)
+
+
+class _Console(Console):
+    """A console that leaves the cursor where it can be seen, however the process ends."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
+def _columns(width: int) -> list[ProgressColumn]:
+    """Parts of the line for a terminal of so many columns: numbers come before the bar, and both before labels."""
+    labels, bar = width >= _WITHOUT_SPEED, min(40, width - _WITHOUT_BAR)
+    return [
+        *([TextColumn("step")] if labels else []),
+        MofNCompleteColumn(),
+        *([BarColumn(bar)] if bar > 0 else []),
+        TextColumn("{task.description}"),
+        *([TextColumn("ETA")] if labels else []),
+        TimeRemainingColumn(),
+    ]
 
 
 def on_terminal() -> bool:

@@ -1,0 +1,36 @@
+"""The line on a terminal: numbers stay where there is little room, and the cursor can always be seen."""
+
+import io
+import re
+
+import pytest
+
+from accept_mpi.logs import progress
+from accept_mpi.logs.observers import StepDone
+from accept_mpi.logs.progress import ProgressObserver
+
+
+@pytest.mark.parametrize(
+    ("width", "parts"),
+    [
+        (36, ["123456/900000", "loss 1.2345", "0:"]),
+        (40, ["123456/900000", "loss 1.2345", "0:"]),
+        (72, ["step", "123456/900000", "loss 1.2345", "12345.6 samples/s", "ETA", "0:"]),
+        (120, ["step", "123456/900000", "━━━", "loss 1.2345", "12345.6 samples/s", "ETA", "0:"]),
+    ],
+)
+def test_a_terminals_line(monkeypatch: pytest.MonkeyPatch, width: int, parts: list[str]) -> None:
+    monkeypatch.setattr(progress, "on_terminal", lambda: True)
+    monkeypatch.setattr(progress, "_terminal_width", lambda: width)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    observer = ProgressObserver(900000, 123000)
+    for step in (123400, 123456):
+        observer.step(StepDone(step, 3, 8, 1.2345, 0.5, 0.1, 2.0, 12345.6))
+    observer.close()
+    written = progress.sys.stdout.getvalue()
+    assert "\x1b[?25l" not in written
+    last = re.split(r"[\r\n]+", re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", written).strip())[-1]
+    assert len(last) <= width
+    at = [last.find(part) for part in parts]
+    assert -1 not in at, last
+    assert at == sorted(at), last
