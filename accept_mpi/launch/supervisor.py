@@ -43,7 +43,7 @@ _WATCHER = 'read word; [ "$word" = over ] && exit; kill -TERM "-$1"; sleep "$2";
 _NO_USE_AGAIN = 2  # exit code of a user's mistake, which a restart cannot fix
 _WITHOUT_PROGRESS = 3  # consecutive starts without a step after which to give up
 _STUCK = 5  # consecutive starts that get no further than earlier ones after which to give up: probably a bug
-_STEP = re.compile(rb"step (\d+)(/\d+|  (done: ))")  # as ``logs.progress`` prints it
+_STEP = re.compile(rb"step (\d+)(/\d+|  test loss|  (done: ))")  # as ``logs.progress`` prints it
 _LAST_WORD = re.compile(rb"accept_mpi: (?!note: )(.*stopped by a signal after step )?")  # as ``comm.runtime`` prints it
 _KEEP_NAMES = {"PRTE_MCA_prte_keep_fqdn_hostnames": "1"}
 """Environment for mpirun, which would otherwise take pi.kitchen.lan and pi.attic.lan for the same host."""
@@ -170,7 +170,7 @@ class Supervisor:
         return there
 
     def _run(self) -> int:
-        restarts = idle = stuck = furthest = 0
+        restarts = starts = idle = stuck = furthest = 0
         hosts, patience = self._first_hosts(), 0.0
         while True:
             if self._all and not hosts:
@@ -196,9 +196,9 @@ class Supervisor:
             hosts = start.there
             if why != "back":
                 restarts += 1
+            starts += 1
             if restarts > self.request.restarts or idle >= _WITHOUT_PROGRESS or stuck >= _STUCK:
-                beyond = f", the last {stuck} of them not beyond step {furthest}" if stuck > idle else ""
-                _say(f"given up after {restarts} restarts, {idle} of them without a step{beyond}")
+                _say(_given_up(starts, idle, stuck, furthest))
                 return code or 1
 
     def _wait_for_any(self, seconds: float) -> list[Host]:
@@ -299,6 +299,16 @@ class Supervisor:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGHUP or not self._signals:  # a closing terminal sends several SIGHUPs
             self._signals.append(number)
+
+
+def _given_up(starts: int, idle: int, stuck: int, furthest: int) -> str:
+    """Sentence on starts in vain, of which the last ``idle`` made no step, and the last ``stuck`` came no further."""
+    last = f", the last {idle} of them without a step" if 1 < idle < starts else ", without a step" if idle == starts else ""
+    if stuck > 1 and stuck > idle:
+        last = f", the last {stuck} of them not beyond the step that was reported before"
+    return f"given up after {starts} start{'s' if starts > 1 else ''}{last}" + (
+        f"; the highest step reported is {furthest}" if furthest else ""
+    )
 
 
 def _ended(start: _Start) -> bool:

@@ -116,12 +116,18 @@ def test_a_bug_that_comes_again_and_again(tmp_path: Path, mpirun: Path, capfd: p
     (tmp_path / "steps").touch()
     code, calls = supervised(tmp_path, [1] * 9)
     assert (code, len(calls)) == (1, 6)
-    assert "the last 5 of them not beyond step 3" in capfd.readouterr().err
+    said = "given up after 6 starts, the last 5 of them not beyond the step that was reported before; "
+    assert f"{said}the highest step reported is 3\n" in capfd.readouterr().err
 
 
-def test_restarts_have_a_limit(tmp_path: Path, mpirun: Path) -> None:
+def test_restarts_have_a_limit(tmp_path: Path, mpirun: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, calls = supervised(tmp_path, [1, 1, 0], restarts=1)
     assert (code, len(calls)) == (1, 2)
+    assert "given up after 2 starts, without a step\n" in capfd.readouterr().err
+    (tmp_path / "steps").touch()
+    mpirun.write_text(mpirun.read_text().replace("step 3/5  epoch 0", "step 3  test loss 1.1"))
+    supervised(tmp_path, [1, 1, 0], restarts=0)
+    assert "given up after 1 start; the highest step reported is 3\n" in capfd.readouterr().err
 
 
 def test_hosts_that_do_not_answer_are_left_out(tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
