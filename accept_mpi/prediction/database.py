@@ -33,7 +33,7 @@ import numpy as np
 from accept_mpi.errors import UserError, one_line
 from accept_mpi.files.cache import cache_directory, hold, open_lock
 from accept_mpi.files.hdf5 import Damaged, group_in, number_in, open_file, text_in, values_in
-from accept_mpi.files.regular import is_regular
+from accept_mpi.files.regular import is_regular, open_regular
 from accept_mpi.job import MOST_LANES
 from accept_mpi.prediction.predictor import Predictor
 from accept_mpi.prediction.samples import DeviceSamples, known_of
@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 FORMAT, VERSION = "accept-mpi latency", 2
 _LOCK_SECONDS = 10.0
+_LOOKED_AT = 1 << 26  # bytes
 _MOST_OBSERVED = 100  # observed sub-models kept per device
 
 
@@ -57,6 +58,23 @@ def database_path(asked: str) -> Path | None:
         return cache_directory() / "latency.h5" if asked == "auto" else Path(asked).expanduser()
     except RuntimeError as error:
         raise UserError(f"pipeline.latency_db: {asked}: {error}") from error
+
+
+def check_database(asked: str) -> None:
+    """Raise UserError if a job's latency database is a file that never was one, which must not be replaced."""
+    path = database_path(asked)
+    if path is None or asked == "auto" or not os.path.lexists(path):
+        return
+    try:
+        with open_regular(path) as file:
+            content = file.read(_LOOKED_AT)
+    except OSError as error:
+        raise UserError(f"pipeline.latency_db: cannot read {path}: {error.strerror}") from error
+    if content and FORMAT.encode() not in content:
+        raise UserError(
+            f"pipeline.latency_db: {path} is no latency database; expected one, the name of a file that is not there yet, "
+            '"auto" or "none"'
+        )
 
 
 def device_key(facts: dict[str, Any]) -> str:

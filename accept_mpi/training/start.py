@@ -24,6 +24,7 @@ from accept_mpi.models.losses import loss_of
 from accept_mpi.models.metrics import metrics_of
 from accept_mpi.models.recording.key import keyed, value_of
 from accept_mpi.planning.micro_batches import settled, tried
+from accept_mpi.prediction.database import check_database
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.layer_timer import micro_batch
 from accept_mpi.recovery.disk_replicas import DiskReplicas
@@ -93,6 +94,8 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
     keep_memory()
     where = job.train.device, facts["host"], place_on_host(runtime)
     runtime.agree("the device", lambda: select(*where))
+    database = job.pipeline.latency_db if runtime.rank == 0 and job.pipeline.cuts == "auto" else "none"
+    runtime.agree("the latency database", lambda: check_database(database))
     threads = set_threads(job.train.threads, facts["cores"], runtime.ranks_on_host)
     chain, data = _model(runtime, job)
     runtime.same("layers of the model", chain.names)

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from accept_mpi.errors import UserError
 from accept_mpi.models import as_chain
 from accept_mpi.prediction.database import (
+    check_database,
     database_path,
     device_key,
     keep_predictor,
@@ -81,6 +83,29 @@ def test_what_cannot_be_read_is_set_aside(tmp_path: Path, damage: str, caplog: p
     assert "kept as" in caplog.text
     remember(path, model(), {KEY: (FACTS, times(0.5))})
     assert recall(path, model(), [KEY])[0] is not None
+
+
+def test_what_never_was_a_database_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "latency.h5"
+    for good in ("none", "auto", str(path)):
+        check_database(good)
+    remember(path, model(), {KEY: (FACTS, times(0.5))})
+    check_database(str(path))
+    path.write_bytes(path.read_bytes()[:3000])  # damaged: to be set aside
+    check_database(str(path))
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["x"] = 1
+    (tmp_path / "thesis.tex").write_text("text")
+    (tmp_path / "lost").symlink_to("nowhere")
+    for name, message in (
+        ("data.h5", r"data.h5 is no latency database; expected one"),
+        ("thesis.tex", "thesis.tex is no latency database"),
+        (".", "it is a directory, not a file"),
+        ("lost", "cannot read .*lost: No such file"),
+    ):
+        with pytest.raises(UserError, match=f"pipeline.latency_db: .*{message}"):
+            check_database(str(tmp_path / name))
+    assert (tmp_path / "thesis.tex").read_text() == "text"
 
 
 def test_a_damaged_entry_is_not_believed(tmp_path: Path) -> None:
