@@ -100,9 +100,11 @@ class Stopping(Control, frozen=True):
 
 
 class Leaving(Control, frozen=True):
-    """Each rank to rank 0, as its last message: the number of steps that it has made."""
+    """Each rank to rank 0, as its last message: the number of steps that it has made, and whether the last of them ended
+    the run before its time."""
 
     steps_made: int
+    over: bool = False
 
 
 class Speed(Control, frozen=True):
@@ -159,7 +161,10 @@ class StopAsked(Control, frozen=True):
 
 
 class ReplanAsked(Control, frozen=True):
-    """Rank 0 to the first stage: a better plan is ready, so end this deployment after the next step."""
+    """Rank 0 to the first stage: a better plan is ready, so end this deployment after the next step; or, if ``over``, the
+    run."""
+
+    over: bool = False
 
 
 class StepFlags(Control, frozen=True):

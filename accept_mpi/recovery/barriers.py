@@ -22,10 +22,10 @@ from accept_mpi.comm.messages import Control, Copied, ReplanAsked, StepFlags, St
 from accept_mpi.errors import DeadlineError
 from accept_mpi.job import MOST_EXTRA, Recovery
 
-SNAPSHOT, CHECKPOINT, REPLAN, EXTRA, LOCAL = 0x8000, 0x4000, 0x2000, 0x1000, 0x0800
+SNAPSHOT, CHECKPOINT, REPLAN, EXTRA, LOCAL, OVER = 0x8000, 0x4000, 0x2000, 0x1000, 0x0800, 0x0400
 """Bits of a message's ``flags``: its step ends with a snapshot, with a checkpoint that the job did not ask for, with the
-end of its plan, with an extra snapshot, which a stage sends on only if it has sent its previous one, or with a local copy,
-which every rank keeps for itself."""
+end of its plan, with an extra snapshot, which a stage sends on only if it has sent its previous one, with a local copy,
+which every rank keeps for itself, or, beside the end of its plan, with the end of the run."""
 
 AHEAD = 2
 """Steps by which the decision about a step comes before it begins, if groups hold stages: every rank must know it then,
@@ -71,7 +71,8 @@ class Barriers:
         self._seconds: float | None = None
         self._last_time = time.monotonic()
         self._now = 0
-        self._stop = self._stopping = self._replan = False
+        self._stop = self._stopping = False
+        self._replan = 0
         self._decided: dict[int, int] = {}
         """Flags of coming steps that the first stage has told this rank."""
         self._told = threading.Condition()
@@ -81,8 +82,8 @@ class Barriers:
     def flags(self, step: int) -> int:
         """Decide how ``step`` (counted from 0), which is about to begin, will end; returns bits. On the first stage only."""
         if self._replan:
-            self._replan = False
-            return REPLAN
+            flags, self._replan = self._replan, 0
+            return flags
         flags = self._due(step)
         if flags:
             self._copied, self._extra = step + 1, self._extra + 1 if flags == EXTRA else 0
@@ -162,9 +163,9 @@ class Barriers:
         """Ask the first stage to end the run with a checkpoint; on any rank."""
         self._post(self._first, StopAsked(), False)
 
-    def ask_to_replan(self) -> None:
-        """Ask the first stage to end the plan with the next step that begins; on rank 0."""
-        self._post(self._first, ReplanAsked(), False)
+    def ask_to_replan(self, over: bool = False) -> None:
+        """Ask the first stage to end the plan, or if ``over`` the run, with the next step that begins; on rank 0."""
+        self._post(self._first, ReplanAsked(over), False)
 
     # -- data-plane thread ---------------------------------------------------------------------------------------------
 
@@ -173,7 +174,7 @@ class Barriers:
         if isinstance(control, StopAsked):
             self._stop = True
         elif isinstance(control, ReplanAsked):
-            self._replan = True
+            self._replan |= REPLAN | OVER if control.over else REPLAN
         elif isinstance(control, Copied):
             known = self._copy_seconds.get(control.stage, control.seconds)
             self._copy_seconds[control.stage] = min(control.seconds, _OUTLIER * known)

@@ -42,6 +42,8 @@ class Controller:
         self._left = 0
         self.steps_made = 0
         """Number of steps made when this deployment ended, once all ranks have left it."""
+        self.over = False
+        """True if this deployment has ended the run before its time."""
         self._stop_at: int | None = None
         """Step after which a signal ends the run, with a checkpoint."""
         self._newest: dict[type[Control], int] = {}
@@ -55,7 +57,7 @@ class Controller:
 
     def renew(self, writer: CheckpointWriter) -> None:
         """Begin another deployment, which writes checkpoints with ``writer``."""
-        self.writer, self._left, self.steps_made = writer, 0, 0
+        self.writer, self._left, self.steps_made, self.over = writer, 0, 0, False
 
     def handle(self, message: Message) -> bool:
         """Take a message on the data-plane thread: checkpoints go to the disk at once, other messages wait for ``deliver``.
@@ -140,6 +142,7 @@ class Controller:
         elif isinstance(control, Leaving):
             self._left += 1
             self.steps_made = max(self.steps_made, control.steps_made)
+            self.over |= control.over
 
 
 class Follower:

@@ -7,7 +7,7 @@ the worker that walks the schedule.
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from accept_mpi.codecs.coding import parse, prepare
 from accept_mpi.codecs.tensors import BoundarySpecs
@@ -215,7 +215,7 @@ class Deployment:
         state is then among its replicas.
         """
         assert self._plane is not None
-        made = 0
+        made, over = 0, False
         if not self.place.idle:
             computing = self._computing(self._plane)
             services = Services(
@@ -232,9 +232,10 @@ class Deployment:
             finally:
                 computing.close()
             worker.ship_trace()
-            if made < self.course.last:
+            over = worker.over
+            if made < self.course.last and not over:
                 self.state.replicas.keep(made, states(self.stage))
-        return self._end(self._plane, made)
+        return self._end(self._plane, made, over)
 
     def _computing(self, plane: DataPlane) -> Computing:
         """How this rank computes its actions."""
@@ -345,9 +346,9 @@ class Deployment:
             neighbour(s - 1, s - 1, Direction.FORWARD, behind), neighbour(s + 1, s, Direction.BACKWARD, ahead)
         )
 
-    def _end(self, plane: DataPlane, made: int) -> int:
+    def _end(self, plane: DataPlane, made: int, over: bool) -> int:
         """Wait until everything is sent and the last checkpoint is on the disk; returns the number of steps made. An idle
-        rank waits here for the others."""
+        rank waits here for the others. ``over``: whether this rank's last step has ended the run before its time."""
         failpoint("end")
         seconds, role = self.job.pipeline.startup_timeout, self.role
         pulse = self.state.speed if self.place.idle else None
@@ -358,10 +359,12 @@ class Deployment:
                 plane.post(0, Speed(factor))
 
         idle = [rank for rank in range(self.runtime.size) if self.plan.place(rank).idle]
-        plane.post(0, Leaving(made))
+        plane.post(0, Leaving(made, over))
         if isinstance(role, Controller):
             role.wait_for_all(self.runtime.size, math.inf if 0 in idle else seconds, look)
             made = role.steps_made
+            if role.over:
+                self.course = replace(self.course, last=made)
             newest = self.course.newest_checkpoint if made == self.course.last else None
             if newest is not None and not role.writer.wait(newest, seconds):
                 raise DeadlineError(f"waited {seconds:.0f} s for the last checkpoint to reach the disk")

@@ -167,9 +167,9 @@ class _Run:
                     raise
 
     def _is_over(self, runtime: Runtime) -> bool:
-        """True if the run ends before its last step, since it no longer gets better; on all ranks alike."""
-        best = self._records.best if self._records else None
-        mine = best.over if best else False
+        """True if the run has ended before its last step, since it no longer gets better; on all ranks alike."""
+        controller = self._records.controller if self._records else None
+        mine = controller is not None and controller.over
         return bool(runtime.messenger.broadcast(mine, runtime.startup_seconds, "whether the run goes on"))
 
     def _better(self, runtime: Runtime) -> Begin:

@@ -102,12 +102,10 @@ class RunLog:
         """End the log, and print where log and checkpoint are."""
         assert self.controller
         summary = summary_line(self.controller.last_evaluation)
-        over = self.best is not None and self.best.over
-        last = self.controller.newest_step if over else course.last
-        self.controller.each("event", self._runtime.clock.now(), last, f"done: {summary}")
+        self.controller.each("event", self._runtime.clock.now(), course.last, f"done: {summary}")
         self.controller.each("close")
         print(f"log         {self.directory / 'log.h5'}", flush=True)
-        if course.newest_checkpoint is not None and not over:
+        if course.newest_checkpoint is not None:
             print(f"checkpoint  {directory_of(self.directory, course.newest_checkpoint)}", flush=True)
         if self.best is not None and self.best.at is not None:
             print(f"best        {directory_of(self.directory, self.best.at)}", flush=True)
@@ -115,15 +113,15 @@ class RunLog:
     def connect(self, barriers: Barriers) -> None:
         """Take the barriers of a deployment that begins."""
         self._barriers = barriers
-        if self.best is not None and self.best.over:  # a loss may have come before the end
-            barriers.ask_to_replan()
+        if self.best is not None and self.best.over:  # the deployment before did not hear of it in time
+            barriers.ask_to_replan(over=True)
 
     def _enough(self, text: str) -> None:
         """End the run with the next step that begins: it no longer gets better."""
         assert self.controller
         assert self._barriers
         self.controller.each("event", self._runtime.clock.now(), self.controller.newest_step, text)
-        self._barriers.ask_to_replan()
+        self._barriers.ask_to_replan(over=True)
 
     def _compare(self, step: int, text: str) -> None:
         """Write how the run compares with its plan to the log and, unless it is quiet, to the terminal."""

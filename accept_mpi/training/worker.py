@@ -7,7 +7,7 @@ outputs on; ``backward`` sends the gradients back the same way.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from accept_mpi.pipeline.schedule import Action, forward_only, max_in_flight
 from accept_mpi.pipeline.schedule import walk as schedule_walk
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place
-from accept_mpi.recovery.barriers import AHEAD, CHECKPOINT, EXTRA, LOCAL, REPLAN, SNAPSHOT, Barriers
+from accept_mpi.recovery.barriers import AHEAD, CHECKPOINT, EXTRA, LOCAL, OVER, REPLAN, SNAPSHOT, Barriers
 from accept_mpi.recovery.checkpoint_writer import chunks
 from accept_mpi.recovery.replication import Replication
 from accept_mpi.training.clipping import Clipping, positions
@@ -115,7 +115,8 @@ class Worker:
         """Newest step before which the leader of the first stage's group has told flags."""
         self._deadline = job.pipeline.startup_timeout
         self._final: int | None = None
-        """Step with which the plan ends, once that is known."""
+        """Step with which the plan ends, once that is known; and if ``over``, the run."""
+        self.over = False
         self._feed = Feed(batches, self.train_set, place, stage.shares, services.drawn, services.table)
         self._scale = 1.0
         """Scale of the gradients of the present step (``Stage.scale``)."""
@@ -125,10 +126,8 @@ class Worker:
         self._waited, self._since = 0.0, time.monotonic()
 
     def train(self, course: Milestones, deliver: Callable[[], None], test_samples: int) -> int:
-        """Make the course's steps. ``deliver`` is called after each of them, for the observers on rank 0.
-
-        Returns the number of steps made so far: fewer than the course's if another plan is to make the others.
-        """
+        """Make the course's steps. ``deliver`` is called after each of them, for the observers on rank 0. Returns the number
+        of steps made so far: fewer than the course's if another plan is to make the others, or the run ends early."""
         self._course = course
         pauses = [(1, 0)]
         if flows(self.job.pipeline.schedule):
@@ -136,9 +135,9 @@ class Worker:
         for segment in segments(course.first, course.last, pauses):
             self.walk(segment, course.last, deliver)
             stop = segment.stop if self._final is None else self._final + 1
-            if course.evaluates(stop):
+            if self._course.evaluates(stop):
                 self.evaluate(stop, test_samples)
-            if course.checkpoints(stop):
+            if self._course.checkpoints(stop):
                 self.checkpoint(stop)
             deliver()
             if self._final is not None:
@@ -224,6 +223,8 @@ class Worker:
         self._flags[step] = flags
         if flags & REPLAN:
             self._final = step
+        if flags & OVER:
+            self.over, self._course = True, replace(self._course, last=step + 1)
 
     def forward(self, step: int, k: int, samples: Any, version: int, sizes: list[int], whole: bool) -> None:
         """F of micro-batch ``k``: get its inputs, run the stage, send its outputs.

@@ -49,15 +49,23 @@ def test_metrics_and_the_best_checkpoint(mpirun, tmp_path: Path) -> None:
     assert re.search(r"test loss .* top3 0\.\d+  perplexity [\d.]+  certainty 0\.\d+", found.out)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_run_that_no_longer_gets_better_ends(mpirun, tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "more"), [(1, ()), (3, ()), (2, ("pipeline.schedule=1f1b-delayed",)), (3, ("idle",))])
+def test_a_run_that_no_longer_gets_better_ends(mpirun, tmp_path: Path, ranks: int, more: tuple[str, ...]) -> None:
+    """It is evaluated and kept as it is then."""
     path = write(tmp_path, "run", CASE)
     keys = ["output.keep_best=loss", "train.patience=2", "train.steps=60", "train.lr=1e-12"]
+    keys += ["pipeline.cuts=[2]", "pipeline.ranks=[1, 2]"] if more == ("idle",) else more
     found = mpirun(ranks, "-m", "accept_mpi", "train", path, *(part for key in keys for part in ("--set", key)))
     assert "no better loss in 2 evaluations" in found.out
     with open_log(tmp_path / "run" / "log.h5") as log:
-        assert len(log["steps"]) < 30
+        last = len(log["steps"])
+        assert last < 30
         assert len(log["evals"]) >= 3
+        assert (log["evals"]["step"][-1], log["steps"]["step"][-1]) == (last, last)
+        loss = log["evals"]["loss"][-1]
+    assert (tmp_path / "run" / "checkpoints" / f"step-{last:08d}" / "manifest.json").exists()
+    assert re.search(rf"^step {last}  done: .*test loss {loss:.4f}$", found.out, re.MULTILINE)
+    assert f"checkpoint  run/checkpoints/step-{last:08d}\n" in found.out
 
 
 def test_what_must_get_better_is_known(mpirun, tmp_path: Path) -> None:
