@@ -28,6 +28,11 @@ def shown(text: str) -> str:
     return one_line(text, 80)
 
 
+def counted(count: int, what: str) -> str:
+    """A number of things as text: "1 stage", "3 stages"."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 class _Sentence(Exception):
     """Base class of exceptions whose message is always one line, whatever a user's code or a file has put into it."""
 

@@ -86,12 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     export.set_defaults(command=_export)
 
     trace = commands.add_parser("trace", help="a log's trace for Chrome or Perfetto")
-    trace.add_argument("log", type=Path, metavar="LOG.h5")
+    trace.add_argument("log", type=Path, metavar="LOG.h5", help="a log, or a run's directory")
     trace.add_argument("out", type=Path, metavar="OUT.json")
     trace.set_defaults(command=_trace)
 
     board = commands.add_parser("tensorboard", help="a log's curves as TensorBoard's event files")
-    board.add_argument("log", type=Path, metavar="LOG.h5")
+    board.add_argument("log", type=Path, metavar="LOG.h5", help="a log, or a run's directory")
     board.add_argument("out", type=Path, metavar="DIR")
     board.set_defaults(command=_tensorboard)
 
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     predict.set_defaults(command=_predict)
 
     report = commands.add_parser("report", help="timeline, loss curve and facts of a log as PNG and HTML")
-    report.add_argument("log", type=Path, metavar="LOG.h5")
+    report.add_argument("log", type=Path, metavar="LOG.h5", help="a log, or a run's directory")
     report.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: beside the log)")
     report.set_defaults(command=_report)
 

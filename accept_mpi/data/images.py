@@ -1,5 +1,6 @@
 """Folders of images, one folder per class."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,8 @@ def class_names(args: Mapping[str, Any]) -> list[str]:
 
 def pictures_in(folder: Path) -> list[Path]:
     """The images in a folder and the folders in it, in order. Raises UserError if there are none."""
+    if not os.path.isdir(folder):
+        raise UserError(f"{folder}: there is no such folder")
     found = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _ENDINGS and is_regular(file))
     if not found:
         raise UserError(f"{folder}: no images there; expected {', '.join(sorted(_ENDINGS))}")

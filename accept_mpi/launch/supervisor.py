@@ -21,7 +21,7 @@ from typing import IO, TextIO
 
 import msgspec
 
-from accept_mpi.errors import Stopped, UserError
+from accept_mpi.errors import Stopped, UserError, counted
 from accept_mpi.job_file import parse, read_text
 from accept_mpi.launch import host_file
 from accept_mpi.launch.host_file import Host, answering
@@ -228,7 +228,7 @@ class Supervisor:
         command += ["--run", str(run), *(["--resume", str(self.request.resume)] if self.request.resume else [])]
         missing = [host.name for host in self._all if host not in hosts]
         without = f" without {', '.join(missing)}" if missing else ""
-        _say(f"starting {ranks or 1} ranks{without}")
+        _say(f"starting {counted(ranks or 1, 'rank')}{without}")
         # A separate process group, so that Ctrl-C reaches mpirun only through this process.
         pipe = subprocess.PIPE
         environment = _KEEP_NAMES | os.environ
@@ -306,7 +306,7 @@ def _given_up(starts: int, idle: int, stuck: int, furthest: int) -> str:
     last = f", the last {idle} of them without a step" if 1 < idle < starts else ", without a step" if idle == starts else ""
     if stuck > 1 and stuck > idle:
         last = f", the last {stuck} of them not beyond the step that was reported before"
-    return f"given up after {starts} start{'s' if starts > 1 else ''}{last}" + (
+    return f"given up after {counted(starts, 'start')}{last}" + (
         f"; the highest step reported is {furthest}" if furthest else ""
     )
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from accept_mpi.direction import Direction
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, counted
 from accept_mpi.files.regular import replacing
 from accept_mpi.logs.figures import draw_course, draw_loss, draw_timeline, pyplot
 from accept_mpi.logs.format import Rows
-from accept_mpi.logs.reader import open_log, read_facts
+from accept_mpi.logs.reader import log_in, open_log, read_facts
 from accept_mpi.logs.replay import link_cost
 from accept_mpi.logs.timeline import plans_of, rank_use, samples_per_second, steady_window, timed
 
@@ -27,7 +27,7 @@ def write_report(log: Path, out: Path | None = None) -> list[Path]:
     page says so. Raises UserError if the log cannot be read or the report cannot be written.
     """
     pyplot()  # fail before anything is written
-    folder = out or log.parent
+    folder = out or log_in(log).parent
     with open_log(log) as file:
         facts = read_facts(file)
         tables = {name: file[name][:] for name in ("steps", "evals", "events")}
@@ -73,7 +73,7 @@ def _page(
     )
     body = [
         f"<h1>{html.escape(title)}</h1>",
-        f"<p class=sub>{html.escape(job['pipeline']['schedule'])} on {len(facts.get('hosts', []))} ranks, "
+        f"<p class=sub>{html.escape(job['pipeline']['schedule'])} on {counted(len(facts.get('hosts', [])), 'rank')}, "
         f"begun {html.escape(created)}</p>",
         _cards(facts, tables),
         _picture("Timeline", pictures.get("timeline"), timeline_note, "No step was finished, so there is no timeline."),

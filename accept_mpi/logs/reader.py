@@ -28,11 +28,13 @@ def log_in(path: str | os.PathLike[str]) -> Path:
 
 
 def open_log(path: str | os.PathLike[str]) -> h5py.File:
-    """Open a log for reading, be it finished, growing, or left behind by a killed run; ``logs.format`` has its layout.
+    """Open a log, or that of a run's directory, for reading, be it finished, growing, or left behind by a killed run;
+    ``logs.format`` has its layout.
 
     Raises UserError if there is no such file, it is damaged, or it is not a log of a version known here.
     """
-    if not is_regular(Path(path)):
+    path = log_in(path)
+    if not is_regular(path):
         raise UserError(f"{path}: there is no such log file")
     try:
         if not is_followed(path):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from accept_mpi.codecs.coding import parse
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, counted
 from accept_mpi.job import Job
 from accept_mpi.models.shared import Shared, uncuttable
 from accept_mpi.plan import BoundaryCodecs, Plan, even_cuts, make_plan, recomputing, with_lanes
@@ -35,8 +35,9 @@ def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequenc
     if isinstance(cuts, str):  # "even", or "auto" where one rank has nothing to choose
         cuts = even_cuts(layers, len(ranks))
     elif len(cuts) != len(ranks) - 1:
-        holders = "groups of ranks" if len(every) > len(ranks) else "ranks"
-        raise UserError(f"pipeline.cuts: {cuts} makes {len(cuts) + 1} stages, but there are {len(ranks)} {holders}")
+        holders = f"{counted(len(ranks), 'group')} of ranks" if len(every) > len(ranks) else counted(len(ranks), "rank")
+        there = f"there {'is' if len(ranks) == 1 else 'are'} {holders}"
+        raise UserError(f"pipeline.cuts: {cuts} makes {counted(len(cuts) + 1, 'stage')}, but {there}")
     try:
         paces = [[1 / speed for speed in group] for group in speeds]
         plan = make_plan(layers, cuts, codecs, ranks, paces, job.pipeline.slack)

@@ -75,11 +75,17 @@ _MOST_STEPS = (1 << 63) - 1  # the largest number that a log holds
 
 
 def course_of(job: Job, batches: Calendar, first: int) -> Milestones:
-    """The steps of a run that goes on after ``first`` steps, and its pauses. Raises Agreed if there are too many steps."""
+    """The steps of a run that goes on after ``first`` steps, and its pauses. Raises Agreed if there are too many steps, or
+    no full batch."""
     train, output = job.train, job.output
     last = max(_end_of(job, batches), first)
     if last > _MOST_STEPS:
         raise Agreed(f"train.{'epochs' if train.steps is None else 'steps'}: {last} steps; at most {_MOST_STEPS}")
+    if batches.drop_last and batches.samples < batches.batch_size:
+        raise Agreed(
+            f"train.drop_last leaves out the only batch: train.batch_size = {batches.batch_size}, and the data set has "
+            f"{batches.samples} samples"
+        )
     return Milestones(
         first, last, train.evaluate_every * batches.steps_per_epoch, output.checkpoint_every,
         checkpoint_at_end=output.checkpoint_at_end, evaluate_from=batches.end(0, whole=False),

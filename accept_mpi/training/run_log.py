@@ -9,7 +9,7 @@ from typing import Any
 
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data.calendar import Milestones
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, counted
 from accept_mpi.job import Job
 from accept_mpi.launch.ownership import Ownership, unwritable
 from accept_mpi.logs.format import Rows, rows_of
@@ -92,7 +92,7 @@ class RunLog:
         assert self.controller
         plan, step = deployment.plan, deployment.course.first
         cuts = [stage.start for stage in plan.stages[1:]]
-        after = [f"{text}; {len(plan.stages)} stages go on from step {step}, cuts {cuts}" for text in happened]
+        after = [f"{text}; {counted(len(plan.stages), 'stage')} from step {step}, cuts {cuts}" for text in happened]
         for text in [*resumed, *after]:
             if self._quiet and text not in resumed[:1]:
                 print(text, flush=True)

@@ -108,6 +108,12 @@ def test_chrome_trace(log: Path, tmp_path: Path) -> None:
     assert names == [f"rank {r} · stage {r} · edge{r}" for r in range(3)]
 
 
+def test_a_runs_directory_stands_for_its_log(log: Path, tmp_path: Path) -> None:
+    assert main(["trace", str(tmp_path), str(tmp_path / "out.json")]) == 0
+    assert main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").exists()
+
+
 def test_tensorboard(log: Path, tmp_path: Path) -> None:
     """Times are those of the day, and a second export replaces the first."""
     pytest.importorskip("tensorboardX")

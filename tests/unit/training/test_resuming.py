@@ -222,6 +222,12 @@ def test_drop_last_drops_what_is_too_few() -> None:
         assert batches.position(9 + rest) == (9 + rest, 4, 0, None)
 
 
+def test_drop_last_of_too_few_samples() -> None:
+    with pytest.raises(UserError, match="leaves out the only batch: train.batch_size = 80, and the data set has 64 samples"):
+        course_of(parsed(), Calendar(64, 80, 2, 0, drop_last=True), 0)
+    assert course_of(parsed(), Calendar(64, 80, 2, 0), 0).last == 20
+
+
 def test_a_run_that_is_over() -> None:
     batches = calendar(BATCHES, manifest(parsed()))
     job = parsed("train.epochs=1", text=JOB.replace("steps = 20", ""))
