@@ -92,7 +92,8 @@ class RunLog:
         assert self.controller
         plan, step = deployment.plan, deployment.course.first
         cuts = [stage.start for stage in plan.stages[1:]]
-        after = [f"{text}; {counted(len(plan.stages), 'stage')} from step {step}, cuts {cuts}" for text in happened]
+        go_on = f"{counted(len(plan.stages), 'stage')} {'go' if cuts else 'goes'} on"
+        after = [f"{text}; {go_on} from step {step}, cuts {cuts}" for text in happened]
         for text in [*resumed, *after]:
             if self._quiet and text not in resumed[:1]:
                 print(text, flush=True)

@@ -56,7 +56,7 @@ def inside(lab: Laboratory, directory: Path, after: int, victim: int = _VICTIM, 
         wait_for_step(directory, after + 30)
     with open_log(directory / "log.h5") as log:
         steps, events, trace = log["steps"][:], log["events"][:], log["trace"][:]
-    begins = int(re.search(r"go on from step (\d+)", told)[1])  # type: ignore[index]
+    begins = int(re.search(r"go(?:es)? on from step (\d+)", told)[1])  # type: ignore[index]
     lost = next(float(event["time"]) for event in events if b"lost rank" in event["text"])
     made = int(steps["step"][steps["end"] < lost].max())
     again = trace[(trace["kind"] == KINDS.index("U")) & (trace["step"] == begins + 1) & (trace["start"] > lost)]

@@ -223,7 +223,9 @@ def test_drop_last_drops_what_is_too_few() -> None:
 
 
 def test_drop_last_of_too_few_samples() -> None:
-    with pytest.raises(UserError, match="leaves out the only batch: train.batch_size = 80, and the data set has 64 samples"):
+    with pytest.raises(
+        UserError, match=r"leaves out the only batch: train.batch_size = 80, and the data set has 64 samples"
+    ):
         course_of(parsed(), Calendar(64, 80, 2, 0, drop_last=True), 0)
     assert course_of(parsed(), Calendar(64, 80, 2, 0), 0).last == 20
 
