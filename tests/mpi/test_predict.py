@@ -58,7 +58,7 @@ def test_images(mpirun, pictures: Path) -> None:
         assert float(row["probability 1"]) == pytest.approx(float(values.max()), abs=1e-3)
         assert float(row["probability 2"]) == pytest.approx(float(values.min()), abs=1e-3)
     out = mpirun(1, "-m", "accept_mpi", "predict", "run", "nowhere", code=2).out
-    assert "nowhere: no images there" in out
+    assert "nowhere: there is no such folder" in out
 
 
 def test_a_recorded_model_on_its_test_set(mpirun, tmp_path: Path) -> None:
