@@ -24,9 +24,10 @@ from accept_mpi.models.recording.autocasting import Autocast, watched
 from accept_mpi.models.recording.blocks import try_out
 from accept_mpi.models.recording.calls import Apply, Made, averages
 from accept_mpi.models.recording.meta_model import MetaModel
-from accept_mpi.models.recording.replaced import generators, replaced
+from accept_mpi.models.recording.replaced import replaced
 from accept_mpi.models.recording.structure import constants_in, is_plain, mapped, parts_of, tensors_in
 from accept_mpi.models.recording.tape import DEVICE, Node, Spec, State, Tape, Value
+from accept_mpi.seeds import kept, state
 
 _OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 _EFFECTS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
@@ -127,8 +128,8 @@ class Recorder:
         """Record ``model(*args, **kwargs)``, in which ``inputs`` are the tensors, on the meta device; returns its result.
         The tape's ``output`` is left to the caller (``result``). Raises Unrecordable, UserError."""
         outer = torch.enable_grad() if training else torch.no_grad()
-        before, drawn = generators(), torch.get_rng_state()
-        with self._of.mode(training), outer, torch.device("meta"), self._counting, self._watching():
+        _, *before = state()
+        with kept(), self._of.mode(training), outer, torch.device("meta"), self._counting, self._watching():
             try:
                 found = self._of.model(*args, **kwargs)
             except UserError:
@@ -140,13 +141,12 @@ class Recorder:
                     f"model.name: the forward cannot be recorded: {type(error).__name__}: {' '.join(str(error).split())} "
                     f"({_innermost(error)})",
                 ) from error
-            finally:
-                torch.set_rng_state(drawn)  # some functions draw on the meta device, too
-        if generators() != before:
-            raise Unrecordable(
-                "model.name: the forward asks Python's or NumPy's random numbers what to compute, which cannot be recorded; "
-                "torch's own can, if no choice depends on them"
-            )
+            _, *after = state()  # torch's own does not count: some functions draw from it on the meta device, too
+            if after != before:
+                raise Unrecordable(
+                    "model.name: the forward asks Python's or NumPy's random numbers what to compute, which cannot be "
+                    "recorded; torch's own can, if no choice depends on them"
+                )
         return found
 
     @contextmanager

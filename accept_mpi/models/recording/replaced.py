@@ -1,11 +1,9 @@
 """Ways into torch that no mode of torch's sees, replaced while a forward is recorded."""
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -45,8 +43,3 @@ def replaced(call: Instead, apply: Instead, script: Instead, seed: Instead) -> I
         torch.autograd.Function.apply = plain_apply  # type: ignore[method-assign]
         scripted.__call__ = plain_script
         torch_itself.manual_seed = torch_itself.random.manual_seed = plain_seed
-
-
-def generators() -> tuple[Any, Any]:
-    """States of Python's and NumPy's random numbers."""
-    return random.getstate(), str(np.random.get_state(legacy=False))
