@@ -18,12 +18,12 @@ from accept_mpi.codecs.coding import bits_of
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import Job
 from accept_mpi.models.losses import counts_known
-from accept_mpi.plan import BoundaryCodecs, Plan, make_plan
+from accept_mpi.plan import Plan
 from accept_mpi.planning.codec_choice import AUTO, EXACT, TOLERANCE, gradient_codec, possible_sums
 from accept_mpi.planning.estimate import Estimate, estimate, fits
 from accept_mpi.planning.forecast import sent_for_sum, sum_handling
 from accept_mpi.planning.formulation import NEVER
-from accept_mpi.planning.job_plan import as_asked
+from accept_mpi.planning.job_plan import open_plan
 from accept_mpi.planning.problem import F64, NoPlan, Problem, Solution, cost
 from accept_mpi.planning.search import improve
 from accept_mpi.profiling.cluster_profile import ClusterProfile
@@ -191,10 +191,8 @@ class _Groups:
     def plan(self, division: Division, solution: Solution) -> Plan:
         """The plan of a solution, with each device's pace in its group."""
         job = self._job
-        codec = BoundaryCodecs(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
-        cuts = solution.edges[1:-1]
         groups = [division[v] for v in solution.devices]
-        plan = make_plan(solution.edges[-1], list(cuts), [codec] * len(cuts), groups, slack=job.pipeline.slack)
+        plan = open_plan(job, solution.edges[-1], solution.edges[1:-1], groups)
         stages = [
             msgspec.structs.replace(stage, paces=self._paces(stage.ranks, stage.start, stage.stop, solution.codecs, s))
             if len(stage.ranks) > 1
@@ -202,7 +200,7 @@ class _Groups:
             for s, stage in enumerate(plan.stages)
         ]
         gradients = self._sums if job.pipeline.gradients == AUTO else ""
-        return as_asked(msgspec.structs.replace(plan, stages=tuple(stages), gradients=gradients), job)
+        return msgspec.structs.replace(plan, stages=tuple(stages), gradients=gradients)
 
     def _paces(self, group: Group, start: int, stop: int, codecs: Sequence[int], s: int) -> tuple[float, ...]:
         """Seconds per micro-batch of each member for layers ``start`` to ``stop`` - 1 and their messages."""

@@ -49,6 +49,13 @@ def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequenc
     return plan if lanes == "auto" or lanes == "off" else with_lanes(plan, dict.fromkeys(every, lanes))
 
 
+def open_plan(job: Job, layers: int, cuts: Sequence[int], ranks: Sequence[int | Sequence[int]] | None = None) -> Plan:
+    """The plan with these cuts and holders (``plan.make_plan``) that has what the job says for a planner's plans, "auto"
+    codecs included."""
+    codec = BoundaryCodecs(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
+    return as_asked(make_plan(layers, cuts, [codec] * len(cuts), ranks, slack=job.pipeline.slack), job)
+
+
 def as_asked(plan: Plan, job: Job) -> Plan:
     """The plan with stages that compute forwards again if the job says so."""
     return recomputing(plan, range(len(plan.stages))) if job.pipeline.recompute == "on" else plan

@@ -17,13 +17,13 @@ from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.errors import UserError
 from accept_mpi.job import MOST_SLACK, Job
 from accept_mpi.models.shared import uncuttable
-from accept_mpi.plan import BoundaryCodecs, Lanes, Plan, even_cuts, make_plan, recomputing, with_lanes
+from accept_mpi.plan import Lanes, Plan, even_cuts, recomputing, with_lanes
 from accept_mpi.planning.balance import balance
 from accept_mpi.planning.codec_choice import LINK_SHARE
 from accept_mpi.planning.estimate import Estimate, estimate, fits
 from accept_mpi.planning.formulation import NEVER, problem_of
 from accept_mpi.planning.groups import hybrid_plans
-from accept_mpi.planning.job_plan import as_asked
+from accept_mpi.planning.job_plan import open_plan
 from accept_mpi.planning.problem import NoPlan, Problem, Solution, cost
 from accept_mpi.planning.search import solve
 from accept_mpi.planning.ties import kept_together
@@ -325,15 +325,11 @@ def _even_solution(problem: Problem) -> Solution:
 
 def _as_plan(solution: Solution, job: Job) -> Plan:
     """The plan of a solution. Its codecs stay what the job says: ``estimate`` chooses those that are "auto"."""
-    codec = BoundaryCodecs(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
-    cuts = solution.edges[1:-1]
-    order = list(solution.devices)
-    return as_asked(make_plan(solution.edges[-1], list(cuts), [codec] * len(cuts), order, slack=job.pipeline.slack), job)
+    return open_plan(job, solution.edges[-1], solution.edges[1:-1], solution.devices)
 
 
 def even_plan(cluster: ClusterProfile, job: Job) -> Plan:
     """The plan with all devices in their order and layers divided evenly, except where layers must stay together."""
     layers = len(cluster.outline.layers)
     cuts = even_cuts(layers, len(cluster.devices), uncuttable(cluster.outline.shared, layers, job.parts_ties))
-    codec = BoundaryCodecs(forward=str(job.pipeline.forward), backward=str(job.pipeline.backward))
-    return as_asked(make_plan(layers, cuts, [codec] * len(cuts), slack=job.pipeline.slack), job)
+    return open_plan(job, layers, cuts)

@@ -38,7 +38,7 @@ class Flow:
     def derived(self) -> dict[int, tuple[tuple[int, ...], frozenset[int]]]:
         """Values that layers make themselves: the nodes that make one, in order, and the inputs that it is made from."""
         tape, found = self.tape, dict[int, tuple[tuple[int, ...], frozenset[int]]]()
-        written = {memory for node in tape.nodes for memory in node.writes}
+        written = tape.written
         most = _DERIVED_OPERATIONS * sum(node.operations for node in tape.nodes)
         inputs = set(tape.inputs)
         for n, node in enumerate(tape.nodes):
@@ -111,16 +111,17 @@ class Flow:
             change[first] += tape.specs[slot].nbytes
             change[last + 1] -= tape.specs[slot].nbytes
         found = np.cumsum(change)[:count]
+        owned, seen = set(tape.memory_of.values()), {tape.specs[slot].memory for slot in self.spans}
         writes: dict[int, int] = {}
         for n, node in enumerate(tape.nodes):
-            writes |= dict.fromkeys(node.writes, n)
+            writes |= dict.fromkeys(node.writes & seen, n)  # what modules write to has no views, mostly
         for memory, last_write in writes.items():
             views = np.zeros(count + 1, dtype=np.int64)
             for slot, (first, last) in self.spans.items():
                 if tape.specs[slot].memory == memory:
                     views[first] += 1
                     views[last + 1] -= 1
-            most = 0 if memory in tape.memory_of.values() else 1
+            most = 0 if memory in owned else 1
             blocked = np.cumsum(views)[:count] > most
             blocked[last_write + 1 :] = False
             found[blocked] = _NEVER

@@ -135,7 +135,7 @@ class RecordedModel:
         recorder = Recorder(self._meta, tensors)
         result = recorder.record(args, kwargs, training)
         recorder.tape.output = recorder.result(select(result, self._wanted))
-        written = {memory for node in recorder.tape.nodes for memory in node.writes}
+        written = recorder.tape.written
         self._meta.changing |= {name for name, memory in recorder.tape.memory_of.items() if memory in written}
         return Flow(recorder.tape, self._meta.changing)
 

@@ -94,6 +94,11 @@ class Tape:
     """Number of the memory of each of the model's tensors, by its name (``Node.states``)."""
 
     @property
+    def written(self) -> set[int]:
+        """Numbers of the memories that nodes write to."""
+        return {memory for node in self.nodes for memory in node.writes}
+
+    @property
     def results(self) -> list[int]:
         """Slots of the result's tensors."""
         return list(dict.fromkeys(place.slot for place in parts_of(self.output, (Value,))))
