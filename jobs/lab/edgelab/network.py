@@ -87,15 +87,14 @@ class Network:
     def set_link(self, host: str, place: int, mbit: float | None) -> None:
         """Limit a host's link to ``mbit`` Mbit/s in both directions; None: no limit."""
         space = self.namespace(host)
-        burst = 0 if mbit is None else max(_LEAST_BURST, int(mbit * 1e6 / 8 * _BURST_SECONDS))
-        fast = mbit is None or mbit >= _FAST_MBIT
-        self._set_segment(host, place, _SEGMENT if fast else min(int(_OF_BURST * burst), _SEGMENT))
+        segment, burst = (_SEGMENT, 0) if mbit is None else _sizes(mbit)
+        self._set_segment(host, place, segment)
         for where in (("-n", space, "qdisc"), ("qdisc",)):
             device = "eth0" if len(where) > 1 else self.port(place)
             if mbit is None:
                 run("tc", *where, "del", "dev", device, "root", check=False)
             else:
-                limit = ("rate", f"{mbit}mbit", "burst", max(_SEGMENT + 2_000, burst) if fast else burst, "latency", "400ms")
+                limit = ("rate", f"{mbit}mbit", "burst", burst, "latency", "400ms")
                 run("tc", *where, "replace", "dev", device, "root", "tbf", *limit)
 
     def _set_segment(self, host: str, place: int, size: int) -> None:
@@ -120,3 +119,12 @@ class Network:
         for path in names:
             run("umount", path, check=False)
         run("ip", "link", "del", self.bridge, check=False)
+
+
+def _sizes(mbit: float) -> tuple[int, int]:
+    """Bytes of the segments that TCP passes down on a link of ``mbit`` Mbit/s, and of its token bucket."""
+    burst = int(mbit * 1e6 / 8 * _BURST_SECONDS)
+    if mbit >= _FAST_MBIT:
+        return _SEGMENT, max(_SEGMENT + 2_000, burst)
+    burst = max(_LEAST_BURST, burst)
+    return int(_OF_BURST * burst), burst
