@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from accept_mpi.direction import Crossing, Direction
+from accept_mpi.job import MOST_SLACK
 
 Lanes = int | Literal["F+B"]
 """How many actions a rank computes at a time: a number of micro-batches (1: one action after another), or "F+B": a forward
@@ -120,7 +121,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     boundaries: tuple[BoundaryCodecs, ...]
     gradients: str = ""
     """How groups sum their gradients, as ``pipeline.gradients`` says it; empty: as the job says."""
-    slack: int = 2
+    slack: int = MOST_SLACK
     """Micro-batches in flight beyond the 1F1B bound per boundary (``pipeline.transfer_slack``)."""
 
     def place(self, rank: int) -> Place:
@@ -238,7 +239,7 @@ def make_plan(
     codecs: Sequence[BoundaryCodecs] | None = None,
     ranks: Sequence[int | Sequence[int]] | None = None,
     paces: Sequence[Sequence[float]] = (),
-    slack: int = 2,
+    slack: int = MOST_SLACK,
 ) -> Plan:
     """Plan with given stages.
 

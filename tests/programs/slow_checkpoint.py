@@ -1,15 +1,13 @@
-"""Run under mpirun: train a job, in which the first piece of a checkpoint takes so many seconds to arrive."""
+"""``train_all.py``, in which the first piece of a checkpoint takes so many seconds (the last argument) to arrive."""
 
+import runpy
 import sys
 import time
 from pathlib import Path
 
 from accept_mpi.comm.messenger import Sending
-from accept_mpi.comm.runtime import Runtime
-from accept_mpi.training.run import train
-from accept_mpi.training.start import Options
 
-seconds = float(sys.argv[2])
+seconds = float(sys.argv.pop())
 plain_look = Sending.look
 slow: list[Sending] = []
 
@@ -23,9 +21,4 @@ def look(sending: Sending) -> bool:
 
 
 Sending.look = look  # type: ignore[method-assign]
-runtime = Runtime.start()
-try:
-    train(runtime, Options(Path(sys.argv[1]), quiet=True))
-except BaseException as error:
-    runtime.fail(error)
-runtime.finish(0)
+runpy.run_path(str(Path(__file__).with_name("train_all.py")))

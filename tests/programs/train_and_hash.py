@@ -1,5 +1,6 @@
-"""Run under mpirun: train a job, and print a hash of what each rank's parameters are in the end."""
+"""``train_all.py``, which also prints a hash of what each rank's parameters are in the end."""
 
+import runpy
 import sys
 from hashlib import sha256
 from pathlib import Path
@@ -7,9 +8,6 @@ from typing import Any
 
 import torch
 
-from accept_mpi.comm.runtime import Runtime
-from accept_mpi.training.run import train
-from accept_mpi.training.start import Options
 from accept_mpi.training.worker import Worker
 
 plain_train = Worker.train
@@ -26,9 +24,4 @@ def hashing(worker: Worker, *args: Any) -> int:
 
 
 Worker.train = hashing  # type: ignore[method-assign]
-runtime = Runtime.start()
-try:
-    train(runtime, Options(Path(sys.argv[1]), quiet=True))
-except BaseException as error:
-    runtime.fail(error)
-runtime.finish(0)
+runpy.run_path(str(Path(__file__).with_name("train_all.py")))
