@@ -39,13 +39,18 @@ def compiled(name: str, directory: Path | None = None) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     with contextlib.suppress(Exception):
-        with _cache(directory or cache_directory()):
-            return importlib.import_module(name)
+        with _cache(directory or cache_directory()) as own:
+            try:
+                return importlib.import_module(name)
+            except Exception:
+                _clear(own)  # it is unreadable, or the disk is full
+                return importlib.import_module(name)
     return importlib.import_module(name)
 
 
 @contextlib.contextmanager
-def _cache(directory: Path) -> Iterator[None]:
+def _cache(directory: Path) -> Iterator[Path]:
+    """Hold the cache that is in ``directory``; yields the place of the machine code."""
     import llvmlite.binding as llvm  # imported late: a quarter of a second of CPU
     import numba as nb
 
@@ -58,18 +63,23 @@ def _cache(directory: Path) -> Iterator[None]:
     earlier = config.CACHE_DIR
     with open_lock(own / "lock") as lock:
         hold(lock.fileno(), _LOCK_SECONDS)
-        own.mkdir(exist_ok=True, mode=0o700)  # the lock's last holder may have removed it
         if why := foreign(own):
             _warn(f"{directory}: compiled kernels that are kept there are not used, since {why}")
             raise PermissionError(why)
         config.CACHE_DIR, NJIT["cache"] = str(own), True
         try:
-            yield
-        except BaseException:
-            shutil.rmtree(own, ignore_errors=True)  # it is unreadable or half written
-            raise
+            yield own
         finally:
             config.CACHE_DIR, NJIT["cache"] = earlier, False
+
+
+def _clear(own: Path) -> None:
+    """Remove what is in a cache but its lock, on which others may be waiting."""
+    for path in own.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != "lock":
+            path.unlink(missing_ok=True)
 
 
 @lru_cache

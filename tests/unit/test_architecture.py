@@ -96,3 +96,9 @@ def test_worker_and_controller_do_not_know_each_other() -> None:
 
 def test_files_stay_readable() -> None:
     assert not {module: n for module, file in FILES.items() if (n := len(file.read_text().splitlines())) > 420}
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest takes them by name alone: a second one of a name is not collected where the whole suite runs."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
