@@ -392,7 +392,8 @@ class Receiver:
         self._ready.put(None)
 
     def close(self) -> None:
-        """Cancel the posted receives."""
+        """Cancel the posted receives, and free those that no message had met."""
         for request, _ in self._posted:
             request.Cancel()
-            request.Test()
+            if request.Test():
+                request.Free()
