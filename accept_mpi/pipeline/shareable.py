@@ -7,6 +7,20 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accept_mpi.models.losses import Divisors
+from accept_mpi.pipeline.weight_versions import same_bits
+
+_State = tuple[int, int, torch.Tensor | None]
+"""Identity, number of writes and, if it has any, values of a buffer."""
+
+
+def batch_norms(names: Sequence[str], layers: Sequence[nn.Module]) -> dict[str, nn.modules.batchnorm._BatchNorm]:
+    """The BatchNorm modules of layers, by name."""
+    return {
+        path: module
+        for name, layer in zip(names, layers, strict=True)
+        for path, module in layer.named_modules(prefix=name)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    }
 
 
 class Watch:
@@ -15,13 +29,8 @@ class Watch:
     def __init__(self, names: Sequence[str], layers: Sequence[nn.Module]) -> None:
         self._names, self._layers = names, layers
         self._parameters = [(path, p) for name, layer in self._named() for path, p in layer.named_parameters(name)]
-        self._normal = {
-            id(buffer)
-            for _, layer in self._named()
-            for module in layer.modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm)
-            for buffer in module.buffers(recurse=False)
-        }
+        norms = batch_norms(names, layers).values()
+        self._normal = {id(buffer) for module in norms for buffer in module.buffers(recurse=False)}
         self._before = self._state()
         lazy = [path for path, parameter in self._parameters if is_lazy(parameter)]
         self._reason = f'the first forward makes "{lazy[0]}"' if lazy else ""
@@ -33,9 +42,8 @@ class Watch:
             self._reason = "the loss gives (sum, count), and the count must be known before the first micro-batch"
         now = self._state()
         # BatchNorm's own buffers may change, since ``running_statistics`` replays that.
-        changed = [name for name, state in now.items() if state != self._before.get(name) and state[0] not in self._normal]
-        if changed:
-            self._reason = f'a forward changes the buffer "{changed[0]}", which each rank would do to its own'
+        if changed := [name for name in self._changed(now) if now[name][0] not in self._normal]:
+            self._reason = f'a forward changes the buffer "{changed[0]}"'
         for name, layer in self._named():
             for module in layer.modules():
                 mean = module._buffers.get("running_mean")
@@ -49,9 +57,8 @@ class Watch:
 
     def after_backward(self) -> str:
         """The reason why a group cannot hold the layers; empty if it can."""
-        changed = [name for name, state in self._state().items() if state != self._before.get(name)]
-        if changed:
-            self._reason = f'a backward changes the buffer "{changed[0]}", which each rank would do to its own'
+        if changed := self._changed(self._state()):
+            self._reason = f'a backward changes the buffer "{changed[0]}"'
         sparse = [name for name, p in self._parameters if p.grad is not None and p.grad.layout is not torch.strided]
         if sparse:
             self._reason = f'the gradient of "{sparse[0]}" is sparse'
@@ -60,10 +67,20 @@ class Watch:
     def _named(self) -> list[tuple[str, nn.Module]]:
         return list(zip(self._names, self._layers, strict=True))
 
-    def _state(self) -> dict[str, tuple[int, int]]:
-        """Identity and number of writes of all buffers."""
+    def _state(self) -> dict[str, _State]:
         return {
-            path: (id(buffer), buffer._version)
+            path: (id(buffer), buffer._version, None if buffer.is_meta else buffer.detach().clone())
             for name, layer in self._named()
             for path, buffer in layer.named_buffers(name)
         }
+
+    def _changed(self, now: dict[str, _State]) -> list[str]:
+        """Names of the buffers that are not as they were."""
+        return [name for name, state in now.items() if not _same(state, self._before.get(name))]
+
+
+def _same(now: _State, before: _State | None) -> bool:
+    if before is None or now[:2] != before[:2]:
+        return False
+    values, old = now[2], before[2]
+    return values is None or old is None or same_bits(values, old)

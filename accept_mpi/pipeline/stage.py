@@ -98,6 +98,8 @@ class Stage(Trials):
         """Reason why a group cannot hold the stage, found by ``probe``; empty: it can."""
         self.in_turn = ""
         """Reason why several threads cannot compute its micro-batches at a time, found by ``probe``; empty: they can."""
+        self.forgets: list[str] = []
+        """Attributes that forwards change and read, found by ``probe``: no checkpoint keeps them."""
         self._drawing: set[int] = set()
         """Layers whose forwards draw random numbers, by index, found by ``probe``; one past the last stands for the loss."""
         self._turns: Turns | None = None

@@ -3,22 +3,25 @@ makes values which are not finite. Both happen to copies: what a forward does to
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
+from torch import nn
 
 from accept_mpi import tree
 from accept_mpi.codecs.tensors import Tensors, TensorSpec
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
+from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.layers import Layers
 from accept_mpi.models.losses import Divisors, Loss
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.graph_edges import finite
 from accept_mpi.pipeline.micro_batch import InFlight, Key, Outputs
-from accept_mpi.pipeline.shareable import Watch
+from accept_mpi.pipeline.shareable import Watch, batch_norms
 from accept_mpi.pipeline.stage_state import Stateful
 from accept_mpi.pipeline.state import check_state
 from accept_mpi.pipeline.turns import calls_of_shared, hooked, why_in_turn
@@ -28,12 +31,22 @@ from accept_mpi.seeds import forward_seed, kept, seed_all, state
 from accept_mpi.tree import Tree
 
 
+class _Given(NamedTuple):
+    """What a forward takes."""
+
+    inputs: Tensors
+    of: Tree | None
+    target: Any
+    samples: int | None
+
+
 class Trials(Stateful):
     """The part of a ``Stage`` that tries its layers. ``Stage.__init__`` sets the fields."""
 
     start: int
     alone: str
     in_turn: str
+    forgets: list[str]
     _job: Job
     _seed: int
     _again: Callable[[], Layers] | None
@@ -91,10 +104,19 @@ class Trials(Stateful):
         if not self._setting_up:
             with self.trial() as trial:
                 return trial.probe(inputs, target, gradients_of, of, samples)
-        writes, watch = Writes(may_be_written(self.parameters, self.layers)), Watch(self.names, self.layers)
+        named = [*zip(self.names, self.layers, strict=True)]
+        if self._loss is not None and isinstance(self._loss.function, nn.Module):
+            named.append(("the loss", self._loss.function))
+        there = may_be_written(self.parameters, self.layers)
+        norms = batch_norms(self.names, self.layers).values()
+        averages = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+        writes = Writes({name: tensor for name, tensor in there.items() if id(tensor) not in averages})
+        watch, attributes = Watch([name for name, _ in named], [one for _, one in named]), Attributes(named)
+        unused = tuple(None if x is None else x.detach().clone() for x in inputs)  # a forward may write to them
         with calls_of_shared() as shared:
             out = self.forward(0, 0, inputs, target=target, of=of, samples=samples)
         self._written |= writes.found()
+        is_nan = _is_nan(out)
         watch.after_forward(self._divisors)
         if self._deferred is not None:
             self._deferred.look(self.in_flight[0, 0].outputs)
@@ -112,9 +134,53 @@ class Trials(Stateful):
         if self._deferred is not None:
             self.weight_gradient(0, 0)
         self.alone = watch.after_backward()
+        if not is_nan:
+            self._look_again(_Given(unused, of, target, samples), there, attributes)
         for parameter in self.parameters:
             parameter.grad = None
         return tuple(TensorSpec.of(g) for g in result)
+
+    def _look_again(self, given: "_Given", there: Mapping[str, torch.Tensor], attributes: Attributes) -> None:
+        """After the first forward and backward: find out by further forwards whether one reads what those before it have
+        left in BatchNorm's running statistics, or in attributes. Then one rank must compute the micro-batches, one after the
+        other. ``there``: ``may_be_written``; ``attributes``: as they were before the first forward."""
+        norms = batch_norms(self.names, self.layers).items()
+        moving = {
+            id(average): name
+            for name, norm in norms
+            for average in (norm.running_mean, norm.running_var)
+            if norm.training and average is not None
+        }
+        changing = attributes.changed()
+        if not moving and not changing:
+            return
+        why, now = "", attributes.again()
+        for tensor in there.values():
+            if id(tensor) in moving:
+                tensor.data.fill_(math.nan)
+        if self._gives_nan(given):
+            why = f'a forward reads running statistics of "{next(iter(moving.values()))}", which each one changes'
+            self._written |= {name for name, tensor in there.items() if id(tensor) in moving}
+        elif forgets := [name for name in now.changed() if name in changing]:
+            tensors = now.tensors(forgets)
+            for table, name in tensors:
+                table[name] = torch.full_like(table[name], math.nan, requires_grad=False)
+            if len(tensors) < len(forgets) or self._gives_nan(given):  # else it only leaves them there
+                self.forgets = forgets
+                why = f'a forward changes "{forgets[0]}", and reads it'
+        self.alone, self.in_turn = self.alone or why, self.in_turn or why
+
+    def _gives_nan(self, given: "_Given") -> bool:
+        """Run a forward; True if NaN comes out, or if it fails."""
+        self._searches = 0
+        try:
+            boxes = [None if x is None else x.clone() for x in given.inputs]
+            out = self.forward(0, 0, boxes, target=given.target, of=given.of, samples=given.samples)
+        except Exception:
+            return True
+        finally:
+            self.in_flight.clear()
+        return _is_nan(out)
 
     def _check_state(self) -> set[str]:
         """Names of all state. Raises UserError if some of it cannot be kept."""
@@ -126,6 +192,7 @@ class Trials(Stateful):
         defer. Raises UserError if ``vertical_sync`` does not allow it."""
         self._made |= trial._check_state() - self._kept
         self._written |= trial._written
+        self.forgets = self.forgets or trial.forgets
         self.alone, self.in_turn = self.alone or trial.alone, self.in_turn or trial.in_turn
         if hooked(self.parameters):  # which a trial's copies have not
             self.in_turn = self.in_turn or "a parameter has hooks"
@@ -158,3 +225,8 @@ class Trials(Stateful):
                 if not finite(tree.leaves(value)):
                     return index + 1
         return 0  # then it is the loss
+
+
+def _is_nan(out: Outputs) -> bool:
+    """True if NaN is among what a stage gives."""
+    return math.isnan(out.result.loss) if out.result else any(x is not None and bool(x.isnan().any()) for x in out.outputs)

@@ -274,22 +274,23 @@ class Writes:
         """Remember the state of the tensors (``may_be_written``) before the forward."""
         self._tensors = tensors
         self._counts = {name: tensor._version for name, tensor in tensors.items()}
-        self._values = {
-            name: (tensor.data.clone(), tensor.data_ptr())
-            for name, tensor in tensors.items()
-            if isinstance(tensor, nn.Parameter)
-        }
+        self._values = {name: (tensor.data.clone(), tensor.data_ptr()) for name, tensor in tensors.items()}
 
     def found(self) -> set[str]:
-        """Names of tensors that have been written to since. Writes that torch has not counted are found in parameters
-        only."""
+        """Names of tensors that have been written to since, whether or not torch has counted it."""
         return {name for name, tensor in self._tensors.items() if self._is_written(name, tensor)}
 
     def _is_written(self, name: str, tensor: torch.Tensor) -> bool:
-        if tensor._version != self._counts[name]:
-            return True
-        data, at = self._values.get(name, (None, 0))
-        return data is not None and (tensor.data_ptr() != at or not torch.equal(tensor.data, data))
+        data, at = self._values[name]
+        return tensor._version != self._counts[name] or tensor.data_ptr() != at or not same_bits(tensor.data, data)
+
+
+def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors of a shape and dtype have the same values, where NaN is equal to itself."""
+    if tensor.shape != other.shape or tensor.layout is not torch.strided:
+        return tensor.shape == other.shape
+    equal = tensor == other
+    return bool((equal | ((tensor != tensor) & (other != other))).all())
 
 
 def _set_version(tensor: torch.Tensor, count: int) -> None:

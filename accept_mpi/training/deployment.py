@@ -13,7 +13,7 @@ from accept_mpi.codecs.coding import parse, prepare
 from accept_mpi.codecs.tensors import BoundarySpecs
 from accept_mpi.comm.channels import Channel
 from accept_mpi.comm.data_plane import DataPlane
-from accept_mpi.comm.messages import EvaluationMade, Leaving, Message, PlanOver, Speed, StepMade, TargetsDrawn
+from accept_mpi.comm.messages import EvaluationMade, Event, Leaving, Message, PlanOver, Speed, StepMade, TargetsDrawn
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import of_job as data_of
 from accept_mpi.data.calendar import Calendar, Milestones, micro_batch_sizes, micro_batches_of
@@ -201,6 +201,9 @@ class Deployment:
         if state.speed is None and self.job.pipeline.adapt:
             state.speed = SpeedCheck()
         self._plane.start()
+        if forgets := ", ".join(self.stage.forgets):
+            text = f"forwards change {forgets}, which checkpoints do not keep: what is resumed begins with other values"
+            plane.post(0, Event(runtime.clock.now(), self.course.first, text))
         self._tell_again()
         state.stop.connect(self.barriers.ask_to_stop)
         if not self.replication.on:

@@ -1,7 +1,6 @@
 """A model on torch's meta device, where tensors have shapes but no values: it costs no memory, and is recorded."""
 
 import re
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -11,13 +10,11 @@ import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
+from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.layers import restore_modes
 from accept_mpi.models.recording.blocks import blocks_of
 from accept_mpi.models.shared import refuse_lazy
 
-_KEPT = (bool, int, float, str, type(None))
-_TORCHS_OWN = frozenset(vars(nn.Module()))
-_MOST_INSIDE = 10_000  # parts of a container that are looked at
 _SETS = (
     "model.name: forward sets {} of the model, which training in a pipeline would not do: pass it on as a value, or write "
     "into a buffer in place"
@@ -125,68 +122,13 @@ class MetaModel:
         modes = [(module, module.training) for module in self.model.modules()]
         if not training:
             self.model.eval()
-        before, inside = self._attributes(), self._inside()
+        before = Attributes([("", self.model)])
         try:
             yield
-            after = self._attributes()
-            for (path, name), (value, digest) in inside.items():
-                if _digest(value, set()) != digest:
-                    raise UserError(_SETS.format(".".join(filter(None, (path, name)))))
-            for (path, kind, name), value in after.items():
-                old = before.get((path, kind, name), before)
-                if old is not value and not (type(old) is type(value) and isinstance(value, _KEPT) and old == value):
-                    raise UserError(_SETS.format(".".join(filter(None, (path, name)))))
+            if changed := before.changed():
+                raise UserError(_SETS.format(changed[0]))
         finally:
             restore_modes(modes)
-
-    def _attributes(self) -> dict[tuple[str, str, str], Any]:
-        found: dict[tuple[str, str, str], Any] = {}
-        for path, module in self.model.named_modules():
-            for kind, table in (("", module.__dict__), ("p", module._parameters), ("b", module._buffers)):
-                for name, value in table.items():
-                    if isinstance(value, torch.Tensor) or (kind == "" and isinstance(value, _KEPT)):
-                        found[path, kind, name] = value
-        return found
-
-    def _inside(self) -> dict[tuple[str, str], tuple[Any, Any]]:
-        """The containers and objects that modules have as attributes, and what is in them."""
-        return {
-            (path, name): (value, _digest(value, set()))
-            for path, module in self.model.named_modules()
-            for name, value in module.__dict__.items()
-            if name not in _TORCHS_OWN and not isinstance(value, (torch.Tensor, nn.Module, *_KEPT))
-        }
-
-
-def _digest(value: Any, seen: set[int]) -> Any:
-    """Something that differs if numbers, texts or lengths have changed in a container or an object, however deep. New keys
-    of dictionaries do not count: a forward may remember what it has computed."""
-    if isinstance(value, _KEPT):
-        return type(value), value
-    if id(value) in seen or len(seen) > _MOST_INSIDE or isinstance(value, (torch.Tensor, nn.Module, type)):
-        return None
-    seen.add(id(value))
-    if isinstance(value, list | tuple | deque):
-        return [_digest(one, seen) for one in value]
-    if isinstance(value, set | frozenset):
-        return len(value)
-    inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    return _Known({key: _digest(one, seen) for key, one in list(inside.items())})
-
-
-class _Known:
-    """Equal to another one if the keys that both have mean the same."""
-
-    def __init__(self, parts: dict[Any, Any]) -> None:
-        self._parts = parts
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Known):
-            return False
-        both = self._parts.keys() & other._parts.keys()
-        return all(self._parts[key] == other._parts[key] for key in both)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

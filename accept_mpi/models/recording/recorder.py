@@ -69,16 +69,23 @@ def as_if_compiled() -> Iterator[None]:
 
 
 class _Counting(TorchDispatchMode):
-    """Counts floating-point operations, and sees whether any operation draws random numbers."""
+    """Counts floating-point operations, and sees whether any operation draws random numbers, and where it writes."""
 
-    total = 0.0
-    drew = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.drew = 0.0, False
+        self.written: set[int] = set()
+        """Memories, as ``_at`` names them. A tensor's version does not count what is written to its ``data``."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():  # what is recorded is above autograd
             found = func(*args, **kwargs)
         self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[place] if place < len(args) else kwargs.get(argument.name)
+                self.written |= {_at(tensor) for tensor in tensors_in(given)}
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self.total += count(*args, **kwargs, out_val=found)
@@ -262,13 +269,12 @@ class Recorder:
             given = tensors_in((args, kwargs))
             places = mapped((args, kwargs), self._place, (torch.Tensor, torch.device))
             watched = [*given, *(self._of.tensors[name] for name in states)]
-            versions = [tensor._version for tensor in watched]
-            operations, self._counting.drew = self._counting.total, False
+            operations, self._counting.drew, self._counting.written = self._counting.total, False, set()
             if module:
                 self._written = []
             found = call(*args, **kwargs)
             found = mapped(found, self._stand_in, (torch.Tensor,))
-            written = [tensor for tensor, old in zip(watched, versions, strict=True) if tensor._version != old]
+            written = [tensor for tensor in watched if _at(tensor) in self._counting.written]
             written += [tensor for tensor in self._written if tensor.is_meta]
             if any(id(tensor) in self._real for tensor in written):
                 raise self._failed(
@@ -395,7 +401,11 @@ class Recorder:
         return found
 
     def _memory(self, tensor: torch.Tensor) -> int:
-        return self._memories.setdefault(tensor.untyped_storage()._cdata, len(self._memories))
+        return self._memories.setdefault(_at(tensor), len(self._memories))
+
+
+def _at(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _where() -> str:

@@ -1,0 +1,180 @@
+"""State that a forward changes and the next one reads, in whatever way: one rank must compute the micro-batches in turn."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from accept_mpi.errors import UserError
+from accept_mpi.job_file import parse
+from accept_mpi.models.layers import Layers
+from accept_mpi.models.losses import Loss, find_loss
+from accept_mpi.pipeline.stage import Stage
+
+BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirectory="r"\n'
+
+
+class ByData(nn.Module):
+    """Torch does not count what is written to a tensor's ``data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.centre.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x * self.centre
+
+
+class OwnNorm(nn.Module):
+    """Nor what ``batch_norm`` writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.batch_norm(x, self.mean, self.var, training=self.training)  # type: ignore[arg-type]
+
+
+class Renormalized(nn.BatchNorm1d):
+    """Reads its running statistics in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.running_var is not None
+        return super().forward(x) * self.running_var
+
+
+class Warm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * min(1.0, self.calls / 3)
+
+
+class Moving(nn.Module):
+    """State in an attribute that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.centre = 0.9 * self.centre + 0.1 * x.detach().mean(0)
+        return x - self.centre
+
+
+class Showing(nn.Module):
+    """Leaves what it computed for whoever looks at it, and does not read it."""
+
+    seen: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.detach() * 2
+        self.shape = tuple(x.shape)
+        return x
+
+
+class Scaled(nn.Module):
+    """Makes an attribute anew before it reads it, as torch's older ``weight_norm`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight = self.raw * 2
+        return x @ self.weight
+
+
+class Table(nn.Module):
+    """Makes a table in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0)
+        return x + self.table
+
+
+class Centred(nn.Module):
+    """A loss with state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = functional.cross_entropy(output - self.centre, target)
+        self.centre = self.centre * 0.9 + output.detach().mean(0) * 0.1
+        return loss
+
+
+def probed(layer: nn.Module, loss: Any = None) -> Stage:
+    layers = Layers(0, ["a", "b"], [nn.Linear(4, 4), layer])
+    found = Stage(layers, parse(BASE, "job"), Loss("own", loss) if loss else find_loss("cross_entropy"), False)
+    found.probe((torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason", "forgets"),
+    [
+        (ByData(), 'a forward changes the buffer "b.centre"', []),
+        (OwnNorm(), 'a forward changes the buffer "b.mean"', []),
+        (Renormalized(4), 'a forward reads running statistics of "b"', []),
+        (Warm(), 'a forward changes "b.calls"', ["b.calls"]),
+        (Moving(), 'a forward changes "b.centre"', ["b.centre"]),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_it_is_found(layer: nn.Module, reason: str, forgets: list[str]) -> None:
+    stage = probed(layer)
+    assert reason in stage.alone
+    assert stage.in_turn
+    assert stage.forgets == forgets
+    with pytest.raises(UserError, match="compute forwards again"):
+        stage.compute_again()
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), Showing(), Table(), nn.Dropout(), Scaled()])
+def test_what_nobody_reads_may_be_left(layer: nn.Module) -> None:
+    stage = probed(layer)
+    assert (stage.alone, stage.in_turn, stage.forgets) == ("", "", [])
+    stage.compute_again()
+
+
+def test_a_loss_has_state_too() -> None:
+    stage = probed(nn.ReLU(), Centred())
+    assert 'changes the buffer "the loss.centre"' in stage.alone
+    assert stage.forgets == ["the loss.centre"]
+
+
+@pytest.mark.parametrize("layer", [ByData(), Renormalized(4)], ids=lambda layer: type(layer).__name__)
+def test_a_backward_uses_what_its_forward_saw(layer: nn.Module) -> None:
+    """Two micro-batches in flight: without memory of its own the first one's graph had the state after the second."""
+    plain = nn.Sequential(nn.Linear(4, 4), layer)
+    stage = Stage(Layers(0, ["a", "b"], [*copy.deepcopy(plain)]), parse(BASE, "job"), None, False)
+    one, two = torch.randn(3, 4), torch.randn(3, 4)
+    stage.probe((one,), None, lambda specs, of: (torch.ones(3, 4),))
+    for k, x in enumerate((one, two)):
+        stage.forward(0, k, (x,))
+    for k in range(2):
+        stage.backward(0, k, (torch.ones(3, 4),))
+    for x in (one, two):
+        plain(x).sum().backward()
+    for parameter, expected in zip(stage.parameters, plain.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, expected.grad)  # type: ignore[arg-type]
+    for name, buffer in plain[1].named_buffers():
+        assert torch.equal(stage.layers[1].get_buffer(name), buffer)
