@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+from accept_mpi import tree
+from accept_mpi.seeds import seed_all
+
 
 class Box:
     """One input tensor of a micro-batch on its way into the graph, and its gradient on the way out."""
@@ -49,6 +52,30 @@ class Enter(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         ctx.box.gradient = gradients[0]
         return None, None
+
+
+class Seeding(torch.autograd.Function):
+    """A layer's outputs without a copy, whose backward first seeds the random numbers of the layer's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, seed: int, *outputs: torch.Tensor) -> Any:
+        ctx.seed = seed
+        ctx.set_materialize_grads(False)
+        return tuple(out.detach() for out in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        seed_all(ctx.seed)
+        return None, *gradients
+
+
+def seeded_backward(value: Any, seed: int) -> Any:
+    """A layer's value in which the backward of the layer is seeded."""
+    tensors = [x for x in tree.leaves(value) if x.requires_grad]
+    if not tensors:
+        return value
+    made = dict(zip(map(id, tensors), Seeding.apply(seed, *tensors), strict=True))
+    return tree.replace(value, lambda x: made.get(id(x), x))
 
 
 def finite(values: Sequence[torch.Tensor]) -> bool:

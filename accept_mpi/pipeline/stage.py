@@ -19,7 +19,7 @@ from accept_mpi.models.shared import lay_out
 from accept_mpi.pipeline.averages import Averages
 from accept_mpi.pipeline.correction import Correction
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
-from accept_mpi.pipeline.graph_edges import Box, Seeded, finite
+from accept_mpi.pipeline.graph_edges import Box, Seeded, finite, seeded_backward
 from accept_mpi.pipeline.micro_batch import InFlight, Inputs, Key, Outputs
 from accept_mpi.pipeline.muon import matrices
 from accept_mpi.pipeline.optimizer import make_optimizer, set_learning_rate, update
@@ -102,6 +102,8 @@ class Stage(Trials):
         """Attributes that forwards change and read, found by ``probe``: no checkpoint keeps them."""
         self._drawing: set[int] = set()
         """Layers whose forwards draw random numbers, by index, found by ``probe``; one past the last stands for the loss."""
+        self._draws_back = False
+        """True if backwards draw random numbers, found by ``probe``."""
         self._turns: Turns | None = None
         """If several threads compute."""
         self._held: dict[str, torch.Tensor] = {}
@@ -192,7 +194,8 @@ class Stage(Trials):
         pairs = [(out, g) for out, g in zip(wanting, gradients, strict=True) if g is not None]
         if pairs:
             if self._turns is None:  # else nothing draws
-                seed_all(backward_seed(self._seed, step, micro_batch, self.start) if seed is None else seed)
+                after = self._last + 1  # the loss, or what is not of this stage
+                seed_all(backward_seed(self._seed, step, micro_batch, after) if seed is None else seed)
             if self._deferred is not None:
                 self._deferred.begin(not flight.whole, forward=False)  # which may compute forwards again
             with self._going_back(flight):
@@ -331,15 +334,19 @@ class Stage(Trials):
         opened = [box.open(self._anchor) for box in boxes]
         untouched_statistics: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
         with self._precise(), self.statistics.taken() if self.statistics else untouched_statistics as taken:
-            value = self._through(opened, of, partial(forward_seed, self._seed, step, micro_batch))
+            back = partial(backward_seed, self._seed, step, micro_batch) if self._draws_back else None
+            value = self._through(opened, of, partial(forward_seed, self._seed, step, micro_batch), back)
         return boxes, value, taken
 
     @property
     def _last(self) -> int:
         return self.start + len(self.layers) - 1
 
-    def _through(self, inputs: Sequence[Any], of: Tree | None, seed: Callable[[int], int]) -> Any:
-        """Output of the last layer. Each layer's random numbers are seeded by ``seed`` of its index."""
+    def _through(
+        self, inputs: Sequence[Any], of: Tree | None, seed: Callable[[int], int], back: Callable[[int], int] | None = None
+    ) -> Any:
+        """Output of the last layer. Each layer's random numbers are seeded by ``seed`` of its index, and those of its
+        backward by ``back``, if given."""
         value = tree.unflatten(of or tree.packed(len(inputs)), inputs)
         for index, layer in enumerate(self.layers, self.start):
             if self._turns is not None and index not in self._drawing:
@@ -349,6 +356,8 @@ class Stage(Trials):
                 self._seed_layer(index, seed(index))
                 before = state() if self._setting_up else ()
                 value = call_layer(index, self.names[index - self.start], layer, value, self._setting_up)
+            if back is not None:
+                value = seeded_backward(value, back(index))
             if self._setting_up and state() != before:
                 self._drawing.add(index)
         return value

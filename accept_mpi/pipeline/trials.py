@@ -57,6 +57,7 @@ class Trials(Stateful):
     _searches: int
     _setting_up: bool
     _drawing: set[int]
+    _draws_back: bool
     _kept: set[str]
     in_flight: dict[Key, InFlight]
     forward: Callable[..., Outputs]
@@ -125,9 +126,10 @@ class Trials(Stateful):
         seeded = state()
         with calls_of_shared() as shared_back:
             result = self.backward(0, 0, gradients, seed=0)
+        self._draws_back = state() != seeded
         self.in_turn = why_in_turn(
             bool(shared or shared_back),
-            state() != seeded,
+            self._draws_back,
             self.start + len(self.layers) in self._drawing,
             bool(self._written),
         )
@@ -197,6 +199,7 @@ class Trials(Stateful):
         if hooked(self.parameters):  # which a trial's copies have not
             self.in_turn = self.in_turn or "a parameter has hooks"
         self._drawing |= trial._drawing
+        self._draws_back |= trial._draws_back
         if self._written and self._job.pipeline.vertical_sync:
             raise UserError(
                 "pipeline.vertical_sync: a layer writes into its own parameters or buffers in its forward, which would be "

@@ -1,6 +1,7 @@
 """State that a forward changes and the next one reads, in whatever way: one rank must compute the micro-batches in turn."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -178,3 +179,41 @@ def test_a_backward_uses_what_its_forward_saw(layer: nn.Module) -> None:
         assert torch.equal(parameter.grad, expected.grad)  # type: ignore[arg-type]
     for name, buffer in plain[1].named_buffers():
         assert torch.equal(stage.layers[1].get_buffer(name), buffer)
+
+
+class Noise(torch.autograd.Function):
+    """Adds noise to gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] + torch.randn_like(gradients[0])
+
+
+class Noisy(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Noise.apply(x)
+
+
+def test_random_numbers_of_a_backward_do_not_depend_on_the_cuts() -> None:
+    layers = [nn.Linear(4, 4), Noisy(), nn.Linear(4, 4), Noisy(), nn.Linear(4, 4)]
+    x, ones = torch.randn(3, 4), torch.ones(3, 4)
+    found = []
+    for cuts in ([0, 5], [0, 2, 5], [0, 3, 4, 5]):
+        given, stages = (x,), []
+        for first, last in itertools.pairwise(cuts):
+            own = Layers(first, list("abcde"[first:last]), copy.deepcopy(layers[first:last]))
+            stage = Stage(own, parse(BASE, "job"), None, False)
+            stage.probe(given, None, lambda specs, of: (ones,))
+            (out,) = stage.forward(2, 1, given).outputs
+            given = (out.detach().requires_grad_(),)
+            stages.append(stage)
+        gradient: Any = ones
+        for stage in reversed(stages):
+            (gradient,) = stage.backward(2, 1, (gradient,)) or (None,)
+        found.append([p.grad for stage in stages for p in stage.parameters])
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
