@@ -23,9 +23,11 @@ _SHAPES = re.compile(
     r"shapes? .*cannot be multiplied|size mismatch|size of tensor|sizes? .*must match|shape .* is invalid"
     r"|invalid for input of size|expected .*(input|dimension|channel|tensor|dtype|type)|same (dtype|shape)|normalized_shape"
     r"|cannot be broadcast|dimension out of range|index out of range|out of bounds|more than 1 value per channel"
-    r"|not implemented for|must be (tensor|divisible)|argument 'input'|embed dim|sequence length|but got|equation",
+    r"|not implemented for|must be (tensor|divisible)|argument 'input'|embed dim|sequence length|but got|equation|view size",
     re.IGNORECASE,
 )
+_VIEW = "view size is not compatible"
+_VIEWS = '; images are in channels_last format here, so write reshape for view, or set train.memory_format = "contiguous"'
 _MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|std::bad_alloc", re.IGNORECASE
 )
@@ -41,7 +43,7 @@ def call_layer(index: int, name: str, layer: nn.Module, value: Any, setting_up: 
     except Exception as error:
         if setting_up and does_not_fit(error):
             source = "what the layer before gives" if index else "what the data set gives"
-            given = f"({tree.describe(value)}){'' if index else _hint(value)}"
+            given = f"({tree.describe(value)}){'' if index else _hint(value)}{_VIEWS if _VIEW in str(error) else ''}"
             raise UserError(
                 f'layer {index} "{name}" cannot take {source} {given}: {in_words(error)}{_place(error)}'
             ) from error

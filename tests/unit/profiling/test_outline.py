@@ -13,6 +13,7 @@ from accept_mpi.models import as_chain
 from accept_mpi.models.layers import build_layers
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.profiling.outline import Outline, _outline, outline, outline_of
+from accept_mpi.users_code import call_layer
 
 MODELS = {
     "cnn": ({"width": 8}, torch.zeros(3, 3, 8, 8)),
@@ -103,6 +104,17 @@ def test_a_layer_that_does_not_fit_the_one_before() -> None:
     chain = as_chain(nn.Sequential(nn.Linear(2, 4), nn.Linear(3, 3)))
     with pytest.raises(UserError, match=r'layer 1 "1" cannot take what the layer before gives \(\(5, 4\) float32\)'):
         outline(chain, 0, (torch.zeros(5, 2),))
+
+
+class Viewing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(x.size(0), -1)
+
+
+def test_a_view_of_images_that_lie_in_another_order() -> None:
+    given = torch.zeros(5, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+    with pytest.raises(UserError, match=r'write reshape for view, or set train\.memory_format = "contiguous"'):
+        call_layer(1, "1", Viewing(), given, setting_up=True)
 
 
 def test_frozen_layers_send_no_gradient() -> None:
