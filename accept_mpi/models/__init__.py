@@ -84,7 +84,7 @@ def check_changes(chain: Chain, job: Job) -> str:
         chain.name_of(index, key): tuple(value.shape)
         for index, layer in enumerate(layers)
         for key, value in layer.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor) and not is_adapter(key)
+        if isinstance(value, torch.Tensor)
     }
     named = [
         chain.name_of(index, key)
@@ -95,12 +95,15 @@ def check_changes(chain: Chain, job: Job) -> str:
         check_patterns("train.groups", group.names, named)
     if changes is None:
         return ""
-    modules = [chain.name_of(n, path).rstrip(".") for n, layer in enumerate(layers) for path, _ in layer.named_modules()]
+    modules = [
+        chain.name_of(index, path).rstrip(".")
+        for index, layer in enumerate(layers)
+        for path, _ in layer.named_modules(remove_duplicate=False)
+    ]
     changes.check(named, modules)
     if changes.file is None:
         return ""
-    tied = [[chain.name_of(*place) for place in one.places] for one in chain.shared() if one.tied]
-    return changes.file.check(list(state), state, tied)
+    return changes.file.check(list(state), state, chain.aliases(), [name for name in state if is_adapter(name)])
 
 
 def _load(asked: Model, seed: int, changes: Changes | None) -> Chain | Whole:

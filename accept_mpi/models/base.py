@@ -11,12 +11,13 @@ handed out once.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
+from accept_mpi.models.aliases import Aliases
 from accept_mpi.models.fine_tuning import Changes
 from accept_mpi.models.shared import Finder, Handed, Shared, refuse_lazy, unfilled
 from accept_mpi.seeds import init_seed, seeded
@@ -25,6 +26,7 @@ Factory = Callable[[], nn.Module]
 Named = tuple[str, Factory]
 Entry = nn.Module | Factory
 Entries = Sequence[tuple[str, Entry]]
+Found = TypeVar("Found")
 
 
 class Chain:
@@ -142,6 +144,22 @@ class Chain:
             self._shared = self._find_shared()
         return self._shared
 
+    def aliases(self) -> list[list[str]]:
+        """Names in the whole model of each tensor that has several. Raises UserError if a layer cannot be built."""
+
+        def find() -> list[list[str]]:
+            seen, generation = Aliases(), self._call_again() if self._again else None
+            for index in range(len(self)):
+                if generation is None:
+                    with torch.device("meta"):
+                        layer = _make(self.names, index, self.layers[index][1], 0)
+                else:
+                    layer = generation.take(index, 0)
+                seen.show(layer, self.name_of(index, ""))
+            return seen.found()
+
+        return _unfilled_if_possible(find)
+
     def release(self) -> None:
         """Free layers that have been made but not handed out. New ones are made when they are asked for."""
         if self._again:
@@ -176,11 +194,16 @@ class Chain:
                 finder.show(index, generation.take(index, 0))
             return finder.found()
 
-        try:
-            with unfilled():
-                return find()
-        except UserError:  # the function may need initial values; if not, it raises the same error again
+        return _unfilled_if_possible(find)
+
+
+def _unfilled_if_possible(find: Callable[[], Found]) -> Found:
+    """What a function finds in new layers, which need no initial values as far as this package is concerned."""
+    try:
+        with unfilled():
             return find()
+    except UserError:  # the user's function may need them; if not, it raises the same error again
+        return find()
 
 
 def _shared_by(names: Sequence[str], layers: Sequence[nn.Module]) -> tuple[Shared, ...]:

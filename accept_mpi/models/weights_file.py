@@ -28,18 +28,25 @@ class WeightsFile:
         self._places = self._files()
         """The file in which each tensor is."""
         self._alias: dict[str, str] = {}
-        """Names of tied parameters that the file has under another of their names."""
+        """For names of tensors that have several: the one under which the file has them."""
 
-    def check(self, names: Sequence[str], shapes: Mapping[str, Sequence[int]], tied: Iterable[Sequence[str]]) -> str:
-        """Compare the file with the state of the whole model, ``names``, with the ``shapes`` of tensors; ``tied``: groups of
-        names of one parameter. Returns a line on what is left out. Raises UserError unless all fit, or the job allows it."""
-        for group in tied:
-            there = next((name for name in group if name in self._places), None)
-            self._alias |= {name: there for name in group if there is not None and name not in self._places}
-        missing = [name for name in names if name not in self._places and name not in self._alias]
+    def check(
+        self,
+        names: Sequence[str],
+        shapes: Mapping[str, Sequence[int]],
+        aliases: Iterable[Sequence[str]],
+        optional: Collection[str] = (),
+    ) -> str:
+        """Compare the file with the state of the whole model, ``names``, with the ``shapes`` of tensors; ``aliases``: groups
+        of names of one tensor, of which the last that the file has counts, as for ``load_state_dict``; ``optional``: names
+        that may be missing. Returns a line on what is left out. Raises UserError unless all fit, or the job allows it."""
         known = set(names)
-        strange = [name for name in self._places if name not in known]
         other = [name for name in names if name in self._places and self._shape(name) != tuple(shapes[name])]
+        for group in aliases:
+            there = [name for name in group if name in self._places and name in known and name not in other]
+            self._alias |= {name: there[-1] for name in group if there}
+        missing = [n for n in names if n not in self._places and n not in self._alias and n not in optional]
+        strange = [name for name in self._places if name not in known]
         if self._strict and (missing or strange or other):
             parts = [
                 f"it lacks {_show(missing)}" if missing else "",
@@ -52,8 +59,8 @@ class WeightsFile:
             )
         for name in other:
             del self._places[name]
-        left = [*missing, *other]
-        loaded = len(names) - len(left)
+        left = [*missing, *(name for name in other if name not in self._alias)]
+        loaded = sum(1 for name in names if name in self._places or name in self._alias)
         return f"{self.path}: {loaded} tensors loaded" + (f", {_show(left)} left as they are" if left else "")
 
     def load(self, layer: nn.Module, prefix: str) -> None:
