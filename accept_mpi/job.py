@@ -310,6 +310,10 @@ class Job(Section, frozen=True):
         """Learning rate, capped at what torch can multiply by in single precision; weights overflow far below that."""
         return min(self.train.lr if self.train.lr is not None else self.train.optimizer.lr, _LARGEST)
 
+    def without_weights(self) -> "Job":
+        """The same job, whose model does not begin with a file's weights: a checkpoint has others."""
+        return msgspec.structs.replace(self, model=msgspec.structs.replace(self.model, weights=""))
+
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
 

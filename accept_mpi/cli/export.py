@@ -11,7 +11,8 @@ from accept_mpi.device.memory import available_memory
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import replacing
 from accept_mpi.job import Job
-from accept_mpi.models.fine_tuning import merged, scale_of
+from accept_mpi.models import undivided
+from accept_mpi.models.fine_tuning import merged
 from accept_mpi.pipeline.state import is_packed, unpacked
 from accept_mpi.recovery.checkpoint import Checkpoint
 
@@ -36,10 +37,10 @@ def export(source: Path, out: Path, average: bool = False, merge: bool = False) 
         if not state:
             raise UserError(f"{checkpoint.path}: damaged checkpoint: it holds no weights of any layer")
         if merge:
-            lora = Job.from_json(checkpoint.manifest.job).train.lora
-            if lora is None:
+            job = Job.from_json(checkpoint.manifest.job)
+            if job.train.lora is None:
                 raise UserError(f"{checkpoint.path}: it holds no adapters; train.lora makes them")
-            state = merged(state, scale_of(lora))
+            state = merged(state, undivided(job.without_weights()))
         with replacing(target) as beside:
             _write(beside, state, {"step": str(checkpoint.manifest.step), "model": checkpoint.manifest.model})
     except (OSError, RuntimeError, SafetensorError) as error:

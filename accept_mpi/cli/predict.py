@@ -31,8 +31,7 @@ def predict(source: Path, folder: Path | None, average: bool, top: int) -> int:
     their probabilities, as a run's model sees them. ``source``: a run's directory or a checkpoint; ``average``: with the
     moving averages of its weights. Raises UserError."""
     checkpoint = Checkpoint(source, available_memory())
-    job = Job.from_json(checkpoint.manifest.job)
-    job = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, weights=""))  # the checkpoint has them
+    job = Job.from_json(checkpoint.manifest.job).without_weights()
     train, test = data_of(msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, mix=None)))
     chain = chain_of(job, lambda: micro_batch(train, job).value)
     model = _loaded(chain, job.train.seed, checkpoint.by_layer(average), lambda: micro_batch(train, job).value)

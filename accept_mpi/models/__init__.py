@@ -10,7 +10,7 @@ from torch import nn
 
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, Model
-from accept_mpi.models.base import Chain, Entry
+from accept_mpi.models.base import Chain, Entry, unfilled_if_possible
 from accept_mpi.models.cnn import cnn
 from accept_mpi.models.fine_tuning import Changes, check_patterns, is_adapter
 from accept_mpi.models.gpt import gpt
@@ -20,7 +20,7 @@ from accept_mpi.models.resnet import resnet18
 from accept_mpi.models.vgg import vgg11
 from accept_mpi.registry import call, find_function, import_module
 
-__all__ = ["ZOO", "Chain", "Whole", "chain_of", "check_changes", "load", "model_of"]
+__all__ = ["ZOO", "Chain", "Whole", "chain_of", "check_changes", "load", "model_of", "undivided"]
 
 ZOO: dict[str, Callable[..., Chain]] = {
     "cnn": cnn,
@@ -71,6 +71,13 @@ def model_of(job: Job) -> Chain | Whole:
     changes = Changes(job)
     model = job.model
     return _load(model, job.train.seed, changes if changes.any else None)
+
+
+def undivided(job: Job) -> nn.Module:
+    """The model that a job names as one module, with the changes that it asks for; of any values. Raises UserError."""
+    found = model_of(job)
+    make = found.make if isinstance(found, Whole) else partial(found.whole, job.train.seed)
+    return unfilled_if_possible(make)
 
 
 def check_changes(chain: Chain, job: Job) -> str:

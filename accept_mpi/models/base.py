@@ -158,7 +158,7 @@ class Chain:
                 seen.show(layer, self.name_of(index, ""))
             return seen.found()
 
-        return _unfilled_if_possible(find)
+        return unfilled_if_possible(find)
 
     def release(self) -> None:
         """Free layers that have been made but not handed out. New ones are made when they are asked for."""
@@ -194,11 +194,12 @@ class Chain:
                 finder.show(index, generation.take(index, 0))
             return finder.found()
 
-        return _unfilled_if_possible(find)
+        return unfilled_if_possible(find)
 
 
-def _unfilled_if_possible(find: Callable[[], Found]) -> Found:
-    """What a function finds in new layers, which need no initial values as far as this package is concerned."""
+def unfilled_if_possible(find: Callable[[], Found]) -> Found:
+    """What a function finds in new layers, or makes of them, that need no initial values but for the user's own function.
+    Raises UserError."""
     try:
         with unfilled():
             return find()

@@ -15,6 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, Lora
+from accept_mpi.models.shared import overlap
 from accept_mpi.models.weights_file import WeightsFile
 from accept_mpi.registry import nearest
 from accept_mpi.seeds import INIT, mix, seeded
@@ -47,7 +48,7 @@ class Changes:
                 _adapt(part, whole, lora, self._seed)
         frozen: set[int] = set()
         for path, parameter in module.named_parameters(remove_duplicate=False):
-            adapter = path.endswith((_A, _B))
+            adapter = is_adapter(path)
             frozen_by_name = matches(prefix + path, self._freeze) or (lora is not None and not adapter)
             if frozen_by_name and not matches(prefix + path, self._unfreeze):
                 parameter.requires_grad_(False)
@@ -81,15 +82,34 @@ def check_patterns(key: str, patterns: Iterable[str], names: Sequence[str]) -> N
             raise UserError(f'{key}: "{pattern}" matches nothing in the model{hint}')
 
 
-def merged(state: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
-    """A model's state without adapters: what they add is in the weights. ``scale``: alpha / rank."""
-    found = {name: value for name, value in state.items() if not name.endswith((_A, _B))}
-    for name, a in state.items():
-        if name.endswith(_A):
-            weight = name.removesuffix(_A) + "weight"
-            added = scale * (state[name.removesuffix(_A) + _B] @ a)
-            found[weight] = found[weight] + (added if added.shape == found[weight].shape else added.T)
+def merged(state: Mapping[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's state without adapters: what they add is in the weights. ``model``: one like it, with adapters and of any
+    values. Raises UserError if that changes other uses of a weight."""
+    found = {name: value for name, value in state.items() if not is_adapter(name)}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, _Adapted):
+            prefix = f"{path}." if path else ""
+            weight, a, b = (prefix + name for name in ("weight", _A, _B))
+            if other := _other_use(model, model.get_submodule(path)):
+                raise UserError(
+                    f"--merge: {weight} is {other}, too, which the adapter does not change; export without --merge"
+                )
+            if not {weight, a, b} <= state.keys():
+                raise UserError(f"--merge: the checkpoint has no adapter of {path}: is the model another one by now?")
+            added = module.lora_scale * (state[b] @ state[a])
+            found[weight] = found[weight] + (added.T if module.lora_turned else added)
     return found
+
+
+def _other_use(model: nn.Module, adapted: nn.Module) -> str:
+    """Name under which another module has the weight of one with an adapter, or a part of it; "" if none has."""
+    weight = adapted._parameters["weight"]
+    assert weight is not None
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()) if module is not adapted else ():
+            if tensor is not None and overlap(weight, tensor):
+                return f"{path}.{name}" if path else name
+    return ""
 
 
 class _Adapted:
@@ -98,6 +118,8 @@ class _Adapted:
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     lora_scale: float
+    lora_turned: bool
+    """True if the weight is (inputs, outputs), as transformers' Conv1D has it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         added = nn.functional.linear(nn.functional.linear(x, self.lora_a), self.lora_b)
@@ -127,12 +149,7 @@ def _adapt(module: nn.Module, name: str, lora: Lora, seed: int) -> None:
     module.__class__ = _CLASSES[kind]
     module.register_parameter(_A, nn.Parameter(a))
     module.register_parameter(_B, nn.Parameter(torch.zeros(out, lora.rank, **like)))
-    module.lora_scale = scale_of(lora)  # type: ignore[assignment]
-
-
-def scale_of(lora: Lora) -> float:
-    """Factor of what adapters add."""
-    return (lora.alpha or lora.rank) / lora.rank
+    module.__dict__ |= {"lora_scale": (lora.alpha or lora.rank) / lora.rank, "lora_turned": turned}
 
 
 def is_adapter(name: str) -> bool:

@@ -140,6 +140,13 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (reach + 1) * size if tensor.numel() else begin
 
 
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors have memory in common."""
+    memory, (begin, end), (begin_2, end_2) = memory_of(one), _span(one), _span(other)
+    same = memory is not None and (of := memory_of(other)) is not None and memory._cdata == of._cdata
+    return same and begin < end_2 and begin_2 < end
+
+
 def common_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Groups of positions of tensors that lie in one storage, unless they are all the same tensor."""
     places: dict[int, list[int]] = {}

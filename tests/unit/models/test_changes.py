@@ -12,7 +12,8 @@ from torch import nn
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.job_file import parse
-from accept_mpi.models import Chain, chain_of, check_changes
+from accept_mpi.models import Chain, chain_of, check_changes, undivided
+from accept_mpi.models.fine_tuning import merged
 from accept_mpi.seeds import seeded
 
 JOB = """
@@ -59,6 +60,20 @@ def factories() -> list[Any]:
         return made
 
     return [lambda: words, lambda: nn.Linear(4, 4), head]
+
+
+def turned() -> nn.Module:
+    """Square and oblong, of both orientations."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    return nn.Sequential(conv1d(6, 6), conv1d(8, 6), nn.Linear(8, 8), nn.Linear(8, 5))
+
+
+def flat() -> nn.Module:
+    """Two layers whose weights are parts of one memory, but no part of one is in the other."""
+    memory, net = torch.randn(2, 6, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    for layer, part in zip(net, memory, strict=True):
+        layer.weight = nn.Parameter(part)
+    return net
 
 
 def job_of(name: str, *overrides: str) -> Job:
@@ -136,3 +151,23 @@ def test_weights_of_a_run_with_adapters(tmp_path: Path) -> None:
         changed("language", LORA.replace("2", "3"), file)
     with pytest.raises(UserError, match=r"it has blocks.*lora_.*, which the model has not"):
         changed("language", file)
+
+
+@pytest.mark.parametrize("name", ["turned", "flat"])
+def test_what_adapters_add_is_in_merged_weights(name: str) -> None:
+    """However a module's weight lies: its shape does not say that if it is square."""
+    job = job_of(name, 'train.lora={ targets = ["*"], rank = 3, alpha = 6.0 }')
+    adapted, plain = undivided(job), undivided(job_of(name))
+    for key, parameter in adapted.named_parameters():
+        if key.endswith("lora_b"):
+            nn.init.normal_(parameter)
+    plain.load_state_dict(merged(adapted.state_dict(), undivided(job)), strict=True)
+    given = torch.randn(7, 6)
+    assert torch.allclose(plain(given), adapted(given), atol=1e-5)
+
+
+def test_an_adapter_on_one_use_of_a_tied_weight_is_not_merged() -> None:
+    for name, weight, other in (("language", "head.weight", "words.weight"), ("within", "0.head.weight", "0.words.weight")):
+        net = undivided(job_of(name, 'train.lora={ targets = ["*head"] }'))
+        with pytest.raises(UserError, match=f"--merge: {weight} is {other}, too"):
+            merged(net.state_dict(), net)
