@@ -87,11 +87,23 @@ _STATE = {
 }  # fmt: skip
 
 
+STATES = frozenset({*_STATE.values(), frozenset({BUFFER})})
+"""For each kind of state of a parameter that has been updated: its names, all of which belong together."""
+
+
 def state_names(options: Optimizer, is_matrix: bool = False) -> frozenset[str]:
     """Names of the optimizer's state of a parameter that has been updated; of one that Muon updates, if ``is_matrix``."""
     if is_matrix or (options.name == "sgd" and options.momentum):
         return frozenset({BUFFER})
     return _STATE.get(options.name, frozenset())
+
+
+def left_behind(before: Optimizer, now: Optimizer) -> tuple[bool, bool]:
+    """True if an optimizer's state is not what another one goes on from: that of weight matrices, and that of all else.
+    Parameter by parameter, state is taken over as a whole or not at all: its names say what the values mean."""
+    kinds = [(state_names(one, one.name == "muon"), state_names(one)) for one in (before, now)]
+    of_matrices, of_others = (bool(old) and old != new for old, new in zip(*kinds, strict=True))
+    return of_matrices, of_others
 
 
 def values_kept(options: Optimizer) -> int:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from accept_mpi.errors import UserError, shown
 from accept_mpi.job import Optimizer
-from accept_mpi.pipeline.optimizer import SCALARS, state_names
+from accept_mpi.pipeline.optimizer import SCALARS, STATES, state_names
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.recovery.tensor_file import read_header
 
@@ -21,6 +21,8 @@ Blobs = dict[int, bytes]
 """States by layer, each of them a safetensors file as bytes."""
 Chunk = tuple[int, int, Any]
 """A layer, the size of its state in bytes, and some of these bytes. Chunks of a layer come in order."""
+_EVERY = frozenset[str]().union(*STATES)
+"""Names of the state of all optimizers."""
 _WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
 
 
@@ -75,10 +77,16 @@ def load(stage: Stage, blobs: Mapping[int, bytes], options: Optimizer) -> int:
             else:
                 optimizer[key.removeprefix(_OPTIMIZER)] = value
     wanted = {name: state_names(options, is_matrix) for name, is_matrix in stage.is_matrix().items()}
+    there: dict[str, frozenset[str]] = {}
+    for what, _, name in (key.partition("/") for key in optimizer):
+        there[name] = there.get(name, frozenset()) | ({what} & _EVERY)
     every, beside, ours = state_names(options), stage.beside, {}
     for key, value in optimizer.items():
         what, _, name = key.partition("/")
-        if what in wanted.get(name, every) or what in beside:
+        needed = wanted.get(name, every)
+        # What is whole but of another kind stays behind as a whole. What is not whole, or of no parameter, is refused below.
+        another = name in wanted and there[name] in STATES and there[name] != needed
+        if (what in needed and not another) or what in beside:
             ours[key] = value
     _check_weights(stage, weights)
     _check_optimizer(stage, ours, wanted)

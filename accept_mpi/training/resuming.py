@@ -4,6 +4,7 @@ A change to the meaning of a run is refused, in one sentence, unless the command
 reported. Where layers are, how data is sent and how long the run is may change silently.
 """
 
+import contextlib
 import json
 import shlex
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from accept_mpi.data.calendar import Calendar, Milestones, Position
 from accept_mpi.errors import Agreed, UserError, shown
 from accept_mpi.job import GOES_WITH, Job, Optimizer, flows
 from accept_mpi.models import Chain
-from accept_mpi.pipeline.optimizer import state_names
+from accept_mpi.pipeline.optimizer import left_behind
 from accept_mpi.planning.micro_batches import settled
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.manifest import Manifest
@@ -128,13 +129,20 @@ def check(manifest: Manifest, job: Job, overrides: Sequence[str], chain: Chain, 
         )
     told = [f"goes on with {change}" for change in found]
     before = _get(manifest.settings(), "train.optimizer")
-    try:
-        kept = state_names(msgspec.convert(before, Optimizer))
-    except msgspec.ValidationError:
-        kept = frozenset()
-    if kept - state_names(job.train.optimizer):
-        told.append("the optimizer starts from nothing: its state was of another kind")
+    with contextlib.suppress(msgspec.ValidationError):
+        told += _left_behind(msgspec.convert(before, Optimizer), job.train.optimizer)
     return told
+
+
+def _left_behind(before: Optimizer, now: Optimizer) -> list[str]:
+    """A line on state of the optimizer that the run does not go on from, if there is any."""
+    of_matrices, of_others = left_behind(before, now)
+    if of_matrices and of_others:
+        return ["the optimizer starts from nothing: its state was of another kind"]
+    if of_matrices or of_others:
+        which = "weight matrices" if of_matrices else "all but weight matrices"
+        return [f"the optimizer starts from nothing for {which}: their state was of another kind"]
+    return []
 
 
 def changes(manifest: Manifest, job: Job) -> Iterator[Change]:

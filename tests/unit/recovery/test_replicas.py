@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 import samples
 import torch
@@ -10,13 +11,15 @@ from hypothesis import strategies as st
 
 from accept_mpi import models
 from accept_mpi.comm.messages import Control, Copied, Message, StopAsked, Stopping
-from accept_mpi.job import Recovery
+from accept_mpi.errors import UserError
+from accept_mpi.job import Job, Optimizer, Recovery
 from accept_mpi.job_file import parse
 from accept_mpi.models.layers import build_layers
+from accept_mpi.pipeline.optimizer import left_behind
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import BoundaryCodecs, make_plan
 from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, LOCAL, SNAPSHOT, Barriers, LocalCopies
-from accept_mpi.recovery.layer_state import Arriving, chunked, copies, load, states
+from accept_mpi.recovery.layer_state import Arriving, chunked, copies, load, pack, states
 from accept_mpi.recovery.replicas import Replicas, newest, sources
 from accept_mpi.recovery.replication import Replication, Route
 
@@ -27,9 +30,17 @@ JOB = parse(
 )
 
 
-def stage(start: int, stop: int, seed: int) -> Stage:
+def stage(start: int, stop: int, seed: int, job: Job = JOB) -> Stage:
     chain = models.load("cnn", {"width": 4}, seed)
-    return Stage(build_layers(chain, start, stop, seed), JOB, None, True)
+    return Stage(build_layers(chain, start, stop, seed), job, None, True)
+
+
+def updated(one: Stage) -> Stage:
+    """A stage after an update with made-up gradients."""
+    for number, parameter in enumerate(one.parameters):
+        parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
+    one.update(0.01, 0)
+    return one
 
 
 def test_the_newest_step_that_every_layer_is_left_of() -> None:
@@ -50,10 +61,7 @@ def test_layers_come_from_those_who_hold_them() -> None:
 
 def test_a_state_comes_back_to_the_bit_on_other_cuts() -> None:
     """Weights, BatchNorm's statistics and the optimizer's tensors, from one stage of all layers to two."""
-    whole = stage(0, 5, 1)
-    for number, parameter in enumerate(whole.parameters):
-        parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
-    whole.update(0.01, 0)
+    whole = updated(stage(0, 5, 1))
     blobs = states(whole)
     assert sorted(blobs) == [0, 1, 2, 3, 4]
     for start, stop in ((0, 2), (2, 5)):
@@ -64,6 +72,51 @@ def test_a_state_comes_back_to_the_bit_on_other_cuts() -> None:
         samples.assert_equal(
             part.optimizer_state(), {k: v for k, v in whole.optimizer_state().items() if k in part.optimizer_state()}
         )
+
+
+KINDS = (
+    Optimizer(), Optimizer(momentum=0.9),
+    *(Optimizer(name=name) for name in ("adam", "adamw", "nadam", "lion", "muon")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("before", KINDS, ids=lambda one: f"{one.name} {one.momentum}")
+def test_another_optimizer_takes_over_state_of_its_own_kind_or_none(before: Optimizer) -> None:
+    """Parameter by parameter: of a part of it, values would mean something else. The log says so."""
+
+    def state_of(one: Stage, name: str) -> dict[str, torch.Tensor]:
+        every = one.optimizer_state().items()
+        return {what: value for what, _, of, value in ((*key.partition("/"), value) for key, value in every) if of == name}
+
+    def with_it(options: Optimizer) -> Stage:
+        train = msgspec.structs.replace(JOB.train, optimizer=options)
+        return stage(0, 5, 1, msgspec.structs.replace(JOB, train=train))
+
+    old = updated(with_it(before))
+    for now in KINDS:
+        new, like = with_it(now), updated(with_it(now))
+        load(new, states(old), now)
+        lost = set()
+        for name, _ in new.named_parameters():
+            had, has = state_of(old, name), state_of(new, name)
+            if had.keys() == state_of(like, name).keys():
+                samples.assert_equal(has, had)
+            else:
+                assert not has
+                lost |= {like.is_matrix()[name] or old.is_matrix()[name]} if had else set()
+        both = {"muon"} & {before.name, now.name}
+        expected = (True in lost, False in lost) if both else (bool(lost), bool(lost))
+        assert left_behind(before, now) == expected
+
+
+def test_a_part_of_an_optimizers_state_is_not_taken_for_another_kind() -> None:
+    whole = updated(stage(0, 5, 1))
+    state = {key: value for key, value in whole.optimizer_state().items() if not key.startswith("step/")}
+    weights = whole.weights()
+    first = whole.names[0]
+    mine = [{k: v for k, v in part.items() if k.rpartition("/")[2].startswith(f"{first}.")} for part in (weights, state)]
+    with pytest.raises(UserError, match='the checkpoint lacks the optimizer\'s "step" of'):
+        load(stage(0, 1, 1), {0: pack(*mine)}, JOB.train.optimizer)
 
 
 @given(st.dictionaries(st.integers(0, 99), st.binary(min_size=1, max_size=40)), st.integers(1, 30))

@@ -115,6 +115,21 @@ def test_another_optimizer() -> None:
     assert len(told(adam, parsed('train.optimizer={name = "adam", lr = 0.1}'), "train.optimizer.name=adam")) == 1
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ("adam", "lion", "from nothing: "), ("lion", "adam", "from nothing: "), ("nadam", "adam", "from nothing: "),
+        ("adam", "nadam", "from nothing: "), ("muon", "adamw", "from nothing for weight matrices: "),
+        ("adam", "muon", "from nothing for weight matrices: "), ("nadam", "muon", "from nothing: "), ("adam", "adamw", ""),
+    ],
+)  # fmt: skip
+def test_the_log_says_which_state_is_left_behind(before: str, now: str, said: str) -> None:
+    jobs = [parsed(override := f'train.optimizer={{name = "{name}", lr = 0.1}}') for name in (before, now)]
+    lines = [line for line in told(*jobs, override) if "the optimizer starts" in line]
+    assert len(lines) == bool(said)
+    assert not said or said in lines[0]
+
+
 def test_one_sentence_names_all() -> None:
     now = parsed("train.batch_size=16", "train.seed=7")
     with pytest.raises(
