@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.weak import WeakIdKeyDictionary
 from xxhash import xxh3_64_intdigest
 
 from accept_mpi.errors import UserError
@@ -31,26 +32,34 @@ class Changes:
         """Raises UserError if the file of weights cannot be read."""
         train = job.train
         self._freeze, self._unfreeze, self._lora, self._seed = train.freeze, train.unfreeze, train.lora, train.seed
+        self._thawed = WeakIdKeyDictionary()
+        """Parameters that are trained for one of their names; others may be in layers that are built later."""
         self.file = WeightsFile(job.model.weights, job.model.strict) if job.model.weights else None
 
     @property
     def any(self) -> bool:
         """True if there is anything to change."""
-        return bool(self._freeze or self._lora or self.file)
+        return bool(self._freeze or self._unfreeze or self._lora or self.file)
 
     def apply(self, module: nn.Module, name: str) -> nn.Module:
-        """Add adapters to a new module of the model, and freeze its parameters. ``name``: its own ("" for the model)."""
+        """Add adapters to a new module of the model, and freeze its parameters, or have them trained. ``name``: its own (""
+        for the model)."""
         prefix = f"{name}." if name else ""
         lora = self._lora
-        for path, part in list(module.named_modules()) if lora else ():
+        for path, part in list(module.named_modules(remove_duplicate=False)) if lora else ():
             whole = (prefix + path).rstrip(".")
             if lora and matches(whole, lora.targets):
                 _adapt(part, whole, lora, self._seed)
-        frozen: set[int] = set()
+        named: dict[nn.Parameter, list[str]] = {}
         for path, parameter in module.named_parameters(remove_duplicate=False):
-            adapter = is_adapter(path)
-            frozen_by_name = matches(prefix + path, self._freeze) or (lora is not None and not adapter)
-            if frozen_by_name and not matches(prefix + path, self._unfreeze):
+            named.setdefault(parameter, []).append(prefix + path)
+        frozen: set[int] = set()
+        for parameter, names in named.items():
+            if any(matches(one, self._unfreeze) for one in names):
+                self._thawed[parameter] = None
+                if parameter.is_floating_point() or parameter.is_complex():
+                    parameter.requires_grad_(True)
+            elif parameter not in self._thawed and self._is_frozen(names):
                 parameter.requires_grad_(False)
                 frozen.add(id(parameter))
         for part in module.modules():
@@ -58,6 +67,11 @@ class Changes:
             if isinstance(part, _NormBase) and own and all(id(parameter) in frozen for parameter in own):
                 part.eval()  # its statistics belong to what is frozen
         return module
+
+    def _is_frozen(self, names: Sequence[str]) -> bool:
+        """True if the job freezes a parameter with these names, of which none is to be trained nevertheless."""
+        only_adapters = self._lora is not None and not any(map(is_adapter, names))
+        return only_adapters or any(matches(name, self._freeze) for name in names)
 
     def check(self, names: Sequence[str], modules: Sequence[str]) -> None:
         """Raise UserError for a pattern that none of the model's parameters (or for adapters, modules) match."""
@@ -137,7 +151,13 @@ def _adapt(module: nn.Module, name: str, lora: Lora, seed: int) -> None:
     kind = type(module)
     weight = module._parameters.get("weight")
     turned = kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
-    if weight is None or weight.dim() != 2 or not (isinstance(module, nn.Linear) or turned):
+    linear = isinstance(module, nn.Linear) or turned
+    if linear and weight is None:
+        raise UserError(
+            f"train.lora.targets: the weight of {name} is computed from other parameters (parametrized), and adapters are "
+            "added to plain weights: name other modules, or leave the parametrization out"
+        )
+    if weight is None or weight.dim() != 2 or not linear:
         raise UserError(f"train.lora.targets: {name} is a {kind.__name__}; adapters fit nn.Linear and transformers' Conv1D")
     given, out = weight.shape if turned else weight.shape[::-1]
     if kind not in _CLASSES:
@@ -146,6 +166,8 @@ def _adapt(module: nn.Module, name: str, lora: Lora, seed: int) -> None:
     with seeded(mix(INIT, seed, xxh3_64_intdigest(name.encode()))):
         a = torch.empty(lora.rank, given, **like)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+    # Torch's encoder layers would compute with the weight alone in evaluation, and not call the module.
+    torch.backends.mha.set_fastpath_enabled(False)
     module.__class__ = _CLASSES[kind]
     module.register_parameter(_A, nn.Parameter(a))
     module.register_parameter(_B, nn.Parameter(torch.zeros(out, lora.rank, **like)))

@@ -76,6 +76,57 @@ def flat() -> nn.Module:
     return net
 
 
+def cut_in_two() -> list[Any]:
+    """Two layers with one weight, which are made in two calls."""
+    first, last = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    last.weight = first.weight
+    return [lambda: first, lambda: nn.Linear(4, 4), lambda: last]
+
+
+def half_frozen() -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    net[0].requires_grad_(False)
+    return net
+
+
+class Twice(nn.Module):
+    """A module under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class Computed(nn.Module):
+    def __init__(self, old: bool) -> None:
+        super().__init__()
+        norm = nn.utils.weight_norm if old else nn.utils.parametrizations.weight_norm
+        self.linear = norm(nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    return nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+
+
+def trained(name: str, *overrides: str, value: Any = TOKENS) -> set[str]:
+    """Names of the parameters that are trained, in a chain that is built one layer after the other."""
+    chain, _ = changed(name, *overrides, value=value)
+    layers = [layer for n in range(len(chain)) for layer in chain.build_range(n, n + 1, 0)]
+    return {
+        chain.name_of(n, key)
+        for n, layer in enumerate(layers)
+        for key, parameter in layer.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }
+
+
 def job_of(name: str, *overrides: str) -> Job:
     return parse(JOB, "job", [f"model.name=test_changes:{name}", *overrides])
 
@@ -171,3 +222,67 @@ def test_an_adapter_on_one_use_of_a_tied_weight_is_not_merged() -> None:
         net = undivided(job_of(name, 'train.lora={ targets = ["*head"] }'))
         with pytest.raises(UserError, match=f"--merge: {weight} is {other}, too"):
             merged(net.state_dict(), net)
+
+
+@pytest.mark.parametrize("name", ["words", "head"])
+@pytest.mark.parametrize("frozen", ['train.freeze=["*"]', LORA])
+def test_a_tied_parameter_is_trained_if_one_of_its_names_is_to_be(name: str, frozen: str) -> None:
+    found = trained("language", frozen, f'train.unfreeze=["{name}.weight"]')
+    assert {one for one in found if "lora" not in one} == {"words.weight", "head.weight"}
+    for model, first, last in (("within", "0.words", "0.head"), ("cut_in_two", "0", "2")):
+        which = first if name == "words" else last
+        unfrozen = f'train.unfreeze=["{which}.weight"]'
+        whole = undivided(job_of(model, 'train.freeze=["*"]', unfrozen))
+        found = {key for key, one in whole.named_parameters(remove_duplicate=False) if one.requires_grad}
+        assert found == {f"{first}.weight", f"{last}.weight"}
+        chain, _ = changed(model, 'train.freeze=["*"]', unfrozen)
+        assert not any(one.constant for one in chain.shared())
+
+
+def test_what_the_model_has_frozen_may_be_trained() -> None:
+    every = {"1.weight", "1.bias", "2.weight", "2.bias"}
+    assert trained("half_frozen") == every
+    assert trained("half_frozen", 'train.unfreeze=["0.weight"]') == every | {"0.weight"}
+    assert trained("half_frozen", 'train.freeze=["1.*"]', 'train.unfreeze=["0.*"]') == {"0.weight", "0.bias"} | every - {
+        "1.weight",
+        "1.bias",
+    }
+    with pytest.raises(UserError, match=r'train.unfreeze: "nothing.\*" matches nothing'):
+        changed("half_frozen", 'train.unfreeze=["nothing.*"]')
+
+
+def twice() -> nn.Module:
+    return Twice()
+
+
+def test_a_module_gets_its_adapter_under_any_of_its_names() -> None:
+    for target in ("first", "second", "*s*"):
+        assert trained("twice", f'train.lora={{ targets = ["{target}"] }}', value=torch.zeros(2, 4)) == {
+            f"{name}.lora_{kind}" for name in ("first", "second") for kind in "ab"
+        }
+
+
+def computed(old: bool) -> nn.Module:
+    return Computed(old)
+
+
+@pytest.mark.parametrize("old", ["true", "false"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_an_adapter_on_a_computed_weight(old: str) -> None:
+    with pytest.raises(UserError, match=r"train.lora.targets: the weight of linear is computed from other parameters"):
+        undivided(job_of("computed", f"model.args={{ old = {old} }}", 'train.lora={ targets = ["linear"] }'))
+
+
+def test_adapters_within_torchs_own_layers_count_in_evaluation() -> None:
+    torch.backends.mha.set_fastpath_enabled(True)
+    try:
+        net = undivided(job_of("encoder", 'train.lora={ targets = ["*.linear1"] }'))
+        for key, parameter in net.named_parameters():
+            if key.endswith("lora_b"):
+                nn.init.normal_(parameter)
+        given = torch.randn(3, 5, 8)
+        with torch.no_grad():
+            expected = net.train()(given)
+            assert torch.allclose(net.eval()(given), expected, atol=1e-5)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
