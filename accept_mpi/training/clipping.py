@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from accept_mpi.comm.channels import wait_for
 from accept_mpi.comm.data_plane import DataPlane
@@ -27,7 +28,7 @@ _EPSILON = 1e-6  # as torch's
 _LOOK = 0.2  # seconds between two looks at whether the run goes on
 
 Norms = list[tuple[int, float, str]]
-"""Positions of parameters in the model, the norms of their gradients, and what these are computed in (torch's name)."""
+"""Positions of parameters in the model, the norms of their gradients, and what the gradients are of (torch's name)."""
 
 
 class Clipping:
@@ -85,9 +86,7 @@ class Clipping:
         every = sorted(norm for norms in (mine, *others.values()) for norm in norms)
         if not every:
             return torch.tensor(1.0)
-        total = torch.linalg.vector_norm(
-            torch.stack([torch.tensor(norm, dtype=getattr(torch, kind)) for _, norm, kind in every])
-        )
+        total = torch.linalg.vector_norm(torch.stack(_as_torch_adds_them(every)))
         return torch.clamp(self._most / (total + _EPSILON), max=1.0)
 
     def _wait(self, of: int, until: float, deadline: float) -> None:
@@ -104,9 +103,18 @@ class Clipping:
 
 
 def _norm(gradient: torch.Tensor) -> tuple[float, str]:
-    """Norm of a gradient, and what it is computed in: the precision of its parameter."""
-    norm = torch.linalg.vector_norm(gradient)
-    return float(norm), str(norm.dtype).removeprefix("torch.")
+    """Norm of a gradient, and what the gradient is of (torch's name)."""
+    return float(torch.linalg.vector_norm(gradient)), str(gradient.dtype).removeprefix("torch.")
+
+
+def _as_torch_adds_them(norms: Norms) -> list[torch.Tensor]:
+    """Norms, given in the order of the model's parameters, in the order in which torch adds them: gradients of one dtype
+    after another, and the dtypes in an order that torch's own function finds."""
+    kinds = [getattr(torch, kind) for _, _, kind in norms]
+    like: list[list[torch.Tensor | None]] = [[torch.empty(0, dtype=kind) for kind in kinds]]
+    groups = _group_tensors_by_device_and_dtype(like, with_indices=True).values()
+    order = [n for _, indices in groups for n in indices]
+    return [torch.tensor(norms[n][1], dtype=kinds[n].to_real()) for n in order]
 
 
 def positions(order: dict[str, int], stage: int, names: Sequence[str], counted: Sequence[bool]) -> list[int | None]:

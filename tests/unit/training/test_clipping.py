@@ -11,14 +11,21 @@ from accept_mpi.comm.messages import GradientNorms
 from accept_mpi.training.clipping import Clipping
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bfloat16])
-def test_two_stages_get_the_factor_of_one_process(kind: torch.dtype) -> None:
-    """Bit for bit, in whatever precision the model is."""
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [torch.float32], [torch.float64], [torch.complex64], [torch.complex128], [torch.bfloat16],
+        [torch.float32, torch.bfloat16], [torch.float32, torch.complex64],
+        [torch.bfloat16, torch.float32, torch.float64, torch.float32], [torch.float16, torch.complex64, torch.bfloat16],
+    ],
+)  # fmt: skip
+def test_two_stages_get_the_factor_of_one_process(kinds: list[torch.dtype]) -> None:
+    """Bit for bit, in whatever precision the model is, or its parts are."""
     torch.manual_seed(1)
     for _ in range(20):
-        whole = [nn.Parameter(torch.zeros(50 + n, dtype=kind)) for n in range(5)]
+        whole = [nn.Parameter(torch.zeros(50 + n, dtype=kinds[n % len(kinds)])) for n in range(5)]
         for parameter in whole:
-            parameter.grad = torch.randn(len(parameter), dtype=kind)
+            parameter.grad = torch.randn(len(parameter), dtype=parameter.dtype)
         given = [parameter.grad.clone() for parameter in whole if parameter.grad is not None]
         torch.nn.utils.clip_grad_norm_(whole, 0.3)
         posted = Mock()
