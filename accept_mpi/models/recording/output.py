@@ -6,15 +6,19 @@ from typing import Any
 import torch
 
 from accept_mpi.errors import UserError
+from accept_mpi.models.losses import OWN
 from accept_mpi.models.recording.structure import is_plain, tensors_in
 
 
 def select(result: Any, wanted: str) -> Any:
-    """The part of a result that the job asks for: a key, an attribute or a position; "": the result itself if it is a tensor
-    or a tuple, list or dict of tensors, else its "logits", else its first floating-point tensor.
+    """The part of a result that the job asks for: a key, an attribute or a position; "loss" is also a lone tensor; "": the
+    result itself if it is a tensor or a tuple, list or dict of tensors, else its "logits", else its first floating-point
+    tensor.
 
     Raises UserError if there is none.
     """
+    if wanted == OWN and isinstance(result, torch.Tensor):
+        return result
     if wanted:
         found = _part(result, wanted)
         if not tensors_in(found) or not is_plain(found):

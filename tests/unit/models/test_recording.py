@@ -116,6 +116,28 @@ def test_masks_keywords_and_dropout(masked: bool) -> None:
             assert sum(t.numel() for t in value[1:] if not t.is_floating_point()) <= 2 * 4 * 12
 
 
+class OwnLoss(nn.Module):
+    """Gives its loss as it is, not as a part of something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.linear(x), labels)
+
+
+def test_a_loss_as_a_lone_tensor() -> None:
+    value = {"x": torch.randn(5, 4), "labels": torch.tensor([0, 1, 2, 0, 1])}
+    chain = recorded(OwnLoss, value, output="loss")
+    found: Any = value
+    for layer in chain.build_range(0, len(chain), 0):
+        found = layer(found)
+    assert found.shape == ()
+    with pytest.raises(UserError, match='the model gives no tensors under "logits", but a Tensor'):
+        recorded(OwnLoss, value, output="logits")
+
+
 def test_an_outline_for_another_size_records_the_model_alone() -> None:
     """What counts an outline's operations and memory had hooked into what was recorded, and counted it."""
     small, large = (torch.randint(20, (size, 12), generator=torch.Generator().manual_seed(1)) for size in (2, 6))
