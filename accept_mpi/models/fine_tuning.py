@@ -6,11 +6,12 @@ Hu et al. 2021, "LoRA", arXiv 2106.09685: a frozen matrix W becomes W + (alpha /
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 from xxhash import xxh3_64_intdigest
 
@@ -136,11 +137,46 @@ class _Adapted:
     """True if the weight is (inputs, outputs), as transformers' Conv1D has it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for uses in _USES:
+            uses.with_adapter.add(id(self._parameters["weight"]))  # type: ignore[attr-defined]
         added = nn.functional.linear(nn.functional.linear(x, self.lora_a), self.lora_b)
         result: torch.Tensor = super().forward(x) + self.lora_scale * added  # type: ignore[misc]
         return result
 
 
+class Uses(TorchFunctionMode):
+    """Within the context: which parameters are given to torch's functions, and which of them by modules with adapters. Who
+    gives a module's weight to a function instead of calling the module passes its adapter by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: set[int] = set()
+        """Ids of parameters, as in ``with_adapter``."""
+        self.with_adapter: set[int] = set()
+
+    def __enter__(self) -> Self:
+        _USES.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _USES.remove(self)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        results = result if isinstance(result, tuple | list) else (result,)
+        if any(isinstance(one, torch.Tensor) for one in results):  # else a shape or the like was asked for
+            given = (*args, *(kwargs or {}).values())
+            self.given |= {id(one) for one in given if isinstance(one, nn.Parameter)}
+        return result
+
+    def passed_by(self, parameter: nn.Parameter) -> bool:
+        """True if a parameter was used, but by no module with an adapter."""
+        return id(parameter) in self.given - self.with_adapter
+
+
+_USES: list[Uses] = []
 _CLASSES: dict[type, type] = {}
 
 
@@ -172,6 +208,17 @@ def _adapt(module: nn.Module, name: str, lora: Lora, seed: int) -> None:
     module.register_parameter(_A, nn.Parameter(a))
     module.register_parameter(_B, nn.Parameter(torch.zeros(out, lora.rank, **like)))
     module.__dict__ |= {"lora_scale": (lora.alpha or lora.rank) / lora.rank, "lora_turned": turned}
+
+
+def check_called(lora: Lora, names: Iterable[str]) -> None:
+    """Raise UserError if one of the parameters with these names, which were ``passed_by``, should have an adapter."""
+    for name in sorted(names):
+        path, _, last = name.rpartition(".")
+        if last == "weight" and matches(path, lora.targets):
+            raise UserError(
+                f"train.lora.targets: the model computes with the weight of {path} without calling that module (as "
+                "nn.MultiheadAttention does with out_proj), so an adapter would not count: leave it out"
+            )
 
 
 def is_adapter(name: str) -> bool:

@@ -33,8 +33,11 @@ class Parameters:
                     self.aliases.append([])
                 self.aliases[seen[id(parameter)]].append(name)
         index = {name: n for n, name in enumerate(layers.names, layers.start)}
+        self.in_model: dict[str, str] = {}
+        """The name in the whole model of each name."""
         for names in self.aliases:
             places = [(index[layer], key) for layer, _, key in (name.partition(".") for name in names)]
+            self.in_model |= {name: layers.name(*place) for name, place in zip(names, places, strict=True)}
             tie = next((tie for tie in layers.ties if places[0] in tie), None)
             self.whole.append([layers.name(*place) for place in tie or places])
             self.first.append(not tie or tie[0][0] >= layers.start)

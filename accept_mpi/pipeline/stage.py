@@ -104,6 +104,8 @@ class Stage(Trials):
         """Layers whose forwards draw random numbers, by index, found by ``probe``; one past the last stands for the loss."""
         self._draws_back = False
         """True if backwards draw random numbers, found by ``probe``."""
+        self._passed_by: set[str] = set()
+        """Parameters that a forward uses without calling modules with adapters, found by ``probe``."""
         self._turns: Turns | None = None
         """If several threads compute."""
         self._held: dict[str, torch.Tensor] = {}

@@ -5,7 +5,7 @@ makes values which are not finite. Both happen to copies: what a forward does to
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -16,6 +16,7 @@ from accept_mpi.codecs.tensors import Tensors, TensorSpec
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.models.attributes import Attributes
+from accept_mpi.models.fine_tuning import Uses, check_called
 from accept_mpi.models.layers import Layers
 from accept_mpi.models.losses import Divisors, Loss
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
@@ -58,6 +59,7 @@ class Trials(Stateful):
     _setting_up: bool
     _drawing: set[int]
     _draws_back: bool
+    _passed_by: set[str]
     _kept: set[str]
     in_flight: dict[Key, InFlight]
     forward: Callable[..., Outputs]
@@ -114,8 +116,11 @@ class Trials(Stateful):
         writes = Writes({name: tensor for name, tensor in there.items() if id(tensor) not in averages})
         watch, attributes = Watch([name for name, _ in named], [one for _, one in named]), Attributes(named)
         unused = tuple(None if x is None else x.detach().clone() for x in inputs)  # a forward may write to them
-        with calls_of_shared() as shared:
+        uses = Uses() if self._job.train.lora else None
+        with calls_of_shared() as shared, uses or nullcontext():
             out = self.forward(0, 0, inputs, target=target, of=of, samples=samples)
+        if uses:
+            self._passed_by |= {name for name, parameter in self.own.every_name() if uses.passed_by(parameter)}
         self._written |= writes.found()
         is_nan = _is_nan(out)
         watch.after_forward(self._divisors)
@@ -191,7 +196,7 @@ class Trials(Stateful):
 
     def _learn(self, trial: "Trials") -> None:
         """Take over what ``trial`` has found: buffers that are created, tensors that are written to, modules that never
-        defer. Raises UserError if ``vertical_sync`` does not allow it."""
+        defer. Raises UserError if ``vertical_sync`` does not allow it, or an adapter would not be called."""
         self._made |= trial._check_state() - self._kept
         self._written |= trial._written
         self.forgets = self.forgets or trial.forgets
@@ -200,6 +205,8 @@ class Trials(Stateful):
             self.in_turn = self.in_turn or "a parameter has hooks"
         self._drawing |= trial._drawing
         self._draws_back |= trial._draws_back
+        if self._job.train.lora:
+            check_called(self._job.train.lora, map(self.own.in_model.__getitem__, trial._passed_by))
         if self._written and self._job.pipeline.vertical_sync:
             raise UserError(
                 "pipeline.vertical_sync: a layer writes into its own parameters or buffers in its forward, which would be "

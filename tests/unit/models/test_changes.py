@@ -1,5 +1,7 @@
 """What a job changes of its model: weights from a file, what is frozen, adapters. (tests/mpi/test_fine_tuning.py trains.)"""
 
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from accept_mpi.job import Job
 from accept_mpi.job_file import parse
 from accept_mpi.models import Chain, chain_of, check_changes, undivided
 from accept_mpi.models.fine_tuning import merged
+from accept_mpi.models.layers import build_layers
+from accept_mpi.models.losses import find_loss
+from accept_mpi.pipeline.stage import Stage
 from accept_mpi.seeds import seeded
 
 JOB = """
@@ -28,6 +33,14 @@ directory = "run"
 """
 TOKENS = torch.zeros(2, 6, dtype=torch.int64)
 LORA = 'train.lora={ targets = ["*.qkv"], rank = 2 }'
+
+
+@pytest.fixture(autouse=True)
+def _torchs_fast_path() -> Iterator[None]:
+    """On before each test, as in a new process: adapters leave it."""
+    torch.backends.mha.set_fastpath_enabled(True)
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
 
 
 class Within(nn.Module):
@@ -274,15 +287,50 @@ def test_an_adapter_on_a_computed_weight(old: str) -> None:
 
 
 def test_adapters_within_torchs_own_layers_count_in_evaluation() -> None:
-    torch.backends.mha.set_fastpath_enabled(True)
-    try:
-        net = undivided(job_of("encoder", 'train.lora={ targets = ["*.linear1"] }'))
-        for key, parameter in net.named_parameters():
-            if key.endswith("lora_b"):
-                nn.init.normal_(parameter)
-        given = torch.randn(3, 5, 8)
-        with torch.no_grad():
-            expected = net.train()(given)
-            assert torch.allclose(net.eval()(given), expected, atol=1e-5)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(True)
+    net = undivided(job_of("encoder", 'train.lora={ targets = ["*.linear1"] }'))
+    for key, parameter in net.named_parameters():
+        if key.endswith("lora_b"):
+            nn.init.normal_(parameter)
+    given = torch.randn(3, 5, 8)
+    with torch.no_grad():
+        expected = net.train()(given)
+        assert torch.allclose(net.eval()(given), expected, atol=1e-5)
+
+
+class Attending(nn.Module):
+    """Whose attention has a linear module that nobody calls, as another part of it, and of which one is used at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.attention = nn.Linear(4, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.direct, self.never, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.into(x.to(self.never.weight.dtype))
+        x, _ = self.attention(x, x, x, need_weights=False)
+        return self.out(nn.functional.linear(x, self.direct.weight))
+
+
+def attending() -> nn.Module:
+    return Attending()
+
+
+def tried(name: str, *overrides: str, value: Any) -> None:
+    """Make the set-up's trial, of a stage of all layers."""
+    chain, _ = changed(name, *overrides, value=value)
+    stage = Stage(build_layers(chain, 0, len(chain), 0), job_of(name, *overrides), find_loss("mse"), False)
+    inputs = stage.from_data(value)
+    whole = chain.build_range(0, len(chain), 0)
+    with torch.no_grad():
+        target = torch.zeros_like(reduce(lambda given, layer: layer(given), whole, value))
+    stage.probe(inputs.tensors, target, lambda outputs, of: (), inputs.tree, len(target))
+
+
+def test_an_adapter_on_a_module_that_is_not_called() -> None:
+    value = torch.randn(2, 3, 4)
+    for target, name in (("attention.out*", "attention.out_proj"), ("direct", "direct")):
+        with pytest.raises(UserError, match=f"computes with the weight of {name} without calling that module"):
+            tried("attending", f'train.lora={{ targets = ["into", "{target}"] }}', value=value)
+    tried("attending", 'train.lora={ targets = ["into", "never", "out"] }', value=value)
+    tried("language", 'train.lora={ targets = ["head", "*.qkv"] }', "model.output=logits", value={"ids": TOKENS})
+    tried("encoder", 'train.lora={ targets = ["0", "*.linear?"] }', value=torch.randn(2, 3, 8))
