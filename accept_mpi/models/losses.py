@@ -144,15 +144,17 @@ class Loss:
             return 0, 0
         if target.is_floating_point() or given.shape[:-1] != target.shape or not given.dim():
             return 0, 0
-        counting = target != self.ignored
-        return int((given.detach().argmax(-1) == target)[counting].sum()), int(counting.sum())
+        classes = widened(target)
+        counting = classes != self.ignored
+        return int((given.detach().argmax(-1) == classes)[counting].sum()), int(counting.sum())
 
     def _classes(self, target: torch.Tensor) -> float:
         """Amount that counts in ``target``, as torch's classification losses compute it."""
         weight = getattr(self.function, "weight", None)
         if target.is_floating_point():
             return float(target.numel() / max(1, target.shape[1 if target.dim() > 1 else 0]))
-        counting = target[target != self.ignored]
+        classes = widened(target)
+        counting = classes[classes != self.ignored]
         return float(counting.numel()) if weight is None else float(weight[counting].sum())
 
 
@@ -193,6 +195,11 @@ def scores(output: Any) -> Any:
         else:
             output = output[0]
     return output
+
+
+def widened(target: torch.Tensor) -> torch.Tensor:
+    """Classes as int64: compared with a uint8, -100 is 156, and a uint8 or boolean index is a mask. Probabilities stay."""
+    return target if target.is_floating_point() else target.long()
 
 
 def counts_known(name: str) -> bool:
@@ -237,17 +244,21 @@ class CrossEntropy:
         """Amount that counts in a target."""
         if self.weight is None or target.is_floating_point():
             return _not_ignored(target)
-        return float(self.weight.to(target.device)[target[target != IGNORED]].sum())
+        classes = widened(target)
+        return float(self.weight.to(target.device)[classes[classes != IGNORED]].sum())
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean", **options: Any) -> torch.Tensor:
-    """Cross entropy of scores (..., classes) against classes (...), or against probabilities (..., classes). ``options`` are
-    torch's."""
+    """Cross entropy of scores (..., classes) against classes (...), or against probabilities (..., classes). Dimensions of 1
+    do not matter, and either side may be flat. ``options`` are torch's. Raises ValueError if shapes differ otherwise."""
     if target.is_floating_point() and target.shape == output.shape:
         target = target.reshape(-1, target.shape[-1])
     else:
+        flat = target.dim() == 1 or output.dim() == 2
+        if not flat and [n for n in target.shape if n != 1] != [n for n in output.shape[:-1] if n != 1]:
+            raise ValueError("the shapes differ")  # in another order, rows would get each other's classes
         target = target.reshape(-1)
-        target = target if target.is_floating_point() else target.long()
+        target = widened(target)
     return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), target, reduction=reduction, **options)
 
 
@@ -298,7 +309,7 @@ def _not_ignored(target: torch.Tensor) -> float:
     """Number of targets that count: classes that are not ignored, or the rows of probabilities."""
     if target.is_floating_point():
         return float(target.numel() / max(1, target.shape[-1]))
-    return float((target != IGNORED).sum())
+    return float((widened(target) != IGNORED).sum())
 
 
 def _elements(target: torch.Tensor) -> float:

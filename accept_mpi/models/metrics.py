@@ -8,7 +8,7 @@ import torch
 
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
-from accept_mpi.models.losses import IGNORED, scores
+from accept_mpi.models.losses import IGNORED, scores, widened
 from accept_mpi.registry import find_function
 from accept_mpi.users_code import blame, does_not_fit, in_words
 
@@ -63,8 +63,9 @@ def _top(output: torch.Tensor, target: torch.Tensor, count: int) -> Part:
     if target.is_floating_point() or output.shape[:-1] != target.shape:
         raise ValueError("wants scores (..., classes) and classes (...)")
     best = output.topk(min(count, output.shape[-1]), dim=-1).indices
-    counting = target != IGNORED
-    hits = (best == target.unsqueeze(-1)).any(-1)
+    classes = widened(target)
+    counting = classes != IGNORED
+    hits = (best == classes.unsqueeze(-1)).any(-1)
     return float(hits[counting].sum()), float(counting.sum())
 
 

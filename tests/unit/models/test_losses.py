@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
-from accept_mpi.models.losses import Loss, find_loss
+from accept_mpi.models.losses import CrossEntropy, Loss, cross_entropy, find_loss
+from accept_mpi.models.metrics import Metric
 
 
 class Focal(nn.CrossEntropyLoss):
@@ -78,3 +79,27 @@ def test_what_a_loss_counts_it_counts_apart_in_a_trial() -> None:
     loss = Loss("counting", Counting())
     loss.apart()(torch.ones(2), torch.ones(2), 2)
     assert loss.function.calls == 0
+
+
+@pytest.mark.parametrize("narrow", [torch.uint8, torch.bool, torch.int8, torch.uint16])
+def test_classes_of_any_width_count_alike(narrow: torch.dtype) -> None:
+    """-100 as a uint8 is 156; a uint8 or a boolean index is a mask; torch cannot compare uint16."""
+    wide = torch.tensor([0, 1]) if narrow == torch.bool else torch.tensor([0, 1, 127 if narrow == torch.int8 else 156])
+    target, output = wide.to(narrow), nn.functional.one_hot(wide, 200).float()
+    weights = torch.linspace(1, 2, 200)
+    losses = Loss("plain", cross_entropy), Loss("weighted", CrossEntropy(weights.tolist(), 0.1)), find_loss("cross_entropy")
+    for loss in (*losses, Loss("torch's", nn.CrossEntropyLoss(weight=weights)), Loss("bare", nn.CrossEntropyLoss())):
+        assert loss.shares([target, target[:1]], [3, 1]) == loss.shares([wide, wide[:1]], [3, 1])
+        assert loss.hits(output, target) == (len(wide), len(wide))
+    for loss in losses:
+        assert float(loss(output, target, 3).value) == float(loss(output, wide, 3).value)
+    assert Metric("top5").part(output, target, 3, (0.0, 0.0)) == (len(wide), len(wide))
+
+
+def test_rows_do_not_get_each_others_classes() -> None:
+    scores, classes = torch.randn(2, 3, 4), torch.tensor([[0, 1, 2], [3, 0, 1]])
+    whole = cross_entropy(scores, classes)
+    for one, other in ((scores, classes.flatten()), (scores.flatten(0, 1), classes), (scores, classes.unsqueeze(-1))):
+        assert cross_entropy(one, other) == whole
+    with pytest.raises(UserError, match=r"\(2, 3, 4\) float32 and targets \(3, 2\) int64.*: the shapes differ$"):
+        find_loss("cross_entropy")(scores, classes.T, 2)
