@@ -183,7 +183,9 @@ class TargetsDrawn(Control, frozen=True):
     """The first stage to the last: checksums of the targets that a rank drew for a step, by micro-batch."""
 
     step: int
-    sums: dict[int, int]
+    """``~step``: for the evaluation after so many steps."""
+    sums: dict[int, tuple[int, float, float]]
+    """As ``data.checksums.Checksum``."""
 
 
 class GradientNorms(Control, frozen=True):

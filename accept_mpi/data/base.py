@@ -46,6 +46,8 @@ class Dataset(Protocol):
 class Together:
     """Base of data sets one call of which gives inputs and targets."""
 
+    targets_anywhere = True
+
     def samples(self, indices: Indices, seed: int | None, inputs: bool, targets: bool) -> "Samples":
         """Inputs and targets of these samples, as far as they are wanted."""
         raise NotImplementedError
@@ -86,9 +88,10 @@ def fetch(data: Dataset, indices: Indices, seed: int | None, inputs: bool, targe
         blame(error, f"the data set, asked for samples {_some(indices)},")
 
 
-def draws_both(data: Dataset | None) -> bool:
-    """True if random numbers may affect inputs and targets together, so that two ranks must draw the same."""
-    return isinstance(data, Together)
+def gives_targets(data: Dataset | None) -> bool:
+    """True if the first stage may ask for targets, too, and compare them with the last one's. Users' own kinds need not have
+    them there, or may take long for them."""
+    return bool(getattr(data, "targets_anywhere", False))
 
 
 def _some(indices: Indices) -> str:
@@ -98,6 +101,8 @@ def _some(indices: Indices) -> str:
 
 class ArrayDataset:
     """Data set of two tensors in memory, ``x`` (n, ...) and ``y`` (n, ...)."""
+
+    targets_anywhere = True
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         if len(x) != len(y):

@@ -27,6 +27,8 @@ _STD = np.array([0.2470, 0.2435, 0.2616], np.float32)[:, None, None]
 class Cifar10:
     """Images (3, 32, 32) float32, each channel with mean 0 and standard deviation 1 over the training set; classes int64."""
 
+    targets_anywhere = True
+
     def __init__(self, records: npt.NDArray[np.uint8], augment: bool) -> None:
         self._records, self._augment = records, augment
 

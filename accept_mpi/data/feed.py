@@ -1,9 +1,10 @@
-"""A stage's part of the training data, step by step: inputs on the first stage, targets on the last, both on a lone rank.
+"""A stage's part of the data, step by step: inputs on the first stage, targets on the last, both on a lone rank.
 
 The last stage has all targets of a step before its first forward, since they determine how much each micro-batch counts.
 
-If one call to a data set gives inputs and targets, first and last stage make the same calls under the same seeds, and what
-they drew is compared: a data set with its own generator would pair inputs with other targets, and nobody would notice.
+Where the first stage can ask for targets, too (``gives_targets``), it does, and both ends compare checksums of what they
+got: a data set with its own generator, or another order of files on another host, would pair inputs with other targets, and
+nobody would notice.
 """
 
 import threading
@@ -11,26 +12,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from xxhash import xxh3_64
-
-from accept_mpi import tree
-from accept_mpi.data import Dataset, Samples, draws_both, fetch
+from accept_mpi.data import Dataset, Samples, fetch, gives_targets
 from accept_mpi.data.base import Indices
 from accept_mpi.data.calendar import Calendar
+from accept_mpi.data.checksums import Checksum, checksum, same
 from accept_mpi.errors import DeadlineError, UserError
 from accept_mpi.plan import Place
 from accept_mpi.seeds import AUGMENT, mix
 
 _POLL = 0.002
 
-Sums = dict[int, int]
-"""Checksums of the targets of a step, by micro-batch."""
+Sums = dict[int, Checksum]
+"""Checksums of the targets of a step, or of the test set, by micro-batch."""
 
 
 class Drawn:
-    """Compares the targets that first and last stage have drawn for the same samples. The first stage uses ``tell``, the
-    last one everything else. Thread-safe."""
+    """Compares the targets that first and last stage have got for the same samples. The first stage uses ``tell``, the last
+    one everything else. Steps count from 0; ``~step`` is the evaluation after that many steps. Thread-safe."""
 
     def __init__(self, tell: Callable[[int, Sums], None]) -> None:
         """``tell`` sends a step's checksums to the last stage, where ``hear`` takes them."""
@@ -45,7 +43,7 @@ class Drawn:
             self._others.setdefault(step, {}).update(sums)
 
     def expect(self, step: int, sums: Sums) -> None:
-        """Take the checksums of a step from the last stage."""
+        """Take the checksums of a step from the last stage: of all micro-batches; of an evaluation, of this rank's."""
         with self._lock:
             self._mine[step] = sums
 
@@ -53,13 +51,16 @@ class Drawn:
         """Compare the steps that both stages have reported. Raises UserError if they differ."""
         with self._lock:
             both = self._mine.keys() & self._others.keys()
-            for step in sorted(step for step in both if len(self._mine[step]) == len(self._others[step])):
-                if self._mine.pop(step) != self._others.pop(step):
+            for step in sorted(step for step in both if self._mine[step].keys() <= self._others[step].keys()):
+                if not same(self._mine.pop(step), self._others.pop(step)):
+                    where = f"step {step + 1}" if step >= 0 else f"the evaluation after step {~step}"
                     raise UserError(
-                        f"data.name: first and last stage drew different targets for the same samples in step {step + 1}: "
-                        "the data set has random numbers of its own; use torch's, NumPy's or Python's global ones, which "
-                        "are seeded for each sample"
+                        f"data.name: first and last stage have different targets for the same samples in {where}: the data "
+                        "set has random numbers of its own (use torch's, NumPy's or Python's global ones, which are seeded "
+                        "for each sample), or the hosts have other files"
                     )
+                for late in [one for one in self._others if step <= one < 0]:  # of other members' test samples
+                    del self._others[late]
 
     def check_all(self, deadline: float, check: Callable[[], None]) -> None:
         """Compare all steps, waiting up to ``deadline`` seconds for the first stage. Raises UserError and DeadlineError, and
@@ -75,22 +76,26 @@ class Drawn:
 
 
 class Feed:
-    """The training data of one rank's stage."""
+    """The data of one rank's stage."""
 
     def __init__(
         self,
         batches: Calendar,
-        data: Dataset | None,
+        data: tuple[Dataset | None, Dataset | None],
         place: Place,
         shares: Callable[[Sequence[Any], Sequence[int]], list[float]] | None,
         drawn: Drawn,
         table: Sequence[int] = (),
     ) -> None:
-        """``shares``: the loss's (``Loss.shares``) on the last stage, else None. ``data`` is needed on the first and the
-        last stage. ``table``: the member of the group that takes each micro-batch; empty: this rank takes all."""
-        self._batches, self._data, self._place, self._shares, self._drawn = batches, data, place, shares, drawn
+        """``shares``: the loss's (``Loss.shares``) on the last stage, else None. ``data``: training and test set,
+        needed on the first and the last stage. ``table``: the member of the group that takes each micro-batch; empty: this
+        rank takes all."""
+        self._batches, self._place, self._shares, self._drawn = batches, place, shares, drawn
+        self._data, self._test = data
         self._table = table
-        self._compares = draws_both(data) and place.first != place.last and (place.leads or place.first)
+        either = place.first != place.last and (place.leads or place.first)
+        self._compares, self._compares_tests = (either and gives_targets(one) for one in data)
+        self._tested: Sums = {}
         self._steps: dict[int, list[Samples]] = {}
         self._weighed: dict[int, list[float]] = {}
         self._sums: dict[int, Sums] = {}
@@ -134,10 +139,30 @@ class Feed:
         self._steps.pop(step, None)
         self._weighed.pop(step, None)
 
+    def test(self, k: int, indices: Indices) -> Samples:
+        """Samples of micro-batch ``k`` of the test set: inputs on the first stage, targets on the last."""
+        place = self._place
+        if not place.first and not place.last:
+            return Samples(None, None)
+        assert self._test is not None
+        found = fetch(self._test, indices, None, place.first, place.last or self._compares_tests)
+        if self._compares_tests:
+            self._tested[k] = checksum(found.targets)
+        return found
+
+    def end_test(self, step: int) -> None:
+        """End the evaluation after ``step`` steps. Raises UserError if targets differ."""
+        sums, self._tested = self._tested, {}
+        if sums and self._place.last:
+            self._drawn.expect(~step, sums)
+            self._drawn.check()
+        elif sums:
+            self._drawn.tell(~step, sums)
+
     def close(self, deadline: float, check: Callable[[], None]) -> None:
         """Compare what has not been compared, after the last step. Raises UserError and DeadlineError, and what ``check``
         raises while it waits."""
-        if self._compares and self._place.last:  # never on a member that does not lead
+        if (self._compares or self._compares_tests) and self._place.last:  # never on a member that does not lead
             self._drawn.check_all(deadline, check)
 
     def _fetch(self, step: int, indices: Indices, mine: bool = True) -> Samples:
@@ -146,13 +171,3 @@ class Feed:
         seed = mix(AUGMENT, self._batches.seed, self._batches.epoch(step))
         inputs, targets = self._place.first and mine, self._place.last or self._compares
         return fetch(self._data, indices, seed, inputs, targets)
-
-
-def checksum(targets: Any) -> int:
-    """Checksum of a value that a data set gave: of its tree and its tensors."""
-    digest = xxh3_64()
-    tensors, of = tree.flatten(targets)
-    digest.update(of)
-    for tensor in tensors:
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.intdigest()

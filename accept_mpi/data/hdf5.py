@@ -26,6 +26,8 @@ class Hdf5Dataset:
     """Rows of two data sets of one file, converted as by ``arrays.tensor_of`` or to the dtypes asked for; whole numbers and
     booleans in y become int64."""
 
+    targets_anywhere = True
+
     def __init__(self, path: Path, x: str, y: str, rows: Indices, dtypes: Sequence[str | None] = (None, None)) -> None:
         self._path, self._x, self._y, self._rows = path, x, y, rows
         self._dtypes = [np.dtype(name) if name else None for name in dtypes]

@@ -24,6 +24,8 @@ _Listing = list[tuple[Path, int]]
 class ImageFolder:
     """Images (3, size, size) float32 in [-1, 1], decoded on demand; classes int64 in the order of folder names."""
 
+    targets_anywhere = True
+
     def __init__(self, listing: _Listing, size: int, augment: bool) -> None:
         self._files = [file for file, _ in listing]
         self._classes = torch.tensor([number for _, number in listing], dtype=torch.int64)

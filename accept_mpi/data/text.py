@@ -33,6 +33,8 @@ _SKIPPED = {"site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3
 class TextDataset:
     """Windows of a text that do not overlap: inputs (context,) and targets, the same window one character later, int64."""
 
+    targets_anywhere = True
+
     def __init__(self, tokens: npt.NDArray[Any], context: int, vocabulary: int) -> None:
         self.tokens, self.context = tokens, context
         self.vocabulary = vocabulary

@@ -1,16 +1,22 @@
 """The data set, on the ranks that can load it."""
 
+import itertools
+from typing import Any
+
 import numpy as np
 
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import Dataset, fetch
 from accept_mpi.data import of_job as data_of
-from accept_mpi.data.feed import checksum
+from accept_mpi.data.checksums import Checksum, checksum
 from accept_mpi.errors import Agreed, UserError
 from accept_mpi.job import Job
 
 Data = tuple[Dataset | None, Dataset | None]
 """Training and test set; (None, None) where they are not."""
+
+_LOOKED_AT = 64
+"""Most samples of a data set whose targets are compared before training."""
 
 
 def load_here(runtime: Runtime, job: Job, have: Data = (None, None)) -> tuple[Data, int]:
@@ -28,19 +34,52 @@ def load_here(runtime: Runtime, job: Job, have: Data = (None, None)) -> tuple[Da
     return data, errors.index(None)
 
 
-def agree_on_data(runtime: Runtime, data: Data) -> tuple[int, int]:
-    """Numbers of training and test samples, from the ranks that have them; all call this together. Raises Agreed if the
-    first and the last stage have different data."""
-    mine = None
-    if data[0] is not None and data[1] is not None:
-        some = np.arange(min(64, len(data[0])))
-        mine = [len(data[0]), len(data[1]), checksum(fetch(data[0], some, 0, inputs=False, targets=True).targets)]
-    found = [d for d in runtime.messenger.allgather(mine, runtime.startup_seconds, "the sizes of the data") if d]
-    if any(other != found[0] for other in found):
-        raise Agreed(
-            "data.name: the first and the last stage's hosts have different data: "
-            f"{found[0][0]} and {found[0][1]} samples on rank 0, {found[-1][0]} and {found[-1][1]} on the last, "
-            "or other targets; give both the same files, and let the data set draw with torch's, NumPy's or Python's global "
-            "random numbers, which are seeded for each sample",
-        )
-    return found[0][0], found[0][1]
+def agree_on_data(runtime: Runtime, data: Data, evaluates: bool) -> tuple[int, int]:
+    """Numbers of training and test samples, from the ranks that have them; all call this together. ``evaluates``: the test
+    set will be used. Raises Agreed if the first and the last stage have different data."""
+    train, test = data
+    mine = None if train is None or test is None else (len(train), len(test))
+    told = runtime.messenger.allgather(mine, runtime.startup_seconds, "the sizes of the data")
+    sizes = {rank: tuple(found) for rank, found in enumerate(told) if found}
+    first = min(sizes)
+    for rank, (samples, tests) in sizes.items():
+        if sizes[rank] != sizes[first]:
+            raise Agreed(
+                f"data.name: the first and the last stage's hosts have different data: {sizes[first][0]} training and "
+                f"{sizes[first][1]} test samples on rank {first}, {samples} and {tests} on rank {rank}; give both the same "
+                "files"
+            )
+    if len(sizes) > 1:
+        _agree_on_targets(runtime, {"training": train, **({"test": test} if evaluates else {})})
+    return sizes[first][0], sizes[first][1]
+
+
+def _agree_on_targets(runtime: Runtime, data: dict[str, Dataset | None]) -> None:
+    """Compare some targets of each data set, on the ranks that have it, one sample at a time. Raises Agreed if they
+    differ."""
+
+    def sums() -> dict[str, dict[int, Checksum]]:
+        return {which: {n: checksum(_target(one, n, which)) for n in _some(one)} for which, one in data.items() if one}
+
+    mine = runtime.agree("the data's targets", sums)
+    told = runtime.messenger.allgather(mine, runtime.startup_seconds, "checksums of the data")
+    found = {rank: one for rank, one in enumerate(told) if one}
+    first = min(found)
+    for rank, which in itertools.product(found, data):
+        for n, one in found[first][which].items():
+            if not Checksum(*one).matches(Checksum(*found[rank][which][n])):
+                raise Agreed(
+                    f"data.name: the first and the last stage's hosts have different data: sample {n} of the {which} set "
+                    f"has another target on rank {first} than on rank {rank}; give both the same files, in the same order, "
+                    "and let the data set draw with torch's, NumPy's or Python's global random numbers, which are seeded "
+                    "for each sample"
+                )
+
+
+def _some(data: Dataset) -> list[int]:
+    """Samples from everywhere in a data set, which is often sorted."""
+    return sorted({round(place) for place in np.linspace(0, len(data) - 1, _LOOKED_AT)})
+
+
+def _target(data: Dataset, index: int, which: str) -> Any:
+    return fetch(data, np.array([index]), 0 if which == "training" else None, inputs=False, targets=True).targets

@@ -17,6 +17,7 @@ from accept_mpi.comm.messages import EvaluationMade, Event, Leaving, Message, Pl
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import of_job as data_of
 from accept_mpi.data.calendar import Calendar, Milestones, micro_batch_sizes, micro_batches_of
+from accept_mpi.data.checksums import Checksum
 from accept_mpi.data.feed import Drawn
 from accept_mpi.device.cpu import computing_takes_all
 from accept_mpi.device.speed_check import SpeedCheck
@@ -107,7 +108,7 @@ class Deployment:
         new = Deployment(runtime, state, plan, max(told))
         runtime.describe_ranks(lambda rank: _holds(plan, rank))
         state.data = runtime.agree("the data", lambda: _data_for(state.job, new.place, state.data))
-        samples, new.test_samples = agree_on_data(runtime, new._data)
+        samples, new.test_samples = agree_on_data(runtime, new._data, state.job.train.evaluate_every > 0)
         train = state.job.train
         new.batches = Calendar(samples, train.batch_size, micro_batches_of(state.job), train.seed, train.drop_last)
         return new
@@ -176,7 +177,7 @@ class Deployment:
         self.recorder = Recorder(runtime.clock, runtime.rank, self.place.stage, runtime.members)
         self.role: Controller | Follower = controller or Follower()
         last = self.plan.stages[-1].leader
-        self._drawn = Drawn(lambda step, sums: plane.post(last, TargetsDrawn(step, sums)))
+        self._drawn = Drawn(lambda step, sums: plane.post(last, TargetsDrawn(step, dict(sums))))
         plane = self._plane = DataPlane(
             runtime.circle.data, runtime.messenger, self.recorder, self._handle, computing_takes_all(runtime.cores)
         )
@@ -271,7 +272,7 @@ class Deployment:
     def _handle(self, message: Message) -> bool:
         control = message.control
         if isinstance(control, TargetsDrawn):
-            self._drawn.hear(control.step, control.sums)
+            self._drawn.hear(control.step, {k: Checksum(*one) for k, one in control.sums.items()})
             return True
         if self._clipping and self._clipping.handle(control):
             return True

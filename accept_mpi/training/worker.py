@@ -19,7 +19,7 @@ from accept_mpi.comm.channels import Receiver
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.group_sum import Gradients
 from accept_mpi.comm.messages import Speed, TraceRows
-from accept_mpi.data import Dataset, Samples, fetch
+from accept_mpi.data import Dataset
 from accept_mpi.data.calendar import Calendar, Milestones, in_order, segments
 from accept_mpi.data.feed import Drawn, Feed
 from accept_mpi.device.speed_check import EVERY_BESIDE_A_STAGE, SpeedCheck
@@ -99,7 +99,6 @@ class Worker:
         """``data``: training and test set, if this stage needs them."""
         self.job, self.stage, self.batches, self.place = job, stage, batches, place
         self.s, self.stages = place.stage, place.stages
-        self.train_set, self.test_set = data
         self._layer_names = layer_names
         self.links, self.plane, self.recorder = services.channels, services.plane, services.recorder
         self._barriers, self._replication = services.barriers, services.replication
@@ -117,7 +116,7 @@ class Worker:
         self._final: int | None = None
         """Step with which the plan ends, once that is known; and if ``over``, the run."""
         self.over = False
-        self._feed = Feed(batches, self.train_set, place, stage.shares, services.drawn, services.table)
+        self._feed = Feed(batches, data, place, stage.shares, services.drawn, services.table)
         self._scale = 1.0
         """Scale of the gradients of the present step (``Stage.scale``)."""
         self._results: dict[int, dict[int, Result]] = {}
@@ -362,6 +361,7 @@ class Worker:
                 result = self.forward_test(step, k, micro[k])
                 if result:
                     results[k] = result
+        self._feed.end_test(step)
         self.links.drain(self._deadline)
         if self.place.last:
             self._reports.add(step, True, results)
@@ -376,10 +376,7 @@ class Worker:
             message = source.receive(step - 1, k, self._deadline, self.recorder)
             given = Inputs(message.tensors, message.tree)
         with self.recorder.span("E", step, k):
-            data = Samples(None, None)
-            if self.place.first or self.place.last:
-                assert self.test_set is not None
-                data = fetch(self.test_set, samples, None, inputs=self.place.first, targets=self.place.last)
+            data = self._feed.test(k, samples)
             if self.place.first:
                 given = self.stage.from_data(data.inputs)
             out = self.stage.evaluate(given.tensors, data.targets, given.tree, k, len(samples))

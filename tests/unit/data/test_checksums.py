@@ -1,0 +1,117 @@
+"""Checksums of targets: alike for the same data on two kinds of processors, different for others."""
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accept_mpi.data import ArrayDataset, gives_targets
+from accept_mpi.data.calendar import Calendar
+from accept_mpi.data.checksums import checksum
+from accept_mpi.data.feed import Drawn, Feed
+from accept_mpi.errors import UserError
+from accept_mpi.plan import Plan, StagePlan
+
+
+def alike(one: Any, other: Any) -> bool:
+    return checksum(one).matches(checksum(other))
+
+
+def test_whole_numbers_are_compared_by_their_bits() -> None:
+    classes = torch.arange(100)
+    assert alike(classes, classes.clone())
+    assert not alike(classes, classes.index_fill(0, torch.tensor([7]), 8))
+    assert not alike(classes, classes.int())
+    assert not alike(classes, classes.reshape(10, 10))
+    assert not alike((classes, "a"), (classes, "b"))
+
+
+@pytest.mark.parametrize("size", [1, 2, 1000, 200_000])
+def test_floats_are_compared_up_to_rounding(size: int) -> None:
+    values = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    assert alike(values, values * (1 + 1e-6 * torch.rand(size)))
+    assert alike(values.double() * 1e300, values.double() * 1e300)
+    assert not alike(values, -values)
+    assert not alike(values, torch.randn(size))
+    assert not alike(values * 1e-20, torch.randn(size) * 1e-20)
+    if size > 1:
+        assert not alike(values, values.flip(0))
+        assert not alike(values, values.roll(size // 3 + 1))
+    if size > 2 << 16:  # two blocks have changed their places
+        assert not alike(values, torch.cat([values[1 << 16 : 2 << 16], values[: 1 << 16], values[2 << 16 :]]))
+
+
+def test_values_that_are_not_finite_have_places() -> None:
+    for odd in (math.nan, math.inf, -math.inf):
+        assert alike(torch.tensor([1.0, odd]), torch.tensor([1.0, odd]))
+        assert not alike(torch.tensor([1.0, odd]), torch.tensor([1.0, 0.0]))
+        assert not alike(torch.tensor([1.0, odd, 0.0]), torch.tensor([1.0, 0.0, odd]))
+    assert not alike(torch.tensor([math.inf]), torch.tensor([-math.inf]))
+    assert alike(torch.zeros(3), torch.zeros(3))
+    assert alike(torch.tensor([1 + 2j]), torch.tensor([1 + 2j]))
+    assert not alike(torch.tensor([1 + 2j]), torch.tensor([1 - 2j]))
+
+
+class Own:
+    def __len__(self) -> int:
+        return 1
+
+    def inputs(self, indices: Any, seed: int | None = None) -> Any: ...
+
+    def targets(self, indices: Any) -> Any: ...
+
+
+def test_the_first_stage_is_not_asked_for_targets_of_users_own_kinds() -> None:
+    assert gives_targets(ArrayDataset(torch.zeros(1), torch.zeros(1)))
+    assert not gives_targets(Own())
+
+
+def ends(first: torch.Tensor, last: torch.Tensor) -> tuple[list[Feed], Drawn, list[Any]]:
+    """What two stages are fed with, each from its own targets, as training and as test set."""
+    sent: list[Any] = []
+    drawn = Drawn(lambda step, sums: sent.append((step, sums)))
+    plan = Plan(stages=tuple(StagePlan(start=s, stop=s + 1, ranks=(s,)) for s in (0, 1)), boundaries=())
+    both = []
+    for rank, y in enumerate((first, last)):
+        data = ArrayDataset(torch.arange(8.0), y)
+        shares = (lambda targets, samples: [0.5, 0.5]) if rank else None
+        both.append(Feed(Calendar(8, 4, 2, 0), (data, data), plan.place(rank), shares, drawn))
+    return both, drawn, sent
+
+
+def test_rows_in_another_order_on_another_host_are_noticed() -> None:
+    y = torch.arange(8)
+    for other, step in ((y, None), (y.flip(0), 0)):
+        (front, back), drawn, sent = ends(y, other)
+        parts = [np.array([0, 1]), np.array([2, 3])]
+        back.begin(0, parts)
+        for k, part in enumerate(parts):
+            front.take(0, k, part)
+        drawn.hear(*sent.pop())
+        if step is None:
+            drawn.check()
+        else:
+            with pytest.raises(UserError, match=r"^data.name: first and last stage have different targets .* in step 1: "):
+                drawn.check()
+
+
+def test_tests_are_compared_where_both_stages_have_them() -> None:
+    y = torch.arange(8)
+    for other, right in ((y, True), (y.flip(0), False)):
+        (front, back), drawn, sent = ends(y, other)
+        for k in range(4):
+            part = np.arange(2 * k, 2 * k + 2)
+            front.test(k, part)
+            if k % 2:  # another member of the last stage's group has the others
+                back.test(k, part)
+        back.end_test(5)
+        front.end_test(5)
+        drawn.hear(*sent.pop())
+        if right:
+            drawn.check_all(0.0, time.monotonic)
+        else:
+            with pytest.raises(UserError, match=r"in the evaluation after step 5: "):
+                drawn.check()

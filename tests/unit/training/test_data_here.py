@@ -1,0 +1,78 @@
+"""Ranks that have the data compare it before training."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from accept_mpi.data import ArrayDataset, Dataset, MapDataset
+from accept_mpi.errors import Agreed
+from accept_mpi.training.data_here import agree_on_data
+
+
+def agreed(sets: list[tuple[Dataset | None, Dataset | None]], evaluates: bool = True) -> set[tuple[int, int]]:
+    """What all ranks agree on, or what they raise."""
+    barrier, told = threading.Barrier(len(sets), timeout=60), dict[int, Any]()
+
+    def of(rank: int) -> tuple[int, int]:
+        def allgather(value: Any, deadline: float, what: str) -> list[Any]:
+            told[rank] = msgspec.msgpack.encode(value)
+            barrier.wait()
+            found = [msgspec.msgpack.decode(told[one], strict=False) for one in range(len(sets))]
+            barrier.wait()
+            return found
+
+        runtime: Any = SimpleNamespace(messenger=SimpleNamespace(allgather=allgather), startup_seconds=1.0)
+        runtime.agree = lambda what, do: do()
+        return agree_on_data(runtime, sets[rank], evaluates)
+
+    with ThreadPoolExecutor(len(sets)) as pool:
+        return set(pool.map(of, range(len(sets))))
+
+
+def rows(y: torch.Tensor) -> ArrayDataset:
+    return ArrayDataset(torch.zeros(len(y)), y)
+
+
+def test_rows_late_in_either_set_are_compared() -> None:
+    y = torch.arange(400)
+    other = torch.cat([y[:64], y[64:].flip(0)])
+    assert agreed([(rows(y), rows(y)), (None, None), (rows(y), rows(y))]) == {(400, 400)}
+    assert agreed([(rows(y), rows(y)), (rows(y), rows(other))], evaluates=False) == {(400, 400)}
+    for which, last in (("training", (rows(other), rows(y))), ("test", (rows(y), rows(other)))):
+        with pytest.raises(
+            Agreed, match=rf"have different data: sample \d+ of the {which} set has another target on rank 0 t"
+        ):
+            agreed([(rows(y), rows(y)), last])
+
+
+def test_other_lengths_are_no_matter_of_random_numbers() -> None:
+    y = torch.arange(400)
+    with pytest.raises(
+        Agreed, match=r"400 training and 400 test samples on rank 0, 399 and 400 on rank 2; give both the sa"
+    ) as no:
+        agreed([(rows(y), rows(y)), (None, None), (rows(y[1:]), rows(y))])
+    assert "random" not in str(no.value)
+
+
+def test_targets_may_vary_in_length_and_are_not_kept() -> None:
+    class Varying:
+        calls = 0
+
+        def __len__(self) -> int:
+            return 1000
+
+        def __getitem__(self, n: int) -> Any:
+            self.calls += 1
+            return torch.zeros(1), torch.full((1 + n % 5,), n)
+
+    varying = Varying()
+    sets = MapDataset(varying), rows(torch.arange(3))
+    assert agreed([sets, sets]) == {(1000, 3)}
+    assert varying.calls == 128
+    assert agreed([sets]) == {(1000, 3)}
+    assert varying.calls == 128  # nobody to compare with
