@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from accept_mpi.errors import UserError
 from accept_mpi.files.regular import replacing
 from accept_mpi.logs.observers import Evaluated, Observer
 from accept_mpi.models.metrics import BETTER_LOW
@@ -32,8 +33,11 @@ class Best(Observer):
 
     def evaluated(self, result: Evaluated) -> None:
         value = result.value(self._metric)
+        if self._metric == "accuracy" and math.isnan(value):  # however bad the model is, hits among classes are a number
+            raise UserError('output.keep_best: "accuracy" makes no sense for these outputs and targets; "loss" does')
         low = self._metric in BETTER_LOW
-        if self.at is None or math.isnan(self._value) or (value < self._value if low else value > self._value):
+        better = value < self._value if low else value > self._value
+        if self.at is None or better or (math.isnan(self._value) and not math.isnan(value)):
             self.at, self._value, self._worse = result.step, value, 0
             self._write()
             return

@@ -1,9 +1,13 @@
 """The end of a run that no longer gets better."""
 
+import math
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
+
+from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
 from accept_mpi.logs.observers import Evaluated
 from accept_mpi.training.best import Best
@@ -24,3 +28,32 @@ def test_a_loss_before_the_end_does_not_make_the_run_go_on(tmp_path: Path) -> No
         log.best.evaluated(Evaluated(step=step, epoch=0, samples=8, loss=loss, accuracy=0.5, end=1.0))
     log.connect(second)
     assert (first.ask_to_replan.call_count, second.ask_to_replan.call_count) == (1, 1)
+
+
+def evaluations(best: Best, values: list[float]) -> list[int | None]:
+    """The best step after each of some losses."""
+    found = []
+    for step, loss in enumerate(values, 1):
+        best.evaluated(Evaluated(step=step, epoch=0, samples=8, loss=loss, accuracy=math.nan, end=1.0))
+        found.append(best.at)
+    return found
+
+
+def test_nan_is_never_better(tmp_path: Path) -> None:
+    end = Mock()
+    assert evaluations(Best(tmp_path, "loss", 2, 0, end), [math.nan, math.nan, 2.0, math.nan, 1.0, math.nan]) == [
+        1,
+        1,
+        3,
+        3,
+        5,
+        5,
+    ]
+    end.assert_not_called()
+    evaluations(Best(tmp_path, "loss", 2, 0, end), [math.nan] * 4)
+    end.assert_called_once()
+
+
+def test_a_best_accuracy_where_there_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r'^output.keep_best: "accuracy" makes no sense'):
+        evaluations(Best(tmp_path, "accuracy", None, 0, Mock()), [1.0])
