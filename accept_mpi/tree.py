@@ -250,6 +250,11 @@ def _part(one: Any, parts: list[Any], depth: int) -> Any:
         return [_NAMED, _name_of(kind), *(_part(child, parts, depth + 1) for child in one)]
     if one is None:
         return [_CONSTANT, None]
+    if isinstance(one, dict):
+        keys = [[_CONSTANT, key] for key in one]
+        return [_MAPPING, _name_of(kind), *keys, *(_part(child, parts, depth + 1) for child in one.values())]
+    if _is_structure(one):
+        raise NotATree(f"a {kind.__qualname__}")
     parts.append(one)
     return [_TENSOR, len(parts) - 1]
 

@@ -54,7 +54,7 @@ def _hint(value: Any) -> str:
     """Hint at a likely cause if a model cannot take its inputs, or an empty string."""
     tensors = tree.leaves(value)
     if tensors and not any(one.is_floating_point() for one in tensors):
-        return '; for layers that want floats, data.args of "hdf5" take x_dtype = "float32"'
+        return '; layers that want floats get them from x.float() in a data set of your own, x_dtype = "float32" in "hdf5"'
     return ""
 
 

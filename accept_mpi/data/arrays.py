@@ -37,14 +37,22 @@ def tensor_of(values: npt.NDArray[Any], asked: np.dtype[Any] | None = None, floa
     """Tensor from an array, of dtype ``asked`` or by default as in ``dtype_of``. Raises TypeError or ValueError with a
     sentence."""
     wanted = asked if asked is not None else dtype_of(values.dtype, floats)
-    if values.dtype.kind == "u" and values.dtype.itemsize == 8 and wanted.kind == "i":
-        check_fits(values)
+    if wanted.kind in "iu" and not np.can_cast(values.dtype, wanted):
+        check_fits(values, wanted)
     with np.errstate(over="ignore"):
         plain = np.ascontiguousarray(values, wanted).reshape(values.shape)
     return torch.from_numpy(plain if plain.flags.writeable else plain.copy())
 
 
-def check_fits(values: npt.NDArray[Any]) -> None:
-    """Raise ValueError with a sentence if a number is too large for torch's largest integers: 64 bits with a sign."""
-    if values.size and (most := int(values.max())) >= 1 << 63:
-        raise ValueError(f"holds {most}, which int64 cannot hold")
+def check_fits(values: npt.NDArray[Any], wanted: npt.DTypeLike = np.int64) -> None:
+    """Raise ValueError with a sentence if a number is outside of what whole numbers of dtype ``wanted`` can be."""
+    limits = np.iinfo(np.dtype(wanted))
+    for end in (values.min().item(), values.max().item()) if values.size else ():
+        if not limits.min <= end <= limits.max:  # nor if it is NaN
+            raise ValueError(f"holds {end}, which {limits.dtype} cannot hold")
+
+
+def torch_has(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or in a wider dtype if torch has no arithmetic in its own. Raises ValueError with a sentence for
+    numbers that are too large."""
+    return tensor_of(tensor.numpy()) if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor

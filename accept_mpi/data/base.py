@@ -18,12 +18,13 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from accept_mpi import tree
-from accept_mpi.data.arrays import tensor_of
+from accept_mpi.data.arrays import check_fits, dtype_of, tensor_of, torch_has
 from accept_mpi.errors import UserError
 from accept_mpi.seeds import AUGMENT, mix, seed_all
-from accept_mpi.users_code import blame
+from accept_mpi.users_code import blame, taken_apart
 
 Indices = npt.NDArray[np.int64]
+Rows = torch.Tensor | npt.NDArray[Any]
 
 
 @runtime_checkable
@@ -100,23 +101,62 @@ def _some(indices: Indices) -> str:
 
 
 class ArrayDataset:
-    """Data set of two tensors in memory, ``x`` (n, ...) and ``y`` (n, ...)."""
+    """Data set of two tensors or arrays, ``x`` (n, ...) and ``y`` (n, ...). Arrays may be mapped files, larger than memory:
+    rows are converted when they are asked for. Raises TypeError or ValueError with a sentence for what is no numbers."""
 
     targets_anywhere = True
 
-    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+    def __init__(self, x: Rows, y: Rows) -> None:
         if len(x) != len(y):
             raise ValueError(f"x holds {len(x)} samples and y {len(y)}")
-        self.x, self.y = x, y
+        self.x, self.y = _numbers(x), _numbers(y)
 
     def __len__(self) -> int:
         return len(self.x)
 
     def inputs(self, indices: Indices, seed: int | None = None) -> torch.Tensor:
-        return self.x[torch.from_numpy(indices)]
+        return _rows(self.x, indices)
 
     def targets(self, indices: Indices) -> torch.Tensor:
-        return self.y[torch.from_numpy(indices)]
+        return _rows(self.y, indices)
+
+
+def _numbers(values: Rows) -> Rows:
+    """Tensor or array as it can be indexed. Raises TypeError or ValueError with a sentence."""
+    if isinstance(values, torch.Tensor):
+        return torch_has(values)
+    if dtype_of(values.dtype, floats=False).kind == "i" and values.dtype.kind == "u":
+        check_fits(values)
+    return values
+
+
+def _rows(values: Rows, indices: Indices) -> torch.Tensor:
+    if isinstance(values, torch.Tensor):
+        return values[torch.from_numpy(indices)]
+    return tensor_of(values[indices], floats=False)
+
+
+class OwnDataset:
+    """Adapter for a data set of the user's own kind, which may write to the indices that it gets, and give a buffer that it
+    uses again or a view of what it holds."""
+
+    def __init__(self, data: Dataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def inputs(self, indices: Indices, seed: int | None = None) -> Any:
+        return _own(self.data.inputs(indices.copy(), seed))
+
+    def targets(self, indices: Indices) -> Any:
+        return _own(self.data.targets(indices.copy()))
+
+
+def _own(value: Any) -> Any:
+    """The same value, with tensors of its own. Raises UserError for what is no tree of tensors."""
+    tensors, of = taken_apart(-1, "", value)
+    return tree.unflatten(of, [torch_has(tensor.detach().clone()) for tensor in tensors])
 
 
 class MapDataset(Together):
@@ -156,9 +196,13 @@ class MapDataset(Together):
 def _tensor(value: Any) -> torch.Tensor:
     """Tensor from an array of any byte order and width, or from a number. Raises TypeError or ValueError for anything
     else."""
-    return (
-        tensor_of(np.asarray(value), floats=False) if isinstance(value, np.ndarray | np.generic) else torch.as_tensor(value)
-    )
+    if isinstance(value, np.ndarray | np.generic):
+        return tensor_of(np.asarray(value), floats=False)
+    return torch_has(torch.as_tensor(value))
+
+
+def _is_sample(value: Any) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, tuple | list) and len(value) == 2)
 
 
 def _stack(values: Sequence[Any], what: str) -> Any:
@@ -183,14 +227,19 @@ def adapt(data: object, whole: bool = False) -> Dataset:
 
     Raises TypeError with a sentence if it is none of these.
     """
+    if hasattr(data, "targets_anywhere") and isinstance(data, Dataset):
+        return data  # built-in
     if isinstance(data, Dataset) and callable(data.inputs) and callable(data.targets):
-        return data
+        return OwnDataset(data)
     if isinstance(data, IterableDataset):
         raise TypeError("expected a data set with __len__ and __getitem__: samples of an IterableDataset have no numbers")
     if isinstance(data, Sequence) and len(data) == 2 and all(isinstance(d, torch.Tensor | np.ndarray) for d in data):
-        return ArrayDataset(_tensor(data[0]), _tensor(data[1]))
+        return ArrayDataset(data[0], data[1])
     if type(data) is TensorDataset and len(data.tensors) == 2:  # draws no random numbers, and its samples are rows
         return ArrayDataset(*data.tensors)
+    if isinstance(data, tuple | list) and len(data) == 2 and not all(map(_is_sample, data)):
+        kinds = " and a ".join(type(one).__name__ for one in data)
+        raise TypeError(f"a pair (x, y) must be of tensors or arrays, got a {kinds}")
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return MapDataset(data, whole)
     raise TypeError(f"expected a data set with __len__ and __getitem__, or a pair (x, y), got {type(data).__name__}")

@@ -120,6 +120,17 @@ def _pillow() -> Any:
     return Image
 
 
+def _eight_bits(image: Any) -> Any:
+    """Image with 8 bits per channel, from grey of 16 bits, which Pillow would cut off at 255. Raises OSError for numbers
+    whose white is not known."""
+    if not image.mode.startswith(("I", "F")):
+        return image
+    pixels = np.asarray(image)
+    if image.mode == "F" or pixels.min() < 0 or pixels.max() > 65535:
+        raise OSError("its grey values are neither of 8 nor of 16 bits")
+    return _pillow().fromarray(((pixels.astype(np.uint32) + 128) // 257).astype(np.uint8))
+
+
 def _decode(file: Path, size: int) -> npt.NDArray[np.uint8]:
     try:
         with open_regular(file) as raw, _pillow().open(raw, formats=_FORMATS) as image:
@@ -128,7 +139,7 @@ def _decode(file: Path, size: int) -> npt.NDArray[np.uint8]:
             for width, height in (image.size, scaled):
                 if width * height > _MOST_PIXELS:
                     raise OSError(f"{width} x {height} pixels are too many")
-            image = image.convert("RGB").resize(scaled)
+            image = _eight_bits(image).convert("RGB").resize(scaled)
             left, top = ((side - size) // 2 for side in image.size)
             pixels = np.asarray(image.crop((left, top, left + size, top + size)), np.uint8)
     except Exception as error:  # decoders of six formats may raise anything

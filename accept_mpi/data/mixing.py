@@ -55,8 +55,8 @@ class Mixed(Together):
     def _mixed(self, target: Any, share: float) -> torch.Tensor:
         if not isinstance(target, torch.Tensor) or target.is_floating_point() or target.dim() != 1:
             raise UserError(f"train.mix: targets must be classes (samples,), the data set gives {tree.describe(target)}")
-        if int(target.max()) >= self._how.classes or int(target.min()) < 0:
-            raise UserError(f"train.mix: classes = {self._how.classes}, but there is a target {int(target.max())}")
+        if strange := [one for one in target.tolist() if not 0 <= one < self._how.classes]:
+            raise UserError(f"train.mix: classes = {self._how.classes}, but there is a target {strange[0]}")
         whole = torch.nn.functional.one_hot(target.long(), self._how.classes).float()
         return _blended(whole, share)
 

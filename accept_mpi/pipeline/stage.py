@@ -124,7 +124,7 @@ class Stage(Trials):
 
     def from_data(self, value: Any) -> Inputs:
         """A data set's inputs in the form that the first stage takes: images in the model's memory format."""
-        tensors, of = tree.flatten(value)
+        tensors, of = taken_apart(-1, "", value)
         layout = torch.channels_last if self._channels_last else torch.contiguous_format
         laid_out = (v.contiguous(memory_format=layout) if v.dim() == 4 else v for v in tensors)
         return Inputs(tuple(laid_out), of)

@@ -26,6 +26,7 @@ from accept_mpi.profiling.layer_times import LayerTimes, TimedRange, bit_reverse
 from accept_mpi.profiling.outline import Outline
 from accept_mpi.profiling.timed_piece import TimedPiece, micro_batches_in_flight, stretch_of
 from accept_mpi.tree import Tree
+from accept_mpi.users_code import taken_apart
 
 _HEAP = 3  # memory that a piece takes over what it is known to hold: gradients, scratch and the allocator's gaps
 _COPIES = 6  # of the weights at most exist at once: two versions, gradients, two optimizer moments, one temporary
@@ -182,7 +183,7 @@ def micro_batch(train: Dataset | None, job: Job) -> MicroBatch:
     for begin in range(0, min(len(train), _LOOKED_AT * size), size):
         sample = np.arange(begin, begin + size) % len(train)
         samples = fetch(train, sample, 0, inputs=True, targets=True)
-        inputs, of = tree.flatten(samples.inputs)
+        inputs, of = taken_apart(-1, "", samples.inputs)
         found.append(MicroBatch(tuple(inputs), samples.targets, of, size))
     return max(found, key=lambda one: sum(x.numel() for x in one.inputs if x is not None))
 

@@ -1,0 +1,122 @@
+"""Users' data sets of any kind, and values of any width."""
+
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from accept_mpi import data
+from accept_mpi.data.base import ArrayDataset, adapt, fetch
+from accept_mpi.data.mixing import Mixed
+from accept_mpi.errors import UserError
+from accept_mpi.job import Mix
+
+
+class Reusing:
+    """Of its own kind: sorts its indices in place, gives views of what it holds and a buffer that it uses again."""
+
+    def __init__(self, broken: Any = None) -> None:
+        self.x, self.buffer, self.broken = torch.arange(8.0), torch.zeros(8, dtype=torch.uint16), broken
+
+    def __len__(self) -> int:
+        return 8
+
+    def inputs(self, indices: Any, seed: int | None = None) -> Any:
+        indices.sort()
+        return self.x[indices[0] : indices[-1] + 1] if self.broken is None else self.broken
+
+    def targets(self, indices: Any) -> Any:
+        self.buffer[: len(indices)] = torch.from_numpy(indices).to(torch.uint16)
+        return self.buffer[: len(indices)]
+
+
+def test_what_a_data_set_of_its_own_kind_does_to_its_tensors_stays_with_it() -> None:
+    own = Reusing()
+    found = adapt(own)
+    indices = np.array([2, 1])
+    first = fetch(found, indices, 0, True, True)
+    assert first.targets.tolist() == indices.tolist() == [2, 1]
+    assert first.targets.dtype == torch.int32
+    fetch(found, np.array([5, 6]), 0, True, True)
+    assert first.targets.tolist() == [2, 1]
+    first.inputs.zero_()
+    assert own.x.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("broken", [object(), torch.eye(2).to_sparse()])
+def test_what_is_no_tree_of_tensors_is_named(broken: Any) -> None:
+    with pytest.raises(UserError, match=r"^the data set gives a (object|sparse).*, which cannot cross"):
+        fetch(adapt(Reusing(broken)), np.arange(2), 0, True, False)
+
+
+def test_rows_of_a_mapped_file_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(12, dtype=">f4").reshape(6, 2))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    pair = adapt((mapped, np.arange(6, dtype=np.uint64)))
+    assert isinstance(pair, ArrayDataset)
+    assert pair.x is mapped
+    assert pair.inputs(np.array([4, 1])).tolist() == [[8, 9], [2, 3]]
+    with pytest.raises(ValueError, match="which int64 cannot hold"):
+        adapt((mapped, np.full(6, 1 << 63, np.uint64)))
+    with pytest.raises(TypeError, match="not numbers"):
+        adapt((mapped, np.array(["a"] * 6)))
+
+
+@pytest.mark.parametrize("wide", [torch.uint16, torch.uint32, torch.uint64])
+def test_torch_has_no_arithmetic_for_wide_unsigned_numbers(wide: torch.dtype) -> None:
+    classes = torch.arange(4).to(wide)
+    pairs = (torch.zeros(4), classes), torch.utils.data.TensorDataset(torch.zeros(4), classes)
+    for pair in (*pairs, [(torch.zeros(()), one) for one in classes]):
+        found = fetch(adapt(pair), np.arange(4), 0, False, True).targets
+        assert not found.dtype.is_floating_point
+        assert found.dtype.is_signed
+        assert found.tolist() == [0, 1, 2, 3]
+
+
+def test_a_pair_of_lists_is_no_sample() -> None:
+    with pytest.raises(TypeError, match=r"^a pair \(x, y\) must be of tensors or arrays, got a list and a list$"):
+        adapt(([[1.0], [2.0], [3.0]], [0, 1, 0]))
+    assert len(adapt([(torch.zeros(1), 0), (torch.zeros(1), 1)])) == 2
+
+
+def test_an_input_may_be_a_dict_of_any_class() -> None:
+    sample = defaultdict(list, x=torch.ones(3))
+    assert fetch(adapt([(sample, 0)] * 3), np.arange(2), 0, True, False).inputs["x"].shape == (2, 3)
+
+    class Odd(dict[str, Any]): ...
+
+    with pytest.raises(UserError, match=r"^data.name: the x of samples must be tensors.*Odd, a class that cannot"):
+        fetch(adapt([(Odd(x=torch.ones(3)), 0)] * 3), np.arange(2), 0, True, False)
+
+
+def test_a_negative_class_cannot_be_mixed() -> None:
+    mixed = Mixed(adapt((torch.zeros(4, 2), torch.tensor([1, 3, -1, 2]))), Mix(classes=4, mixup=0.2))
+    with pytest.raises(UserError, match=r"classes = 4, but there is a target -1$"):
+        fetch(mixed, np.arange(4), 0, True, True)
+
+
+def test_numbers_that_do_not_fit_the_dtype_asked_for_are_refused(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"], file["y"] = np.array([0.0, 1000.0, math.nan]), np.array([0, 255, 300])
+    for which, dtypes in (("x", {"x_dtype": "int16"}), ("x", {"x_dtype": "int8"}), ("y", {"y_dtype": "uint8"})):
+        train, _ = data.ZOO["hdf5"](str(tmp_path / "a.h5"), test_x="x", test_y="y", **dtypes)
+        with pytest.raises(UserError, match=rf'"{which}" of .* holds (nan|1000.0|300), which u?int\d+ cannot hold$'):
+            fetch(train, np.arange(3), 0, which == "x", which == "y")
+        fetch(train, np.arange(1), 0, True, True)
+
+
+def test_grey_of_16_bits_is_scaled(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for folder, grey in (("a", 0), ("b", 0x8080), ("c", 0xFFFF)):
+        (tmp_path / folder).mkdir()
+        for name in ("1.png", "2.ppm"):
+            image.fromarray(np.full((4, 4), grey, np.uint16)).save(tmp_path / folder / name)
+    train, _ = data.ZOO["images"](str(tmp_path), size=4, augment=False, test_fraction=0.2)
+    found = fetch(train, np.arange(len(train)), None, True, True)
+    for x, y in zip(found.inputs, found.targets, strict=True):
+        torch.testing.assert_close(x, torch.full((3, 4, 4), [-1.0, 128 / 127.5 - 1, 1.0][y]))
