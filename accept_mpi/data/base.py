@@ -125,7 +125,8 @@ def _numbers(values: Rows) -> Rows:
     """Tensor or array as it can be indexed. Raises TypeError or ValueError with a sentence."""
     if isinstance(values, torch.Tensor):
         return torch_has(values)
-    if dtype_of(values.dtype, floats=False).kind == "i" and values.dtype.kind == "u":
+    dtype_of(values.dtype)
+    if values.dtype.kind == "u" and values.dtype.itemsize == 8:
         check_fits(values)
     return values
 

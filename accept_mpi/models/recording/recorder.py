@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from accept_mpi.errors import UserError
 from accept_mpi.models.recording.autocasting import Autocast, watched
 from accept_mpi.models.recording.blocks import try_out
 from accept_mpi.models.recording.calls import Apply, Made, averages
+from accept_mpi.models.recording.counting import Counting, place_of
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.replaced import replaced
 from accept_mpi.models.recording.structure import constants_in, is_plain, mapped, parts_of, tensors_in
@@ -68,30 +67,6 @@ def as_if_compiled() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-class _Counting(TorchDispatchMode):
-    """Counts floating-point operations, and sees whether any operation draws random numbers, and where it writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total, self.drew = 0.0, False
-        self.written: set[int] = set()
-        """Memories, as ``_at`` names them. A tensor's version does not count what is written to its ``data``."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():  # what is recorded is above autograd
-            found = func(*args, **kwargs)
-        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[place] if place < len(args) else kwargs.get(argument.name)
-                self.written |= {_at(tensor) for tensor in tensors_in(given)}
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self.total += count(*args, **kwargs, out_val=found)
-        return found
-
-
 class _Functions(TorchFunctionMode):
     def __init__(self, recorder: "Recorder") -> None:
         super().__init__()
@@ -124,7 +99,7 @@ class Recorder:
         self._written: list[torch.Tensor] = []
         """What a call has written to without a trace in the tensors' versions."""
         self._thread = threading.get_ident()
-        self._counting = _Counting()
+        self._counting = Counting()
         self._autocast: Sequence[Autocast] = []
         """The ``torch.autocast`` contexts of the forward that are open."""
         self.tape = Tape(())
@@ -274,7 +249,7 @@ class Recorder:
                 self._written = []
             found = call(*args, **kwargs)
             found = mapped(found, self._stand_in, (torch.Tensor,))
-            written = [tensor for tensor in watched if _at(tensor) in self._counting.written]
+            written = [tensor for tensor in watched if place_of(tensor) in self._counting.written]
             written += [tensor for tensor in self._written if tensor.is_meta]
             if any(id(tensor) in self._real for tensor in written):
                 raise self._failed(
@@ -401,11 +376,7 @@ class Recorder:
         return found
 
     def _memory(self, tensor: torch.Tensor) -> int:
-        return self._memories.setdefault(_at(tensor), len(self._memories))
-
-
-def _at(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+        return self._memories.setdefault(place_of(tensor), len(self._memories))
 
 
 def _where() -> str:
