@@ -1,7 +1,9 @@
 """The data set, on the ranks that can load it."""
 
 import itertools
-from typing import Any
+from collections.abc import Hashable
+from functools import lru_cache
+from typing import Any, cast
 
 import numpy as np
 
@@ -59,7 +61,7 @@ def _agree_on_targets(runtime: Runtime, data: dict[str, Dataset | None]) -> None
     differ."""
 
     def sums() -> dict[str, dict[int, Checksum]]:
-        return {which: {n: checksum(_target(one, n, which)) for n in _some(one)} for which, one in data.items() if one}
+        return {which: _sums(cast(Hashable, one), which) for which, one in data.items() if one}
 
     mine = runtime.agree("the data's targets", sums)
     told = runtime.messenger.allgather(mine, runtime.startup_seconds, "checksums of the data")
@@ -74,6 +76,11 @@ def _agree_on_targets(runtime: Runtime, data: dict[str, Dataset | None]) -> None
                     "and let the data set draw with torch's, NumPy's or Python's global random numbers, which are seeded "
                     "for each sample"
                 )
+
+
+@lru_cache(maxsize=2)  # each deployment asks anew, and a sample may take long
+def _sums(data: Any, which: str) -> dict[int, Checksum]:
+    return {n: checksum(_target(data, n, which)) for n in _some(data)}
 
 
 def _some(data: Dataset) -> list[int]:
