@@ -18,10 +18,11 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from accept_mpi.codecs.coding import NONE, Coding
-from accept_mpi.codecs.message import Decoded, as_decoded
+from accept_mpi.codecs.message import Decoded
 from accept_mpi.codecs.tensors import Specs, TensorSpec
 from accept_mpi.comm.channels import Channel, Receiver, Sender, wait_for
 from accept_mpi.comm.data_plane import DataPlane
+from accept_mpi.comm.left_out import LeftOut
 from accept_mpi.direction import Direction
 
 Gradients = list[torch.Tensor | None]
@@ -170,8 +171,7 @@ class GroupSum:
         ``count_of(step)``: number of micro-batches of a step; ``coding``: of the gradients, whose error is carried over to
         the next step. Creates the channels, before the plane starts."""
         self._coding = coding
-        self._left_out: dict[tuple[int, bool], torch.Tensor] = {}
-        """What coding has left out so far of this member's contributions to a chunk, and of the sums that it owns."""
+        self._left_out = LeftOut(coding)
         self._plane, self._group, self._count_of = plane, group, count_of
         self._layout = Layout(parameters, len(group.ranks)) if parameters else None
         self._owner = self._layout.owners(len(group.ranks)) if self._layout else []
@@ -324,7 +324,7 @@ class GroupSum:
         if owner == self._group.me:
             self._add(step, c, key, scale, values)
         else:
-            whole, _ = self._with_left_out(c, False, values)
+            whole = values if self._coding.kind == "none" else self._left_out.added(step, c, scale, values)[0]
             self._to[owner, _PARTS].send(step, key, c + 1, (whole,), scale=scale)
 
     def _take(self, what: int, message: Decoded) -> None:
@@ -353,24 +353,14 @@ class GroupSum:
             del self._sums[step, c]
             assert total.value is not None
             found = self._scales[step]
-            whole, as_received = self._with_left_out(c, True, total.value)
+            if self._coding.kind == "none":
+                whole, as_received = total.value, total.value.clone()  # the optimizer may change it before it has been sent
+            else:
+                whole, as_received = self._left_out.added(step, c, found, total.value)
             for peer in range(len(self._group.ranks)):
                 if peer != self._group.me:
                     self._to[peer, _SUMS].send(step, 0, c + 1, (whole,), scale=found)
             self._result(step, c, found, as_received)
-
-    def _with_left_out(self, c: int, of_sum: bool, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values of a chunk together with what coding has left out of it before, and the same as the others will decode
-        them. Uncoded, nothing is left out."""
-        if self._coding.kind == "none":
-            return values, values.clone() if of_sum else values  # the optimizer may change it before it has been sent
-        before = self._left_out.pop((c, of_sum), None)
-        whole = values if before is None else values + before
-        decoded = as_decoded(whole, self._coding)
-        if decoded is None:
-            return whole, whole.clone()
-        self._left_out[c, of_sum] = whole - decoded
-        return whole, decoded
 
     def _knows_scale(self, step: int, key: int) -> bool:
         """True if a contribution came with the scale of the whole step: it holds the last micro-batch."""
@@ -379,6 +369,7 @@ class GroupSum:
 
     def _result(self, step: int, c: int, scale: float, values: torch.Tensor) -> None:
         """Take the sum of a chunk; a step is done with its last one."""
+        self._left_out.settle(step, c, scale)
         results = self._results.setdefault(step, {})
         results[c] = values
         if len(results) == len(self._owner):
