@@ -11,24 +11,33 @@ from accept_mpi.files.regular import replacing
 from accept_mpi.logs.observers import Evaluated, Observer
 from accept_mpi.models.metrics import BETTER_LOW
 from accept_mpi.recovery.checkpoint import BEST
+from accept_mpi.training.lineage import Lineage
 
 
 class Best(Observer):
     """Watches evaluations on rank 0, each of which a checkpoint follows."""
 
-    def __init__(self, run: Path, metric: str, patience: int | None, first: int, end: Callable[[str], None]) -> None:
-        """``run``: the run's directory; ``metric``: "loss", "accuracy" or a metric's name; ``patience``: evaluations without
-        a better one after which ``end`` is called, once, with the reason; ``first``: step with which the run begins, which
-        may go on from an earlier one's best."""
-        self._run, self._metric, self._patience, self._end = run, metric, patience, end
+    def __init__(
+        self,
+        directory: Path,
+        run: str,
+        metric: str,
+        patience: int | None,
+        before: Lineage,
+        end: Callable[[str], None],
+    ) -> None:
+        """``directory``: the run's; ``run``: its name; ``metric``: "loss", "accuracy" or a metric's name; ``patience``:
+        evaluations without a better one after which ``end`` is called, once, with the reason; ``before``: what the run goes
+        on from, whose best may be its own."""
+        self._directory, self._name, self._metric, self._patience, self._end = directory, run, metric, patience, end
         self.at: int | None = None
         """Step of the best checkpoint; None before the first evaluation."""
         self._value, self._worse = math.nan, 0
         self.over = False
         """True if the run is to end."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads((run / BEST).read_text()) if first else {}
-            if found["metric"] == metric and int(found["step"]) <= first:
+            found = json.loads((directory / BEST).read_text())
+            if found["metric"] == metric and int(found["step"]) <= before[found["run"]]:
                 self.at, self._value = int(found["step"]), float(found["value"])
 
     def evaluated(self, result: Evaluated) -> None:
@@ -50,8 +59,9 @@ class Best(Observer):
             )
 
     def _write(self) -> None:
-        path = self._run / BEST
+        path = self._directory / BEST
         with contextlib.suppress(OSError):  # a full disk is reported by the checkpoint that follows
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as beside:
-                beside.write_text(json.dumps({"step": self.at, "metric": self._metric, "value": self._value}))
+                found = {"run": self._name, "step": self.at, "metric": self._metric, "value": self._value}
+                beside.write_text(json.dumps(found))

@@ -242,11 +242,12 @@ class _Run:
             took["could begin"] = time.monotonic()
             self._notes[-1] += "".join(f", {what} {1e3 * (at - self._since):.0f} ms later" for what, at in took.items())
         self._in_force = PlanInForce(self._number, deployment.plan.renamed(dict(enumerate(runtime.members))))
+        origin = manifest.run if manifest and snapshot.on_disk else self._ownership.run
         where = str(stored.path) if stored and snapshot.on_disk else "the snapshot that hosts have kept"
         notes = [f"resumed from {where}", *changes] if course.first and begin.first else []
         runtime.agree(
             "the output directory",
-            lambda: self._log(runtime, deployment, begin, manifest, notes) if runtime.rank == 0 else None,
+            lambda: self._log(runtime, deployment, begin, manifest, origin, notes) if runtime.rank == 0 else None,
         )
         self._notes = []
         deployment.connect(self._records.controller if self._records else None)
@@ -277,9 +278,16 @@ class _Run:
         self.job = self._state.job = job
 
     def _log(
-        self, runtime: Runtime, deployment: Deployment, begin: Begin, manifest: Manifest | None, notes: list[str]
+        self,
+        runtime: Runtime,
+        deployment: Deployment,
+        begin: Begin,
+        manifest: Manifest | None,
+        origin: str,
+        notes: list[str],
     ) -> None:
-        """Create the run's directory, log and observers on rank 0, or go on with those that exist."""
+        """Create the run's directory, log and observers on rank 0, or go on with those that exist. ``origin``: the run that
+        made the state with which the deployment begins."""
         if not self._records:
             self._records = RunLog(runtime, self.job, self.options.quiet, self._ownership)
         adapter = None
@@ -290,7 +298,8 @@ class _Run:
                 runtime.members,
             )  # fmt: skip
         number = manifest.number if manifest else 0
-        self._records.begin(deployment, self._planned, number, None if begin.first else self._ownership.run, adapter)
+        run = None if begin.first else self._ownership.run
+        self._records.begin(deployment, self._planned, number, origin, run, adapter)
         self._records.say(deployment, notes, self._notes)
 
     # -- ends ----------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from accept_mpi.training.auto_plan import AutoPlan
 from accept_mpi.training.best import Best
 from accept_mpi.training.controller import Controller
 from accept_mpi.training.deployment import Deployment
+from accept_mpi.training.lineage import Lineage, ancestors, lineage, shared
 
 
 class RunLog:
@@ -47,10 +48,17 @@ class RunLog:
         self._barriers: Barriers | None = None
 
     def begin(
-        self, deployment: Deployment, planned: AutoPlan | None, number: int, run: str | None, adapter: Adapter | None
+        self,
+        deployment: Deployment,
+        planned: AutoPlan | None,
+        number: int,
+        origin: str,
+        run: str | None,
+        adapter: Adapter | None,
     ) -> None:
-        """Begin a deployment. ``number``: that of the checkpoint that it goes on from; ``run``: after the first deployment,
-        the run's name, by which its own log is recognized. Raises UserError if the directory cannot be written."""
+        """Begin a deployment. ``number``: that of the checkpoint that it goes on from; ``origin``: the run that made the
+        state with which it begins; ``run``: after the first deployment, the run's name, by which its own log is recognized.
+        Raises UserError if the directory cannot be written."""
         job, plan, course, runtime = self._job, deployment.plan, deployment.course, self._runtime
         prepare_directory(self.directory)
         self._ownership.take()
@@ -62,11 +70,12 @@ class RunLog:
         if self.controller:
             self.controller.renew(writer)
         else:
+            before = ancestors(self.directory / "log.h5", origin, course.first)
             facts = facts_of(
                 runtime.hosts, plan, deployment.state.chain.names, deployment.parameters, threads=deployment.state.threads,
                 first_step=course.first, last_step=course.last, compile_s=deployment.compile_seconds,
                 plan_why=planned.lines if planned else [], forecast_step_s=planned.step if planned else None,
-                codecs_why=deployment.codecs_why, run=self._ownership.run,
+                codecs_why=deployment.codecs_why, run=self._ownership.run, ancestors=before,
             )  # fmt: skip
             cluster = planned.cluster if planned else None
             self._log = LogObserver(begin_log(self.directory, job, plan, facts, course.first, cluster, run))
@@ -75,7 +84,8 @@ class RunLog:
                 self.controller.watch("plan", PlanCheck(plan, cluster, planned.step, self._compare))
             runtime.call_before_end(self._before_end)
             if job.output.keep_best:
-                self.best = Best(self.directory, job.output.keep_best, job.train.patience, course.first, self._enough)
+                keep, patience = job.output.keep_best, job.train.patience
+                self.best = Best(self.directory, self._ownership.run, keep, patience, before, self._enough)
                 self.controller.watch("best", self.best)
         assert self._log
         if self.best is not None:
@@ -195,9 +205,10 @@ def begin_log(
 ) -> LogWriter:
     """A new log in ``directory``, with the ``cluster`` profile from which the plan was made. Raises UserError.
 
-    An existing log is kept under another name. A resumed run's log begins with the steps, evaluations and metrics up
-    to ``resumed_step``. ``run``, after a loss: this run's name. An existing log that bears it is the run's own, whose writer
-    was lost, so its trace, events and plans are continued, too.
+    An existing log is kept under another name. A resumed run's log begins with the steps, evaluations and metrics up to
+    ``resumed_step``, as far as the existing log has the same history (``training.lineage``). ``run``, after a loss: this
+    run's name. An existing log that bears it is the run's own, whose writer was lost, so its trace, events and plans are
+    continued, too.
     """
     path = directory / "log.h5"
     earlier: dict[str, Rows] = {}
@@ -205,7 +216,7 @@ def begin_log(
         if path.exists():
             if resumed_step or run:
                 with contextlib.suppress(UserError):  # an unreadable log is only renamed
-                    earlier = _earlier(path, resumed_step, run)
+                    earlier = _earlier(path, resumed_step, run, lineage(facts))
             number = 1
             while (kept := directory / f"log.{number}.h5").exists():
                 number += 1
@@ -220,13 +231,16 @@ def begin_log(
         raise UserError(f"output.directory: cannot write {path}: {error.strerror or error}") from error
 
 
-def _earlier(path: Path, step: int, run: str | None) -> dict[str, Rows]:
-    """Rows of an old log: steps, evaluations and metrics up to ``step``, and if the log is this ``run``'s own, its trace,
-    events and plans. Raises UserError if it cannot be read."""
+def _earlier(path: Path, step: int, run: str | None, mine: Lineage) -> dict[str, Rows]:
+    """Rows of an old log: steps, evaluations and metrics up to ``step`` that belong to the history of the run at hand, whose
+    lineage is ``mine``, and if the log is this ``run``'s own, its trace, events and plans. Raises UserError if it cannot be
+    read."""
     with open_log(path) as old:
+        facts = json.loads(old.attrs["facts"])
+        step = min(step, shared(lineage(facts), mine))
         all_rows = {name: rows_of(old, name) for name in ("steps", "evals", "metrics")}
         earlier = {name: rows[rows["step"] <= step] for name, rows in all_rows.items()}
-        if run and json.loads(old.attrs["facts"]).get("run") == run:
+        if run and facts.get("run") == run:
             return earlier | {name: old[name][:] for name in ("trace", "events", "plans") if name in old}
     # Times count from the beginning of this run, so those of earlier rows become negative.
     timed = [earlier["steps"], earlier["evals"]]

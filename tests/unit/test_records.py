@@ -7,9 +7,12 @@ import pytest
 
 from accept_mpi.job_file import parse
 from accept_mpi.logs.format import METRICS, STEPS, TRACE
+from accept_mpi.logs.observers import Evaluated
 from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.writer import LogWriter
 from accept_mpi.plan import make_plan
+from accept_mpi.training.best import Best
+from accept_mpi.training.lineage import ancestors, lineage, shared
 from accept_mpi.training.run_log import begin_log
 
 JOB = parse('[model]\nname = "m"\n[data]\nname = "d"\n[train]\nsteps = 9\n[output]\ndirectory = "r"\n', "job")
@@ -29,9 +32,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def begun(folder: Path, step: int, run: str | None) -> tuple[list[int], list[float], int, int]:
-    """Steps and their ends, and numbers of rows of the trace and the events, of the log that goes on."""
-    begin_log(folder, JOB, PLAN, {}, step, None, run).close()
+def begun(folder: Path, step: int, run: str | None, origin: str = "this") -> tuple[list[int], list[float], int, int]:
+    """Steps and their ends, and numbers of rows of the trace and the events, of the log that goes on from a state of the run
+    ``origin``."""
+    facts = {"run": run or "new", "ancestors": ancestors(folder / "log.h5", origin, step)}
+    begin_log(folder, JOB, PLAN, facts, step, None, run).close()
     assert (folder / "log.1.h5").is_file()
     with open_log(folder / "log.h5") as log:
         steps = log["steps"][:]
@@ -60,3 +65,37 @@ def test_metrics_of_earlier_evaluations_are_kept(folder: Path, run: str | None) 
 def test_another_run_s_log_is_not_gone_on_with(folder: Path) -> None:
     """A run whose rank 0 was lost before it had a log."""
     assert begun(folder, 0, "another") == ([], [], 0, 0)
+
+
+def test_history_comes_from_the_run_that_made_the_checkpoint(folder: Path) -> None:
+    """Here it is resumed from a run in another directory."""
+    assert begun(folder, 3, None, "elsewhere") == ([], [], 0, 0)
+
+
+def test_history_over_several_resumes(folder: Path) -> None:
+    """Each run but the first goes on from one before it; also from a checkpoint that is older than the newest run."""
+    path = folder / "log.h5"
+    facts = {"run": "second", "ancestors": ancestors(path, "this", 4)}
+    assert facts["ancestors"] == {"this": 4}
+    begin_log(folder, JOB, PLAN, facts, 4).close()
+    assert ancestors(path, "second", 7) == {"this": 4, "second": 7}
+    assert ancestors(path, "this", 3) == {"this": 3}
+    assert ancestors(path, "elsewhere", 3) == {"elsewhere": 3}
+    assert ancestors(folder / "none.h5", "this", 3) == {"this": 3}
+    third = lineage({"run": "third", "ancestors": {"this": 4, "second": 7}})
+    assert shared(third, lineage(facts)) == 7
+    assert shared(third, lineage({"run": "another", "ancestors": {"this": 2}})) == 2
+    assert shared(third, lineage({"run": "another", "ancestors": "no"})) == 0
+
+
+def test_the_best_checkpoint_of_another_run_is_not_this_one_s(tmp_path: Path) -> None:
+    def best(run: str, before: dict[str, int]) -> Best:
+        return Best(tmp_path, run, "loss", None, before, lambda text: None)
+
+    best("other", {}).evaluated(Evaluated(step=4, epoch=0, samples=8, loss=0.1, accuracy=0.5, end=1.0))
+    assert best("new", {"this": 9}).at is None
+    assert best("new", {"other": 3}).at is None
+    assert best("new", {"other": 4, "this": 9}).at == 4
+    assert best("other", {"other": 6}).at == 4
+    (tmp_path / "checkpoints" / "best.json").write_text('{"step": 4, "metric": "loss", "value": 0.1}')
+    assert best("new", {"other": 4}).at is None

@@ -20,7 +20,7 @@ def test_a_loss_before_the_end_does_not_make_the_run_go_on(tmp_path: Path) -> No
     """Whoever was asked to end it may be the rank that is lost: each deployment's first stage is asked, once."""
     log: Any = RunLog(Mock(), parse(JOB, "job"), True, Mock())
     log.controller = Mock()
-    log.best = Best(tmp_path, "loss", 1, 0, log._enough)
+    log.best = Best(tmp_path, "this", "loss", 1, {}, log._enough)
     first, second = Mock(), Mock()
     log.connect(first)
     for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
