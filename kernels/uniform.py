@@ -27,8 +27,11 @@ PAIR = BLOCK // 2  # values i and i + PAIR of a block share one hash, 16 bits ea
 RUN = 256  # values rounded at a time, while as many of the next block are fetched: 128 or 512 are slower
 
 
+_LARGEST = np.float32(np.finfo(np.float32).max)
+
+
 @nb.njit("int64(int32[::1], int32[::1], float32, uint32[::1], float32[::1], float32[::1])", **NJIT)
-def _parameters(low, high, inverse_levels, packed, zero, inverse):  # type: ignore[no-untyped-def]
+def _parameters(low, high, levels, packed, zero, inverse):  # type: ignore[no-untyped-def]
     """Compute zero point and 1 / scale of each group, and both in bfloat16 as they are sent. Returns CODED, NOT_FINITE or
     TOO_LARGE.
 
@@ -36,6 +39,7 @@ def _parameters(low, high, inverse_levels, packed, zero, inverse):  # type: igno
     that these stand for in turn.
     """
     lows, highs = low.view(np.float32), high.view(np.float32)
+    inverse_levels = np.float32(1.0) / levels
     bad = np.int32(0)
     for g in range(low.size):
         least, most = low[g], high[g]
@@ -58,6 +62,7 @@ def _parameters(low, high, inverse_levels, packed, zero, inverse):  # type: igno
         high[g] = bits
     for g in range(low.size):
         inverse[g] = np.float32(1.0) / highs[g] if highs[g] > np.float32(0.0) else np.float32(0.0)
+        bad |= np.int32(zero[g] + highs[g] * levels > _LARGEST)  # the highest level, rounded up
     return TOO_LARGE if bad else CODED
 
 
@@ -175,7 +180,7 @@ def _round_2bit(x, run, shift, zero, inverse, stochastic, first, key, after, out
 def _encode(x, bits, group, stochastic, key, parameters, out):  # type: ignore[no-untyped-def]
     ints = x.view(np.int32)
     top = (1 << bits) - 1
-    inverse_levels = np.float32(1.0) / np.float32(top)
+    levels = np.float32(top)
     whole = group >= x.size
     groups = parameters.size if whole else BLOCK // group
     low, high = np.empty(groups, np.int32), np.empty(groups, np.int32)
@@ -187,7 +192,7 @@ def _encode(x, bits, group, stochastic, key, parameters, out):  # type: ignore[n
     low_key, high_key = np.uint32(key & np.uint64(0xFFFFFFFF)), np.uint32(key >> np.uint64(32))
     if whole and x.size > 0:
         extremes(ints, x.size, low, high)
-        status = _parameters(low, high, inverse_levels, parameters, zero, inverse)
+        status = _parameters(low, high, levels, parameters, zero, inverse)
         if status != CODED:
             return status
     at = 0
@@ -197,7 +202,7 @@ def _encode(x, bits, group, stochastic, key, parameters, out):  # type: ignore[n
             count = (block.size + group - 1) // group
             extremes(ints[begin : begin + block.size], group, low[:count], high[:count])
             mine = parameters[begin // group : begin // group + count]
-            status = _parameters(low[:count], high[:count], inverse_levels, mine, zero, inverse)
+            status = _parameters(low[:count], high[:count], levels, mine, zero, inverse)
             if status != CODED:
                 return status
         number = np.uint32(np.uint32(begin) + low_key)

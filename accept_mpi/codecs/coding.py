@@ -52,13 +52,13 @@ class Coding(msgspec.Struct, frozen=True):
         return _kernels(self.kind).encoded_bytes(values, self.bits, self.group)
 
     def encode(self, x: F32, out: Bytes, key: int) -> bool:
-        """Code ``x`` (1-D float32) into ``out``; False if it cannot be coded: not finite, or too large.
+        """Code ``x`` (1-D float32) into ``out``; False if it cannot be coded: not finite (but for bf16, which
+        has infinities), or too large.
 
         ``key``: 64 bits that determine stochastic rounding.
         """
         if self.kind == "bf16":
-            _kernels("bf16").to_bf16(x.view(np.uint32), out.view(np.uint16))
-            return True
+            return bool(_kernels("bf16").to_bf16(x.view(np.uint32), out.view(np.uint16)))
         if self.kind == "fp16":
             half = out.view(np.float16)
             with np.errstate(over="ignore"):

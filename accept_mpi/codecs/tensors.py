@@ -103,6 +103,9 @@ class TensorSpec(msgspec.Struct, frozen=True):
         else:
             values = np.empty(dense.numel(), np.float32)
             coding.decode(data, values)
+            if dense.dtype.itemsize < values.itemsize:  # the highest level may lie beyond the narrower type
+                most = torch.finfo(dense.dtype)
+                np.clip(values, most.min, most.max, out=values)
             flat.copy_(torch.from_numpy(values))
         return dense.expand(self.shape).requires_grad_(self.grad)
 

@@ -124,7 +124,7 @@ class DataPlane(threading.Thread):
     def report_uncoded(self, header: Header, end: Channel) -> None:
         """Send rank 0 an event for a message whose values could not be coded; only for the first few."""
         if self._uncoded < _UNCODED_REPORTED:
-            text = f"micro-batch {header.micro_batch}: {end} were not finite and went uncoded"
+            text = f"micro-batch {header.micro_batch}: {end} were not finite, or too large for the codec, and went uncoded"
             self.post(0, Event(self._recorder.clock.now(), header.step + 1, text))
         self._uncoded += 1
 

@@ -19,8 +19,8 @@ class _Coded(NamedTuple):
 
 
 class LeftOut:
-    """What coding has left out so far of the chunks that a member sends. It is kept in units of the update, which are those of
-    a step's gradients times the step's scale: where losses are (sum, count), steps differ in scale by any factor."""
+    """What coding has left out so far of the chunks that a member sends. It is kept in units of the update, which are those
+    of a step's gradients times the step's scale: where losses are (sum, count), steps differ in scale by any factor."""
 
     def __init__(self, coding: Coding) -> None:
         self._coding = coding

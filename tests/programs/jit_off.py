@@ -38,7 +38,7 @@ def check() -> None:
     for size in (0, 1, 70, 16384 + 9):
         x = rng.standard_normal(size).astype(np.float32)
         short, back = np.zeros(size, np.uint16), np.zeros(size, np.uint32)
-        half.to_bf16(x.view(np.uint32), short)
+        assert half.to_bf16(x.view(np.uint32), short)
         half.from_bf16(short, back)
         assert all(a == naive.nearest_bfloat16(b) for a, b in zip(back.view(np.float32), x, strict=True))
         for bits in range(1, 9) if size < 100 else (2, 4, 7):
@@ -65,6 +65,9 @@ def check() -> None:
                     assert entropy.encode(values, bits, 0, out, key) == 0
                     entropy.decode(out, bits, 0, y)
                     assert not size or y.tobytes() == naive.entropy(out.tobytes(), size).tobytes()
+    for value, well in ((np.nan, True), (-np.inf, True), (np.finfo(np.float32).max, False)):
+        special = np.array([1.5, value], np.float32)
+        assert half.to_bf16(special.view(np.uint32), short[:2]) == well
     zeros, ones = np.zeros(71, np.int64), np.ones(71, np.int64)
     no_room = entropy._write(np.zeros(9, np.int16), np.full(9, 35, np.uint8), ones, zeros, short[:1], back[:2])
     assert no_room == -1

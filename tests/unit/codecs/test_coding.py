@@ -6,7 +6,7 @@ import torch
 from test_message import LABEL, now
 
 from accept_mpi.codecs.coding import NONE, Coding, parse
-from accept_mpi.codecs.message import HEADER_BYTES, aligned, buffer_bytes, decode, encode, wire_bytes
+from accept_mpi.codecs.message import HEADER_BYTES, aligned, as_decoded, buffer_bytes, decode, encode, wire_bytes
 from accept_mpi.codecs.tensors import TensorSpec
 from accept_mpi.errors import ProtocolError
 
@@ -110,11 +110,32 @@ def test_fp16_does_not_make_infinities() -> None:
 
 
 def test_bf16_carries_what_is_not_finite() -> None:
-    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.39e38])
+    x = torch.tensor([float("nan"), -float("nan"), float("inf"), -float("inf"), 3.389e38])
     specs, data = message(parse("bf16", False), x)
-    assert torch.equal(
-        decode(specs, data, parse("bf16", False))[1][0].nan_to_num(nan=1.5), x.bfloat16().float().nan_to_num(nan=1.5)
-    )
+    header, (back,), *_ = decode(specs, data, parse("bf16", False))
+    assert header.codec == parse("bf16", False).number
+    assert back is not None
+    assert torch.equal(back.nan_to_num(nan=1.5), x.bfloat16().float().nan_to_num(nan=1.5))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_what_is_finite_stays_finite(name: str, dtype: torch.dtype) -> None:
+    """At the ends of a type, too, as in an attention mask; coded or, where the codec has no code for it, as it is."""
+    coding, most = parse(name, False), torch.finfo(dtype).max
+    torch.manual_seed(0)
+    for values in (
+        torch.tensor([0.0, -most] * 50, dtype=dtype),
+        torch.tensor([0.0, most] * 50, dtype=dtype),
+        torch.tensor([3.39e38, 1.0] * 50, dtype=torch.float64).clamp(max=most).to(dtype),
+        *(most * (share + (1 - share) * torch.rand(100, dtype=dtype)) for share in (0.0, 0.5, 0.9)),
+        *(-most * (share + (1 - share) * torch.rand(100, dtype=dtype)) for share in (0.0, 0.5, 0.9)),
+    ):
+        (back,) = decode(*message(coding, values, key=3), coding)[1]
+        assert back is not None
+        assert back.isfinite().all(), values[~back.isfinite()]
+        known = as_decoded(values, coding)
+        assert known is None or known.isfinite().all()
 
 
 def test_same_key_same_bytes() -> None:

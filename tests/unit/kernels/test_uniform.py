@@ -107,6 +107,13 @@ def test_extremes_of_float32() -> None:
     big = np.float32(3.4e38)
     out = np.zeros(uniform.encoded_bytes(8, 4, 8), np.uint8)
     assert uniform.encode(np.array([big, -big] * 4), 4, 8, out) == uniform.TOO_LARGE
+    for bits in range(1, 9):  # each value is finite, the highest level that decodes to it may not be
+        for least in (0.0, 1e38, -1e38):
+            x = np.linspace(least, float(big), 64).astype(np.float32)
+            out, back = np.zeros(uniform.encoded_bytes(64, bits, 64), np.uint8), np.empty(64, np.float32)
+            if uniform.encode(x, bits, 64, out) == uniform.CODED:
+                uniform.decode(out, bits, 64, back)
+                assert np.isfinite(back).all(), (bits, least)
     for constant in (0.0, 1.2345, -7e-3, 1e38, 1e-42):
         _, back = there_and_back(np.full(100, constant, np.float32), 2, 64)
         assert np.allclose(back, constant, rtol=2**-7, atol=1e-37)
