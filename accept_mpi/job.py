@@ -14,6 +14,8 @@ _MOST_SAMPLES = 1 << 24  # per step
 MOST_ENTRIES = 4096  # in a list: no pipeline has more stages
 _LARGEST = 1e30  # limit of numbers that enter single-precision arithmetic
 
+LONGEST_METRIC = 80
+"""Bytes of a metric's name in the log."""
 MOST_LANES = 64
 MOST_SLACK = 2
 """The ``transfer_slack`` that hides transfers best; more gains nothing."""

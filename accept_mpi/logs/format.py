@@ -33,6 +33,7 @@ from msgspec import Meta
 
 from accept_mpi.direction import Direction
 from accept_mpi.files.hdf5 import Damaged, dataset_in, group_in, json_in, text_in
+from accept_mpi.job import LONGEST_METRIC
 from accept_mpi.plan import Plan
 
 #: Kinds of trace rows, in the order of their numbers in the column ``kind``. F, B, W, U: forward, backward (only of inputs
@@ -82,7 +83,7 @@ PLANS = np.dtype(
         ("stop", "i4"),
     ]
 )
-METRICS = np.dtype([("step", "i8"), ("name", "S80"), ("value", "f8")])
+METRICS = np.dtype([("step", "i8"), ("name", f"S{LONGEST_METRIC}"), ("value", "f8")])
 TABLES = {"steps": STEPS, "evals": EVALS, "metrics": METRICS, "trace": TRACE, "events": EVENTS, "plans": PLANS}
 
 _PART = 1 << 18  # rows validated at a time
@@ -115,6 +116,11 @@ class _Facts(msgspec.Struct):
     last_step: int | float | str | None = None
     plan_why: list[str] = []
     codecs_why: list[str] = []
+    run: str = ""
+    ancestors: dict[str, Count] = {}
+    """Runs that it goes on from, and the last step that each made of its history."""
+    created_s: Annotated[float, Meta(ge=0, le=_LATEST)] = 0
+    """Second of the run at which its log was created."""
 
 
 class _Named(msgspec.Struct):

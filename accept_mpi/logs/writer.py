@@ -21,7 +21,6 @@ from accept_mpi.logs.timeline import plan_rows
 from accept_mpi.plan import Plan
 
 _TEXT_BYTES = EVENTS["text"].itemsize
-_NAME_BYTES = METRICS["name"].itemsize
 
 
 class LogWriter:
@@ -149,7 +148,7 @@ class LogObserver(Observer):
 
     def evaluated(self, result: Evaluated) -> None:
         self._writer.append("evals", np.array([tuple(getattr(result, name) for name in EVALS.names or ())], EVALS))
-        named = [(result.step, name.encode()[:_NAME_BYTES], value) for name, value in result.metrics.items()]
+        named = [(result.step, name.encode(), value) for name, value in result.metrics.items()]
         self._writer.append("metrics", np.array(named, METRICS))
 
     def trace(self, rows: Rows) -> None:

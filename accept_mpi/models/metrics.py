@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from accept_mpi.errors import UserError
-from accept_mpi.job import Job
+from accept_mpi.job import LONGEST_METRIC, Job
 from accept_mpi.models.losses import IGNORED, scores, widened
 from accept_mpi.registry import find_function
 from accept_mpi.users_code import blame, does_not_fit, in_words
@@ -91,7 +91,8 @@ BETTER_LOW = ("loss", "perplexity", "mae", "mse")
 
 
 def metrics_of(job: Job) -> list[Metric]:
-    """The metrics that a job names. Raises UserError, also for a best checkpoint by a metric that there is not."""
+    """The metrics that a job names. Raises UserError, also for a name too long for the log, and for a best checkpoint by a
+    metric that there is not."""
     train, best = job.train, job.output.keep_best
     if best and best not in ("loss", "accuracy", *train.metrics):
         raise UserError(f'output.keep_best: "{best}" is neither "loss" nor "accuracy" nor one of train.metrics')
@@ -99,4 +100,10 @@ def metrics_of(job: Job) -> list[Metric]:
         raise UserError("output.keep_best goes with evaluations: train.evaluate_every must not be 0")
     if train.patience is not None and not best:
         raise UserError("train.patience goes with output.keep_best, which says what must get better")
+    for name in train.metrics:
+        if (size := len(name.encode())) > LONGEST_METRIC:
+            raise UserError(
+                f'train.metrics: "{name}" takes {size} bytes, and the log has room for {LONGEST_METRIC}: give the '
+                "function a shorter name or module"
+            )
     return [Metric(name) for name in train.metrics]

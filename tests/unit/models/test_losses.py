@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
+from accept_mpi.job_file import parse
 from accept_mpi.models.losses import CrossEntropy, Loss, cross_entropy, find_loss
-from accept_mpi.models.metrics import Metric
+from accept_mpi.models.metrics import Metric, metrics_of
 
 
 class Focal(nn.CrossEntropyLoss):
@@ -103,3 +104,10 @@ def test_rows_do_not_get_each_others_classes() -> None:
         assert cross_entropy(one, other) == whole
     with pytest.raises(UserError, match=r"\(2, 3, 4\) float32 and targets \(3, 2\) int64.*: the shapes differ$"):
         find_loss("cross_entropy")(scores, classes.T, 2)
+
+
+def test_a_metric_s_name_fits_into_the_log() -> None:
+    text = '[model]\nname = "m"\n[data]\nname = "d"\n[train]\nsteps = 1\nmetrics = ["mse", "some_module:%s"]\n'
+    for name in ("é" * 35, "x" * 69):
+        with pytest.raises(UserError, match=r"train\.metrics: .* bytes, and the log has room for 80"):
+            metrics_of(parse(text % name + '[output]\ndirectory = "r"\n', "job"))
