@@ -78,11 +78,17 @@ def on_terminal(path: Path) -> int:
             console.print(_shown(live.state(), console.width))
             return 0
         with LiveDisplay(console=console, refresh_per_second=4) as display:
+            shown = Group()
             while True:
-                state = live.state()
-                display.update(_shown(state, console.width))
-                if state["over"]:
-                    return 0
+                try:
+                    state = live.state()
+                except (UserError, OSError) as error:  # another run is about to begin under the same name
+                    display.update(Group(shown, Text(str(error))))
+                else:
+                    shown = _shown(state, console.width)
+                    display.update(shown)
+                    if state["over"]:
+                        return 0
                 time.sleep(_EVERY)
     finally:
         live.close()

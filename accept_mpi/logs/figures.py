@@ -27,6 +27,7 @@ _SENDS = {
 _SUMS = "#6A51A3", "gradients summed"
 _MOST_BOXES = 4000  # a picture with more is unreadable
 _MOST_RANKS, _MOST_LOSSES, _MOST_POINTS = 64, 100, 20_000
+_MANY = 40  # steps above which a loss curve gets a running mean
 _MOST = 1e30  # matplotlib's axes cannot show larger values
 _LABEL = 60  # characters
 
@@ -151,21 +152,24 @@ def _legend(plt: Any, figure: Any, rows: Rows) -> None:
 def draw_loss(path: Path, steps: Rows, evaluations: Rows) -> None:
     """Draw the training loss by step, its running mean if there are many steps, and the evaluations' loss and accuracy."""
     plt = pyplot()
+    every = _every(steps)
     steps, evaluations = _shown(steps), _shown(evaluations)
     figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
-    many = len(steps) > 40
+    many = len(steps) > _MANY
     axes.plot(steps["step"], steps["loss"], color="#0072B2", alpha=0.3 if many else 1.0, linewidth=1.2,
               label=None if many else "training loss")  # fmt: skip
     if many:
         width = max(5, len(steps) // 25)
         mean = np.convolve(steps["loss"], np.ones(width) / width, "valid")
-        label = f"training loss, mean of {width} steps"
+        label = f"training loss, mean over {width * every} steps"
         axes.plot(steps["step"][width - 1 :], mean, color="#0072B2", linewidth=2, label=label)
     if len(evaluations):
         axes.plot(evaluations["step"], evaluations["loss"], "o-", color="#D55E00", markersize=4, label="test loss")
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
-    axes.set_ylim(0, _top(np.concatenate([steps["loss"], evaluations["loss"]]), 98))
+    losses = np.concatenate([steps["loss"], evaluations["loss"]])
+    negative = (losses < 0).any()
+    axes.set_ylim(-_top(-losses, 98) if negative else 0, _top(losses, 98))
     handles, labels = axes.get_legend_handles_labels()
     if len(evaluations) and np.isfinite(evaluations["accuracy"]).all():
         right = axes.twinx()
@@ -187,9 +191,14 @@ def _plain(text: str) -> str:
     return one_line(text, _LABEL).replace("$", r"\$")
 
 
+def _every(rows: Rows) -> int:
+    """Distance of the rows that ``_shown`` takes."""
+    return max(1, -(-len(rows) // _MOST_POINTS))
+
+
 def _shown(rows: Rows) -> Rows:
     """At most ``_MOST_POINTS`` rows, evenly spaced, with values too large for an axis replaced by NaN."""
-    rows = rows[:: -(-len(rows) // _MOST_POINTS) or 1].copy()
+    rows = rows[:: _every(rows)].copy()
     for column in rows.dtype.names or ():
         if rows.dtype[column].kind == "f":
             rows[column][~(np.abs(rows[column]) < _MOST)] = np.nan

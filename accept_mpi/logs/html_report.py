@@ -17,7 +17,9 @@ from accept_mpi.logs.figures import draw_course, draw_loss, draw_timeline, pyplo
 from accept_mpi.logs.format import Rows
 from accept_mpi.logs.reader import log_in, open_log, read_facts
 from accept_mpi.logs.replay import link_cost
-from accept_mpi.logs.timeline import plans_of, rank_use, samples_per_second, steady_window, timed
+from accept_mpi.logs.timeline import of_kind, plans_of, rank_use, samples_per_second, steady_window, timed
+
+_STEPS = 3  # in the timeline, at most
 
 
 def write_report(log: Path, out: Path | None = None) -> list[Path]:
@@ -37,7 +39,7 @@ def write_report(log: Path, out: Path | None = None) -> list[Path]:
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        start, end = steady_window(tables["trace"])
+        start, end = steady_window(tables["trace"], _STEPS)
         hosts = {host["rank"]: host.get("host", "") for host in facts.get("hosts", [])}
         if end > start:
             written.append(_beside(folder / "timeline.png", lambda p: draw_timeline(p, tables["trace"], hosts, start, end)))
@@ -68,8 +70,10 @@ def _page(
 ) -> str:
     job = facts["job"]
     title = f"{job['model']['name']} on {job['data']['name']}"
+    count = min(_STEPS, len(np.unique(of_kind(tables["trace"], "F", "B", "W", "U")["step"])))
     timeline_note = (
-        f"Three steps in the middle of the run. Thin bars below a rank: what it is sending. {_links(tables['trace'])}"
+        f"{counted(count, 'step').capitalize()} in the middle of the run. Thin bars below a rank: what it is sending. "
+        f"{_links(tables['trace'], tables['plans'])}"
     )
     body = [
         f"<h1>{html.escape(title)}</h1>",
@@ -81,6 +85,7 @@ def _page(
         _picture("Loss", pictures.get("loss"), "", "No step was finished, so there is no loss."),
         "<h2>Stages</h2>",
         _stages(facts, tables, shown),
+        "<p class=note>Bubbles and what was sent are those of the steps in the timeline.</p>" if count else "",
         _reasons(facts),
         "<h2>Hosts</h2>",
         _hosts(facts),
@@ -97,9 +102,9 @@ def _page(
     return "\n".join([_HEAD.replace("TITLE", html.escape(title)), *body, _FOOT])
 
 
-def _links(trace: Rows) -> str:
+def _links(trace: Rows, plans: Rows) -> str:
     """A sentence on the time that the links cost; empty if the trace is too short to tell."""
-    cost = link_cost(trace)
+    cost = link_cost(trace, plans)
     if not cost.busiest:
         return ""
     return (

@@ -17,6 +17,7 @@ from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.timeline import COMPUTE, of_kind, plans_of, rank_use, samples_per_second, timed, window
 
 _WINDOW = 10.0  # seconds of the run that the timeline shows, at most
+_SILENT = 60.0  # seconds after which a rank is no longer waited for
 _STEPS_SHOWN = 3
 _MOST_BARS = 3000
 _MOST_POINTS = 400
@@ -99,7 +100,7 @@ def _now(trace: Rows, steps: Rows, plans: Rows, facts: dict[str, Any]) -> dict[s
     names = facts.get("layers", [])
     newest = plans[plans["time"] == plans["time"].max()] if len(plans) else plans
     actions = of_kind(trace, *COMPUTE)
-    end = float(actions["end"].max()) if len(actions) else 0.0
+    end = _complete_until(actions, newest)
     ends = steps["end"][steps["end"] <= end] if len(steps) else np.empty(0)
     begin = float(ends[-_STEPS_SHOWN - 1]) if len(ends) > _STEPS_SHOWN else end - _WINDOW
     begin = max(0.0, begin, end - _WINDOW)
@@ -127,6 +128,16 @@ def _now(trace: Rows, steps: Rows, plans: Rows, facts: dict[str, Any]) -> dict[s
         ],
         "links": _links(of_kind(shown, "send"), end - begin),
     }  # fmt: skip
+
+
+def _complete_until(actions: Rows, plan: Rows) -> float:
+    """The second up to which all ranks of the plan have told what they did: they do so in batches, at different times. Ranks
+    that have been silent for long do not count."""
+    if not len(actions):
+        return 0.0
+    ends = [actions["end"][actions["rank"] == rank] for rank in np.unique(plan["rank"])]
+    newest = [float(mine.max()) for mine in ends if len(mine)] or [float(actions["end"].max())]
+    return min(end for end in newest if end >= max(newest) - _SILENT)
 
 
 def _links(sent: Rows, seconds: float) -> list[dict[str, Any]]:

@@ -60,15 +60,16 @@ def rerun(
     trace: Rows,
     transfer: Callable[[int, int], float] = lambda source, target: 0.0,
     sums: Callable[[int], float] = lambda stage: 0.0,
+    plans: Rows | None = None,
 ) -> Rerun | None:
     """Simulate the middle steps of a run with the measured length of every action.
 
     ``transfer`` gives the seconds of a message by sending and receiving device (the ranks in the order of their stages),
-    ``sums`` those of a stage's sum. The lanes of a rank are devices of their own here.
-    None if fewer than three steps have been finished. Raises RuntimeError if actions wait for others that the trace does not
-    have.
+    ``sums`` those of a stage's sum. The lanes of a rank are devices of their own here. ``plans``: the run's, of dtype PLANS.
+    None if fewer than three steps have been finished under one plan. Raises RuntimeError if actions wait for others that the
+    trace does not have.
     """
-    steps = _finished(trace)
+    steps = _finished(trace, plans)
     if len(steps) < 3:
         return None
     spare = max(0, (len(steps) - _MOST_STEPS) // 2)
@@ -87,11 +88,11 @@ def rerun(
     return Rerun(last - first, start, end, _between(walks, run, first, last), mine)
 
 
-def link_cost(trace: Rows) -> LinkCost:
+def link_cost(trace: Rows, plans: Rows | None = None) -> LinkCost:
     """The time that transfers cost in the middle steps of a run; zeros if fewer than three steps have been finished, or
     actions wait for others that the trace does not have."""
     try:
-        run = rerun(trace)
+        run = rerun(trace, plans=plans)
     except RuntimeError:
         run = None
     if run is None:
@@ -212,23 +213,26 @@ def _needs(rows: Rows, forwards: int, others: int) -> dict[tuple[int, Action], t
     return found
 
 
-def _finished(trace: Rows) -> list[int]:
-    """The longest run of consecutive steps that the same number of ranks updated, each rank once and every stage. A loss or
-    a new plan ends such a run."""
+def _finished(trace: Rows, plans: Rows | None = None) -> list[int]:
+    """The longest run of consecutive steps under one plan, each of which every rank of it updated once. ``plans``: those of
+    the run; a loss or a new plan ends such a run of steps."""
     updates = of_kind(trace, "U")
     best: list[int] = []
     mine: list[int] = []
-    before = 0
+    before = np.empty((0, 2))
     updates = updates[np.argsort(updates["step"], kind="stable")]
     numbers, begins = np.unique(updates["step"], return_index=True)
+    anew = set() if plans is None else {int(step) + 1 for step in plans["step"]}
     for step, of_step in zip(numbers.tolist(), np.split(updates, begins[1:]), strict=bool(len(numbers))):
-        stages, ranks = np.unique(of_step["stage"]), np.unique(of_step["rank"])
+        places = np.unique(np.stack([of_step["stage"], of_step["rank"]], axis=1), axis=0)
+        stages, ranks = np.unique(places[:, 0]), np.unique(places[:, 1])
         whole = np.array_equal(stages, np.arange(len(stages))) and len(ranks) == len(of_step)
-        if not (whole and mine and step == mine[-1] + 1 and len(ranks) == before):
+        same = np.array_equal(places, before) and step not in anew
+        if not (whole and mine and step == mine[-1] + 1 and same):
             mine = []
         if whole:
             mine.append(step)
-            before = len(ranks)
+            before = places
         best = max(best, mine, key=len)
     return best
 

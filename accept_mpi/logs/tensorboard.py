@@ -7,7 +7,7 @@ from pathlib import Path
 from accept_mpi.errors import UserError
 from accept_mpi.files.hdf5 import text_in
 from accept_mpi.logs.format import rows_of
-from accept_mpi.logs.reader import open_log
+from accept_mpi.logs.reader import open_log, read_facts
 
 _OURS = ".accept-mpi"
 """End of the names of the files that are written here, and replaced."""
@@ -22,7 +22,8 @@ def export_tensorboard(log: Path, out: Path) -> int:
     except ImportError as error:
         raise UserError("TensorBoard's files need tensorboardX: pip install tensorboardX") from error
     with open_log(log) as file:
-        began = datetime.fromisoformat(text_in(file, "created")).timestamp()
+        facts = read_facts(file)
+        began = datetime.fromisoformat(text_in(file, "created")).timestamp() - float(facts.get("created_s", 0.0))
         steps, evals, metrics = (rows_of(file, name) for name in ("steps", "evals", "metrics"))
     columns = [("train", steps, name) for name in ("loss", "accuracy", "lr", "samples_per_s")]
     columns += [("test", evals, name) for name in ("loss", "accuracy")]
@@ -32,7 +33,10 @@ def export_tensorboard(log: Path, out: Path) -> int:
         for row in table
     ]
     ends = {int(row["step"]): float(row["end"]) for row in evals}
-    rows += [(f"test/{name.decode()}", float(value), int(step), ends.get(int(step), 0.0)) for step, name, value in metrics]
+    rows += [
+        (f"test/{name.decode(errors='replace')}", float(value), int(step), ends.get(int(step), 0.0))
+        for step, name, value in metrics
+    ]
     try:
         for old in out.glob(f"events.out.tfevents.*{_OURS}"):
             old.unlink()

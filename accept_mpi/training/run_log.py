@@ -76,6 +76,7 @@ class RunLog:
                 first_step=course.first, last_step=course.last, compile_s=deployment.compile_seconds,
                 plan_why=planned.lines if planned else [], forecast_step_s=planned.step if planned else None,
                 codecs_why=deployment.codecs_why, run=self._ownership.run, ancestors=before,
+                created_s=runtime.clock.now(),
             )  # fmt: skip
             cluster = planned.cluster if planned else None
             self._log = LogObserver(begin_log(self.directory, job, plan, facts, course.first, cluster, run))

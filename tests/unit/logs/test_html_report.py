@@ -9,11 +9,12 @@ import h5py
 import numpy as np
 import pytest
 
-from accept_mpi.cli import main
+from accept_mpi.cli import main, watch
 from accept_mpi.errors import UserError
 from accept_mpi.logs import figures
 from accept_mpi.logs.format import EVALS, KINDS, STEPS, TRACE
 from accept_mpi.logs.html_report import write_report
+from accept_mpi.logs.live import Live
 from accept_mpi.logs.timeline import busy_seconds, plan_rows, rank_use, steady_window
 from accept_mpi.logs.writer import LogWriter
 from accept_mpi.pipeline.schedule import actions
@@ -62,6 +63,7 @@ def write_log(tmp_path: Path, *events: str) -> Path:
     job = {"model": {"name": "<b>cnn</b>"}, "data": {"name": "digits"}, "pipeline": {"schedule": "1f1b"}}
     hosts = [{"rank": r, "stage": r, "host": f"edge{r}", "cores": 4, "memory_bytes": 2**32} for r in range(STAGES)]
     facts = {"versions": {"torch": "2"}, "hosts": hosts, "layers": list("abcdef"), "parameters": 12345, "last_step": 9}
+    facts["created_s"] = 7.5
     writer = LogWriter(tmp_path / "log.h5", json.dumps(job), make_plan(6, [2, 4]).to_json(), facts)
     for n in range(1, 10):
         writer.append("steps", np.array([(n, 0, 8, 3 / n, 0.5, 0.1, PERIOD * n, 8 / PERIOD)], STEPS))
@@ -114,11 +116,72 @@ def test_a_runs_directory_stands_for_its_log(log: Path, tmp_path: Path) -> None:
     assert (tmp_path / "report.html").exists()
 
 
+def test_ranks_that_have_not_told_yet_are_not_idle(tmp_path: Path) -> None:
+    """Ranks tell what they did in batches; one that is silent for long is not waited for."""
+    for late, busy in ((PERIOD, True), (5 * PERIOD, False)):
+        folder = tmp_path / str(late)
+        folder.mkdir()
+        path = write_log(folder)
+        with h5py.File(path, "r+") as file:
+            trace = pipeline(9)
+            kept = trace[(trace["rank"] != 1) | (trace["start"] < 10 * PERIOD - late)]
+            file["trace"].resize((len(kept),))
+            file["trace"][:] = kept
+        live = Live(path)
+        state = live.state()
+        live.close()
+        assert bool(state["ranks"][1]["busy"]) == busy
+        assert state["ranks"][0]["busy"]
+
+
+def test_the_terminal_goes_on_while_a_log_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_log(tmp_path)
+    real, looks = Live.state, iter([FileNotFoundError("no such file"), UserError("no such log"), None])
+
+    def state(live: Live) -> dict:
+        if error := next(looks):
+            raise error
+        return real(live)
+
+    monkeypatch.setattr(Live, "state", state)
+    monkeypatch.setattr(watch, "_EVERY", 0.0)
+    monkeypatch.setattr(watch.sys.stdout, "isatty", lambda: True, raising=False)
+    assert watch.on_terminal(path) == 0
+    assert next(looks, "all") == "all"
+
+
+@pytest.mark.parametrize(("steps", "sign", "most"), [(9, 1, 100), (90, -1, 30)])
+def test_the_loss_curve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: int, sign: int, most: int) -> None:
+    """Negative losses are seen, and the mean tells of all the steps that it spans."""
+    monkeypatch.setattr(figures, "_MOST_POINTS", most)
+    monkeypatch.setattr(figures, "_MANY", 20)
+    seen: dict = {}
+    plt = figures.pyplot()
+    monkeypatch.setattr(plt, "close", lambda figure: seen.update(axes=figure.axes[0]))
+    curve = np.array([(n, 0, 8, sign * 3 / n, 0.5, 0.1, n, 8.0) for n in range(1, steps + 1)], STEPS)
+    figures.draw_loss(tmp_path / "loss.png", curve, np.empty(0, EVALS))
+    low, high = seen["axes"].get_ylim()
+    assert low <= curve["loss"].min() * 0.5 if sign < 0 else low == 0
+    assert high >= 0
+    labels = [text.get_text() for text in seen["axes"].get_legend().get_texts()]
+    assert labels == (["training loss, mean over 15 steps"] if steps > 20 else ["training loss"])
+
+
+def test_a_report_of_one_step(tmp_path: Path) -> None:
+    log = write_log(tmp_path)
+    with h5py.File(log, "r+") as file:
+        trace = pipeline(1)
+        file["trace"].resize((len(trace),))
+        file["trace"][:] = trace
+    write_report(log)
+    assert "1 step in the middle of the run" in (tmp_path / "report.html").read_text()
+
+
 def test_tensorboard(log: Path, tmp_path: Path) -> None:
     """Times are those of the day, and a second export replaces the first."""
     pytest.importorskip("tensorboardX")
     with h5py.File(log) as file:
-        created = datetime.fromisoformat(file.attrs["created"]).timestamp()
+        created = datetime.fromisoformat(file.attrs["created"]).timestamp() - 7.5
     (tmp_path / "board").mkdir()
     (tmp_path / "board" / "events.out.tfevents.1.another").touch()
     for _ in range(2):

@@ -8,8 +8,10 @@ import pytest
 from accept_mpi.direction import Direction
 from accept_mpi.logs.format import KINDS, TRACE, Rows
 from accept_mpi.logs.replay import link_cost, mean_times, recorded
+from accept_mpi.logs.timeline import plan_rows
 from accept_mpi.pipeline.schedule import ScheduleKind, actions
 from accept_mpi.pipeline.simulator import simulate
+from accept_mpi.plan import make_plan
 
 STAGES, STEPS, MICRO = 3, 12, 4
 SECONDS = {"F": 1.0, "B": 2.0, "W": 1.0, "U": 0.1}
@@ -111,6 +113,19 @@ def test_plans_of_different_stages() -> None:
     alone = link_cost(parts[0][parts[0]["step"] <= 5])
     assert cost.seconds == pytest.approx(alone.seconds)
     assert cost.exposed == pytest.approx(alone.exposed)
+
+
+def test_ranks_and_layers_that_change_hands() -> None:
+    """Steps under one plan count, also where as many ranks hold as many stages as before."""
+    trace = traced("1f1b", 0.1, 1)
+    wanted = link_cost(trace[trace["step"] <= 8])
+    late = trace["step"] > 8
+    for after in ({2: 3}, {0: 2, 2: 0}):
+        other = trace.copy()
+        other["rank"][late] = [after.get(rank, rank) for rank in trace["rank"][late]]
+        assert link_cost(other) == wanted
+    plans = np.concatenate([plan_rows(make_plan(6, [2, 4])), plan_rows(make_plan(6, [1, 4]), 99.0, 8)])
+    assert link_cost(trace, plans) == wanted
 
 
 def test_too_little_to_say() -> None:
