@@ -155,14 +155,15 @@ class Again(nn.Module):
         self.inner = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1))
     def forward(self, x):
         return checkpoint(self.inner, x, use_reentrant=False)
+CALLS = [0]
 class Late(nn.Module):
-    \"\"\"Draws from its eleventh micro-batch on.\"\"\"
+    \"\"\"Draws from its eleventh micro-batch on, by a counter where nobody looks.\"\"\"
     def __init__(self):
         super().__init__()
-        self.linear, self.calls = nn.Linear(64, 64), 0
+        self.linear = nn.Linear(64, 64)
     def forward(self, x):
-        self.calls += 1
-        return nn.functional.dropout(self.linear(x), 0.1) if self.calls > 10 else self.linear(x)
+        CALLS[0] += 1
+        return nn.functional.dropout(self.linear(x), 0.1) if CALLS[0] > 10 else self.linear(x)
 class Counts(nn.Module):
     def __init__(self):
         super().__init__()
