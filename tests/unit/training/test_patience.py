@@ -41,7 +41,7 @@ def evaluations(best: Best, values: list[float]) -> list[int | None]:
 
 def test_nan_is_never_better(tmp_path: Path) -> None:
     end = Mock()
-    assert evaluations(Best(tmp_path, "loss", 2, 0, end), [math.nan, math.nan, 2.0, math.nan, 1.0, math.nan]) == [
+    assert evaluations(Best(tmp_path, "this", "loss", 2, {}, end), [math.nan, math.nan, 2.0, math.nan, 1.0, math.nan]) == [
         1,
         1,
         3,
@@ -50,10 +50,10 @@ def test_nan_is_never_better(tmp_path: Path) -> None:
         5,
     ]
     end.assert_not_called()
-    evaluations(Best(tmp_path, "loss", 2, 0, end), [math.nan] * 4)
+    evaluations(Best(tmp_path, "this", "loss", 2, {}, end), [math.nan] * 4)
     end.assert_called_once()
 
 
 def test_a_best_accuracy_where_there_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r'^output.keep_best: "accuracy" makes no sense'):
-        evaluations(Best(tmp_path, "accuracy", None, 0, Mock()), [1.0])
+        evaluations(Best(tmp_path, "this", "accuracy", None, {}, Mock()), [1.0])
