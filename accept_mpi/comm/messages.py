@@ -182,6 +182,7 @@ class StepFlags(Control, frozen=True):
 class TargetsDrawn(Control, frozen=True):
     """The first stage to the last: checksums of the targets that a rank drew for a step, by micro-batch."""
 
+    urgent: ClassVar[bool] = True
     step: int
     """``~step``: for the evaluation after so many steps."""
     sums: dict[int, tuple[int, float, float]]

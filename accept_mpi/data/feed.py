@@ -59,8 +59,8 @@ class Drawn:
                         "set has random numbers of its own (use torch's, NumPy's or Python's global ones, which are seeded "
                         "for each sample), or the hosts have other files"
                     )
-                for late in [one for one in self._others if step <= one < 0]:  # of other members' test samples
-                    del self._others[late]
+                for late in [one for one in self._others.keys() - self._mine.keys() if step <= one < 0]:
+                    del self._others[late]  # of other members' test samples
 
     def check_all(self, deadline: float, check: Callable[[], None]) -> None:
         """Compare all steps, waiting up to ``deadline`` seconds for the first stage. Raises UserError and DeadlineError, and

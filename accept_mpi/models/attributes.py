@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 _KEPT = (bool, int, float, str, type(None))
-_TORCHS_OWN = frozenset(vars(nn.Module()))
+_NO_STATE = frozenset({*vars(nn.Module()), "forward"})  # torch's own, and a method that something else has put there
 _MOST_INSIDE = 10_000  # parts of a container that are looked at
 
 
@@ -67,7 +67,7 @@ class Attributes:
             (path, name): (value, _digest(value, set()))
             for path, module in self._modules()
             for name, value in module.__dict__.items()
-            if name not in _TORCHS_OWN and not isinstance(value, (torch.Tensor, nn.Module, *_KEPT))
+            if name not in _NO_STATE and not isinstance(value, (torch.Tensor, nn.Module, *_KEPT))
         }
 
 

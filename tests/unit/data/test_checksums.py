@@ -115,3 +115,16 @@ def test_tests_are_compared_where_both_stages_have_them() -> None:
         else:
             with pytest.raises(UserError, match=r"in the evaluation after step 5: "):
                 drawn.check()
+
+
+def test_sums_of_two_evaluations_may_come_at_once() -> None:
+    (front, back), drawn, sent = ends(torch.arange(8), torch.arange(8))
+    for step in (3, 6):
+        for feed in (back, front):
+            feed.test(0, np.arange(4))
+            feed.end_test(step)
+    for step, sums in sent:
+        drawn.hear(step, sums | {1: sums[0]})  # another member's micro-batch, too
+    drawn.check_all(0.0, time.monotonic)
+    drawn.hear(~3, {1: sent[0][1][0]})  # late
+    drawn.check()

@@ -155,6 +155,13 @@ def test_what_nobody_reads_may_be_left(layer: nn.Module) -> None:
     stage.compute_again()
 
 
+def test_zero_bubble_s_own_forwards_are_no_state() -> None:
+    layers = Layers(0, ["a", "b"], [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout())])
+    stage = Stage(layers, parse(BASE, "job", ["pipeline.schedule=zero-bubble"]), find_loss("cross_entropy"), False)
+    stage.probe((torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
+    assert (stage.alone, stage.in_turn, stage.forgets) == ("", "", [])
+
+
 def test_a_loss_has_state_too() -> None:
     stage = probed(nn.ReLU(), Centred())
     assert 'changes the buffer "the loss.centre"' in stage.alone
