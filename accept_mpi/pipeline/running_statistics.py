@@ -21,16 +21,22 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _Blend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+def batch_norms(names: Sequence[str], layers: Sequence[nn.Module]) -> dict[str, nn.modules.batchnorm._BatchNorm]:
+    """The BatchNorm modules of layers, by name."""
+    return {
+        path: module
+        for name, layer in zip(names, layers, strict=True)
+        for path, module in layer.named_modules(prefix=name)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    }
+
+
 class RunningStatistics:
     """The running statistics of all BatchNorm layers of a stage."""
 
     def __init__(self, names: Sequence[str], layers: Sequence[nn.Module]) -> None:
-        self._modules = [
-            (f"{name}.{path}" if path else name, module)
-            for name, layer in zip(names, layers, strict=True)
-            for path, module in layer.named_modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
-        ]
+        norms = batch_norms(names, layers).items()
+        self._modules = [(name, module) for name, module in norms if module.running_mean is not None]
         self._sizes = [module.num_features for _, module in self._modules]
         self._half = sum(self._sizes)
         self.size = len(self._sizes) + 2 * self._half

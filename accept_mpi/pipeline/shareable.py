@@ -7,20 +7,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accept_mpi.models.losses import Divisors
+from accept_mpi.pipeline.running_statistics import batch_norms
 from accept_mpi.pipeline.weight_versions import same_bits
 
 _State = tuple[int, int, torch.Tensor | None]
 """Identity, number of writes and, if it has any, values of a buffer."""
-
-
-def batch_norms(names: Sequence[str], layers: Sequence[nn.Module]) -> dict[str, nn.modules.batchnorm._BatchNorm]:
-    """The BatchNorm modules of layers, by name."""
-    return {
-        path: module
-        for name, layer in zip(names, layers, strict=True)
-        for path, module in layer.named_modules(prefix=name)
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    }
 
 
 class Watch:

@@ -22,7 +22,8 @@ from accept_mpi.models.losses import Divisors, Loss
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.graph_edges import finite
 from accept_mpi.pipeline.micro_batch import InFlight, Key, Outputs
-from accept_mpi.pipeline.shareable import Watch, batch_norms
+from accept_mpi.pipeline.running_statistics import batch_norms
+from accept_mpi.pipeline.shareable import Watch
 from accept_mpi.pipeline.stage_state import Stateful
 from accept_mpi.pipeline.state import check_state
 from accept_mpi.pipeline.turns import calls_of_shared, hooked, why_in_turn
