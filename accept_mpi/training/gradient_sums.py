@@ -30,7 +30,7 @@ class GradientSums:
         self._group = parts[0].sums
         """The sums of the group that holds the stage, if one does."""
         self._left: dict[Key, Gradients] = {}
-        """Gradients that B computed while W is still to come, by micro-batch."""
+        """Gradients of B or of W, while those of the other are still to come, by micro-batch."""
         self._statistics: dict[int, list[torch.Tensor]] = {}
         """What this rank's micro-batches did to BatchNorm, by step, if no group needs it."""
         self._seen: Sequence[torch.Tensor] = []
@@ -46,13 +46,25 @@ class GradientSums:
             self._group.share_statistics(step, k, out.statistics)
 
     def after_backward(self, step: int, k: int, gradients: Gradients, scale: float, whole: bool) -> None:
-        """Take the gradients of micro-batch ``k``; only a part of them if they are not ``whole`` (W is to come). ``scale``:
-        that of the step, as known now."""
-        if (earlier := self._left.pop((step, k), None)) is not None:
-            gradients = _added(earlier, gradients)
-        if not whole:
+        """Take what B has computed of the gradients of micro-batch ``k``: all, if they are ``whole``, else without W's part.
+        ``scale``: that of the step, as known now."""
+        if whole:
+            self._add(step, k, gradients, scale)
+        else:
+            self._join(step, k, gradients, scale)
+
+    def after_weight_gradient(self, step: int, k: int, gradients: Gradients, scale: float) -> None:
+        """Take what W has computed. In lanes it may come before B's part: that waits for what earlier Bs have computed, in
+        lanes that are behind, and not all micro-batches have a W for this to wait for."""
+        self._join(step, k, gradients, scale)
+
+    def _join(self, step: int, k: int, gradients: Gradients, scale: float) -> None:
+        if (other := self._left.pop((step, k), None)) is None:
             self._left[step, k] = gradients
-            return
+        else:
+            self._add(step, k, _added(other, gradients), scale)
+
+    def _add(self, step: int, k: int, gradients: Gradients, scale: float) -> None:
         for part in self._parts:
             part.add(step, k, gradients, scale)
 
@@ -62,6 +74,7 @@ class GradientSums:
 
     def wait(self, step: int, deadline: float) -> None:
         """Wait for the other ranks' part of a step, before ``update``. Raises DeadlineError after ``deadline`` seconds."""
+        assert not any(one == step for one, _ in self._left), f"gradients of step {step + 1} are missing"
         gradients: Gradients = [None] * sum(len(part.parameters) for part in self._parts)
         scale = 1.0
         for n, part in enumerate(self._parts):

@@ -289,7 +289,8 @@ class Worker:
         def compute(stage: Stage) -> tuple[Tensors, Gradients, bool]:
             with self.recorder.span("B", step + 1, k):
                 result = stage.backward(step, k, gradients)
-            return result, *self._gradients(stage, step, k)
+            whole = (step, k) not in stage.in_flight  # nothing is left to W
+            return result, self._gradients(stage), whole
 
         def after(found: tuple[Tensors, Gradients, bool]) -> None:
             result, mine, whole = found
@@ -305,14 +306,14 @@ class Worker:
         """W of micro-batch ``k``."""
         scale = self._scale
 
-        def compute(stage: Stage) -> tuple[Gradients, bool]:
+        def compute(stage: Stage) -> Gradients:
             with self.recorder.span("W", step + 1, k):
                 stage.weight_gradient(step, k)
-            return self._gradients(stage, step, k)
+            return self._gradients(stage)
 
-        def after(found: tuple[Gradients, bool]) -> None:
+        def after(found: Gradients) -> None:
             if self._member:
-                self._member.after_backward(step, k, found[0], scale, found[1])
+                self._member.after_weight_gradient(step, k, found, scale)
 
         self._computing.do("W", step, k, compute, after)
 
@@ -321,11 +322,9 @@ class Worker:
         if self._clipping and self._clipping.early and (gradients := member.whole(step)) is not None:
             self._clipping.tell(step, gradients, self._positions)
 
-    def _gradients(self, stage: Stage, step: int, k: int) -> tuple[Gradients, bool]:
-        """What an action of micro-batch ``k`` has left in a stage, if gradients are summed apart, and whether they are
-        whole: nothing is left to W."""
-        whole = (step, k) not in stage.in_flight
-        return (stage.exchange_gradients() if self._member else []), whole
+    def _gradients(self, stage: Stage) -> Gradients:
+        """What an action has left in a stage, if gradients are summed apart."""
+        return stage.exchange_gradients() if self._member else []
 
     def update(self, step: int, version: int, steps: int) -> None:
         """U: make the optimizer's step; the last stage reports loss and speed. ``steps``: the run's last step."""

@@ -1,0 +1,41 @@
+"""A step's gradients, put together from what actions leave."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accept_mpi.training.gradient_sums import GradientSums, Part
+
+B_OF_0, W_OF_0, B_OF_1 = "B of 0", "W of 0", "B of 1"  # B of 1 leaves nothing to W
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([B_OF_0, W_OF_0, B_OF_1])))
+def test_parts_of_a_micro_batch_may_come_in_any_order(order: tuple[str, ...]) -> None:
+    """Lanes may end W before what follows from its B, which waits for earlier Bs. Such Bs' gradients were left out."""
+    stage: Any = SimpleNamespace(statistics=None, trained=[0, 1])
+    sums = GradientSums(stage, [Part([0, 1], None)], lambda step: [0, 1])
+
+    def of(value: float) -> torch.Tensor:
+        return torch.full((2,), value)
+
+    for action in order:
+        if action == B_OF_0:
+            sums.after_backward(5, 0, [of(1), None], 1.0, whole=False)
+        elif action == W_OF_0:
+            sums.after_weight_gradient(5, 0, [of(2), of(4)], 1.0)
+        else:
+            sums.after_backward(5, 1, [of(8), of(16)], 1.0, whole=True)
+    sums.wait(5, 1.0)
+    gradients, scale = sums._summed
+    assert scale == 1.0
+    assert [gradient.tolist() for gradient in gradients if gradient is not None] == [[11.0, 11.0], [20.0, 20.0]]
+
+
+def test_a_part_that_never_comes_is_an_error() -> None:
+    sums = GradientSums(SimpleNamespace(statistics=None), [Part([0], None)], lambda step: [0])  # type: ignore[arg-type]
+    sums.after_backward(0, 0, [torch.ones(1)], 1.0, whole=False)
+    with pytest.raises(AssertionError, match="gradients of step 1 are missing"):
+        sums.wait(0, 1.0)
