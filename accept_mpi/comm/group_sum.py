@@ -11,6 +11,7 @@ Source: reduce-scatter and all-gather as in Asteroid's group synchronization (se
 """
 
 import queue
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -57,6 +58,16 @@ class _Piece(NamedTuple):
     parameter: int
     start: int
     stop: int
+
+
+class _Contribution(NamedTuple):
+    """A member's contribution to a step."""
+
+    step: int
+    key: int
+    """Its place among all of the step (``GroupSum.keys``)."""
+    scale: float
+    chunks: list[torch.Tensor]
 
 
 @dataclass
@@ -175,7 +186,9 @@ class GroupSum:
         self._plane, self._group, self._count_of = plane, group, count_of
         self._layout = Layout(parameters, len(group.ranks)) if parameters else None
         self._owner = self._layout.owners(len(group.ranks)) if self._layout else []
-        self._ours: queue.SimpleQueue[tuple[int, int, float, list[torch.Tensor]]] = queue.SimpleQueue()
+        self._ours: queue.SimpleQueue[_Contribution] = queue.SimpleQueue()
+        self._given: deque[_Contribution] = deque()
+        """Contributions that the data plane has taken, and not passed on yet."""
         self._waiting: dict[tuple[int, int, int], tuple[torch.Tensor, float]] = {}
         """Contributions whose turn has not come, and the scales that came with them, by (step, chunk, contribution)."""
         self._sums: dict[tuple[int, int], _Sum] = {}
@@ -249,7 +262,7 @@ class GroupSum:
         ``scale``: factor for the step's gradients, as far as this member knows it."""
         if self._layout:
             key = k * len(self._group.tables) + self._group.own if self._group.exact else self._group.me
-            self._ours.put((step, key, scale, self._layout.pack(gradients)))
+            self._ours.put(_Contribution(step, key, scale, self._layout.pack(gradients)))
             self._plane.wake()
 
     def keys(self, step: int) -> list[int]:
@@ -295,17 +308,20 @@ class GroupSum:
     def move(self) -> bool:
         """Pass on this member's contributions, and add up what has arrived; returns True if there was anything."""
         moved = False
-        while not self._ours.empty():
-            moved = True
-            step, key, scale, chunks = self._ours.get()
-            if not self._group.exact or key // len(self._group.tables) == self.last_of_mine(step):
-                self._open.add(step)
-            for c, values in enumerate(chunks):
-                self._pass_on(step, c, key, scale, values)
         for (_, what), receiver in self._of.items():
             while (message := receiver.poll()) is not None:
                 moved = True
                 self._take(what, message)
+        while not self._ours.empty():
+            self._given.append(self._ours.get())
+        # What coding leaves out of a step goes into the next one, in every run: so that waits until the first is settled.
+        while self._given and not (self._open and self._coding.kind != "none"):
+            moved = True
+            step, key, scale, chunks = self._given.popleft()
+            if not self._group.exact or key // len(self._group.tables) == self.last_of_mine(step):
+                self._open.add(step)
+            for c, values in enumerate(chunks):
+                self._pass_on(step, c, key, scale, values)
         return moved
 
     @property

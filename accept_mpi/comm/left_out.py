@@ -31,7 +31,8 @@ class LeftOut:
 
     def added(self, step: int, c: int, scale: float, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Values of chunk ``c`` together with what was left out of it before, and the same as its receiver will decode them.
-        ``scale``: the step's, as far as it is known; ``settle`` keeps what this has not made up for."""
+        ``scale``: the step's, as far as it is known; ``settle`` keeps what this has not made up for, before
+        the next step comes."""
         before = self._left.pop(c, None)
         taken = 1 / scale if before is not None and scale else 0.0
         whole = values + before * taken if before is not None and taken else values
@@ -52,6 +53,4 @@ class LeftOut:
         left, rest = coded.error * scale, 1 - scale * coded.taken
         if coded.before is not None and rest:
             left += coded.before * rest
-        if (others := self._left.get(c)) is not None:  # another step was coded before this one was settled
-            left += others
         self._left[c] = left

@@ -78,3 +78,29 @@ def test_what_is_left_out_is_kept_in_units_of_the_update(guess: float, ahead: in
     # Values of up to 5, and a step of a fifteenth of twice that: each of the two messages leaves out half a step.
     assert most < 4.0
     assert float(owed.abs().mean()) < 0.5
+
+
+def test_sums_do_not_depend_on_when_messages_arrive() -> None:
+    """Members that take one micro-batch of each step give the next step's before they have the last sum, or after."""
+
+    def sums_of(at_once: bool) -> list[torch.Tensor]:
+        wires: dict[Any, deque[Any]] = {}
+        sums = [
+            GroupSum(Plane(me, wires), Group([0, 1], me, 0, [[0, 1]], False), [torch.zeros(5000)], 0, lambda step: 2, CODING)  # type: ignore[arg-type]
+            for me in range(2)
+        ]
+        torch.manual_seed(1)
+        for step in range(4):
+            for me, one in enumerate(sums):
+                one.contribute(step, me, [torch.randn(5000)], 1.0)
+                if at_once:
+                    one.move()
+            for _ in range(3 * at_once):
+                for one in sums:
+                    one.move()
+        for _ in range(20):
+            for one in sums:
+                one.move()
+        return [gradient for step in range(4) for gradient in sums[0].take(step, 1.0)[0] if gradient is not None]
+
+    assert all(map(torch.equal, sums_of(True), sums_of(False)))
