@@ -47,3 +47,10 @@ def set_threads(asked: int | str, cores: int, ranks_on_host: int) -> int:
         threads = max(1, cores // ranks_on_host)
     torch.set_num_threads(threads)
     return threads
+
+
+def set_own_threads(count: int) -> None:
+    """Set torch's threads for the thread that calls this. In a thread's first parallel region torch gives it the number that
+    any thread has set last; asking for the number has torch do that before."""
+    torch.get_num_threads()
+    torch.set_num_threads(count)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from accept_mpi.device.compute import here
+from accept_mpi.device.cpu import set_own_threads
 from accept_mpi.profiling.layer_timer import Subject, bytes_of, given_to, piece_of
 from accept_mpi.profiling.layer_times import bit_reversed_order, pieces
 from accept_mpi.profiling.timed_piece import TimedPiece
@@ -73,7 +74,7 @@ def _side_by_side(lanes: Sequence[TimedPiece], threads: int, seconds: float) -> 
 
     def compute(lane: int, once: Callable[[], object]) -> None:
         try:
-            torch.set_num_threads(threads)
+            set_own_threads(threads)
             together.wait()
             began = time.monotonic()
             while not counts[lane] or time.monotonic() - began < seconds:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from accept_mpi.device.cpu import set_own_threads
 from accept_mpi.errors import UserError
 from accept_mpi.logs.recorder import in_lane
 from accept_mpi.pipeline.lane_stage import lane_of
@@ -204,7 +205,7 @@ class LaneThreads:
                     pass
                 if self._error is None:
                     if not self._fresh[lane]:  # a thread's number of threads is its own; evaluation changes MKL's for all
-                        torch.set_num_threads(self._threads[lane])
+                        set_own_threads(self._threads[lane])
                         self._fresh[lane] = True
                     task.work()
             except BaseException as error:

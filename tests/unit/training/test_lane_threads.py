@@ -87,6 +87,22 @@ def test_forward_beside_backward_keeps_dependencies(tmp_path: Path) -> None:
     assert order.index("F0") < order.index("B0") < order.index("F2") < order.index("B2")
 
 
+def test_each_lane_computes_with_its_own_number_of_threads(tmp_path: Path) -> None:
+    """Torch gives a thread, at its first parallel region, the number that any thread has set last: B's beside F."""
+    computing = LaneThreads(stage(tmp_path), "F+B", 3, [0], lambda: None, lambda _: None)
+    found, begun = {}, threading.Event()
+
+    def act(kind: str, first: bool) -> None:
+        begun.set() if not first else begun.wait(10)
+        found[kind] = torch.get_num_threads()
+
+    computing.do("F", 0, 0, lambda _: act("F", True), lambda _: None)
+    computing.do("B", 0, 1, lambda _: act("B", False), lambda _: None)
+    computing.join()
+    computing.close()
+    assert found == {"F": 1, "B": 2}
+
+
 def test_an_error_ends_all(tmp_path: Path) -> None:
     failed: list[BaseException] = []
     computing = lanes(tmp_path, failed=failed)
