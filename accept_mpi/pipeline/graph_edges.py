@@ -54,6 +54,22 @@ class Enter(torch.autograd.Function):
         return None, None
 
 
+def apart(gradients: list[torch.Tensor | None], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Gradients of inputs in memory of their own. Autograd may have given a parameter the same (one that is added to a
+    single sample, as a view), and the gradients of later micro-batches are added there while these wait to be sent."""
+    grads = [p.grad for p in parameters if p.grad is not None] if gradients else []
+    own = [grad.data_ptr() for grad in grads if grad.layout is torch.strided]
+
+    def one(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None or gradient.layout is not torch.strided:
+            return gradient
+        memory = gradient.untyped_storage()
+        begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
+        return gradient.clone() if any(begin <= at < end for at in own) else gradient
+
+    return list(map(one, gradients))
+
+
 class Seeding(torch.autograd.Function):
     """A layer's outputs without a copy, whose backward first seeds the random numbers of the layer's backward."""
 

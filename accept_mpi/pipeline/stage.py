@@ -19,7 +19,7 @@ from accept_mpi.models.shared import lay_out
 from accept_mpi.pipeline.averages import Averages
 from accept_mpi.pipeline.correction import Correction
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
-from accept_mpi.pipeline.graph_edges import Box, Seeded, finite, seeded_backward
+from accept_mpi.pipeline.graph_edges import Box, Seeded, apart, finite, seeded_backward
 from accept_mpi.pipeline.micro_batch import InFlight, Inputs, Key, Outputs
 from accept_mpi.pipeline.muon import matrices
 from accept_mpi.pipeline.optimizer import make_optimizer, set_learning_rate, update
@@ -207,7 +207,8 @@ class Stage(Trials):
             flight.work = self._deferred.collect()
         else:
             del self.in_flight[step, micro_batch]
-        return self._compute.give([box.gradient for box in flight.boxes if box.wants_gradient])
+        found = [box.gradient for box in flight.boxes if box.wants_gradient]
+        return self._compute.give(apart(found, self.parameters))
 
     def weight_gradient(self, step: int, micro_batch: int) -> None:
         """W: compute the weight gradients that B left."""

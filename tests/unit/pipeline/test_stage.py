@@ -40,6 +40,31 @@ def test_a_first_layer_may_work_in_place() -> None:
     assert torch.equal(gradient, expected.grad)
 
 
+class Position(nn.Module):
+    """Its parameter's gradient is a view of its input's, if there is a single sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.position.unsqueeze(0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "1f1b-async"])
+def test_what_is_sent_back_has_memory_of_its_own(schedule: str) -> None:
+    """A micro-batch's gradient waits to be sent while those of later ones are added to the parameters', and then scaled."""
+    stage = make([Position()], schedule)
+    sent = []
+    for k in range(2):
+        stage.forward(0, k, (received(1, 3),))
+        sent += stage.backward(0, k, (torch.full((1, 3), 1.0 + k),))
+        if schedule == "zero-bubble":
+            stage.weight_gradient(0, k)
+    stage.update(0.1, 0, 0.5)
+    assert [gradient.tolist() for gradient in sent if gradient is not None] == [[[1.0] * 3], [[2.0] * 3]]
+
+
 def test_weight_stashing_keeps_the_weights_of_each_forward() -> None:
     """Assigning p.data would fail here: the graph of micro-batch 0 must use the weights from before the update."""
     stage = make([nn.Linear(3, 3, bias=False)], "1f1b-async")
