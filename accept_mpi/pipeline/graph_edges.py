@@ -1,5 +1,6 @@
 """Edges of a stage's autograd graph: where inputs enter it, and where gradients are given to its outputs."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,3 +101,21 @@ def finite(values: Sequence[torch.Tensor]) -> bool:
         if value.is_floating_point() and not torch.isfinite(value.detach().sum()) and not value.isfinite().all():
             return False
     return True
+
+
+def cast_twice(outputs: Sequence[torch.Tensor]) -> bool:
+    """True if a forward under autocast has used a parameter in lower precision more than once: torch kept the first cast for
+    the next use."""
+    uses: Counter[Any] = Counter()
+    waiting = [out.grad_fn for out in outputs if out.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is None:
+                continue
+            if node.name().startswith("ToCopy") and hasattr(node.next_functions[0][0], "variable"):
+                uses[node] += 1
+            elif node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return any(count > 1 for count in uses.values())

@@ -98,6 +98,8 @@ class Stage(Trials):
         """Reason why a group cannot hold the stage, found by ``probe``; empty: it can."""
         self.in_turn = ""
         """Reason why several threads cannot compute its micro-batches at a time, found by ``probe``; empty: they can."""
+        self.one_forward = ""
+        """Reason why several threads cannot compute forwards at a time, found by ``probe``; empty: they can."""
         self.forgets: list[str] = []
         """Attributes that forwards change and read, found by ``probe``: no checkpoint keeps them."""
         self._drawing: set[int] = set()
@@ -381,11 +383,10 @@ class Stage(Trials):
 
     def _precise(self) -> AbstractContextManager[object]:
         """A context in which forwards compute with the job's precision."""
-        return (
-            torch.autocast(self._compute.device.type, torch.bfloat16)
-            if self._job.train.precision == "bf16"
-            else nullcontext()
-        )
+        if self._job.train.precision != "bf16":
+            return nullcontext()
+        keeps = not isinstance(self._weights, LaneWeights)  # torch keeps casts for all threads
+        return torch.autocast(self._compute.device.type, torch.bfloat16, cache_enabled=keeps)
 
     def _seed_layer(self, index: int, seed: int) -> None:
         """Seed the random numbers of a layer; torch's own layers use torch's only."""

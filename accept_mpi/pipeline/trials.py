@@ -20,7 +20,7 @@ from accept_mpi.models.fine_tuning import Uses, check_called
 from accept_mpi.models.layers import Layers
 from accept_mpi.models.losses import Divisors, Loss
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
-from accept_mpi.pipeline.graph_edges import finite
+from accept_mpi.pipeline.graph_edges import cast_twice, finite
 from accept_mpi.pipeline.micro_batch import InFlight, Key, Outputs
 from accept_mpi.pipeline.running_statistics import batch_norms
 from accept_mpi.pipeline.shareable import Watch
@@ -48,6 +48,7 @@ class Trials(Stateful):
     start: int
     alone: str
     in_turn: str
+    one_forward: str
     forgets: list[str]
     _job: Job
     _seed: int
@@ -125,6 +126,9 @@ class Trials(Stateful):
         self._written |= writes.found()
         is_nan = _is_nan(out)
         watch.after_forward(self._divisors)
+        # Any thread that ends a forward drops the casts that torch keeps for all threads.
+        if cast_twice(self.in_flight[0, 0].outputs):
+            self.one_forward = "a forward uses a parameter twice in lower precision"
         if self._deferred is not None:
             self._deferred.look(self.in_flight[0, 0].outputs)
         gradients = gradients_of([TensorSpec.of(out) for out in out.outputs], out.tree)
@@ -202,6 +206,7 @@ class Trials(Stateful):
         self._written |= trial._written
         self.forgets = self.forgets or trial.forgets
         self.alone, self.in_turn = self.alone or trial.alone, self.in_turn or trial.in_turn
+        self.one_forward = self.one_forward or trial.one_forward
         if hooked(self.parameters):  # which a trial's copies have not
             self.in_turn = self.in_turn or "a parameter has hooks"
         self._drawing |= trial._drawing

@@ -173,6 +173,12 @@ class Counts(nn.Module):
         if x.device.type != "meta":
             self.calls += 1
         return self.linear(x)
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+    def forward(self, x):
+        return self.linear(self.linear(x).tanh())
 class Hooked(nn.Module):
     def __init__(self):
         super().__init__()
@@ -181,8 +187,8 @@ class Hooked(nn.Module):
     def forward(self, x):
         return self.linear(x)
 def net(kind):
-    return [nn.Flatten(), nn.Linear(192, 64), {"again": Again, "late": Late, "counts": Counts, "hooked": Hooked}[kind](),
-            nn.ReLU(), nn.Linear(64, 10)]
+    kinds = {"again": Again, "late": Late, "counts": Counts, "twice": Twice, "hooked": Hooked}
+    return [nn.Flatten(), nn.Linear(192, 64), kinds[kind](), nn.ReLU(), nn.Linear(64, 10)]
 """
 
 
@@ -192,13 +198,15 @@ def net(kind):
         ("again", "computes forwards again in its backward"),
         ("counts", "writes into its own parameters or buffers"),
         ("hooked", "a parameter has hooks"),
+        ("twice", "a forward uses a parameter twice in lower precision"),
         ("late", "draws random numbers that it did not draw in its first forward"),
     ],
 )
 def test_what_lanes_cannot_compute_is_refused(mpirun, tmp_path: Path, kind: str, why: str) -> None:
     (tmp_path / "nets.py").write_text(LAYERS)
     job = samples.CNN | {"model": f'name = "nets:net"\nargs = {{ kind = "{kind}" }}'}
-    path = samples.write_job(tmp_path / "job.toml", job, "run", **keys(2, pipeline_cuts=[2]))
+    more = {"train_precision": "bf16"} if kind == "twice" else {}
+    path = samples.write_job(tmp_path / "job.toml", job, "run", **keys(2, pipeline_cuts=[2], **more))
     said = mpirun(2, "-m", "accept_mpi", "train", path, code=2).out
     assert why in said, said
     assert "Traceback" not in said

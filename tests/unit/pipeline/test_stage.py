@@ -12,6 +12,7 @@ from accept_mpi.job_file import parse
 from accept_mpi.models import as_chain
 from accept_mpi.models.layers import Layers, build_layers
 from accept_mpi.models.losses import Loss, find_loss
+from accept_mpi.pipeline.lane_stage import lane_of
 from accept_mpi.pipeline.stage import Stage
 
 cross_entropy = find_loss("cross_entropy")
@@ -176,6 +177,30 @@ def test_layers_that_are_not_plain_defer_too_or_not_at_all() -> None:
         assert stage.layers[2].weight.grad is None
     assert len(results[0]) == 1 + 6
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class Twice(nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.linear, self.other, self.times = nn.Linear(3, 3), nn.Linear(3, 3), times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = self.linear(x).tanh()
+        return self.other(x)
+
+
+@pytest.mark.parametrize(("times", "precision", "possible"), [(1, "bf16", True), (2, "float32", True), (2, "bf16", False)])
+def test_lanes_do_not_share_casts_of_parameters(times: int, precision: str, possible: bool) -> None:
+    """Torch keeps them for all threads, so whether a lane cast a parameter again for a second use depended on the others."""
+    job = parse(BASE, "job", [f"train.precision={precision}"])
+    stage = Stage(Layers(0, ["0"], [Twice(times)]), job, None, False)
+    stage.probe((received(4, 3),), None, lambda specs, _: tuple(torch.ones(4, 3, dtype=one.torch_dtype) for one in specs))
+    assert (not stage.one_forward) == possible
+    stage.join_group()
+    for one, keeps in ((stage, True), (lane_of(stage), precision == "float32")):
+        with one._precise():
+            assert torch.is_autocast_cache_enabled() == keeps
 
 
 def test_probe_leaves_no_trace() -> None:
