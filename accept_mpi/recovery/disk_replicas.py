@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 
 _OLD = 7 * 24 * 3600.0  # seconds after which another run's replicas are removed
-_ATTENDED, _SURVEY, _ROOM, _COUNT = "attended", "survey", "room", "micro-batches"
+_ATTENDED, _SURVEY, _ROOM, _COUNT, _ORIGIN = "attended", "survey", "room", "micro-batches", "origin"
 """Names of files: the last start that this host took part in, the cluster profile, the memory of each rank, the number of
-micro-batches."""
+micro-batches, the manifest of the checkpoint that the run began with."""
 _MOST_DIGITS, _MOST_SURVEY = 20, 64 << 20
 
 
@@ -99,14 +99,28 @@ class DiskReplicas:
 
     def keep_cluster(self, cluster: Any) -> None:
         """Store the cluster profile (as plain values) for the next start's plan."""
-        data = msgspec.msgpack.encode(cluster)
-        with self._disk:
-            self._put(self._directory / _SURVEY, data)
+        self._keep_values(_SURVEY, cluster)
 
     def cluster(self) -> Any:
         """The profile that ``keep_cluster`` stored last; None if there is none or it is damaged."""
+        return self._values_in(_SURVEY)
+
+    def keep_origin(self, manifest: Any) -> None:
+        """Store the manifest (as plain values) of the checkpoint with which the run's first start has begun."""
+        self._keep_values(_ORIGIN, manifest)
+
+    def origin(self) -> Any:
+        """What ``keep_origin`` stored; None if there is nothing or it is damaged."""
+        return self._values_in(_ORIGIN)
+
+    def _keep_values(self, name: str, values: Any) -> None:
+        data = msgspec.msgpack.encode(values)
+        with self._disk:
+            self._put(self._directory / name, data)
+
+    def _values_in(self, name: str) -> Any:
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            return msgspec.msgpack.decode(_checked(self._directory / _SURVEY, _MOST_SURVEY))
+            return msgspec.msgpack.decode(_checked(self._directory / name, _MOST_SURVEY))
         return None
 
     def keep_room(self, place: int, nbytes: float) -> None:

@@ -165,6 +165,16 @@ def made_by(run: Path, who: str) -> list[Path]:
     return [path for path, manifest in reversed(_in_order(run)) if manifest and manifest.run == who]
 
 
+def same(where: Path, wanted: Manifest) -> Path | None:
+    """The checkpoint with just this manifest in the directory ``where``, a checkpoint's or a run's; None if it is not there.
+    Its tensors are not checked."""
+    with contextlib.suppress(OSError, ValueError):
+        if (where / "manifest.json").is_file():
+            return where if read_manifest(where) == wanted else None
+        return next((path for path, manifest in _in_order(where) if manifest == wanted), None)
+    return None
+
+
 def last_number(run: Path) -> int:
     """The highest number of a checkpoint in a run's directory; 0 if there is none."""
     return max((manifest.number for _, manifest in _in_order(run) if manifest), default=0)

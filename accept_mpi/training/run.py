@@ -29,7 +29,7 @@ from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.disk_replicas import DiskReplicas
 from accept_mpi.recovery.layer_state import load
-from accept_mpi.recovery.manifest import Manifest, made_by
+from accept_mpi.recovery.manifest import Manifest, made_by, same
 from accept_mpi.recovery.regroup import PlanInForce, newest_plan, next_plan, plan_after_loss, regroup
 from accept_mpi.recovery.replicas import Replicas
 from accept_mpi.recovery.restore import CheckpointStore, fetch, newest_snapshot
@@ -45,6 +45,7 @@ from accept_mpi.training.start import (
     prepare,
     read_job,
     room_here,
+    shared_origin,
     with_kept_micro_batches,
 )
 
@@ -108,6 +109,9 @@ class _Run:
         self._in_force: PlanInForce | None = None
         """The newest plan that this rank has built a deployment for."""
         self._lost = False
+        self._origin: Manifest | None = None
+        """The checkpoint with which the run has begun, on all ranks. After a loss, or in a later start, ``options.resume``
+        may not be there for another rank 0, or its newest checkpoint be another one."""
         self._begun: Begin | None = None
         """Beginning of the newest deployment."""
         self._notes: list[str] = []
@@ -191,9 +195,12 @@ class _Run:
         """Build a deployment, the first one if ``begin`` is None, and train with it. Returns the beginning of the next one;
         None at the end of the run."""
         state = self._state = self._state or prepare(runtime, self.job, self.options)
+        if self.options.resume:
+            self._began_with(shared_origin(runtime, self._origin, self._disk))
         stored = runtime.agree("the checkpoint", lambda: self._checkpoint(runtime) if runtime.rank == 0 else None)
-        manifest = share_manifest(runtime, stored)
+        manifest = share_manifest(runtime, stored) or self._origin
         if manifest:
+            self._began_with(self._origin or (manifest if manifest.run != self._ownership.run else None))
             self._goes_on_with(with_its_micro_batches(self.job, manifest))
         begin = self._begun = begin or self._first(runtime, state)
         if self._deployment:
@@ -201,7 +208,13 @@ class _Run:
         self._deployment = deployment = Deployment.start(runtime, state, begin.plan)
         if not begin.first and runtime.ranks_on_host > 1:
             give_back_memory()  # other ranks on this host may need the previous deployment's memory
-        snapshot = newest_snapshot(runtime, state.replicas, manifest.step if manifest else 0, len(state.chain))
+        on_disk = stored.manifest.step if stored else 0
+        snapshot = newest_snapshot(runtime, state.replicas, on_disk, len(state.chain))
+        if self._origin and snapshot.step < self._origin.step:
+            raise Agreed(
+                f"--resume: rank 0's host {runtime.hosts[0]['host']} does not have the checkpoint of step "
+                f"{self._origin.step} that the run began with at {self.options.resume}, and there is no later snapshot"
+            )
         batches = calendar(deployment.batches, manifest)
         course = course_of(self.job, batches, snapshot.step)
         changes: list[str] = []
@@ -277,6 +290,13 @@ class _Run:
             self._disk.keep_micro_batches(count)
         self.job = self._state.job = job
 
+    def _began_with(self, origin: Manifest | None) -> None:
+        """Remember the checkpoint with which the run has begun, for another start, too."""
+        if origin is not None and origin != self._origin:
+            self._origin = origin
+            if self._disk:
+                self._disk.keep_origin(msgspec.to_builtins(origin))
+
     def _log(
         self,
         runtime: Runtime,
@@ -341,7 +361,15 @@ class _Run:
                     return Checkpoint(path, most)
                 except UserError as mistake:
                     log.warning("passed over: %s", mistake)
-        return Checkpoint(self.options.resume, most) if self.options.resume else None
+        where = self.options.resume
+        if where is None or self._origin is None:
+            return Checkpoint(where, most) if where else None
+        again = same(where, self._origin)
+        try:
+            return Checkpoint(again, most) if again else None
+        except UserError as mistake:
+            log.warning("passed over: %s", mistake)
+            return None
 
     def _changes(self, runtime: Runtime, chain: Chain, manifest: Manifest, batches: Calendar) -> list[str]:
         """Lines on what differs from the run that made the checkpoint. Raises Agreed if it does not fit this job."""

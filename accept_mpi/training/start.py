@@ -29,6 +29,7 @@ from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.layer_timer import micro_batch
 from accept_mpi.recovery.disk_replicas import DiskReplicas
 from accept_mpi.recovery.layer_state import fitting
+from accept_mpi.recovery.manifest import Manifest
 from accept_mpi.recovery.replicas import Replicas
 from accept_mpi.training.data_here import Data, load_here
 from accept_mpi.training.deployment import RankState
@@ -156,6 +157,17 @@ def known_cluster(runtime: Runtime, disk: DiskReplicas | None, room: float) -> C
             there = [device.host for device in cluster.devices]
             if len(set(there)) == len(there) and set(wanted) <= set(there):
                 return cluster.only([there.index(host) for host in wanted]).within(rooms)
+    return None
+
+
+def shared_origin(runtime: Runtime, origin: Manifest | None, disk: DiskReplicas | None) -> Manifest | None:
+    """The manifest of the checkpoint with which the run has begun, if any rank knows it (``origin``) or has kept it of an
+    earlier start. All ranks call this together."""
+    mine = msgspec.to_builtins(origin) if origin else disk.origin() if disk else None
+    for kept in runtime.messenger.allgather(mine, runtime.startup_seconds, "the checkpoint that the run began with"):
+        if kept is not None:
+            with contextlib.suppress(msgspec.ValidationError):  # a damaged one
+                return msgspec.convert(kept, Manifest)
     return None
 
 

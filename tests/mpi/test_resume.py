@@ -1,15 +1,18 @@
 """A checkpoint resumes on any number of ranks and any cuts, bit for bit, and exports to the plain whole model."""
 
 import json
+import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import samples
 import torch
-from conftest import ROOT, finish, mpirun_command
+from conftest import ROOT, Finished, finish, mpirun_command
+from lost_ranks import run
 from safetensors.torch import load_file
 
 from accept_mpi import data, models
@@ -237,3 +240,92 @@ def test_what_hosts_have_kept_of_another_model_is_passed_over(mpirun, tmp_path: 
     assert "what hosts have kept of step 3 is passed over" in out
     assert "resumed from" not in out
     samples.assert_equal(Checkpoint(tmp_path / "run").whole(), samples.plain(samples.CNN).train(4, 24, 5))
+
+
+WHILE_NET = """
+import os
+from torch import nn
+import torch
+
+calls = 0
+
+class Meanwhile(nn.Module):
+    def forward(self, x):
+        global calls
+        calls += 1
+        if calls == 40 and os.path.exists("meanwhile"):
+            os.system("sh meanwhile")
+        return x
+
+def model():
+    return nn.Sequential(Meanwhile(), nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+def data():
+    x = torch.randn(90, 4, generator=torch.Generator().manual_seed(1))
+    y = x[:, :3].argmax(1)
+    return list(zip(x, y)), list(zip(x[:10], y[:10]))
+"""
+WHILE_JOB = """
+model.name = "net:model"
+data.name = "net:data"
+pipeline.cuts = "even"
+recovery.replicate_every = 1
+[train]
+batch_size = 20
+micro_batches = 4
+steps = 40
+evaluate_every = 0
+optimizer = { name = "sgd", lr = 0.05, momentum = 0.9 }
+"""
+MEANWHILE = {
+    "it is not there for another rank 0": "mv part gone",
+    "another run has gone on from there": "mv other/checkpoints/step-00000039 part/checkpoints/",
+}
+
+
+def straight_and_part(folder: Path, trained: Callable[..., list[Finished]]) -> dict[str, torch.Tensor]:
+    """Make the run ``part``, of 3 steps, and ``other``, which goes on from there in its own way; returns the weights of a
+    run without a pause."""
+    (folder / "net.py").write_text(WHILE_NET)
+    (folder / "job.toml").write_text(WHILE_JOB)
+    other = ["--resume", "part", "train.lr=0.01", "train.steps=39"]
+    keys = ["output.directory=straight"], ["output.directory=part", "train.steps=3"], ["output.directory=other", *other]
+    trained(1, folder, [["job.toml", *own] for own in keys])
+    return Checkpoint(folder / "straight").whole()
+
+
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+def test_a_loss_after_resuming(trained, tmp_path: Path, meanwhile: str) -> None:
+    """The run goes on from its snapshots, whatever has become of the checkpoint that it began with."""
+    expected = straight_and_part(tmp_path, trained)
+    (tmp_path / "meanwhile").write_text(MEANWHILE[meanwhile])
+    command: list[object] = ["-m", "accept_mpi", "train", "job.toml", "--set", "output.directory=rest", "--resume", "part"]
+    code, out = run(tmp_path, command, "0@backward:60", 2)
+    assert code == 0, out
+    assert "lost rank 0" in out, out
+    samples.assert_equal(Checkpoint(tmp_path / "rest").whole(), expected)
+
+
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+def test_another_start_after_resuming(trained, tmp_path: Path, meanwhile: str) -> None:
+    """The same where all ranks are lost, and ``launch`` starts the run again."""
+    expected = straight_and_part(tmp_path, trained)
+    command: list[object] = ["-m", "accept_mpi", "train", "job.toml", "--set", "output.directory=rest", "--resume", "part"]
+    _, out = run(tmp_path, [*command, "--run", f"{tmp_path.name}/1"], "0@backward:60 1@backward:60", 2)
+    assert not complete(tmp_path / "rest"), out
+    (tmp_path / "meanwhile").write_text("true")
+    assert os.system(f"cd {tmp_path} && {MEANWHILE[meanwhile]}") == 0
+    code, out = run(tmp_path, [*command, "--run", f"{tmp_path.name}/2"], "", 2)
+    assert code == 0, out
+    assert "resumed from the snapshot that hosts have kept" in out, out
+    samples.assert_equal(Checkpoint(tmp_path / "rest").whole(), expected)
+
+
+def test_what_a_run_began_with_is_lost(trained, tmp_path: Path) -> None:
+    """And so are all snapshots: another checkpoint in its place is not taken for it."""
+    straight_and_part(tmp_path, trained)
+    (tmp_path / "meanwhile").write_text(MEANWHILE["another run has gone on from there"] + "; rm -r part/checkpoints/*3")
+    command: list[object] = ["-m", "accept_mpi", "train", "job.toml", "--set", "output.directory=rest", "--resume", "part"]
+    code, out = run(tmp_path, [*command, "--set", "recovery.replicate_every=0"], "1@backward:60", 2)
+    assert code == 2, out
+    assert "does not have the checkpoint of step 3 that the run began with at part" in out, out
