@@ -35,6 +35,7 @@ _END_SECONDS, _LOST_SECONDS = 5.0, 1.0
 """Seconds from SIGTERM to SIGKILL; fewer after a lost host, for whose daemon mpirun would wait in vain."""
 _LAST_WORDS_SECONDS = 1.0
 _CHECKPOINT_SECONDS = 30.0
+"""Seconds that a checkpoint before another start may take; one that a signal asks for may take longer."""
 _DONE_SECONDS = 60.0
 """Seconds from rank 0's last line until an mpirun that does not end is killed."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -282,19 +283,32 @@ class Supervisor:
     def _end(self, start: _Start, checkpoint: bool = False, seconds: float = _END_SECONDS) -> None:
         """End a start: with ``checkpoint`` by SIGUSR1, which mpirun forwards and ranks answer with a checkpoint; then by
         SIGTERM (immediately after a second signal to the supervisor); after ``seconds`` more by SIGKILL."""
-        asked = len(self._signals)
-        signals = [(signal.SIGUSR1, _CHECKPOINT_SECONDS)] if checkpoint else []
-        for number, most in [*signals, (signal.SIGTERM, seconds)]:
-            start.process.send_signal(number)
-            until = time.monotonic() + most
-            while start.process.poll() is None and time.monotonic() < until:
-                if number == signal.SIGUSR1 and (len(self._signals) > max(asked, 1) or _ended(start)):
-                    break
+        if checkpoint:
+            start.process.send_signal(signal.SIGUSR1)
+            self._wait_for_checkpoint(start)
+        if start.process.poll() is None:
+            start.process.send_signal(signal.SIGTERM)
+            until = time.monotonic() + seconds
+            while start.process.poll() is None:
+                if time.monotonic() > until:
+                    os.killpg(start.process.pid, signal.SIGKILL)
+                    start.process.wait()
                 time.sleep(_POLL / 10)
-            if start.process.poll() is not None:
+
+    def _wait_for_checkpoint(self, start: _Start) -> None:
+        """Wait until a start ends that is to make a checkpoint, or has had its time. If a signal has asked for it, it may be
+        the only one: once there are steps to lose, it has time as long as the run is not stalled, or till another signal."""
+        sent, asked, told = time.monotonic(), len(self._signals), False
+        while start.process.poll() is None and not _ended(start) and len(self._signals) <= max(asked, 1):
+            now = time.monotonic()
+            late = now - sent > _CHECKPOINT_SECONDS
+            waited = now - max(sent, start.moved)
+            if late and (not self._signals or not start.steps or waited > self.request.stall):
                 return
-        os.killpg(start.process.pid, signal.SIGKILL)
-        start.process.wait()
+            if late and not told:
+                _say("the checkpoint is not there yet; another signal ends the run without it")
+                told = True
+            time.sleep(_POLL / 10)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGHUP or not self._signals:  # a closing terminal sends several SIGHUPs

@@ -1,6 +1,7 @@
 """The supervisor, with a make-believe mpirun and launch agent."""
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,28 @@ def test_mistakes_are_one_sentence(tmp_path: Path, mpirun: Path) -> None:
         Supervisor(Request(job, hostfile=tmp_path / "empty"))
     with pytest.raises(UserError, match="cannot read the job file"):
         Supervisor(Request(tmp_path / "none.toml", ranks=1))
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+def test_a_stop_waits_for_its_checkpoint_as_long_as_the_run_goes_on(
+    tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], patience: int
+) -> None:
+    """Over slow links it takes a minute, and there may be no other. A second signal ends the run at once."""
+    monkeypatch.setattr(supervisor, "_CHECKPOINT_SECONDS", 0.1)
+    script(
+        mpirun,
+        'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi',
+        f'echo "$*" >> {tmp_path}/calls',
+        "trap 'asked=1' USR1",
+        "echo step 3/50  epoch 0",
+        "kill -TERM $PPID",
+        'until [ "$asked" ]; do sleep 0.05; done',
+        "for step in 4 5 6 7 8 9; do sleep 0.1; echo step $step/50  epoch 0; done",
+        f"[ {patience} = 2 ] && kill -TERM $PPID && for n in $(seq 500); do sleep 0.1; done",
+        "echo 'accept_mpi: rank 0 on host pi: stopped by a signal after step 9; go on with --resume run' >&2",
+        "exit 3",
+    )
+    code, calls = supervised(tmp_path, [])
+    assert code == (3 if patience == 1 else -signal.SIGTERM)
+    assert len(calls) == 1
+    assert "another signal ends the run without it" in capfd.readouterr().err
