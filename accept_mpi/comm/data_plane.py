@@ -139,11 +139,14 @@ class DataPlane(threading.Thread):
         self.wake()
 
     def stop(self, deadline: float) -> None:
-        """Send all queued messages and end the thread. Raises DeadlineError if that takes more than ``deadline`` seconds,
-        or the error that ended the thread."""
+        """Send all queued messages, a checkpoint's perhaps, and end the thread. Raises DeadlineError if none of them arrives
+        for ``deadline`` seconds, or the error that ended the thread."""
         self._stopping = True
         self.wake()
-        self.join(deadline)
+        arrived = -1
+        while self.is_alive() and arrived < self._messenger.arrived:
+            arrived = self._messenger.arrived
+            self.join(deadline)
         self.check()
         if self.is_alive():
             raise DeadlineError(f"waited {deadline:.0f} s for the other ranks to take the last messages")

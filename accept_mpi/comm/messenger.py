@@ -49,6 +49,8 @@ class Messenger:
         self._receiving: tuple[MPI.Request, bytearray, int] | None = None
         self._status = MPI.Status()
         self._received: deque[Message] = deque()
+        self.arrived = 0
+        """Number of messages of the queue that have reached their receivers."""
         self._interrupt: Callable[[], None] | None = None
         """A call that the polling thread makes at its next poll."""
 
@@ -72,6 +74,7 @@ class Messenger:
             self._interrupt = None
         if self._sending and self._sending.look():
             self._sending = None
+            self.arrived += 1
         if self._beside:
             self._beside = [sending for sending in self._beside if not sending.look()]
         if self._queue and not self._sending:

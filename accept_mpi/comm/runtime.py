@@ -6,6 +6,7 @@ log and abort the job, so that no rank waits for a dead one.
 """
 
 import logging
+import math
 import os
 import socket
 import sys
@@ -178,7 +179,8 @@ class Runtime:
     def finish(self, exit_code: int) -> NoReturn:
         """End the process with ``exit_code``; all ranks call this together."""
         if not self.survives:
-            self.messenger.allgather(None, self.startup_seconds, "the end of the run")
+            # Without a deadline: those that still send or write a checkpoint have theirs, and the lifeline tells of a loss.
+            self.messenger.allgather(None, math.inf, "the end of the run")
         self.lifeline.close()
         if self.world != MPI.COMM_WORLD:
             # MPI_Finalize sometimes waits for lost ranks. The surviving ones have agreed that all is done, so skip it.

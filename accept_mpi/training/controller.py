@@ -46,6 +46,8 @@ class Controller:
         """True if this deployment has ended the run before its time."""
         self._stop_at: int | None = None
         """Step after which a signal ends the run, with a checkpoint."""
+        self._chunk = 0.0
+        """Time (monotonic seconds) at which the newest piece of a checkpoint arrived."""
         self._newest: dict[type[Control], int] = {}
         """The last step that observers have been given, by kind of report."""
 
@@ -66,6 +68,7 @@ class Controller:
         """
         control = message.control
         if isinstance(control, CheckpointChunk):
+            self._chunk = time.monotonic()
             if self._mistake is None:
                 try:
                     self.writer.take(control)
@@ -89,18 +92,18 @@ class Controller:
             raise Stopped(f"stopped by a signal after step {self._stop_at}; go on with --resume {self.writer.run}")
 
     def wait_for_all(self, ranks: int, deadline: float, check: Callable[[], None]) -> None:
-        """Deliver until each of ``ranks`` ranks has sent its last message. Raises DeadlineError after ``deadline`` seconds,
-        and whatever ``check`` raises.
+        """Deliver until each of ``ranks`` ranks has sent its last message. Raises DeadlineError after ``deadline`` seconds
+        without a piece of a checkpoint, and whatever ``check`` raises.
 
         The deadline may be infinite while others train: their own waits are limited, and the lifeline reports lost ranks.
         """
-        until = time.monotonic() + deadline
+        began = time.monotonic()
         while self._left < ranks:
             check()
             self.deliver()
             with contextlib.suppress(queue.Empty):
                 self._deliver(self._mail.get(timeout=0.1))
-            if time.monotonic() > until:
+            if time.monotonic() > max(began, self._chunk) + deadline:
                 raise DeadlineError(
                     f"waited {deadline:.0f} s for the last results; {self._left} of {ranks} ranks sent theirs"
                 )

@@ -174,7 +174,7 @@ class _Run:
         """True if the run has ended before its last step, since it no longer gets better; on all ranks alike."""
         controller = self._records.controller if self._records else None
         mine = controller is not None and controller.over
-        return bool(runtime.messenger.broadcast(mine, runtime.startup_seconds, "whether the run goes on"))
+        return bool(runtime.messenger.broadcast(mine, math.inf, "whether the run goes on"))  # as in ``Runtime.finish``
 
     def _better(self, runtime: Runtime) -> Begin:
         """Share the better plan that rank 0 has found, after the old one has ended for it."""

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import samples
 from conftest import ROOT
-from lost_ranks import run
+from lost_ranks import expected, run
 
 from accept_mpi.logs.reader import open_log
+from accept_mpi.recovery.checkpoint import Checkpoint
 
 PAUSES = 20  # of bad_moments.py
 
@@ -48,8 +49,18 @@ def test_training_does_not_wait_for_a_checkpoint(mpirun, tmp_path: Path) -> None
         tmp_path / "job.toml", samples.CNN, "run", train_clip_norm=1.0, train_steps=8, train_evaluate_every=0,
         pipeline_cuts=[3], pipeline_timeout=5.0, output_checkpoint_every=3,
     )  # fmt: skip
-    mpirun(2, ROOT / "tests" / "programs" / "slow_checkpoint.py", job, 8.0)
+    mpirun(2, ROOT / "tests" / "programs" / "slow_checkpoint.py", job, 8.0, 1)
     with open_log(tmp_path / "run" / "log.h5") as log:
         ends = log["steps"]["end"][:]
     assert len(ends) == 8
     assert ends[-1] - ends[2] < 6.0
+
+
+def test_the_last_checkpoint_has_time_as_long_as_it_arrives(mpirun, tmp_path: Path) -> None:
+    """A gigabyte takes ten minutes at 20 Mbit/s, and more than the deadline; the other ranks wait for it at the end."""
+    job = samples.write_job(
+        tmp_path / "job.toml", samples.CNN, "run", train_evaluate_every=0, pipeline_startup_timeout=16.0,
+        pipeline_cuts=[2, 4],
+    )  # fmt: skip
+    mpirun(3, ROOT / "tests" / "programs" / "slow_checkpoint.py", job, 10.0, 2)
+    samples.assert_equal(Checkpoint(tmp_path / "run").whole(), expected())
