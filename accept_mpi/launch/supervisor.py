@@ -277,7 +277,8 @@ class Supervisor:
                 if more and start.steps:
                     _say(f"{', '.join(more)} answers again")
                     self._end(start, checkpoint=True)
-                    return "back"
+                    start.close()
+                    return "done" if start.done else "back"  # its last step may have been under way
             time.sleep(_POLL)
 
     def _end(self, start: _Start, checkpoint: bool = False, seconds: float = _END_SECONDS) -> None:

@@ -207,3 +207,25 @@ def test_a_stop_waits_for_its_checkpoint_as_long_as_the_run_goes_on(
     assert code == (3 if patience == 1 else -signal.SIGTERM)
     assert len(calls) == 1
     assert "another signal ends the run without it" in capfd.readouterr().err
+
+
+def test_a_job_that_is_done_while_it_is_to_begin_again(
+    tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host answers again in its last step: it is not made anew, for which there may be no checkpoint."""
+    agent = script(tmp_path / "agent", f"[ $1 != pi2 -o -e {tmp_path}/calls ] || exit 255")
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(agent))
+    monkeypatch.setattr(supervisor, "_ASK_EVERY", 0.0)
+    script(
+        mpirun,
+        'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi',
+        f'echo "$*" >> {tmp_path}/calls',
+        "trap 'asked=1' USR1",
+        "echo step 4/5  epoch 0",
+        'until [ "$asked" ]; do sleep 0.05; done',
+        'echo "step 5  done: no evaluation"',
+    )
+    (tmp_path / "edges").write_text("pi1\npi2\n")
+    code, calls = supervised(tmp_path, [], hostfile=tmp_path / "edges", ranks=None, restarts=0)
+    assert code == 0
+    assert len(calls) == 1
