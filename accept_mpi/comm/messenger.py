@@ -43,7 +43,7 @@ class Messenger:
         """``comm``: communicator that only this messenger uses."""
         self._comm = comm
         self.rank, self.size = self._comm.rank, self._comm.size
-        self._queue: deque[tuple[int, bytes]] = deque()
+        self._queue: deque[tuple[int, Control]] = deque()
         self._sending: Sending | None = None
         self._beside: list[Sending] = []
         self._receiving: tuple[MPI.Request, bytearray, int] | None = None
@@ -59,8 +59,9 @@ class Messenger:
         self._interrupt = call
 
     def send(self, dest: int, control: Control) -> None:
-        """Queue a message to rank ``dest``. Calls of ``poll`` send the queue in order, one message at a time."""
-        self._queue.append((dest, msgspec.msgpack.encode(control)))
+        """Queue a message to rank ``dest``. Calls of ``poll`` send the queue in order, one message at a time. Nothing may
+        change the message any more: it becomes bytes when its turn comes, so a checkpoint that waits is there once."""
+        self._queue.append((dest, control))
 
     def begin(self, dest: int, control: Control) -> Sending:
         """Send a message to rank ``dest`` immediately, ahead of the queue."""
@@ -78,7 +79,8 @@ class Messenger:
         if self._beside:
             self._beside = [sending for sending in self._beside if not sending.look()]
         if self._queue and not self._sending:
-            self._sending = self._start(*self._queue.popleft())  # one at a time: a checkpoint cannot crowd out training
+            dest, control = self._queue.popleft()  # one at a time: a checkpoint cannot crowd out training
+            self._sending = self._start(dest, msgspec.msgpack.encode(control))
         # Receive one at a time, in order. A long message (a piece of a snapshot) takes many polls to arrive.
         while self._receiving or self._find():
             assert self._receiving

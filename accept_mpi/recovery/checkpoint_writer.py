@@ -16,12 +16,12 @@ from typing import Any, BinaryIO
 
 import msgspec
 import torch
-from safetensors.torch import save
 
 from accept_mpi.comm.messages import CheckpointChunk
 from accept_mpi.errors import UserError
 from accept_mpi.recovery.checkpoint import directory_of
 from accept_mpi.recovery.manifest import PARTS, File, Manifest, Part, StageFiles, complete, last_number
+from accept_mpi.recovery.tensor_file import written
 
 _CHUNK = 1 << 20  # bytes per message
 
@@ -29,11 +29,11 @@ _CHUNK = 1 << 20  # bytes per message
 def chunks(
     step: int, stage: int, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]
 ) -> Iterator[CheckpointChunk]:
-    """Yield a stage's two files as messages for ``CheckpointWriter.take``."""
+    """Yield a stage's two files as messages for ``CheckpointWriter.take``. They share the tensors' memory."""
     for part, tensors in zip(PARTS, (weights, optimizer), strict=True):
-        data = memoryview(save(tensors))
-        for offset in range(0, len(data), _CHUNK):
-            yield CheckpointChunk(step, stage, part, len(data), data[offset : offset + _CHUNK])
+        total, pieces = written(tensors, _CHUNK)
+        for data in pieces:
+            yield CheckpointChunk(step, stage, part, total, data)
 
 
 class CheckpointWriter:

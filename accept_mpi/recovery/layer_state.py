@@ -41,7 +41,8 @@ class Copy:
 
 def states(stage: Stage) -> Blobs:
     """Present states of all layers of a stage."""
-    return {layer: copy.blob for layer, copy in copies(stage).items()}
+    found = copies(stage)
+    return {layer: found.pop(layer).blob for layer in list(found)}  # each copy goes when it has become bytes
 
 
 def copies(stage: Stage) -> dict[int, Copy]:

@@ -1,4 +1,4 @@
-"""Checks the header of a safetensors file before anything in the file is trusted.
+"""Safetensors files: checks the header of one before anything in it is trusted, and writes one without copies.
 
 8 bytes   length of the header, little-endian
 header    JSON: {name: {"dtype": "F32", "shape": [3, 3], "data_offsets": [begin, end]}, "__metadata__": {...}}
@@ -6,9 +6,11 @@ data      the tensors' bytes, one after another
 """
 
 import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import BinaryIO
 
 import msgspec
+import torch
 
 from accept_mpi.errors import shown
 
@@ -18,6 +20,13 @@ _ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
+_NAMES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.uint16: "U16", torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint32: "U32",
+    torch.int32: "I32", torch.float32: "F32", torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64",
+    torch.complex64: "C64",
+}  # fmt: skip
+_ALIGNED = 8  # bytes: the tensors begin at a multiple
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -55,3 +64,47 @@ def read_header(file: BinaryIO, size: int) -> dict[str, Entry]:
     if end != size - 8 - length:
         raise ValueError(f"it has {size - 8 - length} bytes of tensors, not the {end} that its header tells of")
     return entries
+
+
+def written(tensors: Mapping[str, torch.Tensor], size: int) -> tuple[int, Iterator[memoryview]]:
+    """Size of a file with these contiguous tensors, and the file in pieces of at most ``size`` bytes. Large pieces share
+    the tensors' memory: safetensors' own ``save`` makes three more copies of all of them. Raises ValueError for a dtype
+    that such a file cannot have."""
+    entries: dict[str, Entry] = {}
+    end = 0
+    # Larger values first, as ``save`` has them, so that all of them lie at multiples of their size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in _NAMES:
+            raise ValueError(f'"{name}" has values of a kind ({tensor.dtype}) that a file cannot have')
+        begin, end = end, end + tensor.nbytes
+        entries[name] = Entry(_NAMES[tensor.dtype], list(tensor.shape), (begin, end))
+    header = msgspec.json.encode(entries)
+    header += b" " * (-len(header) % _ALIGNED)
+    parts = [memoryview(len(header).to_bytes(8, "little") + header), *(_bytes_of(tensors[name]) for name in order)]
+    return 8 + len(header) + end, _pieces(parts, size)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A contiguous tensor's memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _pieces(parts: Iterable[memoryview], size: int) -> Iterator[memoryview]:
+    """Yield the same bytes in pieces of at most ``size``: whole ones as they are, rests joined."""
+    rest = bytearray()
+    for part in parts:
+        while part:
+            if not rest and len(part) >= size:
+                yield part[:size]
+                part = part[size:]
+                continue
+            taken = size - len(rest)
+            rest += part[:taken]
+            part = part[taken:]
+            if len(rest) == size:
+                yield memoryview(rest)
+                rest = bytearray()
+    if rest:
+        yield memoryview(rest)

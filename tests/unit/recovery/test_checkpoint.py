@@ -5,7 +5,9 @@ import os
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from accept_mpi.errors import UserError
@@ -35,6 +37,24 @@ def write(run: Path, *steps: int, keep: int = 0, who: str = "", after: int = 0) 
         assert complete(run) == before, "not there before it is whole"
         writer.take(messages[-1])
         assert writer.wait(step, 600)
+
+
+def test_chunks_share_the_memory_of_what_is_written() -> None:
+    """safetensors' own ``save`` holds three more copies of all tensors: a device whose memory was full in training was
+    killed by its last checkpoint."""
+    large, small = torch.randn(3 << 18), {f"a.b{n}": torch.full((n, 2), n, dtype=torch.float64) for n in range(3)}
+    kinds = (torch.bool, torch.bfloat16, torch.int64, torch.uint8, torch.float16)
+    others = {f"a.{dtype}": torch.ones((), dtype=dtype) for dtype in kinds}
+    tensors = {"a.weight": large, **small, **others}
+    found = [chunk for chunk in chunks(1, 0, tensors, {}) if chunk.part == "weights"]
+    where = [np.frombuffer(chunk.data, np.uint8).ctypes.data for chunk in found]
+    assert sum(large.data_ptr() <= at < large.data_ptr() + large.nbytes for at in where) >= 2
+    assert {chunk.total for chunk in found} == {sum(len(chunk.data) for chunk in found)}
+    read = safetensors.torch.load(b"".join(chunk.data for chunk in found))
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor)
 
 
 def test_a_later_one_may_be_on_the_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
