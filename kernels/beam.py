@@ -14,7 +14,7 @@ from accept_mpi.kernels.search import SHARED, extend
 )
 def beam(  # type: ignore[no-untyped-def]
     prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, alive,
-    copies, cap, ordered, work, speed, used, table, scores, end,
+    copies, fixed, least, cap, ordered, work, speed, used, table, scores, end,
 ):  # fmt: skip
     """Search as ``search.reach`` does, for many devices: among points with equally many stages, only the most promising are
     followed.
@@ -43,7 +43,7 @@ def beam(  # type: ignore[no-untyped-def]
                     continue
                 reached = extend(
                     prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, alive,
-                    copies, cap, False, a, first, i, c, level, layers, out_i, out_c,
+                    copies, fixed, least, cap, False, a, first, i, c, level, layers, out_i, out_c,
                 )  # fmt: skip
                 rest = left[p] - speed[a]
                 if ordered:

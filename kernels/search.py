@@ -16,7 +16,8 @@ Arguments that all kernels share (N devices, L layers, C codecs; seconds and byt
   ``values`` and ``other``;
 * ``state`` and ``held`` (L+1): bytes before each layer of weights and what goes with them, and of activations;
 * ``capacity`` (N): bytes; ``kept``, ``alive`` and ``copies`` (N): micro-batches in flight, those of them that hold their
-  activations, and versions of the weights, by the number of stages behind.
+  activations, and versions of the weights, by the number of stages behind;
+* ``fixed`` and ``least`` (L+1): bytes before each layer that do not depend on that, and bytes that must fit by themselves.
 
 A stage also holds what it received of each micro-batch in flight, 4 bytes per value.
 """
@@ -27,14 +28,15 @@ from accept_mpi.kernels.options import NJIT
 
 SHARED = (
     "float64[:,::1], float64[:,:,::1], float64[::1], float64[::1], float64[:,::1], float64[::1], float64[::1], "
-    "float64[:,:,::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1]"
+    "float64[:,:,::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], float64[::1], "
+    "float64[::1]"
 )
 
 
 @nb.njit(f"int64({SHARED}, float64, boolean, int64, int64, int64, int64, int64, int64, int32[::1], int32[::1])", **NJIT)
 def extend(  # type: ignore[no-untyped-def]
     prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, alive,
-    copies, cap, every, a, d, i, c, behind, most, out_i, out_c,
+    copies, fixed, least, cap, every, a, d, i, c, behind, most, out_i, out_c,
 ):  # fmt: skip
     """Find the points that device ``a`` reaches by holding layers in front of ``i``, where device ``d`` begins with codec
     ``c`` (``d`` is -1 where the model ends). Writes them to ``out_i`` and ``out_c`` and returns their number; without
@@ -53,8 +55,8 @@ def extend(  # type: ignore[no-untyped-def]
         seconds = prefix[a, i] - prefix[a, j] + base
         if whole:
             seconds += extra[a, j, i]
-        memory = copies[behind] * (state[i] - state[j]) + alive[behind] * (held[i] - held[j])
-        if seconds > cap or memory > capacity[a]:
+        memory = copies[behind] * (state[i] - state[j]) + alive[behind] * (held[i] - held[j]) + fixed[i] - fixed[j]
+        if seconds > cap or memory > capacity[a] or least[i] - least[j] > capacity[a]:
             low = j + 1
         else:
             first = j
@@ -75,6 +77,7 @@ def extend(  # type: ignore[no-untyped-def]
             there = values[j] * value_bytes[codec] + other[j]
             received = 4.0 * values[j] + other[j]
             memory = copies[behind] * (state[i] - state[j]) + alive[behind] * (held[i] - held[j]) + kept[behind] * received
+            memory += fixed[i] - fixed[j]
             if seconds > cap or message + there > cap * nic[a] or memory > capacity[a]:
                 continue
             if values[j] <= coded and other[j] <= whole_bytes:
@@ -131,7 +134,7 @@ def insert(values, other, every, relays, i, c, total, from_key, from_point, tabl
 )
 def reach(  # type: ignore[no-untyped-def]
     prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, alive,
-    copies, cap, fill, ordered, relays, floor, table, sums, counts, end,
+    copies, fixed, least, cap, fill, ordered, relays, floor, table, sums, counts, end,
 ):  # fmt: skip
     """Find a plan in which nothing takes longer than ``cap``; with ``fill`` > 0, the one with the least sum of ``fill``
     times the stages' seconds and all transfers. Its key, point and first device are written to ``end``.
@@ -190,7 +193,7 @@ def reach(  # type: ignore[no-untyped-def]
                     i, c, total = table[key, p, 0], table[key, p, 1], sums[key, p]
                 reached = extend(
                     prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, alive,
-                    copies, cap, every or relays, a, first, i, c, behind, most, out_i, out_c,
+                    copies, fixed, least, cap, every or relays, a, first, i, c, behind, most, out_i, out_c,
                 )  # fmt: skip
                 for r in range(reached):
                     j, codec = out_i[r], out_c[r]

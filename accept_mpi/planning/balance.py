@@ -29,6 +29,8 @@ def balance(problem: Problem, plan: Solution) -> Solution:
     idle = sorted(set(everyone) - set(plan.devices))
     in_order = list(plan.devices) == sorted(plan.devices)
     whole = cost(problem, plan)
+    if not whole.bottleneck:
+        return plan  # nothing takes any time
     cap, longest = whole.bottleneck * _HARDLY * (1 + 1e-9), whole.step * _HARDLY * (1 + 1e-9)
     apart = problem.rate[~np.eye(problem.devices, dtype=bool)] if problem.devices > 1 else np.array([np.inf])
     rates = [min(float(of(apart)), float(of(problem.host_link))) for of in (np.median, np.min)]

@@ -8,8 +8,9 @@ from accept_mpi.codecs.coding import bits_of
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import Job, flows
 from accept_mpi.models.shared import uncuttable
+from accept_mpi.plan import Lanes, at_once
 from accept_mpi.planning.codec_choice import codec_pairs
-from accept_mpi.planning.memory import MemoryModel
+from accept_mpi.planning.memory import MemoryModel, summed_in
 from accept_mpi.planning.message_model import message_seconds
 from accept_mpi.planning.problem import F64, Problem
 from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
@@ -37,7 +38,10 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[P
     host_links = share * np.array([min(cluster.host_link(n), 1e15) for n in range(count)])
     rate = np.array(cluster.rate, float)
     np.fill_diagonal(rate, 1e15)
-    needs = MemoryModel(cluster, job, count, job.pipeline.slack)
+    # Lanes that the job asks for take memory on every device; what those of "auto" take is looked at when there is a plan.
+    lanes: Lanes = 1 if job.pipeline.lanes == "auto" or job.pipeline.lanes == "off" else job.pipeline.lanes
+    needs = MemoryModel(cluster, job, count, job.pipeline.slack, [at_once(lanes)] * count)
+    gradients = np.array([float(layer.parameter_bytes - layer.frozen_bytes) for layer in outline.layers])
     return Problem(
         layer_seconds=seconds,
         values=values,
@@ -48,11 +52,13 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[P
         bytes_per_value=np.array([max(map(bits_of, pair)) / 8 for pair in pairs]),
         messages=_messages(devices, values, other, host_links, pairs),
         state=np.array([needs.state(layer) for layer in outline.layers]),
+        fixed=np.array([needs.fixed(layer) for layer in outline.layers]) + summed_in(lanes) * gradients,
+        least=np.array([needs.least(layer) for layer in outline.layers]),
         saved_bytes=np.array([float(layer.saved_bytes) for layer in outline.layers]),
         uncuttable=uncuttable(outline.shared, layers, job.parts_ties),
         capacity=np.array([device.memory for device in devices], float),
         in_flight=needs.in_flight,
-        whole=needs.whole,
+        whole=None if needs.whole is None else np.minimum(needs.in_flight, at_once(lanes) * needs.whole),
         state_copies=needs.state_copies,
         micro_batches=1e9 if flows(job.pipeline.schedule) else float(micro_batches_of(job)),
         real_micro_batches=float(micro_batches_of(job)),

@@ -10,7 +10,7 @@ from accept_mpi.job import LOCAL_KEPT, Job, flows, most_held
 from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.optimizer import values_kept
 from accept_mpi.pipeline.schedule import DELAY, max_in_flight, most_anywhere
-from accept_mpi.plan import Plan, at_once
+from accept_mpi.plan import Lanes, Plan, at_once
 from accept_mpi.planning.ties import parted
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.outline import LayerOutline
@@ -24,6 +24,16 @@ _SUMMED_HERE = 2
 """The same on a rank with lanes, beside those of each lane: the sums of two steps."""
 
 
+def summed_in(lanes: Lanes) -> int:
+    """Copies of the gradients on a rank with so many lanes, beside those that a rank without has."""
+    return 0 if lanes == 1 else _SUMMED_HERE + at_once(lanes)
+
+
+def unchanged(layer: LayerOutline) -> int:
+    """Bytes of a layer's frozen parameters and buffers."""
+    return layer.frozen_bytes + layer.buffer_bytes
+
+
 def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
     """Bytes that each device of a plan needs (``Plan.holders``), including what it has received of the micro-batches in
     flight, and in a group, or with a copy of a tied parameter, what it needs to sum gradients."""
@@ -34,7 +44,7 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
     for s, stage in enumerate(plan.stages):
         layers = cluster.outline.layers[stage.start : stage.stop]
         behind = len(plan.stages) - 1 - s
-        state = sum(needs.state(layer) for layer in layers)
+        state, fixed, least = (sum(map(of, layers)) for of in (needs.state, needs.fixed, needs.least))
         values, other = cluster.outline.crossing(stage.start) if s else (0, 0)
         saved, received = sum(layer.saved_bytes for layer in layers), 4 * values + other
         copies, in_flight = needs.state_copies[behind], [needs.in_flight[behind]]
@@ -45,14 +55,16 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
             windows = [table[at : at + most] for at in range(max(1, min(count, len(table) - most + 1)))]
             in_flight = [max(window.count(m) for window in windows) for m in range(len(stage.ranks))]
             copies += needs.local_copies if plan.hybrid else 0.0
+            fixed += needs.local_fixed * sum(map(unchanged, layers)) if plan.hybrid else 0.0
         gradients = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
         summing = _SUMMING if len(stage.ranks) > 1 else 0
         copied = _SUMMING * sum(one.nbytes for one, stages in ties if s in stages) if not summing else 0
         for rank, flying in zip(stage.ranks, in_flight, strict=True):
             lanes = stage.lanes_of(rank)
-            mine = summing + (0 if lanes == 1 else _SUMMED_HERE + at_once(lanes))
+            mine = summing + summed_in(lanes)
             whole = min(flying, at_once(lanes)) if stage.recompute else flying  # micro-batches whose activations are there
-            rows.append(float(copies * state + flying * received + whole * saved + mine * gradients + copied))
+            training = copies * state + fixed + flying * received + whole * saved + mine * gradients + copied
+            rows.append(float(max(training, least if rank == stage.leader else 0)))
     return rows
 
 
@@ -65,7 +77,8 @@ class MemoryModel:
     """Memory of a stage, as a function of the number of stages behind it.
 
     ``slack``: ``Plan.slack``; ``wide``: ``deal.widths`` of the stages, by default 1 each. ``in_flight`` and ``state_copies``
-    (stages,) are those of ``planning.problem.Problem``, by that number.
+    (stages,) are those of ``planning.problem.Problem``, by that number; ``state``, ``fixed`` and ``least`` are its bytes of
+    a layer.
     """
 
     def __init__(self, cluster: ClusterProfile, job: Job, stages: int, slack: int, wide: Sequence[int] = ()) -> None:
@@ -88,15 +101,31 @@ class MemoryModel:
         elif kind == "1f1b-delayed":
             weights = np.full(stages, 1.0 + DELAY)
         whole = 2 + self._optimizer
-        copied = 1 + self._optimizer + (DELAY if kind == "1f1b-delayed" else 0)
+        delay = DELAY if kind == "1f1b-delayed" else 0
+        copied = 1 + self._optimizer + delay
         # Gradients of two steps and those of a micro-batch, where updates are late (``Updates``).
         apart = 2 if kind == "1f1b-delayed" and job.train.clip_norm is not None else 0
-        snapshots = most_held(job.recovery.replicate_every) * copied if cluster.snapshots else 0
-        self.state_copies = (weights + 1 + apart + self._optimizer + snapshots) / whole
+        held = most_held(job.recovery.replicate_every) if cluster.snapshots else 0
+        # A checkpoint is sent from a copy while training goes on; that at the end while nothing is in flight any more.
+        saved = 1 if job.output.checkpoint_every or job.output.keep_best else 0
+        at_end = 1 if job.output.checkpoint_at_end else 0
+        self.state_copies = (weights + 1 + apart + self._optimizer + (held + saved) * copied) / whole
+        self._fixed = 1 + held + saved
+        self._least = copied + (held + at_end) * copied, 1 + held + at_end
         self.local_copies = LOCAL_KEPT * copied / whole if cluster.snapshots else 0.0
         """States that a rank keeps for itself, if groups hold stages."""
+        self.local_fixed = LOCAL_KEPT if cluster.snapshots else 0
+        """The same of what does not change."""
 
     def state(self, layer: LayerOutline) -> float:
-        """Bytes of one version of a layer's weights, gradients and optimizer state. Frozen parameters have only weights."""
-        trained = layer.parameter_bytes - layer.frozen_bytes
-        return (2 + self._optimizer) * trained + layer.frozen_bytes + layer.buffer_bytes
+        """Bytes of one version of a layer's trained weights, gradients and optimizer state."""
+        return (2 + self._optimizer) * (layer.parameter_bytes - layer.frozen_bytes)
+
+    def fixed(self, layer: LayerOutline) -> float:
+        """Bytes of a layer's frozen parameters and buffers, of which there are no versions, and of their copies."""
+        return self._fixed * unchanged(layer)
+
+    def least(self, layer: LayerOutline) -> float:
+        """Bytes that a layer takes at the end of a run, with the copy of which the last checkpoint is made."""
+        trained, others = self._least
+        return trained * (layer.parameter_bytes - layer.frozen_bytes) + others * unchanged(layer)

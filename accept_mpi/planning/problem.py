@@ -40,7 +40,12 @@ class Problem:
     """(N, L+1, C): seconds of a device for the two messages of a boundary in front of each layer (``message_model``); None:
     all 0. They must grow with ``values`` and ``other``."""
     state: F64
-    """(L,): bytes of weights, gradients and optimizer state."""
+    """(L,): bytes of trained weights, gradients and optimizer state."""
+    fixed: F64 | None = None
+    """(L,): bytes that a layer takes besides, however many stages are behind; None: none."""
+    least: F64 | None = None
+    """(L,): bytes that a layer takes at some moment when nothing is in flight; a stage needs these or those of its training,
+    whichever is more. None: none."""
     saved_bytes: F64
     """(L,): bytes of activations that autograd keeps until the backward pass."""
     capacity: F64
@@ -75,6 +80,16 @@ class Problem:
     def alive(self) -> F64:
         """(N,): micro-batches in flight whose activations are kept."""
         return self.in_flight if self.whole is None else self.whole
+
+    @property
+    def fixed_bytes(self) -> F64:
+        """``fixed``, or zeros."""
+        return np.zeros(self.layers) if self.fixed is None else self.fixed
+
+    @property
+    def least_bytes(self) -> F64:
+        """``least``, or zeros."""
+        return np.zeros(self.layers) if self.least is None else self.least
 
     def received(self, start: int) -> float:
         """Bytes that a stage beginning with layer ``start`` has received, per micro-batch in flight."""
@@ -138,7 +153,8 @@ def cost(problem: Problem, plan: Solution) -> Cost:
         behind = last - s
         memory = problem.state_copies[behind] * problem.state[start:stop].sum()
         memory += problem.alive[behind] * problem.saved_bytes[start:stop].sum()
-        memory += problem.in_flight[behind] * problem.received(start)
+        memory += problem.in_flight[behind] * problem.received(start) + problem.fixed_bytes[start:stop].sum()
+        memory = max(memory, problem.least_bytes[start:stop].sum())
         fits &= bool(memory <= problem.capacity[device] * (1 + 1e-12))
     pairs = list(itertools.pairwise(plan.devices))
     ways = [(m / problem.rate[a, b], m / problem.rate[b, a]) for m, (a, b) in zip(sizes, pairs, strict=True)]

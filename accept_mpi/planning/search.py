@@ -130,9 +130,10 @@ def _synchronous(problem: Problem, order: tuple[int, ...]) -> Solution:
 
 def _why(problem: Problem) -> str:
     """Explain in a sentence what does not fit, and what would help."""
-    whole, held = float(problem.state.sum()), float(problem.saved_bytes.sum())
+    whole, held = float((problem.state + problem.fixed_bytes).sum()), float(problem.saved_bytes.sum())
     room = float(problem.capacity.sum())
-    alone = problem.state_copies[0] * problem.state + problem.alive[0] * problem.saved_bytes
+    training = problem.state_copies[0] * problem.state + problem.alive[0] * problem.saved_bytes + problem.fixed_bytes
+    alone = np.maximum(training, problem.least_bytes)
     layer = int(np.argmax(alone))
     needs = float(alone[layer])
     most = float(problem.capacity.max())
@@ -164,7 +165,8 @@ class _Kernel:
         shared = (
             prefix_sums(problem.layer_seconds), extra, problem.values, other, problem.rate, problem.host_link,
             problem.bytes_per_value, messages, prefix_sums(problem.state), prefix_sums(problem.saved_bytes),
-            problem.capacity, problem.in_flight, problem.alive, problem.state_copies,
+            problem.capacity, problem.in_flight, problem.alive, problem.state_copies, prefix_sums(problem.fixed_bytes),
+            prefix_sums(problem.least_bytes),
         )  # fmt: skip
         self.shared = tuple(np.ascontiguousarray(array, np.float64) for array in shared)
 

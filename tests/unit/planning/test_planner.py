@@ -264,6 +264,15 @@ def test_uneven_batches_have_fewer_micro_batches() -> None:
     assert few == pytest.approx(whole * 17 / 32)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async"])
+def test_links_of_long_latency_leave_devices_idle(schedule: str) -> None:
+    """The search knows nothing of latency; one device alone was not compared, though it may be many times as fast."""
+    fleet = cluster(1, 1, 1)
+    far = msgspec.structs.replace(fleet, latency=[[1.0] * 3] * 3)
+    keys = job(f"pipeline.schedule={schedule}", "train.batch_size=8", "train.micro_batches=1")
+    assert plan_for(far, keys).step <= estimate(far, keys, make_plan(LAYERS, [])).step * 1.001
+
+
 def test_a_search_that_misses_plans_is_not_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     def misses(problem: Problem, ordered: bool = False) -> Solution:
         if not ordered:
@@ -291,7 +300,8 @@ def test_frozen_layers_want_no_gradients() -> None:
     assert both[0].outline == outline(chain, 0, (torch.zeros(4, WIDTH),))
     assert both[0].outline.key != both[1].outline.key
     plan = make_plan(LAYERS, [6])
-    trained, resting = (estimate(one, job("pipeline.schedule=gpipe"), plan) for one in both)
+    asked = job("pipeline.schedule=gpipe", "output.checkpoint_at_end=false")
+    trained, resting = (estimate(one, asked, plan) for one in both)
     parameters = sum(layer.parameter_bytes for layer in both[0].outline.layers[:6])
     assert trained.memory[0] - resting.memory[0] >= parameters
     assert trained.memory[1] == pytest.approx(resting.memory[1])

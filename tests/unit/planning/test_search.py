@@ -1,6 +1,7 @@
 """The partitioner against trying everything, on random small problems; bounds and times on large ones are benchmarks."""
 
 import itertools
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -41,6 +42,8 @@ def random_problem(rng: np.random.Generator, devices: int, layers: int, codecs: 
         in_flight=kept,
         state_copies=kept if rng.random() < 0.3 else np.ones(devices),
         micro_batches=float(rng.integers(1, 9)),
+        fixed=rng.uniform(0, 2e3, layers) if rng.random() < 0.3 else None,
+        least=rng.uniform(0, 6e3, layers) if rng.random() < 0.3 else None,
         fill=float(rng.choice([0.0, 0.0, 1.0])),
         uncuttable=uncuttable,
     )
@@ -179,6 +182,9 @@ def test_layers_that_take_no_time_end_the_search() -> None:
     assert cost(free, solve(free)).fits
     silent = replace(free, values=np.zeros(5), other=np.zeros(5))
     assert cost(silent, solve(silent)).bottleneck == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert balance(silent, solve(silent)) == solve(silent)
 
 
 def test_a_missing_time_is_refused() -> None:

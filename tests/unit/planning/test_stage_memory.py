@@ -10,7 +10,11 @@ from clusters import LAYERS, cluster, job
 from accept_mpi.pipeline.deal import widths
 from accept_mpi.pipeline.schedule import Action, Updates, actions
 from accept_mpi.plan import make_plan, with_lanes
+from accept_mpi.planning.formulation import problem_of
+from accept_mpi.planning.job_plan import open_plan
 from accept_mpi.planning.memory import MemoryModel, memory_of
+from accept_mpi.planning.problem import Solution, cost
+from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 
 def versions(walk: Iterable[Action]) -> int:
@@ -67,3 +71,66 @@ def test_weights_of_groups_and_lanes(sync: str, lanes: int) -> None:
             others = sum(map(MemoryModel(fleet, asked, 1, 2).state, layers)) - weights  # gradients and the optimizer's
             summing = (4 if len(groups[s]) > 1 else 0) + (2 + lanes if lanes > 1 else 0)
             assert need >= versions(walk) * weights + others + summing * weights, (count, groups, s)
+
+
+def frozen(fleet: ClusterProfile, buffers: int = 0) -> ClusterProfile:
+    layers = [
+        msgspec.structs.replace(one, frozen_bytes=one.parameter_bytes, buffer_bytes=buffers, saved_bytes=0)
+        for one in fleet.outline.layers
+    ]
+    return msgspec.structs.replace(fleet, outline=msgspec.structs.replace(fleet.outline, layers=tuple(layers)))
+
+
+def test_what_is_frozen_has_no_versions_but_copies() -> None:
+    """Of a frozen layer there is one version, whatever is in flight, and each snapshot has a copy of all of it."""
+    plan, none = make_plan(LAYERS, [6]), "output.checkpoint_at_end=false"
+    alone, kept = (frozen(cluster(1, 1, snapshots=[on] * 2), buffers=100) for on in (False, True))
+    weights = sum(layer.parameter_bytes + 100 for layer in alone.outline.layers[:6])
+    received = 4 * 4 * 64 + 64
+    for name in ("sgd", "adamw"):
+        asked = job(f"train.optimizer.name={name}", "train.micro_batches=1", none)
+        flying = MemoryModel(alone, asked, 2, plan.slack).in_flight[0] * received
+        assert memory_of(alone, asked, plan) == [weights, weights + flying]
+        assert memory_of(kept, asked, plan) == [5 * weights, 5 * weights + flying]
+
+
+def test_a_checkpoint_is_made_of_a_copy() -> None:
+    """While training goes on, or, at the end, in place of gradients and what was in flight; it was not counted."""
+    fleet, plan = cluster(1), make_plan(LAYERS, [])
+    fleet = msgspec.structs.replace(
+        fleet,
+        outline=msgspec.structs.replace(
+            fleet.outline, layers=tuple(msgspec.structs.replace(one, saved_bytes=0) for one in fleet.outline.layers)
+        ),
+    )
+    weights = sum(layer.parameter_bytes for layer in fleet.outline.layers)
+    keys = "train.optimizer.name=adamw", "pipeline.schedule=1f1b"
+    none = memory_of(fleet, job(*keys, "output.checkpoint_at_end=false"), plan)
+    assert none == [4 * weights]
+    assert memory_of(fleet, job(*keys), plan) == [6 * weights]
+    assert memory_of(fleet, job(*keys, "output.checkpoint_every=5"), plan) == [7 * weights]
+    assert memory_of(fleet, job("train.optimizer.name=sgd", "pipeline.schedule=1f1b"), plan) == [2 * weights]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b-async", "1f1b-delayed", "zero-bubble"])
+@pytest.mark.parametrize("lanes", ["off", "3", "F+B"])
+def test_the_search_counts_what_plans_need(schedule: str, lanes: str) -> None:
+    """For devices alone, with the lanes that the job asks for: the search's memory is that of the plan."""
+    if lanes == "F+B" and schedule in ("1f1b-async", "1f1b-delayed"):
+        pytest.skip("does not go together")
+    fleet = cluster(1, 1, 1, snapshots=[True] * 3)
+    layers = [
+        msgspec.structs.replace(one, frozen_bytes=one.parameter_bytes * (n % 2), buffer_bytes=7 * n)
+        for n, one in enumerate(fleet.outline.layers)
+    ]
+    fleet = msgspec.structs.replace(fleet, outline=msgspec.structs.replace(fleet.outline, layers=tuple(layers)))
+    for keys in ((), ("output.checkpoint_every=3",), ("train.optimizer.name=adamw", "train.ema=0.9")):
+        asked = job(f"pipeline.schedule={schedule}", f"pipeline.lanes={lanes}", "pipeline.transfer_slack=1", *keys)
+        plan = open_plan(asked, LAYERS, [3, 8])
+        if lanes != "off":
+            plan = with_lanes(plan, dict.fromkeys(range(3), asked.pipeline.lanes))
+        needs = memory_of(fleet, asked, plan)
+        for most, room in itertools.product(range(3), (-1, 1)):
+            rooms = [need + (room if n == most else 1) for n, need in enumerate(needs)]
+            problem, _ = problem_of(fleet.within(rooms), asked)
+            assert cost(problem, Solution((0, 1, 2), (0, 3, 8, LAYERS), (0, 0))).fits is (room > 0)
