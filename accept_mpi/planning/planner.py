@@ -70,17 +70,36 @@ def plans_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> tuple[Est
     if pipeline.transfer_slack == "auto" and pipeline.schedule != "gpipe":  # which has all of a step in flight
         jobs = [_with_slack(job, slack) for slack in range(MOST_SLACK, -1, -1)]
     if pipeline.recompute == "on":
-        return _newer(cluster, jobs, _fastest([partial(_recomputing, cluster, one, held) for one in jobs]))
+        searches = [partial(_recomputing, cluster, one, held) for one in jobs]
+        return _newer(cluster, jobs, _fitting(cluster, jobs[0], _fastest(cluster, searches)))
     again = pipeline.recompute == "auto" and pipeline.schedule != "zero-bubble" and pipeline.lanes != "F+B"
     if len(jobs) == 1 and not again:
-        return _keeping(cluster, job, held)
+        return _fitting(cluster, job, _keeping(cluster, job, held))
     roomy = [msgspec.structs.replace(device, memory=math.inf) for device in cluster.devices]
     found = _keeping(msgspec.structs.replace(cluster, devices=roomy), jobs[0], held)
     if not fits(cluster, found[0]):
         searches = [partial(_keeping, cluster, one, held) for one in jobs]
         searches += [partial(_recomputing, cluster, one, held) for one in (jobs[0], *jobs[1:][-1:]) if again]
-        found = _fastest(searches)
+        found = _fitting(cluster, jobs[0], _fastest(cluster, searches))
     return _newer(cluster, jobs, found)
+
+
+def _fitting(cluster: ClusterProfile, job: Job, found: tuple[Estimate, Estimate]) -> tuple[Estimate, Estimate]:
+    """What was found, whose plan must have the memory that it needs. Raises UserError if it has not."""
+    best = found[0]
+    if not fits(cluster, best):
+        needs = [
+            (need - cluster.devices[rank].memory, need, rank)
+            for need, (_, rank) in zip(best.memory, best.plan.holders, strict=True)
+        ]
+        _, need, rank = max(needs)
+        device = cluster.devices[rank]
+        lanes = f" with pipeline.lanes = {job.pipeline.lanes}" if best.plan.laned else ""
+        raise UserError(
+            f"pipeline.cuts: no cuts fit{lanes}: the best ones need {need / 2**20:.1f} MiB on {device.host} (rank {rank}), "
+            f"which has {device.memory / 2**20:.1f} MiB; smaller micro-batches or another device would help"
+        )
+    return found
 
 
 def _with_slack(job: Job, slack: int) -> Job:
@@ -101,8 +120,11 @@ def _newer(cluster: ClusterProfile, jobs: Sequence[Job], found: tuple[Estimate, 
     return found
 
 
-def _fastest(searches: Iterable[Callable[[], tuple[Estimate, Estimate]]]) -> tuple[Estimate, Estimate]:
-    """What that search found whose plan is expected to train fastest. Raises the first UserError if none finds a plan."""
+def _fastest(
+    cluster: ClusterProfile, searches: Iterable[Callable[[], tuple[Estimate, Estimate]]]
+) -> tuple[Estimate, Estimate]:
+    """What that search found whose plan is expected to train fastest, of those that fit if any do. Raises the first
+    UserError if none finds a plan."""
     found: list[tuple[Estimate, Estimate]] = []
     mistakes: list[UserError] = []
     for search in searches:
@@ -112,7 +134,7 @@ def _fastest(searches: Iterable[Callable[[], tuple[Estimate, Estimate]]]) -> tup
             mistakes.append(error)
     if not found:
         raise mistakes[0]
-    return min(found, key=lambda both: both[0].expected)
+    return min(found, key=lambda both: (not fits(cluster, both[0]), both[0].expected))
 
 
 def _recomputing(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate, Estimate]:
@@ -181,7 +203,7 @@ def _plans_without_lanes(cluster: ClusterProfile, job: Job, held: Layers) -> tup
         best, even = _searched(known, job, held)
         return estimate(cluster, job, best.plan), estimate(cluster, job, even.plan)
 
-    return _fastest([partial(search, one) for one in (together, cluster)])
+    return _fastest(cluster, [partial(search, one) for one in (together, cluster)])
 
 
 def _searched(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate, Estimate]:
@@ -196,6 +218,7 @@ def _searched(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate
             why = str(error)
     if problem.devices <= problem.layers - len(problem.uncuttable):
         candidates.append(_even_solution(problem))
+    candidates += _alone(problem)
     possible = _possible(problem, candidates, cluster, job)
     evenly = even_plan(cluster, job)
     even = next((found for found, _ in possible if found.plan == evenly), None) or estimate(cluster, job, evenly)
@@ -314,6 +337,13 @@ def moving(cluster: ClusterProfile, plan: Plan, held: Layers) -> tuple[float, fl
             nbytes = sum(_STATES * cluster.outline.layers[layer].parameter_bytes for layer in layers)
             each.append(nbytes / cluster.host_link(rank))
     return max(each), sum(each)
+
+
+def _alone(problem: Problem) -> list[Solution]:
+    """All layers on the fastest device on which they fit, if there is one: the search knows nothing of links' latency, by
+    which a single device may be faster than any cuts."""
+    every = [Solution((n,), (0, problem.layers), ()) for n in range(problem.devices)]
+    return sorted((one for one in every if cost(problem, one).fits), key=lambda one: cost(problem, one).step)[:1]
 
 
 def _even_solution(problem: Problem) -> Solution:

@@ -5,6 +5,7 @@ import pytest
 from clusters import LAYERS, cluster, job
 
 from accept_mpi.direction import Direction
+from accept_mpi.errors import UserError
 from accept_mpi.logs.replay import mean_times, rerun
 from accept_mpi.plan import make_plan, with_lanes
 from accept_mpi.planning.estimate import estimate, fits, forecast_of, least_seconds, with_codecs
@@ -46,6 +47,24 @@ def test_lanes_that_do_not_fit_are_not_taken() -> None:
     ]
     small = plan_for(msgspec.structs.replace(fleet, devices=tight), job(AUTO))
     assert fits(msgspec.structs.replace(fleet, devices=tight), small)
+
+
+@pytest.mark.parametrize("keys", [(), ("pipeline.transfer_slack=0", "pipeline.recompute=off")])
+def test_lanes_that_are_asked_for_fit(keys: tuple[str, ...]) -> None:
+    """Their memory was not looked at: plans came out that a device has no room for."""
+    asked = job("pipeline.lanes=4", "pipeline.schedule=1f1b", *keys)
+    needs = plan_for(cluster(1, 2, 2), asked).memory
+    fitted = 0
+    for share in (1.2, 0.9, 0.7, 0.5, 0.3, 0.1):
+        fleet = cluster(1, 2, 2, memory=[share * max(needs)] * 3)
+        try:
+            found = plan_for(fleet, asked)
+        except UserError:
+            continue
+        assert found.plan.stages[0].lanes
+        assert fits(fleet, found), share
+        fitted += 1
+    assert 2 <= fitted < 6
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble", "1f1b-async"])

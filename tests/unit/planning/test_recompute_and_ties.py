@@ -93,6 +93,19 @@ def test_ties_are_parted_where_links_allow() -> None:
     assert len(plan_for(fast, job("pipeline.schedule=1f1b-async")).plan.stages) == 1
 
 
+def test_a_tie_that_does_not_fit_apart_stays_together() -> None:
+    """The search knows nothing of what the sum of a tied parameter's gradients takes."""
+    apart = tied(cluster(1, 1), 100)
+    plan = plan_for(apart, job(SYNCHRONOUS))
+    assert len(plan.plan.stages) == 2
+    need = max(memory_of(cluster(1, 1), job(SYNCHRONOUS), plan.plan))
+    whole = max(memory_of(apart, job(SYNCHRONOUS), make_plan(LAYERS, [])))
+    short = cluster(1, 1, memory=[whole, need + 10])
+    short = tied(short, 100)
+    found = plan_for(short, job(SYNCHRONOUS, "pipeline.transfer_slack=2", "pipeline.recompute=off"))
+    assert fits(short, found)
+
+
 def test_what_a_tie_costs() -> None:
     """Two ranks: each sends half of every micro-batch's gradients and half of the sum; the last micro-batch's hide behind
     nothing."""
