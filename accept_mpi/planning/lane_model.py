@@ -50,6 +50,8 @@ def best_share(of: Pipeline) -> float:
     """
     f, b, stages = of.forward, of.backward, of.stages
     many = stages + of.micro_batches - 1
+    if not f + b:
+        return 0.5
     r0 = f / (f + b)
     r1 = _root_share(many * f, stages * b)
     r2 = _root_share(stages * f, many * b)
@@ -62,8 +64,13 @@ def _root_share(one: float, other: float) -> float:
 
 
 def beside_gain(forward: float, backward: float, exponent: float) -> float:
-    """Speed-up of forwards beside backwards over turns, at the best share of a divisible resource, in the steady state."""
-    return float((forward + backward) / (forward ** (1 / exponent) + backward ** (1 / exponent)) ** exponent)
+    """Speed-up of forwards beside backwards over turns, at the best share of a divisible resource, in the steady state. With
+    an exponent of 0 or less a pass gains nothing from more of the resource, and the longer side is what is left."""
+    short, long = sorted((forward, backward))
+    if not long:
+        return 1.0
+    ratio = short / long  # which has no powers that are too small or too large for a float
+    return float((1 + ratio) / (1 + ratio ** (1 / exponent)) ** exponent) if exponent > 0 else 1 + ratio
 
 
 def lanes_gain(lanes: int, exponent: float) -> float:

@@ -59,6 +59,16 @@ def test_a_separable_resource_gains_nothing_and_others_gain_more_from_equal_lane
         assert exponent_of(4, 1 / lanes_gain(4, g)) == pytest.approx(g)
 
 
+def test_what_beside_gains_where_a_pass_gains_nothing_from_more() -> None:
+    """An exponent near 0 is what small layers measure; times to its inverse's power are too small for a float."""
+    assert beside_gain(1e-4, 2e-4, 1.0) == pytest.approx(1.0)
+    for exponent in (0.01, 1e-9, 0.0, -0.3):
+        assert beside_gain(1e-4, 2e-4, exponent) == pytest.approx(1.5, rel=0.01)
+        assert beside_gain(0.0, 2e-4, exponent) == 1.0
+        assert beside_gain(0.0, 0.0, exponent) == 1.0
+    assert 0 < best_share(Pipeline(0.0, 0.0, 1, 1)) < 1
+
+
 def test_partition_equals_brute_force() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
