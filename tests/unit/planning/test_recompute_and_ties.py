@@ -98,7 +98,7 @@ def test_a_tie_that_does_not_fit_apart_stays_together() -> None:
     apart = tied(cluster(1, 1), 100)
     plan = plan_for(apart, job(SYNCHRONOUS))
     assert len(plan.plan.stages) == 2
-    need = max(memory_of(cluster(1, 1), job(SYNCHRONOUS), plan.plan))
+    need = min(memory_of(cluster(1, 1), job(SYNCHRONOUS), plan.plan))
     whole = max(memory_of(apart, job(SYNCHRONOUS), make_plan(LAYERS, [])))
     short = cluster(1, 1, memory=[whole, need + 10])
     short = tied(short, 100)
