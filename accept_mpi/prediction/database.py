@@ -155,7 +155,8 @@ def keep_predictor(path: Path, predictor: Predictor) -> None:
 
 
 def _change(path: Path, change: Callable[[Any], None]) -> None:
-    """Apply ``change`` to a copy of the file, which then replaces it. Only warns if that fails."""
+    """Apply ``change`` to a copy of the file, which then replaces it. A file that is too damaged for that is set aside, and
+    a new one begun. Only warns if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not is_regular(path):
@@ -165,17 +166,27 @@ def _change(path: Path, change: Callable[[Any], None]) -> None:
             try:
                 with _opened(path) as file:
                     pass
-                # In memory, since HDF5 does not survive a disk that is full.
-                content = io.BytesIO(path.read_bytes() if file is not None else b"")
-                with h5py.File(content, "w" if file is None else "r+") as changed:
-                    changed.attrs.update(format=FORMAT, version=VERSION)
-                    change(changed)
-                temporary.write_bytes(content.getbuffer())
+                content = path.read_bytes() if file is not None else b""
+                try:
+                    content = _changed(content, change)
+                except (KeyError, RuntimeError, ValueError, TypeError) as error:  # of HDF5: damaged where nothing has read
+                    _set_aside(path, f"cannot be changed ({one_line(str(error), 300)})")
+                    content = _changed(b"", change)
+                temporary.write_bytes(content)
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
     except (OSError, Damaged) as error:
         log.warning("%s: the latency database cannot be written: %s", path, one_line(str(error)))
+
+
+def _changed(before: bytes, change: Callable[[Any], None]) -> bytes:
+    """A database after ``change``, as bytes; ``before``: what is in the file, nothing for a new one."""
+    content = io.BytesIO(before)  # in memory, since HDF5 does not survive a disk that is full
+    with h5py.File(content, "r+" if before else "w") as file:
+        file.attrs.update(format=FORMAT, version=VERSION)
+        change(file)
+    return content.getvalue()
 
 
 def observe(path: Path, outline: Outline, runs: dict[str, list[TimedRange]]) -> None:
@@ -214,7 +225,8 @@ def _read(group: Any, layers: int) -> LayerTimes | None:
     """Times of a device from its group. Raises Damaged if they are not valid."""
     times = values_in(group, "times", kinds="f", shape=(4, layers))
     there = np.isfinite(times)
-    if (there != there[0]).any() or not there.any() or (times < 0).any() or np.isinf(times).any():
+    impossible = (times < 0).any() or np.isinf(times).any() or not np.nansum(times[:2]) > 0
+    if (there != there[0]).any() or not there.any() or impossible:
         raise Damaged("times that there cannot be")
     stretch = number_in(group, "stretch")
     if not 0 <= stretch < math.inf:

@@ -123,6 +123,34 @@ def _writer(path: Path, number: int) -> None:
     remember(path, model(), {f"device{number}": (FACTS, times(number + 1.0))})
 
 
+def test_what_is_too_damaged_to_be_changed_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HDF5 raises KeyError where it cannot delete what is damaged: a run ended with it, after its last step."""
+    path = tmp_path / "latency.h5"
+    remember(path, model(), {KEY: (FACTS, times(0.5))})
+    delete, damaged = h5py.Group.__delitem__, [1, 1]
+
+    def cannot(group: h5py.Group, name: str) -> None:
+        if damaged:
+            damaged.pop()
+            raise KeyError("Couldn't delete link (mantissa and exponent positions overlap)")
+        delete(group, name)
+
+    monkeypatch.setattr(h5py.Group, "__delitem__", cannot)
+    observe(path, model(), {KEY: [(0, 2, 0.5, 0.5)]})
+    assert recall(path, model(), [KEY]) == [None]
+    remember(path, model(), {KEY: (FACTS, times(0.5))})
+    remember(path, model(), {KEY: (FACTS, times(0.25))})
+    assert recall(path, model(), [KEY])[0].forward == (0.25,) * 3
+    assert sum(".set-aside-" in one.name for one in tmp_path.iterdir()) == 2
+
+
+def test_times_of_nothing_do_not_count(tmp_path: Path) -> None:
+    """Other devices' times were scaled by the quotient of both."""
+    path = tmp_path / "latency.h5"
+    remember(path, model(), {KEY: (FACTS, times(0.0))})
+    assert recall(path, model(), [KEY]) == [None]
+
+
 def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "latency.h5"
     context = multiprocessing.get_context("fork")
