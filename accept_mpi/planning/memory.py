@@ -11,6 +11,7 @@ from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.optimizer import values_kept
 from accept_mpi.pipeline.schedule import DELAY, max_in_flight, most_anywhere
 from accept_mpi.plan import Lanes, Plan, at_once
+from accept_mpi.planning.codec_choice import gradient_codec, sums_of
 from accept_mpi.planning.ties import parted
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.outline import LayerOutline
@@ -20,6 +21,8 @@ _SUMMING = 4
 way, the part that is added up, and the sum."""
 
 
+_LEFT_OUT = 2
+"""The same of what coding leaves out of a group's sum: of the step that is summed, and from before (``comm.left_out``)."""
 _SUMMED_HERE = 2
 """The same on a rank with lanes, beside those of each lane: the sums of two steps."""
 
@@ -57,7 +60,8 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
             copies += needs.local_copies if plan.hybrid else 0.0
             fixed += needs.local_fixed * sum(map(unchanged, layers)) if plan.hybrid else 0.0
         gradients = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
-        summing = _SUMMING if len(stage.ranks) > 1 else 0
+        coded = len(stage.ranks) > 1 and gradient_codec(sums_of(job, plan)) != "none"
+        summing = (_SUMMING if len(stage.ranks) > 1 else 0) + (_LEFT_OUT if coded else 0)
         copied = _SUMMING * sum(one.nbytes for one, stages in ties if s in stages) if not summing else 0
         for rank, flying in zip(stage.ranks, in_flight, strict=True):
             lanes = stage.lanes_of(rank)
@@ -105,6 +109,8 @@ class MemoryModel:
         copied = 1 + self._optimizer + delay
         # Gradients of two steps and those of a micro-batch, where updates are late (``Updates``).
         apart = 2 if kind == "1f1b-delayed" and job.train.clip_norm is not None else 0
+        # The weights before an update, of which a correction is made.
+        apart += 1 if job.train.optimizer.correction != "none" else 0
         held = most_held(job.recovery.replicate_every) if cluster.snapshots else 0
         # A checkpoint is sent from a copy while training goes on; that at the end while nothing is in flight any more.
         saved = 1 if job.output.checkpoint_every or job.output.keep_best else 0

@@ -112,6 +112,24 @@ def test_a_checkpoint_is_made_of_a_copy() -> None:
     assert memory_of(fleet, job("train.optimizer.name=sgd", "pipeline.schedule=1f1b"), plan) == [2 * weights]
 
 
+def test_what_is_kept_beside_gradients_and_updates() -> None:
+    """What coding leaves out of a group's sum, twice; for a correction the last update, and the weights before this one."""
+    fleet, none = cluster(1, 1), "output.checkpoint_at_end=false"
+    weights = sum(layer.parameter_bytes for layer in fleet.outline.layers)
+    group = make_plan(LAYERS, [], None, [[0, 1]])
+    exact, plain, coded = (
+        memory_of(fleet, job("pipeline.groups=true", f"pipeline.gradients={how}", none), group)
+        for how in ("exact", "none", "bf16")
+    )
+    assert exact == plain == [need - 2 * weights for need in coded]
+    delayed = "pipeline.schedule=1f1b-delayed", none
+    with_it, without = (
+        memory_of(fleet, job(*delayed, f"train.optimizer.correction={how}"), make_plan(LAYERS, []))
+        for how in ("extrapolate", "none")
+    )
+    assert with_it == [without[0] + 2 * weights]
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b-async", "1f1b-delayed", "zero-bubble"])
 @pytest.mark.parametrize("lanes", ["off", "3", "F+B"])
 def test_the_search_counts_what_plans_need(schedule: str, lanes: str) -> None:
