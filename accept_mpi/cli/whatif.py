@@ -36,6 +36,8 @@ from accept_mpi.profiling.layer_times import LayerTimes
 from accept_mpi.profiling.message_costs import MessageCosts, message_costs
 from accept_mpi.profiling.outline import Outline, outline_of
 
+_SHAPING = ("memory_format", "freeze", "unfreeze", "lora")
+"""Keys of ``[train]`` that change what layers take."""
 _CARRIED = 0.93  # share of a link's rate that is left to messages by TCP and MPI
 _UNLIMITED = 1e9  # bytes/s of a link without a limit
 _LATENCY = 2e-4  # seconds
@@ -89,8 +91,8 @@ def cluster_of_log(path: Path, job: Job) -> ClusterProfile:
         )
     if not _same_model(cluster.outline, job, ran):
         raise UserError(
-            f"{path}: the layers timed were those of another model than the job's, or took data of another shape, memory "
-            f"format or precision; run this job to measure anew"
+            f"{path}: the layers timed were those of another model than the job's (with other parts frozen, perhaps), or "
+            f"took data of another shape, memory format or precision; run this job to measure anew"
         )
     return _with_weights(cluster) if job.pipeline.schedule == "zero-bubble" else cluster
 
@@ -112,7 +114,8 @@ def _same_model(timed: Outline, job: Job, ran: dict[str, Any]) -> bool:
     if timed.precision != job.train.precision:
         return False
     model, data = (msgspec.to_builtins(section) == ran[key] for key, section in (("model", job.model), ("data", job.data)))
-    if model and data and job.train.memory_format == ran["train"]["memory_format"]:
+    train = msgspec.to_builtins(job.train)
+    if model and data and all(train[key] == ran["train"].get(key, train[key]) for key in _SHAPING):
         return True
     with contextlib.redirect_stdout(sys.stderr):  # a user's code may print, and standard output is for the plan
         first = timed.layers[0]
@@ -125,9 +128,11 @@ def _same_model(timed: Outline, job: Job, ran: dict[str, Any]) -> bool:
         return _sizes(outline_of(chain, job, batch.inputs, batch.tree, batch.samples)) == _sizes(timed)
 
 
-def _sizes(model: Outline) -> tuple[bool, list[tuple[int, list[tuple[int, ...]]]]]:
-    """The parts of an outline by which models are compared: memory format, and each layer's parameters and input shapes."""
-    return model.channels_last, [(layer.parameters, [spec.shape for spec in layer.inputs]) for layer in model.layers]
+def _sizes(model: Outline) -> tuple[bool, list[tuple[int, int, list[tuple[int, ...]]]]]:
+    """The parts of an outline by which models are compared: memory format, and each layer's parameters, bytes of frozen ones
+    and input shapes."""
+    layers = [(one.parameters, one.frozen_bytes, [spec.shape for spec in one.inputs]) for one in model.layers]
+    return model.channels_last, layers
 
 
 def cluster_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str]) -> ClusterProfile:
