@@ -42,15 +42,15 @@ class Clipping:
         stages: int,
         ranks: Sequence[int],
         delay: int,
-        first: int,
+        steps: range,
         early: bool,
     ) -> None:
         """``most``: norm that gradients may have; ``stage`` of ``stages``: this rank's; ``ranks``: those of the other
-        stages, if this rank tells them; ``delay``: steps by which their norms are older; ``first``: the deployment's first
-        step; ``early``: norms are told some time before the update."""
+        stages, if this rank tells them; ``delay``: steps by which their norms are older; ``steps``: the deployment's;
+        ``early``: norms are told some time before the update."""
         self.early = early
         self._most, self._plane, self._stage, self._stages, self._ranks = most, plane, stage, stages, ranks
-        self._delay, self._first = delay, first
+        self._delay, self._steps = delay, steps
         self._told: dict[int, Norms] = {}
         self._heard: queue.SimpleQueue[GradientNorms] = queue.SimpleQueue()
         self._norms: dict[int, dict[int, Norms]] = {}
@@ -68,7 +68,8 @@ class Clipping:
         pairs = zip(positions, gradients, strict=False)  # nothing is trained here: no gradients
         mine = [(at, *_norm(g)) for at, g in pairs if at is not None and g is not None]
         self._told[step] = mine
-        for rank in self._ranks:
+        # What nobody waits for might come when this deployment is over, and be taken for the next one's.
+        for rank in self._ranks if step + self._delay in self._steps else ():
             self._plane.post(rank, GradientNorms(step, self._stage, mine))
 
     def factor(self, step: int, gradients: Gradients, positions: Sequence[int | None], deadline: float) -> torch.Tensor:
@@ -78,7 +79,7 @@ class Clipping:
         mine = self._told.pop(step)
         of = step - self._delay
         others: dict[int, Norms] = {}
-        if of >= self._first:
+        if of in self._steps:
             until = time.monotonic() + deadline
             while len(self._norms.get(of, ())) < self._stages - 1:
                 self._wait(of, until, deadline)

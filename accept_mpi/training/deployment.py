@@ -307,7 +307,9 @@ class Deployment:
         others = [rank for stage in plan.stages for rank in stage.ranks if rank not in plan.stages[place.stage].ranks]
         older = self._late if self.job.pipeline.schedule == "1f1b-async" else 0
         told = others if place.leads else []
-        return Clipping(most, plane, place.stage, place.stages, told, older, self.course.first, early)
+        return Clipping(
+            most, plane, place.stage, place.stages, told, older, range(self.course.first, self.course.last), early
+        )
 
     @property
     def _late(self) -> int:

@@ -29,7 +29,7 @@ def test_two_stages_get_the_factor_of_one_process(kinds: list[torch.dtype]) -> N
         given = [parameter.grad.clone() for parameter in whole if parameter.grad is not None]
         torch.nn.utils.clip_grad_norm_(whole, 0.3)
         posted = Mock()
-        first, second = (Clipping(0.3, posted, stage, 2, [1 - stage], 0, 0, True) for stage in range(2))
+        first, second = (Clipping(0.3, posted, stage, 2, [1 - stage], 0, range(1), True) for stage in range(2))
         parts = (first, given[:2], [0, 1]), (second, given[2:], [2, 3, 4])
         for one, gradients, positions in parts:
             one.tell(0, gradients, positions)
@@ -40,3 +40,12 @@ def test_two_stages_get_the_factor_of_one_process(kinds: list[torch.dtype]) -> N
             factor = one.factor(0, gradients, positions, 60.0)
             for at, gradient in zip(positions, gradients, strict=True):
                 assert torch.equal(gradient.mul_(factor), whole[at].grad)
+
+
+def test_norms_that_nobody_waits_for_are_not_told() -> None:
+    """Asynchronously those of a deployment's last steps: they came in the next one, which took them for its own."""
+    posted = Mock()
+    clipping = Clipping(0.3, posted, 0, 2, [1], 3, range(10, 18), False)
+    for step in range(10, 18):
+        clipping.tell(step, [torch.ones(2)], [0])
+    assert [call.args[1].step for call in posted.post.call_args_list] == [10, 11, 12, 13, 14]
