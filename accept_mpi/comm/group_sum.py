@@ -186,9 +186,8 @@ class GroupSum:
         self._plane, self._group, self._count_of = plane, group, count_of
         self._layout = Layout(parameters, len(group.ranks)) if parameters else None
         self._owner = self._layout.owners(len(group.ranks)) if self._layout else []
-        self._ours: queue.SimpleQueue[_Contribution] = queue.SimpleQueue()
-        self._given: deque[_Contribution] = deque()
-        """Contributions that the data plane has taken, and not passed on yet."""
+        self._ours: deque[_Contribution] = deque()
+        """Contributions that wait for the data plane to pass them on."""
         self._waiting: dict[tuple[int, int, int], tuple[torch.Tensor, float]] = {}
         """Contributions whose turn has not come, and the scales that came with them, by (step, chunk, contribution)."""
         self._sums: dict[tuple[int, int], _Sum] = {}
@@ -262,7 +261,7 @@ class GroupSum:
         ``scale``: factor for the step's gradients, as far as this member knows it."""
         if self._layout:
             key = k * len(self._group.tables) + self._group.own if self._group.exact else self._group.me
-            self._ours.put(_Contribution(step, key, scale, self._layout.pack(gradients)))
+            self._ours.append(_Contribution(step, key, scale, self._layout.pack(gradients)))
             self._plane.wake()
 
     def keys(self, step: int) -> list[int]:
@@ -312,12 +311,10 @@ class GroupSum:
             while (message := receiver.poll()) is not None:
                 moved = True
                 self._take(what, message)
-        while not self._ours.empty():
-            self._given.append(self._ours.get())
         # What coding leaves out of a step goes into the next one, in every run: so that waits until the first is settled.
-        while self._given and not (self._open and self._coding.kind != "none"):
+        while self._ours and not (self._open and self._coding.kind != "none"):
             moved = True
-            step, key, scale, chunks = self._given.popleft()
+            step, key, scale, chunks = self._ours.popleft()
             if not self._group.exact or key // len(self._group.tables) == self.last_of_mine(step):
                 self._open.add(step)
             for c, values in enumerate(chunks):

@@ -31,8 +31,8 @@ class LeftOut:
 
     def added(self, step: int, c: int, scale: float, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Values of chunk ``c`` together with what was left out of it before, and the same as its receiver will decode them.
-        ``scale``: the step's, as far as it is known; ``settle`` keeps what this has not made up for, before
-        the next step comes."""
+        ``scale``: the step's, as far as it is known; ``settle`` keeps what this has not made up for, before the
+        next step comes."""
         before = self._left.pop(c, None)
         taken = 1 / scale if before is not None and scale else 0.0
         whole = values + before * taken if before is not None and taken else values

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accept_mpi.pipeline.graph_edges import uses
+
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TYPES = (nn.Linear, *_CONVOLUTIONS)
 _Work = Callable[[], None]
@@ -84,9 +86,9 @@ class DeferredWeights:
 
     def look(self, outputs: list[torch.Tensor]) -> None:
         """After a first forward that deferred nothing: exclude modules whose weights have other uses."""
-        uses = _uses(outputs)
+        counts = Counter(id(node.variable) for node in uses(outputs) if hasattr(node, "variable"))
         for number, part in enumerate(self._parts):
-            if any(uses[id(parameter)] > 1 for parameter in part._parameters.values()):
+            if any(counts[id(parameter)] > 1 for parameter in part._parameters.values()):
                 self._never.add(number)
 
     def learn(self, trial: "DeferredWeights") -> None:
@@ -132,23 +134,6 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
             return []
         if parameter.requires_grad:
             found.append(parameter)
-    return found
-
-
-def _uses(outputs: list[torch.Tensor]) -> Counter[int]:
-    """Number of times that each parameter, by its id, occurs in the graph behind these tensors."""
-    found: Counter[int] = Counter()
-    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is None:
-                continue
-            if (variable := getattr(node, "variable", None)) is not None:
-                found[id(variable)] += 1
-            elif node not in seen:
-                seen.add(node)
-                waiting.append(node)
     return found
 
 

@@ -1,7 +1,7 @@
 """Edges of a stage's autograd graph: where inputs enter it, and where gradients are given to its outputs."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -106,16 +106,20 @@ def finite(values: Sequence[torch.Tensor]) -> bool:
 def cast_twice(outputs: Sequence[torch.Tensor]) -> bool:
     """True if a forward under autocast has used a parameter in lower precision more than once: torch kept the first cast for
     the next use."""
-    uses: Counter[Any] = Counter()
+    casts = (node for node in uses(outputs) if node.name().startswith("ToCopy"))
+    counts = Counter(node for node in casts if hasattr(node.next_functions[0][0], "variable"))
+    return any(count > 1 for count in counts.values())
+
+
+def uses(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Nodes of the graph behind these tensors, each as often as others use it. Leaves have a ``variable``."""
     waiting = [out.grad_fn for out in outputs if out.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         for node, _ in waiting.pop().next_functions:
             if node is None:
                 continue
-            if node.name().startswith("ToCopy") and hasattr(node.next_functions[0][0], "variable"):
-                uses[node] += 1
-            elif node not in seen:
+            yield node
+            if node not in seen:
                 seen.add(node)
                 waiting.append(node)
-    return any(count > 1 for count in uses.values())

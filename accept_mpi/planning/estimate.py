@@ -127,7 +127,7 @@ def _groups(cluster: ClusterProfile, job: Job, plan: Plan) -> Groups:
         if abs(s - t) <= 1 and rank != other
     }
     gradients = [
-        float(sum(layer.parameter_bytes - layer.frozen_bytes for layer in cluster.outline.layers[stage.start : stage.stop]))
+        float(sum(layer.trained_bytes for layer in cluster.outline.layers[stage.start : stage.stop]))
         for stage in plan.stages
     ]
     deals, how = [Deal.of(stage) for stage in plan.stages], sums_of(job, plan)

@@ -41,7 +41,7 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[P
     # Lanes that the job asks for take memory on every device; what those of "auto" take is looked at when there is a plan.
     lanes: Lanes = 1 if job.pipeline.lanes == "auto" or job.pipeline.lanes == "off" else job.pipeline.lanes
     needs = MemoryModel(cluster, job, count, job.pipeline.slack, [at_once(lanes)] * count)
-    gradients = np.array([float(layer.parameter_bytes - layer.frozen_bytes) for layer in outline.layers])
+    gradients = np.array([float(layer.trained_bytes) for layer in outline.layers])
     return Problem(
         layer_seconds=seconds,
         values=values,

@@ -165,7 +165,7 @@ class _Groups:
     def __init__(self, cluster: ClusterProfile, job: Job, problem: Problem, sums: str) -> None:
         self._cluster, self._job, self._problem, self._sums = cluster, job, problem, sums
         layers = cluster.outline.layers
-        trained = [float(layer.parameter_bytes - layer.frozen_bytes) for layer in layers]
+        trained = [float(layer.trained_bytes) for layer in layers]
         self._gradients = np.concatenate([[0.0], np.cumsum(trained)])
         alone = [layer.alone for layer in layers]
         alone[-1] |= not counts_known(job.train.loss)

@@ -19,8 +19,6 @@ from accept_mpi.profiling.outline import LayerOutline
 _SUMMING = 4
 """Copies of the gradients in the sum of a group, or of the stages with copies of a tied parameter: two contributions under
 way, the part that is added up, and the sum."""
-
-
 _LEFT_OUT = 2
 """The same of what coding leaves out of a group's sum: of the step that is summed, and from before (``comm.left_out``)."""
 _SUMMED_HERE = 2
@@ -30,11 +28,6 @@ _SUMMED_HERE = 2
 def summed_in(lanes: Lanes) -> int:
     """Copies of the gradients on a rank with so many lanes, beside those that a rank without has."""
     return 0 if lanes == 1 else _SUMMED_HERE + at_once(lanes)
-
-
-def unchanged(layer: LayerOutline) -> int:
-    """Bytes of a layer's frozen parameters and buffers."""
-    return layer.frozen_bytes + layer.buffer_bytes
 
 
 def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
@@ -58,8 +51,8 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
             windows = [table[at : at + most] for at in range(max(1, min(count, len(table) - most + 1)))]
             in_flight = [max(window.count(m) for window in windows) for m in range(len(stage.ranks))]
             copies += needs.local_copies if plan.hybrid else 0.0
-            fixed += needs.local_fixed * sum(map(unchanged, layers)) if plan.hybrid else 0.0
-        gradients = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
+            fixed += needs.local_fixed * sum(layer.unchanged_bytes for layer in layers) if plan.hybrid else 0.0
+        gradients = sum(layer.trained_bytes for layer in layers)
         coded = len(stage.ranks) > 1 and gradient_codec(sums_of(job, plan)) != "none"
         summing = (_SUMMING if len(stage.ranks) > 1 else 0) + (_LEFT_OUT if coded else 0)
         copied = _SUMMING * sum(one.nbytes for one, stages in ties if s in stages) if not summing else 0
@@ -105,8 +98,7 @@ class MemoryModel:
         elif kind == "1f1b-delayed":
             weights = np.full(stages, 1.0 + DELAY)
         whole = 2 + self._optimizer
-        delay = DELAY if kind == "1f1b-delayed" else 0
-        copied = 1 + self._optimizer + delay
+        copied = 1 + self._optimizer + (DELAY if kind == "1f1b-delayed" else 0)
         # Gradients of two steps and those of a micro-batch, where updates are late (``Updates``).
         apart = 2 if kind == "1f1b-delayed" and job.train.clip_norm is not None else 0
         # The weights before an update, of which a correction is made.
@@ -125,13 +117,13 @@ class MemoryModel:
 
     def state(self, layer: LayerOutline) -> float:
         """Bytes of one version of a layer's trained weights, gradients and optimizer state."""
-        return (2 + self._optimizer) * (layer.parameter_bytes - layer.frozen_bytes)
+        return (2 + self._optimizer) * layer.trained_bytes
 
     def fixed(self, layer: LayerOutline) -> float:
         """Bytes of a layer's frozen parameters and buffers, of which there are no versions, and of their copies."""
-        return self._fixed * unchanged(layer)
+        return self._fixed * layer.unchanged_bytes
 
     def least(self, layer: LayerOutline) -> float:
         """Bytes that a layer takes at the end of a run, with the copy of which the last checkpoint is made."""
         trained, others = self._least
-        return trained * (layer.parameter_bytes - layer.frozen_bytes) + others * unchanged(layer)
+        return trained * layer.trained_bytes + others * layer.unchanged_bytes

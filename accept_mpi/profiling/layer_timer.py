@@ -169,7 +169,7 @@ def given_to(subject: Subject, start: int, stop: int) -> MicroBatch | None:
 def bytes_of(outline: Outline, start: int, stop: int) -> int:
     """Bytes that the piece of layers ``start`` to ``stop`` - 1 takes while it is measured."""
     layers = outline.layers[start:stop]
-    trained = sum(layer.parameter_bytes - layer.frozen_bytes for layer in layers)
+    trained = sum(layer.trained_bytes for layer in layers)
     held = sum(layer.saved_bytes for layer in layers)
     return _COPIES * trained + sum(layer.frozen_bytes for layer in layers) + (1 + micro_batches_in_flight(held)) * held
 

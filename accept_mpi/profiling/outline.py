@@ -49,6 +49,16 @@ class LayerOutline(msgspec.Struct, frozen=True, omit_defaults=True, rename={"sav
     alone: bool = False
     """True if a group of ranks cannot hold the layer (``pipeline.shareable``)."""
 
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the parameters that are trained, and of their gradients."""
+        return self.parameter_bytes - self.frozen_bytes
+
+    @property
+    def unchanged_bytes(self) -> int:
+        """Bytes of frozen parameters and buffers."""
+        return self.frozen_bytes + self.buffer_bytes
+
 
 class Outline(msgspec.Struct, frozen=True, omit_defaults=True):
     """A model at one micro-batch size."""

@@ -355,21 +355,17 @@ class _Run:
         """The checkpoint to resume from, on rank 0: after a loss or a restart, the newest one that this run has written.
         None if there is none."""
         most = sum({facts["machine_id"]: facts["memory_bytes"] or math.inf for facts in runtime.hosts}.values())
+        where, found = self.options.resume, []
         if self._lost or self.options.supervised:
-            for path in made_by(Path(self.job.output.directory), self._ownership.run):
-                try:
-                    return Checkpoint(path, most)
-                except UserError as mistake:
-                    log.warning("passed over: %s", mistake)
-        where = self.options.resume
-        if where is None or self._origin is None:
-            return Checkpoint(where, most) if where else None
-        again = same(where, self._origin)
-        try:
-            return Checkpoint(again, most) if again else None
-        except UserError as mistake:
-            log.warning("passed over: %s", mistake)
-            return None
+            found += made_by(Path(self.job.output.directory), self._ownership.run)
+        if where and self._origin and (again := same(where, self._origin)):
+            found.append(again)
+        for path in found:
+            try:
+                return Checkpoint(path, most)
+            except UserError as mistake:
+                log.warning("passed over: %s", mistake)
+        return Checkpoint(where, most) if where and not self._origin else None
 
     def _changes(self, runtime: Runtime, chain: Chain, manifest: Manifest, batches: Calendar) -> list[str]:
         """Lines on what differs from the run that made the checkpoint. Raises Agreed if it does not fit this job."""
