@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +150,12 @@ def finish(command: list[str], folder: Path, more: dict[str, str], deadline: flo
     if _NOT_STARTED in out and retries:
         return finish(command, folder, more, deadline, retries - 1)
     return Finished(process.returncode, out)
+
+
+@pytest.fixture
+def run_name() -> str:
+    """A name for ``--run``. Tests side by side must not share one: what hosts keep of a run lies under its name."""
+    return f"test-{uuid.uuid4().hex}"
 
 
 @pytest.fixture

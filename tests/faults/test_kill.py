@@ -110,7 +110,7 @@ def test_kill_any_rank_at_a_random_moment(tmp_path: Path, batch: int) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc to find the ranks")
 @pytest.mark.parametrize("count", [5, "auto"])
-def test_kill_all_ranks_at_once(tmp_path: Path, count: object) -> None:
+def test_kill_all_ranks_at_once(tmp_path: Path, run_name: str, count: object) -> None:
     """A supervised run without checkpoints: the next start goes on from the snapshot on the hosts' disks, with the number of
     micro-batches that was found."""
     more = {"pipeline_cuts": "auto", "pipeline_probe_seconds": 0.2, "pipeline_latency_db": "none"}
@@ -119,7 +119,7 @@ def test_kill_all_ranks_at_once(tmp_path: Path, count: object) -> None:
         tmp_path / "job.toml", samples.CNN, train_steps=160, train_evaluate_every=0, recovery_replicate_every=8,
         train_micro_batches=count, **found,
     )  # fmt: skip
-    first = start(tmp_path, job, "--run", "run/1", ulfm=True)
+    first = start(tmp_path, job, "--run", f"{run_name}/1", ulfm=True)
     try:
         killed = wait_for_step(tmp_path / "run", 40, first)
         for pid in ranks_of(tmp_path).values():
@@ -129,7 +129,9 @@ def test_kill_all_ranks_at_once(tmp_path: Path, count: object) -> None:
         os.killpg(first.pid, signal.SIGKILL)
         raise
     assert not complete(tmp_path / "run")
-    out, _ = start(tmp_path, job, "--run", "run/2", ulfm=True).communicate(timeout=HANGS)
+    second = start(tmp_path, job, "--run", f"{run_name}/2", ulfm=True)
+    out, _ = second.communicate(timeout=HANGS)
+    assert second.returncode == 0, out
     resumed = re.search(r"step (\d+)  resumed from the snapshot that hosts have kept", out)
     assert resumed, out
     assert int(resumed[1]) >= killed - 24
@@ -137,7 +139,9 @@ def test_kill_all_ranks_at_once(tmp_path: Path, count: object) -> None:
     with open_log(tmp_path / "run" / "log.h5") as log:
         parts = Job.from_json(log.attrs["job"]).train.micro_batches
     assert count in ("auto", parts)
-    samples.assert_equal(Checkpoint(tmp_path / "run").whole(), samples.plain(samples.CNN).train(160, 24, parts))
+    last = Checkpoint(tmp_path / "run")
+    assert last.manifest.step == 160, out
+    samples.assert_equal(last.whole(), samples.plain(samples.CNN).train(160, 24, parts))
 
 
 def test_a_rank_that_dies_before_mpi_has_started(tmp_path: Path) -> None:

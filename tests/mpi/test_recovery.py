@@ -119,10 +119,10 @@ def test_devices_that_would_not_hold_the_model_even_together(tmp_path: Path) -> 
     assert "recovery.replicate_every = 0" in out, out
 
 
-def test_a_supervised_run_that_had_all_but_ended(tmp_path: Path) -> None:
+def test_a_supervised_run_that_had_all_but_ended(tmp_path: Path, run_name: str) -> None:
     """Its last checkpoint was on the disk when a host was lost: there is nothing to do, and nothing wrong."""
     job = samples.write_job(tmp_path / "job.toml", samples.CNN, train_evaluate_every=0)
-    command: list[object] = ["-m", "accept_mpi", "train", job, "--run", "run/1"]
+    command: list[object] = ["-m", "accept_mpi", "train", job, "--run", f"{run_name}/1"]
     for again in ("no evaluation", "an earlier start has made the last checkpoint"):
         code, out = run(tmp_path, command, "", 2)
         assert code == 0, out

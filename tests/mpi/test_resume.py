@@ -227,16 +227,16 @@ def test_the_same_settings_go_on_without_a_word(settings: tuple[Path, dict[str, 
     )
 
 
-def test_what_hosts_have_kept_of_another_model_is_passed_over(mpirun, tmp_path: Path) -> None:
+def test_what_hosts_have_kept_of_another_model_is_passed_over(mpirun, tmp_path: Path, run_name: str) -> None:
     """Under the right names and checksums: the run goes on from its newest sound checkpoint, or begins."""
     job = samples.write_job(tmp_path / "job.toml", samples.CNN, train_steps=4, train_evaluate_every=0)
     wider = models.load("cnn", {"width": 12, "dropout": 0.2}, 0)
     blobs = states(Stage(build_layers(wider, 0, len(wider), 0), parse(job.read_text(), "job"), None, True))
-    spill = DiskReplicas(RunIdentity("run", 1), socket.gethostname())
+    spill = DiskReplicas(RunIdentity(run_name, 1), socket.gethostname())
     spill.read()
     spill.write(3, blobs)
     spill.wait(10)
-    out = mpirun(2, "-m", "accept_mpi", "train", job, "--run", "run/2").out
+    out = mpirun(2, "-m", "accept_mpi", "train", job, "--run", f"{run_name}/2").out
     assert "what hosts have kept of step 3 is passed over" in out
     assert "resumed from" not in out
     samples.assert_equal(Checkpoint(tmp_path / "run").whole(), samples.plain(samples.CNN).train(4, 24, 5))
@@ -307,15 +307,15 @@ def test_a_loss_after_resuming(trained, tmp_path: Path, meanwhile: str) -> None:
 
 
 @pytest.mark.parametrize("meanwhile", MEANWHILE)
-def test_another_start_after_resuming(trained, tmp_path: Path, meanwhile: str) -> None:
+def test_another_start_after_resuming(trained, tmp_path: Path, run_name: str, meanwhile: str) -> None:
     """The same where all ranks are lost, and ``launch`` starts the run again."""
     expected = straight_and_part(tmp_path, trained)
     command: list[object] = ["-m", "accept_mpi", "train", "job.toml", "--set", "output.directory=rest", "--resume", "part"]
-    _, out = run(tmp_path, [*command, "--run", f"{tmp_path.name}/1"], "0@backward:60 1@backward:60", 2)
+    _, out = run(tmp_path, [*command, "--run", f"{run_name}/1"], "0@backward:60 1@backward:60", 2)
     assert not complete(tmp_path / "rest"), out
     (tmp_path / "meanwhile").write_text("true")
     assert os.system(f"cd {tmp_path} && {MEANWHILE[meanwhile]}") == 0
-    code, out = run(tmp_path, [*command, "--run", f"{tmp_path.name}/2"], "", 2)
+    code, out = run(tmp_path, [*command, "--run", f"{run_name}/2"], "", 2)
     assert code == 0, out
     assert "resumed from the snapshot that hosts have kept" in out, out
     samples.assert_equal(Checkpoint(tmp_path / "rest").whole(), expected)
