@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from accept_mpi.codecs.coding import NONE, Bytes, Coding
+from accept_mpi.device.compute import here
 from accept_mpi.direction import Direction
 from accept_mpi.tree import Tree
 
@@ -93,7 +94,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         """New tensor of this spec, from its values' bytes as ``coding`` wrote them."""
         if self.dtype == "absent":
             return None
-        dense = torch.empty_strided(self.sent_shape, self.stride, dtype=self.torch_dtype)
+        dense = here().empty(self.sent_shape, self.stride, self.torch_dtype)
         flat = dense.as_strided((dense.numel(),), (1,))
         if coding.kind == "none":
             if dense.numel():

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -32,6 +32,7 @@ from accept_mpi.codecs.message import (
     raw_bytes,
 )
 from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
+from accept_mpi.device.compute import Given, here
 from accept_mpi.direction import Direction
 from accept_mpi.errors import DeadlineError, ProtocolError
 from accept_mpi.logs.recorder import Recorder, Subject
@@ -118,6 +119,12 @@ class _Item(NamedTuple):
     flat: Tensors
     description: bytes
     """Format of the tensors; empty if it is the one agreed on."""
+    ready: Callable[[], bool] | None = None
+    """Tells when the tensors have arrived from a device (``Given``)."""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready is None or self.ready()
 
 
 class Slots:
@@ -157,6 +164,11 @@ class Sender:
         self.active: deque[tuple[list[MPI.Request], Bytes, int]] = deque()
 
     @property
+    def awaits_copies(self) -> bool:
+        """True if the next message could be sent were it not still on its way from a device."""
+        return bool(self.waiting and self.free and self.waiting[0].ready is not None)
+
+    @property
     def sends_bulk(self) -> bool:
         """True if a message larger than a socket's buffer is in flight: only repeated calls of MPI move it on."""
         return any(wire > SOCKET_BYTES for _, _, wire in self.active)
@@ -188,16 +200,18 @@ class Sender:
             raise DeadlineError(f"waited {deadline:.0f} s for rank {self.end.peer} to take {self.end}")
         self._plane.check()
         specs, description = self._specs(samples, tensors, tree, training=deadline is None)
-        flat = tuple(self._values(spec, tensor) for spec, tensor in zip(specs, tensors, strict=True))
+        ready = tensors.ready if isinstance(tensors, Given) else None
+        flat = tuple(self._values(spec, tensor, ready is None) for spec, tensor in zip(specs, tensors, strict=True))
         label = Label(self.end.direction, self.end.boundary, step, micro_batch, samples, flags, suspect, scale)
-        self.waiting.append(_Item(label, specs, flat, description))
+        self.waiting.append(_Item(label, specs, flat, description, ready))
         self._plane.wake()
 
-    def _values(self, spec: TensorSpec, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    def _values(self, spec: TensorSpec, tensor: torch.Tensor | None, of_stage: bool) -> torch.Tensor | None:
         """The values to send. Activations without a gradient are copied: they may be state that a layer changes before they
-        are sent."""
+        are sent, if they are the stage's own tensors (``of_stage``)."""
         flat = spec.flatten(tensor)
-        may_change = self.end.direction is Direction.FORWARD and tensor is not None and not tensor.requires_grad
+        without = tensor is not None and not tensor.requires_grad
+        may_change = of_stage and without and self.end.direction is Direction.FORWARD
         return flat.clone() if may_change and flat is not None else flat
 
     def _specs(self, samples: int, tensors: Tensors, tree: Tree | None, training: bool) -> tuple[Specs, bytes]:
@@ -239,7 +253,7 @@ class Sender:
             self.free.append(self.active.popleft()[1])
             self._room.release()
             moved = True
-        while self.waiting and self.free:
+        while self.waiting and self.free and self.waiting[0].is_ready:
             item, buffer = self.waiting[0], self.free.pop()
             start = recorder.clock.now()
             label, specs, coding = item.label, item.specs, self.end.coding
@@ -351,7 +365,7 @@ class Receiver:
             raise ProtocolError(f"a message for boundary {header.boundary} came as {self.end}")
         if header.codec != self.end.coding.number:
             self._plane.report_uncoded(header, self.end)
-        self._ready.put(decoded)
+        self._ready.put(decoded._replace(tensors=here().fetch(decoded.tensors)))
         subject = self.end.subject(header.step, header.micro_batch, decoded.raw, message.size)
         if self.end.in_group:
             recorder.add("sum", header.sent, subject, end=start)
@@ -360,7 +374,7 @@ class Receiver:
             recorder.add("send", header.sent, subject, end=start, of=(self.end.peer, sender))
             recorder.add("decode", start, subject)
         self._again(message.size)
-        return True
+        return self.ready is None or self.ready()
 
     def _whole(self, status: MPI.Status) -> Bytes | None:
         """The message whose request is done; None if it was an announcement, whose message is received now."""

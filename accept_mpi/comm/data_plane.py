@@ -75,7 +75,7 @@ class DataPlane(threading.Thread):
         """Those of all channels, as the last look found them."""
         self._receivers: list[Receiver | None] = []
         """Whose requests these are: a receiver's or a sender's (None)."""
-        self._sends_bulk = self._expects_bulk = False
+        self._sends_bulk = self._expects_bulk = self._awaits_copies = False
         """What the last look found under way."""
         self._posts: queue.SimpleQueue[tuple[int, Control] | None] = queue.SimpleQueue()
         self.background = Background(messenger)
@@ -200,7 +200,7 @@ class DataPlane(threading.Thread):
             if not self._handle(message):
                 self._not_taken.append(message)
             moved = True
-        if self._test() or changed:
+        if self._test() or changed or self._awaits_copies:
             moved |= self._look()
         if self.background.busy and not self._stopping:
             moved |= self.background.move(quiet=not any(out.waiting or out.sends_bulk for out in self._outgoing))
@@ -226,6 +226,7 @@ class DataPlane(threading.Thread):
             requests = incoming.requests()
             self._requests += requests
             self._receivers += [incoming] * len(requests)
+        self._awaits_copies = any(out.awaits_copies for out in self._outgoing)
         self._sends_bulk = any(out.sends_bulk for out in self._outgoing)
         bulk = any(out.waiting for out in self._outgoing) or any(incoming.brings_bulk for incoming in self._incoming)
         self._expects_bulk = bulk or any(group.pending for group in self._groups)
@@ -256,7 +257,7 @@ class DataPlane(threading.Thread):
         if not (self._outgoing or self._incoming):
             # Ranks send control messages one at a time, so after a message others are likely to follow soon.
             return POLL_SENDING if time.monotonic() - self._moved < LIVELY_SECONDS else POLL_ALONE
-        if self._awaited:
+        if self._awaited or self._awaits_copies:
             return POLL_AWAITED
         if self._sends_bulk:
             return POLL_SENDING

@@ -2,14 +2,13 @@
 
 What crosses a boundary, data sets, snapshots and checkpoints are in the host's memory; a stage's weights, activations and
 gradients are where it computes. ``take`` and ``give`` carry tensors over; on a CPU they do nothing.
-
-GPUs are written, not measured: no machine with one was at hand.
 """
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +21,24 @@ from accept_mpi.errors import UserError
 from accept_mpi.seeds import GENERATORS
 
 Tensors = tuple[torch.Tensor | None, ...]
+
+
+class Given(tuple[torch.Tensor | None, ...]):
+    """Tensors on the host that may still be on their way from a device."""
+
+    ready: Callable[[], bool]
+    """True once they have arrived. Any thread may ask."""
+
+    def __new__(cls, tensors: Iterable[torch.Tensor | None], ready: Callable[[], bool]) -> "Given":
+        given = super().__new__(cls, tensors)
+        given.ready = ready
+        return given
+
+
+class _Fetched(tuple[torch.Tensor | None, ...]):
+    """Tensors on a GPU that may still be on their way there."""
+
+    copied: torch.cuda.Event
 
 
 class Compute:
@@ -45,6 +62,15 @@ class Compute:
     def hold(self, module: Any) -> None:
         """Move a module's state to the device. Parameters stay the same objects."""
 
+    def empty(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the host for what is to be fetched."""
+        return torch.empty_strided(shape, stride, dtype=dtype)
+
+    def fetch(self, tensors: Tensors) -> Tensors:
+        """Begin to copy tensors from the host (``empty``) to the device, for ``take``; on any thread. They must not change
+        afterwards."""
+        return tensors
+
     def take(self, tensors: Tensors) -> Tensors:
         """Tensors from the host, on the device."""
         return tensors
@@ -54,8 +80,12 @@ class Compute:
         return value
 
     def give(self, tensors: Sequence[torch.Tensor | None]) -> Tensors:
-        """Tensors from the device, on the host, once they are computed. Like the originals, they want a gradient or not."""
+        """Tensors from the device, on the host; ``Given`` if they are still on their way when this returns. Like the
+        originals, they want a gradient or not."""
         return tuple(tensors)
+
+    def wait(self) -> None:
+        """Wait until what this thread has begun is computed."""
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous copy on the host."""
@@ -71,9 +101,21 @@ class Compute:
 
 
 class Gpu(Compute):
-    """A GPU that torch sees. Copies wait until they are made: what is given goes to the network at once."""
+    """A GPU that torch sees.
+
+    Actions are waited for, so that their times are known and no more than one is in the GPU's queue; copies are not. They
+    have a stream of their own for each direction, beside computing.
+    """
 
     alone = "it is computed on a GPU"
+
+    @cached_property
+    def _to_host(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
+
+    @cached_property
+    def _from_host(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)
 
     @property
     def name(self) -> str:
@@ -87,22 +129,43 @@ class Gpu(Compute):
         if isinstance(module, nn.Module):
             module.to(self.device)
 
+    def empty(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, pin_memory=True)
+
+    def fetch(self, tensors: Tensors) -> Tensors:
+        with torch.cuda.device(self.device), torch.cuda.stream(self._from_host):
+            fetched = _Fetched(None if one is None else self._taken(one) for one in tensors)
+            fetched.copied = torch.cuda.Event()
+            fetched.copied.record()
+        return fetched
+
     def take(self, tensors: Tensors) -> Tensors:
+        if isinstance(tensors, _Fetched):
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(tensors.copied)
+            for one in tensors:
+                if one is not None:
+                    one.record_stream(stream)  # its memory belongs to the stream of the copies
+            return tuple(tensors)
+        while isinstance(tensors, Given) and not tensors.ready():
+            time.sleep(0)
         return tuple(None if one is None else self._taken(one) for one in tensors)
 
     def take_value(self, value: Any) -> Any:
         return tree.replace(value, self._taken)
 
     def give(self, tensors: Sequence[torch.Tensor | None]) -> Tensors:
-        given = []
-        for one in tensors:
-            if one is not None:
-                like = one.detach() if 0 not in one.stride() else one.detach().contiguous()
-                host = torch.empty_like(like, device="cpu", pin_memory=True)
-                one = host.copy_(like, non_blocking=True).requires_grad_(one.requires_grad)
-            given.append(one)
+        computed = torch.cuda.current_stream(self.device)
+        self._to_host.wait_stream(computed)
+        with torch.cuda.stream(self._to_host):
+            given = [None if one is None else self._given(one) for one in tensors]
+            copied = torch.cuda.Event()
+            copied.record()
+        computed.synchronize()
+        return Given(given, copied.query)
+
+    def wait(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
-        return tuple(given)
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().contiguous().to("cpu", copy=True)
@@ -112,10 +175,18 @@ class Gpu(Compute):
         return time.perf_counter()
 
     def room(self) -> float:
-        return float(torch.cuda.mem_get_info(self.device)[0])
+        free, _ = torch.cuda.mem_get_info(self.device)
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return float(free + kept)
 
     def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self.device, non_blocking=True).requires_grad_(tensor.requires_grad)
+
+    def _given(self, one: torch.Tensor) -> torch.Tensor:
+        like = one.detach() if 0 not in one.stride() else one.detach().contiguous()
+        like.record_stream(self._to_host)
+        host = torch.empty_like(like, device="cpu", pin_memory=True)
+        return host.copy_(like, non_blocking=True).requires_grad_(one.requires_grad)
 
 
 _here = Compute()

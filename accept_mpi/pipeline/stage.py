@@ -217,6 +217,7 @@ class Stage(Trials):
         flight = self.in_flight.pop((step, micro_batch))
         with self._going_back(flight):
             DeferredWeights.run(flight.work)
+        self._compute.wait()
 
     def scale(self, step: int) -> float:
         """Factor for the step's gradients in ``update``, as far as the last stage knows it."""
@@ -245,6 +246,7 @@ class Stage(Trials):
         elif clip is not None:
             clip([])
         self._weights.publish(version + 1)
+        self._compute.wait()
 
     def drained(self) -> None:
         """End a segment: nothing is in flight, and versions count from 0 again."""
