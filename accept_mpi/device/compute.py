@@ -109,6 +109,12 @@ class Gpu(Compute):
 
     alone = "it is computed on a GPU"
 
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        # Single precision is what the job says, and what stages on CPUs compute with; torch would multiply in TF32.
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.deterministic = True  # steps that are made again after a loss are to be the same
+
     @cached_property
     def _to_host(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)
