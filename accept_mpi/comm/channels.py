@@ -365,7 +365,9 @@ class Receiver:
             raise ProtocolError(f"a message for boundary {header.boundary} came as {self.end}")
         if header.codec != self.end.coding.number:
             self._plane.report_uncoded(header, self.end)
-        self._ready.put(decoded._replace(tensors=here().fetch(decoded.tensors)))
+        if not self.end.in_group:  # gradients are summed on the host
+            decoded = decoded._replace(tensors=here().fetch(decoded.tensors))
+        self._ready.put(decoded)
         subject = self.end.subject(header.step, header.micro_batch, decoded.raw, message.size)
         if self.end.in_group:
             recorder.add("sum", header.sent, subject, end=start)

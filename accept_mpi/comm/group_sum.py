@@ -146,7 +146,7 @@ class Layout:
         if gradient is None:
             return torch.zeros(numel, dtype=self._like[n].dtype)
         if gradient.stride() != stride:
-            gradient = torch.empty_like(self._like[n]).copy_(gradient)
+            gradient = torch.empty_like(self._like[n], device=gradient.device).copy_(gradient)
         return gradient.as_strided((numel,), (1,))
 
 

@@ -46,6 +46,8 @@ class Compute:
 
     alone = ""
     """Reason why a stage can be neither shared by several ranks nor computed in lanes here; empty: it can."""
+    backward_in_thread = True
+    """True if a backward runs in the thread that asks for it; autograd has a thread of its own for each GPU."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = torch.device(device)
@@ -84,6 +86,10 @@ class Compute:
         originals, they want a gradient or not."""
         return tuple(tensors)
 
+    def on_host(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Tensors from the device, on the host, when this returns."""
+        return list(tensors)
+
     def wait(self) -> None:
         """Wait until what this thread has begun is computed."""
 
@@ -108,6 +114,7 @@ class Gpu(Compute):
     """
 
     alone = "it is computed on a GPU"
+    backward_in_thread = False
 
     def __init__(self, device: str) -> None:
         super().__init__(device)
@@ -169,6 +176,9 @@ class Gpu(Compute):
             copied.record()
         computed.synchronize()
         return Given(given, copied.query)
+
+    def on_host(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return [None if one is None else one.detach().cpu() for one in tensors]
 
     def wait(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accept_mpi.device.compute import here
 from accept_mpi.pipeline.graph_edges import uses
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -24,8 +25,8 @@ _TYPES = (nn.Linear, *_CONVOLUTIONS)
 _Work = Callable[[], None]
 
 
-class _Now(threading.local):
-    """What a thread does with the stage: one may compute F beside another's B."""
+class _Now:
+    """What is done with the stage now."""
 
     def __init__(self) -> None:
         self.on, self.forwarding = True, False
@@ -35,13 +36,18 @@ class _Now(threading.local):
         """Modules that the last forward used, during a backward."""
 
 
+class _NowInThread(_Now, threading.local):
+    """What a thread does with the stage: one may compute F beside another's B."""
+
+
 class DeferredWeights:
     """Weight gradients that wait for W. Backward passes put them here, ``collect`` takes them out."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         """Give every suitable module below ``modules`` a forward that can defer."""
         self._anchor = torch.zeros((), requires_grad=True)
-        self._now = _Now()
+        # A GPU's backwards run in a thread of autograd's, but one action at a time.
+        self._now = _NowInThread() if here().backward_in_thread else _Now()
         self.looking = False
         """True on a trial stage: nothing defers, and modules that never may are found."""
         self._parts: list[nn.Module] = []
@@ -173,7 +179,7 @@ def _is_plain_convolution(module: nn.Module, x: torch.Tensor, parameters: list[n
         and module.padding_mode == "zeros"
         and isinstance(module.padding, tuple)
         and x.dim() == module.weight.dim()
-        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled(x.device.type)
         and not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
     )
 

@@ -66,7 +66,11 @@ class Clipping:
         """Tell the other stages the norms of a step's gradients here. ``positions``: those of their parameters in the model;
         None for one that another stage counts."""
         pairs = zip(positions, gradients, strict=False)  # nothing is trained here: no gradients
-        mine = [(at, *_norm(g)) for at, g in pairs if at is not None and g is not None]
+        here = [(at, torch.linalg.vector_norm(g), g.dtype) for at, g in pairs if at is not None and g is not None]
+        # Together, since each number that comes from a GPU is waited for.
+        norms = torch.stack([norm.double() for _, norm, _ in here]).tolist() if here else []
+        kinds = (str(kind).removeprefix("torch.") for _, _, kind in here)
+        mine = list(zip((at for at, *_ in here), norms, kinds, strict=True))
         self._told[step] = mine
         # What nobody waits for might come when this deployment is over, and be taken for the next one's.
         for rank in self._ranks if step + self._delay in self._steps else ():
@@ -101,11 +105,6 @@ class Clipping:
                 ) from None
             return
         self._norms.setdefault(found.step, {})[found.stage] = found.norms
-
-
-def _norm(gradient: torch.Tensor) -> tuple[float, str]:
-    """Norm of a gradient, and what the gradient is of (torch's name)."""
-    return float(torch.linalg.vector_norm(gradient)), str(gradient.dtype).removeprefix("torch.")
 
 
 def _as_torch_adds_them(norms: Norms) -> list[torch.Tensor]:

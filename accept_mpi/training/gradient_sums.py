@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from accept_mpi.comm.group_sum import Gradients, GroupSum
+from accept_mpi.device.compute import here
 from accept_mpi.pipeline.micro_batch import Key, Outputs
 from accept_mpi.pipeline.stage import Clip, Stage
 
@@ -111,7 +112,7 @@ class _PartSums:
         """Add the gradients of a micro-batch; ``every``: those of all parameters."""
         gradients = [every[parameter] for parameter in self.parameters]
         if self._sums is not None and self._sums.exact:
-            self._sums.contribute(step, k, gradients, scale)
+            self._sums.contribute(step, k, here().on_host(gradients), scale)
             return
         if step not in self._mine:
             self._mine[step] = _Sum(list(reversed(self._taken(step))))
@@ -119,7 +120,7 @@ class _PartSums:
         mine.add(k, gradients, scale)
         if self._sums is not None and not mine.left:
             del self._mine[step]
-            self._sums.contribute(step, k, mine.gradients, mine.scale)
+            self._sums.contribute(step, k, here().on_host(mine.gradients), mine.scale)
 
     def whole(self, step: int) -> Gradients | None:
         """As ``GradientSums.whole``; what goes to other ranks is not kept here."""
@@ -135,7 +136,8 @@ class _PartSums:
     def take(self, step: int, deadline: float) -> tuple[Gradients, float]:
         """The sum of a step, of all ranks. Raises DeadlineError."""
         if self._sums is not None:
-            return self._sums.take(step, deadline)
+            found, scale = self._sums.take(step, deadline)
+            return list(here().take(tuple(found))), scale
         mine = self._mine.pop(step)
         assert not mine.left, f"micro-batches {mine.left} of step {step + 1} are missing"
         return mine.gradients, mine.scale

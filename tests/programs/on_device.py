@@ -1,4 +1,4 @@
-"""Run under mpirun: ``train`` a job with a device for each rank, given as in "cuda,cpu"; "late" stands for a device to and
+"""Run under mpirun: ``train`` jobs with a device for each rank, given as in "cuda,cpu"; "late" stands for a device to and
 from which tensors take a while."""
 
 import os
@@ -60,7 +60,8 @@ try:
     if device == "late":
         compute.Gpu, torch.cuda.device_count, device = Late, lambda: 1, "cuda"
     os.environ["ACCEPT_MPI_DEVICE"] = device
-    train(runtime, Options(Path(sys.argv[2]), quiet=True))
+    for job in sys.argv[2:]:
+        train(runtime, Options(Path(job), quiet=True))
 except BaseException as error:
     runtime.fail(error)
 runtime.finish(0)

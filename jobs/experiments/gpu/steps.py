@@ -31,10 +31,10 @@ AS_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
 }  # fmt: skip
-STEPS, SKIPPED, COMPARED = 40, 10, 10
+STEPS, SKIPPED, COMPARED = 30, 8, 10
 CASES = {
-    "MobileNetV2, 32 px, 32 samples": ("mobilenetv2", "classes = 10", "images", "size = 32", 32),
-    "MobileNetV2, 96 px, 128 samples": ("mobilenetv2", "classes = 10", "images", "size = 96", 128),
+    "MobileNetV2, 32 px, 32 samples": ("mobilenetv2", "classes = 10, dropout = 0.0", "images", "size = 32", 32),
+    "MobileNetV2, 96 px, 128 samples": ("mobilenetv2", "classes = 10, dropout = 0.0", "images", "size = 96", 128),
     "GPT, 8 x 512, 32 x 256 tokens": (
         "gpt", "context = 256, layers = 8, width = 512, heads = 8, dropout = 0.0", "tokens", "context = 256", 32,
     ),
@@ -89,8 +89,8 @@ def main() -> None:
             ("2 on the GPU, 2 on CPUs, 1f1b", "1f1b", "cuda cuda cpu cpu"),
             ("2 on the GPU, 2 on CPUs, 1f1b, even", "even", "cuda cuda cpu cpu"),
         ):
-            if "even" in what and "32 px" not in name:
-                continue  # the slow way, to see that losses agree wherever layers are
+            if "CPUs" in what and "32 px" not in name:
+                continue  # too much for CPUs
             show(what, ours(case, schedule, devices.split(), COMPARED if "even" in what else STEPS), alone)
 
 

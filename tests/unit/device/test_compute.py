@@ -1,5 +1,6 @@
 """Where a stage is computed: chosen by name, and nothing of it is left where the host's tensors are."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,9 +22,11 @@ BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirecto
 
 
 class Apart(Compute):
-    """Stands for a device with memory of its own: what crosses is copied, and counted."""
+    """Stands for a device with memory of its own: what crosses is copied, and counted. Backwards run in another thread, as for a
+    GPU."""
 
     alone = "it is computed apart"
+    backward_in_thread = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +49,14 @@ class Apart(Compute):
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> Apart:
-    device = Apart()
+    device, backward = Apart(), torch.Tensor.backward
+
+    def in_a_thread(tensor: torch.Tensor) -> None:
+        thread = threading.Thread(target=backward, args=(tensor,))
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(torch.Tensor, "backward", in_a_thread)
     monkeypatch.setattr(compute, "_here", device)
     return device
 
@@ -95,7 +105,7 @@ def test_results_do_not_depend_on_it(apart: Apart, monkeypatch: pytest.MonkeyPat
     there = train(schedule)
     assert apart.taken == 3 * 2 * (1 + 1 + 1 + 0) + 1  # inputs of both stages, one gradient; the evaluation's
     assert apart.given == 3 * 2 * (1 + 1)  # outputs of the first stage, gradients of the second
-    monkeypatch.setattr(compute, "_here", Compute())
+    monkeypatch.undo()
     on_host = train(schedule)
     assert all(torch.equal(value, on_host[name]) for name, value in there.items())
     assert set(there) == set(on_host)
