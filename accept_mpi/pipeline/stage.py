@@ -94,8 +94,8 @@ class Stage(Trials):
         """What a forward writes to, by its name in ``may_be_written``."""
         self.statistics: RunningStatistics | None = None
         """BatchNorm's running statistics, if a group holds the stage."""
-        self.alone = self._compute.alone
-        """Reason why a group cannot hold the stage, found by ``probe``; empty: it can."""
+        self.alone = ""
+        """Reason why a group cannot hold the stage, found by ``probe``; empty: its layers do not mind."""
         self.in_turn = ""
         """Reason why several threads cannot compute its micro-batches at a time, found by ``probe``; empty: they can."""
         self.one_forward = ""
@@ -301,9 +301,14 @@ class Stage(Trials):
         """From now on a group holds the stage: leave BatchNorm's running statistics to ``statistics``. Raises UserError if
         a group cannot hold it."""
         changes = any(name.startswith("parameter ") for name in self._written)
-        if why := self.alone or ("a layer writes into its own parameters in its forward" if changes else ""):
+        if why := self.undivided or ("a layer writes into its own parameters in its forward" if changes else ""):
             raise UserError(f"layers {self.start} to {self._last} cannot be held by several ranks: {why}")
         self.statistics = RunningStatistics(self.names, self.layers)
+
+    @property
+    def undivided(self) -> str:
+        """Reason why neither several ranks nor several lanes can hold the stage; empty: they can."""
+        return self._compute.alone or self.alone
 
     @property
     def trained(self) -> list[nn.Parameter]:

@@ -137,7 +137,8 @@ def _kinds(cluster: ClusterProfile, problem: Problem) -> list[int]:
                 (float(problem.host_link[n]), float(problem.host_link[first])),
                 (device.memory, other.memory),
             )
-            if device.data == other.data and all(math.isclose(a, b, rel_tol=_ALIKE) for a, b in both):
+            same = (device.data, device.alone) == (other.data, other.alone)
+            if same and all(math.isclose(a, b, rel_tol=_ALIKE) for a, b in both):
                 found.append(kind)
                 break
         else:
@@ -234,6 +235,7 @@ class _Groups:
             )
         members = list(group)
         never = self._alone | (problem.layer_seconds[members] >= NEVER).any(axis=0)  # what one must not get, no group gets
+        never |= any(self._cluster.devices[n].alone for n in members)
         each = np.where(never, NEVER, problem.layer_seconds[members])
         seconds = np.where(never, NEVER, 1 / (1 / np.maximum(each, 1e-15)).sum(axis=0))
         before = np.concatenate([np.zeros((len(members), 1)), each.cumsum(axis=1)], axis=1)

@@ -58,6 +58,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, rename=_NAMES):
     """True if its times are rank 0's, because it has measured nothing itself."""
     data: bool = True
     """True if it has the data set, so that it can hold the first or the last stage."""
+    alone: bool = False
+    """True if it cannot hold a stage together with others (``device.compute``)."""
 
     def in_lane(self, lanes: Lanes) -> float:
         """Seconds of a micro-batch in one of so many lanes, all of them busy, as a multiple of those with one."""

@@ -106,8 +106,9 @@ def plan_by_measuring(
     costs = None if idle else message_costs(codings, rates.seconds_per_byte, rates.seconds_per_message)
     copies = job.recovery.copies(runtime.size, runtime.survives)
     mine = Report(
-        nothing_measured(models[0]), rates, costs, data[0] is not None, room, computing_takes_all(runtime.cores), copies
-    )
+        nothing_measured(models[0]), rates, costs, data[0] is not None, room, computing_takes_all(runtime.cores), copies,
+        bool(here().alone),
+    )  # fmt: skip
     measures = not idle and (given is None or runtime.rank == 0)
     seconds = job.pipeline.probe_seconds / len(jobs)
     surveys = [

@@ -151,7 +151,7 @@ class Deployment:
         """Have all ranks say whether their lanes can compute what their stages do. If not, no rank gets lanes; returns the
         reason. Raises Agreed if the job asks for them."""
         stage, lanes = self.stage, self._lanes
-        why = "" if lanes == 1 else stage.in_turn or stage.alone or (stage.one_forward if lanes != "F+B" else "")
+        why = "" if lanes == 1 else stage.in_turn or stage.undivided or (stage.one_forward if lanes != "F+B" else "")
         said = self.runtime.messenger.allgather(why, self.runtime.startup_seconds, "whether lanes can compute the stage")
         if whys := [f"stage {self.plan.place(rank).stage}: {why}" for rank, why in enumerate(said) if why]:
             if self.job.pipeline.lanes != "auto":

@@ -101,6 +101,8 @@ class Report(msgspec.Struct, frozen=True):
     """True if the data-plane thread competes with computation for the same core."""
     snapshots: bool = False
     """True if the rank will keep copies of its own stage's state and of another stage's."""
+    alone: bool = False
+    """True if it cannot hold a stage together with others."""
 
 
 class Measured(NamedTuple):
@@ -168,6 +170,7 @@ def cluster_profile_of(
                 memory=report.memory,
                 snapshots=report.snapshots,
                 data=report.data,
+                alone=report.alone,
                 lanes=report.times.lanes,
             )
         )

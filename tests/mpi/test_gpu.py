@@ -37,6 +37,7 @@ def test_losses_of_one_process(mpirun, tmp_path: Path) -> None:
     for name, job in (("cnn", samples.CNN), ("gpt", samples.GPT)):
         for schedule in SCHEDULES:
             jobs[f"{name}-{schedule}"] = without_dropout(job), {"pipeline_schedule": schedule}
+        jobs[f"{name}-again"] = without_dropout(job), {"pipeline_recompute": "on"}
         jobs[f"{name}-clipped"] = without_dropout(job), {"train_clip_norm": 0.5, "train_ema": 0.9, "train_evaluate_every": 2}
     for name, ranks, devices in (("one", 1, "cuda"), ("four", 4, TWO_AND_TWO)):
         paths = [

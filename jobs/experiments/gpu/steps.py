@@ -2,7 +2,7 @@
 
 Needs a machine with a GPU and 4 CPU cores or more. Prints a table for each model.
 
-    PYTHONPATH=. python jobs/experiments/gpu/steps.py
+    PYTHONPATH=. python jobs/experiments/gpu/steps.py losses|speed
 """
 
 import json
@@ -26,18 +26,29 @@ from accept_mpi.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
-OUT = Path("runs/experiments/gpu").resolve()
+OUT = Path("runs/experiments/gpu").resolve() / "-".join(sys.argv[1:2])
 AS_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
 }  # fmt: skip
 STEPS, SKIPPED, COMPARED = 30, 8, 10
+MOBILENET = "mobilenetv2", "classes = 10, dropout = 0.0", "images"
+GPT = "context = {}, layers = {}, width = {}, heads = {}, dropout = 0.0"
+TWO_AND_TWO = "2 on the GPU, 2 on CPUs, 1f1b", "1f1b", "cuda cuda cpu cpu"
+ONE, TWO = ("1 rank on the GPU", "1f1b", "cuda"), ("2 ranks on the GPU, 1f1b-async", "1f1b-async", "cuda cuda")
+SYNCHRONOUS = "2 ranks on the GPU, 1f1b", "1f1b", "cuda cuda"
 CASES = {
-    "MobileNetV2, 32 px, 32 samples": ("mobilenetv2", "classes = 10, dropout = 0.0", "images", "size = 32", 32),
-    "MobileNetV2, 96 px, 128 samples": ("mobilenetv2", "classes = 10, dropout = 0.0", "images", "size = 96", 128),
-    "GPT, 8 x 512, 32 x 256 tokens": (
-        "gpt", "context = 256, layers = 8, width = 512, heads = 8, dropout = 0.0", "tokens", "context = 256", 32,
-    ),
+    "losses": {  # with as many layers on each device, to see that losses agree wherever layers are
+        "MobileNetV2, 32 px, 32 samples": ((*MOBILENET, "size = 32", 32), [TWO_AND_TWO]),
+        "GPT, 4 x 128, 16 x 64 tokens": (("gpt", GPT.format(64, 4, 128, 4), "tokens", "context = 64", 16), [TWO_AND_TWO]),
+    },
+    "speed": {
+        "GPT, 8 x 512, 32 x 256 tokens": (
+            ("gpt", GPT.format(256, 8, 512, 8), "tokens", "context = 256", 32), [TWO, SYNCHRONOUS, ONE],
+        ),
+        "MobileNetV2, 96 px, 128 samples": ((*MOBILENET, "size = 96", 128), [TWO, ONE]),
+        "MobileNetV2, 32 px, 32 samples": ((*MOBILENET, "size = 32", 32), [TWO, SYNCHRONOUS, ONE]),
+    },
 }  # fmt: skip
 PARTS = 8
 JOB = """
@@ -78,20 +89,17 @@ class Run(NamedTuple):
 def main() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {os.cpu_count()} cores, {PARTS} micro-batches a step")
-    for name, case in CASES.items():
+    part = sys.argv[1]
+    for name, (case, runs) in CASES[part].items():
+        steps = COMPARED if part == "losses" else STEPS
         print(f"\n{name} a micro-batch")
         alone = plain(case)
         print(f"  one process, a plain loop             {1e3 * alone.seconds:7.1f} ms a step")
-        for what, schedule, devices in (
-            ("1 rank on the GPU", "1f1b", "cuda"),
-            ("2 ranks on the GPU, 1f1b", "1f1b", "cuda cuda"),
-            ("2 ranks on the GPU, 1f1b-async", "1f1b-async", "cuda cuda"),
-            ("2 on the GPU, 2 on CPUs, 1f1b", "1f1b", "cuda cuda cpu cpu"),
-            ("2 on the GPU, 2 on CPUs, 1f1b, even", "even", "cuda cuda cpu cpu"),
-        ):
-            if "CPUs" in what and "32 px" not in name:
-                continue  # too much for CPUs
-            show(what, ours(case, schedule, devices.split(), COMPARED if "even" in what else STEPS), alone)
+        for what, schedule, devices in runs:
+            text = job_text(case, schedule, steps)
+            if part == "losses":
+                text = text.replace("[pipeline]", '[pipeline]\ncuts = "even"')
+            show(what, ours(text, devices.split(), steps), alone)
 
 
 def show(what: str, run: Run, alone: Run) -> None:
@@ -108,17 +116,16 @@ def show(what: str, run: Run, alone: Run) -> None:
 
 def job_text(case: tuple[Any, ...], schedule: str, steps: int) -> str:
     model, model_args, data_name, data_args, size = case
-    text = JOB.format(
+    return JOB.format(
         model=model, model_args=model_args, data=data_name, data_args=data_args, batch=size * PARTS, parts=PARTS,
-        steps=steps, schedule="1f1b" if schedule == "even" else schedule, out=OUT / "run",
+        steps=steps, schedule=schedule, out=OUT / "run",
     )  # fmt: skip
-    return text.replace("[pipeline]", '[pipeline]\ncuts = "even"') if schedule == "even" else text
 
 
-def ours(case: tuple[Any, ...], schedule: str, devices: list[str], steps: int) -> Run:
-    """Train under mpirun, with a device for each rank."""
+def ours(text: str, devices: list[str], steps: int) -> Run:
+    """Train a job under mpirun, with a device for each rank."""
     path = OUT / "job.toml"
-    path.write_text(job_text(case, schedule, steps))
+    path.write_text(text)
     command = [str(Path(sys.executable).with_name("mpirun")), "--bind-to", "none"]
     for device in devices:
         command += [*(":" if "-n" in command else ""), "-n", "1", "env", f"ACCEPT_MPI_DEVICE={device}"]
@@ -156,7 +163,8 @@ def plain(case: tuple[Any, ...]) -> Run:
 
 def loop(path: str) -> tuple[float, list[float]]:
     """What a user would write; its median step, and its losses."""
-    torch.backends.cudnn.allow_tf32 = False  # single precision, as the job says
+    # Single precision, as the job says; and the same sums each time, without which losses differ by more than 1e-4.
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
     job = parse(Path(path).read_text(), path)
     chain = models.load(job.model.name, job.model.args, job.train.seed)
     model = chain.whole(job.train.seed).cuda()

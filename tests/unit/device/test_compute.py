@@ -22,8 +22,7 @@ BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirecto
 
 
 class Apart(Compute):
-    """Stands for a device with memory of its own: what crosses is copied, and counted. Backwards run in another thread, as for a
-    GPU."""
+    """Stands for a GPU: what crosses is copied, and counted, and backwards run in a thread of their own."""
 
     alone = "it is computed apart"
     backward_in_thread = False

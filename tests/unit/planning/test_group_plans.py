@@ -53,6 +53,15 @@ def test_a_long_layer_is_shared() -> None:
     assert any(f"{count} of 8" in line for line in lines for count in (3, 4, 8))
 
 
+def test_a_device_that_holds_stages_alone_is_in_no_group() -> None:
+    fleet = uneven(1, 1, 1, layers=[0.5] * 6 + [6.0] + [0.5] * 5)
+    for apart in ([0], [1, 2], [0, 1, 2]):
+        devices = [msgspec.structs.replace(device, alone=n in apart) for n, device in enumerate(fleet.devices)]
+        plan = plan_for(msgspec.structs.replace(fleet, devices=devices), job(ON)).plan
+        assert not any(len(stage.ranks) > 1 and set(stage.ranks) & set(apart) for stage in plan.stages)
+        assert plan.hybrid == (len(apart) == 1)
+
+
 def test_what_is_as_fast_without_groups_stays_without() -> None:
     assert not plan_for(cluster(1, 1, 1), job(ON)).plan.hybrid
 
