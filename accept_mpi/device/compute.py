@@ -20,6 +20,8 @@ from accept_mpi.device.memory import available_memory
 from accept_mpi.errors import UserError
 from accept_mpi.seeds import GENERATORS
 
+DEVICE = "ACCEPT_MPI_DEVICE"
+"""Environment variable with a rank's device."""
 Tensors = tuple[torch.Tensor | None, ...]
 
 
@@ -226,7 +228,7 @@ def select(asked: str | dict[str, str], host: str, place: int) -> None:
     Raises UserError if there is no such device.
     """
     global _here
-    if said := os.environ.get("ACCEPT_MPI_DEVICE"):
+    if said := os.environ.get(DEVICE):
         asked = said
     elif isinstance(asked, dict):
         asked = next((device for pattern, device in asked.items() if fnmatchcase(host, pattern)), "cpu")

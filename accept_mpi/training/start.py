@@ -12,7 +12,7 @@ import msgspec
 
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.device.allocator import keep_memory
-from accept_mpi.device.compute import select
+from accept_mpi.device.compute import DEVICE, select
 from accept_mpi.device.cpu import set_threads
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
@@ -105,7 +105,7 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
     kept = f"not divided, since what they compute depends on values: {names}" if names else ""
     delayed = job.pipeline.schedule == "1f1b-delayed" and job.train.clip_norm is None
     clip = "gradients are an update old and not clipped: if the loss does not fall, set train.clip_norm" if delayed else ""
-    for line in (kept, changed, clip):
+    for line in (kept, changed, clip, _idle_gpus(runtime, job)):
         if line and runtime.rank == 0 and not options.quiet:
             print(line, flush=True)
     loss = runtime.agree("the loss", lambda: loss_of(job))
@@ -116,6 +116,15 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
         for step, blobs in disk.read().items():
             replicas.keep(step, fitting(blobs, chain.names))
     return RankState(job, chain, loss, replicas, disk, threads, data)
+
+
+def _idle_gpus(runtime: Runtime, job: Job) -> str:
+    """A sentence about hosts whose GPUs the job leaves out, perhaps unknowingly; empty if there are none."""
+    idle = sorted({facts["host"] for facts in runtime.hosts if facts["gpus"]}) if job.train.device == "cpu" else []
+    if not idle or DEVICE in os.environ:
+        return ""
+    have = "has a GPU" if len(idle) == 1 else "have GPUs"
+    return f'{", ".join(idle)} {have}, which this job does not use: train.device = "auto" would'
 
 
 def _model(runtime: Runtime, job: Job) -> tuple[Chain, Data]:

@@ -10,15 +10,13 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from plain import loop
 
-from accept_mpi import data, models
 from accept_mpi.job_file import parse
 from accept_mpi.logs.format import KINDS
 from accept_mpi.logs.reader import open_log
@@ -161,44 +159,16 @@ def plain(case: tuple[Any, ...]) -> Run:
     return Run(seconds, losses, {}, 0.0, "")
 
 
-def loop(path: str) -> tuple[float, list[float]]:
-    """What a user would write; its median step, and its losses."""
+def measured(path: str) -> tuple[float, list[float]]:
+    """Median step of a plain loop on the GPU, and its losses."""
     # Single precision, as the job says; and the same sums each time, without which losses differ by more than 1e-4.
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
-    job = parse(Path(path).read_text(), path)
-    chain = models.load(job.model.name, job.model.args, job.train.seed)
-    model = chain.whole(job.train.seed).cuda()
-    train_set, _ = data.load(job.data.name, job.data.args, job.model)
-    image = any(isinstance(module, nn.Conv2d) for module in model.modules())
-    if image:
-        model.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    sys.path.insert(0, str(ROOT / "tests"))
-    from samples import Plain  # the order of samples
-
-    ordered = Plain.__new__(Plain)
-    ordered.train_set, ordered.seed = train_set, job.train.seed
-    losses, took = [], []
-    for step in range(STEPS):
-        began = time.perf_counter()
-        total = 0.0
-        for indices in ordered.micro_batches(step, job.train.batch_size, PARTS):
-            x, y = train_set.inputs(indices).cuda(), train_set.targets(indices).cuda()
-            if image:
-                x = x.contiguous(memory_format=torch.channels_last)
-            output = model(x)
-            loss = nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), y.reshape(-1)) / PARTS
-            loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(total))
-        took.append(time.perf_counter() - began)
+    took, losses = loop(parse(Path(path).read_text(), path), STEPS, "cuda")
     return statistics.median(took[SKIPPED:]), losses
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--plain"]:
-        print(json.dumps(loop(sys.argv[2])))
+        print(json.dumps(measured(sys.argv[2])))
     else:
         main()
