@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 import torch
@@ -36,6 +36,17 @@ def chunks(
             yield CheckpointChunk(step, stage, part, total, data)
 
 
+class Keeper(Protocol):
+    """Has checkpoints kept that are not the newest (``training.best.Best``)."""
+
+    @property
+    def keeps(self) -> set[int | None]:
+        """Their steps."""
+
+    def kept(self, step: int) -> None:
+        """Take note that the checkpoint of ``step`` is on the disk; on any thread."""
+
+
 class CheckpointWriter:
     """Writes the checkpoints of one deployment to rank 0's disk."""
 
@@ -49,8 +60,8 @@ class CheckpointWriter:
         self._finished: dict[int, threading.Event] = {}
         self._lock = threading.Lock()
         self._committing: set[int] = set()
-        self.best: Callable[[], int | None] = lambda: None
-        """Returns the step of a checkpoint that is kept besides."""
+        self.best: Keeper | None = None
+        """Says which checkpoints are kept besides."""
         _finish_replacing(run / "checkpoints")
         self._number = max(after, last_number(run))
         self._one_at_a_time = threading.Lock()
@@ -143,10 +154,12 @@ class CheckpointWriter:
                 for changed in (final.parent, self.run):  # the run's, too, since checkpoints/ may be new
                     _fsync_directory(changed)
                 shutil.rmtree(old, ignore_errors=True)
+                if self.best is not None:
+                    self.best.kept(step)
                 if self._keep:
-                    best = self.best()
+                    best = [directory_of(self.run, at) for at in self.best.keeps if at is not None] if self.best else []
                     for path in complete(self.run)[: -self._keep]:
-                        if best is None or path != directory_of(self.run, best):
+                        if path not in best:
                             shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
             self.error = UserError(f"cannot write the checkpoint of step {step} to {self.run}: {error}")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,13 +33,32 @@ class Best(Observer):
         self._directory, self._name, self._metric, self._patience, self._end = directory, run, metric, patience, end
         self.at: int | None = None
         """Step of the best checkpoint; None before the first evaluation."""
-        self._value, self._worse = math.nan, 0
+        self._value = math.nan
+        self._worse: list[int] = []
+        """Steps of the evaluations since, none of which was better."""
+        self._on_disk: int | None = None
+        """Step of the best of the checkpoints that are on the disk, which the file names."""
+        self._lock = threading.Lock()
         self.over = False
         """True if the run is to end."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found = json.loads((directory / BEST).read_text())
-            if found["metric"] == metric and int(found["step"]) <= before[found["run"]]:
-                self.at, self._value = int(found["step"]), float(found["value"])
+            if found["metric"] == metric and int(found["step"]) <= (made := before[found["run"]]):
+                value, worse = float(found["value"]), [int(step) for step in found.get("worse", ())]
+                self.at = self._on_disk = int(found["step"])
+                self._value, self._worse = value, [step for step in worse if step <= made]
+
+    @property
+    def keeps(self) -> set[int | None]:
+        """Steps of the checkpoints that must stay: the best, and the best before it until that is on the disk."""
+        return {self.at, self._on_disk}
+
+    def kept(self, step: int) -> None:
+        """Take note that the checkpoint of ``step`` is on the disk; on any thread."""
+        with self._lock:
+            if step == self.at:
+                self._on_disk = step
+                self._write()
 
     def evaluated(self, result: Evaluated) -> None:
         value = result.value(self._metric)
@@ -46,15 +66,21 @@ class Best(Observer):
             raise UserError('output.keep_best: "accuracy" makes no sense for these outputs and targets; "loss" does')
         low = self._metric in BETTER_LOW
         better = value < self._value if low else value > self._value
-        if self.at is None or better or (math.isnan(self._value) and not math.isnan(value)):
-            self.at, self._value, self._worse = result.step, value, 0
-            self._write()
-            return
-        self._worse += 1
-        if self._patience is not None and self._worse >= self._patience and not self.over:
+        with self._lock:
+            if self.at is None or better or (math.isnan(self._value) and not math.isnan(value)):
+                self.at, self._value, self._worse = result.step, value, []
+                return
+            self._worse.append(result.step)
+            if self._on_disk == self.at:
+                self._write()
+        self.check()
+
+    def check(self) -> None:
+        """End the run if it has not been getting better for long enough."""
+        if self._patience is not None and len(self._worse) >= self._patience and not self.over:
             self.over = True
             self._end(
-                f"no better {self._metric} in {self._worse} evaluations than {self._value:.4g} after step {self.at}: "
+                f"no better {self._metric} in {len(self._worse)} evaluations than {self._value:.4g} after step {self.at}: "
                 "the run ends"
             )
 
@@ -63,5 +89,11 @@ class Best(Observer):
         with contextlib.suppress(OSError):  # a full disk is reported by the checkpoint that follows
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as beside:
-                found = {"run": self._name, "step": self.at, "metric": self._metric, "value": self._value}
+                found = {
+                    "run": self._name,
+                    "step": self.at,
+                    "metric": self._metric,
+                    "value": self._value,
+                    "worse": self._worse,
+                }
                 beside.write_text(json.dumps(found))

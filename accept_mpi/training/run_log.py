@@ -90,8 +90,7 @@ class RunLog:
                 self.controller.watch("best", self.best)
         assert self._log
         if self.best is not None:
-            best = self.best
-            writer.best = lambda: best.at
+            writer.best = self.best
         self._log.planned(runtime.clock.now(), course.first, plan.renamed(dict(enumerate(runtime.members))))
         self.adapter = adapter
         if adapter:
@@ -127,6 +126,8 @@ class RunLog:
         self._barriers = barriers
         if self.best is not None and self.best.over:  # the deployment before did not hear of it in time
             barriers.ask_to_replan(over=True)
+        elif self.best is not None:  # what it resumes may have come to its end
+            self.best.check()
 
     def _enough(self, text: str) -> None:
         """End the run with the next step that begins: it no longer gets better."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,21 @@ def test_metrics_and_the_best_checkpoint(mpirun, tmp_path: Path) -> None:
     sure = logits.softmax(-1).amax(-1).mean()
     assert table[int(best), "recorded_nets:certainty"] == pytest.approx(float(sure), rel=1e-5)
     assert re.search(r"test loss .* top3 0\.\d+  perplexity [\d.]+  certainty 0\.\d+", found.out)
+
+
+def test_a_resumed_run_ends_where_it_would_have(mpirun, tmp_path: Path) -> None:
+    """In the same directory it goes on counting what was no better. Evaluations are three steps apart."""
+    path = write(tmp_path, "run", CASE)
+    keys = ["--set", "output.keep_best=loss", "--set", "train.patience=4", "--set", "train.lr=1e-12"]
+    ends = []
+    for parts in ((60,), (9, 60)):
+        for steps in parts:
+            more = ["--resume", "run"] if steps != parts[0] else []
+            mpirun(2, "-m", "accept_mpi", "train", path, *keys, "--set", f"train.steps={steps}", *more)
+        with open_log(tmp_path / "run" / "log.h5") as log:
+            ends.append([int(row["step"]) for row in log["events"][:] if row["text"].startswith(b"no better")])
+        shutil.rmtree(tmp_path / "run")
+    assert ends == [[15], [15]]
 
 
 @pytest.mark.parametrize(("ranks", "more"), [(1, ()), (3, ()), (2, ("pipeline.schedule=1f1b-delayed",)), (3, ("idle",))])

@@ -1,5 +1,6 @@
 """The end of a run that no longer gets better."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
 from accept_mpi.logs.observers import Evaluated
+from accept_mpi.recovery.checkpoint import BEST
 from accept_mpi.training.best import Best
 from accept_mpi.training.run_log import RunLog
 
@@ -57,3 +59,33 @@ def test_nan_is_never_better(tmp_path: Path) -> None:
 def test_a_best_accuracy_where_there_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r'^output.keep_best: "accuracy" makes no sense'):
         evaluations(Best(tmp_path, "this", "accuracy", None, {}, Mock()), [1.0])
+
+
+def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
+    """From where it resumes: what came after that is repeated. Without its checkpoint nothing is the best one."""
+    first = Best(tmp_path, "first", "loss", 3, {}, Mock())
+    evaluations(first, [2.0])
+    assert not (tmp_path / BEST).exists()
+    assert first.keeps == {1, None}
+    first.kept(1)
+    assert json.loads((tmp_path / BEST).read_text())["step"] == 1
+    for step, loss in ((2, 3.0), (3, 3.0), (4, 1.0)):
+        first.evaluated(Evaluated(step=step, epoch=0, samples=8, loss=loss, accuracy=math.nan, end=1.0))
+    first.kept(3)
+    assert first.keeps == {1, 4}
+    left_by_first = (tmp_path / BEST).read_text()
+    assert json.loads(left_by_first)["worse"] == [2, 3]
+    for resumed, left in ((2, 2), (3, 1), (4, 1)):
+        end = Mock()
+        second = Best(tmp_path, "second", "loss", 3, {"first": resumed}, end)
+        assert second.at == 1
+        for n in range(left):
+            end.assert_not_called()
+            second.evaluated(Evaluated(step=resumed + n, epoch=0, samples=8, loss=3.0, accuracy=math.nan, end=1.0))
+        end.assert_called_once()
+        (tmp_path / BEST).write_text(left_by_first)
+    end = Mock()
+    Best(tmp_path, "second", "loss", 2, {"first": 4}, end).check()
+    end.assert_called_once()
+    first.kept(4)
+    assert json.loads((tmp_path / BEST).read_text())["step"] == 4
