@@ -17,6 +17,7 @@ import shutil
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,8 @@ class DiskReplicas:
 
     def _write_one(self, step: int, layers: Blobs) -> None:
         path = self._directory / f"{step:012}-{os.getpid()}"
-        if self._put(path, msgspec.msgpack.encode(layers)):  # also other ranks' files: they keep the same snapshots
-            self._remove(0, self._before)
+        if self._put(path, msgspec.msgpack.encode(layers)):
+            self._remove(0, self._before, spare=_is_another_s)  # other ranks here may be behind with writing
             self._before = step
 
     def _put(self, path: Path, data: bytes, bare: bool = False) -> bool:
@@ -214,10 +215,10 @@ class DiskReplicas:
         """Paths of the files with states, oldest step first."""
         return sorted(path for path in self._directory.glob("*-*") if re.fullmatch(r"\d{12}-\d{1,10}", path.name))
 
-    def _remove(self, first: int, end: int | None) -> None:
+    def _remove(self, first: int, end: int | None, spare: Callable[[Path], bool] = lambda path: False) -> None:
         for path in self._kept():
             with contextlib.suppress(OSError):
-                if first <= _step(path) and (end is None or _step(path) < end):
+                if first <= _step(path) and (end is None or _step(path) < end) and not spare(path):
                     path.unlink()
 
     def _forget_old_runs(self) -> None:
@@ -237,6 +238,20 @@ class DiskReplicas:
 
 def _step(path: Path) -> int:
     return int(path.name.partition("-")[0])
+
+
+def _is_another_s(path: Path) -> bool:
+    """True if another process that lives has written the file."""
+    pid = int(path.name.partition("-")[2])
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it is another user's
+        pass
+    return True
 
 
 def _decoded(path: Path) -> Blobs:

@@ -38,6 +38,23 @@ def test_the_last_two_snapshots_outlive_the_process(tmp_path: Path) -> None:
     assert start(tmp_path, 2, "edge1").read() == {}
 
 
+def test_a_rank_that_writes_slowly_keeps_its_own(tmp_path: Path) -> None:
+    """Another of the same host is two snapshots ahead; what a process that is dead has left goes."""
+    quick = start(tmp_path)
+    quick.read()
+    written(quick, 5, l0=b"a")
+    (own,) = tmp_path.rglob("*5-*")
+    slow, dead = (own.with_name(f"{5:012}-{pid}") for pid in (os.getppid(), 4194304999))
+    for other in (slow, dead):
+        other.write_bytes(own.read_bytes())
+        other.chmod(0o600)
+    for step in (10, 15):
+        written(quick, step, l0=b"a")
+    assert sorted(start(tmp_path, 2).read()) == [5, 10, 15]
+    assert slow.exists()
+    assert not dead.exists()
+
+
 def test_steps_that_are_made_anew_are_forgotten(tmp_path: Path) -> None:
     kept = start(tmp_path)
     kept.read()
