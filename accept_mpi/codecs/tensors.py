@@ -1,6 +1,7 @@
 """Tensors without their values: shape, strides and dtype, and what crosses a boundary."""
 
 import math
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -11,12 +12,16 @@ from accept_mpi.device.compute import here
 from accept_mpi.direction import Direction
 from accept_mpi.tree import Tree
 
+_MOST_GAPS = 8
+
 
 class TensorSpec(msgspec.Struct, frozen=True):
     """A tensor without its values. ``dtype`` is torch's name ("float32"), or "absent" for a gradient that is None.
 
-    Strides are preserved exactly, since kernels choose their order of summation by them. A dimension of stride 0 (an
-    expanded gradient) is sent once and expanded again by the receiver.
+    Strides are preserved exactly, since kernels choose their order of summation by them: gaps, too, such as those of a part
+    of a larger tensor (``chunk``, the gradients of what ``cat`` joins), though not sent. A dimension of stride 0 (an
+    expanded gradient) is sent once and expanded again by the receiver. Only a tensor that is less than an eighth of its
+    memory, or overlaps itself, arrives contiguous.
     """
 
     shape: tuple[int, ...]
@@ -31,8 +36,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
         if tensor is None:
             return TensorSpec((0,), (1,), "absent")
         stride = tensor.stride()
-        if not _is_dense(_sent_shape(tensor.shape, stride), stride):
-            stride = tensor.contiguous().stride()
+        if not _is_kept(_sent_shape(tensor.shape, stride), stride):
+            stride = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format).stride()
         grad = tensor.requires_grad
         return TensorSpec(tuple(tensor.shape), tuple(stride), str(tensor.dtype).removeprefix("torch."), grad)
 
@@ -40,6 +45,11 @@ class TensorSpec(msgspec.Struct, frozen=True):
     def sent_shape(self) -> tuple[int, ...]:
         """Shape of the values that are sent: dimensions of stride 0 are reduced to 1."""
         return _sent_shape(self.shape, self.stride)
+
+    @property
+    def sent_stride(self) -> tuple[int, ...]:
+        """Strides of the values that are sent: dense, in the order of those of the tensor."""
+        return _closed(self.sent_shape, self.stride)
 
     @property
     def numel(self) -> int:
@@ -50,6 +60,11 @@ class TensorSpec(msgspec.Struct, frozen=True):
     def nbytes(self) -> int:
         """Bytes of the values sent, uncoded."""
         return 0 if self.dtype == "absent" else self.numel * self.torch_dtype.itemsize
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it takes where it arrives, gaps included."""
+        return 0 if self.dtype == "absent" else _extent(self.sent_shape, self.stride) * self.torch_dtype.itemsize
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -80,21 +95,22 @@ class TensorSpec(msgspec.Struct, frozen=True):
         if self.dtype == "absent":
             return None
         assert tensor is not None, "ask ``fits`` first"
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        if tensor.stride() == self.stride and 0 not in self.stride:
+        tensor, dense = tensor.detach().resolve_conj().resolve_neg(), self.sent_stride
+        if tensor.stride() == dense and 0 not in dense:
             return tensor.as_strided((tensor.numel(),), (1,))
         for dim, (full, sent) in enumerate(zip(self.shape, self.sent_shape, strict=True)):
             if sent < full:
                 tensor = tensor.narrow(dim, 0, 1)
-        if not _same_layout(self.sent_shape, tensor.stride(), self.stride):
-            tensor = torch.empty_strided(self.sent_shape, self.stride, dtype=tensor.dtype).copy_(tensor)
+        if not _same_layout(self.sent_shape, tensor.stride(), dense):
+            tensor = torch.empty_strided(self.sent_shape, dense, dtype=tensor.dtype).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
     def unflatten(self, data: Bytes, coding: Coding = NONE) -> torch.Tensor | None:
         """New tensor of this spec, from its values' bytes as ``coding`` wrote them."""
         if self.dtype == "absent":
             return None
-        dense = here().empty(self.sent_shape, self.stride, self.torch_dtype)
+        stride = self.sent_stride
+        dense = here().empty(self.sent_shape, stride, self.torch_dtype)
         flat = dense.as_strided((dense.numel(),), (1,))
         if coding.kind == "none":
             if dense.numel():
@@ -108,6 +124,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
                 most = torch.finfo(dense.dtype)
                 np.clip(values, most.min, most.max, out=values)
             flat.copy_(torch.from_numpy(values))
+        if not _same_layout(self.sent_shape, stride, self.stride):
+            dense = torch.empty_strided(self.sent_shape, self.stride, dtype=dense.dtype).copy_(dense)
         return dense.expand(self.shape).requires_grad_(self.grad)
 
 
@@ -132,14 +150,31 @@ def _sent_shape(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, .
     return tuple(1 if st == 0 and sh > 1 else sh for sh, st in zip(shape, stride, strict=True))
 
 
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """True if the elements fill one block of memory, in any order of dimensions."""
-    expected = 1
+def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Number of values from the first element to the last, gaps included."""
+    return 1 + sum(st * (sh - 1) for sh, st in zip(shape, stride, strict=True)) if math.prod(shape) else 0
+
+
+@lru_cache(maxsize=1024)
+def _is_kept(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """True if a tensor arrives with the same strides: its elements do not overlap, and fill an eighth of its memory."""
+    extent = 1
     for st, sh in sorted((st, sh) for sh, st in zip(shape, stride, strict=True) if sh != 1):
-        if st != expected:
+        if st < extent:
             return False
-        expected *= sh
-    return True
+        extent += st * (sh - 1)
+    return _extent(shape, stride) <= _MOST_GAPS * math.prod(shape)
+
+
+@lru_cache(maxsize=1024)
+def _closed(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """These strides without gaps between elements."""
+    found, extent = list(stride), 1
+    for st, n in sorted((st, n) for n, st in enumerate(stride) if shape[n] != 1):
+        if st != extent:
+            found[n] = extent
+        extent *= shape[n]
+    return tuple(found)
 
 
 def _same_layout(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:

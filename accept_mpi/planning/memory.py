@@ -41,8 +41,7 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
         layers = cluster.outline.layers[stage.start : stage.stop]
         behind = len(plan.stages) - 1 - s
         state, fixed, least = (sum(map(of, layers)) for of in (needs.state, needs.fixed, needs.least))
-        values, other = cluster.outline.crossing(stage.start) if s else (0, 0)
-        saved, received = sum(layer.saved_bytes for layer in layers), 4 * values + other
+        saved, received = sum(layer.saved_bytes for layer in layers), cluster.outline.arriving(stage.start)
         copies, in_flight = needs.state_copies[behind], [needs.in_flight[behind]]
         if plan.hybrid or plan.laned:
             count = micro_batches_of(job)

@@ -82,6 +82,13 @@ class Outline(msgspec.Struct, frozen=True, omit_defaults=True):
         is cut in front of ``layer``; (0, 0) at the ends."""
         return crossing_sizes(self.layers[layer].inputs) if 0 < layer < len(self.layers) else (0, 0)
 
+    def arriving(self, layer: int) -> int:
+        """Bytes of memory that a message of activations takes where it arrives in front of ``layer``; 0 at the ends."""
+        if not 0 < layer < len(self.layers):
+            return 0
+        values, other = self.crossing(layer)
+        return 4 * values + other + sum(spec.memory - spec.nbytes for spec in self.layers[layer].inputs)
+
     def returning(self, layer: int) -> tuple[int, int]:
         """Number of float values, and bytes of everything else, in the message of gradients that comes back in front of
         ``layer``; inputs that need no gradient do not count."""
