@@ -38,6 +38,8 @@ class Best(Observer):
         """Steps of the evaluations since, none of which was better."""
         self._on_disk: int | None = None
         """Step of the best of the checkpoints that are on the disk, which the file names."""
+        self._there: set[int] = set()
+        """Steps whose checkpoints are on the disk: one may be there before its evaluation is known."""
         self._lock = threading.Lock()
         self.over = False
         """True if the run is to end."""
@@ -56,9 +58,8 @@ class Best(Observer):
     def kept(self, step: int) -> None:
         """Take note that the checkpoint of ``step`` is on the disk; on any thread."""
         with self._lock:
-            if step == self.at:
-                self._on_disk = step
-                self._write()
+            self._there.add(step)
+            self._name_best()
 
     def evaluated(self, result: Evaluated) -> None:
         value = result.value(self._metric)
@@ -69,10 +70,9 @@ class Best(Observer):
         with self._lock:
             if self.at is None or better or (math.isnan(self._value) and not math.isnan(value)):
                 self.at, self._value, self._worse = result.step, value, []
-                return
-            self._worse.append(result.step)
-            if self._on_disk == self.at:
-                self._write()
+            else:
+                self._worse.append(result.step)
+            self._name_best()
         self.check()
 
     def check(self) -> None:
@@ -83,6 +83,13 @@ class Best(Observer):
                 f"no better {self._metric} in {len(self._worse)} evaluations than {self._value:.4g} after step {self.at}: "
                 "the run ends"
             )
+
+    def _name_best(self) -> None:
+        """Write which checkpoint is the best, if it is on the disk."""
+        if self.at in self._there:
+            self._on_disk = self.at
+        if self.at is not None and self._on_disk == self.at:
+            self._write()
 
     def _write(self) -> None:
         path = self._directory / BEST
