@@ -12,7 +12,7 @@ from accept_mpi.device.compute import here
 from accept_mpi.direction import Direction
 from accept_mpi.tree import Tree
 
-_MOST_GAPS = 8
+_MOST_GAPS = 8  # memory from a tensor's first value to its last, in values of its own, up to which its gaps are kept
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -170,9 +170,8 @@ def _is_kept(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def _closed(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """These strides without gaps between elements."""
     found, extent = list(stride), 1
-    for st, n in sorted((st, n) for n, st in enumerate(stride) if shape[n] != 1):
-        if st != extent:
-            found[n] = extent
+    for _, n in sorted((st, n) for n, st in enumerate(stride) if shape[n] != 1):
+        found[n] = extent
         extent *= shape[n]
     return tuple(found)
 

@@ -48,6 +48,7 @@ class Best(Observer):
             if found["metric"] == metric and int(found["step"]) <= (made := before[found["run"]]):
                 value, worse = float(found["value"]), [int(step) for step in found.get("worse", ())]
                 self.at = self._on_disk = int(found["step"])
+                self._there.add(self.at)
                 self._value, self._worse = value, [step for step in worse if step <= made]
 
     @property
@@ -88,7 +89,6 @@ class Best(Observer):
         """Write which checkpoint is the best, if it is on the disk."""
         if self.at in self._there:
             self._on_disk = self.at
-        if self.at is not None and self._on_disk == self.at:
             self._write()
 
     def _write(self) -> None:

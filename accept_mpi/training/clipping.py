@@ -66,11 +66,10 @@ class Clipping:
         """Tell the other stages the norms of a step's gradients here. ``positions``: those of their parameters in the model;
         None for one that another stage counts."""
         pairs = zip(positions, gradients, strict=False)  # nothing is trained here: no gradients
-        here = [(at, torch.linalg.vector_norm(g), g.dtype) for at, g in pairs if at is not None and g is not None]
+        counted = [(at, g) for at, g in pairs if at is not None and g is not None]
         # Together, since each number that comes from a GPU is waited for.
-        norms = torch.stack([norm.double() for _, norm, _ in here]).tolist() if here else []
-        kinds = (str(kind).removeprefix("torch.") for _, _, kind in here)
-        mine = list(zip((at for at, *_ in here), norms, kinds, strict=True))
+        norms = torch.stack([torch.linalg.vector_norm(g).double() for _, g in counted]).tolist() if counted else []
+        mine = [(at, norm, str(g.dtype).removeprefix("torch.")) for (at, g), norm in zip(counted, norms, strict=True)]
         self._told[step] = mine
         # What nobody waits for might come when this deployment is over, and be taken for the next one's.
         for rank in self._ranks if step + self._delay in self._steps else ():

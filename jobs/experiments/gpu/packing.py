@@ -11,17 +11,19 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from accept_mpi.kernels.options import compiled
 
 from accept_mpi.codecs.coding import Coding, parse
 from accept_mpi.codecs.message import aligned
 
-BLOCK, PAIR, WEYL, WORD = 16384, 8192, 0x9E3779B1, 0xFFFFFFFF
+_KERNELS = compiled("accept_mpi.kernels.uniform")
+BLOCK, PAIR, WEYL, WORD = _KERNELS.BLOCK, _KERNELS.PAIR, int(_KERNELS.WEYL), 0xFFFFFFFF
 ROUNDS = 15
 
 
-def pack(x: torch.Tensor, coding: Coding, key: int) -> torch.Tensor | None:
-    """What ``kernels.uniform.encode`` writes for the values ``x`` (1-D float32, on any device); None if they cannot be
-    coded. Groups of a power of two that divides a block."""
+def pack(x: torch.Tensor, coding: Coding, key: int) -> torch.Tensor:
+    """What ``kernels.uniform.encode`` writes for the values ``x`` (1-D float32, on any device), and a last byte that is 1 if
+    they cannot be coded. Groups of a power of two that divides a block."""
     bits, group = int(coding.bits), coding.group
     top = (1 << bits) - 1
     padded = -(-x.numel() // group) * group
