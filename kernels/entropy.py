@@ -63,7 +63,8 @@ def _frequencies(table, first, frequency, start):  # type: ignore[no-untyped-def
     """Frequencies of all symbols, and their running sums, from the table of those from ``first`` on. Integers only, since
     both ends must come to the same. False if the table is empty."""
     total, best = 0, first
-    frequency[:] = 0
+    for s in range(_SYMBOLS):
+        frequency[s] = 0
     for n in range(table.size):
         if table[n]:
             log = min(np.int64(table[n]), 127) - 1
@@ -147,7 +148,8 @@ def _choose(x, bits, number, key, stochastic, chosen):  # type: ignore[no-untype
     for begin in range(0, x.size, skip * _RUN):
         part = x[begin : min(begin + _RUN, x.size)]
         if taken + part.size <= some.size:
-            some[taken : taken + part.size] = part
+            for i in range(part.size):  # Numba takes 1.5 s to compile an assignment to a slice
+                some[taken + i] = part[i]
             taken += part.size
     some = some[:taken]
     mean = square = 0.0

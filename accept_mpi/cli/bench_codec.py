@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from accept_mpi.codecs.coding import F32, Coding, parse, prepare
+from accept_mpi.codecs.coding import F32, Coding, kernels_of, parse
 from accept_mpi.errors import UserError
+from accept_mpi.kernels.cache import compiled
 
 _CODECS = ("bf16", "fp16", "uniform:8", "uniform:4", "uniform:4/256", "uniform:4/256+sr", "uniform:3", "uniform:2",
            "uniform:2/256", "uniform:2+sr", "uniform:1", "uniform:2/0", "mbq:4", "mbq:2", "mbq:2/256", "mbq:1",
@@ -32,7 +33,10 @@ def main(options: argparse.Namespace) -> int:
         raise UserError(f"bench codec: {error}") from error
     if any(codec.kind == "none" for codec in codecs):
         raise UserError('bench codec: "none" codes nothing; name codecs such as bf16 or uniform:4')
-    seconds = prepare(codecs)
+    began = time.perf_counter()
+    for module in kernels_of(codecs):
+        compiled(module)
+    seconds = time.perf_counter() - began
     try:
         rows = [_row(name, size, options.repeats) for size in options.sizes or _SIZES for name in options.codecs or _CODECS]
     except MemoryError as error:

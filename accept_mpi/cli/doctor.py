@@ -4,22 +4,20 @@ It compiles the kernels of a usual run on all hosts, too, so that the first run 
 """
 
 import argparse
-import time
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from accept_mpi.cli.terminal import printing
-from accept_mpi.codecs.coding import prepare
+from accept_mpi.codecs.coding import kernels_of
 from accept_mpi.comm.links import links
+from accept_mpi.comm.machine_code import compile_together
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.job import Pipeline
-from accept_mpi.kernels.options import compiled
 from accept_mpi.logs.progress import on_terminal
 from accept_mpi.planning.codec_choice import ladder_of
-
-_PLANNING = ("simulator", "search", "beam")
+from accept_mpi.planning.planner import planning_kernels
 
 
 def main(options: argparse.Namespace) -> int:
@@ -33,7 +31,7 @@ def main(options: argparse.Namespace) -> int:
             with printing():
                 _print(runtime.hosts, merged)
                 print(_losses(runtime), flush=True)
-        took = runtime.messenger.allgather(_compile(runtime.rank), runtime.startup_seconds, "compiled kernels")
+        took = runtime.messenger.allgather(_compile(runtime), runtime.startup_seconds, "compiled kernels")
         if runtime.rank == 0:
             print(f"Kernels: compiled, or found in the cache, within {max(took):.1f} s.")
     except BaseException as error:
@@ -41,14 +39,11 @@ def main(options: argparse.Namespace) -> int:
     runtime.finish(0)
 
 
-def _compile(rank: int) -> float:
+def _compile(runtime: Runtime) -> float:
     """Compile the kernels of codecs that "auto" may choose, and on rank 0 those of the planner. Returns the seconds it
     took."""
-    began = time.perf_counter()
-    prepare(list(ladder_of(Pipeline()).values()))
-    for name in _PLANNING if rank == 0 else ():
-        compiled(f"accept_mpi.kernels.{name}")
-    return time.perf_counter() - began
+    planner = planning_kernels(runtime.size) if runtime.rank == 0 else []
+    return compile_together(runtime, [*kernels_of(ladder_of(Pipeline()).values()), *planner])
 
 
 def _losses(runtime: Runtime) -> str:

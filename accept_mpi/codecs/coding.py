@@ -9,7 +9,7 @@ bits per value, all included, such as 4.5, by uniform quantization and an entrop
 """
 
 import re
-import time
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from accept_mpi.kernels.options import compiled
+from accept_mpi.kernels.cache import compiled
 from accept_mpi.registry import nearest
 
 Bytes = npt.NDArray[np.uint8]
@@ -106,16 +106,12 @@ def parse(text: str, gradients: bool) -> Coding:
 
 
 def _kernels(kind: CodecKind) -> Any:
-    return compiled(f"accept_mpi.kernels.{_MODULES[kind]}")
+    return compiled(_MODULES[kind])
 
 
-def prepare(codings: list[Coding]) -> float:
-    """Compile the kernels of these codecs, or load them from the cache, before any clock starts. Returns the seconds it
-    took."""
-    began = time.perf_counter()
-    for kind in sorted({coding.kind for coding in codings} - {"none", "fp16"}):
-        _kernels(kind)
-    return time.perf_counter() - began
+def kernels_of(codings: Iterable[Coding]) -> list[str]:
+    """Modules of kernels (``kernels.cache``) that these codecs need."""
+    return sorted({_MODULES[coding.kind] for coding in codings if coding.kind in _MODULES})
 
 
 @cache

@@ -35,6 +35,13 @@ class Scatter(Control, frozen=True):
     values: list[Any]
 
 
+class MachineCode(Control, frozen=True):
+    """A rank that has kernels' machine code to one that lacks it (``comm.machine_code``)."""
+
+    packed: bytes
+    """For each module its files by name, in MessagePack, deflated; empty if both ranks use the same cache."""
+
+
 class Shapes(Control, frozen=True):
     """A stage to its neighbour, when stages find their shapes one after the other (``training.boundaries``)."""
 
@@ -210,9 +217,9 @@ class MemberResults(Control, frozen=True):
 
 
 AnyControl = (
-    Gather | Scatter | Shapes | LayerChunks | CheckpointChunk | StepMade | EvaluationMade | TraceRows | Event | Stopping
-    | Leaving | Speed | PlanOver | ReplicaChunks | Replicated | Committed | Copied | StopAsked | ReplanAsked | StepFlags
-    | TargetsDrawn | MemberResults | GradientNorms
+    Gather | Scatter | MachineCode | Shapes | LayerChunks | CheckpointChunk | StepMade | EvaluationMade | TraceRows | Event
+    | Stopping | Leaving | Speed | PlanOver | ReplicaChunks | Replicated | Committed | Copied | StopAsked | ReplanAsked
+    | StepFlags | TargetsDrawn | MemberResults | GradientNorms
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accept_mpi.direction import Direction
-from accept_mpi.kernels.options import compiled
+from accept_mpi.kernels.cache import compiled
 from accept_mpi.pipeline.beside import Needs
 from accept_mpi.pipeline.schedule import Action, grid
 
@@ -210,7 +210,7 @@ def simulate_packed(
     sums = np.zeros(len(packed.holders)) if sums is None else sums
     arrays = (np.ascontiguousarray(array, np.float64) for array in (by_kind, transfers, sums))
     lists = packed.kinds, packed.numbers, packed.steps, packed.begins, packed.stages, packed.holders, packed.left.copy()
-    kernel = compiled("accept_mpi.kernels.simulator").run
+    kernel = compiled("simulator").run
     if not kernel(*lists, *arrays, arrived, starts, ends):
         raise RuntimeError("the schedule deadlocks")
     return starts, ends

@@ -25,7 +25,7 @@ from accept_mpi.planning.formulation import NEVER, problem_of
 from accept_mpi.planning.groups import hybrid_plans
 from accept_mpi.planning.job_plan import open_plan
 from accept_mpi.planning.problem import NoPlan, Problem, Solution, cost
-from accept_mpi.planning.search import solve
+from accept_mpi.planning.search import MOST_FEW, solve
 from accept_mpi.planning.ties import kept_together
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
@@ -46,8 +46,15 @@ _SPARED = 1.02
 _TRIED = 720  # orders of devices that are all tried; with more, devices are exchanged one by one
 _STATES = 3.0  # most tensors per parameter that move with a layer: the weight and two moments of the optimizer
 
+_KERNELS = ("search", "simulator")
+
 Layers = Sequence[Collection[int]]
 """For each device, the layers of whose state it has a copy."""
+
+
+def planning_kernels(devices: int) -> list[str]:
+    """Modules of kernels (``kernels.cache``) that finding a plan for so many devices needs."""
+    return [*_KERNELS, "beam"] if devices > MOST_FEW else list(_KERNELS)
 
 
 def plan_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> Estimate:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from accept_mpi.kernels.options import compiled
+from accept_mpi.kernels.cache import compiled
 from accept_mpi.planning.problem import F64, NoPlan, Problem, Solution, clipped, cost, lower_bound, prefix_sums
 
 MOST_EXACT, MOST_ORDERED = 10, 32
@@ -191,7 +191,7 @@ class _Exact(_Kernel):
             table = np.empty((self._keys, self._room, 4), np.int32)
             sums, counts = np.empty((self._keys, self._room)), np.empty(self._keys, np.int32)
             end = np.zeros(3, np.int32)
-            found = compiled("accept_mpi.kernels.search").reach(
+            found = compiled("search").reach(
                 *self.shared, cap, fill, self.ordered, self._relays, self._floor, table, sums, counts, end
             )
             if found >= 0:
@@ -228,7 +228,7 @@ class _Beam(_Kernel):
         used = np.zeros((n + 1, BEAM, -(-n // 64)), np.uint64)
         table, scores = np.empty((n + 1, BEAM, 4), np.int32), np.empty((n + 1, BEAM))
         end = np.zeros(3, np.int32)
-        find = compiled("accept_mpi.kernels.beam").beam
+        find = compiled("beam").beam
         if not find(*self.shared, cap, self.ordered, self._work, self._speed, used, table, scores, end):
             return None
         level, point, device = (int(x) for x in end)

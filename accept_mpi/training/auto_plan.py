@@ -9,8 +9,9 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from accept_mpi.codecs.coding import prepare
+from accept_mpi.codecs.coding import kernels_of
 from accept_mpi.comm.links import pair_rates
+from accept_mpi.comm.machine_code import compile_together
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.device.allocator import give_back_memory
@@ -27,7 +28,7 @@ from accept_mpi.planning.codec_choice import codings_of
 from accept_mpi.planning.estimate import with_codecs
 from accept_mpi.planning.memory import memory_of
 from accept_mpi.planning.micro_batches import best_of, settled, tried
-from accept_mpi.planning.planner import with_paying_lanes
+from accept_mpi.planning.planner import planning_kernels, with_paying_lanes
 from accept_mpi.planning.tables import table
 from accept_mpi.prediction.database import (
     database_path,
@@ -95,8 +96,8 @@ def plan_by_measuring(
     batches = [_micro_batch(runtime, data, one) for one in jobs]
     codings = codings_of(job)
     idle = given is None and _room(runtime, most) <= 0
-    if not idle:
-        prepare(list(codings.values()))  # now, since it takes a slow device as long as another rank takes for the outline
+    planner = planning_kernels(runtime.size) if runtime.rank == 0 and given is None else []
+    compile_together(runtime, planner if idle else [*kernels_of(codings.values()), *planner])
     models = [agree_on_outline(runtime, chain, one, batch, source) for one, batch in zip(jobs, batches, strict=True)]
     rates = pair_rates(runtime.world)
     linked = time.monotonic()

@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from accept_mpi.codecs.coding import parse, prepare
+from accept_mpi.codecs.coding import kernels_of, parse
 from accept_mpi.codecs.tensors import BoundarySpecs
 from accept_mpi.comm.channels import Channel
 from accept_mpi.comm.data_plane import DataPlane
+from accept_mpi.comm.machine_code import compile_together
 from accept_mpi.comm.messages import EvaluationMade, Event, Leaving, Message, PlanOver, Speed, StepMade, TargetsDrawn
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import of_job as data_of
@@ -103,7 +104,7 @@ class Deployment:
     def start(runtime: Runtime, state: RankState, plan: Plan) -> "Deployment":
         """Compile kernels, load the data if the stage needs it, and agree on its size; all ranks call this together."""
         idle = plan.place(runtime.rank).idle
-        compiling = 0.0 if idle else prepare(list(codings(state.job, plan).values()))
+        compiling = compile_together(runtime, [] if idle else kernels_of(codings(state.job, plan).values()))
         told = runtime.messenger.allgather(compiling, runtime.startup_seconds, "compiled kernels")
         new = Deployment(runtime, state, plan, max(told))
         runtime.describe_ranks(lambda rank: _holds(plan, rank))

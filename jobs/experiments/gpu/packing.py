@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from accept_mpi.kernels.options import compiled
+from accept_mpi.kernels.cache import compiled
 
 from accept_mpi.codecs.coding import Coding, parse
 from accept_mpi.codecs.message import aligned
 
-_KERNELS = compiled("accept_mpi.kernels.uniform")
+_KERNELS = compiled("uniform")
 BLOCK, PAIR, WEYL, WORD = _KERNELS.BLOCK, _KERNELS.PAIR, int(_KERNELS.WEYL), 0xFFFFFFFF
 ROUNDS = 15
 

@@ -5,6 +5,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from accept_mpi.kernels import cache
 from conftest import HANGS, environment, python
 
 # What a rank does: take a kernel from the cache or compile it, and check what it computes.
@@ -13,8 +14,8 @@ RANK = """
     from pathlib import Path
     import numpy as np
     from numba.core.dispatcher import Dispatcher
-    from accept_mpi.kernels.options import compiled
-    kernels = compiled("accept_mpi.kernels." + sys.argv[2], Path(sys.argv[1]))
+    from accept_mpi.kernels.cache import compiled
+    kernels = compiled(sys.argv[2], Path(sys.argv[1]))
     made = [one.stats for one in vars(kernels).values() if isinstance(one, Dispatcher)]
     print(sum(sum(one.cache_misses.values()) for one in made), sum(sum(one.cache_hits.values()) for one in made))
     if sys.argv[2] == "half":
@@ -47,7 +48,7 @@ def test_twenty_starts_of_six_ranks_on_an_empty_cache(tmp_path: Path) -> None:
     for start in range(20):
         found = ranks(tmp_path / str(start), "half", 6)
         assert sum(compiled > 0 for compiled, _ in found) == 1, found
-        assert list(tmp_path.glob(f"{start}/kernels-*/*/*.nbc"))
+        assert list(tmp_path.glob(f"{start}/kernels-*/half/*/*.nbc"))
 
 
 def test_the_second_start_compiles_nothing(tmp_path: Path) -> None:
@@ -85,3 +86,28 @@ def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     own.chmod(0o700)
     ranks(tmp_path, "half", 1)
     assert b"another's" not in {path.read_bytes() for path in tmp_path.rglob("*.nb?")}
+
+
+def test_machine_code_of_another_cache_is_used(tmp_path: Path) -> None:
+    """Another machine's, for all that matters: no file has the same inode, nor the same time."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    ((made, _),) = ranks(one, "uniform", 1)
+    cache.store("uniform", cache.stored("uniform", one), other)
+    assert ranks(other, "uniform", 2) == [(0, made)] * 2
+
+
+def test_only_machine_code_is_taken_from_others(tmp_path: Path) -> None:
+    """Neither a file elsewhere, nor in place of what is there."""
+    cache.store(
+        "half", {"../../up.nbc": b"1", "lock": b"2", "x.py": b"3", "half.x.1.nbc": b"4", "half.x.nbi": b"5"}, tmp_path
+    )
+    found = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == {"lock": b"", "half.x.1.nbc": b"4", "half.x.nbi": b"5"}
+    cache.store("half", {"half.y.1.nbc": b"6"}, tmp_path)
+    assert cache.stored("half", tmp_path) == {"half.x.1.nbc": b"4", "half.x.nbi": b"5"}
+
+
+def test_no_place_for_machine_code(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache.store("half", {"half.x.nbi": b"5"}, tmp_path / "file")
+    assert cache.stored("half", tmp_path / "file") == {}

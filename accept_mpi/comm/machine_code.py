@@ -1,0 +1,108 @@
+"""Kernels compiled by ranks together: of those with one kind of processor, each compiles some, and gets the rest."""
+
+import contextlib
+import time
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from accept_mpi.comm.messages import MachineCode
+from accept_mpi.comm.runtime import Runtime
+from accept_mpi.kernels.cache import at_hand, compiled, store, stored, version, where
+
+SECONDS = {"half": 0.3, "simulator": 1.2, "search": 1.6, "beam": 2.2, "entropy": 3.2, "mbq": 3.5, "uniform": 3.7}
+"""CPU seconds that compiling a module takes, on one x86-64; only how they compare counts."""
+_FIRST = 1.0  # more for whatever a process compiles first
+_FILES = msgspec.msgpack.Decoder(dict[str, dict[str, bytes]])
+_WHAT = "compiled kernels"
+
+
+class Has(NamedTuple):
+    """What a rank has of the modules of kernels that any rank wants."""
+
+    version: str = ""
+    """Ranks with the same one can use each other's machine code; empty: this rank takes no part."""
+    place: tuple[object, ...] = ()
+    """Ranks with the same one share a cache."""
+    here: tuple[str, ...] = ()
+    """Modules in its cache."""
+    lacks: tuple[str, ...] = ()
+    """Modules that it wants and does not have."""
+
+
+class Sent(NamedTuple):
+    """A module that a rank compiles, if it does not have it, for others."""
+
+    module: str
+    source: int
+    receivers: tuple[int, ...]
+
+
+def compile_together(runtime: Runtime, modules: Sequence[str]) -> float:
+    """Make the machine code of ``modules`` ready on this rank; other ranks may want others. All ranks call this together.
+    Returns the seconds that it took here, waiting included. Raises DeadlineError.
+
+    Without the machine code of others, for whatever reason, a rank compiles for itself.
+    """
+    began, seconds = time.perf_counter(), runtime.startup_seconds
+    mine = [module for module in modules if not at_hand(module)]
+    wanted = sorted({one for rank in runtime.messenger.allgather(mine, seconds, _WHAT) for one in rank})
+    if wanted:
+        told = runtime.messenger.allgather(_has(runtime, mine, wanted), seconds, _WHAT)
+        _exchange(runtime, [msgspec.convert(one, Has) for one in told])
+    for module in modules:
+        compiled(module)
+    return time.perf_counter() - began
+
+
+def _has(runtime: Runtime, mine: Sequence[str], wanted: Sequence[str]) -> Has:
+    """What this rank has. One that wants nothing is spared from loading the compiler."""
+    if mine:
+        with contextlib.suppress(Exception):  # no place for a cache
+            place = (runtime.hosts[runtime.rank]["machine_id"], *where())
+            here = tuple(module for module in wanted if stored(module))
+            return Has(version(), place, here, tuple(module for module in mine if module not in here))
+    return Has()
+
+
+def shares(ranks: Sequence[Has]) -> list[Sent]:
+    """Which rank sends which module to whom: whoever has it, else the rank that has least to compile so far. The same on
+    every rank."""
+    found = []
+    load = [0.0] * len(ranks)
+    for kind in sorted({rank.version for rank in ranks} - {""}):
+        alike = [number for number, rank in enumerate(ranks) if rank.version == kind]
+        lacked = {module for number in alike for module in ranks[number].lacks}
+        for module in sorted(lacked, key=lambda module: (-SECONDS.get(module, 1.0), module)):
+            having = [number for number in alike if module in ranks[number].here]
+            source = having[0] if having else min(alike, key=lambda number: (load[number], number))
+            if not having:
+                load[source] += SECONDS.get(module, 1.0) + (0.0 if load[source] else _FIRST)
+            lacking = (number for number in alike if module in ranks[number].lacks and number != source)
+            found.append(Sent(module, source, tuple(lacking)))
+    return found
+
+
+def _exchange(runtime: Runtime, ranks: Sequence[Has]) -> None:
+    """Compile this rank's share, send it, and receive what this rank lacks."""
+    me, sent = runtime.rank, shares(ranks)
+    mine = [one for one in sent if one.source == me]
+    files: dict[str, dict[str, bytes]] = {}
+    for one in mine:
+        with contextlib.suppress(Exception):  # told when this rank itself needs it
+            if one.module not in ranks[me].here:
+                compiled(one.module)
+            files[one.module] = stored(one.module)
+    for receiver in sorted({number for one in mine for number in one.receivers}):
+        theirs = {one.module: files[one.module] for one in mine if receiver in one.receivers and one.module in files}
+        apart = theirs and ranks[receiver].place != ranks[me].place
+        packed = zlib.compress(msgspec.msgpack.encode(theirs)) if apart else b""
+        runtime.messenger.send(receiver, MachineCode(packed))
+    sources = {one.source for one in sent if me in one.receivers}
+    for message in runtime.messenger.expect(MachineCode, sources, runtime.startup_seconds, _WHAT).values():
+        with contextlib.suppress(zlib.error, msgspec.DecodeError):
+            for module, code in (_FILES.decode(zlib.decompress(message.packed)) if message.packed else {}).items():
+                store(module, code)
+    runtime.messenger.flush(runtime.startup_seconds, _WHAT)
