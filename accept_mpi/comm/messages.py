@@ -133,7 +133,8 @@ class PlanOver(Control, frozen=True):
 
 
 class ReplicaChunks(Control, frozen=True):
-    """A stage to the next stage's rank, in the background: a part of its state after ``step``."""
+    """A stage to the next stage's rank, in the background: a part of its state after ``step``, where that differs from the
+    copy before."""
 
     step: int
     stage: int

@@ -4,8 +4,10 @@ import functools
 import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -20,7 +22,9 @@ from accept_mpi.recovery.tensor_file import read_header
 Blobs = dict[int, bytes]
 """States by layer, each of them a safetensors file as bytes."""
 Chunk = tuple[int, int, Any]
-"""A layer, the size of its state in bytes, and some of these bytes. Chunks of a layer come in order."""
+"""A layer, the size of its state in bytes, and some of these bytes, or the number of those that are as in the copy before.
+Chunks of a layer come in order."""
+_BLOCK = 4096  # bytes that are compared as a whole with the copy before
 _EVERY = frozenset[str]().union(*STATES)
 """Names of the state of all optimizers."""
 _WEIGHTS, _OPTIMIZER = "weights/", "optimizer/"
@@ -168,26 +172,46 @@ def _kind(value: torch.Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-def chunked(blobs: Mapping[int, bytes], size: int) -> Iterator[list[Chunk]]:
-    """Yield layers' states as messages of up to ``size`` bytes, which share the states' memory."""
+def chunked(blobs: Mapping[int, bytes], size: int, before: Mapping[int, bytes] | None = None) -> Iterator[list[Chunk]]:
+    """Yield layers' states as messages of up to ``size`` bytes, which share the states' memory. Of what is as in the copy
+    ``before``, which the receiver has, only the length is sent: weights that are not trained cost nothing again."""
     message: list[Chunk] = []
     room = size
     for layer, blob in blobs.items():
-        rest = memoryview(blob)
-        while rest:
-            message.append((layer, len(blob), rest[:room]))
-            room, rest = room - len(message[-1][2]), rest[room:]
-            if not room:
-                yield message
-                message, room = [], size
+        whole = memoryview(blob)
+        for begin, end, same in _ranges(blob, before.get(layer, b"") if before else b""):
+            if same:
+                message.append((layer, len(blob), end - begin))
+                continue
+            rest = whole[begin:end]
+            while rest:
+                message.append((layer, len(blob), rest[:room]))
+                room, rest = room - len(message[-1][2]), rest[room:]
+                if not room:
+                    yield message
+                    message, room = [], size
     if message:
         yield message
+
+
+def _ranges(blob: bytes, before: bytes) -> list[tuple[int, int, bool]]:
+    """A state's ranges of bytes in order, and whether they are as in the copy before."""
+    words, rest = divmod(len(blob), 8)
+    if len(before) != len(blob) or not words:
+        return [(0, len(blob), False)]
+    apart = np.frombuffer(blob, np.uint64, words) != np.frombuffer(before, np.uint64, words)
+    blocks = np.logical_or.reduceat(apart, range(0, words, _BLOCK // 8))
+    begins = [*(np.flatnonzero(np.diff(blocks, prepend=~blocks[:1])) * _BLOCK).tolist(), 8 * words]
+    found = [(begin, end, not blocks[begin // _BLOCK]) for begin, end in pairwise(begins)]
+    return [*found, (8 * words, len(blob), False)] if rest else found
 
 
 class Arriving:
     """Collects layers' states from chunks, which arrive in order for each layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Mapping[int, bytes] | None = None) -> None:
+        """``before``: the copy before, if chunks may refer to it."""
+        self._before = before or {}
         self.whole: Blobs = {}
         """States that have arrived completely."""
         self._growing: dict[int, bytearray] = {}
@@ -196,6 +220,8 @@ class Arriving:
         """Take the chunks of a message."""
         for layer, total, data in pieces:
             growing = self._growing.setdefault(layer, bytearray())
+            if isinstance(data, int):
+                data = memoryview(self._before[layer])[len(growing) : len(growing) + data]
             growing += data
             if len(growing) == total:
                 self.whole[layer] = bytes(self._growing.pop(layer))

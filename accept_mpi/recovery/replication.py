@@ -8,6 +8,9 @@ If sending one stage's state takes longer than the job allows between snapshots,
 keeps its own copy, but only stages that have sent their previous copy send it on. So a loss costs as many steps as the lost
 stage's own copy is behind, not as many as the largest stage's copy.
 
+Of a stage's state only what has changed since its last copy is sent, so weights that are not trained cost a link nothing
+but at first.
+
 If groups hold stages, there are also local copies, far more often, of which each rank keeps a few for itself: the others of
 a group have all that a lost member had, so going back to the last local copies is all that its loss costs.
 """
@@ -20,7 +23,7 @@ from accept_mpi.comm.messages import Committed, Control, Copied, ReplicaChunks, 
 from accept_mpi.failpoints import failpoint
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.recovery.barriers import SNAPSHOT, Barriers, Post
-from accept_mpi.recovery.layer_state import Arriving, chunked, copies, states
+from accept_mpi.recovery.layer_state import Arriving, Blobs, chunked, copies, states
 from accept_mpi.recovery.replicas import Replicas
 
 _CHUNK = 1 << 16  # bytes per message: 5 ms at 100 Mbit/s; `comm.background` decides how many are in flight
@@ -54,12 +57,19 @@ class Replication:
     """One rank's part in replication during a deployment."""
 
     def __init__(
-        self, replicas: Replicas, route: Route, on: bool, barriers: Barriers, post: Post, sending: Callable[[], bool]
-    ) -> None:
-        """``on``: whether copies go to other ranks; ``sending()``: whether an earlier copy is still being sent."""
+        self, replicas: Replicas, route: Route, on: bool, barriers: Barriers, post: Post, sending: Callable[[], bool],
+        first: int = 0,
+    ) -> None:  # fmt: skip
+        """``on``: whether copies go to other ranks; ``sending()``: whether an earlier copy is still being sent; ``first``:
+        steps made before this deployment."""
         self._replicas, self._route, self.on = replicas, route, on
         self._barriers, self._post, self._sending = barriers, post, sending
+        self._first = first
+        self._sent: Blobs = {}
+        """The last copy that this rank has sent, which its receiver has, too."""
         self._arriving: dict[tuple[int, int], Arriving] = {}
+        self._last: dict[int, Blobs] = {}
+        """The last whole copy that has arrived, by stage."""
         self._whole: dict[int, set[int]] = {}
         """On rank 0: stages whose copy has arrived, by step."""
 
@@ -82,8 +92,9 @@ class Replication:
                 self._post(0, Replicated(step, self._route.stage), False)
         elif self.on and (flags & SNAPSHOT or not self._sending()):
             assert self._route.stage is not None
-            for chunks in chunked(blobs, _CHUNK):
+            for chunks in chunked(blobs, _CHUNK, self._sent):
                 self._post(self._route.next, ReplicaChunks(step, self._route.stage, len(blobs), chunks), True)
+            self._sent = blobs
 
     def keep(self, step: int, stage: Stage) -> None:
         """Keep a local copy of the stage's state after ``step`` steps, and tell the first stage what it took."""
@@ -109,12 +120,15 @@ class Replication:
 
     def _take(self, copy: ReplicaChunks) -> None:
         """Take chunks of another stage's copy; report the copy to rank 0 once it is complete."""
+        if copy.step <= self._first:  # the rest of a copy that the plan before was sending when it ended
+            return
         key = copy.step, copy.stage
-        arriving = self._arriving.setdefault(key, Arriving())
+        arriving = self._arriving.setdefault(key, Arriving(self._last.get(copy.stage)))
         arriving.add(copy.chunks)
         if len(arriving.whole) == copy.layers:
             del self._arriving[key]
             self._replicas.keep(copy.step, arriving.whole)
+            self._last[copy.stage] = arriving.whole
             self._post(0, Replicated(copy.step, copy.stage), False)
 
     def _count(self, arrived: Replicated) -> None:

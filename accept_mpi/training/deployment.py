@@ -188,7 +188,7 @@ class Deployment:
         place = self.place
         route = Route(None if place.idle else place.stage, ranks, runtime.size, place.member, place.members)
         self.replication = Replication(
-            state.replicas, route, copying, self.barriers, plane.post, lambda: plane.background.busy
+            state.replicas, route, copying, self.barriers, plane.post, lambda: plane.background.busy, self.course.first
         )
         self._tables = [self._table(stage) for stage in self.plan.stages]
         self._channels = self._channels_to(self._plane)

@@ -45,6 +45,20 @@ def test_the_others_go_on(tmp_path: Path, faults: str) -> None:
     assert "lost rank" in out
 
 
+@pytest.mark.parametrize("faults", ["3@backward:22", "2@snapshot:4 0@forward:23"])
+def test_copies_without_what_is_not_trained(tmp_path: Path, faults: str) -> None:
+    """After the first one a copy has none of the frozen weights; each new plan begins with a whole one again."""
+    keys = {"train_freeze": ["*.weight"], "recovery_replicate_every": 1}
+    ends = []
+    for name, killed in (("whole", ""), ("run", faults)):
+        job = samples.write_job(tmp_path / f"{name}.toml", samples.CNN, name, **keys)
+        code, out = run(tmp_path, ["-m", "accept_mpi", "train", job, "--quiet"], killed, RANKS)
+        assert code == 0, out
+        assert ("lost rank" in out) == bool(killed), out
+        ends.append(Checkpoint(tmp_path / name).whole())
+    samples.assert_equal(*ends)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async"])
 def test_a_lost_member_of_a_group_costs_few_steps(tmp_path: Path, schedule: str) -> None:
     """The others have its state, and copies of every few steps, however rare snapshots are (here: none)."""

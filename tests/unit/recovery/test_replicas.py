@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accept_mpi import models
-from accept_mpi.comm.messages import Control, Copied, Message, StopAsked, Stopping
+from accept_mpi.comm.messages import Control, Copied, Message, ReplicaChunks, StopAsked, Stopping
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, Optimizer, Recovery
 from accept_mpi.job_file import parse
@@ -128,6 +128,26 @@ def test_states_travel_in_pieces_that_share_their_memory(blobs: dict[int, bytes]
     lengths = [sum(len(data) for _, _, data in message) for message in messages]
     assert lengths[:-1] == [size] * len(lengths[:-1])
     assert all(data.obj is blobs[layer] for message in messages for layer, _, data in message)
+
+
+@given(st.data())
+def test_what_is_as_in_the_copy_before_is_not_sent(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 20_000), min_size=1, max_size=3))
+    before = {layer: bytes(number % 251 for number in range(size)) for layer, size in enumerate(sizes) if size}
+    now = {}
+    for layer, blob in before.items():
+        places = data.draw(st.sets(st.integers(0, len(blob) - 1), max_size=4))
+        more = data.draw(st.sampled_from([b"", b"", b"x"]))
+        now[layer] = bytes(byte ^ 1 if place in places else byte for place, byte in enumerate(blob)) + more
+    arriving = Arriving(before)
+    sent = 0
+    for message in chunked(now, data.draw(st.integers(1, 9000)), before):
+        arriving.add(message)
+        sent += sum(len(part) for _, _, part in message if not isinstance(part, int))
+    assert arriving.whole == now
+    changed = [sum(a != b for a, b in zip(now[n], before[n], strict=False)) for n in now if len(now[n]) == len(before[n])]
+    grown = sum(len(blob) for n, blob in now.items() if len(blob) != len(before[n]))
+    assert sum(changed) + grown <= sent <= grown + sum(4096 * count + 7 for count in changed)
 
 
 def test_older_and_newer_steps_are_forgotten() -> None:
@@ -264,6 +284,41 @@ def test_between_two_snapshots_stages_that_can_send_extra_ones() -> None:
     ranks.deliver()
     assert [min(store.holdings()) for store in ranks.stores] == [2, 2]
     assert ranks.step(6) == SNAPSHOT
+
+
+def nbytes(ranks: Ranks) -> int:
+    """Bytes of states in the messages that have not been delivered."""
+    chunks = [chunk for _, one in ranks.held if isinstance(one.control, ReplicaChunks) for chunk in one.control.chunks]
+    return sum(len(data) for _, _, data in chunks if not isinstance(data, int))
+
+
+def test_weights_that_are_not_trained_are_sent_once() -> None:
+    ranks = Ranks(2, replicate_every=1)
+    for parameter in ranks.stages[1].parameters:
+        parameter.requires_grad_(False)
+    sent = []
+    for step in range(3):
+        updated(ranks.stages[0])
+        assert ranks.step(step) & SNAPSHOT
+        sent.append(nbytes(ranks))
+        ranks.deliver()
+        assert ranks.stores[0].get(step + 1, 1) == states(ranks.stages[1])[1]
+        assert ranks.stores[1].get(step + 1, 0) == states(ranks.stages[0])[0]
+    first, second = (sum(map(len, states(one).values())) for one in ranks.stages)
+    assert sent == [first + second, first, first]
+
+
+def test_what_is_left_of_a_copy_of_the_plan_before_is_passed_over() -> None:
+    """Its receiver has nothing to which it could refer."""
+    ranks, later = Ranks(2, replicate_every=1), Ranks(2, replicate_every=1)
+    ranks.step(0)
+    ranks.deliver()
+    ranks.step(1)
+    place = Route(0, [0, 1], 2)
+    new = Replication(Replicas(), place, True, later.barriers[0], later.post(0), lambda: False, 2)
+    for dest, message in ranks.held:
+        assert dest != 0 or new.handle(message.control)
+    assert not later.held
 
 
 def test_young_s_period_follows_what_a_snapshot_takes(monkeypatch: pytest.MonkeyPatch) -> None:
