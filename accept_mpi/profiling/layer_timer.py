@@ -31,6 +31,7 @@ from accept_mpi.users_code import taken_apart
 _HEAP = 3  # memory that a piece takes over what it is known to hold: gradients, scratch and the allocator's gaps
 _COPIES = 6  # of the weights at most exist at once: two versions, gradients, two optimizer moments, one temporary
 _SECOND = 0.4  # share of the budget for retiming
+_SMALL = 2e-3  # seconds of forward, as guessed, below which a model's pieces are measured together
 _LOOKED_AT = 4  # micro-batches of which the largest is measured
 _QUICK = 0.1  # share of the budget for checking a known device
 _SAME = 0.12  # |log(time now / time then)| below which a device counts as unchanged
@@ -93,7 +94,8 @@ def time_layers(
     old: LayerTimes | None = None
     if known is not None:
         there = [(a, b) for a, b in every if known.measured[a]]
-        if crowded or _unchanged(measure(there[1::4] or there, _QUICK * budget, brief=True)[1], known):
+        some = there if len(_joined(subject, there, room)) == 1 else there[1::4] or there
+        if crowded or _unchanged(measure(some, _QUICK * budget, brief=True)[1], known):
             old, wanted = known, [run for run in wanted if run not in there]
     found, runs, stretch = measure(wanted, budget - (time.monotonic() - began)) if wanted else (None, [], 1.0)
     seconds = time.monotonic() - began
@@ -128,8 +130,9 @@ def _measure(
     chosen = [run for run in chosen if needs[run] <= room]
     # Take memory from the kernel beforehand: page faults during the measurement would count as the piece's time.
     take_memory(int(min(room, _HEAP * max((needs[run] for run in chosen), default=0))))
-    work = [sum(guess(x.operations, x.saved_bytes, x.parameter_bytes) for x in outline.layers[a:b]) for a, b in chosen]
-    for number, (start, stop) in enumerate(chosen):
+    together = _joined(subject, chosen, room)
+    work = [_work(outline, *run) for run in together]
+    for number, (start, stop) in enumerate(together):
         remaining = budget - (time.monotonic() - began)
         if number and remaining <= 0:
             break
@@ -141,13 +144,28 @@ def _measure(
         timed = piece.measure(given.inputs, given.target, seconds, brief, given.tree, given.samples)
         found[:, start:stop] = timed.layers
         wall, cpu = wall + timed.wall, cpu + timed.cpu
-        measured.append((start, stop))
+        measured += [(a, b) for a, b in chosen if start <= a and b <= stop]
         piece.close()
     # One stretch for all pieces: how much a CPU quota delays a single piece depends on when the quota's period began.
     stretch = stretch_of(wall, cpu)
     found *= stretch
     runs = [(a, b, float(found[0, a:b].sum()), float(found[1, a:b].sum())) for a, b in measured]
     return found, runs, stretch
+
+
+def _joined(subject: Subject, chosen: list[tuple[int, int]], room: float) -> list[tuple[int, int]]:
+    """Pieces to measure: those of a small model all together, since what a stage costs by itself would count in each."""
+    if not chosen:
+        return []
+    start, stop = min(chosen)[0], max(chosen)[1]
+    without_gaps = sum(b - a for a, b in chosen) == stop - start
+    small = _work(subject.outline, start, stop) < _SMALL and bytes_of(subject.outline, start, stop) <= room
+    return [(start, stop)] if without_gaps and small and given_to(subject, start, stop) is not None else chosen
+
+
+def _work(outline: Outline, start: int, stop: int) -> float:
+    """A guess at the seconds of these layers' forwards."""
+    return sum(guess(x.operations, x.saved_bytes, x.parameter_bytes) for x in outline.layers[start:stop])
 
 
 def piece_of(subject: Subject, start: int, stop: int) -> TimedPiece:

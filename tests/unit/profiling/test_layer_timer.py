@@ -20,7 +20,7 @@ from accept_mpi.pipeline.stage import Stage
 from accept_mpi.profiling.layer_timer import Subject, retime, time_layers
 from accept_mpi.profiling.layer_times import bit_reversed_order, pieces
 from accept_mpi.profiling.outline import Outline, outline
-from accept_mpi.profiling.timed_piece import _usual
+from accept_mpi.profiling.timed_piece import TimedPiece, _usual
 
 cross_entropy = find_loss("cross_entropy")
 
@@ -142,6 +142,31 @@ def test_pieces_that_do_not_fit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -
     room = sorted(needs)[len(needs) // 2]
     measured = time_layers(*arguments, room=float(room)).measured
     assert [measured[a] for a, _ in pieces(model)] == [need <= room for need in needs]
+
+
+def test_a_small_model_is_timed_as_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stage costs by itself would count once for each piece. Without targets, pieces are timed one by one."""
+    begun: list[tuple[int, int]] = []
+    original = TimedPiece.__init__
+
+    def noted(self: TimedPiece, chain: Any, model: Any, job: Any, start: int, stop: int, loss: Any) -> None:
+        begun.append((start, stop))
+        original(self, chain, model, job, start, stop, loss)
+
+    monkeypatch.setattr(TimedPiece, "__init__", noted)
+    chain = as_chain(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)))
+    x = torch.randn(4, 6)
+    model = outline(chain, 0, (x,))
+    every = [(n, n + 1) for n in range(5)]
+    subject = Subject(chain, model, job(), cross_entropy, (x,), torch.zeros(4, dtype=torch.int64))
+    times = time_layers(subject, 0.2)
+    assert [run[:2] for run in times.pieces] == every
+    assert all(times.measured)
+    time_layers(subject, 0.2, times)  # known, and looked at in the same way
+    assert set(begun) == {(0, 5)}
+    begun.clear()
+    time_layers(subject._replace(target=None), 0.2)
+    assert sorted(begun) == every[:-1]
 
 
 def test_few_pieces_are_spread_over_the_model() -> None:
