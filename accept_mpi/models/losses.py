@@ -131,10 +131,10 @@ class Loss:
         total = sum(counts)
         return [count / total if total else 0.0 for count in counts]
 
-    def measured(self, output: Any, target: Any, result: Result) -> list[tuple[float, float]]:
-        """Sum and count of each metric, for a micro-batch with this ``result``."""
+    def measured(self, output: Any, target: Any, result: Result, setting_up: bool = False) -> list[tuple[float, float]]:
+        """Sum and count of each metric, for a micro-batch with this ``result``; ``setting_up`` as in ``Metric.part``."""
         loss = result.loss, result.count
-        return [metric.part(output, target, result.samples, loss) for metric in self.metrics]
+        return [metric.part(output, target, result.samples, loss, setting_up) for metric in self.metrics]
 
     def hits(self, output: Any, target: Any) -> tuple[int, int]:
         """Number of targets that get the highest score (of the last dimension), and number of targets; (0, 0) if that makes

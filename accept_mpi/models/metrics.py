@@ -12,6 +12,8 @@ from accept_mpi.models.losses import IGNORED, scores, widened
 from accept_mpi.registry import find_function
 from accept_mpi.users_code import blame, does_not_fit, in_words
 
+_MISTAKES = AttributeError, ImportError, NameError, TypeError  # whatever the values are
+
 Part = tuple[float, float]
 """Sum and count over a micro-batch."""
 
@@ -26,8 +28,9 @@ class Metric:
         self._function = _known(name) or find_function(name, _KNOWN, "train.metrics")
         self._whole = name in _OWN_KINDS or name.startswith("top")
 
-    def part(self, output: Any, target: Any, samples: int, loss: Part) -> Part:
-        """Sum and count of a micro-batch. ``loss``: those of the loss. Raises UserError for what it cannot take."""
+    def part(self, output: Any, target: Any, samples: int, loss: Part, setting_up: bool = False) -> Part:
+        """Sum and count of a micro-batch. ``loss``: those of the loss. Raises UserError for what it cannot take, UsersBug
+        for any other exception in it, but not while ``setting_up`` for one that values may cause: these are made up then."""
         if self.name == "perplexity":
             return loss
         try:
@@ -39,6 +42,8 @@ class Metric:
             if does_not_fit(error):
                 what = f'train.metrics: "{self.name}" cannot take what the model gives'
                 raise UserError(f"{what}: {in_words(error)}") from error
+            if setting_up and not isinstance(error, _MISTAKES):
+                return math.nan, 1.0
             blame(error, f'the metric "{self.name}"')
 
     def value(self, parts: Sequence[Part]) -> float:

@@ -416,5 +416,5 @@ class Stage(Trials):
             share = self._divisors.share(step, judged.count, samples, share)
         result = Result(judged.total, judged.count, *self._loss.hits(value, target), samples)
         if step == _EVALUATION:
-            result.metrics = self._loss.measured(value, target, result)
+            result.metrics = self._loss.measured(value, target, result, self._setting_up)
         return result, [judged.value * share]

@@ -64,6 +64,8 @@ class Trials(Stateful):
     _passed_by: set[str]
     _kept: set[str]
     in_flight: dict[Key, InFlight]
+    evaluate: Callable[..., Outputs]
+    evaluating: Callable[[], AbstractContextManager[None]]
     forward: Callable[..., Outputs]
     backward: Callable[..., Tensors]
     weight_gradient: Callable[[int, int], None]
@@ -151,6 +153,22 @@ class Trials(Stateful):
         for parameter in self.parameters:
             parameter.grad = None
         return tuple(TensorSpec.of(g) for g in result)
+
+    def try_metrics(self, inputs: Tensors, target: Any, of: Tree | None, samples: int) -> None:
+        """Evaluate a micro-batch on a ``trial`` stage, so that a metric that cannot be taken of what the model gives is told
+        before the first step. What a layer raises meanwhile is told where it is evaluated: inputs are those of training.
+        Raises UserError, UsersBug."""
+        if self._loss is None or not self._loss.metrics or not self._job.train.evaluate_every:
+            return
+        measured, self._loss.metrics = self._loss.metrics, []
+        with self.evaluating():
+            try:
+                self.evaluate(inputs, target, of, samples=samples)
+            except Exception:
+                return
+            finally:
+                self._loss.metrics = measured
+            self.evaluate(inputs, target, of, samples=samples)
 
     def _look_again(self, given: "_Given", there: Mapping[str, torch.Tensor], attributes: Attributes) -> None:
         """After the first forward and backward: find out by further forwards whether one reads what those before it have

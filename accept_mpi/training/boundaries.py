@@ -121,6 +121,7 @@ def _run(
         gradients_of([TensorSpec.of(value) for value in out.outputs], out.tree)
         return ()
     gradients = stage.probe(inputs.tensors, target, gradients_of, inputs.tree, size)
+    stage.try_metrics(inputs.tensors, target, inputs.tree, size)
     if not place.first:
         behind.backward[size] = gradients
     return gradients

@@ -35,6 +35,7 @@ def a_class_too_many(): return images(torch.arange(40) % 11), images(torch.zeros
 def ends(): raise SystemExit("two\\nlines of \\x1b[31mred")
 def detached(output, target): return output.detach().mean()
 def adversarial(output, target): return output.mean(), output.square().mean()
+def three_classes(output, target): return (output - torch.zeros(3)).mean()
 learned = nn.PReLU()
 def no_pairs(): return [torch.randn(3, 8, 8)] * 40, [torch.randn(3, 8, 8)] * 8
 """
@@ -53,6 +54,7 @@ TWO_RANKS = [  # job keys, extra arguments, what is said
     ({}, ["--resume", "nowhere"], "nowhere: neither a checkpoint nor a run with one"),
     ({}, ["--set", "data.name=bad:ends", "--set", "data.args={}"], "failed: SystemExit: two lines of \\x1b[31mred"),
     ({}, ["--set", "train.loss=hinge"], 'train.loss: unknown name "hinge"'),
+    ({}, ["--set", 'train.metrics=["bad:three_classes"]'], 'train.metrics: "bad:three_classes" cannot take what the model'),
     ({}, ["--set", "train.optimizer.nesterov=true", "--set", "train.optimizer.momentum=0"], "nesterov = true needs"),
 ]
 

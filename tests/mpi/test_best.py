@@ -84,6 +84,27 @@ def test_a_run_that_no_longer_gets_better_ends(mpirun, tmp_path: Path, ranks: in
     assert f"checkpoint  run/checkpoints/step-{last:08d}\n" in found.out
 
 
+MISTAKEN = """
+def misspelt(output, target):
+    return output["logits"].argmx(-1)
+def particular(output, target):
+    if output["logits"].isfinite().all():
+        raise ValueError("not these values")
+"""
+
+
+@pytest.mark.parametrize(("name", "steps"), [("misspelt", 0), ("particular", 3)])
+def test_a_metric_that_cannot_be_taken_is_told_before_the_first_step(mpirun, tmp_path: Path, name: str, steps: int) -> None:
+    """But not one to which only these values are a problem: they are made up then."""
+    path = write(tmp_path, "run", CASE)
+    (tmp_path / "mistaken.py").write_text(MISTAKEN)
+    keys = ["--set", f'train.metrics=["mistaken:{name}"]', "--set", "train.steps=3"]
+    out = mpirun(2, "-m", "accept_mpi", "train", path, *keys, code=1).out
+    assert f'the metric "mistaken:{name}" raised' in out
+    assert f"in {name}" in out
+    assert ("step 1/3" in out) == bool(steps), out
+
+
 def test_what_must_get_better_is_known(mpirun, tmp_path: Path) -> None:
     path = write(tmp_path, "run", CASE)
     for key, message in (
