@@ -277,7 +277,8 @@ def _words(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(f'"{word}"' for word in get_args(kind))
     if get_origin(kind) is list or (get_origin(kind) is tuple and get_args(kind)[-1] is ...):
-        return re.sub("(number|text|table)", r"\1s", _words(get_args(kind)[0]).replace("a ", "a list of ", 1))
+        inside = _words(get_args(kind)[0]).replace(" or a list of ", " or lists of ")
+        return re.sub(r"(number|text|table)\b", r"\1s", inside.replace("a ", "a list of ", 1))
     if get_origin(kind) is dict and get_args(kind)[1] is not Any:
         return "a table of such"
     if get_origin(kind) is tuple:

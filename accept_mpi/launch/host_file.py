@@ -52,7 +52,10 @@ class Host:
 
     @property
     def line(self) -> str:
-        """The host as a line of mpirun's host file. It always gives slots: without them mpirun starts a rank per core."""
+        """The host as a line of mpirun's host file. It always gives slots: without them mpirun starts a rank per core. This
+        machine is "localhost": mpirun knows few of its names and addresses, and takes ssh for the rest."""
+        if self.here:
+            return f"localhost slots={self.slots}"
         return f"{self.target} slots={self.slots}" + (f" port={self.port}" if self.port else "")
 
 
@@ -149,9 +152,8 @@ def _host(first: str, *more: str) -> Host:
     user, at, name = first.rpartition("@")
     given: dict[str, str] = {"user": user} if at else {}
     if name.startswith("["):
-        name, _, rest = name[1:].partition("]")
-        if rest:
-            name = f"[{name}]{rest}"  # shown unchanged in the error
+        inside = name[1:-1]
+        name = inside if name.endswith("]") and _is_address(inside) else name
     elif name.count(":") == 1:
         name, _, given["slots"] = name.partition(":")
     for word in more:

@@ -21,7 +21,7 @@ from typing import IO, TextIO
 
 import msgspec
 
-from accept_mpi.errors import Stopped, UserError, counted
+from accept_mpi.errors import Stopped, TooFewDevices, UserError, counted
 from accept_mpi.job_file import parse, read_text
 from accept_mpi.launch import host_file
 from accept_mpi.launch.host_file import Host, answering
@@ -42,6 +42,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The watcher's standard input ends with this process, however that ends; the watcher then ends mpirun and all it started.
 _WATCHER = 'read word; [ "$word" = over ] && exit; kill -TERM "-$1"; sleep "$2"; kill -KILL "-$1"'
 _NO_USE_AGAIN = 2  # exit code of a user's mistake, which a restart cannot fix
+_FAILED = 1  # exit code of a run that failed, whatever mpirun's was: that may be a signal's, or its daemon's
 _WITHOUT_PROGRESS = 3  # consecutive starts without a step after which to give up
 _STUCK = 5  # consecutive starts that get no further than earlier ones after which to give up: probably a bug
 _STEP = re.compile(rb"step (\d+)(/\d+|  test loss|  (done: ))")  # as ``logs.progress`` prints it
@@ -136,7 +137,7 @@ class Supervisor:
         self._scratch = tempfile.TemporaryDirectory(prefix="accept_mpi-launch-")
 
     def run(self) -> int:
-        """Run the job until it is complete (returns 0), stopped or given up (returns the last start's exit code)."""
+        """Run the job until it is complete (returns 0), stopped or given up (returns one of REFERENCE.md's exit codes)."""
         before = {number: signal.signal(number, self._stop) for number in heeded(_SIGNALS)}
         try:
             self._own()
@@ -186,7 +187,7 @@ class Supervisor:
             if why == "done":
                 return 0
             if self._signals:
-                return Stopped.exit_code if start.stopped else code
+                return Stopped.exit_code if start.stopped else _FAILED
             if code == _NO_USE_AGAIN:
                 return code
             idle = 0 if start.steps else idle + 1
@@ -200,7 +201,7 @@ class Supervisor:
             starts += 1
             if restarts > self.request.restarts or idle >= _WITHOUT_PROGRESS or stuck >= _STUCK:
                 _say(_given_up(starts, idle, stuck, furthest))
-                return code or 1
+                return code if code == TooFewDevices.exit_code else _FAILED
 
     def _wait_for_any(self, seconds: float) -> list[Host]:
         """Wait until hosts answer, and return these. Raises UserError if that takes longer than ``seconds``."""

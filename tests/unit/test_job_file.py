@@ -117,6 +117,7 @@ def test_overrides() -> None:
         (["train.optimizer.betas=[0.9]"], "train.optimizer.betas: expected a list of 2 numbers, got [0.9]"),
         (["model=cnn"], 'model: expected a table, got "cnn"'),
         (["train.drop_last=1"], "train.drop_last: expected true or false, got 1"),
+        (["pipeline.ranks=3"], "expected a list of whole numbers >= 0 or lists of whole numbers >= 0, got 3"),
         (["pipeline.forward=3"], "pipeline.forward: expected a text or a list of texts, got 3"),
         (["pipeline.adapt=x"], 'pipeline.adapt: expected true or false or a whole number >= 1, got "x"'),
         (["train.threads=100000"], 'expected a whole number >= 1 and <= 1024 or "auto", got 100000'),

@@ -38,7 +38,9 @@ def read(tmp_path: Path, text: str | bytes) -> list[Host]:
         ("joe@pi1\npi2 username=joe\n", ["joe@pi1 slots=1", "joe@pi2 slots=1"]),
         ("pi1 port=2222\n", ["pi1 slots=1 port=2222"]),
         ("192.168.1.5\nfd00::5\n[fd00::6] slots=2\n", ["192.168.1.5 slots=1", "fd00::5 slots=1", "fd00::6 slots=2"]),
-        ("laptop\nlocalhost\npi1\n127.0.0.1\n", ["laptop slots=3", "pi1 slots=1"]),
+        ("laptop\nlocalhost\npi1\n127.0.0.1\n", ["localhost slots=3", "pi1 slots=1"]),
+        ("joe@laptop port=2222\npi1\n", ["localhost slots=1", "pi1 slots=1"]),
+        ("[::1] slots=2\n", ["localhost slots=2"]),
     ],
 )
 def test_lines_that_people_write(tmp_path: Path, text: str, lines: list[str]) -> None:
@@ -58,6 +60,8 @@ def test_lines_that_people_write(tmp_path: Path, text: str, lines: list[str]) ->
         ("joe@-oProxyCommand=reboot\n", "is no name of a host"),
         ("-oProxyCommand=reboot@pi1\n", "is no name of a user"),
         ("^pi1\n", "is no name of a host"),
+        ("[fd00::6\n", r'"\[fd00::6" is no name of a host'),
+        ("[pi1]\n", r'"\[pi1\]" is no name of a host'),
         ("pi1 port=70000\n", "from 1 to 65535"),
         ("# nobody\n", "no hosts in it"),
         (b"pi\xff\n", "not a text in UTF-8"),

@@ -1,7 +1,6 @@
 """The supervisor, with a make-believe mpirun and launch agent."""
 
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -79,6 +78,12 @@ def test_a_host_without_the_checkout(tmp_path: Path, mpirun: Path, monkeypatch: 
 def test_it_gives_up_where_no_start_makes_a_step(tmp_path: Path, mpirun: Path) -> None:
     code, calls = supervised(tmp_path, [])
     assert (code, len(calls)) == (1, 3)
+
+
+@pytest.mark.parametrize("ended", [255, 137, 143, 3])
+def test_a_run_that_is_given_up_has_a_code_of_the_reference(tmp_path: Path, mpirun: Path, ended: int) -> None:
+    """Not that of mpirun's daemon or of a signal; 3 would say that a checkpoint is there."""
+    assert supervised(tmp_path, [ended], restarts=0)[0] == 1
 
 
 def test_a_mistake_is_not_tried_again(tmp_path: Path, mpirun: Path) -> None:
@@ -204,7 +209,7 @@ def test_a_stop_waits_for_its_checkpoint_as_long_as_the_run_goes_on(
         "exit 3",
     )
     code, calls = supervised(tmp_path, [])
-    assert code == (3 if patience == 1 else -signal.SIGTERM)
+    assert code == (3 if patience == 1 else 1)
     assert len(calls) == 1
     assert "another signal ends the run without it" in capfd.readouterr().err
 
