@@ -28,6 +28,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code (2 for a mistake that the user can fix, 1 for a failed run)."""
     _prepare_streams()
+    home = os.path.expanduser("~")  # "~" for a user that the system does not know
+    os.environ.setdefault("HOME", home if home != "~" else "/")  # Open MPI does not start without one, as services may be
     options = _parser().parse_args(arguments)
     try:
         with printing():

@@ -121,8 +121,12 @@ def _owner(file: int) -> Owner | None:
 
 def unwritable(directory: Path, error: OSError) -> UserError:
     """The mistake that an output directory which cannot be written is."""
-    lost = [path for path in (directory, *directory.parents) if os.path.islink(path) and not os.path.exists(path)]
-    why = f"{lost[0]} is a link to {os.readlink(lost[0])}, which is not there" if lost else error.strerror
+    why = error.strerror
+    for path in (directory, *directory.parents):
+        if os.path.islink(path) and not os.path.exists(path):
+            why = f"{path} is a link to {os.readlink(path)}, which is not there"
+        elif os.path.exists(path) and not os.path.isdir(path):
+            why = f"{path} is not a directory"
     return UserError(f"output.directory: cannot write to {directory}: {why}")
 
 

@@ -51,6 +51,8 @@ TWO_RANKS = [  # job keys, extra arguments, what is said
     ({}, ["--set", "output.directory=/proc/nope"], "output.directory: cannot write to /proc/nope"),
     ({}, ["--set", "output.directory=" + "x" * 300], "x: File name too long"),
     ({}, ["--set", "output.directory=lost/run"], "cannot write to lost/run: lost is a link to nowhere, which is not there"),
+    ({}, ["--set", "output.directory=bad.py"], "cannot write to bad.py: bad.py is not a directory"),
+    ({}, ["--set", "output.directory=bad.py/run"], "cannot write to bad.py/run: bad.py is not a directory"),
     ({}, ["--resume", "nowhere"], "nowhere: neither a checkpoint nor a run with one"),
     ({}, ["--set", "data.name=bad:ends", "--set", "data.args={}"], "failed: SystemExit: two lines of \\x1b[31mred"),
     ({}, ["--set", "train.loss=hinge"], 'train.loss: unknown name "hinge"'),

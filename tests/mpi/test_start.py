@@ -1,8 +1,13 @@
 """What a rank does not need it does not import: seconds of CPU at each start, and memory for as long as it runs."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import samples
+from conftest import HANGS
 
 _HEAVY = ("numba", "sklearn.utils", "scipy", "sympy", "matplotlib")
 _WATCHED = f"""
@@ -23,3 +28,13 @@ def test_given_cuts_and_no_codec_need_torch_and_mpi_alone(mpirun, tmp_path: Path
     out = mpirun(2, "watched.py", "train", job, fresh=True).out
     assert "done" in out
     assert "imports" not in out, out
+
+
+@pytest.mark.parametrize("how", [["launch", "-n", "1"], ["train"]])
+def test_no_home(tmp_path: Path, how: list[str]) -> None:
+    """As in a service of systemd; Open MPI would not start."""
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN, pipeline_cuts="even", train_steps=2, train_evaluate_every=0)
+    kept = {key: value for key, value in os.environ.items() if key != "HOME"}
+    command = [sys.executable, "-m", "accept_mpi", *how, str(job)]
+    done = subprocess.run(command, cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == 0, done.stderr
