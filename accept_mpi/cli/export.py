@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from accept_mpi.device.memory import available_memory
 from accept_mpi.errors import UserError
@@ -15,8 +14,10 @@ from accept_mpi.models import undivided
 from accept_mpi.models.fine_tuning import merged
 from accept_mpi.pipeline.state import is_packed, unpacked
 from accept_mpi.recovery.checkpoint import Checkpoint
+from accept_mpi.recovery.tensor_file import written
 
 _TORCH = (".pt", ".pth")
+_PIECE = 1 << 20  # bytes
 
 
 def export(source: Path, out: Path, average: bool = False, merge: bool = False) -> int:
@@ -43,7 +44,7 @@ def export(source: Path, out: Path, average: bool = False, merge: bool = False) 
             state = merged(state, undivided(job.without_weights()))
         with replacing(target) as beside:
             _write(beside, state, {"step": str(checkpoint.manifest.step), "model": checkpoint.manifest.model})
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise UserError(f"{out}: cannot write: {getattr(error, 'strerror', None) or error}") from error
     bad = sum(1 for value in state.values() if value.is_floating_point() and not torch.isfinite(value.float()).all())
     note = f", {bad} of which hold values that are not finite" if bad else ""
@@ -52,14 +53,14 @@ def export(source: Path, out: Path, average: bool = False, merge: bool = False) 
 
 
 def _write(path: Path, state: dict[str, torch.Tensor], about: dict[str, str]) -> None:
-    """Write ``state``. Only torch's files can hold state that is not a tensor; for .safetensors its names are printed."""
+    """Write ``state``: the same bytes for the same weights. Only torch's files can hold state that is not a tensor; for
+    .safetensors its names are printed."""
     odd = {name: unpacked(value) for name, value in state.items() if is_packed(value)}
     if path.suffix in _TORCH:
         torch.save(state | odd, path)
     else:
         if odd:
             print(f"left out, since they are no tensors: {', '.join(odd)}; a file that ends in .pt has them")
-        save_file({name: value for name, value in state.items() if name not in odd}, path, metadata=about)
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)  # safetensors creates files that only this user may read
+        _, pieces = written({name: value.contiguous() for name, value in state.items() if name not in odd}, _PIECE, about)
+        with path.open("wb") as file:
+            file.writelines(pieces)

@@ -66,10 +66,12 @@ def read_header(file: BinaryIO, size: int) -> dict[str, Entry]:
     return entries
 
 
-def written(tensors: Mapping[str, torch.Tensor], size: int) -> tuple[int, Iterator[memoryview]]:
-    """Size of a file with these contiguous tensors, and the file in pieces of at most ``size`` bytes. Large pieces share
-    the tensors' memory: safetensors' own ``save`` makes three more copies of all of them. Raises ValueError for a dtype
-    that such a file cannot have."""
+def written(
+    tensors: Mapping[str, torch.Tensor], size: int, about: Mapping[str, str] | None = None
+) -> tuple[int, Iterator[memoryview]]:
+    """Size of a file with these contiguous tensors and the header's texts ``about``, and the file in pieces of at most
+    ``size`` bytes. Large pieces share the tensors' memory: safetensors' own ``save`` makes three more copies of all of them,
+    and puts the texts in another order each time. Raises ValueError for a dtype that such a file cannot have."""
     entries: dict[str, Entry] = {}
     end = 0
     # Larger values first, as ``save`` has them, so that all of them lie at multiples of their size.
@@ -80,7 +82,7 @@ def written(tensors: Mapping[str, torch.Tensor], size: int) -> tuple[int, Iterat
             raise ValueError(f'"{name}" has values of a kind ({tensor.dtype}) that a file cannot have')
         begin, end = end, end + tensor.nbytes
         entries[name] = Entry(_NAMES[tensor.dtype], list(tensor.shape), (begin, end))
-    header = msgspec.json.encode(entries)
+    header = msgspec.json.encode({"__metadata__": about} | entries if about else entries)
     header += b" " * (-len(header) % _ALIGNED)
     parts = [memoryview(len(header).to_bytes(8, "little") + header), *(_bytes_of(tensors[name]) for name in order)]
     return 8 + len(header) + end, _pieces(parts, size)

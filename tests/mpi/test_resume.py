@@ -13,6 +13,7 @@ import samples
 import torch
 from conftest import ROOT, Finished, finish, mpirun_command
 from lost_ranks import run
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from accept_mpi import data, models
@@ -81,6 +82,18 @@ def test_export_loads_into_the_plain_model(mpirun, tmp_path: Path) -> None:
         state = load_file(out) if out.suffix == ".safetensors" else torch.load(out, weights_only=True)
         model.load_state_dict(state, strict=True)
     assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "x.safetensors")]) == 2
+
+
+def test_exports_of_the_same_weights_are_the_same_bytes(mpirun, tmp_path: Path) -> None:
+    """So that runs can be compared by their files, whatever order a process' dicts have."""
+    path = samples.write_job(tmp_path / "job.toml", samples.CNN, train_steps=2)
+    mpirun(2, "-m", "accept_mpi", "train", path, "--quiet")
+    outs = [tmp_path / f"{n}.safetensors" for n in range(8)]
+    for out in outs:
+        assert main(["export", str(tmp_path / "run"), str(out)]) == 0
+    assert len({out.read_bytes() for out in outs}) == 1
+    with safe_open(outs[0], "pt") as file:
+        assert file.metadata() == {"step": "2", "model": "cnn"}
 
 
 NET = """

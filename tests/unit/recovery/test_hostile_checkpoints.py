@@ -310,7 +310,7 @@ def test_export_leaves_what_is_beside_and_replaces_whole(
     mine.write_text("mine")
     out.write_text("before")
     with monkeypatch.context() as patch:
-        patch.setattr("accept_mpi.cli.export.save_file", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "no room")))
+        patch.setattr("accept_mpi.cli.export.written", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "no room")))
         assert main(["export", str(sound), str(out)]) == 2
     assert (out.read_text(), mine.read_text()) == ("before", "mine")
     assert main(["export", str(sound), str(out)]) == 0
