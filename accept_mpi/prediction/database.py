@@ -32,7 +32,7 @@ import numpy as np
 
 from accept_mpi.errors import UserError, one_line
 from accept_mpi.files.cache import cache_directory, hold, open_lock
-from accept_mpi.files.hdf5 import Damaged, group_in, number_in, open_file, text_in, values_in
+from accept_mpi.files.hdf5 import Damaged, group_in, number_in, open_file, reason, text_in, values_in
 from accept_mpi.files.regular import is_regular, open_regular
 from accept_mpi.job import MOST_LANES
 from accept_mpi.prediction.predictor import Predictor
@@ -177,7 +177,7 @@ def _change(path: Path, change: Callable[[Any], None]) -> None:
             finally:
                 temporary.unlink(missing_ok=True)
     except (OSError, Damaged) as error:
-        log.warning("%s: the latency database cannot be written: %s", path, one_line(str(error)))
+        log.warning("%s: the latency database cannot be written: %s", path, reason(error))
 
 
 def _changed(before: bytes, change: Callable[[Any], None]) -> bytes:

@@ -94,7 +94,9 @@ class CheckpointWriter:
                 files[stage, part] = _Growing(folder / f"stage-{stage}.{part}.safetensors", chunk.total)
             files[stage, part].add(chunk.data)
         except OSError as error:
-            raise UserError(f"cannot write the checkpoint of step {step} to {self.run}: {error}") from error
+            raise UserError(
+                f"cannot write the checkpoint of step {step} to {self.run}: {error.strerror or error}"
+            ) from error
         if len(files) == len(PARTS) * len(self._edges) and all(file.complete for file in files.values()):
             del self._open[step]
             self._committing.add(step)
@@ -162,7 +164,7 @@ class CheckpointWriter:
                         if path not in best:
                             shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
-            self.error = UserError(f"cannot write the checkpoint of step {step} to {self.run}: {error}")
+            self.error = UserError(f"cannot write the checkpoint of step {step} to {self.run}: {error.strerror or error}")
         finally:
             os.close(self._held.pop(step))
             self._finished[step].set()
