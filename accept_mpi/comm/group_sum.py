@@ -195,6 +195,8 @@ class GroupSum:
         """Sums of a step's chunks that are done."""
         self._scales: dict[int, float] = {}
         self._done: queue.SimpleQueue[tuple[int, list[torch.Tensor], float] | None] = queue.SimpleQueue()
+        self._early: dict[int, tuple[list[torch.Tensor], float]] = {}
+        """Sums and scales that have come, by step: one that not all members take part in may come before an earlier one."""
         self._open: set[int] = set()
         """Steps of which this member has given all, and whose sum is not there yet."""
         self._statistics: dict[tuple[int, int], torch.Tensor] = {}
@@ -275,10 +277,11 @@ class GroupSum:
         """The sum of a step's gradients, and their scale; waits at most ``deadline`` seconds. Raises DeadlineError."""
         if not self._layout:
             return [], 1.0
-        of, chunks, scale = self._wait(
-            self._done, deadline, f"the gradients of step {step + 1} from the other ranks of its stage"
-        )
-        assert of == step, f"the sum of step {of + 1} came as that of step {step + 1}"
+        while step not in self._early:
+            what = f"the gradients of step {step + 1} from the other ranks of its stage"
+            of, chunks, scale = self._wait(self._done, deadline, what)
+            self._early[of] = chunks, scale
+        chunks, scale = self._early.pop(step)
         return self._layout.unpack(chunks), scale
 
     def share_statistics(self, step: int, k: int, values: torch.Tensor) -> None:

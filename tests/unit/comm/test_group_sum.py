@@ -104,3 +104,27 @@ def test_sums_do_not_depend_on_when_messages_arrive() -> None:
         return [gradient for step in range(4) for gradient in sums[0].take(step, 1.0)[0] if gradient is not None]
 
     assert all(map(torch.equal, sums_of(True), sums_of(False)))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_step_of_some_members_may_come_before_an_earlier_one(exact: bool) -> None:
+    """An epoch's last step may have fewer micro-batches than there are members: it does not wait for a late one."""
+    wires: dict[Any, deque[Any]] = {}
+    counts, table = [3, 1, 3], [0, 1, 2]
+    group = [Group([0, 1, 2], me, 0, [table], exact) for me in range(3)]
+    sums = [GroupSum(Plane(me, wires), group[me], [torch.zeros(9)], 0, counts.__getitem__) for me in range(3)]  # type: ignore[arg-type]
+    for me, one in enumerate(sums):
+        for step, count in enumerate(counts) if me < 2 else ():
+            if me < count:
+                one.contribute(step, me, [torch.full((9,), 10.0**me * (step + 1))], 1.0)
+        for _ in range(3):
+            for each in sums:
+                each.move()
+    for step in (0, 2):
+        sums[2].contribute(step, 2, [torch.full((9,), 100.0 * (step + 1))], 1.0)
+    for _ in range(3):
+        for each in sums:
+            each.move()
+    for one in sums:
+        found = [one.take(step, 1.0)[0][0] for step in range(3)]
+        assert [gradient.tolist() for gradient in found if gradient is not None] == [[n] * 9 for n in (111.0, 2.0, 333.0)]
