@@ -193,7 +193,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             merged = msgspec.structs.replace(stages[heir], start=first.start, stop=second.stop)
             stages[min(s, heir) : max(s, heir) + 1] = [merged]
             del boundaries[min(s, heir)]
-        return msgspec.structs.replace(self, stages=tuple(stages), boundaries=tuple(boundaries))
+        plan = msgspec.structs.replace(self, stages=tuple(stages), boundaries=tuple(boundaries))
+        return recomputing(plan, [n for n, stage in enumerate(stages) if stage.recompute])  # the heir may be the last now
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()

@@ -289,11 +289,11 @@ class Stage(Trials):
         return Outputs((), result, 0)
 
     def compute_again(self) -> None:
-        """From now on backwards compute their forwards again. Raises UserError if that would not be the same."""
+        """Have backwards compute forwards again, but not the last stage's. Raises UserError if that were not the same."""
         if self.alone or self._written or self._deferred is not None:
             why = self.alone or "a forward writes into its parameters or buffers, or weight gradients are put off"
             raise UserError(f"pipeline.recompute: layers {self.start} to {self._last} cannot compute forwards again: {why}")
-        self.again = Recomputing(self.layers)
+        self.again = Recomputing(self.layers) if self._loss is None else None
 
     # -- in a group ----------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
+from lost_ranks import run
 from plain_loop import differences, plain_loop
 from test_recorded import write
 
@@ -39,6 +40,17 @@ def test_the_same_weights(mpirun, tmp_path: Path, ranks: int) -> None:
             kept, again = (Checkpoint(tmp_path / f"{path.stem[:-3]}{how}").whole() for how in ("-off", "-on"))
             assert not differences(again, kept), path.stem
     assert not differences(Checkpoint(tmp_path / "0-on").whole(), plain_loop(tmp_path / "0-on.toml")[0])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-delayed"])
+def test_a_lost_last_stage(tmp_path: Path, schedule: str) -> None:
+    """Its layers go to a stage that computed forwards again, and is the last one now: its gradients are the loss's."""
+    case = {"model": "unet", "data": "pictures", "loss": "mse", "recompute": "on", "schedule": schedule}
+    path = write(tmp_path, "job", case)
+    code, out = run(tmp_path, ["-m", "accept_mpi", "train", path], "2@update:4", 3)
+    assert code == 0, out
+    assert "2 stages go on" in out, out
+    assert not differences(Checkpoint(tmp_path / "job").whole(), plain_loop(path)[0])
 
 
 def test_what_cannot_be_computed_again(mpirun, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from accept_mpi.job_file import parse
 from accept_mpi.models.layers import build_layers
 from accept_mpi.pipeline.optimizer import left_behind
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.plan import BoundaryCodecs, make_plan
+from accept_mpi.plan import BoundaryCodecs, make_plan, recomputing
 from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, LOCAL, SNAPSHOT, Barriers, LocalCopies
 from accept_mpi.recovery.layer_state import Arriving, chunked, copies, load, pack, states
 from accept_mpi.recovery.replicas import Replicas, newest, sources
@@ -370,3 +370,6 @@ def test_lost_stages_leave_their_layers_to_their_neighbours(
     assert found is not None
     assert [(stage.start, stage.stop, stage.leader) for stage in found.stages] == left
     assert [codec.forward for codec in found.boundaries] == [f"uniform:{bits}" for bits in codecs]
+    again = recomputing(plan, range(4)).without(lost)
+    assert again is not None
+    assert [stage.recompute for stage in again.stages] == [True] * len(codecs) + [False]
