@@ -34,11 +34,16 @@ def wait_for_step(
 
 def slowed_after_ten_steps(job: Path, command: Sequence[str]) -> str:
     """Start a job of ``slow_layers`` (tests/programs), which rank 1 slows down after ten steps; returns its output."""
+    return slowed_after(10, job, command)
+
+
+def slowed_after(step: int, job: Path, command: Sequence[str], *more: str, directory: str = "run") -> str:
+    """The same after ``step``, with ``more`` on the command line."""
     process = subprocess.Popen(
-        [*command, *python(), "-m", "accept_mpi", "train", str(job)], cwd=job.parent, env=environment(), text=True,
+        [*command, *python(), "-m", "accept_mpi", "train", str(job), *more], cwd=job.parent, env=environment(), text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    wait_for_step(job.parent / "run", 10, process)
+    wait_for_step(job.parent / directory, step, process)
     (job.parent / "slow-1").touch()
     out, _ = process.communicate(timeout=HANGS)
     assert process.returncode == 0, out

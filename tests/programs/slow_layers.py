@@ -46,3 +46,8 @@ class Sleepy(nn.Module):
 def cnn(**args: Any) -> Chain:
     chain = plain_cnn(**args)
     return Chain([(name, lambda make=make: Sleepy(make())) for name, make in chain.layers])
+
+
+def always_the_same(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A metric that never gets better."""
+    return torch.zeros(())
