@@ -4,6 +4,7 @@ import dataclasses
 import os
 import random
 from collections import OrderedDict, namedtuple
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -614,3 +615,38 @@ class Hungry(nn.Module):
 
 def hungry() -> list[nn.Module]:
     return [*(Hungry() for _ in range(8)), nn.Linear(6, 3)]
+
+
+# -- parameters that a layer or a loss uses though it has none of them -----------------------------------------------------
+
+_LAST: list[nn.Module] = []
+_ELSEWHERE = nn.Parameter(torch.ones(6, 6))
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight
+
+
+def referring(kind: str) -> nn.Sequential:
+    """A layer that uses the weights of another one, which it holds in some way, or of none."""
+    first = nn.Linear(6, 6)
+    weight, last = first.weight.t(), Applied(None)
+    if kind == "attribute":
+        last.weight, last.function = weight, lambda x: x @ last.weight
+    elif kind == "list":
+        last.weights, last.function = [first.weight], lambda x: x @ last.weights[0].t()
+    elif kind == "given":
+        last.function = partial(_product, weight=weight)
+    elif kind == "module":
+        last.function = lambda x: x @ first.weight.t()
+    else:
+        seen = {"view": weight, "values": weight.detach(), "elsewhere": _ELSEWHERE}[kind]
+        last.function = lambda x: x @ seen
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), last, nn.Linear(6, 3))
+    _LAST[:] = [model]
+    return model
+
+
+def penalty(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss that looks at the model's weights."""
+    return nn.functional.cross_entropy(output, target) + 0.1 * sum((p**2).sum() for p in _LAST[0].parameters())

@@ -18,6 +18,7 @@ from torch import nn
 from accept_mpi import tree
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
+from accept_mpi.models.graph import parameters_behind
 from accept_mpi.registry import find_function
 from accept_mpi.users_code import blame, does_not_fit, in_words
 
@@ -98,12 +99,7 @@ class Loss:
         if self._main:
             output = scores(output)
         try:
-            if self._weigh is None:
-                return _judgement(self.function(output, target), samples)
-            count = self._weigh(target)
-            if count == 0:  # all of it is padding, and the mean would be NaN
-                return Judgement(_sum_of(self.function)(output, target), 0.0, False)
-            return Judgement(_scalar(self.function(output, target)), count, False)
+            judged = self._judged(output, target, samples)
         except Exception as error:
             if self._main or (setting_up and (isinstance(error, _Unfit) or does_not_fit(error))):
                 given = f"outputs {tree.describe(output)} and targets {tree.describe(target)}"
@@ -113,6 +109,20 @@ class Loss:
             if isinstance(error, _Unfit):
                 raise UserError(f'train.loss: "{self.name}": {error}') from error
             blame(error, f'the loss "{self.name}"')
+        if setting_up and (strange := parameters_behind([judged.value], tree.leaves(output))):
+            raise UserError(
+                f'train.loss: "{self.name}" uses a parameter of shape {tuple(strange[0].shape)} beside what the model '
+                f'gives, and would not train it: let the model compute its loss (model.output = "{OWN}"), or freeze it'
+            )
+        return judged
+
+    def _judged(self, output: Any, target: Any, samples: int) -> Judgement:
+        if self._weigh is None:
+            return _judgement(self.function(output, target), samples)
+        count = self._weigh(target)
+        if count == 0:  # all of it is padding, and the mean would be NaN
+            return Judgement(_sum_of(self.function)(output, target), 0.0, False)
+        return Judgement(_scalar(self.function(output, target)), count, False)
 
     def apart(self) -> "Loss":
         """Copy for a trial, so that what the loss counts or keeps comes from training alone."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from accept_mpi.device.compute import here
-from accept_mpi.pipeline.graph_edges import uses
+from accept_mpi.models.graph import uses
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TYPES = (nn.Linear, *_CONVOLUTIONS)

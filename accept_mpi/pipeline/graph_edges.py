@@ -1,12 +1,13 @@
 """Edges of a stage's autograd graph: where inputs enter it, and where gradients are given to its outputs."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from accept_mpi import tree
+from accept_mpi.models.graph import uses
 from accept_mpi.seeds import seed_all
 
 
@@ -109,17 +110,3 @@ def cast_twice(outputs: Sequence[torch.Tensor]) -> bool:
     casts = (node for node in uses(outputs) if node.name().startswith("ToCopy"))
     counts = Counter(node for node in casts if hasattr(node.next_functions[0][0], "variable"))
     return any(count > 1 for count in counts.values())
-
-
-def uses(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """Nodes of the graph behind these tensors, each as often as others use it. Leaves have a ``variable``."""
-    waiting = [out.grad_fn for out in outputs if out.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is None:
-                continue
-            yield node
-            if node not in seen:
-                seen.add(node)
-                waiting.append(node)

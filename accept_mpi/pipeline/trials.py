@@ -17,6 +17,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.fine_tuning import Uses, check_called
+from accept_mpi.models.graph import parameters_behind
 from accept_mpi.models.layers import Layers
 from accept_mpi.models.losses import Divisors, Loss
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
@@ -62,6 +63,8 @@ class Trials(Stateful):
     _drawing: set[int]
     _draws_back: bool
     _passed_by: set[str]
+    _strange: Sequence[nn.Parameter] = ()
+    """Parameters that a forward uses though no layer here has them, found by ``probe``."""
     _kept: set[str]
     in_flight: dict[Key, InFlight]
     evaluate: Callable[..., Outputs]
@@ -77,6 +80,7 @@ class Trials(Stateful):
     def trial(self) -> Iterator[Self]:
         """Within the context: a stage of the same layers to try things on. It shares nothing with this one: whatever a
         forward does to modules (buffers created, replaced or resized, attributes, counters) happens to copies."""
+        gradients = [parameter.grad for parameter in self.parameters]
         with kept(), untouched(self.layers, self._loss and self._loss.function):
             try:
                 modules = copy.deepcopy(self.layers)
@@ -92,6 +96,8 @@ class Trials(Stateful):
             try:
                 yield stage
             finally:
+                for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                    parameter.grad = gradient  # copies of functions refer to the same parameters
                 self._learn(stage)
                 stage.close()
 
@@ -126,6 +132,8 @@ class Trials(Stateful):
         if uses:
             self._passed_by |= {name for name, parameter in self.own.every_name() if uses.passed_by(parameter)}
         self._written |= writes.found()
+        mine = {id(parameter) for layer in self.layers for parameter in layer.parameters()}
+        self._strange = [one for one in parameters_behind(self.in_flight[0, 0].outputs) if id(one) not in mine]
         is_nan = _is_nan(out)
         watch.after_forward(self._divisors)
         # Any thread that ends a forward drops the casts that torch keeps for all threads.
@@ -220,6 +228,12 @@ class Trials(Stateful):
     def _learn(self, trial: "Trials") -> None:
         """Take over what ``trial`` has found: buffers that are created, tensors that are written to, modules that never
         defer. Raises UserError if ``vertical_sync`` does not allow it, or an adapter would not be called."""
+        mine = {id(parameter) for parameter in self.parameters}
+        if strange := [tuple(one.shape) for one in trial._strange if id(one) not in mine]:
+            raise UserError(
+                f"layers {self.start} to {self.start + len(self.layers) - 1} use a parameter of shape {strange[0]} that is "
+                "none of theirs, and would not train it: make the module that has it a part of the layer, too, or freeze it"
+            )
         self._made |= trial._check_state() - self._kept
         self._written |= trial._written
         self.forgets = self.forgets or trial.forgets

@@ -53,6 +53,7 @@ CASES: list[Case] = [
     ),
     *(("outside", kind, {"micro": 4}) for kind in ("merging", "hook", "buffer", "attribute", "conjugate")),
     *(("outside", kind, {"micro": 4}) for kind in ("functional", "mapped", "beside", "gradient", "of weights")),
+    *(("referring", kind, {"micro": 4}) for kind in ("list", "module", "given")),
     ("heads", "", {"loss": "nets:both"}),
     ("drawing", "", {}),
     *(("weighted_classes", "", {"data": f"mirrored:{rng}"}) for rng in ("torch", "numpy", "python")),
@@ -88,7 +89,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_equals_the_plain_loop(trained, plain: list[dict[str, Any]], tmp_path: Path, ranks: int) -> None:
     jobs, runs = [], []
     for number, case in enumerate(CASES):
-        if case[0] == "handing" and ranks > 2:
+        if (case[0] == "handing" and ranks > 2) or (case[0] == "referring" and ranks > 1):
             continue
         path = write(tmp_path, number, case)
         for schedule in EVERY if ranks == 1 else SYNCHRONOUS:
@@ -255,6 +256,19 @@ def test_what_cannot_cross_or_be_kept_is_said_before_the_first_step(trained, tmp
     for one in said:
         assert "Traceback" not in one.out
         assert "step 1" not in one.out
+
+
+def test_parameters_that_nothing_would_train_are_refused(trained, tmp_path: Path) -> None:
+    """Those of a layer in another stage, and those that a loss uses behind the model's back."""
+    layer = write(tmp_path, 0, ("referring", "elsewhere", {}))
+    loss = write(tmp_path, 1, ("referring", "module", {"loss": "nets:penalty"}))
+    for ranks in (1, 2):
+        said = trained(ranks, tmp_path, [(job, "pipeline.cuts=[]", "pipeline.ranks=[0]") for job in (layer, loss)], code=2)
+        assert "layers 0 to 5 use a parameter of shape (6, 6) that is none of theirs" in said[0].out
+        assert 'train.loss: "nets:penalty" uses a parameter of shape' in said[1].out
+        for one in said:
+            assert "Traceback" not in one.out
+            assert "step 1/" not in one.out
 
 
 def test_a_users_bug_is_his_traceback(trained, tmp_path: Path) -> None:
