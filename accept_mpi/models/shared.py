@@ -20,12 +20,15 @@ from torch.overrides import TorchFunctionMode
 from xxhash import xxh3_64_intdigest
 
 from accept_mpi.errors import UserError
+from accept_mpi.models.held import held
 
 _FILLS: set[Any] = {
     nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_,
     torch.Tensor.uniform_, torch.Tensor.normal_,
 }  # fmt: skip
 """Functions that initialize torch's own layers, as a ``TorchFunctionMode`` meets them."""
+_HELD = "tensor"
+"""Kind of a part that is no parameter and no buffer (``held``)."""
 
 
 class Shared(msgspec.Struct, frozen=True):
@@ -217,7 +220,8 @@ class Finder:
     def show(self, index: int, layer: nn.Module) -> None:
         """Inspect a layer, which may be freed afterwards. Raises UserError if it has no shape yet."""
         refuse_lazy(f'model: layer {index} "{self._names[index]}"', layer)
-        for part in parts(layer):
+        others = (Part(name, tensor, _HELD, False) for name, tensor in held(layer))
+        for part in (*parts(layer), *others):
             storage = memory_of(part.tensor)
             if storage is None:
                 alive: Any = weakref.ref(part.tensor)
@@ -245,10 +249,12 @@ class Finder:
         tied: list[Shared] = []
         for _, ties in self._memory.values():
             for tie in ties:
-                layers = [index for index, _ in tie.places]
-                if min(layers) == max(layers):
-                    continue
                 constant = not any(part.written for _, part in tie.places)
+                if constant:  # each stage makes what is held without being a buffer, and nothing trains it
+                    tie.places[:] = [place for place in tie.places if place[1].kind != _HELD]
+                layers = [index for index, _ in tie.places]
+                if not layers or min(layers) == max(layers):
+                    continue
                 if not constant and len(ties) == 1 and self._is_tied(tie):
                     text = self._text(min(layers), max(layers), [tie.places])
                     nbytes = tie.span[1] - tie.span[0]

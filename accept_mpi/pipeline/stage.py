@@ -13,6 +13,7 @@ from accept_mpi.codecs.tensors import Tensors
 from accept_mpi.device.compute import here
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, flows
+from accept_mpi.models.held import held
 from accept_mpi.models.layers import Layers, may_draw, restore_modes
 from accept_mpi.models.losses import Divisors, Loss, Result
 from accept_mpi.models.shared import lay_out
@@ -62,9 +63,8 @@ class Stage(Trials):
             lay_out(self.layers, torch.channels_last)
         self._draws = [may_draw(layer) for layer in self.layers]
         own = self.own = Parameters(layers)
-        self.parameters = own.every
-        buffers = [buffer for layer in self.layers for buffer in layer.buffers()]
-        schedule = job.pipeline.schedule
+        self.parameters, schedule = own.every, job.pipeline.schedule
+        buffers = [one for layer in self.layers for one in (*layer.buffers(), *(one for _, one in held(layer)))]
         delay = DELAY if schedule == "1f1b-delayed" else 0
         self._weights = Weights(self.parameters, flows(schedule), buffers, delay)
         trained = [n for n, p in enumerate(self.parameters) if p.requires_grad]

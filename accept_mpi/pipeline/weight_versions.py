@@ -53,8 +53,8 @@ class Weights:
         buffers: Sequence[torch.Tensor] = (),
         delay: int = 0,
     ) -> None:
-        """``buffers``: the same layers'; those that share memory with parameters are treated like parameters. ``delay``:
-        number of versions before the newest that forwards of later steps use."""
+        """``buffers``: the same layers', and what else they hold; those that share memory with parameters are treated like
+        parameters. ``delay``: number of versions before the newest that forwards of later steps use."""
         self._delay = delay
         self.parameters: list[torch.Tensor] = list(parameters)
         self.updated = list(parameters)
@@ -64,7 +64,7 @@ class Weights:
         """The newest version that a forward has asked for."""
         self._shown: list[torch.Tensor] | None = None
         if versions:
-            every = [*parameters, *{id(buffer): buffer for buffer in buffers}.values()]
+            every = list({id(one): one for one in (*parameters, *buffers)}.values())
             groups = [places for places in common_memory(every) if any(every[place].requires_grad for place in places)]
             common = {place for places in groups for place in places}
             taken = [place for place in range(len(every)) if place < len(parameters) or place in common]

@@ -53,7 +53,7 @@ CASES: list[Case] = [
     ),
     *(("outside", kind, {"micro": 4}) for kind in ("merging", "hook", "buffer", "attribute", "conjugate")),
     *(("outside", kind, {"micro": 4}) for kind in ("functional", "mapped", "beside", "gradient", "of weights")),
-    *(("referring", kind, {"micro": 4}) for kind in ("list", "module", "given")),
+    *(("referring", kind, {"micro": 4}) for kind in ("attribute", "list", "view", "module", "values", "given")),
     ("heads", "", {"loss": "nets:both"}),
     ("drawing", "", {}),
     *(("weighted_classes", "", {"data": f"mirrored:{rng}"}) for rng in ("torch", "numpy", "python")),
@@ -256,6 +256,24 @@ def test_what_cannot_cross_or_be_kept_is_said_before_the_first_step(trained, tmp
     for one in said:
         assert "Traceback" not in one.out
         assert "step 1" not in one.out
+
+
+def test_layers_that_hold_parts_of_each_other_stay_together(trained, plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    """A layer with a view of another's weight, in an attribute, a list or a function, is not parted from it; where they are
+    together, the asynchronous schedule shows both the same version."""
+    jobs = []
+    for number, case in enumerate(CASES):
+        if case[0] == "referring":
+            path = write(tmp_path, number, case)
+            apart = ("pipeline.cuts=[2]", f"output.directory={number}-2")
+            jobs.append((path, *apart))
+    for one in trained(2, tmp_path, jobs, code=2):
+        assert 'layers 0 "0" and 4 "4" share a parameter (0.weight, 4.' in one.out
+        assert "Traceback" not in one.out
+    together = [(path, "pipeline.cuts=[5]", f"output.directory={path.stem}-5") for path, *_ in jobs]
+    trained(2, tmp_path, together)
+    for path, *_ in jobs:
+        assert not differences(Checkpoint(tmp_path / f"{path.stem}-5").whole(), plain[int(path.stem)])
 
 
 def test_parameters_that_nothing_would_train_are_refused(trained, tmp_path: Path) -> None:

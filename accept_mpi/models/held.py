@@ -1,0 +1,48 @@
+"""Tensors that a module holds otherwise than as parameters and buffers: as attributes, in collections, in functions."""
+
+import functools
+import types
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+_OWN = frozenset(vars(nn.Module()))  # of torch's own attributes
+_MOST_INSIDE = 10_000  # parts of an attribute that are looked at
+
+
+def held(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a layer's modules hold so, each with the name of its attribute. A module that is no part of the
+    layer, but is in a collection or a function of it, holds its parameters and buffers for it."""
+    for path, module in layer.named_modules():
+        for name, value in list(vars(module).items()):
+            if name not in _OWN:
+                whole = f"{path}.{name}" if path else name
+                yield from ((whole, tensor) for tensor in _inside(value, set()))
+
+
+def _inside(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if id(value) in seen or len(seen) > _MOST_INSIDE:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        yield from (*value.parameters(), *value.buffers())
+    elif isinstance(value, dict):
+        for one in list(value.values()):
+            yield from _inside(one, seen)
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        for one in list(value):
+            yield from _inside(one, seen)
+    elif isinstance(value, functools.partial):
+        yield from _inside((value.func, value.args, value.keywords), seen)
+    elif isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # an empty cell
+                yield from _inside(cell.cell_contents, seen)
+        yield from _inside((value.__defaults__, value.__kwdefaults__), seen)
