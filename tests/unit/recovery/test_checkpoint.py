@@ -256,5 +256,5 @@ def test_nothing_there(tmp_path: Path) -> None:
 def test_a_directory_that_vanishes(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, [(0, 3)], lambda step: None, 0)  # type: ignore[arg-type, return-value]
     (tmp_path / "checkpoints").write_text("a file in the way")
-    with pytest.raises(UserError, match=r"cannot write the checkpoint of step 1 to [^\[]*: File exists$"):
+    with pytest.raises(UserError, match=r"cannot write the checkpoint of step 1 to [^\[]*: (File exists|Not a directory)$"):
         writer.take(next(iter(chunks(1, 0, {"a.w": torch.zeros(1)}, {}))))
