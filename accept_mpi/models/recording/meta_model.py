@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from accept_mpi.errors import UserError
 from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.layers import restore_modes
 from accept_mpi.models.recording.blocks import blocks_of
-from accept_mpi.models.shared import refuse_lazy
+from accept_mpi.models.shared import memory_of, refuse_lazy
 
 _SETS = (
     "model.name: forward sets {} of the model, which training in a pipeline would not do: pass it on as a value, or write "
@@ -43,6 +44,7 @@ class MetaModel:
         """Dotted name of each of the model's tensors, by its id; the first name if there are several."""
         self.parameters: set[str] = set()
         """Those names that are of parameters."""
+        self._memory: list[tuple[StorageWeakRef, str]] = []
         made: dict[int, torch.Tensor] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             self.paths.setdefault(id(module), path)
@@ -55,6 +57,8 @@ class MetaModel:
                         if new is None:
                             new = made[id(tensor)] = _on_meta(tensor)
                             made[id(new)] = new  # a module may be met again under another name
+                            if isinstance(tensor, nn.Parameter) and (memory := memory_of(tensor)) is not None:
+                                self._memory.append((StorageWeakRef(memory), prefix + name))
                         table[name] = new
                         self.states.setdefault(id(new), prefix + name)
                         if isinstance(new, nn.Parameter):
@@ -64,6 +68,12 @@ class MetaModel:
         """The model's tensors by name."""
         self.changing: frozenset[str] = frozenset()
         """Names of those to which a recorded forward has written."""
+
+    def parameter_in(self, tensor: torch.Tensor) -> str:
+        """Name of the parameter in whose memory a tensor lies that the model holds outside of its modules' own tables (in a
+        list, say); "" if there is none."""
+        memory = memory_of(tensor)
+        return next((name for one, name in self._memory if memory is not None and one.cdata == memory._cdata), "")
 
     def is_leaf(self, module: nn.Module) -> bool:
         """True if the module's call is recorded as a whole."""

@@ -341,6 +341,11 @@ class Recorder:
             return tensor
         new = self._stand_ins.get(id(tensor))
         if new is None:
+            if name := self._of.parameter_in(tensor):
+                raise Unrecordable(
+                    f"model.name: forward uses {name} through a list, a function or the like, where no update would reach "
+                    f"it: use the parameter itself ({_where()})"
+                )
             new = self._stand_ins[id(tensor)] = torch.empty_like(tensor, device="meta")
             self._real[id(new)] = tensor
         return new

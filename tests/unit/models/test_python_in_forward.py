@@ -189,9 +189,14 @@ def writes_to_a_plain_tensor(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.a(x) * self.tables[0]
 
 
+def looks_at_a_weight(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.a(x) @ self.tables[1].abs()
+
+
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
+        (looks_at_a_weight, r"uses b\.weight through a list.*test_python_in_forward\.py, line"),
         (counts_in_a_list, "forward sets steps of the model"),
         (counts_in_an_object, "forward sets config of the model"),
         (collects, "forward sets extra_losses of the model"),
@@ -207,7 +212,7 @@ def test_what_a_record_cannot_do_again(forward: Callable[[Any, torch.Tensor], to
             super().__init__()
             self.steps, self.extra_losses = [0], list[torch.Tensor]()
             self.config = SimpleNamespace(inner=SimpleNamespace(step=0))
-            self.tables = [torch.zeros(8)]
+            self.tables = [torch.zeros(8), self.b.weight.detach()]
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.c(self.b(forward(self, x)))
