@@ -650,3 +650,22 @@ def referring(kind: str) -> nn.Sequential:
 def penalty(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """A loss that looks at the model's weights."""
     return nn.functional.cross_entropy(output, target) + 0.1 * sum((p**2).sum() for p in _LAST[0].parameters())
+
+
+class Slope(nn.Module):
+    """The derivative of something by a tensor on which more of what the layer is given may depend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, given: Any) -> torch.Tensor:
+        x, y = given
+        if not x.requires_grad:  # in evaluation
+            return self.out(x)
+        (found,) = torch.autograd.grad((x * y).sum(), x, create_graph=True)
+        return self.out(found)
+
+
+def differentiating() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Applied(lambda x: (x, x.sin())), Slope())

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from accept_mpi import tree
 from accept_mpi.models.graph import uses
@@ -25,6 +26,27 @@ class Box:
         tensor: torch.Tensor = Enter.apply(anchor, self) if self.wants_gradient else self.tensor
         self.tensor = None
         return tensor
+
+
+class Differentiating(TorchFunctionMode):
+    """Within the context: sees whether ``torch.autograd.grad`` differentiates by an input of the stage what depends on
+    another one, too. That may depend on the first in a stage before, where no derivative is taken."""
+
+    found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad:
+            given = dict(zip(("outputs", "inputs"), args, strict=False)) | (kwargs or {})
+            by = tree.leaves(given["inputs"])
+            entered = {one.grad_fn for one in by if one.grad_fn is not None and _enters(one.grad_fn)}
+            self.found |= bool(entered) and any(
+                _enters(node) and node not in entered for node in uses(tree.leaves(given["outputs"]), by)
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _enters(node: Any) -> bool:
+    return node.name() == "EnterBackward"
 
 
 class Seeded(torch.autograd.Function):

@@ -279,14 +279,14 @@ class Stage(Trials):
     ) -> Outputs:
         """E, within ``evaluating``: outputs for the next stage, or the result on the last."""
         inputs, target = self._compute.take(inputs), self._compute.take_value(target)
+        there = [x if x is None else x.detach() for x in inputs]  # which want no gradient, as in one process
         with self._precise():
-            value = self._through(inputs, of, partial(evaluation_seed, self._seed, micro_batch))
+            value = self._through(there, of, partial(evaluation_seed, self._seed, micro_batch))
         if self._loss is None:
             outputs, given = taken_apart(self._last, self.names[-1], value)
             return Outputs(self._compute.give(outputs), None, 0, given)
         with self._precise():
-            result, _ = self._judge(_EVALUATION, value, target, 1.0, samples)
-        return Outputs((), result, 0)
+            return Outputs((), self._judge(_EVALUATION, value, target, 1.0, samples)[0], 0)
 
     def compute_again(self) -> None:
         """Have backwards compute forwards again, but not the last stage's. Raises UserError if that were not the same."""

@@ -21,7 +21,7 @@ from accept_mpi.models.graph import parameters_behind
 from accept_mpi.models.layers import Layers
 from accept_mpi.models.losses import Divisors, Loss
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
-from accept_mpi.pipeline.graph_edges import cast_twice, finite
+from accept_mpi.pipeline.graph_edges import Differentiating, cast_twice, finite
 from accept_mpi.pipeline.micro_batch import InFlight, Key, Outputs
 from accept_mpi.pipeline.running_statistics import batch_norms
 from accept_mpi.pipeline.shareable import Watch
@@ -65,6 +65,8 @@ class Trials(Stateful):
     _passed_by: set[str]
     _strange: Sequence[nn.Parameter] = ()
     """Parameters that a forward uses though no layer here has them, found by ``probe``."""
+    _partial: bool = False
+    """True if a forward differentiates by what the stage is given, but would not get all of the derivative."""
     _kept: set[str]
     in_flight: dict[Key, InFlight]
     evaluate: Callable[..., Outputs]
@@ -127,11 +129,12 @@ class Trials(Stateful):
         watch, attributes = Watch([name for name, _ in named], [one for _, one in named]), Attributes(named)
         unused = tuple(None if x is None else x.detach().clone() for x in inputs)  # a forward may write to them
         uses = Uses() if self._job.train.lora else None
-        with calls_of_shared() as shared, uses or nullcontext():
+        with calls_of_shared() as shared, uses or nullcontext(), Differentiating() as differentiating:
             out = self.forward(0, 0, inputs, target=target, of=of, samples=samples)
         if uses:
             self._passed_by |= {name for name, parameter in self.own.every_name() if uses.passed_by(parameter)}
         self._written |= writes.found()
+        self._partial = differentiating.found
         mine = {id(parameter) for layer in self.layers for parameter in layer.parameters()}
         self._strange = [one for one in parameters_behind(self.in_flight[0, 0].outputs) if id(one) not in mine]
         is_nan = _is_nan(out)
@@ -233,6 +236,11 @@ class Trials(Stateful):
             raise UserError(
                 f"layers {self.start} to {self.start + len(self.layers) - 1} use a parameter of shape {strange[0]} that is "
                 "none of theirs, and would not train it: make the module that has it a part of the layer, too, or freeze it"
+            )
+        if trial._partial:
+            raise UserError(
+                f"layers {self.start} to {self.start + len(self.layers) - 1} differentiate (torch.autograd.grad) by what an "
+                "earlier stage gives, of which they are given more that may depend on it: no cut may part such layers"
             )
         self._made |= trial._check_state() - self._kept
         self._written |= trial._written

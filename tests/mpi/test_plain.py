@@ -289,6 +289,18 @@ def test_parameters_that_nothing_would_train_are_refused(trained, tmp_path: Path
             assert "step 1/" not in one.out
 
 
+def test_no_cut_takes_away_a_part_of_a_derivative(trained, tmp_path: Path) -> None:
+    """That a layer takes by what it is given: what else it is given depends on it, too."""
+    path = write(tmp_path, 0, ("differentiating", "", {}))
+    expected, _ = plain_loop(path)
+    (done,) = trained(2, tmp_path, [(path, "pipeline.cuts=[3]")], code=2)
+    assert "layers 3 to 3 differentiate (torch.autograd.grad) by what an earlier stage gives" in done.out
+    assert "Traceback" not in done.out
+    for ranks, cuts in ((1, "[]"), (2, "[2]")):
+        trained(ranks, tmp_path, [(path, f"pipeline.cuts={cuts}", f"output.directory=cut-{ranks}")])
+        assert not differences(Checkpoint(tmp_path / f"cut-{ranks}").whole(), expected)
+
+
 def test_a_users_bug_is_his_traceback(trained, tmp_path: Path) -> None:
     cases = {
         "scale": (
