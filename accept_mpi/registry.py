@@ -43,11 +43,13 @@ def find_function(name: str, zoo: Mapping[str, Callable[..., Any]], key: str) ->
 
 
 def import_module(name: str, key: str) -> Any:
-    """Import a module for a job's ``key``. Raises UserError with one sentence."""
+    """Import a module for a job's ``key``, under a seed: what it draws while it is imported (the weights of a model that it
+    makes at once) is the same on all hosts. Raises UserError with one sentence."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return importlib.import_module(name)
+        with seeded(0):
+            return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         raise UserError(f'{key}: cannot import "{name}": {type(error).__name__}: {error}') from error
 

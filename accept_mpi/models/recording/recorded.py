@@ -67,7 +67,10 @@ class RecordedModel:
         self._programs_of(keyed(value)[0], True)
 
     def entries(self, model: nn.Module) -> list[tuple[str, Entry]]:
-        """The layers of a new model, under their names. They hold the model's own modules and parameters."""
+        """The layers of a new model, under their names. They hold the model's own modules and parameters. Raises UserError
+        if it is not new."""
+        if used := next((name for name, parameter in model.named_parameters() if parameter.is_meta), ""):
+            raise UserError(f"model.name: the function gives the same {used} whenever it is called: it must make it anew")
         changing = self._meta.with_aliases(self._meta.changing)
         layers = [RecordedLayer(index, self._programs_of, changing) for index in range(len(self.names))]
         paths: dict[int, list[str]] = {}
