@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
+from accept_mpi.models.aliases import every_name
 from accept_mpi.models.base import Chain, Entry
 from accept_mpi.models.recording.cutting import Flow, cut, cut_alike
 from accept_mpi.models.recording.key import keyed, value_of
@@ -87,10 +88,16 @@ class RecordedModel:
             for name in self._tensors[index]:
                 put_tensor(layer, name, model)
         there = {name for layer in layers for name in layer.state_dict()}
+        own = {name for name, _ in every_name(model)}
         index = 0
         for name, tensor in model.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor):
                 index = home.get(id(tensor), index)
+                if name not in there and name not in own:
+                    raise UserError(
+                        f'model.name: its state_dict() has "{name}", which is no name of a parameter or buffer (a hook '
+                        "renames it?), so the state cannot be divided"
+                    )
                 if name not in there:
                     put_tensor(layers[index], name, model)
         return list(zip(self.names, layers, strict=True))

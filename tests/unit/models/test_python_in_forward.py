@@ -219,3 +219,16 @@ def test_what_a_record_cannot_do_again(forward: Callable[[Any, torch.Tensor], to
 
     with pytest.raises(UserError, match=message):
         recorded(Model, torch.randn(4, 6))
+
+
+def test_state_under_other_names_is_refused() -> None:
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_state_dict_post_hook(lambda _, state, *more: state.update(other=state.pop("a.weight")))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(self.b(self.a(x)))
+
+    with pytest.raises(UserError, match=r'state_dict\(\) has "other", which is no name of a parameter or buffer'):
+        recorded(Model, torch.randn(4, 6)).build_range(0, 1, 0)
