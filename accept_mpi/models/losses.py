@@ -81,6 +81,9 @@ class Loss:
                 f'train.loss: "{name}" has reduction="sum", and a step\'s loss is a mean over what counts: use "mean", or a '
                 "function that gives (sum, count)"
             )
+        torchs = type(function) in (nn.CrossEntropyLoss, nn.NLLLoss)  # subclasses may count otherwise
+        self._second = torchs or function in (nn.functional.cross_entropy, nn.functional.nll_loss)
+        """True if the scores of classes lie along dimension 1, as torch's losses have it, not along the last one."""
         owner = getattr(function, "__self__", function)  # a module's method, too
         if isinstance(owner, nn.Module) and any(parameter.requires_grad for parameter in owner.parameters()):
             raise UserError(
@@ -88,7 +91,7 @@ class Loss:
                 'make them part of the model, with model.output = "loss", or freeze them'
             )
         if getattr(function, "reduction", None) == "mean":
-            if type(function) in (nn.CrossEntropyLoss, nn.NLLLoss):  # subclasses may count otherwise
+            if torchs:
                 self._weigh = self._classes
             elif type(function) in _ELEMENTWISE:
                 self._weigh = _elements
@@ -144,12 +147,14 @@ class Loss:
     def measured(self, output: Any, target: Any, result: Result, setting_up: bool = False) -> list[tuple[float, float]]:
         """Sum and count of each metric, for a micro-batch with this ``result``; ``setting_up`` as in ``Metric.part``."""
         loss = result.loss, result.count
-        return [metric.part(output, target, result.samples, loss, setting_up) for metric in self.metrics]
+        return [
+            metric.part(self._scores(output) if metric.ranks else output, target, result.samples, loss, setting_up)
+            for metric in self.metrics
+        ]
 
     def hits(self, output: Any, target: Any) -> tuple[int, int]:
-        """Number of targets that get the highest score (of the last dimension), and number of targets; (0, 0) if that makes
-        no sense."""
-        given = scores(output)
+        """Number of targets that get the highest score, and number of targets; (0, 0) if that makes no sense."""
+        given = self._scores(output)
         if not isinstance(target, torch.Tensor) or not isinstance(given, torch.Tensor):
             return 0, 0
         if target.is_floating_point() or given.shape[:-1] != target.shape or not given.dim():
@@ -157,6 +162,11 @@ class Loss:
         classes = widened(target)
         counting = classes != self.ignored
         return int((given.detach().argmax(-1) == classes)[counting].sum()), int(counting.sum())
+
+    def _scores(self, output: Any) -> Any:
+        """``scores``, with those of classes along the last dimension."""
+        given = scores(output)
+        return given.movedim(1, -1) if self._second and isinstance(given, torch.Tensor) and given.dim() > 2 else given
 
     def _classes(self, target: torch.Tensor) -> float:
         """Amount that counts in ``target``, as torch's classification losses compute it."""

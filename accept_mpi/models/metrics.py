@@ -25,8 +25,11 @@ class Metric:
         """``name``: "top5" (any number), "perplexity", "mae", "mse", or "package.module:function" of (output, target) that
         returns a mean over samples, or (sum, count). Raises UserError."""
         self.name = name
-        self._function = _known(name) or find_function(name, _KNOWN, "train.metrics")
-        self._whole = name in _OWN_KINDS or name.startswith("top")
+        known = _known(name)
+        self._function = known or find_function(name, _KNOWN, "train.metrics")
+        self._whole = known is not None
+        self.ranks = self._whole and name.startswith("top")
+        """True if it ranks the scores of classes."""
 
     def part(self, output: Any, target: Any, samples: int, loss: Part, setting_up: bool = False) -> Part:
         """Sum and count of a micro-batch. ``loss``: those of the loss. Raises UserError for what it cannot take, UsersBug
@@ -89,7 +92,6 @@ _KNOWN: dict[str, Callable[[Any, Any], Any]] = {
     "mse": _errors(2),
     "top5": lambda output, target: _top(output, target, 5),
 }
-_OWN_KINDS = ("mae", "mse")
 
 BETTER_LOW = ("loss", "perplexity", "mae", "mse")
 """Metrics of which less is better; of others more is."""

@@ -1,6 +1,7 @@
 """What of targets counts in torch's losses, and in those that inherit from them."""
 
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
-from accept_mpi.models.losses import CrossEntropy, Loss, cross_entropy, find_loss
+from accept_mpi.models.losses import CrossEntropy, Loss, Result, cross_entropy, find_loss
 from accept_mpi.models.metrics import Metric, metrics_of
 
 
@@ -95,6 +96,23 @@ def test_classes_of_any_width_count_alike(narrow: torch.dtype) -> None:
     for loss in losses:
         assert float(loss(output, target, 3).value) == float(loss(output, wide, 3).value)
     assert Metric("top5").part(output, target, 3, (0.0, 0.0)) == (len(wide), len(wide))
+
+
+@pytest.mark.parametrize("function", [nn.CrossEntropyLoss(), nn.NLLLoss(), nn.functional.cross_entropy])
+@pytest.mark.parametrize("length", [3, 5])
+def test_classes_lie_where_the_loss_has_them(function: Any, length: int) -> None:
+    """Torch's losses have them along dimension 1, and so has accuracy, also where a row is as long as there are classes."""
+    loss, output = Loss("torch's", function), torch.randn(2, 5, length)
+    loss.metrics = [Metric("top1")]
+    target = output.argmax(1)
+    assert loss.hits(output, target) == (target.numel(), target.numel())
+    assert loss.measured(output, target, Result(0.0, 1.0, 0, 0, 2)) == [(float(target.numel()), float(target.numel()))]
+
+
+def test_a_users_metric_gets_all_that_the_model_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "topmost.py").write_text("def both(output, target):\n    return float(len(output)), 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Metric("topmost:both").part((torch.ones(7), torch.ones(7)), torch.ones(7), 7, (0.0, 0.0)) == (2.0, 1.0)
 
 
 def test_rows_do_not_get_each_others_classes() -> None:
