@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from accept_mpi.cli.arguments import byte_size, duration, link_speed, nonnegative_integer, port_number, positive_integer
 from accept_mpi.cli.terminal import last_words, outlive_terminal, printing
-from accept_mpi.errors import INTERRUPTED, UserError, one_line
+from accept_mpi.errors import INTERRUPTED, UserError, counted, one_line
 from accept_mpi.launch.run_identity import RunIdentity
 from accept_mpi.version import __version__
 
@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
 def _tensorboard(options: argparse.Namespace) -> int:
     from accept_mpi.logs.tensorboard import export_tensorboard
 
-    print(f"{options.out}: {export_tensorboard(options.log, options.out)} values")
+    print(f"{options.out}: {counted(export_tensorboard(options.log, options.out), 'value')}")
     return 0
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError
 
 from accept_mpi.device.memory import available_memory
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, counted
 from accept_mpi.files.regular import replacing
 from accept_mpi.job import Job
 from accept_mpi.models import undivided
@@ -48,7 +48,7 @@ def export(source: Path, out: Path, average: bool = False, merge: bool = False) 
         raise UserError(f"{out}: cannot write: {getattr(error, 'strerror', None) or error}") from error
     bad = sum(1 for value in state.values() if value.is_floating_point() and not torch.isfinite(value.float()).all())
     note = f", {bad} of which hold values that are not finite" if bad else ""
-    print(f"{out}: {len(state)} tensors of step {checkpoint.manifest.step}{note}")
+    print(f"{out}: {counted(len(state), 'tensor')} of step {checkpoint.manifest.step}{note}")
     return 0
 
 

@@ -15,7 +15,7 @@ from accept_mpi.cli.whatif import cluster_of_fleet, cluster_of_log, joined, with
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.device.fleet import Host, parse, read
 from accept_mpi.direction import Direction
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, counted
 from accept_mpi.files.regular import replacing
 from accept_mpi.job import Job
 from accept_mpi.job_file import parse as parse_job
@@ -110,7 +110,9 @@ def _measured(path: Path) -> list[str]:
     if len(ends) < 4:
         return []
     stages = len(msgspec.json.decode(plan)["stages"])
-    return [f"the run itself took {1e3 * np.median(np.diff(ends)):.0f} ms per step (median), over {stages} stages"]
+    return [
+        f"the run itself took {1e3 * np.median(np.diff(ends)):.0f} ms per step (median), over {counted(stages, 'stage')}"
+    ]
 
 
 def _draw(path: Path, cluster: ClusterProfile, job: Job, found: Estimate) -> None:

@@ -55,7 +55,8 @@ def write_report(log: Path, out: Path | None = None) -> list[Path]:
         page = _page(facts, tables, created, (start, end), {path.stem: path for path in written})
         written.append(_beside(folder / "report.html", lambda p: p.write_text(page, "utf-8", "backslashreplace")))
     except OSError as error:
-        raise UserError(f"{folder}: cannot write the report: {error.strerror or error}") from error
+        why = "it is not a directory" if folder.exists() and not folder.is_dir() else error.strerror or error
+        raise UserError(f"{folder}: cannot write the report: {why}") from error
     return written
 
 

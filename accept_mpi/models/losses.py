@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from accept_mpi import tree
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, counted
 from accept_mpi.job import Job
 from accept_mpi.models.graph import parameters_behind
 from accept_mpi.registry import find_function
@@ -299,7 +299,7 @@ def _judgement(found: Any, samples: int) -> Judgement:
     if not isinstance(found, tuple | list):
         return Judgement(_scalar(found), float(samples), False)
     if len(found) != 2:
-        raise _Unfit(f"it gives {len(found)} values instead of a mean over samples, or (sum, count)")
+        raise _Unfit(f"it gives {counted(len(found), 'value')} instead of a mean over samples, or (sum, count)")
     if isinstance(found[1], torch.Tensor) and found[1].requires_grad:
         raise _Unfit("it gives two values that need gradients instead of a mean over samples, or (sum, count): add them up")
     count = float(found[1])

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, counted
 from accept_mpi.files.regular import is_regular
 
 _SHOWN = 3
@@ -61,7 +61,7 @@ class WeightsFile:
             del self._places[name]
         left = [*missing, *(name for name in other if name not in self._alias)]
         loaded = sum(1 for name in names if name in self._places or name in self._alias)
-        return f"{self.path}: {loaded} tensors loaded" + (f", {_show(left)} left as they are" if left else "")
+        return f"{self.path}: {counted(loaded, 'tensor')} loaded" + (f", {_show(left)} left as they are" if left else "")
 
     def load(self, layer: nn.Module, prefix: str) -> None:
         """Load a layer's tensors. ``prefix``: what their names in the model have in front. Raises UserError."""

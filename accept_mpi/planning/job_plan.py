@@ -23,7 +23,7 @@ def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequenc
         )
     if len(ranks) > layers:
         raise UserError(
-            f"{len(ranks)} stages for a model of {layers} layers: each stage needs a layer; "
+            f"{len(ranks)} stages for a model of {counted(layers, 'layer')}: each stage needs a layer; "
             f"start mpirun with -n {layers} at most"
         )
     speeds = [[one] if isinstance(one, float) else one for one in job.pipeline.speeds]

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, counted
 from accept_mpi.models.losses import OWN
 from accept_mpi.models.recording.structure import is_plain, tensors_in
 
@@ -46,4 +46,4 @@ def _part(result: Any, name: str) -> Any:
 def _show(result: Any) -> str:
     if isinstance(result, Mapping):
         return ", ".join(f'"{key}"' for key in result)
-    return f"{len(result)} values" if isinstance(result, tuple | list) else f"a {type(result).__name__}"
+    return counted(len(result), "value") if isinstance(result, tuple | list) else f"a {type(result).__name__}"
