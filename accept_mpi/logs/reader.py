@@ -1,5 +1,6 @@
 """Opens logs for reading, be they finished, growing, or left behind by a killed run."""
 
+import contextlib
 import json
 import os
 import time
@@ -34,6 +35,11 @@ def open_log(path: str | os.PathLike[str]) -> h5py.File:
     Raises UserError if there is no such file, it is damaged, or it is not a log of a version known here.
     """
     path = log_in(path)
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
+            os.stat(path)
+    except OSError as error:  # such as a folder on the way that this user may not enter
+        raise UserError(f"{path}: cannot read the log: {error.strerror}") from error
     if not is_regular(path):
         raise UserError(f"{path}: there is no such log file")
     try:

@@ -144,3 +144,13 @@ def test_what_is_no_log(tmp_path: Path) -> None:
         file.attrs["version"] = 99
     with pytest.raises(UserError, match="layout version 99"):
         open_log(tmp_path / "new.h5")
+
+
+def test_a_folder_that_cannot_be_entered(tmp_path: Path) -> None:
+    """A log in it may well be there."""
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match=r"loop/log\.h5: cannot read the log: Too many levels of symbolic links$"):
+        open_log(tmp_path / "loop" / "log.h5")
+    for path in ("none.h5", "a\0b", tmp_path):
+        with pytest.raises(UserError, match=r"there is no such log file$"):
+            open_log(path)
