@@ -145,6 +145,8 @@ class Milestones:
     """Step from which ``evaluate_every`` counts: a change of the batch size moves the ends of epochs."""
     checkpoint_evaluated: bool = False
     """True: with a checkpoint after every evaluation."""
+    again: bool = False
+    """True: the pause after ``first`` steps is made again, since a loss may have cut it short."""
 
     def evaluates(self, step: int) -> bool:
         """True if the run evaluates after ``step`` steps."""

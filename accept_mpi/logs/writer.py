@@ -84,6 +84,11 @@ class LogWriter:
             raise
         return file
 
+    @property
+    def evaluated(self) -> int:
+        """The last step whose evaluation is in the file; 0 without any."""
+        return int(max(self._tables["evals"]["step"], default=0))
+
     def append(self, table: str, rows: Rows) -> None:
         """Add rows (of the table's dtype) to ``table``; they reach the disk with the next flush."""
         if len(rows):
@@ -142,11 +147,14 @@ class LogObserver(Observer):
 
     def __init__(self, writer: LogWriter) -> None:
         self._writer = writer
+        self._evaluated = writer.evaluated
 
     def step(self, done: StepDone) -> None:
         self._writer.append("steps", np.array([astuple(done)], STEPS))
 
     def evaluated(self, result: Evaluated) -> None:
+        if result.step <= self._evaluated:  # made again after a loss
+            return
         self._writer.append("evals", np.array([tuple(getattr(result, name) for name in EVALS.names or ())], EVALS))
         named = [(result.step, name.encode(), value) for name, value in result.metrics.items()]
         self._writer.append("metrics", np.array(named, METRICS))

@@ -66,6 +66,8 @@ class Best(Observer):
         value = result.value(self._metric)
         if self._metric == "accuracy" and math.isnan(value):  # however bad the model is, hits among classes are a number
             raise UserError('output.keep_best: "accuracy" makes no sense for these outputs and targets; "loss" does')
+        if result.step in {self.at, *self._worse}:  # made again after a loss
+            return
         low = self._metric in BETTER_LOW
         better = value < self._value if low else value > self._value
         with self._lock:

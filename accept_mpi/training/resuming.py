@@ -75,9 +75,9 @@ def with_its_micro_batches(job: Job, manifest: Manifest) -> Job:
 _MOST_STEPS = (1 << 63) - 1  # the largest number that a log holds
 
 
-def course_of(job: Job, batches: Calendar, first: int) -> Milestones:
-    """The steps of a run that goes on after ``first`` steps, and its pauses. Raises Agreed if there are too many steps, or
-    no full batch."""
+def course_of(job: Job, batches: Calendar, first: int, again: bool = False) -> Milestones:
+    """The steps of a run that goes on after ``first`` steps, and its pauses (``again`` as in ``Milestones``). Raises Agreed
+    if there are too many steps, or no full batch."""
     train, output = job.train, job.output
     last = max(_end_of(job, batches), first)
     if last > _MOST_STEPS:
@@ -90,7 +90,7 @@ def course_of(job: Job, batches: Calendar, first: int) -> Milestones:
     return Milestones(
         first, last, train.evaluate_every * batches.steps_per_epoch, output.checkpoint_every,
         checkpoint_at_end=output.checkpoint_at_end, evaluate_from=batches.end(0, whole=False),
-        checkpoint_evaluated=bool(output.keep_best),
+        checkpoint_evaluated=bool(output.keep_best), again=again,
     )  # fmt: skip
 
 

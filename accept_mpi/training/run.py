@@ -216,7 +216,9 @@ class _Run:
                 f"{self._origin.step} that the run began with at {self.options.resume}, and there is no later snapshot"
             )
         batches = calendar(deployment.batches, manifest)
-        course = course_of(self.job, batches, snapshot.step)
+        own = snapshot.step > (self._origin.step if self._origin else 0)  # made by this run
+        again = own and (self._lost or (begin.first and bool(self.options.supervised)))
+        course = course_of(self.job, batches, snapshot.step, again)
         changes: list[str] = []
         if manifest and begin.first:
             if manifest.run == self._ownership.run and manifest.step == course.last:

@@ -128,22 +128,28 @@ class Worker:
         """Make the course's steps. ``deliver`` is called after each of them, for the observers on rank 0. Returns the number
         of steps made so far: fewer than the course's if another plan is to make the others, or the run ends early."""
         self._course = course
+        if course.again:
+            self._pause(course.first, test_samples)
         pauses = [(1, 0)]
         if flows(self.job.pipeline.schedule):
             pauses = [(course.evaluate_every, course.evaluate_from), (course.checkpoint_every, 0)]
         for segment in segments(course.first, course.last, pauses):
             self.walk(segment, course.last, deliver)
             stop = segment.stop if self._final is None else self._final + 1
-            if self._course.evaluates(stop):
-                self.evaluate(stop, test_samples)
-            if self._course.checkpoints(stop):
-                self.checkpoint(stop)
+            self._pause(stop, test_samples)
             deliver()
             if self._final is not None:
                 break
         self._feed.close(self._deadline, self.plane.check)
         self._reports.flush(self._deadline, self.plane.check)
         return course.last if self._final is None else stop
+
+    def _pause(self, step: int, test_samples: int) -> None:
+        """Evaluate, and keep a checkpoint, if that is due after ``step`` steps."""
+        if self._course.evaluates(step):
+            self.evaluate(step, test_samples)
+        if self._course.checkpoints(step):
+            self.checkpoint(step)
 
     def walk(self, segment: range, steps: int, deliver: Callable[[], None]) -> None:
         """Carry out the actions of one segment, from an empty pipeline to an empty one. ``steps``: the run's last step."""
@@ -232,8 +238,7 @@ class Worker:
         of F, so that a host slow at that is given fewer layers.
         """
         failpoint("forward")
-        given = Inputs((), LONE)
-        suspect = 0
+        given, suspect = Inputs((), LONE), 0
         source, target = self.links.activations_in(k), self.links.activations_out(k)
         if source:
             message = self._receive(source, step, k)

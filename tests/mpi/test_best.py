@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lost_ranks import run
 from plain_loop import plain_loop
 from recorded_nets import Language, Sentences
 from safetensors.torch import load_file
@@ -103,6 +104,25 @@ def test_a_metric_that_cannot_be_taken_is_told_before_the_first_step(mpirun, tmp
     assert f'the metric "mistaken:{name}" raised' in out
     assert f"in {name}" in out
     assert ("step 1/3" in out) == bool(steps), out
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-delayed"])
+@pytest.mark.parametrize("faults", ["", "1@evaluate:8", "2@evaluate:6", "0@evaluate:7", "1@checkpoint:2"])
+def test_a_rank_that_is_lost_while_the_run_pauses(tmp_path: Path, schedule: str, faults: str) -> None:
+    """The evaluation and its checkpoint are made nevertheless, and each counts once."""
+    path = write(tmp_path, "run", CASE | {"schedule": schedule})
+    keys = ["output.keep_best=loss", "output.keep=0", "train.steps=12", "train.lr=1e-12", "recovery.replicate_every=1"]
+    code, out = run(tmp_path, ["-m", "accept_mpi", "train", path, *(w for key in keys for w in ("--set", key))], faults, 3)
+    assert code == 0, out
+    assert ("lost rank" in out) == bool(faults), out
+    kept = sorted(one.name for one in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    known = 3 if faults.startswith("0") else 4  # a new rank 0 may lack the first, which was on its way to the disk
+    assert kept[-known:] == [f"step-{step:08d}" for step in (3, 6, 9, 12)][-known:], out
+    told = json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        evals = log["evals"]["step"][:].tolist()
+    for found in (sorted([told["step"], *told["worse"]]), evals):
+        assert found in ([3, 6, 9, 12], [3, 6, 9, 12][-known:]), out
 
 
 def test_what_must_get_better_is_known(mpirun, tmp_path: Path) -> None:

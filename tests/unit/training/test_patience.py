@@ -81,7 +81,7 @@ def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
         assert second.at == 1
         for n in range(left):
             end.assert_not_called()
-            second.evaluated(Evaluated(step=resumed + n, epoch=0, samples=8, loss=3.0, accuracy=math.nan, end=1.0))
+            second.evaluated(Evaluated(step=resumed + 1 + n, epoch=0, samples=8, loss=3.0, accuracy=math.nan, end=1.0))
         end.assert_called_once()
         (tmp_path / BEST).write_text(left_by_first)
     end = Mock()
