@@ -1,6 +1,8 @@
 """The data set, on the ranks that can load it."""
 
+import contextlib
 import itertools
+import logging
 from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, cast
@@ -14,11 +16,14 @@ from accept_mpi.data.checksums import Checksum, checksum
 from accept_mpi.errors import Agreed, UserError
 from accept_mpi.job import Job
 
+log = logging.getLogger(__name__)
+
 Data = tuple[Dataset | None, Dataset | None]
 """Training and test set; (None, None) where they are not."""
 
 _LOOKED_AT = 64
 """Most samples of a data set whose targets are compared before training."""
+_ASKED_TWICE = 2  # samples of the training set: one may take long
 
 
 def load_here(runtime: Runtime, job: Job, have: Data = (None, None)) -> tuple[Data, int]:
@@ -40,9 +45,11 @@ def agree_on_data(runtime: Runtime, data: Data, evaluates: bool) -> tuple[int, i
     """Numbers of training and test samples, from the ranks that have them; all call this together. ``evaluates``: the test
     set will be used. Raises Agreed if the first and the last stage have different data."""
     train, test = data
-    mine = None if train is None or test is None else (len(train), len(test))
+    mine = None if train is None or test is None else (len(train), len(test), _changing(cast(Hashable, train)))
     told = runtime.messenger.allgather(mine, runtime.startup_seconds, "the sizes of the data")
-    sizes = {rank: tuple(found) for rank, found in enumerate(told) if found}
+    sizes = {rank: (found[0], found[1]) for rank, found in enumerate(told) if found}
+    if runtime.rank == 0:
+        _warn(next((found[2] for found in told if found and found[2] is not None), None))
     first = min(sizes)
     for rank, (samples, tests) in sizes.items():
         if sizes[rank] != sizes[first]:
@@ -81,6 +88,29 @@ def _agree_on_targets(runtime: Runtime, data: dict[str, Dataset | None]) -> None
 @lru_cache(maxsize=2)  # each deployment asks anew, and a sample may take long
 def _sums(data: Any, which: str) -> dict[int, Checksum]:
     return {n: checksum(_target(data, n, which)) for n in _some(data)}
+
+
+@lru_cache(maxsize=2)
+def _changing(data: Any) -> int | None:
+    """Number of a training sample that is another one when it is asked for again; None if there is none."""
+    with contextlib.suppress(Exception):  # which is told where training asks for it
+        for n in _some(data)[:_ASKED_TWICE]:
+            once, again = (fetch(data, np.array([n]), 0, inputs=True, targets=True) for _ in range(2))
+            if any(checksum(a) != checksum(b) for a, b in zip(once, again, strict=True)):
+                return n
+    return None
+
+
+@lru_cache
+def _warn(sample: int | None) -> None:
+    """Say once on rank 0 that results depend on who asks for samples, and how often."""
+    if sample is not None:
+        log.warning(
+            "data.name: training sample %d is another one whenever it is asked for: the data set draws random numbers of "
+            "its own, so results depend on the ranks and differ from one process's; torch's, NumPy's and Python's global "
+            "random numbers are seeded for each sample",
+            sample,
+        )
 
 
 def _some(data: Dataset) -> list[int]:

@@ -26,7 +26,7 @@ def agreed(sets: list[tuple[Dataset | None, Dataset | None]], evaluates: bool = 
             barrier.wait()
             return found
 
-        runtime: Any = SimpleNamespace(messenger=SimpleNamespace(allgather=allgather), startup_seconds=1.0)
+        runtime: Any = SimpleNamespace(messenger=SimpleNamespace(allgather=allgather), startup_seconds=1.0, rank=rank)
         runtime.agree = lambda what, do: do()
         return agree_on_data(runtime, sets[rank], evaluates)
 
@@ -48,6 +48,26 @@ def test_rows_late_in_either_set_are_compared() -> None:
             Agreed, match=rf"have different data: sample \d+ of the {which} set has another target on rank 0 t"
         ):
             agreed([(rows(y), rows(y)), last])
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_samples_that_change_are_told_once(caplog: pytest.LogCaptureFixture, own: bool) -> None:
+    """If a data set draws with a generator of its own; the global random numbers are seeded for each sample."""
+
+    class Noisy(torch.utils.data.Dataset[Any]):
+        generator = torch.Generator().manual_seed(1) if own else None
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, n: int) -> Any:
+            return torch.randn(4, generator=self.generator), n % 2
+
+    data = MapDataset(Noisy())
+    for _ in range(2):
+        assert agreed([(data, rows(torch.arange(3))), (data, rows(torch.arange(3)))]) == {(8, 3)}
+    said = [one.message for one in caplog.records if "is another one whenever it is asked for" in one.message]
+    assert len(said) == own
 
 
 def test_other_lengths_are_no_matter_of_random_numbers() -> None:
@@ -73,6 +93,6 @@ def test_targets_may_vary_in_length_and_are_not_kept() -> None:
     first, last = Varying(), Varying()
     of_first, of_last = ((MapDataset(varying), rows(torch.arange(3))) for varying in (first, last))
     assert agreed([of_first, of_last]) == {(1000, 3)}
-    assert (first.calls, last.calls) == (64, 64)
+    assert (first.calls, last.calls) == (64 + 4, 64 + 4)  # two of them are asked for twice
     assert agreed([(MapDataset(last), of_last[1])]) == {(1000, 3)}
-    assert last.calls == 64  # nobody to compare with
+    assert last.calls == 68 + 4  # nobody to compare with
