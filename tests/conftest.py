@@ -125,7 +125,7 @@ def _template() -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-_NOT_STARTED = "The PMIx server's listener thread failed to start"
+NOT_STARTED = "The PMIx server's listener thread failed to start"
 """What mpirun says now and then where two begin at the same moment; nothing has run then."""
 
 
@@ -147,7 +147,7 @@ def finish(command: list[str], folder: Path, more: dict[str, str], deadline: flo
         os.killpg(process.pid, signal.SIGKILL)
         out, _ = process.communicate()
         pytest.fail(f"{more or ''} {' '.join(command)}: still running after {deadline} s\n{out}")
-    if _NOT_STARTED in out and retries:
+    if NOT_STARTED in out and retries:
         return finish(command, folder, more, deadline, retries - 1)
     return Finished(process.returncode, out)
 

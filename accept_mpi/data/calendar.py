@@ -73,6 +73,13 @@ class Calendar:
         """Index of the epoch that step ``step`` belongs to, both counted from 0."""
         return self.position(step).epoch
 
+    def last_epoch(self, made: int) -> int:
+        """Index of the epoch that the last of ``made`` steps of the run belonged to, also where the calendar begins after
+        it."""
+        if made > self.since.step:
+            return self.epoch(made - 1)
+        return self.since.epoch if self.since.seen else max(0, self.since.epoch - 1)
+
     def end(self, epochs: int, whole: bool = True) -> int:
         """Number of steps after which ``epochs`` epochs are over: at least ``since.step`` if ``whole``, else as if this
         calendar had always applied."""

@@ -118,7 +118,7 @@ class Reports:
         count = sum(r.count for r in results)
         return {
             "step": step,
-            "epoch": self._batches.epoch(step - 1),
+            "epoch": self._batches.last_epoch(step),
             "samples": samples,
             "loss": sum(r.loss for r in results) / count if count else math.nan,
             "accuracy": sum(r.correct for r in results) / targets if targets else math.nan,

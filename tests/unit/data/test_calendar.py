@@ -1,6 +1,7 @@
 """The calendar of a run."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,3 +70,13 @@ def test_it_is_known_at_once_where_there_is_none(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Milestones, "checkpoints", lambda self, step: asked.append(step))
     assert Milestones(0, 1 << 20, 0, 0, checkpoint_at_end=False).newest_checkpoint is None
     assert len(asked) < 4
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_last_epoch_is_the_same_where_the_calendar_begins_later(drop_last: bool) -> None:
+    """An evaluation that a loss has cut short is made again where the run goes on, of a step that was before it."""
+    whole = Calendar(20, 8, 2, 0, drop_last)
+    for made in range(1, 12):
+        later = replace(whole, since=whole.position(made))
+        assert later.last_epoch(made) == whole.last_epoch(made) == whole.epoch(made - 1)
+        assert later.last_epoch(made + 3) == whole.epoch(made + 2)
