@@ -42,15 +42,12 @@ def check(run: Path, schedule: str, *ends: int) -> int:
         steps, evals = (log[table]["step"][:].tolist() for table in ("steps", "evals"))
     assert steps == list(range(1, len(steps) + 1))
     assert evals == sorted({*range(EPOCH, len(steps) + 1, EPOCH), len(steps), *ends})
-    if schedule != "1f1b-async":  # whose pipeline drains where a plan ends: other weights are as good
-        ours = {name.replace(".inner", ""): value for name, value in Checkpoint(run).whole().items()}
-        samples.assert_equal(ours, expected(len(steps), schedule))
+    ours = {name.replace(".inner", ""): value for name, value in Checkpoint(run).whole().items()}
+    samples.assert_equal(ours, expected(len(steps), schedule))
     return len(steps)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "group"), [("1f1b", False), ("1f1b-async", False), ("1f1b-delayed", False), ("1f1b", True)]
-)
+@pytest.mark.parametrize(("schedule", "group"), [("1f1b-delayed", False), ("1f1b", True)])
 def test_an_early_end_after_a_new_plan(tmp_path: Path, schedule: str, group: bool) -> None:
     """Evaluations without a better one count on from plan to plan, and each is made once."""
     same = "slow_layers:always_the_same"
@@ -68,9 +65,9 @@ def test_an_early_end_after_a_new_plan(tmp_path: Path, schedule: str, group: boo
     assert kept == [f"step-{EPOCH:08d}", f"step-{last:08d}"]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-delayed"])
-def test_resumed_and_then_slow(tmp_path: Path, schedule: str) -> None:
+def test_resumed_and_then_slow(tmp_path: Path) -> None:
     """A run that has adapted goes on from its checkpoint and adapts again; with evaluations and in the same directory."""
+    schedule = "1f1b-delayed"
     job = write(tmp_path, pipeline_schedule=schedule, train_steps=26)
     assert "moved layers: rank 1" in slowed_after(8, job, mpirun_command(3))
     check(tmp_path / "run", schedule)
