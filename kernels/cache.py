@@ -57,11 +57,18 @@ def at_hand(module: str) -> bool:
     return f"accept_mpi.kernels.{module}" in sys.modules
 
 
+def is_stored(module: str, directory: Path | None = None) -> bool:
+    """True if machine code of a module is in the cache."""
+    with contextlib.suppress(Exception), _held(module, directory) as own:
+        return bool(_files(own))
+    return False
+
+
 def stored(module: str, directory: Path | None = None) -> dict[str, bytes]:
     """The files with a module's machine code that are in the cache, by name; none if there are none, or they cannot be
     read."""
     with contextlib.suppress(Exception), _held(module, directory) as own:
-        return {path.name: path.read_bytes() for path in own.rglob("*") if _FILE.fullmatch(path.name)}
+        return {path.name: path.read_bytes() for path in _files(own)}
     return {}
 
 
@@ -70,7 +77,7 @@ def store(module: str, files: Mapping[str, bytes], directory: Path | None = None
     since it names the others. Does nothing if that is impossible."""
     with contextlib.suppress(Exception), _held(module, directory) as own:
         names = sorted(filter(_FILE.fullmatch, files))
-        if any(_FILE.fullmatch(path.name) for path in own.rglob("*")):
+        if _files(own):
             return
         try:
             folder = own / _subfolder(module)
@@ -131,6 +138,11 @@ def _held(module: str, directory: Path | None) -> Iterator[Path]:
             _warn(f"{own.parent.parent}: compiled kernels that are kept there are not used, since {why}")
             raise PermissionError(why)
         yield own
+
+
+def _files(own: Path) -> list[Path]:
+    """The files with machine code in a module's folder."""
+    return [path for path in own.rglob("*") if _FILE.fullmatch(path.name)]
 
 
 def _clear(own: Path) -> None:

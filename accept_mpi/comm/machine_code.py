@@ -4,13 +4,14 @@ import contextlib
 import time
 import zlib
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import msgspec
 
 from accept_mpi.comm.messages import MachineCode
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.kernels.cache import at_hand, compiled, store, stored, version, where
+from accept_mpi.kernels.cache import at_hand, compiled, is_stored, store, stored, version, where
 
 SECONDS = {"half": 0.3, "simulator": 1.2, "search": 1.6, "beam": 2.2, "entropy": 3.2, "mbq": 3.5, "uniform": 3.7}
 """CPU seconds that compiling a module takes, on one x86-64; only how they compare counts."""
@@ -62,7 +63,7 @@ def _has(runtime: Runtime, mine: Sequence[str], wanted: Sequence[str]) -> Has:
     if mine:
         with contextlib.suppress(Exception):  # no place for a cache
             place = (runtime.hosts[runtime.rank]["machine_id"], *where())
-            here = tuple(module for module in wanted if stored(module))
+            here = tuple(module for module in wanted if is_stored(module))
             return Has(version(), place, here, tuple(module for module in mine if module not in here))
     return Has()
 
@@ -89,20 +90,23 @@ def _exchange(runtime: Runtime, ranks: Sequence[Has]) -> None:
     """Compile this rank's share, send it, and receive what this rank lacks."""
     me, sent = runtime.rank, shares(ranks)
     mine = [one for one in sent if one.source == me]
-    files: dict[str, dict[str, bytes]] = {}
     for one in mine:
         with contextlib.suppress(Exception):  # told when this rank itself needs it
             if one.module not in ranks[me].here:
                 compiled(one.module)
-            files[one.module] = stored(one.module)
+    packed = cache(_packed)  # since several receivers mostly lack the same
     for receiver in sorted({number for one in mine for number in one.receivers}):
-        theirs = {one.module: files[one.module] for one in mine if receiver in one.receivers and one.module in files}
-        apart = theirs and ranks[receiver].place != ranks[me].place
-        packed = zlib.compress(msgspec.msgpack.encode(theirs)) if apart else b""
-        runtime.messenger.send(receiver, MachineCode(packed))
+        apart = ranks[receiver].place != ranks[me].place
+        theirs = tuple(one.module for one in mine if receiver in one.receivers)
+        runtime.messenger.send(receiver, MachineCode(packed(theirs) if apart else b""))
     sources = {one.source for one in sent if me in one.receivers}
     for message in runtime.messenger.expect(MachineCode, sources, runtime.startup_seconds, _WHAT).values():
         with contextlib.suppress(zlib.error, msgspec.DecodeError):
             for module, code in (_FILES.decode(zlib.decompress(message.packed)) if message.packed else {}).items():
                 store(module, code)
     runtime.messenger.flush(runtime.startup_seconds, _WHAT)
+
+
+def _packed(modules: Sequence[str]) -> bytes:
+    """What the cache has of these modules, as ``MachineCode`` sends it."""
+    return zlib.compress(msgspec.msgpack.encode({module: files for module in modules if (files := stored(module))}))

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from accept_mpi.models.held import MOST_INSIDE, OWN
+
 _KEPT = (bool, int, float, str, type(None))
-_NO_STATE = frozenset({*vars(nn.Module()), "forward"})  # torch's own, and a method that something else has put there
-_MOST_INSIDE = 10_000  # parts of a container that are looked at
+_NO_STATE = OWN | {"forward"}  # and a method that something else has put there
 
 
 class Attributes:
@@ -76,7 +77,7 @@ def _digest(value: Any, seen: set[int]) -> Any:
     of dictionaries do not count: a forward may remember what it has computed."""
     if isinstance(value, _KEPT):
         return type(value), value
-    if id(value) in seen or len(seen) > _MOST_INSIDE or isinstance(value, (torch.Tensor, nn.Module, type)):
+    if id(value) in seen or len(seen) > MOST_INSIDE or isinstance(value, (torch.Tensor, nn.Module, type)):
         return None
     seen.add(id(value))
     if isinstance(value, list | tuple | deque):

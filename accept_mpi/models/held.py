@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-_OWN = frozenset(vars(nn.Module()))  # of torch's own attributes
-_MOST_INSIDE = 10_000  # parts of an attribute that are looked at
+OWN = frozenset(vars(nn.Module()))
+"""Names of the attributes that are torch's own."""
+MOST_INSIDE = 10_000
+"""Parts of an attribute that are looked at."""
 
 
 def held(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -19,7 +21,7 @@ def held(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     layer, but is in a collection or a function of it, holds its parameters and buffers for it."""
     for path, module in layer.named_modules():
         for name, value in list(vars(module).items()):
-            if name not in _OWN:
+            if name not in OWN:
                 whole = f"{path}.{name}" if path else name
                 yield from ((whole, tensor) for tensor in _inside(value, set()))
 
@@ -28,7 +30,7 @@ def _inside(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         return
-    if id(value) in seen or len(seen) > _MOST_INSIDE:
+    if id(value) in seen or len(seen) > MOST_INSIDE:
         return
     seen.add(id(value))
     if isinstance(value, nn.Module):

@@ -350,10 +350,6 @@ class Stage(Trials):
             value = self._through(opened, of, partial(forward_seed, self._seed, step, micro_batch), back)
         return boxes, value, taken
 
-    @property
-    def _last(self) -> int:
-        return self.start + len(self.layers) - 1
-
     def _through(
         self, inputs: Sequence[Any], of: Tree | None, seed: Callable[[int], int], back: Callable[[int], int] | None = None
     ) -> Any:

@@ -78,6 +78,10 @@ class Trials(Stateful):
     drawing: Callable[[], AbstractContextManager[None]]
     _seed_layer: Callable[[int, int], None]
 
+    @property
+    def _last(self) -> int:
+        return self.start + len(self.layers) - 1
+
     @contextmanager
     def trial(self) -> Iterator[Self]:
         """Within the context: a stage of the same layers to try things on. It shares nothing with this one: whatever a
@@ -234,12 +238,12 @@ class Trials(Stateful):
         mine = {id(parameter) for parameter in self.parameters}
         if strange := [tuple(one.shape) for one in trial._strange if id(one) not in mine]:
             raise UserError(
-                f"layers {self.start} to {self.start + len(self.layers) - 1} use a parameter of shape {strange[0]} that is "
+                f"layers {self.start} to {self._last} use a parameter of shape {strange[0]} that is "
                 "none of theirs, and would not train it: make the module that has it a part of the layer, too, or freeze it"
             )
         if trial._partial:
             raise UserError(
-                f"layers {self.start} to {self.start + len(self.layers) - 1} differentiate (torch.autograd.grad) by what an "
+                f"layers {self.start} to {self._last} differentiate (torch.autograd.grad) by what an "
                 "earlier stage gives, of which they are given more that may depend on it: no cut may part such layers"
             )
         self._made |= trial._check_state() - self._kept

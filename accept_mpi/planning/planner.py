@@ -46,15 +46,13 @@ _SPARED = 1.02
 _TRIED = 720  # orders of devices that are all tried; with more, devices are exchanged one by one
 _STATES = 3.0  # most tensors per parameter that move with a layer: the weight and two moments of the optimizer
 
-_KERNELS = ("search", "simulator")
-
 Layers = Sequence[Collection[int]]
 """For each device, the layers of whose state it has a copy."""
 
 
 def planning_kernels(devices: int) -> list[str]:
     """Modules of kernels (``kernels.cache``) that finding a plan for so many devices needs."""
-    return [*_KERNELS, "beam"] if devices > MOST_FEW else list(_KERNELS)
+    return ["search", "simulator", *(["beam"] if devices > MOST_FEW else [])]
 
 
 def plan_for(cluster: ClusterProfile, job: Job, held: Layers = ()) -> Estimate:
