@@ -1,9 +1,12 @@
 """Finds out what a forward changes among the attributes of modules."""
 
+import math
+import random
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -13,91 +16,175 @@ _KEPT = (bool, int, float, str, type(None))
 _NO_STATE = OWN | {"forward"}  # and a method that something else has put there
 
 
+class _Place(NamedTuple):
+    """Where an attribute is."""
+
+    table: dict[str, Any]
+    key: str
+    name: str
+    """Its dotted name."""
+    registered: bool
+    """True if it is a parameter or a buffer."""
+
+    @property
+    def value(self) -> Any:
+        return self.table[self.key]
+
+    def digest(self) -> "_Digest":
+        if self.registered and isinstance(self.value, torch.Tensor):
+            return _Digest(_Seen(self.value, written=False))
+        return _digest(self.value, {})
+
+
 class Attributes:
     """The attributes of some modules and of all their parts, as they were when this object was made."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         """``named``: the modules and their names, "" for none."""
         self._named = named
-        self._before, self._inside = self._values(), self._containers()
+        self._before = {place.name: place.digest() for place in self._places()}
 
     def again(self) -> "Attributes":
         """The same modules' attributes, as they are now."""
         return Attributes(self._named)
 
-    def changed(self) -> list[str]:
-        """Dotted names of what has changed since: numbers and texts, also those in containers and objects, and tensors in
-        whose place there are others now. New keys of dictionaries do not count, since a forward may remember what it has
-        computed."""
-        inside = [key for key, (value, digest) in self._inside.items() if _digest(value, set()) != digest]
-        return [".".join(filter(None, key)) for key in (*inside, *self._replaced())]
-
-    def tensors(self, names: Sequence[str]) -> list[tuple[dict[str, Any], str]]:
-        """Where those of the named attributes are that are floating-point tensors now: a table of a module, and its key."""
-        return [
-            (table, name)
-            for path, module in self._modules()
-            for table in (module.__dict__, module._buffers)
-            for name, value in table.items()
-            if f"{path}.{name}" in names and isinstance(value, torch.Tensor) and value.is_floating_point()
-        ]
-
-    def _replaced(self) -> Iterator[tuple[str, str]]:
-        for key, value in self._values().items():
-            old = self._before.get(key, self._before)
-            if old is not value and not (type(old) is type(value) and isinstance(value, _KEPT) and old == value):
-                path, _, name = key
-                yield path, name
-
-    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for prefix, module in self._named:
-            yield from module.named_modules(prefix=prefix)
-
-    def _values(self) -> dict[tuple[str, str, str], Any]:
-        found: dict[tuple[str, str, str], Any] = {}
-        for path, module in self._modules():
-            for kind, table in (("", module.__dict__), ("p", module._parameters), ("b", module._buffers)):
-                for name, value in table.items():
-                    if isinstance(value, torch.Tensor) or (kind == "" and isinstance(value, _KEPT)):
-                        found[path, kind, name] = value
+    def changed(self, but_floating: bool = False) -> list[str]:
+        """Dotted names of what has changed since, also within containers and objects: numbers, texts, arrays, generators'
+        states, and tensors that are others now or, unless they are parameters or buffers, have been written to. New keys of
+        dictionaries do not count, since a forward may remember what it has computed. ``but_floating``: floating-point
+        tensors do not count either."""
+        found = []
+        for place in self._places():
+            if place.name in self._before:
+                if not self._before[place.name].equal(place.digest(), but_floating):
+                    found.append(place.name)
+            elif isinstance(place.value, (torch.Tensor, *_KEPT)) and not (but_floating and _floating(place.value)):
+                found.append(place.name)
         return found
 
-    def _containers(self) -> dict[tuple[str, str], tuple[Any, Any]]:
-        """The containers and objects that modules have as attributes, and what is in them."""
-        return {
-            (path, name): (value, _digest(value, set()))
-            for path, module in self._modules()
-            for name, value in module.__dict__.items()
-            if name not in _NO_STATE and not isinstance(value, (torch.Tensor, nn.Module, *_KEPT))
-        }
+    def with_nan(self, names: Sequence[str], numbers: bool) -> None:
+        """Have the named attributes hold NaN in place of floating-point tensors, or of floating-point ``numbers``."""
+        for place in self._places():
+            if place.name in names:
+                place.table[place.key] = _with_nan(place.value, numbers, {})
+
+    def numbers(self, names: Sequence[str]) -> dict[str, float]:
+        """Those of the named attributes that are floating-point numbers now."""
+        return {place.name: place.value for place in self._places() if place.name in names and type(place.value) is float}
+
+    def put(self, values: dict[str, float]) -> None:
+        """Set attributes."""
+        for place in self._places():
+            if place.name in values:
+                place.table[place.key] = values[place.name]
+
+    def _places(self) -> Iterator[_Place]:
+        for prefix, root in self._named:
+            for path, module in root.named_modules(prefix=prefix):
+                dot = f"{path}." if path else ""
+                for table in (module._parameters, module._buffers):
+                    yield from (_Place(table, key, dot + key, True) for key in list(table))
+                own = vars(module)
+                yield from (_Place(own, key, dot + key, False) for key in list(own) if key not in _NO_STATE)
 
 
-def _digest(value: Any, seen: set[int]) -> Any:
-    """Something that differs if numbers, texts or lengths have changed in a container or an object, however deep. New keys
-    of dictionaries do not count: a forward may remember what it has computed."""
-    if isinstance(value, _KEPT):
-        return type(value), value
-    if id(value) in seen or len(seen) > MOST_INSIDE or isinstance(value, (torch.Tensor, nn.Module, type)):
-        return None
-    seen.add(id(value))
-    if isinstance(value, list | tuple | deque):
-        return [_digest(one, seen) for one in value]
-    if isinstance(value, set | frozenset):
-        return len(value)
-    inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    return _Known({key: _digest(one, seen) for key, one in list(inside.items())})
+def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors of a shape and dtype have the same values, where NaN is equal to itself."""
+    if tensor.shape != other.shape or tensor.layout is not torch.strided:
+        return tensor.shape == other.shape
+    equal = tensor == other
+    return bool((equal | ((tensor != tensor) & (other != other))).all())
 
 
-class _Known:
-    """Equal to another one if the keys that both have mean the same."""
+def _floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
-    def __init__(self, parts: dict[Any, Any]) -> None:
-        self._parts = parts
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Known):
+class _Digest:
+    """What of a value may change."""
+
+    def __init__(self, kind: Any, parts: dict[Any, "_Digest"] | None = None, grows: bool = False) -> None:
+        """``kind``: whatever must be equal; ``grows``: there may be more parts later."""
+        self.kind, self.parts, self.grows = kind, parts or {}, grows
+
+    def equal(self, other: "_Digest", but_floating: bool) -> bool:
+        """True if nothing has changed. ``but_floating`` as in ``Attributes.changed``."""
+        if isinstance(self.kind, _Seen) and isinstance(other.kind, _Seen):
+            return (but_floating and self.kind.floating and other.kind.floating) or self.kind.same(other.kind)
+        if self.kind != other.kind or not (self.grows or self.parts.keys() == other.parts.keys()):
             return False
-        both = self._parts.keys() & other._parts.keys()
-        return all(self._parts[key] == other._parts[key] for key in both)
+        both = self.parts.keys() & other.parts.keys()
+        return all(self.parts[key].equal(other.parts[key], but_floating) for key in both)
 
-    __hash__ = None  # type: ignore[assignment]
+
+class _Seen:
+    """A tensor at a time."""
+
+    def __init__(self, tensor: torch.Tensor, written: bool = True) -> None:
+        """``written``: whether to notice what is written to it."""
+        self.tensor, self.floating = tensor, tensor.is_floating_point()
+        self._version = 0 if tensor.is_inference() or not written else tensor._version
+        apart = written and type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
+        self._values = tensor.detach().clone() if apart else None
+
+    def same(self, other: "_Seen") -> bool:
+        if self.tensor is not other.tensor or self._version != other._version:
+            return False
+        if self._values is None or other._values is None:
+            return True
+        return same_bits(self._values, other._values)
+
+
+def _digest(value: Any, seen: dict[int, Any]) -> _Digest:
+    if isinstance(value, _KEPT):
+        return _Digest((type(value), "nan" if value != value else value))
+    if id(value) in seen or len(seen) > MOST_INSIDE or isinstance(value, nn.Module | type):
+        return _Digest(None)
+    seen[id(value)] = value
+    if isinstance(value, torch.Tensor):
+        return _Digest(_Seen(value))
+    if isinstance(value, np.ndarray | np.generic):
+        return _Digest((str(value.dtype), np.shape(value), value.tobytes() if value.dtype.hasobject is False else b""))
+    if (state := _generator(value)) is not None:
+        return _Digest(state)
+    if isinstance(value, list | tuple | deque):
+        return _Digest(None, {n: _digest(one, seen) for n, one in enumerate(value)})
+    if isinstance(value, set | frozenset):
+        return _Digest(len(value))
+    inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return _Digest(None, {key: _digest(one, seen) for key, one in list(inside.items())}, grows=True)
+
+
+def _generator(value: Any) -> Any:
+    """State of a generator of random numbers, None of anything else."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state())
+    return None
+
+
+def _with_nan(value: Any, numbers: bool, seen: dict[int, Any]) -> Any:
+    """A value with NaN in it; containers and objects stay the same objects."""
+    if isinstance(value, torch.Tensor):
+        other = isinstance(value, nn.Parameter) or not value.is_floating_point() or numbers
+        return value if other else torch.full_like(value, math.nan, requires_grad=False)
+    if type(value) is float:
+        return math.nan if numbers else value
+    if id(value) in seen or len(seen) > MOST_INSIDE or isinstance(value, nn.Module | type):
+        return value
+    seen[id(value)] = value
+    if type(value) is tuple:
+        return tuple(_with_nan(one, numbers, seen) for one in value)
+    if isinstance(value, list | deque):
+        for n, one in enumerate(list(value)):
+            value[n] = _with_nan(one, numbers, seen)
+        return value
+    inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    for key, one in list(inside.items()):
+        inside[key] = _with_nan(one, numbers, seen)
+    return value

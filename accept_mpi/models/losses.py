@@ -71,6 +71,8 @@ class Loss:
         self.name, self.function = name, function
         self.metrics: list[Any] = []
         """Metrics (``models.metrics``) of an evaluation."""
+        self.beginning: dict[str, torch.Tensor] | None = None
+        """What it remembered before the first step (``pipeline.remembered``), once that is known."""
         self.ignored = getattr(function, "ignore_index", IGNORED)
         """Class of targets that count neither in the loss nor in accuracy."""
         self._weigh, self._main = next((known for one, known in _KNOWN.items() if one is function), (None, False))

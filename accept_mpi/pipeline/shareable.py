@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from accept_mpi.models.attributes import same_bits
 from accept_mpi.models.losses import Divisors
 from accept_mpi.pipeline.running_statistics import batch_norms
-from accept_mpi.pipeline.weight_versions import same_bits
 
 _State = tuple[int, int, torch.Tensor | None]
 """Identity, number of writes and, if it has any, values of a buffer."""
@@ -23,6 +23,8 @@ class Watch:
         norms = batch_norms(names, layers).values()
         self._normal = {id(buffer) for module in norms for buffer in module.buffers(recurse=False)}
         self._before = self._state()
+        self.ever_changed: set[str] = set()
+        """Names of all buffers that are not as they were."""
         lazy = [path for path, parameter in self._parameters if is_lazy(parameter)]
         self._reason = f'the first forward makes "{lazy[0]}"' if lazy else ""
 
@@ -67,7 +69,9 @@ class Watch:
 
     def _changed(self, now: dict[str, _State]) -> list[str]:
         """Names of the buffers that are not as they were."""
-        return [name for name, state in now.items() if not _same(state, self._before.get(name))]
+        found = [name for name, state in now.items() if not _same(state, self._before.get(name))]
+        self.ever_changed |= set(found)
+        return found
 
 
 def _same(now: _State, before: _State | None) -> bool:

@@ -26,6 +26,7 @@ from accept_mpi.pipeline.muon import matrices
 from accept_mpi.pipeline.optimizer import make_optimizer, set_learning_rate, update
 from accept_mpi.pipeline.parameters import Parameters
 from accept_mpi.pipeline.recomputing import Recomputing
+from accept_mpi.pipeline.remembered import Remembered
 from accept_mpi.pipeline.running_statistics import RunningStatistics
 from accept_mpi.pipeline.schedule import DELAY
 from accept_mpi.pipeline.trials import Trials
@@ -101,7 +102,7 @@ class Stage(Trials):
         self.one_forward = ""
         """Reason why several threads cannot compute forwards at a time, found by ``probe``; empty: they can."""
         self.forgets: list[str] = []
-        """Attributes that forwards change and read, found by ``probe``: no checkpoint keeps them."""
+        """Attributes that forwards change and read, found by ``probe``, and no checkpoint keeps."""
         self._drawing: set[int] = set()
         """Layers whose forwards draw random numbers, by index, found by ``probe``; one past the last stands for the loss."""
         self._draws_back = False
@@ -111,7 +112,10 @@ class Stage(Trials):
         self._turns: Turns | None = None
         """If several threads compute."""
         self._held: dict[str, torch.Tensor] = {}
-        """State that is not trained, as it was when a step ended (``hold``)."""
+        self._held_memory: dict[str, torch.Tensor] = {}
+        """State that is not trained, and what modules remembered, as it was when a step ended (``hold``)."""
+        self._remembered = Remembered([])
+        """What forwards have modules remember, found by ``probe``."""
         self._kept = self._check_state()  # reports state that cannot be kept now, not at the first checkpoint
 
     @property

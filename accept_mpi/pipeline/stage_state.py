@@ -11,6 +11,7 @@ from accept_mpi.pipeline.averages import Averages
 from accept_mpi.pipeline.correction import Correction
 from accept_mpi.pipeline.kept_values import KeptValues
 from accept_mpi.pipeline.parameters import Parameters, named_state
+from accept_mpi.pipeline.remembered import Remembered
 from accept_mpi.pipeline.running_statistics import RunningStatistics
 from accept_mpi.pipeline.state import load_layer, state_of
 from accept_mpi.pipeline.weight_versions import Weights, may_be_written
@@ -31,6 +32,8 @@ class Stateful:
     _made: set[str]
     _written: set[str]
     _held: dict[str, torch.Tensor]
+    _remembered: Remembered
+    _held_memory: dict[str, torch.Tensor]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the newest weights under their names in the whole model."""
@@ -52,10 +55,11 @@ class Stateful:
         if self.statistics is None:
             trained = {name for name, _ in self.own.every_name()}
             self._held = {name: value for name, value in self.weights().items() if name not in trained}
+            self._held_memory = self._remembered.state()
 
     def release(self) -> None:
         """Forget what ``hold`` has kept."""
-        self._held = {}
+        self._held, self._held_memory = {}, {}
 
     def is_matrix(self) -> dict[str, bool]:
         """Whether Muon updates a parameter, by all its names."""
@@ -65,9 +69,11 @@ class Stateful:
         return {name: parameter in found for names, parameter in every for name in names}
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Copies of the optimizer's tensors, and of what ``beside`` names, as "<name of the state>/<parameter's name>"."""
+        """Copies of the optimizer's tensors, and of what ``beside`` names, as "<name of the state>/<parameter's name>";
+        and of what forwards have modules remember."""
+        memory = self._held_memory or self._remembered.state()
         if self.optimizer is None:
-            return {}
+            return memory
         every, beside = self.optimizer.state, self._beside
 
         def of(parameter: torch.Tensor) -> dict[str, Any]:
@@ -76,7 +82,7 @@ class Stateful:
                 found |= kept.of(parameter)
             return found
 
-        return self.own.kept_state(self._weights.updated, of)
+        return memory | self.own.kept_state(self._weights.updated, of)
 
     @property
     def beside(self) -> set[str]:
@@ -100,6 +106,7 @@ class Stateful:
                 here().hold(layer)  # buffers that forwards make
             self._weights.adopt()
             self._watch_written()
+            self._remembered.put(optimizer)
             if self.optimizer is None:
                 return
             beside = {kept.name: kept for kept in self._beside}

@@ -31,7 +31,7 @@ def check_state(name: str, layer: nn.Module) -> set[str]:
     state = _state_dict(name, layer)
     for key, value in state.items():
         if not _is_plain(value):
-            _packed(name, key, value)
+            packed(name, key, value)
     return set(state)
 
 
@@ -54,6 +54,21 @@ def load_layer(name: str, layer: nn.Module, state: Mapping[str, torch.Tensor], m
 def is_packed(value: torch.Tensor) -> bool:
     """True if ``value`` holds state that was not a tensor."""
     return value.dtype == torch.uint8 and value.dim() == 1 and bytes(value[: len(_MAGIC)].tolist()) == _MAGIC
+
+
+def packed(name: str, key: str, value: Any) -> torch.Tensor:
+    """State ``key`` of a layer that is no tensor, as bytes in a uint8 tensor. Raises UserError if it cannot be kept."""
+    try:
+        tensors, of = tree.flatten(value)
+        named = {str(n): here().copied(tensor) for n, tensor in enumerate(tensors)}
+        data = safetensors.torch.save({_TREE: _bytes(of), **named})
+        tree.unflatten(of, tensors, classes=False)
+    except (tree.NotATree, SafetensorError) as error:
+        raise UserError(
+            f'layer "{name}" cannot be kept in a checkpoint: "{key}" of its state_dict() is or holds {error}; '
+            "tensors, numbers, text, None, and tuples, lists and dicts of them can be kept"
+        ) from error
+    return _bytes(_MAGIC + data)
 
 
 def unpacked(value: torch.Tensor) -> Any:
@@ -83,22 +98,8 @@ def _is_plain(value: Any) -> bool:
 
 def _kept(name: str, key: str, value: Any) -> torch.Tensor:
     if not _is_plain(value):
-        return _packed(name, key, value)
+        return packed(name, key, value)
     return here().copied(value)
-
-
-def _packed(name: str, key: str, value: Any) -> torch.Tensor:
-    try:
-        tensors, of = tree.flatten(value)
-        named = {str(n): here().copied(tensor) for n, tensor in enumerate(tensors)}
-        data = safetensors.torch.save({_TREE: _bytes(of), **named})
-        tree.unflatten(of, tensors, classes=False)
-    except (tree.NotATree, SafetensorError) as error:
-        raise UserError(
-            f'layer "{name}" cannot be kept in a checkpoint: "{key}" of its state_dict() is or holds {error}; '
-            "tensors, numbers, text, None, and tuples, lists and dicts of them can be kept"
-        ) from error
-    return _bytes(_MAGIC + data)
 
 
 def _bytes(data: bytes) -> torch.Tensor:

@@ -23,6 +23,7 @@ from accept_mpi.models.losses import Divisors, Loss
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.graph_edges import Differentiating, cast_twice, finite
 from accept_mpi.pipeline.micro_batch import InFlight, Key, Outputs
+from accept_mpi.pipeline.remembered import LOSS, THE_LOSS, Remembered
 from accept_mpi.pipeline.running_statistics import batch_norms
 from accept_mpi.pipeline.shareable import Watch
 from accept_mpi.pipeline.stage_state import Stateful
@@ -82,6 +83,14 @@ class Trials(Stateful):
     def _last(self) -> int:
         return self.start + len(self.layers) - 1
 
+    @property
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        """The layers, and a loss that is a module, with their names."""
+        found = [*zip(self.names, self.layers, strict=True)]
+        if self._loss is not None and isinstance(self._loss.function, nn.Module):
+            found.append((THE_LOSS, self._loss.function))
+        return found
+
     @contextmanager
     def trial(self) -> Iterator[Self]:
         """Within the context: a stage of the same layers to try things on. It shares nothing with this one: whatever a
@@ -123,9 +132,7 @@ class Trials(Stateful):
         if not self._setting_up:
             with self.trial() as trial:
                 return trial.probe(inputs, target, gradients_of, of, samples)
-        named = [*zip(self.names, self.layers, strict=True)]
-        if self._loss is not None and isinstance(self._loss.function, nn.Module):
-            named.append(("the loss", self._loss.function))
+        named = self._modules
         there = may_be_written(self.parameters, self.layers)
         norms = batch_norms(self.names, self.layers).values()
         averages = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
@@ -165,6 +172,8 @@ class Trials(Stateful):
         self.alone = watch.after_backward()
         if not is_nan:
             self._look_again(_Given(unused, of, target, samples), there, attributes)
+        self._remembered = Remembered(named, {*self.forgets, *watch.ever_changed - self._check_state()})
+        self.forgets = self._remembered.lost()
         for parameter in self.parameters:
             parameter.grad = None
         return tuple(TensorSpec.of(g) for g in result)
@@ -175,15 +184,26 @@ class Trials(Stateful):
         Raises UserError, UsersBug."""
         if self._loss is None or not self._loss.metrics or not self._job.train.evaluate_every:
             return
-        measured, self._loss.metrics = self._loss.metrics, []
         with self.evaluating():
             try:
-                self.evaluate(inputs, target, of, samples=samples)
+                with self._without_metrics():
+                    self.evaluate(inputs, target, of, samples=samples)
             except Exception:
                 return
-            finally:
-                self._loss.metrics = measured
             self.evaluate(inputs, target, of, samples=samples)
+
+    @contextmanager
+    def _without_metrics(self) -> Iterator[None]:
+        """Evaluate no metrics within the context."""
+        loss = self._loss
+        measured = loss.metrics if loss else []
+        if loss:
+            loss.metrics = []
+        try:
+            yield
+        finally:
+            if loss:
+                loss.metrics = measured
 
     def _look_again(self, given: "_Given", there: Mapping[str, torch.Tensor], attributes: Attributes) -> None:
         """After the first forward and backward: find out by further forwards whether one reads what those before it have
@@ -206,21 +226,50 @@ class Trials(Stateful):
         if self._gives_nan(given):
             why = f'a forward reads running statistics of "{next(iter(moving.values()))}", which each one changes'
             self._written |= {name for name, tensor in there.items() if id(tensor) in moving}
-        elif forgets := [name for name in now.changed() if name in changing]:
-            tensors = now.tensors(forgets)
-            for table, name in tensors:
-                table[name] = torch.full_like(table[name], math.nan, requires_grad=False)
-            if len(tensors) < len(forgets) or self._gives_nan(given):  # else it only leaves them there
-                self.forgets = forgets
-                why = f'a forward changes "{forgets[0]}", and reads it'
+        if forgets := self._read_again(given, changing, now):
+            self.forgets = forgets
+            why = why or f'a forward changes "{forgets[0]}", and reads it'
         self.alone, self.in_turn = self.alone or why, self.in_turn or why
 
-    def _gives_nan(self, given: "_Given") -> bool:
-        """Run a forward; True if NaN comes out, or if it fails."""
+    def _read_again(self, given: "_Given", changing: Sequence[str], now: Attributes) -> list[str]:
+        """After a second forward: attributes that it has read. ``changing``: those that the first one changed; ``now``: as
+        the first one left them. Of what changes again all counts, unless it is floating-point tensors that are only left."""
+        again = [name for name in now.changed() if name in changing]
+        if set(now.changed(but_floating=True)) & set(again):
+            return again
+        if again and self._reads(given, lambda: now.with_nan(again, numbers=False)):
+            return again
+        # The same inputs may give the same number, which is set again, or only made where there is none yet.
+        numbers = now.numbers([name for name in changing if name not in again])
+        if not numbers:
+            return []
+        now.with_nan([*numbers], numbers=True)
+        self._gives_nan(given)
+        made_once = {name: numbers[name] for name, value in now.numbers([*numbers]).items() if math.isnan(value)}
+        now.put(made_once)
+        set_again = [name for name in numbers if name not in made_once]
+        return set_again if set_again and self._reads(given, lambda: now.with_nan(set_again, numbers=True)) else []
+
+    def _reads(self, given: "_Given", spoil: Callable[[], None]) -> bool:
+        """True if the NaN that ``spoil`` puts into attributes comes out of a forward, in training or in an evaluation."""
+        spoil()
+        if self._gives_nan(given):
+            return True
+        if self._gives_nan(given, evaluates=True):  # it cannot be evaluated at all
+            return False
+        spoil()
+        return self._gives_nan(given, evaluates=True)
+
+    def _gives_nan(self, given: "_Given", evaluates: bool = False) -> bool:
+        """Run a forward, in training or in an evaluation; True if NaN comes out, or if it fails."""
         self._searches = 0
         try:
-            boxes = [None if x is None else x.clone() for x in given.inputs]
-            out = self.forward(0, 0, boxes, target=given.target, of=given.of, samples=given.samples)
+            boxes = tuple(None if x is None else x.clone() for x in given.inputs)
+            if evaluates:
+                with self.evaluating(), self._without_metrics():
+                    out = self.evaluate(boxes, given.target, given.of, samples=given.samples)
+            else:
+                out = self.forward(0, 0, boxes, target=given.target, of=given.of, samples=given.samples)
         except Exception:
             return True
         finally:
@@ -249,6 +298,9 @@ class Trials(Stateful):
         self._made |= trial._check_state() - self._kept
         self._written |= trial._written
         self.forgets = self.forgets or trial.forgets
+        if names := trial._remembered.names | self._remembered.names:
+            self._remembered = Remembered(self._modules, names)
+            self._begin_loss()
         self.alone, self.in_turn = self.alone or trial.alone, self.in_turn or trial.in_turn
         self.one_forward = self.one_forward or trial.one_forward
         if hooked(self.parameters):  # which a trial's copies have not
@@ -270,6 +322,15 @@ class Trials(Stateful):
         self._watch_written()
         if self._deferred is not None and trial._deferred is not None:
             self._deferred.learn(trial._deferred)
+
+    def _begin_loss(self) -> None:
+        """Have the loss remember what it did before the first step: it has been trained with since, if this is another plan
+        or a run that goes on after a loss of a rank."""
+        if self._loss is None:
+            return
+        if self._loss.beginning is None:
+            self._loss.beginning = {key: one for key, one in self._remembered.state().items() if key.startswith(f"{LOSS}/")}
+        self._remembered.put(self._loss.beginning)
 
     def _search(self, step: int, micro_batch: int, inputs: Tensors, of: Tree | None) -> int:
         """Number, from 1, of the layer that makes outputs not finite, found by running a copy of the stage layer by layer; 0

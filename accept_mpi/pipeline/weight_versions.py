@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from accept_mpi.models.attributes import same_bits
 from accept_mpi.models.shared import common_memory, copies
 from accept_mpi.pipeline.kept_values import KeptValues
 
@@ -283,14 +284,6 @@ class Writes:
     def _is_written(self, name: str, tensor: torch.Tensor) -> bool:
         data, at = self._values[name]
         return tensor._version != self._counts[name] or tensor.data_ptr() != at or not same_bits(tensor.data, data)
-
-
-def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors of a shape and dtype have the same values, where NaN is equal to itself."""
-    if tensor.shape != other.shape or tensor.layout is not torch.strided:
-        return tensor.shape == other.shape
-    equal = tensor == other
-    return bool((equal | ((tensor != tensor) & (other != other))).all())
 
 
 def _set_version(tensor: torch.Tensor, count: int) -> None:

@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from accept_mpi.models import Chain
 from accept_mpi.models.layers import build_layers
 from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.stage import Stage
+from accept_mpi.pipeline.untouched import untouched
 from accept_mpi.profiling.outline import Outline
 from accept_mpi.tree import Tree
 
@@ -68,7 +70,9 @@ class TimedPiece:
         layers = build_layers(chain, start, stop, job.train.seed)
         self._flows = flows(job.pipeline.schedule)
         self._deferred = job.pipeline.schedule == "zero-bubble"
-        self.stage = Stage(layers, job, loss, outline.channels_last)
+        self.stage = Stage(layers, job, loss and loss.apart(), outline.channels_last)
+        self._untouched = ExitStack()
+        self._untouched.enter_context(untouched(layers.modules, loss and loss.function))
         self._seconds = here().seconds
         self._operations = np.array([layer.operations for layer in outline.layers[start:stop]])
         self._held = float(sum(layer.saved_bytes for layer in outline.layers[start:stop]))
@@ -87,6 +91,7 @@ class TimedPiece:
             hook.remove()
         self._gradients.clear()
         self.stage.close()
+        self._untouched.close()
 
     def _stamp(self, position: int) -> Callable[..., None]:
         def ready(_: torch.Tensor) -> None:

@@ -204,7 +204,7 @@ class Deployment:
             state.speed = SpeedCheck()
         self._plane.start()
         if forgets := ", ".join(self.stage.forgets):
-            text = f"forwards change {forgets}, which checkpoints do not keep: what is resumed begins with other values"
+            text = f"forwards change {forgets}, which checkpoints cannot keep: what is resumed begins with other values"
             plane.post(0, Event(runtime.clock.now(), self.course.first, text))
         self._tell_again()
         state.stop.connect(self.barriers.ask_to_stop)

@@ -4,6 +4,7 @@ import copy
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -72,6 +73,100 @@ class Moving(nn.Module):
         return x - self.centre
 
 
+class Evaluated(nn.Module):
+    """An attribute that training changes and only an evaluation reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x - self.mean
+        self.mean = x.detach().mean(0)
+        return x - x.mean(0)
+
+
+class InPlace(nn.Module):
+    """A tensor that is no buffer, in a list, and is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = [torch.zeros(4)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sums[0].add_(x.detach().mean(0))
+        return x - self.sums[0]
+
+
+class Hidden(nn.Module):
+    """A recurrent layer whose state goes on from one micro-batch to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(4, 4)
+        self.hidden: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, c = self.cell(x, self.hidden)
+        self.hidden = (h.detach(), c.detach())
+        return h  # type: ignore[no-any-return]
+
+
+class Previous(nn.Module):
+    """A number that is the same after two forwards of the same inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x / self.spread
+        self.spread = float(x.detach().std())
+        return out
+
+
+class InNumPy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = np.zeros(4, np.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().numpy().mean(0)
+        return x - torch.from_numpy(self.mean)
+
+
+class Drawing(nn.Module):
+    """Has a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(4, generator=self.random)
+
+
+class Collecting(nn.Module):
+    """Leaves a list of what it computed, as models do for who wants to see their attention."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = [x * 2, (x * 3,)]
+        self.most = float(x.detach().max())
+        return x
+
+
+class Cached(nn.Module):
+    """Makes a number in its first forward."""
+
+    scale: float | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = x.shape[-1] ** -0.5
+        return x * self.scale
+
+
 class Showing(nn.Module):
     """Leaves what it computed for whoever looks at it, and does not read it."""
 
@@ -129,26 +224,32 @@ def probed(layer: nn.Module, loss: Any = None) -> Stage:
 
 
 @pytest.mark.parametrize(
-    ("layer", "reason", "forgets"),
+    ("layer", "reason", "remembers"),
     [
         (ByData(), 'a forward changes the buffer "b.centre"', []),
         (OwnNorm(), 'a forward changes the buffer "b.mean"', []),
         (Renormalized(4), 'a forward reads running statistics of "b"', []),
         (Warm(), 'a forward changes "b.calls"', ["b.calls"]),
         (Moving(), 'a forward changes "b.centre"', ["b.centre"]),
+        (Evaluated(), 'a forward changes "b.mean"', ["b.mean"]),
+        (InPlace(), 'a forward changes "b.sums"', ["b.sums"]),
+        (Hidden(), 'a forward changes "b.hidden"', ["b.hidden"]),
+        (Previous(), 'a forward changes "b.spread"', ["b.spread"]),
+        (InNumPy(), 'a forward changes "b.mean"', ["b.mean"]),
+        (Drawing(), 'a forward changes "b.random"', ["b.random"]),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_it_is_found(layer: nn.Module, reason: str, forgets: list[str]) -> None:
+def test_it_is_found(layer: nn.Module, reason: str, remembers: list[str]) -> None:
     stage = probed(layer)
     assert reason in stage.alone
     assert stage.in_turn
-    assert stage.forgets == forgets
+    assert (sorted(stage._remembered.names), stage.forgets) == (remembers, [])
     with pytest.raises(UserError, match="compute forwards again"):
         stage.compute_again()
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), Showing(), Table(), nn.Dropout(), Scaled()])
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), Showing(), Table(), nn.Dropout(), Scaled(), Collecting(), Cached()])
 def test_what_nobody_reads_may_be_left(layer: nn.Module) -> None:
     stage = probed(layer)
     assert (stage.alone, stage.in_turn, stage.forgets) == ("", "", [])
@@ -165,7 +266,7 @@ def test_zero_bubble_s_own_forwards_are_no_state() -> None:
 def test_a_loss_has_state_too() -> None:
     stage = probed(nn.ReLU(), Centred())
     assert 'changes the buffer "the loss.centre"' in stage.alone
-    assert stage.forgets == ["the loss.centre"]
+    assert (stage._remembered.names, stage.forgets) == ({"the loss.centre"}, [])
 
 
 @pytest.mark.parametrize("layer", [ByData(), Renormalized(4)], ids=lambda layer: type(layer).__name__)

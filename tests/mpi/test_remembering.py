@@ -1,0 +1,132 @@
+"""Layers and a loss that remember: runs that are resumed, lose a rank or measure first end with the same weights."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lost_ranks import run
+from plain_loop import plain_loop
+
+from accept_mpi.recovery.checkpoint import Checkpoint
+
+NET = """
+from collections import deque
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+
+class Meter:
+    def __init__(self):
+        self.calls, self.last = 0, deque(maxlen=3)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.cell = nn.Linear(6, 6), nn.LSTMCell(6, 6)
+        self.meter, self.hidden, self.centre = Meter(), None, torch.zeros(6)
+        self.register_buffer("quiet", torch.zeros(6), persistent=False)
+        self.random = torch.Generator().manual_seed(5)
+
+    def forward(self, x):
+        x = torch.tanh(self.linear(x))
+        if not self.training:
+            return x - self.centre
+        mean = x.detach().mean(0)
+        self.meter.calls += 1
+        self.meter.last.append(mean)
+        self.centre = 0.9 * self.centre + 0.1 * mean
+        self.quiet.mul_(0.5).add_(mean)
+        h, c = self.cell(x.mean(0, keepdim=True), self.hidden)
+        self.hidden = h.detach(), c.detach()
+        noise = 0.1 * torch.randn(6, generator=self.random)
+        return x + h + sum(self.meter.last) / self.meter.calls - self.centre - self.quiet + noise
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3))
+        self.calls = 0
+
+    def forward(self, output, target):
+        if not torch.is_grad_enabled():
+            return functional.cross_entropy(output, target)
+        self.calls += 1
+        self.centre = self.centre * 0.9 + output.detach().mean(0) * 0.1
+        return functional.cross_entropy(output - self.centre, target) * min(1.0, self.calls / 9)
+
+
+def net():
+    return nn.Sequential(Layer(), Layer(), Layer(), Layer(), nn.Linear(6, 3))
+
+
+loss = Centred()
+
+
+def data():
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+    y = x[:, :3].argmax(1)
+    return TensorDataset(x[:16], y[:16]), TensorDataset(x[16:], y[16:])
+"""
+JOB = """
+model.name = "remembering:net"
+data.name = "remembering:data"
+train = { batch_size = 4, micro_batches = 2, steps = 9, loss = "remembering:loss", evaluate_every = 0 }
+pipeline.cuts = "even"
+recovery.replicate_every = 2
+output = { directory = "run", checkpoint_every = 4 }
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "remembering.py").write_text(NET)
+    (tmp_path / "job.toml").write_text(JOB)
+    return tmp_path
+
+
+def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    return Checkpoint(folder / name).whole()
+
+
+def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert not [name for name, value in theirs.items() if not torch.equal(mine[name], value)]
+
+
+def test_they_go_on_where_they_were(mpirun: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a plain loop: on one rank, on three, where ranks measure first, and resumed with other cuts."""
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "remembering", raising=False)
+    expected, _ = plain_loop(folder / "job.toml")
+    arguments = ("-m", "accept_mpi", "train", "job.toml", "--set")
+    mpirun(1, *arguments, "output.directory=one")
+    mpirun(3, *arguments, "output.directory=three")
+    mpirun(2, *arguments, "output.directory=measured", "--set", "pipeline.cuts=auto", "--set", "pipeline.probe_seconds=0.2")
+    mpirun(2, *arguments, "output.directory=begun", "--set", "train.steps=5")
+    mpirun(3, *arguments, "output.directory=resumed", "--resume", "begun")
+    for name in ("one", "three", "measured", "resumed"):
+        same(weights(folder, name), expected)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fault"),
+    [
+        ("1f1b", "1@forward:2"),  # before the first snapshot
+        ("1f1b", "1@forward:13"),
+        ("zero-bubble", "2@backward:13"),
+        ("1f1b-delayed", "1@forward:13"),
+        ("1f1b-delayed", "2@backward:13"),
+    ],
+)
+def test_after_a_loss(folder: Path, schedule: str, fault: str) -> None:
+    arguments = ["-m", "accept_mpi", "train", "job.toml", "--set", f"pipeline.schedule={schedule}", "--set"]
+    assert run(folder, [*arguments, "output.directory=whole"], "", 3)[0] == 0
+    code, out = run(folder, [*arguments, "output.directory=lost"], fault, 3)
+    assert code == 0, out
+    same(weights(folder, "lost"), weights(folder, "whole"))

@@ -1,0 +1,159 @@
+"""What forwards leave in modules goes on with a stage's state: checkpoints, snapshots and other plans hold it."""
+
+import copy
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from accept_mpi.errors import UserError
+from accept_mpi.job_file import parse
+from accept_mpi.models.layers import Layers
+from accept_mpi.models.losses import Loss
+from accept_mpi.pipeline.remembered import Remembered
+from accept_mpi.pipeline.stage import Stage
+from accept_mpi.recovery.layer_state import load, states
+
+BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=9\n[output]\ndirectory="r"\n'
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.parts = 0.0, [0]
+
+
+class Counting(nn.Module):
+    """Remembers in all ways that are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.text = 0, ""
+        self.centre = torch.zeros(4)
+        self.last: deque[Any] = deque(maxlen=2)
+        self.seen: dict[str, Any] = {"n": 0, "deep": {"sum": torch.zeros(4)}}
+        self.pair = (0, 0.0)
+        self.kinds: set[int] = set()
+        self.meter = Meter()
+        self.alias = self.meter
+        self.register_buffer("quiet", torch.zeros(4), persistent=False)
+        self.random = torch.Generator().manual_seed(5)
+        self.array, self.sums = np.zeros(4, np.float32), [torch.zeros(4)]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x + torch.randn(4, generator=self.random)
+        self.array = self.array * np.float32(0.9) + x.detach().numpy().mean(0)
+        self.sums[0] += torch.from_numpy(self.array)
+        x = x - self.sums[0]
+        mean = x.detach().mean(0)
+        self.calls += 1
+        self.text += "x"
+        self.centre = 0.9 * self.centre + 0.1 * mean
+        self.last.append((self.calls, mean.clone()))
+        self.seen["n"] += 1
+        self.seen["deep"]["sum"] = self.seen["deep"]["sum"] + mean
+        self.pair = (self.pair[0] + 1, self.pair[1] + 0.5)
+        self.kinds.add(self.calls)
+        self.meter.total += 0.25
+        self.meter.parts.append(self.calls)
+        self.quiet.mul_(0.5).add_(mean)
+        scale = (self.calls + len(self.text) + self.seen["n"] + sum(self.pair) + len(self.kinds)) / 9
+        scale += self.alias.total + len(self.meter.parts) + sum(n for n, _ in self.last)
+        return (x - self.centre - self.quiet - self.seen["deep"]["sum"] - sum(one for _, one in self.last)) * scale
+
+
+class Centred(nn.Module):
+    """A loss that counts, and keeps a buffer that ``state_dict()`` has and one that it has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+        self.register_buffer("quiet", torch.zeros(4), persistent=False)
+        self.register_buffer("weights", torch.ones(4))
+        self.calls = 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.centre = self.centre * 0.9 + output.detach().mean(0) * 0.1
+        self.quiet += 1
+        return functional.cross_entropy((output - self.centre) * self.weights, target) * self.calls / (1 + self.quiet.sum())
+
+
+def made(layers: list[nn.Module], loss: nn.Module | Loss, more: tuple[str, ...] = ()) -> Stage:
+    own = Layers(0, ["a", "b"], copy.deepcopy(layers))
+    stage = Stage(own, parse(BASE, "job", list(more)), loss if isinstance(loss, Loss) else Loss("own", loss), False)
+    stage.probe((torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
+    return stage
+
+
+def trained(stage: Stage, steps: range) -> list[float]:
+    found = []
+    for step in steps:
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        out = stage.forward(step, 0, (x,), target=torch.tensor([0, 1, 2]))
+        assert out.result is not None
+        found.append(out.result.loss)
+        stage.backward(step, 0, ())
+        if stage.in_flight:
+            stage.weight_gradient(step, 0)
+        stage.update(0.1, 0)
+        stage.drained()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_another_stage_goes_on_where_one_ended(schedule: str) -> None:
+    layers, more = [nn.Linear(4, 4), Counting()], (f"pipeline.schedule={schedule}",)
+    whole = trained(made(layers, Centred(), more), range(6))
+    first = made(layers, Centred(), more)
+    assert not first.forgets
+    begun = trained(first, range(3))
+    second = made(layers, Centred(), more)
+    load(second, states(first), parse(BASE, "job").train.optimizer)
+    assert second.layers[1].alias is second.layers[1].meter
+    assert begun + trained(second, range(3, 6)) == whole
+
+
+def test_a_loss_begins_where_its_run_begins() -> None:
+    """A rank whose loss has been trained with goes back to a time before the first snapshot."""
+    layers, loss = [nn.Linear(4, 4), nn.Tanh()], Loss("own", Centred())
+    whole = trained(made(layers, loss), range(4))
+    assert trained(made(layers, loss), range(4)) == whole
+
+
+def test_constants_of_a_loss_are_not_kept() -> None:
+    """Whoever changes them means it."""
+    stage = made([nn.Linear(4, 4), nn.Tanh()], Centred())
+    assert stage._remembered.names == {"the loss.calls", "the loss.centre", "the loss.quiet"}
+
+
+class Handle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[Any] = [0, print]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.parts[0] += 1
+        return x * self.parts[0]
+
+
+def test_what_cannot_be_kept_is_told() -> None:
+    stage = made([nn.Linear(4, 4), Handle()], nn.CrossEntropyLoss())
+    assert stage.forgets == ["b.parts"]
+    assert not stage._remembered.state()
+
+
+def test_only_what_is_remembered_can_be_put() -> None:
+    """A checkpoint of another program may name anything."""
+    module = Counting()
+    names = Remembered([("b", module)], ["b.calls", "b.gone.calls", "c.calls"])
+    module.calls = 7
+    state = names.state()
+    assert list(state) == ["remembered/b.calls"]
+    names.put({"remembered/b.forward": state["remembered/b.calls"], "remembered/b.calls": state["remembered/b.calls"]})
+    assert (module.calls, "forward" in vars(module)) == (7, False)
+    with pytest.raises(UserError, match="cannot be read"):
+        names.put({"remembered/b.calls": state["remembered/b.calls"][:-3]})
