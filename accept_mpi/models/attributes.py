@@ -30,10 +30,10 @@ class _Place(NamedTuple):
     def value(self) -> Any:
         return self.table[self.key]
 
-    def digest(self) -> "_Digest":
+    def digest(self) -> "Digest":
         if self.registered and isinstance(self.value, torch.Tensor):
-            return _Digest(_Seen(self.value, written=False))
-        return _digest(self.value, {})
+            return Digest(_Seen(self.value, written=False))
+        return digest(self.value)
 
 
 class Attributes:
@@ -100,21 +100,21 @@ def _floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-class _Digest:
+class Digest:
     """What of a value may change."""
 
-    def __init__(self, kind: Any, parts: dict[Any, "_Digest"] | None = None, grows: bool = False) -> None:
+    def __init__(self, kind: Any, parts: dict[Any, "Digest"] | None = None, grows: bool = False) -> None:
         """``kind``: whatever must be equal; ``grows``: there may be more parts later."""
         self.kind, self.parts, self.grows = kind, parts or {}, grows
 
-    def equal(self, other: "_Digest", but_floating: bool) -> bool:
-        """True if nothing has changed. ``but_floating`` as in ``Attributes.changed``."""
+    def equal(self, other: "Digest", but_floating: bool = False, grows: bool = True) -> bool:
+        """True if nothing has changed. ``but_floating`` as in ``Attributes.changed``; ``grows``: new keys do not count."""
         if isinstance(self.kind, _Seen) and isinstance(other.kind, _Seen):
             return (but_floating and self.kind.floating and other.kind.floating) or self.kind.same(other.kind)
-        if self.kind != other.kind or not (self.grows or self.parts.keys() == other.parts.keys()):
+        if self.kind != other.kind or not ((grows and self.grows) or self.parts.keys() == other.parts.keys()):
             return False
         both = self.parts.keys() & other.parts.keys()
-        return all(self.parts[key].equal(other.parts[key], but_floating) for key in both)
+        return all(self.parts[key].equal(other.parts[key], but_floating, grows) for key in both)
 
 
 class _Seen:
@@ -135,24 +135,26 @@ class _Seen:
         return same_bits(self._values, other._values)
 
 
-def _digest(value: Any, seen: dict[int, Any]) -> _Digest:
+def digest(value: Any, seen: dict[int, Any] | None = None) -> Digest:
+    """What of a value may change, now."""
+    seen = {} if seen is None else seen
     if isinstance(value, _KEPT):
-        return _Digest((type(value), "nan" if value != value else value))
+        return Digest((type(value), "nan" if value != value else value))
     if id(value) in seen or len(seen) > MOST_INSIDE or isinstance(value, nn.Module | type):
-        return _Digest(None)
+        return Digest(None)
     seen[id(value)] = value
     if isinstance(value, torch.Tensor):
-        return _Digest(_Seen(value))
+        return Digest(_Seen(value))
     if isinstance(value, np.ndarray | np.generic):
-        return _Digest((str(value.dtype), np.shape(value), value.tobytes() if value.dtype.hasobject is False else b""))
+        return Digest((str(value.dtype), np.shape(value), value.tobytes() if value.dtype.hasobject is False else b""))
     if (state := _generator(value)) is not None:
-        return _Digest(state)
+        return Digest(state)
     if isinstance(value, list | tuple | deque):
-        return _Digest(None, {n: _digest(one, seen) for n, one in enumerate(value)})
+        return Digest(None, {n: digest(one, seen) for n, one in enumerate(value)})
     if isinstance(value, set | frozenset):
-        return _Digest(len(value))
+        return Digest(len(value))
     inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    return _Digest(None, {key: _digest(one, seen) for key, one in list(inside.items())}, grows=True)
+    return Digest(None, {key: digest(one, seen) for key, one in list(inside.items())}, grows=True)
 
 
 def _generator(value: Any) -> Any:

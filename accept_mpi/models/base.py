@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
+from accept_mpi.models import common
 from accept_mpi.models.aliases import Aliases
 from accept_mpi.models.fine_tuning import Changes
 from accept_mpi.models.shared import Finder, Handed, Shared, refuse_lazy, unfilled
@@ -66,6 +67,7 @@ class Chain:
         self._drawn: _Generation | None = None
         self._handed = Handed()
         self._shared: tuple[Shared, ...] | None = None if again else ()
+        self._common: tuple[common.Common, ...] = ()
         if again:  # only the generation keeps them, and drops each when it is taken
             self._made = _Generation(self.names, self.layers)
             self.layers = []
@@ -183,18 +185,25 @@ class Chain:
 
     def _find_shared(self) -> tuple[Shared, ...]:
         every = range(len(self))
-        if self._made is not None and self._made.modules is not None:
-            return _shared_by(self.names, self._made.modules)
+        made = self._made.modules if self._made is not None else None
 
         def find() -> tuple[Shared, ...]:
-            finder, generation = Finder(self.names), self._call_again()
-            if (modules := generation.modules) is not None:
-                return _shared_by(self.names, modules)
+            generation = None if made is not None else self._call_again()
+            modules = made if generation is None else generation.modules
+            finder, others = Finder(self.names, together=modules is not None), common.Finder()
             for index in every:
-                finder.show(index, generation.take(index, 0))
+                layer = modules[index] if modules is not None else generation.take(index, 0)  # type: ignore[union-attr]
+                finder.show(index, layer)
+                others.show(index, layer)
+            self._common = others.found()
             return finder.found()
 
         return unfilled_if_possible(find)
+
+    def common(self) -> tuple[common.Common, ...]:
+        """Python objects and variables that layers have in common. Raises UserError if a layer cannot be built."""
+        self.shared()
+        return self._common
 
 
 def unfilled_if_possible(find: Callable[[], Found]) -> Found:
@@ -205,14 +214,6 @@ def unfilled_if_possible(find: Callable[[], Found]) -> Found:
             return find()
     except UserError:  # the user's function may need them; if not, it raises the same error again
         return find()
-
-
-def _shared_by(names: Sequence[str], layers: Sequence[nn.Module]) -> tuple[Shared, ...]:
-    """What layers that all exist share."""
-    finder = Finder(names, together=True)
-    for index, layer in enumerate(layers):
-        finder.show(index, layer)
-    return finder.found()
 
 
 class _Generation:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from accept_mpi.models.base import Chain
+from accept_mpi.models.common import Common
 from accept_mpi.models.shared import watched
 
 
@@ -19,6 +20,8 @@ class Layers(NamedTuple):
     """True if the model's names of state do not begin with their layer's."""
     ties: tuple[tuple[tuple[int, str], ...], ...] = ()
     """Parameters that several layers have in common: these layers, and its names in them."""
+    common: tuple[Common, ...] = ()
+    """What else these layers and those of other stages have in common."""
 
     def name(self, layer: int, key: str) -> str:
         """Name in the whole model of a part of a layer, which need not be among these."""
@@ -62,7 +65,8 @@ def build_stage(chain: Chain, start: int, stop: int, seed: int) -> Layers:
     stages (a forward that does raises UserError). The chain frees the other layers that were made with them."""
     shared = chain.shared() if 0 < stop - start < len(chain) else ()
     ties = tuple(one.places for one in shared if one.tied)
-    layers = build_layers(chain, start, stop, seed)._replace(ties=ties)
+    common = [one for one in chain.common() if {start <= layer < stop for layer in one.layers} == {False, True}]
+    layers = build_layers(chain, start, stop, seed)._replace(ties=ties, common=tuple(common))
     watched(layers.modules, start, shared)
     chain.release()
     return layers

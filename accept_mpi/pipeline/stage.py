@@ -54,7 +54,7 @@ class Stage(Trials):
     ) -> None:
         """``loss`` is given on the last stage; ``channels_last`` must be the same on all stages. ``again`` builds the layers
         once more for a trial if they cannot be copied."""
-        self.start, self.names, self.layers = layers.start, layers.names, layers.modules
+        self.start, self.names, self.layers, self._common = layers.start, layers.names, layers.modules, layers.common
         self._job, self._seed, self._again = job, job.train.seed, again
         self._loss, self._compute = loss, here()
         for module in (*self.layers, loss and loss.function):

@@ -3,17 +3,16 @@ makes values which are not finite. Both happen to copies: what a forward does to
 """
 
 import copy
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
 
 from accept_mpi import tree
 from accept_mpi.codecs.tensors import Tensors, TensorSpec
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, UsersBug
 from accept_mpi.job import Job
 from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.fine_tuning import Uses, check_called
@@ -21,12 +20,12 @@ from accept_mpi.models.graph import parameters_behind
 from accept_mpi.models.layers import Layers
 from accept_mpi.models.losses import Divisors, Loss
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
+from accept_mpi.pipeline.further_forwards import FurtherForwards, Given, is_nan
 from accept_mpi.pipeline.graph_edges import Differentiating, cast_twice, finite
 from accept_mpi.pipeline.micro_batch import InFlight, Key, Outputs
-from accept_mpi.pipeline.remembered import LOSS, THE_LOSS, Remembered
+from accept_mpi.pipeline.remembered import LOSS, Remembered
 from accept_mpi.pipeline.running_statistics import batch_norms
 from accept_mpi.pipeline.shareable import Watch
-from accept_mpi.pipeline.stage_state import Stateful
 from accept_mpi.pipeline.state import check_state
 from accept_mpi.pipeline.turns import calls_of_shared, hooked, why_in_turn
 from accept_mpi.pipeline.untouched import untouched
@@ -35,16 +34,7 @@ from accept_mpi.seeds import forward_seed, kept, seed_all, state
 from accept_mpi.tree import Tree
 
 
-class _Given(NamedTuple):
-    """What a forward takes."""
-
-    inputs: Tensors
-    of: Tree | None
-    target: Any
-    samples: int | None
-
-
-class Trials(Stateful):
+class Trials(FurtherForwards):
     """The part of a ``Stage`` that tries its layers. ``Stage.__init__`` sets the fields."""
 
     start: int
@@ -83,14 +73,6 @@ class Trials(Stateful):
     def _last(self) -> int:
         return self.start + len(self.layers) - 1
 
-    @property
-    def _modules(self) -> list[tuple[str, nn.Module]]:
-        """The layers, and a loss that is a module, with their names."""
-        found = [*zip(self.names, self.layers, strict=True)]
-        if self._loss is not None and isinstance(self._loss.function, nn.Module):
-            found.append((THE_LOSS, self._loss.function))
-        return found
-
     @contextmanager
     def trial(self) -> Iterator[Self]:
         """Within the context: a stage of the same layers to try things on. It shares nothing with this one: whatever a
@@ -103,7 +85,7 @@ class Trials(Stateful):
                 if self._again is None:
                     raise
                 modules = self._again().modules
-            layers, make = Layers(self.start, self.names, modules), cast(Any, type(self))
+            layers, make = Layers(self.start, self.names, modules, common=tuple(self._common)), cast(Any, type(self))
             stage = make(layers, self._job, self._loss and self._loss.apart(), self._channels_last)
             stage._setting_up = True
             if stage._deferred is not None:
@@ -140,15 +122,19 @@ class Trials(Stateful):
         watch, attributes = Watch([name for name, _ in named], [one for _, one in named]), Attributes(named)
         unused = tuple(None if x is None else x.detach().clone() for x in inputs)  # a forward may write to them
         uses = Uses() if self._job.train.lora else None
+        seen = self._seen()
         with calls_of_shared() as shared, uses or nullcontext(), Differentiating() as differentiating:
-            out = self.forward(0, 0, inputs, target=target, of=of, samples=samples)
+            try:
+                out = self.forward(0, 0, inputs, target=target, of=of, samples=samples)
+            except UsersBug as error:
+                raise self._with_hint(error) from None
         if uses:
             self._passed_by |= {name for name, parameter in self.own.every_name() if uses.passed_by(parameter)}
         self._written |= writes.found()
         self._partial = differentiating.found
         mine = {id(parameter) for layer in self.layers for parameter in layer.parameters()}
         self._strange = [one for one in parameters_behind(self.in_flight[0, 0].outputs) if id(one) not in mine]
-        is_nan = _is_nan(out)
+        nan = is_nan(out)
         watch.after_forward(self._divisors)
         # Any thread that ends a forward drops the casts that torch keeps for all threads.
         if cast_twice(self.in_flight[0, 0].outputs):
@@ -161,7 +147,7 @@ class Trials(Stateful):
         with calls_of_shared() as shared_back:
             result = self.backward(0, 0, gradients, seed=0)
         self._draws_back = state() != seeded
-        self.in_turn = why_in_turn(
+        self.in_turn = self.in_turn or why_in_turn(
             bool(shared or shared_back),
             self._draws_back,
             self.start + len(self.layers) in self._drawing,
@@ -169,14 +155,24 @@ class Trials(Stateful):
         )
         if self._deferred is not None:
             self.weight_gradient(0, 0)
-        self.alone = watch.after_backward()
-        if not is_nan:
-            self._look_again(_Given(unused, of, target, samples), there, attributes)
-        self._remembered = Remembered(named, {*self.forgets, *watch.ever_changed - self._check_state()})
-        self.forgets = self._remembered.lost()
+        self.alone = self.alone or watch.after_backward()
+        given = Given(unused, of, target, samples)
+        variables = self._look_outside(given, seen) if seen.changed(grown=True) else []
+        remembered = self._look_again(given, there, attributes) if not nan else []
+        names = {*self._remembered.names, *remembered, *watch.ever_changed - self._check_state()}
+        self._remembered = Remembered(named, names)
+        self.forgets = list(dict.fromkeys([*self.forgets, *self._remembered.lost(), *variables]))
         for parameter in self.parameters:
             parameter.grad = None
         return tuple(TensorSpec.of(g) for g in result)
+
+    def _with_hint(self, error: UsersBug) -> UsersBug:
+        """The error of a layer that may miss what a layer of another stage has left for it."""
+        for one in self._common:
+            if str(one.places[0][1].steps[-1]) in str(error):
+                hint = f"{one.what}: what a forward leaves there does not reach another stage (pipeline.cuts)"
+                return type(error)(f"{error}\n{hint}")
+        return error
 
     def try_metrics(self, inputs: Tensors, target: Any, of: Tree | None, samples: int) -> None:
         """Evaluate a micro-batch on a ``trial`` stage, so that a metric that cannot be taken of what the model gives is told
@@ -192,90 +188,6 @@ class Trials(Stateful):
                 return
             self.evaluate(inputs, target, of, samples=samples)
 
-    @contextmanager
-    def _without_metrics(self) -> Iterator[None]:
-        """Evaluate no metrics within the context."""
-        loss = self._loss
-        measured = loss.metrics if loss else []
-        if loss:
-            loss.metrics = []
-        try:
-            yield
-        finally:
-            if loss:
-                loss.metrics = measured
-
-    def _look_again(self, given: "_Given", there: Mapping[str, torch.Tensor], attributes: Attributes) -> None:
-        """After the first forward and backward: find out by further forwards whether one reads what those before it have
-        left in BatchNorm's running statistics, or in attributes. Then one rank must compute the micro-batches, one after the
-        other. ``there``: ``may_be_written``; ``attributes``: as they were before the first forward."""
-        norms = batch_norms(self.names, self.layers).items()
-        moving = {
-            id(average): name
-            for name, norm in norms
-            for average in (norm.running_mean, norm.running_var)
-            if norm.training and average is not None
-        }
-        changing = attributes.changed()
-        if not moving and not changing:
-            return
-        why, now = "", attributes.again()
-        for tensor in there.values():
-            if id(tensor) in moving:
-                tensor.data.fill_(math.nan)
-        if self._gives_nan(given):
-            why = f'a forward reads running statistics of "{next(iter(moving.values()))}", which each one changes'
-            self._written |= {name for name, tensor in there.items() if id(tensor) in moving}
-        if forgets := self._read_again(given, changing, now):
-            self.forgets = forgets
-            why = why or f'a forward changes "{forgets[0]}", and reads it'
-        self.alone, self.in_turn = self.alone or why, self.in_turn or why
-
-    def _read_again(self, given: "_Given", changing: Sequence[str], now: Attributes) -> list[str]:
-        """After a second forward: attributes that it has read. ``changing``: those that the first one changed; ``now``: as
-        the first one left them. Of what changes again all counts, unless it is floating-point tensors that are only left."""
-        again = [name for name in now.changed() if name in changing]
-        if set(now.changed(but_floating=True)) & set(again):
-            return again
-        if again and self._reads(given, lambda: now.with_nan(again, numbers=False)):
-            return again
-        # The same inputs may give the same number, which is set again, or only made where there is none yet.
-        numbers = now.numbers([name for name in changing if name not in again])
-        if not numbers:
-            return []
-        now.with_nan([*numbers], numbers=True)
-        self._gives_nan(given)
-        made_once = {name: numbers[name] for name, value in now.numbers([*numbers]).items() if math.isnan(value)}
-        now.put(made_once)
-        set_again = [name for name in numbers if name not in made_once]
-        return set_again if set_again and self._reads(given, lambda: now.with_nan(set_again, numbers=True)) else []
-
-    def _reads(self, given: "_Given", spoil: Callable[[], None]) -> bool:
-        """True if the NaN that ``spoil`` puts into attributes comes out of a forward, in training or in an evaluation."""
-        spoil()
-        if self._gives_nan(given):
-            return True
-        if self._gives_nan(given, evaluates=True):  # it cannot be evaluated at all
-            return False
-        spoil()
-        return self._gives_nan(given, evaluates=True)
-
-    def _gives_nan(self, given: "_Given", evaluates: bool = False) -> bool:
-        """Run a forward, in training or in an evaluation; True if NaN comes out, or if it fails."""
-        self._searches = 0
-        try:
-            boxes = tuple(None if x is None else x.clone() for x in given.inputs)
-            if evaluates:
-                with self.evaluating(), self._without_metrics():
-                    out = self.evaluate(boxes, given.target, given.of, samples=given.samples)
-            else:
-                out = self.forward(0, 0, boxes, target=given.target, of=given.of, samples=given.samples)
-        except Exception:
-            return True
-        finally:
-            self.in_flight.clear()
-        return _is_nan(out)
-
     def _check_state(self) -> set[str]:
         """Names of all state. Raises UserError if some of it cannot be kept."""
         layers = zip(self.names, self.layers, strict=True)
@@ -290,6 +202,8 @@ class Trials(Stateful):
                 f"layers {self.start} to {self._last} use a parameter of shape {strange[0]} that is "
                 "none of theirs, and would not train it: make the module that has it a part of the layer, too, or freeze it"
             )
+        if trial._parted:
+            raise UserError(f"{trial._parted}, so they must be in one stage")
         if trial._partial:
             raise UserError(
                 f"layers {self.start} to {self._last} differentiate (torch.autograd.grad) by what an "
@@ -346,8 +260,3 @@ class Trials(Stateful):
                 if not finite(tree.leaves(value)):
                     return index + 1
         return 0  # then it is the loss
-
-
-def _is_nan(out: Outputs) -> bool:
-    """True if NaN is among what a stage gives."""
-    return math.isnan(out.result.loss) if out.result else any(x is not None and bool(x.isnan().any()) for x in out.outputs)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from accept_mpi.models.common import LIBRARIES
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.Tensor)
-_LIBRARIES = ("torch", "numpy", "accept_mpi", "builtins")
 _DEEP = 4
 
 _Undo = Callable[[], None]
@@ -41,7 +42,7 @@ def untouched(layers: Sequence[nn.Module], *others: Any) -> Iterator[None]:
 
 
 def _remember_class(kind: type, seen: set[int], undo: list[_Undo]) -> None:
-    if id(kind) in seen or kind.__module__.split(".")[0] in _LIBRARIES:
+    if id(kind) in seen or kind.__module__.split(".")[0] in LIBRARIES:
         return
     seen.add(id(kind))
     _remember_names(kind, seen, undo)
@@ -50,7 +51,7 @@ def _remember_class(kind: type, seen: set[int], undo: list[_Undo]) -> None:
 
 def _remember_module(name: str | None, seen: set[int], undo: list[_Undo]) -> None:
     module = sys.modules.get(name or "")
-    if module is None or name is None or id(module) in seen or name.split(".")[0] in _LIBRARIES:
+    if module is None or name is None or id(module) in seen or name.split(".")[0] in LIBRARIES:
         return
     seen.add(id(module))
     _remember_names(module, seen, undo)
@@ -64,6 +65,15 @@ def _remember_names(owner: Any, seen: set[int], undo: list[_Undo]) -> None:
             undo.append(_emptied(value, info().currsize))
         elif isinstance(value, _CONSTANT) or type(value) in (list, set) or isinstance(value, dict):
             undo.append(_named(owner, name, value, _copied(value)))
+        elif id(value) not in seen and _is_object(value):  # which layers may have in common
+            seen.add(id(value))
+            _remember_names(value, seen, undo)
+
+
+def _is_object(value: Any) -> bool:
+    """True for an instance of a user's class."""
+    library = type(value).__module__.split(".")[0] in LIBRARIES
+    return not library and hasattr(value, "__dict__") and not callable(value) and not isinstance(value, type)
 
 
 def _remember_function(function: Any, seen: set[int], undo: list[_Undo], depth: int) -> None:

@@ -6,7 +6,7 @@ model too big for this machine. If a layer needs values (a user's own may), laye
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from accept_mpi.codecs.message import HEADER_BYTES
 from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
 from accept_mpi.job import Job
 from accept_mpi.models.base import Chain
+from accept_mpi.models.common import Common, Seen
 from accept_mpi.models.shared import Shared
 from accept_mpi.pipeline.shareable import Watch
 from accept_mpi.pipeline.untouched import untouched
@@ -139,7 +140,7 @@ def outline(
                 found = _outline(chain, seed, value, channels_last, count, abstract=True)
             except Exception:  # some layers need values, which the meta device does not have
                 found = _outline(chain, seed, value, channels_last, count, abstract=False)
-    return msgspec.structs.replace(found, shared=chain.shared(), precision=precision)
+    return msgspec.structs.replace(found, shared=(*chain.shared(), *found.shared), precision=precision)
 
 
 def _outline(
@@ -148,7 +149,8 @@ def _outline(
     if abstract:
         value = tree.replace(value, lambda x: torch.empty_like(x, device="meta"))
     device = torch.device("meta" if abstract else "cpu")
-    layers, held = [], _Held(abstract)
+    layers, held, common = [], _Held(abstract), chain.common()
+    together: dict[Common, Shared] = {}
     for index in range(len(chain)):
         module = chain.abstract(index, seed) if abstract else chain.build(index, seed)
         if channels_last:
@@ -160,10 +162,16 @@ def _outline(
         counter = FlopCounterMode(display=False)
         saved = torch.autograd.graph.saved_tensors_hooks(held, lambda tensor: tensor)
         with untouched([module]), device, counter, saved:
-            watch = Watch([chain.names[index]], [module])
+            watch, seen = Watch([chain.names[index]], [module]), Seen([module], index, common)
+            given = value
             with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
                 value = call_layer(index, chain.names[index], module, value, setting_up=True)
             alone = bool(watch.after_forward())
+            if seen.changed(grown=True):
+                again = Seen([module], index, common)
+                with suppress(Exception):
+                    module(given)
+                together |= {one: _as_shared(one) for one in again.changed()}
         if abstract and channels_last:  # convolutions on the meta device forget the layout
             value = tree.replace(value, held.laid_out)
         if not abstract:  # release this layer's graph; times 1 makes a non-leaf, which the next layer may change in place
@@ -184,7 +192,13 @@ def _outline(
                 tree=None if of == tree.packed(len(specs)) else of,
             )
         )
-    return Outline(samples, tuple(chain.names), tuple(layers), channels_last)
+    return Outline(samples, tuple(chain.names), tuple(layers), channels_last, tuple(together.values()))
+
+
+def _as_shared(one: Common) -> Shared:
+    """What a forward changes, and several layers have in common."""
+    first, last = one.layers[0], one.layers[-1]
+    return Shared(first, last, one.text)
 
 
 class _Held:

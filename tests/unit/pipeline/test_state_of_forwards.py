@@ -249,6 +249,19 @@ def test_it_is_found(layer: nn.Module, reason: str, remembers: list[str]) -> Non
         stage.compute_again()
 
 
+@pytest.mark.parametrize("layer", [Warm(), Moving(), Previous()], ids=lambda layer: type(layer).__name__)
+def test_it_is_found_whatever_the_last_batch_has(layer: nn.Module) -> None:
+    """A trial that goes on with another number of samples: its attributes hold NaN by then."""
+    layers = Layers(0, ["a", "b"], [nn.Linear(4, 4), layer])
+    stage = Stage(layers, parse(BASE, "job"), find_loss("cross_entropy"), False)
+    with stage.trial() as trial:
+        for size in (3, 2):
+            trial.probe((torch.randn(size, 4),), torch.arange(size), lambda specs, of: ())
+    assert stage.alone
+    assert stage.in_turn
+    assert stage._remembered.names
+
+
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), Showing(), Table(), nn.Dropout(), Scaled(), Collecting(), Cached()])
 def test_what_nobody_reads_may_be_left(layer: nn.Module) -> None:
     stage = probed(layer)

@@ -1,0 +1,212 @@
+"""Python objects and variables that layers have in common, through which a forward may reach another layer's.
+
+A context object, a dictionary or a generator that several layers were given, variables of a Python module and of a class: a
+rank that changes them in a forward does not change those of another. So layers that have such a thing in common, and change
+it, must be in one stage. What is only read (a configuration) may be parted.
+"""
+
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from accept_mpi.models.attributes import Digest, digest
+from accept_mpi.models.held import MOST_INSIDE, OWN
+
+LIBRARIES = ("torch", "numpy", "accept_mpi", "builtins")
+"""Packages whose classes and Python modules keep nothing that matters here."""
+_DEEP = 4
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
+_VARIABLE = (*_CONSTANTS, torch.Tensor, list, dict, set, deque, bytearray, np.ndarray, torch.Generator, Random,
+             np.random.Generator, np.random.RandomState)  # fmt: skip
+
+
+class Place(NamedTuple):
+    """Where a layer finds something."""
+
+    python: str
+    """Name of a Python module; empty: an attribute of the layer."""
+    path: str
+    """The layer's part that has the attribute, or the Python module's class; empty: the layer, the Python module itself."""
+    steps: tuple[Any, ...]
+    """Name of the attribute or variable, and the way from there through containers and objects."""
+
+    @property
+    def text(self) -> str:
+        return ".".join(map(str, filter(None, (self.python, self.path, *self.steps))))
+
+    def value(self, layer: nn.Module | None) -> Any:
+        """What is there now. Raises LookupError, AttributeError or TypeError if there is nothing."""
+        owner = sys.modules[self.python] if self.python else layer
+        value: Any = vars(functools.reduce(getattr, filter(None, self.path.split(".")), owner))
+        for step in self.steps:
+            value = value[step] if isinstance(value, list | tuple | deque | Mapping) else vars(value)[step]
+        return value
+
+
+class Common(NamedTuple):
+    """Something that layers have in common."""
+
+    places: tuple[tuple[int, Place], ...]
+    """Layers, and where each finds it."""
+
+    @property
+    def layers(self) -> list[int]:
+        return [layer for layer, _ in self.places]
+
+    @property
+    def what(self) -> str:
+        return f"layers {self.layers[0]} and {self.layers[-1]} have {self.places[0][1].text} in common"
+
+    @property
+    def text(self) -> str:
+        """Half a sentence for the user, about something that changes."""
+        return f"{self.what}, and a forward changes it"
+
+
+class Finder:
+    """Finds what layers have in common. What they refer to must exist until all have been shown."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, dict[int, Place]] = {}
+        self._alive: list[Any] = []  # so that an id stays one object's
+
+    def show(self, index: int, one: Any) -> None:
+        """Look at a layer, or at a function."""
+        for key, place, value in _reached(one):
+            self._found.setdefault(key, {}).setdefault(index, place)
+            self._alive.append(value)
+
+    def found(self, least: int = 2) -> tuple[Common, ...]:
+        """What at least so many layers have in common."""
+        places = (sorted(found.items()) for found in self._found.values() if len(found) >= least)
+        return tuple(Common(tuple(found)) for found in places)
+
+
+class Seen:
+    """What layers have in common, as it was when this object was made."""
+
+    def __init__(self, layers: Sequence[Any], start: int, common: Sequence[Common]) -> None:
+        """``layers``: those that are here, from number ``start`` on."""
+        self._layers, self._start = layers, start
+        self._before = [(one, digests) for one in common if (digests := self._digests(one))]
+
+    def changed(self, grown: bool = False) -> list[Common]:
+        """What has changed since. ``grown``: new keys of dictionaries and new attributes count, too."""
+        return [
+            one
+            for one, before in self._before
+            if any(not old.equal(new, grows=not grown) for old, new in zip(before, self._digests(one), strict=False))
+        ]
+
+    def _digests(self, one: Common) -> list[Digest]:
+        found = []
+        for index, place in one.places:
+            if 0 <= index - self._start < len(self._layers):
+                try:
+                    found.append(digest(place.value(self._layers[index - self._start])))
+                except (LookupError, AttributeError, TypeError):
+                    continue
+        return found
+
+
+_Reached = Iterator[tuple[Any, Place, Any]]
+"""Something that is equal for one and the same thing, a place where it is, and the thing."""
+
+
+def _reached(one: Any) -> _Reached:
+    """Yield what a layer, or a function, reaches."""
+    code: set[int] = set()
+    one = one.__func__ if isinstance(one, types.MethodType) else one
+    if isinstance(one, types.FunctionType):
+        yield from _variables(one, set(), code, 0)
+        return
+    if not isinstance(one, nn.Module):
+        return
+    seen: set[int] = set()
+    kinds: dict[type, None] = {}
+    for path, module in one.named_modules():
+        for name, value in list(vars(module).items()):
+            if name not in OWN:
+                yield from _inside(value, Place("", path, (name,)), seen)
+        kinds |= {kind: None for kind in type(module).__mro__ if not _of_library(kind.__module__)}
+    for kind in kinds:
+        names: set[str] = set()
+        for value in list(vars(kind).values()):
+            function = getattr(value, "__func__", getattr(value, "fget", value))
+            if isinstance(function, types.FunctionType):
+                yield from _variables(function, names, code, 0)
+        for name, value in list(vars(kind).items()):
+            if name in names and not name.startswith("__") and _may_change(value):
+                yield (kind, name), Place(kind.__module__, kind.__qualname__, (name,)), value
+
+
+def _inside(value: Any, place: Place, seen: set[int]) -> _Reached:
+    """Yield the containers, objects and generators in an attribute."""
+    if isinstance(value, (*_CONSTANTS, torch.Tensor)) or not (type(value) is tuple or _may_change(value)):
+        return
+    if id(value) in seen or len(seen) > MOST_INSIDE or len(place.steps) > _DEEP:
+        return
+    seen.add(id(value))
+    if type(value) is not tuple:
+        yield id(value), place, value
+    if isinstance(value, list | tuple | deque):
+        parts: Any = enumerate(list(value))
+    else:
+        parts = list((value if isinstance(value, dict) else getattr(value, "__dict__", {})).items())
+    for key, part in parts:
+        yield from _inside(part, place._replace(steps=(*place.steps, key)), seen)
+
+
+def _may_change(value: Any) -> bool:
+    """True for what another may replace or change: constants, tensors, containers, generators, objects with attributes."""
+    if isinstance(value, _VARIABLE):
+        return True
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, type | types.ModuleType | nn.Module)
+
+
+def _variables(function: types.FunctionType, names: set[str], seen: set[int], depth: int) -> _Reached:
+    """Yield the variables of Python modules that a function, or another one that it calls, refers to. ``names`` takes all
+    names in them."""
+    if id(function) in seen or depth > _DEEP or _of_library(function.__module__ or ""):
+        return
+    seen.add(id(function))
+    used = set(_names(function.__code__))
+    names |= used
+    inner = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    for name in sorted(used & function.__globals__.keys()):
+        value = function.__globals__[name]
+        if isinstance(value, types.FunctionType):
+            inner.append(value)
+        elif not name.startswith("__") and _may_change(value):
+            where = str(function.__globals__.get("__name__"))
+            yield (where, name), Place(where, "", (name,)), value
+    for value in inner:
+        if isinstance(value, types.FunctionType):
+            yield from _variables(value, names, seen, depth + 1)
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that some code uses."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _of_library(module: str) -> bool:
+    return module.split(".")[0] in LIBRARIES

@@ -1,0 +1,167 @@
+"""Further forwards of a trial, which find out what a forward leaves for the next one: in BatchNorm's running statistics, in
+attributes, in what layers have in common, in variables of Python."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from accept_mpi.codecs.tensors import Tensors
+from accept_mpi.models.attributes import Attributes
+from accept_mpi.models.common import Common, Finder, Seen
+from accept_mpi.models.losses import Loss
+from accept_mpi.pipeline.micro_batch import InFlight, Key, Outputs
+from accept_mpi.pipeline.remembered import THE_LOSS
+from accept_mpi.pipeline.running_statistics import batch_norms
+from accept_mpi.pipeline.stage_state import Stateful
+from accept_mpi.tree import Tree
+
+
+class Given(NamedTuple):
+    """What a forward takes."""
+
+    inputs: Tensors
+    of: Tree | None
+    target: Any
+    samples: int | None
+
+
+class FurtherForwards(Stateful):
+    """The part of a ``Stage`` that looks for what forwards leave. ``Stage.__init__`` sets the fields."""
+
+    start: int
+    alone: str
+    in_turn: str
+    _loss: Loss | None
+    _searches: int
+    _common: Sequence[Common]
+    _parted: str = ""
+    """What a forward changes though layers of other stages have it, too, found by ``probe``."""
+    in_flight: dict[Key, InFlight]
+    evaluate: Callable[..., Outputs]
+    evaluating: Callable[[], AbstractContextManager[None]]
+    forward: Callable[..., Outputs]
+
+    @property
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        """The layers, and a loss that is a module, with their names."""
+        found = [*zip(self.names, self.layers, strict=True)]
+        if self._loss is not None and isinstance(self._loss.function, nn.Module):
+            found.append((THE_LOSS, self._loss.function))
+        return found
+
+    @contextmanager
+    def _without_metrics(self) -> Iterator[None]:
+        """Evaluate no metrics within the context."""
+        loss = self._loss
+        measured = loss.metrics if loss else []
+        if loss:
+            loss.metrics = []
+        try:
+            yield
+        finally:
+            if loss:
+                loss.metrics = measured
+
+    def _seen(self) -> Seen:
+        """What layers have in common with those of other stages, and the variables of Python that forwards refer to."""
+        layers = [*self.layers, self._loss and self._loss.function]
+        finder = Finder()
+        for index, layer in enumerate(layers, self.start):
+            finder.show(index, layer)
+        variables = [one for one in finder.found(1) if one.places[0][1].python]
+        return Seen(layers, self.start, [*self._common, *variables])
+
+    def _look_outside(self, given: Given, seen: Seen) -> list[str]:
+        """After a first forward: find out by another one what forwards change again and again, other than a cache. Returns
+        the names of variables of Python among it."""
+        again = self._seen()
+        self._gives_nan(given)
+        before = seen.changed(grown=True)
+        changed = [one for one in again.changed() if one in before]
+        self._parted = self._parted or next((one.text for one in changed if one in self._common), "")
+        names = [one.places[0][1].text for one in changed if one.places[0][1].python]
+        if names:
+            why = f"a forward changes {names[0]}"
+            self.alone, self.in_turn = self.alone or why, self.in_turn or why
+        return names
+
+    def _look_again(self, given: Given, there: Mapping[str, torch.Tensor], attributes: Attributes) -> list[str]:
+        """After the first forward and backward: find out by further forwards whether one reads what those before it have
+        left in BatchNorm's running statistics, or in attributes. Then one rank must compute the micro-batches, one after the
+        other. Returns the names of these attributes. ``there``: ``may_be_written``; ``attributes``: as they were before the
+        first forward."""
+        norms = batch_norms(self.names, self.layers).items()
+        moving = {
+            id(average): name
+            for name, norm in norms
+            for average in (norm.running_mean, norm.running_var)
+            if norm.training and average is not None
+        }
+        changing = attributes.changed()
+        if not moving and not changing:
+            return []
+        why, now = "", attributes.again()
+        for tensor in there.values():
+            if id(tensor) in moving:
+                tensor.data.fill_(math.nan)
+        if self._gives_nan(given):
+            why = f'a forward reads running statistics of "{next(iter(moving.values()))}", which each one changes'
+            self._written |= {name for name, tensor in there.items() if id(tensor) in moving}
+        if found := self._read_again(given, changing, now):
+            why = why or f'a forward changes "{found[0]}", and reads it'
+        self.alone, self.in_turn = self.alone or why, self.in_turn or why
+        return found
+
+    def _read_again(self, given: Given, changing: Sequence[str], now: Attributes) -> list[str]:
+        """After a second forward: attributes that it has read. ``changing``: those that the first one changed; ``now``: as
+        the first one left them. Of what changes again all counts, unless it is floating-point tensors that are only left."""
+        again = [name for name in now.changed() if name in changing]
+        if set(now.changed(but_floating=True)) & set(again):
+            return again
+        if again and self._reads(given, lambda: now.with_nan(again, numbers=False)):
+            return again
+        # The same inputs may give the same number, which is set again, or only made where there is none yet.
+        numbers = now.numbers([name for name in changing if name not in again])
+        if not numbers:
+            return []
+        now.with_nan([*numbers], numbers=True)
+        self._gives_nan(given)
+        made_once = {name: numbers[name] for name, value in now.numbers([*numbers]).items() if math.isnan(value)}
+        now.put(made_once)
+        set_again = [name for name in numbers if name not in made_once]
+        return set_again if set_again and self._reads(given, lambda: now.with_nan(set_again, numbers=True)) else []
+
+    def _reads(self, given: Given, spoil: Callable[[], None]) -> bool:
+        """True if the NaN that ``spoil`` puts into attributes comes out of a forward, in training or in an evaluation."""
+        spoil()
+        if self._gives_nan(given):
+            return True
+        if self._gives_nan(given, evaluates=True):  # it cannot be evaluated at all
+            return False
+        spoil()
+        return self._gives_nan(given, evaluates=True)
+
+    def _gives_nan(self, given: Given, evaluates: bool = False) -> bool:
+        """Run a forward, in training or in an evaluation; True if NaN comes out, or if it fails."""
+        self._searches = 0
+        try:
+            boxes = tuple(None if x is None else x.clone() for x in given.inputs)
+            if evaluates:
+                with self.evaluating(), self._without_metrics():
+                    out = self.evaluate(boxes, given.target, given.of, samples=given.samples)
+            else:
+                out = self.forward(0, 0, boxes, target=given.target, of=given.of, samples=given.samples)
+        except Exception:
+            return True
+        finally:
+            self.in_flight.clear()
+        return is_nan(out)
+
+
+def is_nan(out: Outputs) -> bool:
+    """True if NaN is among what a stage gives."""
+    return math.isnan(out.result.loss) if out.result else any(x is not None and bool(x.isnan().any()) for x in out.outputs)

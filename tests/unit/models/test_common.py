@@ -1,0 +1,167 @@
+"""What layers have in common besides tensors: objects, and variables of Python."""
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accept_mpi.errors import UserError
+from accept_mpi.job_file import parse
+from accept_mpi.models.base import Chain
+from accept_mpi.models.common import Seen
+from accept_mpi.models.layers import build_stage
+from accept_mpi.pipeline.stage import Stage
+from accept_mpi.profiling.outline import outline
+
+JOB = parse('[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=9\n[output]\ndirectory="r"\n', "job")
+NOTES: dict[str, Any] = {"scale": 2.0, "mask": None}
+calls = 0
+
+
+class Context:
+    def __init__(self) -> None:
+        self.mask: Any = None
+        self.width = 4
+        self.tables: dict[int, torch.Tensor] = {}
+
+
+class Layer(nn.Module):
+    """Has a context, a generator and a list; does nothing with them."""
+
+    def __init__(self, context: Any, random: Any = None, parts: Any = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.inner = {"context": context}
+        self.random, self.parts = random, parts
+
+    @property
+    def context(self) -> Any:
+        return self.inner["context"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.context.width
+
+
+class Masking(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.context.mask = (x > 0).float()
+        return super().forward(x)
+
+
+class Growing(Layer):
+    """Puts something new into a dictionary that was empty."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.context.tables[0] = x.detach().mean(0)
+        return super().forward(x)
+
+
+class Drawing(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.random.random()
+
+
+class Noting(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _note(x)
+        return super().forward(x)
+
+
+class Noted(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 if NOTES["mask"] is None else NOTES["mask"])
+
+
+class Counting(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global calls
+        calls += 1
+        return super().forward(x) * calls
+
+
+class OfAClass(Layer):
+    times = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).times += 1
+        return super().forward(x) * self.times
+
+
+class Tabulating(Layer):
+    """Makes a table in its context where there is none, as rotary embeddings do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] not in self.context.tables:
+            self.context.tables[x.shape[-1]] = torch.arange(4.0)
+        return super().forward(x) + self.context.tables[4] * NOTES["scale"]
+
+
+def _note(x: torch.Tensor) -> None:
+    NOTES["mask"] = (x > 0).float()
+
+
+def chain_of(*kinds: type[nn.Module]) -> Chain:
+    def again() -> Any:
+        context, random, parts = Context(), Random(3), [1]
+        made = [kind(context, random, parts) if issubclass(kind, Layer) else kind() for kind in kinds]
+        return [(f"l{n}", layer) for n, layer in enumerate(made)]
+
+    return Chain(again(), again)
+
+
+def probed(chain: Chain, start: int, stop: int) -> Stage:
+    stage = Stage(build_stage(chain, start, stop, 0), JOB, None, False)
+    stage.probe((torch.randn(3, 4),), None, lambda specs, of: (torch.ones(3, 4),))
+    return stage
+
+
+@pytest.mark.parametrize(
+    ("kinds", "what"),
+    [
+        ((Masking, nn.Tanh, Layer), "inner.context"),
+        ((Growing, Layer), "inner.context"),
+        ((Drawing, Drawing), "random"),
+        ((Noting, Noted), "NOTES"),
+        ((Counting, Layer, Counting), "calls"),
+        ((OfAClass, OfAClass), "OfAClass.times"),
+    ],
+)
+def test_what_forwards_change_must_not_be_parted(kinds: Any, what: str) -> None:
+    chain = chain_of(*kinds)
+    with pytest.raises(
+        UserError, match=rf"layers 0 and {len(kinds) - 1} have \S*{what} in common, and a forward changes it"
+    ):
+        probed(chain, 0, 1)
+    assert not probed(chain, 0, len(kinds))._parted
+    shared, *_ = [one for one in outline(chain, 0, (torch.randn(3, 4),)).shared if "in common" in one.text]
+    assert (shared.first, shared.last, shared.constant) == (0, len(kinds) - 1, False)
+
+
+def test_what_is_only_read_may_be_parted() -> None:
+    """Configurations, generators that nobody asks, tables that are made once."""
+    chain = chain_of(Layer, Tabulating, Tabulating, Noted)
+    texts = {place.text for one in chain.common() for _, place in one.places}
+    assert {"inner.context", "random", "parts"} <= texts
+    for start in range(4):
+        stage = probed(chain, start, start + 1)
+        assert (stage.alone, stage.forgets) == ("", [])
+    assert not [one for one in outline(chain, 0, (torch.randn(3, 4),)).shared if not one.constant]
+
+
+def test_variables_count_where_nothing_is_parted() -> None:
+    """One rank must compute the forwards that change them, and checkpoints cannot keep them."""
+    before = calls
+    stage = probed(chain_of(Counting, Layer), 0, 2)
+    assert calls == before
+    assert stage.alone == f"a forward changes {__name__}.calls"
+    assert stage.forgets == [f"{__name__}.calls"]
+
+
+def test_a_place_that_is_gone_is_no_change() -> None:
+    chain = chain_of(Layer, Layer)
+    layer = chain.build(0, 0)
+    seen = Seen([layer], 0, chain.common())
+    del layer.inner, layer.random
+    assert seen.changed() == []
