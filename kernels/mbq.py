@@ -14,9 +14,11 @@ Layout: for each group c and a_1..a_B in bfloat16, then each value's rank of lev
 import numba as nb
 import numpy as np
 import numpy.typing as npt
-from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, coded_bytes, extremes, parts
+from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, extremes
+from accept_mpi.kernels.layout import BLOCK, coded_bytes, parts
 from accept_mpi.kernels.options import NJIT
-from accept_mpi.kernels.packing import BLOCK, pack, unpack
+from accept_mpi.kernels.packing import pack
+from accept_mpi.kernels.unpacking import unpack
 
 MOST_BITS = 4  # each group searches 2^B levels; with 4 bits or more, uniform quantization loses less
 ROUNDS, SWEEPS = 2, 2
@@ -327,7 +329,5 @@ def decode(data: npt.NDArray[np.uint8], bits: int, group: int, x: npt.NDArray[np
 def _parts(
     x: npt.NDArray[np.float32], bits: int, group: int, data: npt.NDArray[np.uint8]
 ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8], int]:
-    if not 1 <= bits <= MOST_BITS:
-        raise ValueError(f"bits must be 1..{MOST_BITS}, got {bits}")
-    parameters, codes, size = parts(x, data, bits, group, 2 * (bits + 1))
+    parameters, codes, size = parts(x, data, bits, group, 2 * (bits + 1), MOST_BITS)
     return parameters.view(np.uint16), codes, size

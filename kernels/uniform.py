@@ -5,7 +5,8 @@ instead of 1/2, which makes zero + scale * q unbiased (u and the quotient are mu
 minimum rounded down, ``scale`` its range over 2^bits - 1 rounded up, so the error is at most half a scale (nearest) or a
 scale (stochastic).
 
-Layout: one uint32 per group (zero's bfloat16 above, scale's below), then the codes (kernels/packing.py).
+Layout: one uint32 per group (zero's bfloat16 above, scale's below), then the codes (kernels/packing.py). What decodes it is
+kernels/uniform_decoder.py.
 
 Speed comes from plain loops over slices: an index into a slice is known not to be negative, while ``a[g * n + i]`` costs
 Numba's wrap-around test and the vectorization with it (statistics 5 GB/s instead of 60). A block is large enough for the
@@ -16,10 +17,11 @@ block is rounded, the next one is fetched, run by run.
 import numba as nb
 import numpy as np
 import numpy.typing as npt
-from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, coded_bytes, extremes, parts
+from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, extremes
 from accept_mpi.kernels.hashing import WEYL, random_bits
+from accept_mpi.kernels.layout import BLOCK, coded_bytes, parts
 from accept_mpi.kernels.options import NJIT
-from accept_mpi.kernels.packing import BLOCK, pack, unpack
+from accept_mpi.kernels.packing import pack
 from accept_mpi.kernels.prefetch import LINE, prefetch
 
 _PER_GROUP = 4  # bytes of parameters
@@ -223,46 +225,6 @@ def _encode(x, bits, group, stochastic, key, parameters, out):  # type: ignore[n
     return CODED
 
 
-@nb.njit("void(uint8[::1], int32, int32, int64, float32[::1], float32[::1], float32[::1])", **NJIT)
-def _scale(codes, shift, mask, group, zero, scale, x):  # type: ignore[no-untyped-def]
-    for g in range(zero.size):
-        part = x[g * group : min(g * group + group, x.size)]
-        mine = codes[g * group : min(g * group + group, x.size)]
-        z, s = zero[g], scale[g]
-        for i in range(part.size):
-            part[i] = z + s * np.float32(np.int32(np.int32(np.int32(mine[i]) >> shift) & mask))
-
-
-@nb.njit("void(uint32[::1], uint8[::1], int64, int64, float32[::1])", **NJIT)
-def _decode(parameters, packed, bits, group, x):  # type: ignore[no-untyped-def]
-    codes = np.empty(BLOCK, np.uint8)
-    whole = group >= x.size
-    groups = parameters.size if whole else BLOCK // group
-    zero, scale = np.empty(groups, np.uint32), np.empty(groups, np.uint32)
-    zeros, scales = zero.view(np.float32), scale.view(np.float32)
-    at = 0
-    for begin in range(0, x.size, BLOCK):
-        block = x[begin : min(begin + BLOCK, x.size)]
-        mine = parameters if whole else parameters[begin // group : (begin + block.size + group - 1) // group]
-        for g in range(mine.size):
-            zero[g] = mine[g] & np.uint32(0xFFFF0000)
-            scale[g] = np.uint32(mine[g] << np.uint32(16))
-        padded = (block.size + 7) // 8 * 8
-        size = padded * bits // 8
-        direct = block.size == BLOCK and 8 % bits == 0
-        source, streams, mask = packed[at : at + size], 8 // bits, np.int32((1 << bits) - 1)
-        if not direct:
-            unpack(source, bits, codes[:padded])
-            source, streams, mask = codes[:padded], 1, np.int32(255)
-        for stream in range(streams):
-            first = stream * (block.size // streams)
-            part = block[first : first + block.size // streams]
-            run, mine_from = min(part.size, group), 0 if whole else first // group
-            mine_to = mine_from + (part.size + run - 1) // run
-            _scale(source, np.int32(stream * bits), mask, run, zeros[mine_from:mine_to], scales[mine_from:mine_to], part)
-        at += size
-
-
 def encoded_bytes(values: int, bits: int, group: int) -> int:
     """Bytes that ``encode`` writes for ``values`` values."""
     return coded_bytes(values, bits, group, _PER_GROUP)
@@ -275,20 +237,5 @@ def encode(x: npt.NDArray[np.float32], bits: int, group: int, out: npt.NDArray[n
     rounding; None: round to nearest. Returns CODED, or NOT_FINITE or TOO_LARGE, after which the content of ``out`` is
     meaningless.
     """
-    parameters, codes, size = _parts(x, bits, group, out)
-    return int(_encode(x, bits, size, key is not None, np.uint64(key or 0), parameters, codes))
-
-
-def decode(data: npt.NDArray[np.uint8], bits: int, group: int, x: npt.NDArray[np.float32]) -> None:
-    """Decode the values that ``encode`` wrote into ``x`` (float32, 1-D, contiguous)."""
-    parameters, codes, size = _parts(x, bits, group, data)
-    _decode(parameters, codes, bits, size, x)
-
-
-def _parts(
-    x: npt.NDArray[np.float32], bits: int, group: int, data: npt.NDArray[np.uint8]
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], int]:
-    if not 1 <= bits <= 8:
-        raise ValueError(f"bits must be 1..8, got {bits}")
-    parameters, codes, size = parts(x, data, bits, group, _PER_GROUP)
-    return parameters.view(np.uint32), codes, size
+    parameters, codes, size = parts(x, out, bits, group, _PER_GROUP, 8)
+    return int(_encode(x, bits, size, key is not None, np.uint64(key or 0), parameters.view(np.uint32), codes))

@@ -25,7 +25,8 @@ F32 = npt.NDArray[np.float32]
 CodecKind = Literal["none", "bf16", "fp16", "uniform", "mbq", "entropy"]
 KINDS: tuple[CodecKind, ...] = ("none", "bf16", "fp16", "uniform", "mbq", "entropy")
 _EXAMPLES = "none, bf16, fp16, uniform:4, uniform:2/256+sr, mbq:2, entropy:4.5"
-_MODULES = {"bf16": "half", "uniform": "uniform", "mbq": "mbq", "entropy": "entropy"}
+_MODULES = {"bf16": ("half",), "uniform": ("uniform", "uniform_decoder"), "mbq": ("mbq",), "entropy": ("entropy",)}
+"""Modules of kernels: the first one encodes, the last one decodes."""
 _BITS = {"uniform": (1, 8), "mbq": (1, 4), "entropy": (1.5, 10)}
 
 
@@ -49,7 +50,7 @@ class Coding(msgspec.Struct, frozen=True):
         """Bytes that ``encode`` writes for ``values`` values."""
         if self.kind in ("bf16", "fp16"):
             return 2 * values
-        return _kernels(self.kind).encoded_bytes(values, self.bits, self.group)
+        return _kernels(self.kind, 0).encoded_bytes(values, self.bits, self.group)
 
     def encode(self, x: F32, out: Bytes, key: int) -> bool:
         """Code ``x`` (1-D float32) into ``out``; False if it cannot be coded: not finite (but for bf16, which
@@ -58,13 +59,13 @@ class Coding(msgspec.Struct, frozen=True):
         ``key``: 64 bits that determine stochastic rounding.
         """
         if self.kind == "bf16":
-            return bool(_kernels("bf16").to_bf16(x.view(np.uint32), out.view(np.uint16)))
+            return bool(_kernels("bf16", 0).to_bf16(x.view(np.uint32), out.view(np.uint16)))
         if self.kind == "fp16":
             half = out.view(np.float16)
             with np.errstate(over="ignore"):
                 np.copyto(half, x, casting="same_kind")
             return bool(np.isfinite(half).all())
-        kernels = _kernels(self.kind)
+        kernels = _kernels(self.kind, 0)
         if self.stochastic:
             return kernels.encode(x, self.bits, self.group, out, key) == kernels.CODED
         return kernels.encode(x, self.bits, self.group, out) == kernels.CODED
@@ -72,11 +73,11 @@ class Coding(msgspec.Struct, frozen=True):
     def decode(self, data: Bytes, x: F32) -> None:
         """Decode the values that ``encode`` wrote into ``x`` (1-D float32)."""
         if self.kind == "bf16":
-            _kernels("bf16").from_bf16(data.view(np.uint16), x.view(np.uint32))
+            _kernels("bf16", -1).from_bf16(data.view(np.uint16), x.view(np.uint32))
         elif self.kind == "fp16":
             np.copyto(x, data.view(np.float16))
         else:
-            _kernels(self.kind).decode(data, self.bits, self.group, x)
+            _kernels(self.kind, -1).decode(data, self.bits, self.group, x)
 
 
 NONE = Coding()
@@ -105,13 +106,13 @@ def parse(text: str, gradients: bool) -> Coding:
     return Coding(kind, bits, group, stochastic)  # type: ignore[arg-type]
 
 
-def _kernels(kind: CodecKind) -> Any:
-    return compiled(_MODULES[kind])
+def _kernels(kind: CodecKind, which: int) -> Any:
+    return compiled(_MODULES[kind][which])
 
 
 def kernels_of(codings: Iterable[Coding]) -> list[str]:
     """Modules of kernels (``kernels.cache``) that these codecs need."""
-    return sorted({_MODULES[coding.kind] for coding in codings if coding.kind in _MODULES})
+    return sorted({module for coding in codings for module in _MODULES.get(coding.kind, ())})
 
 
 @cache
