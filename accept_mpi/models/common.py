@@ -22,6 +22,9 @@ from accept_mpi.models.held import MOST_INSIDE, OWN
 
 LIBRARIES = ("torch", "numpy", "accept_mpi", "builtins")
 """Packages whose classes and Python modules keep nothing that matters here."""
+_NO_STATE = (*LIBRARIES, "logging")
+"""Packages whose objects do not decide what a forward gives, but for containers and generators."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _DEEP = 4
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
 _VARIABLE = (*_CONSTANTS, torch.Tensor, list, dict, set, deque, bytearray, np.ndarray, torch.Generator, Random,
@@ -47,8 +50,48 @@ class Place(NamedTuple):
         owner = sys.modules[self.python] if self.python else layer
         value: Any = vars(functools.reduce(getattr, filter(None, self.path.split(".")), owner))
         for step in self.steps:
-            value = value[step] if isinstance(value, list | tuple | deque | Mapping) else vars(value)[step]
+            value = _part(value, step)
         return value
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    """What is directly in a container, an object or a function: steps and values."""
+    if isinstance(value, list | tuple | deque):
+        return list(enumerate(list(value)))
+    if isinstance(value, types.FunctionType):
+        return [(name, cell.cell_contents) for name, cell in _cells(value)]
+    if isinstance(value, functools.partial):
+        return [(name, getattr(value, name)) for name in ("func", "args", "keywords")]
+    if isinstance(value, types.MethodType):
+        return [("__self__", value.__self__)]
+    return list((value if isinstance(value, Mapping) else getattr(value, "__dict__", {})).items())
+
+
+def _part(value: Any, step: Any) -> Any:
+    """What is at a step. Raises LookupError, AttributeError or TypeError if there is nothing."""
+    if isinstance(value, list | tuple | deque):
+        return value[step]
+    if isinstance(step, _Nth):
+        return list(value.values())[step.number]
+    return value[step] if isinstance(value, Mapping) else dict(_parts(value))[step]
+
+
+def _cells(function: types.FunctionType) -> list[tuple[str, types.CellType]]:
+    """A function's variables of the functions around it, as far as they have values."""
+    return [
+        (name, cell)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        if _filled(cell)
+    ]
+
+
+class _Nth(NamedTuple):
+    """A step to a value of a dictionary whose keys differ between two calls of a model's function."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return str(self.number)
 
 
 class Common(NamedTuple):
@@ -84,10 +127,20 @@ class Finder:
             self._found.setdefault(key, {}).setdefault(index, place)
             self._alive.append(value)
 
-    def found(self, least: int = 2) -> tuple[Common, ...]:
-        """What at least so many layers have in common."""
-        places = (sorted(found.items()) for found in self._found.values() if len(found) >= least)
-        return tuple(Common(tuple(found)) for found in places)
+    def found(self) -> tuple[Common, ...]:
+        """What two or more layers have in common, and variables of Python that at least one of them refers to."""
+        places = (sorted(found.items()) for found in self._found.values())
+        return tuple(Common(tuple(found)) for found in places if len(found) > 1 or found[0][1].python)
+
+
+def with_loss(common: Sequence[Common], loss: Any, index: int) -> list[Common]:
+    """What layers have in common with each other, and with a loss, as layer ``index``: variables of Python alone, since a
+    loss is not made with the layers."""
+    finder = Finder()
+    finder.show(index, loss)
+    mine = {one.places[0][1]: one.places for one in finder.found()}
+    every = [Common((*one.places, *mine.get(one.places[0][1], ()))) for one in common]
+    return [one for one in every if len(one.places) > 1]
 
 
 class Seen:
@@ -135,8 +188,11 @@ def _reached(one: Any) -> _Reached:
     for path, module in one.named_modules():
         for name, value in list(vars(module).items()):
             if name not in OWN:
-                yield from _inside(value, Place("", path, (name,)), seen)
-        kinds |= {kind: None for kind in type(module).__mro__ if not _of_library(kind.__module__)}
+                yield from _inside(value, Place("", path, (name,)), seen, code)
+        for name in _HOOKS:
+            for n, value in enumerate(list(vars(module).get(name, {}).values())):
+                yield from _inside(value, Place("", path, (name, _Nth(n))), seen, code)
+        kinds |= {kind: None for kind in type(module).__mro__ if not _of(LIBRARIES, kind.__module__)}
     for kind in kinds:
         names: set[str] = set()
         for value in list(vars(kind).values()):
@@ -148,39 +204,45 @@ def _reached(one: Any) -> _Reached:
                 yield (kind, name), Place(kind.__module__, kind.__qualname__, (name,)), value
 
 
-def _inside(value: Any, place: Place, seen: set[int]) -> _Reached:
-    """Yield the containers, objects and generators in an attribute."""
-    if isinstance(value, (*_CONSTANTS, torch.Tensor)) or not (type(value) is tuple or _may_change(value)):
+def _inside(value: Any, place: Place, seen: set[int], code: set[int]) -> _Reached:
+    """Yield the containers, objects and generators in an attribute, and what its functions refer to."""
+    if isinstance(value, (*_CONSTANTS, torch.Tensor)) or not (isinstance(value, _ON_THE_WAY) or _may_change(value)):
         return
     if id(value) in seen or len(seen) > MOST_INSIDE or len(place.steps) > _DEEP:
         return
     seen.add(id(value))
-    if type(value) is not tuple:
+    if isinstance(value, types.FunctionType):
+        yield from _variables(value, set(), code, 0)
+        for name, cell in _cells(value):
+            if isinstance(cell.cell_contents, (*_CONSTANTS, torch.Tensor)):
+                yield id(cell), place._replace(steps=(*place.steps, name)), cell
+    elif not isinstance(value, _ON_THE_WAY):
         yield id(value), place, value
-    if isinstance(value, list | tuple | deque):
-        parts: Any = enumerate(list(value))
-    else:
-        parts = list((value if isinstance(value, dict) else getattr(value, "__dict__", {})).items())
-    for key, part in parts:
-        yield from _inside(part, place._replace(steps=(*place.steps, key)), seen)
+    for step, part in _parts(value):
+        yield from _inside(part, place._replace(steps=(*place.steps, step)), seen, code)
+
+
+_ON_THE_WAY = (tuple, types.FunctionType, types.MethodType, functools.partial)
+"""What does not change itself, but what is in it."""
 
 
 def _may_change(value: Any) -> bool:
     """True for what another may replace or change: constants, tensors, containers, generators, objects with attributes."""
     if isinstance(value, _VARIABLE):
         return True
-    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, type | types.ModuleType | nn.Module)
+    kinds = (type, types.ModuleType, nn.Module, *_ON_THE_WAY)
+    return hasattr(value, "__dict__") and not isinstance(value, kinds) and not _of(_NO_STATE, type(value).__module__)
 
 
 def _variables(function: types.FunctionType, names: set[str], seen: set[int], depth: int) -> _Reached:
     """Yield the variables of Python modules that a function, or another one that it calls, refers to. ``names`` takes all
     names in them."""
-    if id(function) in seen or depth > _DEEP or _of_library(function.__module__ or ""):
+    if id(function) in seen or depth > _DEEP or _of(LIBRARIES, function.__module__ or ""):
         return
     seen.add(id(function))
     used = set(_names(function.__code__))
     names |= used
-    inner = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    inner = [cell.cell_contents for _, cell in _cells(function)]
     for name in sorted(used & function.__globals__.keys()):
         value = function.__globals__[name]
         if isinstance(value, types.FunctionType):
@@ -208,5 +270,5 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _of_library(module: str) -> bool:
-    return module.split(".")[0] in LIBRARIES
+def _of(packages: Sequence[str], module: str) -> bool:
+    return module.split(".")[0] in packages

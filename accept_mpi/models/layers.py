@@ -1,12 +1,12 @@
 """The layers that a rank holds: how they are built."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from accept_mpi.models.base import Chain
-from accept_mpi.models.common import Common
+from accept_mpi.models.common import Common, with_loss
 from accept_mpi.models.shared import watched
 
 
@@ -60,12 +60,15 @@ def build_layers(chain: Chain, start: int, stop: int, seed: int) -> Layers:
     return Layers(start, chain.names[start:stop], chain.build_range(start, stop, seed), chain.own_names)
 
 
-def build_stage(chain: Chain, start: int, stop: int, seed: int) -> Layers:
+def build_stage(chain: Chain, start: int, stop: int, seed: int, loss: Any = None) -> Layers:
     """Layers ``start <= i < stop`` for a stage that is going to train. They must not write to what they share with other
-    stages (a forward that does raises UserError). The chain frees the other layers that were made with them."""
+    stages (a forward that does raises UserError). The chain frees the other layers that were made with them. ``loss``: what
+    judges the last layer's outputs."""
     shared = chain.shared() if 0 < stop - start < len(chain) else ()
     ties = tuple(one.places for one in shared if one.tied)
-    common = [one for one in chain.common() if {start <= layer < stop for layer in one.layers} == {False, True}]
+    here = range(start, stop + (stop == len(chain)))  # the loss, too
+    every = with_loss(chain.common(), loss, len(chain))
+    common = [one for one in every if {layer in here for layer in one.layers} == {False, True}]
     layers = build_layers(chain, start, stop, seed)._replace(ties=ties, common=tuple(common))
     watched(layers.modules, start, shared)
     chain.release()

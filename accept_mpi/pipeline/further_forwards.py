@@ -72,7 +72,7 @@ class FurtherForwards(Stateful):
         finder = Finder()
         for index, layer in enumerate(layers, self.start):
             finder.show(index, layer)
-        variables = [one for one in finder.found(1) if one.places[0][1].python]
+        variables = [one for one in finder.found() if one.places[0][1].python]
         return Seen(layers, self.start, [*self._common, *variables])
 
     def _look_outside(self, given: Given, seen: Seen) -> list[str]:

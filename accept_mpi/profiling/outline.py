@@ -19,7 +19,7 @@ from accept_mpi.codecs.message import HEADER_BYTES
 from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
 from accept_mpi.job import Job
 from accept_mpi.models.base import Chain
-from accept_mpi.models.common import Common, Seen
+from accept_mpi.models.common import Common, Seen, with_loss
 from accept_mpi.models.shared import Shared
 from accept_mpi.pipeline.shareable import Watch
 from accept_mpi.pipeline.untouched import untouched
@@ -149,7 +149,7 @@ def _outline(
     if abstract:
         value = tree.replace(value, lambda x: torch.empty_like(x, device="meta"))
     device = torch.device("meta" if abstract else "cpu")
-    layers, held, common = [], _Held(abstract), chain.common()
+    layers, held, common = [], _Held(abstract), with_loss(chain.common(), None, len(chain))
     together: dict[Common, Shared] = {}
     for index in range(len(chain)):
         module = chain.abstract(index, seed) if abstract else chain.build(index, seed)

@@ -120,7 +120,7 @@ class Deployment:
         failpoint("build")
         runtime, job, self.course, self.batches = self.runtime, self.job, course, batches
         loss = self.state.loss if self.place.last else None
-        self.stage = self._built = _make_stage(runtime, job, self.state.chain, self.plan.layers_of(runtime.rank), loss)
+        self.stage = self._built = _make_stage(runtime, self.state, self.plan.layers_of(runtime.rank), loss)
         counts = runtime.messenger.allgather(self.stage.size, runtime.startup_seconds, "the number of parameters")
         self.parameters = sum(counts[rank] for rank in self.plan.leaders)
         sizes = _sizes(self.batches, self.test_samples if course.evaluate_every else 0)
@@ -398,17 +398,17 @@ def _data_for(job: Job, place: Place, loaded: Data) -> Data:
     return data_of(job)
 
 
-def _make_stage(runtime: Runtime, job: Job, chain: Chain, mine: range, loss: Loss | None) -> Stage:
+def _make_stage(runtime: Runtime, state: "RankState", mine: range, loss: Loss | None) -> Stage:
     """Build the stage of the layers ``mine``, in a memory format that is the same on all stages."""
-    layers = runtime.agree("the layers", lambda: build_stage(chain, mine.start, mine.stop, job.train.seed))
+    train = state.job.train
+
+    def build() -> Layers:
+        return build_stage(state.chain, mine.start, mine.stop, train.seed, state.loss.function)
+
+    layers = runtime.agree("the layers", build)
     convolutional = runtime.messenger.allgather(layers.has_conv2d, runtime.startup_seconds, "the memory format")
-    memory_format = job.train.memory_format
-    channels_last = any(convolutional) if memory_format == "auto" else memory_format == "channels_last"
-
-    def again() -> Layers:
-        return build_stage(chain, mine.start, mine.stop, job.train.seed)
-
-    return runtime.agree("the layers' state", lambda: Stage(layers, job, loss, channels_last, again))
+    channels_last = any(convolutional) if train.memory_format == "auto" else train.memory_format == "channels_last"
+    return runtime.agree("the layers' state", lambda: Stage(layers, state.job, loss, channels_last, build))
 
 
 def _sizes(batches: Calendar, test_samples: int) -> tuple[list[int], list[int]]:

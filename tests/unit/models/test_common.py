@@ -1,5 +1,6 @@
 """What layers have in common besides tensors: objects, and variables of Python."""
 
+import functools
 from random import Random
 from typing import Any
 
@@ -12,6 +13,7 @@ from accept_mpi.job_file import parse
 from accept_mpi.models.base import Chain
 from accept_mpi.models.common import Seen
 from accept_mpi.models.layers import build_stage
+from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.profiling.outline import outline
 
@@ -109,6 +111,61 @@ def chain_of(*kinds: type[nn.Module]) -> Chain:
         return [(f"l{n}", layer) for n, layer in enumerate(made)]
 
     return Chain(again(), again)
+
+
+def hooked(kind: str) -> Chain:
+    """Layers 0 and 2 of which functions, not their forwards, have something in common."""
+
+    def again() -> Any:
+        layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+        found: dict[str, Any] = {"x": None}
+        context = Context()
+        count = 0
+
+        def keep(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            found["x"] = output
+
+        def take(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            return output if found["x"] is None else output + found["x"].mean()
+
+        def add(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            return output * count
+
+        def mask(context: Any, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            context.mask = output
+
+        first, last = {
+            "closure": (keep, take),
+            "counter": (add, add),
+            "partial": (functools.partial(mask, context), functools.partial(mask, context)),
+        }[kind]
+        layers[0].register_forward_hook(first)
+        layers[2].register_forward_hook(last)
+        return [(f"l{n}", layer) for n, layer in enumerate(layers)]
+
+    return Chain(again(), again)
+
+
+@pytest.mark.parametrize("kind", ["closure", "counter", "partial"])
+def test_what_hooks_change_must_not_be_parted(kind: str) -> None:
+    with pytest.raises(UserError, match=r"layers 0 and 2 have _forward_hooks\.0\.\S+ in common, and a forward changes it"):
+        probed(hooked(kind), 0, 1)
+    assert not probed(hooked(kind), 0, 3)._parted
+
+
+def judged(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output if NOTES["mask"] is None else output * NOTES["mask"].mean(), target)
+
+
+def test_a_loss_may_read_what_a_layer_leaves() -> None:
+    chain = chain_of(Noting, Layer)
+    stage = Stage(build_stage(chain, 0, 1, 0, judged), JOB, None, False)
+    with pytest.raises(UserError, match=r"layers 0 and 2 have \S+NOTES in common"):
+        stage.probe((torch.randn(3, 4),), None, lambda specs, of: (torch.ones(3, 4),))
+    whole = Stage(build_stage(chain, 0, 2, 0, judged), JOB, Loss("own", judged), False)
+    whole.probe((torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
 
 
 def probed(chain: Chain, start: int, stop: int) -> Stage:
