@@ -149,10 +149,12 @@ def digest(value: Any, seen: dict[int, Any] | None = None) -> Digest:
         return Digest((str(value.dtype), np.shape(value), value.tobytes() if value.dtype.hasobject is False else b""))
     if (state := _generator(value)) is not None:
         return Digest(state)
+    constants = isinstance(value, list | tuple | deque | set | frozenset) and all(type(one) in _KEPT for one in value)
     if isinstance(value, list | tuple | deque):
-        return Digest(None, {n: digest(one, seen) for n, one in enumerate(value)})
+        parts = {} if constants else {n: digest(one, seen) for n, one in enumerate(value)}
+        return Digest(tuple(value) if constants else None, parts)
     if isinstance(value, set | frozenset):
-        return Digest(len(value))
+        return Digest(frozenset(value) if constants else len(value))
     inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
     return Digest(None, {key: digest(one, seen) for key, one in list(inside.items())}, grows=True)
 
