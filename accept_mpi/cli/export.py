@@ -48,6 +48,8 @@ def export(source: Path, out: Path, average: bool = False, merge: bool = False) 
         raise UserError(f"{out}: cannot write: {getattr(error, 'strerror', None) or error}") from error
     bad = sum(1 for value in state.values() if value.is_floating_point() and not torch.isfinite(value.float()).all())
     note = f", {bad} of which hold values that are not finite" if bad else ""
+    if memory := [key.partition("/")[2] for key in checkpoint.remembered()]:
+        print(f"left out, since load_state_dict() takes no attributes: {', '.join(sorted(memory))}")
     print(f"{out}: {counted(len(state), 'tensor')} of step {checkpoint.manifest.step}{note}")
     return 0
 

@@ -19,6 +19,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.models import Chain, chain_of
 from accept_mpi.models.losses import scores
+from accept_mpi.pipeline.remembered import Remembered
 from accept_mpi.pipeline.state import load_layer
 from accept_mpi.profiling.layer_timer import micro_batch
 from accept_mpi.recovery.checkpoint import Checkpoint
@@ -34,7 +35,8 @@ def predict(source: Path, folder: Path | None, average: bool, top: int) -> int:
     job = Job.from_json(checkpoint.manifest.job).without_weights()
     train, test = data_of(msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, mix=None)))
     chain = chain_of(job, lambda: micro_batch(train, job).value)
-    model = _loaded(chain, job.train.seed, checkpoint.by_layer(average), lambda: micro_batch(train, job).value)
+    state, memory = checkpoint.by_layer(average), checkpoint.remembered()
+    model = _loaded(chain, job.train.seed, state, memory, lambda: micro_batch(train, job).value)
     names: list[str] = []
     if folder is not None:
         if not isinstance(train, ImageFolder):
@@ -60,10 +62,15 @@ def predict(source: Path, folder: Path | None, average: bool, top: int) -> int:
 
 
 def _loaded(
-    chain: Chain, seed: int, state: Mapping[str, Mapping[str, torch.Tensor]], value: Callable[[], Any]
+    chain: Chain,
+    seed: int,
+    state: Mapping[str, Mapping[str, torch.Tensor]],
+    memory: Mapping[str, torch.Tensor],
+    value: Callable[[], Any],
 ) -> Callable[[Any], Any]:
-    """A function that computes the whole model, in evaluation mode. ``state``: that of each layer, by name; ``value``: gives
-    inputs, for layers that are complete only after a forward. Raises UserError if the state is another model's."""
+    """A function that computes the whole model, in evaluation mode. ``state``: that of each layer, by name; ``memory``: what
+    training's forwards have left beside it; ``value``: gives inputs, for layers that are complete only after a forward.
+    Raises UserError if the state is another model's."""
     layers = [layer.eval() for layer in chain.build_range(0, len(chain), seed)]
 
     @torch.no_grad()
@@ -77,4 +84,5 @@ def _loaded(
         forward(value())
     for name, layer, own in zip(chain.names, layers, held, strict=True):
         load_layer(name, layer, own)
+    Remembered.of_file([*zip(chain.names, layers, strict=True)], memory).put(memory)
     return forward

@@ -34,6 +34,12 @@ class Remembered:
         self.names = set(names)
         self._named = named
 
+    @classmethod
+    def of_file(cls, named: Sequence[tuple[str, nn.Module]], state: Mapping[str, torch.Tensor]) -> "Remembered":
+        """What ``state``, read from a file, says of attributes that these modules have, and that are no functions."""
+        every = cls(named, [key.removeprefix(f"{LAYERS}/") for key in state])
+        return cls(named, [name for table, key, name in every._places() if key in table and not callable(table[key])])
+
     def state(self) -> dict[str, torch.Tensor]:
         """Copies of what can be kept, as "<what>/<name>"."""
         found = {}

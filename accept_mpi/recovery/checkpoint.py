@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from accept_mpi.errors import UserError, shown
 from accept_mpi.files.regular import open_regular
 from accept_mpi.pipeline.averages import AVERAGE
+from accept_mpi.pipeline.remembered import LAYERS
 from accept_mpi.recovery.manifest import (
     PARTS,
     File,
@@ -85,8 +86,9 @@ class Checkpoint:
         for stage, part in files:
             self._check_sum(stage, part)
 
-    def tensors(self, part: Part, layers: range) -> dict[str, torch.Tensor]:
-        """Tensors of the layers with these indices, by their names in the files. Raises UserError if a file is damaged."""
+    def tensors(self, part: Part, layers: range, prefix: str = "") -> dict[str, torch.Tensor]:
+        """Tensors of the layers with these indices, by their names in the files, which begin with ``prefix``. Raises
+        UserError if a file is damaged."""
         wanted = {self.manifest.layers[i] for i in layers}
         found = {}
         for stage in self.manifest.stages:
@@ -96,7 +98,7 @@ class Checkpoint:
             try:
                 with safe_open(self.path / file.name, framework="pt") as opened:
                     for key in opened.keys():  # noqa: SIM118  # not a dict
-                        if _layer(key, part) in wanted:
+                        if key.startswith(prefix) and _layer(key, part) in wanted:
                             found[key] = opened.get_tensor(key)
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{self.path}: damaged checkpoint: {file.name}: {error}") from error
@@ -107,6 +109,10 @@ class Checkpoint:
         value, if this is asked for. Raises UserError if there are none."""
         state = {(layer, name): value for layer, own in self.by_layer(average).items() for name, value in own.items()}
         return {name if self.manifest.own_names else f"{layer}.{name}": value for (layer, name), value in state.items()}
+
+    def remembered(self) -> dict[str, torch.Tensor]:
+        """What forwards have left in the layers beside ``state_dict()``, as ``pipeline.remembered`` keeps it."""
+        return self.tensors("optimizer", range(len(self.manifest.layers)), f"{LAYERS}/")
 
     def by_layer(self, average: bool = False) -> dict[str, dict[str, torch.Tensor]]:
         """The same as the ``state_dict`` of each layer."""

@@ -1,7 +1,9 @@
 """What a trained model says of images and of the test set is what its exported weights say in plain PyTorch."""
 
 import csv
+import importlib
 import io
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,8 @@ from test_recorded import write
 from accept_mpi import models
 from accept_mpi.data.digits import digits
 from accept_mpi.data.images import images
+from accept_mpi.pipeline.state import unpacked
+from accept_mpi.recovery.checkpoint import Checkpoint
 
 CLASSES = ("bright", "dark")
 
@@ -128,3 +132,54 @@ def test_state_beyond_parameters(mpirun, tmp_path: Path) -> None:
     assert [int(row["class 1"]) for row in found] == scores.argmax(-1).tolist()
     for row, values in zip(found, scores.softmax(-1), strict=True):
         assert float(row["probability 1"]) == pytest.approx(float(values.max()), abs=1e-3)
+
+
+NET = """
+import torch
+from torch import nn
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.mean = nn.Linear(6, 6), torch.zeros(6)
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return x - self.mean
+
+
+def net():
+    return nn.Sequential(Centred(), nn.Tanh(), nn.Linear(6, 3))
+
+
+def data():
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1)) + 3
+    return (x[:16], x[:16, :3].argmax(1)), (x[16:], x[16:, :3].argmax(1))
+"""
+
+
+def test_what_forwards_have_left_counts(mpirun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean that is no buffer."""
+    (tmp_path / "centred.py").write_text(NET)
+    (tmp_path / "job.toml").write_text(
+        'model.name = "centred:net"\ndata.name = "centred:data"\noutput.directory = "run"\n'
+        'train = { batch_size = 4, micro_batches = 2, steps = 24, optimizer = { name = "sgd", lr = 0.3 } }\n'
+    )
+    mpirun(2, "-m", "accept_mpi", "train", "job.toml")
+    found = table(mpirun(1, "-m", "accept_mpi", "predict", "run").out)
+    out = mpirun(1, "-m", "accept_mpi", "export", "run", "out.safetensors").out
+    assert "left out, since load_state_dict() takes no attributes: 0.mean" in out
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "centred", raising=False)
+    plain = importlib.import_module("centred").net().eval()
+    plain.load_state_dict(load_file(tmp_path / "out.safetensors"), strict=True)
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))[16:] + 3
+    with torch.no_grad():
+        without = plain(x).softmax(-1).amax(-1)
+        plain[0].mean = unpacked(Checkpoint(tmp_path / "run").remembered()["remembered/0.mean"])
+        expected = plain(x).softmax(-1).amax(-1)
+    assert not torch.allclose(without, expected, atol=0.01)
+    assert [float(row["probability 1"]) for row in found] == pytest.approx(expected.tolist(), abs=1e-3)
