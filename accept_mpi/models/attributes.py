@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accept_mpi.models.held import MOST_INSIDE, OWN
+from accept_mpi.models.shared import checksum, memory_of
 
 _KEPT = (bool, int, float, str, type(None))
 _NO_STATE = OWN | {"forward"}  # and a method that something else has put there
@@ -88,14 +89,6 @@ class Attributes:
                 yield from (_Place(own, key, dot + key, False) for key in list(own) if key not in _NO_STATE)
 
 
-def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors of a shape and dtype have the same values, where NaN is equal to itself."""
-    if tensor.shape != other.shape or tensor.layout is not torch.strided:
-        return tensor.shape == other.shape
-    equal = tensor == other
-    return bool((equal | ((tensor != tensor) & (other != other))).all())
-
-
 def _floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
@@ -124,15 +117,10 @@ class _Seen:
         """``written``: whether to notice what is written to it."""
         self.tensor, self.floating = tensor, tensor.is_floating_point()
         self._version = 0 if tensor.is_inference() or not written else tensor._version
-        apart = written and type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_meta
-        self._values = tensor.detach().clone() if apart else None
+        self._values = checksum(memory_of(tensor)) if written and not tensor.is_meta else None
 
     def same(self, other: "_Seen") -> bool:
-        if self.tensor is not other.tensor or self._version != other._version:
-            return False
-        if self._values is None or other._values is None:
-            return True
-        return same_bits(self._values, other._values)
+        return self.tensor is other.tensor and self._version == other._version and self._values == other._values
 
 
 def digest(value: Any, seen: dict[int, Any] | None = None) -> Digest:

@@ -143,6 +143,14 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (reach + 1) * size if tensor.numel() else begin
 
 
+def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors of a shape and dtype have the same values, where NaN is equal to itself."""
+    if tensor.shape != other.shape or tensor.layout is not torch.strided:
+        return tensor.shape == other.shape
+    equal = tensor == other
+    return bool((equal | ((tensor != tensor) & (other != other))).all())
+
+
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True if two tensors have memory in common."""
     memory, (begin, end), (begin_2, end_2) = memory_of(one), _span(one), _span(other)
@@ -307,7 +315,7 @@ class Handed:
                 if (storage := memory_of(part.tensor)) is not None:
                     reference = StorageWeakRef(storage)
                     if part.written or reference.cdata not in self._memory:
-                        self._memory[reference.cdata] = (reference, None if part.written else _checksum(storage))
+                        self._memory[reference.cdata] = (reference, None if part.written else checksum(storage))
         return given
 
     def used(self, layer: nn.Module) -> list[str]:
@@ -318,7 +326,7 @@ class Handed:
             if storage is None or storage._cdata not in self._memory:
                 continue
             _, values = self._memory[storage._cdata]
-            if part.written or values is None or values != _checksum(storage):
+            if part.written or values is None or values != checksum(storage):
                 found.append(part.name)
         return found
 
@@ -338,7 +346,7 @@ def _another(layer: nn.Module, state: dict[str, Any]) -> nn.Module:
     return other
 
 
-def _checksum(storage: torch.UntypedStorage | None) -> int | None:
+def checksum(storage: torch.UntypedStorage | None) -> int | None:
     """Checksum of a storage's values; None if they cannot be read here."""
     if storage is None or storage.device.type != "cpu":
         return None
@@ -387,7 +395,7 @@ class Watch:
         self._first = False
 
     def _sum(self, tensor: torch.Tensor) -> int | None:
-        return _checksum(memory_of(tensor)) if self._first else None
+        return checksum(memory_of(tensor)) if self._first else None
 
 
 def watched(layers: Sequence[nn.Module], start: int, shared: Iterable[Shared]) -> None:

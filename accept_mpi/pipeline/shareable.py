@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from accept_mpi.models.attributes import same_bits
 from accept_mpi.models.losses import Divisors
+from accept_mpi.models.shared import same_bits
 from accept_mpi.pipeline.running_statistics import batch_norms
 
 _State = tuple[int, int, torch.Tensor | None]

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from accept_mpi.models.attributes import same_bits
-from accept_mpi.models.shared import common_memory, copies
+from accept_mpi.models.shared import common_memory, copies, same_bits
 from accept_mpi.pipeline.kept_values import KeptValues
 
 PREVIOUS = "previous"
