@@ -150,7 +150,9 @@ class Loss:
         """Sum and count of each metric, for a micro-batch with this ``result``; ``setting_up`` as in ``Metric.part``."""
         loss = result.loss, result.count
         return [
-            metric.part(self._scores(output) if metric.ranks else output, target, result.samples, loss, setting_up)
+            metric.part(
+                self._scores(output) if metric.ranks else output, target, result.samples, loss, setting_up, self.ignored
+            )
             for metric in self.metrics
         ]
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,13 +32,17 @@ class Metric:
         self.ranks = self._whole and name.startswith("top")
         """True if it ranks the scores of classes."""
 
-    def part(self, output: Any, target: Any, samples: int, loss: Part, setting_up: bool = False) -> Part:
-        """Sum and count of a micro-batch. ``loss``: those of the loss. Raises UserError for what it cannot take, UsersBug
-        for any other exception in it, but not while ``setting_up`` for one that values may cause: these are made up then."""
+    def part(
+        self, output: Any, target: Any, samples: int, loss: Part, setting_up: bool = False, ignored: int = IGNORED
+    ) -> Part:
+        """Sum and count of a micro-batch. ``loss``: those of the loss; ``ignored``: the class that does not count in it.
+        Raises UserError for what it cannot take, UsersBug for any other exception in it, but not while ``setting_up`` for
+        one that values may cause: these are made up then."""
         if self.name == "perplexity":
             return loss
         try:
-            found = self._function(scores(output) if self._whole else output, target)
+            given = (scores(output) if self._whole else output), target
+            found = self._function(*given, ignored) if self.ranks else self._function(*given)
             if isinstance(found, tuple | list):
                 return float(found[0]), float(found[1])
             return float(found) * samples, float(samples)
@@ -60,19 +65,19 @@ class Metric:
         return mean
 
 
-def _known(name: str) -> Callable[[Any, Any], Any] | None:
+def _known(name: str) -> Callable[..., Any] | None:
     if name.startswith("top") and name[3:].isdigit() and int(name[3:]) > 0:
-        return lambda output, target: _top(output, target, int(name[3:]))
+        return partial(_top, int(name[3:]))
     return _KNOWN.get(name)
 
 
-def _top(output: torch.Tensor, target: torch.Tensor, count: int) -> Part:
+def _top(count: int, output: torch.Tensor, target: torch.Tensor, ignored: int) -> Part:
     """Share of targets that are among the highest scores."""
     if target.is_floating_point() or output.shape[:-1] != target.shape:
         raise ValueError("wants scores (..., classes) and classes (...)")
     best = output.topk(min(count, output.shape[-1]), dim=-1).indices
     classes = widened(target)
-    counting = classes != IGNORED
+    counting = classes != ignored
     hits = (best == classes.unsqueeze(-1)).any(-1)
     return float(hits[counting].sum()), float(counting.sum())
 
@@ -86,11 +91,11 @@ def _errors(power: int) -> Callable[[torch.Tensor, torch.Tensor], Part]:
     return found
 
 
-_KNOWN: dict[str, Callable[[Any, Any], Any]] = {
+_KNOWN: dict[str, Callable[..., Any]] = {
     "perplexity": lambda output, target: None,
     "mae": _errors(1),
     "mse": _errors(2),
-    "top5": lambda output, target: _top(output, target, 5),
+    "top5": partial(_top, 5),
 }
 
 BETTER_LOW = ("loss", "perplexity", "mae", "mse")

@@ -109,6 +109,16 @@ def test_classes_lie_where_the_loss_has_them(function: Any, length: int) -> None
     assert loss.measured(output, target, Result(0.0, 1.0, 0, 0, 2)) == [(float(target.numel()), float(target.numel()))]
 
 
+@pytest.mark.parametrize("ignored", [0, -1, -100])
+def test_a_class_that_the_loss_ignores_does_not_count(ignored: int) -> None:
+    """Neither in accuracy nor in a metric that ranks scores."""
+    loss = Loss("torch's", nn.CrossEntropyLoss(ignore_index=ignored))
+    loss.metrics = [Metric("top1"), Metric("top2")]
+    scores, target = torch.tensor([[3.0, 2.0, 1.0]] * 4), torch.tensor([ignored, 1, 2, ignored])
+    assert loss.hits(scores, target) == (0, 2)
+    assert loss.measured(scores, target, Result(0.0, 1.0, 0, 0, 4)) == [(0.0, 2.0), (1.0, 2.0)]
+
+
 def test_a_users_metric_gets_all_that_the_model_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "topmost.py").write_text("def both(output, target):\n    return float(len(output)), 1\n")
     monkeypatch.syspath_prepend(tmp_path)
