@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +40,8 @@ class WeightsFile:
     ) -> str:
         """Compare the file with the state of the whole model, ``names``, with the ``shapes`` of tensors; ``aliases``: groups
         of names of one tensor, of which the last that the file has counts, as for ``load_state_dict``; ``optional``: names
-        that may be missing. Returns a line on what is left out. Raises UserError unless all fit, or the job allows it."""
+        that may be missing. Returns a line on what is left out. Raises UserError unless all fit, or some and the job allows
+        it."""
         known = set(names)
         other = [name for name in names if name in self._places and self._shape(name) != tuple(shapes[name])]
         for group in aliases:
@@ -47,20 +49,18 @@ class WeightsFile:
             self._alias |= {name: there[-1] for name in group if there}
         missing = [n for n in names if n not in self._places and n not in self._alias and n not in optional]
         strange = [name for name in self._places if name not in known]
-        if self._strict and (missing or strange or other):
-            parts = [
-                f"it lacks {_show(missing)}" if missing else "",
-                f"it has {_show(strange)}, which the model has not" if strange else "",
-                f"{other[0]} is {self._shape(other[0])} in it and {tuple(shapes[other[0]])} in the model" if other else "",
-            ]
-            raise UserError(
-                f"model.weights: {self.path} does not fit the model: {'; '.join(filter(None, parts))}; "
-                "strict = false loads what fits"
-            )
+        parts = [
+            f"it lacks {_show(missing)}" if missing else "",
+            f"it has {_show(strange)}, which the model has not" if strange else "",
+            f"{other[0]} is {self._shape(other[0])} in it and {tuple(shapes[other[0]])} in the model" if other else "",
+        ]
         for name in other:
             del self._places[name]
         left = [*missing, *(name for name in other if name not in self._alias)]
         loaded = sum(1 for name in names if name in self._places or name in self._alias)
+        if (self._strict and any(parts)) or not loaded:
+            way = "strict = false loads what fits" if loaded else _renamed(strange, missing) or "nothing in it fits"
+            raise UserError(f"model.weights: {self.path} does not fit the model: {'; '.join(filter(None, parts))}; {way}")
         return f"{self.path}: {counted(loaded, 'tensor')} loaded" + (f", {_show(left)} left as they are" if left else "")
 
     def load(self, layer: nn.Module, prefix: str) -> None:
@@ -154,6 +154,8 @@ class _Torch:
             except Exception as error:
                 if not mapped:
                     reason = str(error).split("\n")[0]
+                    if isinstance(error, UnpicklingError):
+                        reason = "it is damaged, or holds more than tensors and plain values: save the model's state_dict()"
                     raise UserError(f"model.weights: {path} cannot be read: {reason}") from error
         for key in ("state_dict", "model", "model_state_dict"):
             if isinstance(found, dict) and isinstance(found.get(key), dict):
@@ -171,6 +173,17 @@ class _Torch:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensor(name).shape)
+
+
+def _renamed(there: Sequence[str], wanted: Sequence[str]) -> str:
+    """What names have in front, if those that are there and those that are wanted differ by that; else empty."""
+    for longer, shorter, text in ((there, wanted, "its names have"), (wanted, there, "the model's names have")):
+        short = set(shorter)
+        for name in longer:
+            for at in (n + 1 for n, letter in enumerate(name) if letter == "."):
+                if name[at:] in short:
+                    return f"{text} \"{name[:at]}\" in front, and the other's have not: save them under the model's names"
+    return ""
 
 
 def _show(names: Sequence[str]) -> str:

@@ -201,6 +201,35 @@ def test_a_file_with_two_values_for_one_tensor(tmp_path: Path) -> None:
             assert torch.equal(value, net.state_dict()[name])
 
 
+@pytest.mark.parametrize("strict", ["true", "false"])
+def test_a_file_of_which_nothing_fits(tmp_path: Path, strict: str) -> None:
+    """A run would begin with random weights. Names differ by what is in front of them more often than not."""
+    given = Within().state_dict()
+    weights = [f"model.weights={tmp_path}/w.pt", f"model.strict={strict}"]
+    for front in ("module.", "model.", "_orig_mod."):
+        torch.save(
+            {"state_dict": {f"{front}0.{name}": value for name, value in given.items()}, "epoch": 3}, tmp_path / "w.pt"
+        )
+        with pytest.raises(UserError, match=rf'it lacks 0\.words.*; its names have "{front}" in front, and .* have not'):
+            changed("within", *weights)
+    torch.save(given, tmp_path / "w.pt")
+    with pytest.raises(UserError, match=r'which the model has not; the model\'s names have "0\." in front'):
+        changed("within", *weights)
+    torch.save({"net": given}, tmp_path / "w.pt")
+    with pytest.raises(UserError, match=r"it lacks 0\.words\.weight, 0\.head\.weight.*; nothing in it fits$"):
+        changed("within", *weights)
+
+
+@pytest.mark.parametrize("what", ["model", "settings", "damaged"])
+def test_a_file_that_holds_more_than_tensors(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "w.pt"
+    torch.save({"model": Within(), "settings": {"state_dict": {}, "path": Path("x")}}.get(what), path)
+    if what == "damaged":
+        path.write_bytes(b"weights")
+    with pytest.raises(UserError, match=r"w\.pt cannot be read: .* holds more .*: save the model's state_dict"):
+        changed("within", f"model.weights={path}")
+
+
 def test_weights_of_a_run_with_adapters(tmp_path: Path) -> None:
     """Another run with the same adapters begins with them; others are strange."""
     chain, _ = changed("language", LORA)
