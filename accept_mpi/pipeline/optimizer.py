@@ -41,7 +41,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer | None:
     """Optimizer that a job names, for a stage's parameters; None if there are none. ``names``: for each parameter all its
     names in the whole model, by which ``groups`` have settings of their own; ``matrices``: for each parameter, whether Muon
-    updates it. A group's "factor" is that of its learning rate (``set_learning_rate``)."""
+    updates it. A group's "usual" is its learning rate without the schedule (``set_learning_rate``)."""
     if not parameters:
         return None
     tables: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
@@ -51,25 +51,26 @@ def make_optimizer(
         decay = options.weight_decay if options.decay_vectors or parameter.dim() > 1 else 0.0
         if own is not None and own.weight_decay is not None:
             decay = own.weight_decay
-        factor = own.lr / lr if own is not None and own.lr is not None else 1.0
+        usual = own.lr if own is not None and own.lr is not None else lr
         is_matrix = bool(matrices) and matrices[n] and not (own is not None and own.adamw)
-        tables.setdefault((factor, decay, is_matrix), []).append(parameter)
+        tables.setdefault((usual, decay, is_matrix), []).append(parameter)
     extra: dict[str, Any] = {key: getattr(options, key) for key in _SETTINGS if options.name in GOES_WITH[key][1]}
     if options.name == "nadam":
         extra["decoupled_weight_decay"] = True
     leave_the_compiler_out()
     arguments: dict[str, Any] = {"lr": lr, "weight_decay": options.weight_decay, **extra}
     own_tables = [
-        {"params": some, "factor": factor, "lr": factor * lr, "weight_decay": decay, "matrix": is_matrix}
-        for (factor, decay, is_matrix), some in tables.items()
+        {"params": some, "usual": usual, "lr": usual, "weight_decay": decay, "matrix": is_matrix}
+        for (usual, decay, is_matrix), some in tables.items()
     ]
     return _KINDS[options.name](own_tables, **arguments)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of the next update."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float, usual: float) -> None:
+    """Set the learning rate of the next update, which is ``usual`` without the job's schedule. Other rates of groups follow
+    that as in ``torch.optim.lr_scheduler.LambdaLR``."""
     for group in optimizer.param_groups:
-        group["lr"] = group["factor"] * lr
+        group["lr"] = lr if group["usual"] == usual else group["usual"] * (lr / usual)
 
 
 COUNTER = "step"

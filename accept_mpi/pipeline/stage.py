@@ -242,7 +242,7 @@ class Stage(Trials):
                     if gradient is not None:
                         gradient.mul_(factor)
             self._weights.before_update()
-            set_learning_rate(self.optimizer, lr)
+            set_learning_rate(self.optimizer, lr, self._job.lr)
             trained = [p for p in self._weights.updated if p.requires_grad]
             with self._correction.around(trained):
                 update(self.optimizer)

@@ -13,7 +13,15 @@ from accept_mpi.job import Optimizer, ParameterGroup
 from accept_mpi.pipeline.correction import Correction
 from accept_mpi.pipeline.lion import Lion
 from accept_mpi.pipeline.muon import matrices, orthogonal
-from accept_mpi.pipeline.optimizer import SCALARS, learning_rate, make_optimizer, state_names, update, values_kept
+from accept_mpi.pipeline.optimizer import (
+    SCALARS,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+    state_names,
+    update,
+    values_kept,
+)
 
 
 def rates(options: Optimizer, steps: int = 10) -> list[float]:
@@ -40,6 +48,22 @@ def _torch_cosine(steps: int, last: float) -> list[float]:
 
 def test_warmup() -> None:
     assert rates(Optimizer(warmup_steps=4))[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("own", [0.03, 0.007, 0.3])
+def test_rates_of_groups_are_torch_s_to_the_bit(own: float) -> None:
+    """What is left of a rate after a division and a multiplication would differ in its last bit, and so would weights."""
+    options, steps = Optimizer(schedule="step", decay_every=3, decay=0.3), 10
+    one, other = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    ours = make_optimizer(options, 0.05, [one, other], [["one"], ["other"]], [ParameterGroup(names=["other"], lr=own)])
+    torchs = torch.optim.SGD([{"params": [one]}, {"params": [other], "lr": own}], lr=0.05)
+    schedule = torch.optim.lr_scheduler.LambdaLR(torchs, lambda step: learning_rate(options, 0.05, step, steps) / 0.05)
+    assert ours is not None
+    for step in range(steps):
+        set_learning_rate(ours, learning_rate(options, 0.05, step, steps), 0.05)
+        assert ours.param_groups[1]["lr"] == torchs.param_groups[1]["lr"]
+        torchs.step()
+        schedule.step()
 
 
 def test_kinds() -> None:
@@ -126,7 +150,7 @@ def test_adamw_for_some_matrices() -> None:
     groups = [ParameterGroup(names=["head.*"], adamw=True, lr=0.5)]
     made = make_optimizer(Optimizer(name="muon"), 0.1, parameters, [["a.weight"], ["head.weight"]], groups, [True, True])
     assert made is not None
-    assert [(group["matrix"], group["factor"]) for group in made.param_groups] == [(True, 1.0), (False, 5.0)]
+    assert [(group["matrix"], group["usual"]) for group in made.param_groups] == [(True, 0.1), (False, 0.5)]
 
 
 def test_corrected_updates() -> None:
