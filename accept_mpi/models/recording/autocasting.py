@@ -2,8 +2,8 @@
 them, whatever precision the job has around them."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -39,10 +39,27 @@ def watched() -> Iterator[list[Autocast]]:
         cls.__enter__, cls.__exit__ = plain_enter, plain_exit
 
 
-@contextmanager
-def within(contexts: Sequence[Autocast]) -> Iterator[None]:
-    """Within the context these are open."""
-    with ExitStack() as stack:
-        for one in contexts:
-            stack.enter_context(torch.autocast(one.kind, one.dtype, one.enabled))
-        yield
+class Opened:
+    """The contexts that are open while calls are carried out. One that several calls have in common stays open from the
+    first to the last: torch keeps the casts of parameters that are made in it."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Autocast, torch.autocast]] = []
+
+    def have(self, contexts: Sequence[Autocast]) -> None:
+        """Have these contexts open, from the outermost, and no others."""
+        same = 0
+        while same < min(len(contexts), len(self._open)) and contexts[same] is self._open[same][0]:
+            same += 1
+        while len(self._open) > same:
+            self._open.pop()[1].__exit__(None, None, None)
+        for one in contexts[same:]:
+            context = torch.autocast(one.kind, one.dtype, one.enabled)
+            context.__enter__()
+            self._open.append((one, context))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.have(())

@@ -5,7 +5,7 @@ model's inputs alone, such as masks, positions and rotary tables, do not cross: 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -125,7 +125,18 @@ class Flow:
             blocked = np.cumsum(views)[:count] > most
             blocked[last_write + 1 :] = False
             found[blocked] = _NEVER
+        for first, last in self._casts():
+            found[first + 1 : last + 1] = _NEVER
         return found
+
+    def _casts(self) -> Iterable[tuple[int, int]]:
+        """The first and the last node that use one of the model's tensors in products within one ``torch.autocast`` of the
+        forward: they share its cast, whose gradients are added up in lower precision."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for n, node in enumerate(self.tape.nodes):
+            for name in node.states if node.autocast and node.operations else ():
+                found.setdefault((id(node.autocast[0]), self.tape.memory_of[name]), []).append(n)
+        return [(nodes[0], nodes[-1]) for nodes in found.values()]
 
     def crossing(self, position: int) -> list[int]:
         """Slots of the values that cross in front of a node, in order."""

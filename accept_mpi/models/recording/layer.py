@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
-from accept_mpi.models.recording.autocasting import within
+from accept_mpi.models.recording.autocasting import Opened
 from accept_mpi.models.recording.key import keyed
 from accept_mpi.models.recording.structure import mapped, parts_of, tensors_in
 from accept_mpi.models.recording.tape import DEVICE, ComputingDevice, Node, State, Value
@@ -81,26 +81,27 @@ class RecordedLayer(nn.Module):
             return device if place is DEVICE else self._state(place.name)
 
         enabled = torch.is_grad_enabled()
-        for step in run.steps:
-            node = step.node
-            args, kwargs = node.args, node.kwargs
-            if step.places:
-                args, kwargs = mapped(args, filled, _PLACES), mapped(kwargs, filled, _PLACES)
-            call = self.get_submodule(node.module) if node.function is None else node.function
-            # In training gradients may be off around a forward that is computed again; in evaluation they are.
-            same = node.grad == enabled or (self.training and not enabled)
-            grad = nullcontext() if same else torch.set_grad_enabled(node.grad)
-            with grad, within(node.autocast) if node.autocast else nullcontext():
-                result = call(*args, **kwargs)
-            tensors = tensors_in(result)
-            if node.shapes is not None and tuple(one.shape for one in tensors) != node.shapes:
-                raise UserError(
-                    f"model.blocks: {node.module} gives other shapes for other values ({_shapes(node.shapes)}, now "
-                    f"{_shapes(one.shape for one in tensors)}), so what follows cannot be recorded"
-                )
-            slots.update(zip(node.gives, tensors, strict=True))
-            for slot in step.frees:
-                slots.pop(slot, None)
+        with Opened() as opened:
+            for step in run.steps:
+                node = step.node
+                opened.have(node.autocast)
+                args, kwargs = node.args, node.kwargs
+                if step.places:
+                    args, kwargs = mapped(args, filled, _PLACES), mapped(kwargs, filled, _PLACES)
+                call = self.get_submodule(node.module) if node.function is None else node.function
+                # In training gradients may be off around a forward that is computed again; in evaluation they are.
+                same = node.grad == enabled or (self.training and not enabled)
+                with nullcontext() if same else torch.set_grad_enabled(node.grad):
+                    result = call(*args, **kwargs)
+                tensors = tensors_in(result)
+                if node.shapes is not None and tuple(one.shape for one in tensors) != node.shapes:
+                    raise UserError(
+                        f"model.blocks: {node.module} gives other shapes for other values ({_shapes(node.shapes)}, now "
+                        f"{_shapes(one.shape for one in tensors)}), so what follows cannot be recorded"
+                    )
+                slots.update(zip(node.gives, tensors, strict=True))
+                for slot in step.frees:
+                    slots.pop(slot, None)
         if run.output is not None:
             return mapped(run.output, filled, _PLACES)
         return (key, *(slots[slot] for slot in run.gives))

@@ -72,6 +72,20 @@ class Autocasts(Net):
         return self.c(x.float())
 
 
+class CastsOnce(Net):
+    """Torch casts a parameter once for all its uses in a context, and adds up their gradients in bfloat16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = torch.tanh(self.b(torch.tanh(self.a(x))))
+            with torch.autocast("cpu", enabled=False):
+                x = F.layer_norm(x.float(), (8,))
+            x = torch.tanh(self.b(x))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = torch.tanh(F.linear(x, self.b.weight))
+        return self.c(x.float())
+
+
 class KnowsItsDevice(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.a(x)
@@ -110,7 +124,7 @@ class DifferentiatesInEvaluation(Net):
 
 
 @pytest.mark.parametrize(
-    "model", [Scripted, WrittenConstant, OfInitialWeights, Autocasts, KnowsItsDevice, Parametrized, Gamma]
+    "model", [Scripted, WrittenConstant, OfInitialWeights, Autocasts, CastsOnce, KnowsItsDevice, Parametrized, Gamma]
 )
 def test_equal_to_the_plain_model(model: type[nn.Module]) -> None:
     torch.manual_seed(3)
