@@ -39,11 +39,12 @@ class Whole(NamedTuple):
     output: str
     blocks: tuple[str, ...] = ()
     changes: Changes | None = None
+    autocast: bool = False
 
     def record(self, value: Any) -> Chain:
         """The chain, for micro-batches like ``value``, which the data set gives. Raises UserError."""
         chain = RecordedModel(self.make, value, self.output, self.blocks).chain()
-        chain.changes = self.changes
+        chain.changes, chain.autocast = self.changes, self.autocast
         return chain
 
 
@@ -68,9 +69,12 @@ def model_of(job: Job) -> Chain | Whole:
     build only what a rank holds) a list of functions that each make a layer; list entries may be ``(name, layer)``. It is
     called under the job's seed, and called again whenever new layers are needed.
     """
-    changes = Changes(job)
-    model = job.model
-    return _load(model, job.train.seed, changes if changes.any else None)
+    changes, autocast = Changes(job), job.train.precision == "bf16"
+    found = _load(job.model, job.train.seed, changes if changes.any else None)
+    if isinstance(found, Whole):
+        return found._replace(autocast=autocast)
+    found.autocast = autocast
+    return found
 
 
 def undivided(job: Job) -> nn.Module:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from accept_mpi.errors import UserError
@@ -52,6 +53,8 @@ class Chain:
         self.prepare: Callable[[Any], None] = lambda value: None
         """Prepares the layers for inputs of the shapes of this value, which a model that is recorded for each shape does
         where nothing else looks on."""
+        self.autocast = False
+        """True if forwards compute under torch's autocast."""
         self.own_names = False
         """True if names of state are those of the whole model, without the layer's name in front."""
         self.layers = list(layers)
@@ -141,10 +144,12 @@ class Chain:
         return layer
 
     def shared(self) -> tuple[Shared, ...]:
-        """State that layers share, found once. Raises UserError if a layer cannot be built."""
+        """State that layers share, found once. Under autocast torch casts a parameter once for all uses in a forward, and
+        adds up their gradients in lower precision, so such uses must be in one stage. Raises UserError if a layer cannot be
+        built."""
         if self._shared is None:
             self._shared = self._find_shared()
-        return self._shared
+        return tuple(replace(one, tied=one.tied and not (self.autocast and one.casts > 1)) for one in self._shared)
 
     def aliases(self) -> list[list[str]]:
         """Names in the whole model of each tensor that has several. Raises UserError if a layer cannot be built."""

@@ -27,6 +27,8 @@ _FILLS: set[Any] = {
     torch.Tensor.uniform_, torch.Tensor.normal_,
 }  # fmt: skip
 """Functions that initialize torch's own layers, as a ``TorchFunctionMode`` meets them."""
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+"""Modules that look up rows of their weights, which autocast leaves as they are."""
 _HELD = "tensor"
 """Kind of a part that is no parameter and no buffer (``held``)."""
 
@@ -50,6 +52,8 @@ class Shared(msgspec.Struct, frozen=True):
     if their gradients are added up before every update (``training.summing``)."""
     nbytes: int = 0
     """Bytes of a tied parameter."""
+    casts: int = 0
+    """Layers in which a tied parameter is more than a table (``TABLES``), so that autocast may use it in lower precision."""
 
     @property
     def apart(self) -> range:
@@ -80,6 +84,8 @@ class Part(NamedTuple):
     """True if training changes it, judged by its kind."""
     identity: int = 0
     """Id of the tensor, if it is a parameter that the optimizer alone changes."""
+    table: bool = False
+    """True if its module is one of ``TABLES``."""
 
 
 def parts(layer: nn.Module) -> Iterator[Part]:
@@ -95,7 +101,7 @@ def parts(layer: nn.Module) -> Iterator[Part]:
                     written = (tensor.requires_grad if kind == "parameter" else statistics) or whole in changing
                     trained = kind == "parameter" and tensor.requires_grad and whole not in changing
                     identity = id(tensor) if trained else 0
-                    yield Part(whole, tensor, kind, written, identity)
+                    yield Part(whole, tensor, kind, written, identity, isinstance(module, TABLES))
 
 
 def refuse_lazy(what: str, layer: nn.Module) -> None:
@@ -268,7 +274,8 @@ class Finder:
                     nbytes = tie.span[1] - tie.span[0]
                     first = {index: part.name for index, part in reversed(tie.places)}  # one name in each layer
                     places = tuple(sorted(first.items()))
-                    tied.append(Shared(min(layers), max(layers), text, False, places, True, nbytes))
+                    casts = len({index for index, part in tie.places if not part.table})
+                    tied.append(Shared(min(layers), max(layers), text, False, places, True, nbytes, casts))
                 else:
                     by_layers.setdefault((constant, min(layers), max(layers)), []).append(tie.places)
         others = tuple(

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from accept_mpi.models.shared import TABLES
+
 BUFFER = "momentum_buffer"
 """Name of the state of a matrix."""
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _USUAL = 0.2  # root of the mean square of AdamW's updates, in learning rates
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTION = nn.modules.conv._ConvNd
 
 
@@ -86,7 +87,7 @@ def matrices(layers: Sequence[nn.Module]) -> set[int]:
 
 
 def _matrices(module: nn.Module) -> Iterator[nn.Parameter]:
-    if isinstance(module, _TABLES):
+    if isinstance(module, TABLES):
         return
     for name, parameter in module.named_parameters(recurse=False):
         of_kernels = isinstance(module, _CONVOLUTION) and name == "weight"

@@ -497,6 +497,36 @@ def test_given_cuts_that_keep_it_together() -> None:
     assert len(plan_from_job(job("pipeline.cuts=[]", "pipeline.ranks=[1]"), 6, 3, nobody_asks).stages) == 1
 
 
+class Tied(nn.Module):
+    """A table that is also the head, and a linear module that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.linear, self.other, self.head = (
+            nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 9, bias=False)
+        )  # fmt: skip
+        self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.linear(self.other(self.linear(self.words(x)).tanh())))
+
+
+def tied_in_a_sequence() -> nn.Sequential:
+    net = Tied()
+    return nn.Sequential(net.words, net.linear, nn.Tanh(), net.other, net.linear, net.head)
+
+
+@pytest.mark.parametrize("name", ["Tied", "tied_in_a_sequence"])
+def test_uses_that_share_a_cast_are_not_parted(name: str) -> None:
+    """Autocast casts a parameter once, and adds up the gradients of its uses in bfloat16. A table is not cast."""
+    for precision in ("float32", "bf16"):
+        chain = models.chain_of(job(f"model.name=test_shared:{name}", f"train.precision={precision}"), lambda: TOKENS)
+        biased = [n for n in range(len(chain)) if any(p.shape == (8,) for p in chain.abstract(n, 0).parameters())]
+        together = frozenset(range(biased[0] + 1, biased[-1] + 1))
+        assert len(together) > 1
+        assert uncuttable(chain.shared(), len(chain), True) == (together if precision == "bf16" else frozenset())
+
+
 def test_a_model_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "made.py").write_text(
         "from torch import nn\nfrom accept_mpi.models import load\n"
