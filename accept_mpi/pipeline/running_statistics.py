@@ -5,10 +5,11 @@ members replay the updates of all micro-batches in order. Normalization itself u
 needs nothing.
 
 A layer whose momentum is 1 keeps just the micro-batch's mean and (unbiased) variance, bit for bit. How torch then combines
-them with the old values differs between processors (some fuse a product and a sum): ``_blend`` finds out what it does here.
+them with the old values differs between processors (some fuse a product and a sum) and between types of inputs: ``_blend``
+finds out what it does here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -34,10 +35,19 @@ def batch_norms(names: Sequence[str], layers: Sequence[nn.Module]) -> dict[str, 
 class RunningStatistics:
     """The running statistics of all BatchNorm layers of a stage."""
 
-    def __init__(self, names: Sequence[str], layers: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, names: Sequence[str], layers: Sequence[nn.Module], taken: Mapping[str, torch.dtype] | None = None
+    ) -> None:
+        """``taken``: types of the layers' inputs, by name; by default float32."""
         norms = batch_norms(names, layers).items()
         self._modules = [(name, module) for name, module in norms if module.running_mean is not None]
         self._sizes = [module.num_features for _, module in self._modules]
+        kinds = [(taken or {}).get(name, torch.float32) for name, _ in self._modules]
+        sizes = torch.tensor(self._sizes)
+        self._kinds = {
+            kind: torch.tensor([one is kind for one in kinds]).repeat_interleave(sizes) for kind in dict.fromkeys(kinds)
+        }
+        """The values, of all layers', that belong to inputs of each type."""
         self._half = sum(self._sizes)
         self.size = len(self._sizes) + 2 * self._half
         """Number of values about each micro-batch: for each layer whether it was used; all means; all variances."""
@@ -93,8 +103,10 @@ class RunningStatistics:
             momentum = torch.tensor(factors, dtype=torch.float64).repeat_interleave(sizes)
             was_used = momentum > 0
             mean, variance = values[count : count + self._half], values[count + self._half :]
-            means = torch.where(was_used, _blend("running_mean")(mean, means, momentum), means)
-            variances = torch.where(was_used, _blend("running_var")(variance, variances, momentum), variances)
+            for kind, of_kind in self._kinds.items():
+                these = was_used & of_kind
+                means = torch.where(these, _blend("running_mean", kind)(mean, means, momentum), means)
+                variances = torch.where(these, _blend("running_var", kind)(variance, variances, momentum), variances)
         torch._foreach_copy_([module._buffers["running_mean"] for module in layers], means.split(self._sizes))  # type: ignore[misc]
         torch._foreach_copy_([module._buffers["running_var"] for module in layers], variances.split(self._sizes))  # type: ignore[misc]
         for module, now in zip(layers, tracked, strict=True):
@@ -127,14 +139,14 @@ def _shares(momentum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @cache
-def _blend(key: str) -> _Blend:
-    """The function that updates a running statistic just as torch does here, found by trying each on random values; the
-    plain one, which differs by rounding, if none does."""
+def _blend(key: str, kind: torch.dtype) -> _Blend:
+    """The function that updates a running statistic just as torch does here for inputs of this type, found by trying each on
+    random values; the plain one, which differs by rounding, if none does."""
     generator = torch.Generator().manual_seed(0)
     ways = (_plain, _fused_new, _fused_old, _double)
     left = list(ways)
     for momentum in (0.1, 0.03, 1 / 3, 0.77):
-        x = torch.randn(8, 67, generator=generator) * 3 + 1
+        x = (torch.randn(8, 67, generator=generator) * 3 + 1).to(kind)
         mean, variance = torch.zeros(67), torch.zeros(67)
         nn.functional.batch_norm(x, mean, variance, training=True, momentum=1.0)
         old = torch.rand(67, generator=generator)

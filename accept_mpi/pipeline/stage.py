@@ -103,6 +103,8 @@ class Stage(Trials):
         """Reason why several threads cannot compute forwards at a time, found by ``probe``; empty: they can."""
         self.forgets: list[str] = []
         """Attributes that forwards change and read, found by ``probe``, and no checkpoint keeps."""
+        self.norms_take: dict[str, torch.dtype] = {}
+        """Types of the inputs of BatchNorm layers, by name, found by ``probe``."""
         self._drawing: set[int] = set()
         """Layers whose forwards draw random numbers, by index, found by ``probe``; one past the last stands for the loss."""
         self._draws_back = False
@@ -307,7 +309,7 @@ class Stage(Trials):
         changes = any(name.startswith("parameter ") for name in self._written)
         if why := self.undivided or ("a layer writes into its own parameters in its forward" if changes else ""):
             raise UserError(f"layers {self.start} to {self._last} cannot be held by several ranks: {why}")
-        self.statistics = RunningStatistics(self.names, self.layers)
+        self.statistics = RunningStatistics(self.names, self.layers, self.norms_take)
 
     @property
     def undivided(self) -> str:

@@ -5,6 +5,7 @@ makes values which are not finite. Both happen to copies: what a forward does to
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -42,6 +43,7 @@ class Trials(FurtherForwards):
     in_turn: str
     one_forward: str
     forgets: list[str]
+    norms_take: dict[str, torch.dtype]
     _job: Job
     _seed: int
     _again: Callable[[], Layers] | None
@@ -116,8 +118,10 @@ class Trials(FurtherForwards):
                 return trial.probe(inputs, target, gradients_of, of, samples)
         named = self._modules
         there = may_be_written(self.parameters, self.layers)
-        norms = batch_norms(self.names, self.layers).values()
-        averages = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+        norms = batch_norms(self.names, self.layers)
+        for name, norm in norms.items():
+            norm.register_forward_pre_hook(partial(self._note, name))
+        averages = {id(buffer) for norm in norms.values() for buffer in norm.buffers(recurse=False)}
         writes = Writes({name: tensor for name, tensor in there.items() if id(tensor) not in averages})
         watch, attributes = Watch([name for name, _ in named], [one for _, one in named]), Attributes(named)
         unused = tuple(None if x is None else x.detach().clone() for x in inputs)  # a forward may write to them
@@ -188,6 +192,11 @@ class Trials(FurtherForwards):
                 return
             self.evaluate(inputs, target, of, samples=samples)
 
+    def _note(self, name: str, norm: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        """Note the type of what a norm takes; a hook on it."""
+        if given:
+            self.norms_take[name] = given[0].dtype
+
     def _check_state(self) -> set[str]:
         """Names of all state. Raises UserError if some of it cannot be kept."""
         layers = zip(self.names, self.layers, strict=True)
@@ -219,6 +228,7 @@ class Trials(FurtherForwards):
         self.one_forward = self.one_forward or trial.one_forward
         if hooked(self.parameters):  # which a trial's copies have not
             self.in_turn = self.in_turn or "a parameter has hooks"
+        self.norms_take |= trial.norms_take
         self._drawing |= trial._drawing
         self._draws_back |= trial._draws_back
         if self._job.train.lora:

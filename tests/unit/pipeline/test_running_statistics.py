@@ -42,6 +42,25 @@ def test_replayed_statistics(layout: torch.memory_format, samples: int) -> None:
         assert torch.equal(mine, theirs), name
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_statistics_of_inputs_in_lower_precision(kind: torch.dtype) -> None:
+    """Torch combines them otherwise than those of others."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.BatchNorm1d(67), nn.BatchNorm1d(67, momentum=0.03))
+    group = copy.deepcopy(plain)
+    statistics = RunningStatistics(["0", "1"], list(group), {"0": kind, "1": torch.float32})
+    for _ in range(20):
+        given = torch.randn(5, 67) * 3 + 1
+        with statistics.taken() as found:
+            for layer, x in zip(group, (given.to(kind), given), strict=True):
+                layer(x)
+        statistics.replay(found)
+        for layer, x in zip(plain, (given.to(kind), given), strict=True):
+            layer(x)
+    for (name, mine), theirs in zip(group.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
 def test_layers_at_rest_keep_theirs() -> None:
     """A frozen layer (eval mode) uses its running statistics and does not change them."""
     layer = nn.BatchNorm1d(4).eval()

@@ -203,6 +203,15 @@ def test_lanes_do_not_share_casts_of_parameters(times: int, precision: str, poss
             assert torch.is_autocast_cache_enabled() == keeps
 
 
+def test_a_probe_finds_what_norms_take() -> None:
+    """A group replays what their running statistics become, which depends on that."""
+    layers = [nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), nn.BatchNorm1d(3)]
+    stage = Stage(Layers(0, ["0", "1"], layers), parse(BASE, "job", ["train.precision=bf16"]), None, False)
+    stage.probe((received(4, 3),), None, lambda specs, _: tuple(torch.ones(4, 3, dtype=one.torch_dtype) for one in specs))
+    assert stage.norms_take == {"0.0": torch.float32, "1": torch.bfloat16}
+    assert not any(module._forward_pre_hooks for layer in layers for module in layer.modules())
+
+
 def test_probe_leaves_no_trace() -> None:
     stage = make([nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)], last=True)
     before = {k: v.clone() for layer in stage.layers for k, v in layer.state_dict().items()}
