@@ -114,7 +114,8 @@ def check_changes(chain: Chain, job: Job) -> str:
     changes.check(named, modules)
     if changes.file is None:
         return ""
-    return changes.file.check(list(state), state, chain.aliases(), [name for name in state if is_adapter(name)])
+    adapters = [name for name in state if is_adapter(name)]
+    return changes.file.check(list(state), state, chain.aliases(), adapters) + changes.unheard
 
 
 def _load(asked: Model, seed: int, changes: Changes | None) -> Chain | Whole:

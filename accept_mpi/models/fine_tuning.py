@@ -36,6 +36,8 @@ class Changes:
         self._thawed = WeakIdKeyDictionary()
         """Parameters that are trained for one of their names; others may be in layers that are built later."""
         self.file = WeightsFile(job.model.weights, job.model.strict) if job.model.weights else None
+        self._loads_itself: dict[str, None] = {}
+        """Names of modules with code of their own for ``load_state_dict``, which is not called."""
 
     @property
     def any(self) -> bool:
@@ -67,6 +69,7 @@ class Changes:
             own = list(part.parameters(recurse=False))
             if isinstance(part, _NormBase) and own and all(id(parameter) in frozen for parameter in own):
                 part.eval()  # its statistics belong to what is frozen
+        self._loads_itself |= {prefix + path: None for path, part in module.named_modules() if _loads_itself(part)}
         return module
 
     def _is_frozen(self, names: Sequence[str]) -> bool:
@@ -81,6 +84,25 @@ class Changes:
             check_patterns(key, patterns, names)
         if self._lora:
             check_patterns("train.lora.targets", self._lora.targets, modules)
+
+    @property
+    def unheard(self) -> str:
+        """What the log says beside what is loaded; empty if there is nothing."""
+        first = next(iter(self._loads_itself), None)
+        if first is None:
+            return ""
+        name = first.rstrip(".") or "the model"
+        return (
+            f"; {name} has hooks or functions of its own for loading, which are not called: names and values must fit as is"
+        )
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    """True if other code than torch's takes part in a module's ``load_state_dict``."""
+    kind = type(module)
+    own = (kind.load_state_dict, kind._load_from_state_dict)
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+    return not all(str(getattr(one, "__module__", "")).startswith("torch.") for one in (*own, *hooks))
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

@@ -230,6 +230,33 @@ def test_a_file_that_holds_more_than_tensors(tmp_path: Path, what: str) -> None:
         changed("within", f"model.weights={path}")
 
 
+class LoadsItself(nn.Linear):
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict({**state, f"{prefix}weight": state[f"{prefix}weight"].T}, prefix, *rest)
+
+
+def loading(kind: str) -> nn.Sequential:
+    inner: nn.Module = nn.Linear(4, 4)
+    if kind == "function":
+        inner = LoadsItself(4, 4)
+    elif kind == "before":
+        inner.register_load_state_dict_pre_hook(lambda module, state, *rest: None)
+    elif kind == "after":
+        inner.register_load_state_dict_post_hook(lambda module, keys: None)
+    norm = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))  # torch's own hooks are about old names
+    return nn.Sequential(
+        nn.Embedding(5, 4), nn.Sequential(inner, nn.BatchNorm1d(4)), norm, nn.utils.spectral_norm(nn.Linear(4, 4))
+    )
+
+
+@pytest.mark.parametrize("kind", ["", "function", "before", "after"])
+def test_code_for_loading_is_not_called_silently(tmp_path: Path, kind: str) -> None:
+    torch.save(loading(kind).state_dict(), tmp_path / "w.pt")
+    _, said = changed("loading", f"model.weights={tmp_path}/w.pt", f'model.args={{ kind = "{kind}" }}')
+    assert ("1.0 has hooks or functions of its own for loading, which are not called" in said) == bool(kind)
+    assert ("not called" in said) == bool(kind)
+
+
 def test_weights_of_a_run_with_adapters(tmp_path: Path) -> None:
     """Another run with the same adapters begins with them; others are strange."""
     chain, _ = changed("language", LORA)
