@@ -26,7 +26,6 @@ from accept_mpi.pipeline.muon import matrices
 from accept_mpi.pipeline.optimizer import make_optimizer, set_learning_rate, update
 from accept_mpi.pipeline.parameters import Parameters
 from accept_mpi.pipeline.recomputing import Recomputing
-from accept_mpi.pipeline.remembered import Remembered
 from accept_mpi.pipeline.running_statistics import RunningStatistics
 from accept_mpi.pipeline.schedule import DELAY
 from accept_mpi.pipeline.trials import Trials
@@ -89,35 +88,14 @@ class Stage(Trials):
         self._divisors = Divisors()
         self._searches = 3
         self._setting_up = False
-        self._made: set[str] = set()
-        """Names of buffers that the first forward creates."""
-        self._written: set[str] = set()
-        """What a forward writes to, by its name in ``may_be_written``."""
         self.statistics: RunningStatistics | None = None
         """BatchNorm's running statistics, if a group holds the stage."""
-        self.alone = ""
-        """Reason why a group cannot hold the stage, found by ``probe``; empty: its layers do not mind."""
-        self.in_turn = ""
-        """Reason why several threads cannot compute its micro-batches at a time, found by ``probe``; empty: they can."""
-        self.one_forward = ""
-        """Reason why several threads cannot compute forwards at a time, found by ``probe``; empty: they can."""
-        self.forgets: list[str] = []
-        """Attributes that forwards change and read, found by ``probe``, and no checkpoint keeps."""
-        self.norms_take: dict[str, torch.dtype] = {}
-        """Types of the inputs of BatchNorm layers, by name, found by ``probe``."""
-        self._drawing: set[int] = set()
-        """Layers whose forwards draw random numbers, by index, found by ``probe``; one past the last stands for the loss."""
-        self._draws_back = False
-        """True if backwards draw random numbers, found by ``probe``."""
-        self._passed_by: set[str] = set()
-        """Parameters that a forward uses without calling modules with adapters, found by ``probe``."""
+        self._know_nothing()
         self._turns: Turns | None = None
         """If several threads compute."""
         self._held: dict[str, torch.Tensor] = {}
         self._held_memory: dict[str, torch.Tensor] = {}
         """State that is not trained, and what modules remembered, as it was when a step ended (``hold``)."""
-        self._remembered = Remembered([])
-        """What forwards have modules remember, found by ``probe``."""
         self._kept = self._check_state()  # reports state that cannot be kept now, not at the first checkpoint
 
     @property

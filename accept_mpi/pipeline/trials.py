@@ -39,11 +39,6 @@ class Trials(FurtherForwards):
     """The part of a ``Stage`` that tries its layers. ``Stage.__init__`` sets the fields."""
 
     start: int
-    alone: str
-    in_turn: str
-    one_forward: str
-    forgets: list[str]
-    norms_take: dict[str, torch.dtype]
     _job: Job
     _seed: int
     _again: Callable[[], Layers] | None
@@ -53,9 +48,6 @@ class Trials(FurtherForwards):
     _divisors: Divisors
     _searches: int
     _setting_up: bool
-    _drawing: set[int]
-    _draws_back: bool
-    _passed_by: set[str]
     _strange: Sequence[nn.Parameter] = ()
     """Parameters that a forward uses though no layer here has them, found by ``probe``."""
     _partial: bool = False
@@ -70,6 +62,31 @@ class Trials(FurtherForwards):
     close: Callable[[], None]
     drawing: Callable[[], AbstractContextManager[None]]
     _seed_layer: Callable[[int, int], None]
+
+    def _know_nothing(self) -> None:
+        """Begin with what holds before ``probe`` has found out more."""
+        self._made: set[str] = set()
+        """Names of buffers that the first forward creates."""
+        self._written: set[str] = set()
+        """What a forward writes to, by its name in ``may_be_written``."""
+        self.alone = ""
+        """Reason why a group cannot hold the stage, found by ``probe``; empty: its layers do not mind."""
+        self.in_turn = ""
+        """Reason why several threads cannot compute its micro-batches at a time, found by ``probe``; empty: they can."""
+        self.one_forward = ""
+        """Reason why several threads cannot compute forwards at a time, found by ``probe``; empty: they can."""
+        self.forgets: list[str] = []
+        """What forwards change and read, found by ``probe``, and no checkpoint can keep."""
+        self.norms_take: dict[str, torch.dtype] = {}
+        """Types of the inputs of BatchNorm layers, by name, found by ``probe``."""
+        self._drawing: set[int] = set()
+        """Layers whose forwards draw random numbers, by index, found by ``probe``; one past the last stands for the loss."""
+        self._draws_back = False
+        """True if backwards draw random numbers, found by ``probe``."""
+        self._passed_by: set[str] = set()
+        """Parameters that a forward uses without calling modules with adapters, found by ``probe``."""
+        self._remembered = Remembered([])
+        """What forwards have modules remember, found by ``probe``."""
 
     @property
     def _last(self) -> int:
