@@ -4,21 +4,30 @@ An exception there is a bug of the user's, who needs its file and line: it is sh
 frames. Only inputs that do not fit, found before the first step while shapes are determined, are reported in one sentence.
 """
 
+import contextlib
 import re
+import sys
+import sysconfig
 import traceback
+from functools import cache
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import nn
+from xxhash import xxh3_64_hexdigest
 
 from accept_mpi import tree
 from accept_mpi.errors import OutOfMemory, UserError, UsersBug
+from accept_mpi.files.regular import read_regular
 
 _PACKAGE = str(Path(__file__).parent)
 _LIBRARIES = tuple(str(Path(str(module.__file__)).parent) for module in (torch, np))
+_INSTALLED = ("site-packages", "dist-packages")
+_NOT_THE_USERS = ("__main__", "sitecustomize", "usercustomize")
+_MOST_BYTES = 16 << 20  # of a file of code
 _SHAPES = re.compile(
     r"shapes? .*cannot be multiplied|size mismatch|size of tensor|sizes? .*must match|shape .* is invalid"
     r"|invalid for input of size|expected .*(input|dimension|channel|tensor|dtype|type)|same (dtype|shape)|normalized_shape"
@@ -31,6 +40,31 @@ _VIEWS = '; images are in channels_last format here, so write reshape for view, 
 _MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|std::bad_alloc", re.IGNORECASE
 )
+
+
+def sources() -> dict[str, str]:
+    """Checksums of the files of all modules that are imported now, by the modules' names: the user's, and this package's.
+    Libraries are left out."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None  # not getattr: some load lazily
+        own = name.partition(".")[0] == "accept_mpi"
+        if isinstance(file, str) and file.endswith(".py") and name not in _NOT_THE_USERS and (own or not _is_library(file)):
+            with contextlib.suppress(OSError):
+                found[name] = _sum_of(file)
+    return found
+
+
+@cache
+def _is_library(file: str) -> bool:
+    path = Path(file)
+    standard = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    return file.startswith((*standard, *_LIBRARIES)) or not set(_INSTALLED).isdisjoint(path.parts)
+
+
+@cache  # what is imported stays as it is, even if somebody changes the file
+def _sum_of(file: str) -> str:
+    return xxh3_64_hexdigest(read_regular(file, _MOST_BYTES))
 
 
 def call_layer(index: int, name: str, layer: nn.Module, value: Any, setting_up: bool = False) -> Any:

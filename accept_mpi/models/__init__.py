@@ -1,6 +1,7 @@
 """Models as chains of layers: a small zoo, and the user's own by import path."""
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from accept_mpi.models.resnet import resnet18
 from accept_mpi.models.vgg import vgg11
 from accept_mpi.registry import call, find_function, import_module
 
-__all__ = ["ZOO", "Chain", "Whole", "chain_of", "check_changes", "load", "model_of", "undivided"]
+__all__ = ["ZOO", "Chain", "Whole", "chain_of", "check_changes", "library_of", "load", "model_of", "undivided"]
 
 ZOO: dict[str, Callable[..., Chain]] = {
     "cnn": cnn,
@@ -29,6 +30,9 @@ ZOO: dict[str, Callable[..., Chain]] = {
     "resnet18": resnet18,
     "vgg11": vgg11,
 }
+
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 class Whole(NamedTuple):
@@ -40,11 +44,12 @@ class Whole(NamedTuple):
     blocks: tuple[str, ...] = ()
     changes: Changes | None = None
     autocast: bool = False
+    looks: Mapping[str, str] = {}
 
     def record(self, value: Any) -> Chain:
         """The chain, for micro-batches like ``value``, which the data set gives. Raises UserError."""
         chain = RecordedModel(self.make, value, self.output, self.blocks).chain()
-        chain.changes, chain.autocast = self.changes, self.autocast
+        chain.changes, chain.autocast, chain.looks = self.changes, self.autocast, dict(self.looks)
         return chain
 
 
@@ -120,10 +125,8 @@ def check_changes(chain: Chain, job: Job) -> str:
 
 def _load(asked: Model, seed: int, changes: Changes | None) -> Chain | Whole:
     name = asked.name
-    if name.partition(":")[0] in _LIBRARIES and ":" in name:
-        function = _LIBRARIES[name.partition(":")[0]](name)
-    else:
-        function = find_function(name, ZOO, "model.name")
+    library = library_of(name)
+    function = _LIBRARIES[library](name) if library else find_function(name, ZOO, "model.name")
 
     def again() -> Any:
         return call(function, asked.args, "model.args", seed)
@@ -141,7 +144,7 @@ def _load(asked: Model, seed: int, changes: Changes | None) -> Chain | Whole:
     model = again()
     if isinstance(model, nn.Module) and not isinstance(model, Chain) and not _is_sequence(model):
         blocks = (asked.blocks,) if isinstance(asked.blocks, str) else asked.blocks
-        return Whole(whole, name, asked.output, blocks, changes)
+        return Whole(whole, name, asked.output, blocks, changes, looks_of(model))
     if asked.output:
         raise UserError(f'model.output: "{name}" is a chain of layers, whose result the loss gets as a whole')
     if asked.blocks:
@@ -153,7 +156,7 @@ def _load(asked: Model, seed: int, changes: Changes | None) -> Chain | Whole:
             found = Chain(entries(model), lambda: entries(again()))
         except ValueError as error:
             raise UserError(f'model.name: "{name}": {error}') from error
-    found.changes = changes
+    found.changes, found.looks = changes, looks_of(model)
     return found
 
 
@@ -169,6 +172,12 @@ def _changed(entry: Entry, name: str, changes: Changes | None) -> Entry:
         return changes.apply(layer, name) if isinstance(layer, nn.Module) else layer
 
     return make
+
+
+def library_of(name: str) -> str:
+    """Package from which a job has its model; empty if it is none of those known here."""
+    library, colon, _ = name.partition(":")
+    return library if colon and library in _LIBRARIES else ""
 
 
 def _of_transformers(name: str) -> Callable[..., Any]:
@@ -221,6 +230,28 @@ def entries_of(model: object) -> list[tuple[str, Entry]]:
         if not isinstance(layer, nn.Module) and not callable(layer):
             raise TypeError(f'layer "{layer_name}" is a {type(layer).__name__}, not an nn.Module')
     return named
+
+
+def looks_of(model: object) -> dict[str, str]:
+    """Text of each part of a model that a user's function has made, the same wherever the parts are the same: modules, their
+    settings, and the shapes of their state. Parts that are yet to be made are left out."""
+    if isinstance(model, Chain):
+        return {}
+    if isinstance(model, nn.Module) and not _is_sequence(model):
+        parts: list[tuple[str, Any]] = [("", model), *model.named_children()]
+    else:
+        parts = entries_of(model)
+    return {name: _look(part, recurse=bool(name)) for name, part in parts if isinstance(part, nn.Module)}
+
+
+def _look(module: nn.Module, recurse: bool) -> str:
+    try:
+        text = repr(module) if recurse else f"{type(module).__qualname__}({module.extra_repr()})"
+        state = [*module.named_parameters("", recurse, False), *module.named_buffers("", recurse, False)]
+        text += "".join(f", {name} {tuple(value.shape)} {value.dtype}" for name, value in state)
+    except Exception:  # of the user's own code, or a shape that is not known yet
+        text = type(module).__qualname__
+    return _ADDRESS.sub("", text)
 
 
 def _is_sequence(model: nn.Module) -> bool:

@@ -55,6 +55,8 @@ class Chain:
         where nothing else looks on."""
         self.autocast = False
         """True if forwards compute under torch's autocast."""
+        self.looks: dict[str, str] = {}
+        """Modules, settings and shapes of the model's parts as text, if its function has made them."""
         self.own_names = False
         """True if names of state are those of the whole model, without the layer's name in front."""
         self.layers = list(layers)

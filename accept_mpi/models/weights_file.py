@@ -1,6 +1,7 @@
 """Weights that a run begins with, from a file of which each rank reads only what its layers need."""
 
 import json
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from xxhash import xxh3_64
 
 from accept_mpi.errors import UserError, counted
-from accept_mpi.files.regular import is_regular
+from accept_mpi.files.regular import is_regular, open_regular
 
 _SHOWN = 3
+_PLACES, _PLACE = 64, 4096  # places that are looked at in a file, and their bytes
 _INDEX = ".index.json"
 
 
@@ -71,6 +74,22 @@ class WeightsFile:
                 name = self._alias.get(prefix + key, prefix + key)
                 if name in self._places and isinstance(own, torch.Tensor):
                     own.copy_(self._in(self._places[name]).tensor(name))
+
+    def glimpse(self) -> str:
+        """Checksum of the files' sizes and of some places in them, which tells other weights without reading all of them.
+        Raises UserError if they cannot be read."""
+        digest = xxh3_64()
+        for path in sorted(set(self._places.values())):
+            try:
+                with open_regular(path) as file:
+                    size = file.seek(0, os.SEEK_END)
+                    digest.update(f"{path.name} {size}".encode(errors="surrogateescape"))
+                    for place in range(_PLACES + 1):
+                        file.seek(max(0, size - _PLACE) * place // _PLACES)
+                        digest.update(file.read(_PLACE))
+            except OSError as error:
+                raise UserError(f"model.weights: {path} cannot be read: {error.strerror}") from error
+        return digest.hexdigest()
 
     def close(self) -> None:
         """Let go of what has been read."""

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -21,8 +21,12 @@ log = logging.getLogger(__name__)
 Data = tuple[Dataset | None, Dataset | None]
 """Training and test set; (None, None) where they are not."""
 
+Known = dict[tuple[str, int], tuple[str, Checksum]]
+"""Checksums of inputs, by data set and sample, with who had them."""
+
 _LOOKED_AT = 64
 """Most samples of a data set whose targets are compared before training."""
+_APART = 8  # of the samples that are looked at, one in so many is one whose inputs are compared, too
 _ASKED_TWICE = 2  # samples of the training set: one may take long
 
 
@@ -41,9 +45,12 @@ def load_here(runtime: Runtime, job: Job, have: Data = (None, None)) -> tuple[Da
     return data, errors.index(None)
 
 
-def agree_on_data(runtime: Runtime, data: Data, evaluates: bool) -> tuple[int, int]:
+def agree_on_data(
+    runtime: Runtime, data: Data, evaluates: bool, inputs_on: Sequence[int] = (), known: Known | None = None
+) -> tuple[int, int]:
     """Numbers of training and test samples, from the ranks that have them; all call this together. ``evaluates``: the test
-    set will be used. Raises Agreed if the first and the last stage have different data."""
+    set will be used; ``inputs_on``: the ranks of the first stage; ``known``: what ranks had that held it, to which theirs is
+    added. Raises Agreed if the first and the last stage have different data, or if ranks that hold or held the first do."""
     train, test = data
     mine = None if train is None or test is None else (len(train), len(test), _changing(cast(Hashable, train)))
     told = runtime.messenger.allgather(mine, runtime.startup_seconds, "the sizes of the data")
@@ -58,8 +65,11 @@ def agree_on_data(runtime: Runtime, data: Data, evaluates: bool) -> tuple[int, i
                 f"{sizes[first][1]} test samples on rank {first}, {samples} and {tests} on rank {rank}; give both the same "
                 "files"
             )
+    used = {"training": train, **({"test": test} if evaluates else {})}
     if len(sizes) > 1:
-        _agree_on_targets(runtime, {"training": train, **({"test": test} if evaluates else {})})
+        _agree_on_targets(runtime, used)
+    if len(told) > 1 and all(found[2] is None for found in told if found):
+        _agree_on_inputs(runtime, used, inputs_on, {} if known is None else known)
     return sizes[first][0], sizes[first][1]
 
 
@@ -85,9 +95,37 @@ def _agree_on_targets(runtime: Runtime, data: dict[str, Dataset | None]) -> None
                 )
 
 
+def _agree_on_inputs(runtime: Runtime, data: dict[str, Dataset | None], first: Sequence[int], known: Known) -> None:
+    """Compare the inputs of a few samples on the ranks that take inputs. Raises Agreed if they differ."""
+
+    def sums() -> dict[str, dict[int, Checksum]]:
+        mine = data.items() if runtime.rank in first else ()
+        return {which: _input_sums(cast(Hashable, one), which) for which, one in mine if one}
+
+    told = runtime.messenger.allgather(
+        runtime.agree("the data's inputs", sums), runtime.startup_seconds, "checksums of the inputs"
+    )
+    for rank, which in itertools.product(first, data):
+        who = f"rank {runtime.members[rank]} on host {runtime.hosts[rank]['host']}"
+        for n, one in told[rank].get(which, {}).items():
+            other, before = known.setdefault((which, n), (who, Checksum(*one)))
+            if not before.matches(Checksum(*one)):
+                raise Agreed(
+                    f"data.name: hosts that hold the first stage have different data: sample {n} of the {which} set has "
+                    f"other inputs on {who} than on {other}; give both the same files, in the same order, and the same "
+                    "versions of what reads them"
+                )
+
+
 @lru_cache(maxsize=2)  # each deployment asks anew, and a sample may take long
 def _sums(data: Any, which: str) -> dict[int, Checksum]:
     return {n: checksum(_target(data, n, which)) for n in _some(data)}
+
+
+@lru_cache(maxsize=2)
+def _input_sums(data: Any, which: str) -> dict[int, Checksum]:
+    seed = 0 if which == "training" else None
+    return {n: checksum(fetch(data, np.array([n]), seed, inputs=True, targets=False).inputs) for n in _some(data)[::_APART]}
 
 
 @lru_cache(maxsize=2)

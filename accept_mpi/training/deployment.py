@@ -46,7 +46,7 @@ from accept_mpi.training.boundaries import agree_on_shapes
 from accept_mpi.training.clipping import Clipping
 from accept_mpi.training.codec_selection import select_codecs
 from accept_mpi.training.controller import Controller, Follower
-from accept_mpi.training.data_here import Data, agree_on_data
+from accept_mpi.training.data_here import Data, Known, agree_on_data
 from accept_mpi.training.lanes import Computing, InTurn, LaneThreads, threads_of
 from accept_mpi.training.reports import Reports
 from accept_mpi.training.stage_channels import Neighbour, StageChannels
@@ -74,6 +74,7 @@ class RankState:
     """Number of threads that this rank computes with."""
     data: Data = (None, None)
     """Training and test set, once this rank has needed them."""
+    inputs: Known = field(default_factory=dict)  # of samples, on ranks that have held the first stage
     told: deque[StepMade | EvaluationMade] = field(default_factory=lambda: deque(maxlen=_TOLD))
     """The newest reports to rank 0, to be repeated in case they were in flight when a rank was lost."""
     told_to: int = 0
@@ -109,7 +110,8 @@ class Deployment:
         new = Deployment(runtime, state, plan, max(told))
         runtime.describe_ranks(lambda rank: _holds(plan, rank))
         state.data = runtime.agree("the data", lambda: _data_for(state.job, new.place, state.data))
-        samples, new.test_samples = agree_on_data(runtime, new._data, state.job.train.evaluate_every > 0)
+        evaluates, first = state.job.train.evaluate_every > 0, plan.stages[0].ranks
+        samples, new.test_samples = agree_on_data(runtime, new._data, evaluates, first, state.inputs)
         train = state.job.train
         new.batches = Calendar(samples, train.batch_size, micro_batches_of(state.job), train.seed, train.drop_last)
         return new

@@ -33,6 +33,7 @@ from accept_mpi.recovery.manifest import Manifest, made_by, same
 from accept_mpi.recovery.regroup import PlanInForce, newest_plan, next_plan, plan_after_loss, regroup
 from accept_mpi.recovery.replicas import Replicas
 from accept_mpi.recovery.restore import CheckpointStore, fetch, newest_snapshot
+from accept_mpi.training.alike import agree_on_code, agree_on_copies
 from accept_mpi.training.auto_plan import AutoPlan, learn, micro_batches_alone, plan_by_measuring, with_best_lanes
 from accept_mpi.training.deployment import Deployment, RankState
 from accept_mpi.training.resuming import calendar, check, course_of, share_manifest, with_its_micro_batches
@@ -206,6 +207,7 @@ class _Run:
         if self._deployment:
             self._deployment.close()
         self._deployment = deployment = Deployment.start(runtime, state, begin.plan)
+        agree_on_code(runtime)  # again, since data may have been loaded only now
         if not begin.first and runtime.ranks_on_host > 1:
             give_back_memory()  # other ranks on this host may need the previous deployment's memory
         on_disk = stored.manifest.step if stored else 0
@@ -238,6 +240,8 @@ class _Run:
                 blobs = fetch(runtime.messenger, begin.plan, snapshot, store, runtime.startup_seconds)
                 runtime.agree("the checkpoint's weights", lambda: load(stage, blobs, self.job.train.optimizer))
                 fits = True
+            else:
+                agree_on_copies(runtime, stage, begin.plan, state.chain)
             state.replicas.back_to(snapshot.step)
             took["had their layers' state"] = time.monotonic()
 

@@ -14,12 +14,13 @@ from accept_mpi.comm.runtime import Runtime
 from accept_mpi.device.allocator import keep_memory
 from accept_mpi.device.compute import DEVICE, select
 from accept_mpi.device.cpu import set_threads
+from accept_mpi.device.facts import package_version
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.job_file import parse, read_text
 from accept_mpi.launch.ownership import Ownership
 from accept_mpi.launch.run_identity import RunIdentity
-from accept_mpi.models import Chain, Whole, check_changes, model_of
+from accept_mpi.models import Chain, Whole, check_changes, library_of, model_of
 from accept_mpi.models.losses import loss_of
 from accept_mpi.models.metrics import metrics_of
 from accept_mpi.models.recording.key import keyed, value_of
@@ -31,6 +32,7 @@ from accept_mpi.recovery.disk_replicas import DiskReplicas
 from accept_mpi.recovery.layer_state import fitting
 from accept_mpi.recovery.manifest import Manifest
 from accept_mpi.recovery.replicas import Replicas
+from accept_mpi.training.alike import agree_on_code, agree_on_model
 from accept_mpi.training.data_here import Data, load_here
 from accept_mpi.training.deployment import RankState
 
@@ -92,6 +94,8 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
     an earlier start. All ranks call this together. Raises Agreed."""
     facts = runtime.hosts[runtime.rank]
     runtime.same("versions of accept_mpi and torch", f"{facts['versions']['accept_mpi']} and {facts['versions']['torch']}")
+    if library := library_of(job.model.name):
+        runtime.same(f"versions of {library}", package_version(library))
     keep_memory()
     where = job.train.device, facts["host"], place_on_host(runtime)
     runtime.agree("the device", lambda: select(*where))
@@ -99,7 +103,8 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
     runtime.agree("the latency database", lambda: check_database(database))
     threads = set_threads(job.train.threads, facts["cores"], runtime.ranks_on_host)
     chain, data = _model(runtime, job)
-    runtime.same("layers of the model", chain.names)
+    agree_on_code(runtime)
+    agree_on_model(runtime, chain)
     changed = runtime.agree("the weights", lambda: check_changes(chain, job))
     names = ", ".join(chain.undivided)
     kept = f"not divided, since what they compute depends on values: {names}" if names else ""

@@ -1,6 +1,7 @@
 """Ranks that have the data compare it before training."""
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,9 @@ from accept_mpi.errors import Agreed
 from accept_mpi.training.data_here import agree_on_data
 
 
-def agreed(sets: list[tuple[Dataset | None, Dataset | None]], evaluates: bool = True) -> set[tuple[int, int]]:
+def agreed(
+    sets: list[tuple[Dataset | None, Dataset | None]], evaluates: bool = True, first: Sequence[int] = (), known: Any = None
+) -> set[tuple[int, int]]:
     """What all ranks agree on, or what they raise."""
     barrier, told = threading.Barrier(len(sets), timeout=60), dict[int, Any]()
 
@@ -27,8 +30,9 @@ def agreed(sets: list[tuple[Dataset | None, Dataset | None]], evaluates: bool = 
             return found
 
         runtime: Any = SimpleNamespace(messenger=SimpleNamespace(allgather=allgather), startup_seconds=1.0, rank=rank)
-        runtime.agree = lambda what, do: do()
-        return agree_on_data(runtime, sets[rank], evaluates)
+        runtime.agree, runtime.members = lambda what, do: do(), list(range(len(sets)))
+        runtime.hosts = [{"host": f"edge{one}"} for one in runtime.members]
+        return agree_on_data(runtime, sets[rank], evaluates, first, None if known is None else known[rank])
 
     with ThreadPoolExecutor(len(sets)) as pool:
         return set(pool.map(of, range(len(sets))))
@@ -48,6 +52,22 @@ def test_rows_late_in_either_set_are_compared() -> None:
             Agreed, match=rf"have different data: sample \d+ of the {which} set has another target on rank 0 t"
         ):
             agreed([(rows(y), rows(y)), last])
+
+
+def test_inputs_are_compared_where_the_first_stage_is_and_with_where_it_was() -> None:
+    """Targets are alike. A rank that takes the first stage over after a loss goes on with the same samples."""
+    y = torch.arange(80)
+    these, others = ((ArrayDataset(x, y),) * 2 for x in (torch.zeros(80, 2), torch.ones(80, 2)))
+    assert agreed([these, others], first=[0]) == {(80, 80)}
+    with pytest.raises(
+        Agreed, match="sample 0 of the training set has other inputs on rank 1 on host edge1 than on rank 0 on"
+    ):
+        agreed([these, others], first=[0, 1])
+    known: list[Any] = [{}, {}]
+    assert agreed([these, others], first=[0], known=known) == {(80, 80)}
+    assert agreed([these, these], first=[1], known=known) == {(80, 80)}
+    with pytest.raises(Agreed, match="other inputs on rank 1 on host edge1 than on rank 0 on host edge0"):
+        agreed([these, others], first=[1], known=known)
 
 
 @pytest.mark.parametrize("own", [True, False])
