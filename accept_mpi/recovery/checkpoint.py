@@ -11,19 +11,19 @@ same number of ranks nor the same cuts: rank 0 sends each rank the tensors of th
 """
 
 import contextlib
-import json
 import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from accept_mpi.errors import UserError, shown
-from accept_mpi.files.regular import open_regular
+from accept_mpi.files.hdf5 import json_in
+from accept_mpi.files.regular import open_regular, read_regular
 from accept_mpi.pipeline.averages import AVERAGE
 from accept_mpi.pipeline.remembered import LAYERS
 from accept_mpi.recovery.manifest import (
@@ -39,6 +39,8 @@ from accept_mpi.recovery.tensor_file import read_header
 
 BEST = "checkpoints/best.json"
 """File in a run's directory that says which of its checkpoints is the best one."""
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, OverflowError)
+_MOST_BEST = 1 << 20  # bytes
 _BLOCK = 1 << 20  # bytes that are read at once
 
 
@@ -50,10 +52,15 @@ def directory_of(run: Path, step: int) -> Path:
 def best_of(run: Path) -> Path:
     """The best checkpoint of a run. Raises UserError if the run has not kept one."""
     try:
-        step = json.loads((run / BEST).read_text())["step"]
-        return directory_of(run, int(step))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return directory_of(run, int(read_best(run)["step"]))
+    except UNREADABLE as error:
         raise UserError(f"{run}: the run has kept no best checkpoint (output.keep_best)") from error
+
+
+def read_best(run: Path) -> Any:
+    """Content of the file ``BEST``. Raises one of ``UNREADABLE``, and so may what is done with it: anybody may have written
+    it."""
+    return json_in(read_regular(run / BEST, _MOST_BEST).decode(), BEST)
 
 
 class Checkpoint:

@@ -11,7 +11,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.files.regular import replacing
 from accept_mpi.logs.observers import Evaluated, Observer
 from accept_mpi.models.metrics import BETTER_LOW
-from accept_mpi.recovery.checkpoint import BEST
+from accept_mpi.recovery.checkpoint import BEST, UNREADABLE, read_best
 from accept_mpi.training.lineage import Lineage
 
 
@@ -43,8 +43,8 @@ class Best(Observer):
         self._lock = threading.Lock()
         self.over = False
         """True if the run is to end."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads((directory / BEST).read_text())
+        with contextlib.suppress(*UNREADABLE):
+            found = read_best(directory)
             if found["metric"] == metric and int(found["step"]) <= (made := before[found["run"]]):
                 value, worse = float(found["value"]), [int(step) for step in found.get("worse", ())]
                 self.at = self._on_disk = int(found["step"])

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -186,14 +187,17 @@ class RunLog:
 
 
 def prepare_directory(directory: Path) -> None:
-    """Make the output directory. Raises UserError if it cannot be written."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / ".writable"
-        probe.write_bytes(b"")
-        probe.unlink(missing_ok=True)  # another run may be about to find that this directory is taken
-    except OSError as error:
-        raise unwritable(directory, error) from error
+    """Make the output directory. Raises UserError if it, or its folder of checkpoints, cannot be written."""
+    checkpoints = directory / "checkpoints"
+    for folder in (directory, checkpoints) if os.path.lexists(checkpoints) else (directory,):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / ".writable"
+            probe.unlink(missing_ok=True)
+            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600))
+            probe.unlink(missing_ok=True)  # another run may be about to find that this directory is taken
+        except OSError as error:
+            raise unwritable(folder, error) from error
 
 
 def begin_log(
