@@ -22,7 +22,7 @@ from accept_mpi.device.fleet import Host
 from accept_mpi.device.memory import planned
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
-from accept_mpi.job_file import parse
+from accept_mpi.job_file import parse, read_text
 from accept_mpi.logs.reader import open_log
 from accept_mpi.models import chain_of
 from accept_mpi.models.losses import loss_of
@@ -221,7 +221,7 @@ def _measure_here(host: Host, job: Path, overrides: list[str]) -> _Measured:
 
 def _measure(path: Path, overrides: list[str]) -> _Measured:
     """Measure this machine in this process, for the job at ``path``."""
-    job = parse(path.read_text(), str(path), overrides)
+    job = parse(read_text(path), str(path), overrides)
     keep_memory()
     train, _ = data_of(job)
     batch = micro_batch(train, job)

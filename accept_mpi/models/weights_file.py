@@ -1,6 +1,5 @@
 """Weights that a run begins with, from a file of which each rank reads only what its layers need."""
 
-import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch import nn
 from xxhash import xxh3_64
 
 from accept_mpi.errors import UserError, counted
+from accept_mpi.files.hdf5 import json_in
 from accept_mpi.files.regular import is_regular, open_regular
 
 _SHOWN = 3
@@ -108,7 +108,7 @@ class WeightsFile:
             raise UserError(f"model.weights: {path}: there is no such file on this host")
         if path.name.endswith(_INDEX):
             try:
-                table = json.loads(path.read_text())["weight_map"]
+                table = json_in(path.read_text(), "the index")["weight_map"]
                 return {name: path.parent / Path(file).name for name, file in table.items()}
             except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
                 raise UserError(f"model.weights: {path} is no index of files of weights: {error}") from error

@@ -203,7 +203,7 @@ def test_zero_bubble_from_a_log_of_another_schedule(tmp_path: Path, capsys: pyte
 
 
 def test_devices_on_paper_are_in_proportion(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "job.toml").write_text(JOB, "utf-8-sig")  # as some editors do
     hosts = [Host("whole", 1.0), Host("quarter", 0.25, memory=1 << 30)]
     whole, quarter = cluster_of_fleet(hosts, tmp_path / "job.toml", ["pipeline.probe_seconds=0.01"]).devices
     assert whole.seconds_per_message > 0
