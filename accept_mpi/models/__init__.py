@@ -144,7 +144,7 @@ def _load(asked: Model, seed: int, changes: Changes | None) -> Chain | Whole:
     model = again()
     if isinstance(model, nn.Module) and not isinstance(model, Chain) and not _is_sequence(model):
         blocks = (asked.blocks,) if isinstance(asked.blocks, str) else asked.blocks
-        return Whole(whole, name, asked.output, blocks, changes, looks_of(model))
+        return Whole(whole, name, asked.output, blocks, changes, looks=looks_of(model))
     if asked.output:
         raise UserError(f'model.output: "{name}" is a chain of layers, whose result the loss gets as a whole')
     if asked.blocks:
