@@ -41,6 +41,7 @@ BEST = "checkpoints/best.json"
 """File in a run's directory that says which of its checkpoints is the best one."""
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, OverflowError)
 _MOST_BEST = 1 << 20  # bytes
+_TRIES = 5
 _BLOCK = 1 << 20  # bytes that are read at once
 
 
@@ -72,13 +73,23 @@ class Checkpoint:
         Raises UserError if there is none, it is damaged, or its tensors ``of`` the given parts have more than ``most``
         bytes.
         """
+        for left in reversed(range(_TRIES)):
+            try:
+                self._open(path, most, of)
+                return
+            except UserError:
+                # A run keeps only its newest ones: what was that a moment ago may be gone.
+                if not left or self.path == path or (self.path / "manifest.json").is_file():
+                    raise
+
+    def _open(self, path: Path, most: float, of: Sequence[Part]) -> None:
+        self.path = path
         try:
             if not (path / "manifest.json").is_file():
                 found = complete(path)
                 if not found:
                     raise UserError(f"{path}: neither a checkpoint nor a run with one")
-                path = found[-1]
-            self.path = path
+                self.path = path = found[-1]
             self.manifest = read_manifest(path)
         except OtherVersion as error:
             raise UserError(f"{path}: {error}") from error

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from accept_mpi.errors import UserError
-from accept_mpi.recovery import checkpoint_writer
+from accept_mpi.recovery import checkpoint, checkpoint_writer
 from accept_mpi.recovery.checkpoint import Checkpoint, directory_of
 from accept_mpi.recovery.checkpoint_writer import CheckpointWriter, chunks, new_manifest
 from accept_mpi.recovery.manifest import File, complete, made_by
@@ -258,3 +258,21 @@ def test_a_directory_that_vanishes(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file in the way")
     with pytest.raises(UserError, match=r"cannot write the checkpoint of step 1 to [^\[]*: (File exists|Not a directory)$"):
         writer.take(next(iter(chunks(1, 0, {"a.w": torch.zeros(1)}, {}))))
+
+
+def test_a_run_removes_its_older_ones_while_its_newest_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+    plain = checkpoint.read_manifest
+
+    def goes_on(path: Path):
+        manifest = plain(path)
+        if manifest.step < 3:
+            write(tmp_path, manifest.step + 1, keep=1)
+        return manifest
+
+    monkeypatch.setattr(checkpoint, "read_manifest", goes_on)
+    assert Checkpoint(tmp_path).manifest.step == 3
+    with pytest.raises(UserError, match="neither a checkpoint nor a run with one"):
+        Checkpoint(directory_of(tmp_path, 1))
