@@ -268,7 +268,7 @@ class Recorder:
             )
             gives = tuple(self._slot(tensor) for tensor in results)
             writes = frozenset(self._memory(tensor) for tensor in written)
-            draws = self._counting.drew and not module  # which stays where it is
+            draws = self._counting.drew
             constant = not states and not used and not stays and not draws and self._constants.issuperset(takes)
             if constant:
                 self._constants.update(gives)

@@ -115,6 +115,25 @@ class Gamma(Net):
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x)) * drawn)) * drawn)
 
 
+class Noisy(nn.Module):
+    """Without parameters, and of an input without a gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.5, self.training)
+
+
+class DrawsInAModule(Net):
+    """What a module draws, two layers use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noisy, self.rectified = Noisy(), nn.RReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rectified(self.noisy(x))
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x))))) * x
+
+
 class DifferentiatesInEvaluation(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
@@ -124,7 +143,10 @@ class DifferentiatesInEvaluation(Net):
 
 
 @pytest.mark.parametrize(
-    "model", [Scripted, WrittenConstant, OfInitialWeights, Autocasts, CastsOnce, KnowsItsDevice, Parametrized, Gamma]
+    "model",
+    [
+        Scripted, WrittenConstant, OfInitialWeights, Autocasts, CastsOnce, KnowsItsDevice, Parametrized, Gamma, DrawsInAModule,
+    ],
 )
 def test_equal_to_the_plain_model(model: type[nn.Module]) -> None:
     torch.manual_seed(3)
