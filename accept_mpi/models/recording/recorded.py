@@ -172,6 +172,7 @@ class RecordedModel:
                     modules[index][step.node.module] = None
                 given = parts_of((step.node.args, step.node.kwargs), (State,))
                 tensors[index].update(dict.fromkeys(place.name for place in given))
+            tensors[index].update(dict.fromkeys(place.name for place in parts_of(one.output, (State,))))
         return [list(one) for one in modules], [list(one) for one in tensors]
 
     def _layer_names(self) -> list[str]:

@@ -154,6 +154,24 @@ def test_equal_to_the_plain_model(model: type[nn.Module]) -> None:
     assert len(chain) >= 2
 
 
+def test_a_parameter_as_a_part_of_the_result() -> None:
+    """One of another layer, and one that no call uses."""
+
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = nn.Parameter(torch.tensor(0.5))
+            self.register_buffer("table", torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.c(torch.tanh(self.b(self.a(x)))), [self.a.weight, self.temperature], self.table
+
+    def total(result: Any) -> torch.Tensor:
+        return loss(result[0]) * result[1][1].exp() + loss(result[1][0]) + loss(result[2])
+
+    assert len(check(Model, [torch.randn(4, 6), torch.randn(3, 6)], total, every_cut)) == 3
+
+
 def test_autocast_that_is_off_within_one_that_is_on() -> None:
     class Off(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
