@@ -185,10 +185,28 @@ def cut(flow: Flow) -> list[int]:
 def cut_alike(flow: Flow, of: Flow, cuts: Sequence[int], parameters: set[str]) -> list[int]:
     """Positions in another record of the same model at which its parameters are divided as ``cuts`` divide those of ``of``.
     Raises Unrecordable if there are none."""
+    found, failed = _alike(flow, of, cuts, parameters)
+    if failed is not None:
+        raise Unrecordable(
+            "model.name: the forward uses its parameters in another order for inputs of another shape, so it cannot be cut "
+            "in both alike"
+        )
+    return found
+
+
+def cuts_in_both(flow: Flow, of: Flow, cuts: Sequence[int], parameters: set[str]) -> list[int]:
+    """Those of ``cuts`` at which another record can be cut alike."""
+    while (failed := _alike(flow, of, cuts, parameters)[1]) is not None:
+        cuts = [*cuts[:failed], *cuts[failed + 1 :]]
+    return list(cuts)
+
+
+def _alike(flow: Flow, of: Flow, cuts: Sequence[int], parameters: set[str]) -> tuple[list[int], int | None]:
+    """Positions in another record, and the first of ``cuts`` that has none."""
     nodes, others = flow.tape.nodes, of.tape.nodes
     same = len(nodes) == len(others) and all(a.does() == b.does() for a, b in zip(nodes, others, strict=True))
     if same and all(flow.weight[cut] < _NEVER for cut in cuts):
-        return list(cuts)
+        return list(cuts), None
     owner: dict[str, int] = {}
     for n, node in enumerate(others):
         layer = int(np.searchsorted(cuts, n, side="right"))
@@ -207,9 +225,6 @@ def cut_alike(flow: Flow, of: Flow, cuts: Sequence[int], parameters: set[str]) -
         before, after = max(last[: layer + 1]), min(first[layer + 1 :])
         position = flow.best(max([before + 1, *found[-1:]]), after)
         if position is None:
-            raise Unrecordable(
-                "model.name: the forward uses its parameters in another order in evaluation, or for inputs of another "
-                "shape, so it cannot be cut in both alike"
-            )
+            return found, layer
         found.append(position)
-    return found
+    return found, None

@@ -12,7 +12,7 @@ from torch import nn
 from accept_mpi.errors import UserError
 from accept_mpi.models.aliases import every_name
 from accept_mpi.models.base import Chain, Entry
-from accept_mpi.models.recording.cutting import Flow, cut, cut_alike
+from accept_mpi.models.recording.cutting import Flow, cut, cut_alike, cuts_in_both
 from accept_mpi.models.recording.key import keyed, value_of
 from accept_mpi.models.recording.layer import Program, RecordedLayer, program, put, put_tensor
 from accept_mpi.models.recording.meta_model import MetaModel
@@ -45,7 +45,7 @@ class RecordedModel:
         usual, _ = keyed(value)
         self._usual, evaluated = self._found_out(usual)
         """The record by which the model is cut; others are cut alike."""
-        self._cuts = cut(self._usual)
+        self._cuts = cuts_in_both(evaluated, self._usual, cut(self._usual), self._meta.parameters)
         self._programs: dict[Key, list[Program]] = {
             (usual, training): self._divided(flow) for training, flow in ((True, self._usual), (False, evaluated))
         }
@@ -199,11 +199,11 @@ def _divided(flow: Flow, cuts: Sequence[int]) -> list[Program]:
     """The programs of all layers."""
     tape, runs = flow.tape, _runs(flow, cuts)
     found: list[Program] = []
-    for start, stop in runs:
-        last = (start, stop) == runs[-1]
+    for n, (start, stop) in enumerate(runs, 1):
+        last = n == len(runs)  # the last ones may be empty, and alike
         takes = list(tape.inputs) if not found else flow.crossing(start)
         gives = tape.results if last else flow.crossing(stop)
-        nodes = [tape.nodes[n] for n in flow.steps(start, stop, tape.results if last else ())]
+        nodes = [tape.nodes[at] for at in flow.steps(start, stop, tape.results if last else ())]
         found.append(program(nodes, takes, gives, tape.output if last else None))
     return found
 
