@@ -20,6 +20,7 @@ from accept_mpi.models.fine_tuning import Uses, check_called
 from accept_mpi.models.graph import parameters_behind
 from accept_mpi.models.layers import Layers
 from accept_mpi.models.losses import Divisors, Loss
+from accept_mpi.models.untouched import untouched
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.further_forwards import FurtherForwards, Given, is_nan
 from accept_mpi.pipeline.graph_edges import Differentiating, cast_twice, finite
@@ -29,7 +30,6 @@ from accept_mpi.pipeline.running_statistics import batch_norms
 from accept_mpi.pipeline.shareable import Watch
 from accept_mpi.pipeline.state import check_state
 from accept_mpi.pipeline.turns import calls_of_shared, hooked, why_in_turn
-from accept_mpi.pipeline.untouched import untouched
 from accept_mpi.pipeline.weight_versions import Writes, may_be_written
 from accept_mpi.seeds import forward_seed, kept, seed_all, state
 from accept_mpi.tree import Tree

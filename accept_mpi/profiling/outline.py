@@ -21,8 +21,8 @@ from accept_mpi.job import Job
 from accept_mpi.models.base import Chain
 from accept_mpi.models.common import Common, Seen, with_loss
 from accept_mpi.models.shared import Shared
+from accept_mpi.models.untouched import untouched
 from accept_mpi.pipeline.shareable import Watch
-from accept_mpi.pipeline.untouched import untouched
 from accept_mpi.seeds import init_seed, seeded
 from accept_mpi.tree import Tree
 from accept_mpi.users_code import call_layer, taken_apart

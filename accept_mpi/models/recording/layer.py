@@ -1,6 +1,6 @@
 """Layers cut from a record: modules that hold a part of the model under its own names, and compute a part of the record."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 from accept_mpi.errors import UserError
 from accept_mpi.models.recording.autocasting import Opened
 from accept_mpi.models.recording.key import keyed
-from accept_mpi.models.recording.structure import mapped, parts_of, tensors_in
+from accept_mpi.models.recording.structure import fixed_in, mapped, parts_of, tensors_in
 from accept_mpi.models.recording.tape import DEVICE, ComputingDevice, Node, State, Value
 
 _PLACES = (Value, State, ComputingDevice)
@@ -94,11 +94,8 @@ class RecordedLayer(nn.Module):
                 with nullcontext() if same else torch.set_grad_enabled(node.grad):
                     result = call(*args, **kwargs)
                 tensors = tensors_in(result)
-                if node.shapes is not None and tuple(one.shape for one in tensors) != node.shapes:
-                    raise UserError(
-                        f"model.blocks: {node.module} gives other shapes for other values ({_shapes(node.shapes)}, now "
-                        f"{_shapes(one.shape for one in tensors)}), so what follows cannot be recorded"
-                    )
+                if node.fixed is not None and (now := fixed_in(result)) != node.fixed:
+                    raise UserError(_changes(node.module, *node.fixed, *now))
                 slots.update(zip(node.gives, tensors, strict=True))
                 for slot in step.frees:
                     slots.pop(slot, None)
@@ -113,8 +110,16 @@ class RecordedLayer(nn.Module):
         return found
 
 
-def _shapes(shapes: Iterable[torch.Size]) -> str:
-    return ", ".join(" x ".join(map(str, shape)) for shape in shapes)
+def _changes(block: str, shapes: Sequence[torch.Size], constants: Any, now: Sequence[torch.Size], others: Any) -> str:
+    """A sentence on a block that gives something else for other values."""
+    shown = [", ".join(" x ".join(map(str, shape)) for shape in some) for some in (shapes, now)]
+    kind = "shapes"
+    if shapes == now:
+        kind, shown = "constants beside its tensors", [", ".join(map(repr, some)) for some in (constants, others)]
+    return (
+        f"model.blocks: {block} gives other {kind} for other values ({shown[0]}, now {shown[1]}), so what follows cannot be "
+        "recorded"
+    )
 
 
 class _Uncopied:

@@ -29,10 +29,11 @@ class MetaModel:
         """``blocks``: names of modules that are recorded as wholes (``[model] blocks``). Raises UserError if parameters have
         no shape yet, or a name is of no module."""
         refuse_lazy("model", model)
-        if isinstance(model, torch.jit.ScriptModule):
+        compiled = (path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule))
+        if (path := next(compiled, None)) is not None:
             raise UserError(
-                "model.name: the function gives a model that torch.jit.script has compiled, which cannot be divided; it "
-                "must give the module itself (functions that forward calls may be compiled)"
+                f"model.name: {path or 'the model'} has been compiled by torch.jit.script, so it cannot be divided: "
+                "give the module itself (functions that forward calls may be compiled)"
             )
         self.model = model
         self._blocks = blocks_of(model, blocks)
@@ -63,6 +64,7 @@ class MetaModel:
                         self.states.setdefault(id(new), prefix + name)
                         if isinstance(new, nn.Parameter):
                             self.parameters.add(self.states[id(new)])
+        self._leaves: dict[int, Attributes] = {}
         self._made = made  # keeps ids from being used again
         self.tensors = {name: made[which] for which, name in self.states.items()}
         """The model's tensors by name."""
@@ -105,6 +107,10 @@ class MetaModel:
         """True if what the module's forward computes may depend on values."""
         return id(module) in self._blocks
 
+    def changed(self, leaf: nn.Module) -> str:
+        """Name of what the forward, within ``mode``, has changed of a module that is recorded as a whole; "" for nothing."""
+        return next(iter(self._leaves[id(leaf)].changed()), "")
+
     def state_names(self, module: nn.Module) -> tuple[str, ...]:
         """Names of a module's tensors, those of its parts included."""
         found = []
@@ -133,6 +139,8 @@ class MetaModel:
         if not training:
             self.model.eval()
         before = Attributes([("", self.model)])
+        named = self.model.named_modules()
+        self._leaves = {id(module): Attributes([(path, module)]) for path, module in named if self.is_leaf(module)}
         try:
             yield
             if changed := before.changed():

@@ -5,7 +5,6 @@ Shapes, configuration and None steer the recorded Python as they steer the model
 one (``if mask.all():``) is refused with file and line.
 """
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +23,11 @@ from accept_mpi.models.recording.calls import Apply, Made, averages
 from accept_mpi.models.recording.counting import Counting, place_of
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.replaced import replaced
-from accept_mpi.models.recording.structure import constants_in, is_plain, mapped, parts_of, tensors_in
+from accept_mpi.models.recording.structure import constants_in, fixed_in, is_plain, mapped, parts_of, tensors_in
+from accept_mpi.models.recording.switches import switches
 from accept_mpi.models.recording.tape import DEVICE, Node, Spec, State, Tape, Value
+from accept_mpi.models.recording.where import innermost, where
+from accept_mpi.models.untouched import untouched
 from accept_mpi.seeds import kept, state
 
 _OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
@@ -36,6 +38,7 @@ _READS = (
 )  # fmt: skip
 _ASSIGNED = ("__set__", "__delete__")
 _FOREIGN = "model.name: forward uses a parameter that is no part of the model: make it in __init__ ({})"
+_READS_DATA = "model.name: forward depends on the values of its data ({}() of a tensor), so it cannot be recorded ({})"
 _META, _COMPUTING = torch.device("meta"), torch.device("cpu")
 _WHERE: dict[Any, Any] = {
     vars(torch._C.TensorBase)[name].__get__: value
@@ -99,7 +102,8 @@ class Recorder:
         self._written: list[torch.Tensor] = []
         """What a call has written to without a trace in the tensors' versions."""
         self._thread = threading.get_ident()
-        self._counting = Counting()
+        self._switches = switches()
+        self._counting, self._calling = Counting(), ""
         self._autocast: Sequence[Autocast] = []
         """The ``torch.autocast`` contexts of the forward that are open."""
         self.tape = Tape(())
@@ -111,18 +115,21 @@ class Recorder:
         The tape's ``output`` is left to the caller (``result``). Raises Unrecordable, UserError."""
         outer = torch.enable_grad() if training else torch.no_grad()
         _, *before = state()
-        with kept(), self._of.mode(training), outer, torch.device("meta"), self._counting, self._watching():
+        with (
+            kept(),
+            untouched([self._of.model]),
+            self._of.mode(training),
+            outer,
+            torch.device("meta"),
+            self._counting,
+            self._watching(),
+        ):
             try:
                 found = self._of.model(*args, **kwargs)
             except UserError:
                 raise
             except Exception as error:
-                kind = ReadsData if "meta tensor" in str(error).lower() else Unrecordable
-                raise self._failed(
-                    kind,
-                    f"model.name: the forward cannot be recorded: {type(error).__name__}: {' '.join(str(error).split())} "
-                    f"({_innermost(error)})",
-                ) from error
+                raise self._unknown(" ".join(str(error).split()), type(error).__name__, innermost(error)) from error
             _, *after = state()  # torch's own does not count: some functions draw from it on the meta device, too
             if after != before:
                 raise Unrecordable(
@@ -144,7 +151,7 @@ class Recorder:
             if not is_plain(args):
                 raise Unrecordable(
                     f"model.name: {cls.__name__}, called in forward, takes what is no tensor and no constant, which cannot "
-                    f"be recorded ({_where()})"
+                    f"be recorded ({where()})"
                 )
             return self._recorded(Apply(cls), "", partial(plain, cls), args, {}, (), True)
 
@@ -156,11 +163,11 @@ class Recorder:
                 return plain(function, *args, **kwargs)
             return self._recorded(function, "", partial(plain, function), args, kwargs, (), False)
 
-        def seed(plain: Any, number: Any) -> Any:
+        def seed(plain: Any, *args: Any) -> Any:
             if threading.get_ident() != self._thread:
-                return plain(number)
+                return plain(*args)
             raise self._failed(
-                Unrecordable, f"model.name: forward seeds torch's random numbers, which no record does ({_where()})"
+                Unrecordable, f"model.name: forward seeds torch's random numbers, which no record does ({where()})"
             )
 
         with replaced(call, apply, script, seed), watched() as self._autocast, _Functions(self):
@@ -179,10 +186,10 @@ class Recorder:
     def _called(self, module: nn.Module, path: str | None, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         hooks = module._backward_hooks or module._backward_pre_hooks
         if path is None:
+            if module._modules or module._buffers or not is_plain((args, kwargs)):
+                return plain(module, *args, **kwargs)  # its parts, and what it calls, are recorded
             if next(module.parameters(), None) is not None:
-                raise Unrecordable(_FOREIGN.format(_where()))
-            if module._modules or not is_plain((args, kwargs)):
-                return plain(module, *args, **kwargs)
+                raise Unrecordable(_FOREIGN.format(where()))
             return self._recorded(Made(module), "", lambda *a, **k: plain(module, *a, **k), args, kwargs, (), False)
         plainly = is_plain((args, kwargs))
         if self._of.is_block(module) and not plainly:
@@ -197,31 +204,42 @@ class Recorder:
                     "recorded as a whole; put it on one of torch.nn's modules within"
                 )
             return plain(module, *args, **kwargs)
+        if name := self._of.changed(module):
+            self._within[-1] = ""
+            raise self._failed(
+                Unrecordable, f"model.name: forward changes {name} before it calls {path}, which no record does ({where()})"
+            )
         block = self._of.is_block(module)
         call = partial(try_out, module, plain) if block else partial(plain, module)
         return self._recorded(None, path, call, args, kwargs, self._of.state_names(module), True, block)
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A torch function is called."""
-        name = getattr(func, "__name__", "")
+        name = self._calling = getattr(func, "__name__", "")
         if self._busy:
             self._written += averages(name, args, kwargs)
             return func(*args, **kwargs)
         if torch._C._are_functorch_transforms_active():
             raise Unrecordable(
                 f"model.name: forward uses a transform of torch.func, which cannot be recorded unless it is within a module "
-                f"without parts ({_where()})"
+                f"without parts ({where()})"
             )
         if name in _ASSIGNED:
-            raise Unrecordable(f"model.name: forward sets an attribute of a tensor, which cannot be recorded ({_where()})")
+            raise Unrecordable(f"model.name: forward sets an attribute of a tensor, which cannot be recorded ({where()})")
         if name in _READS and tensors_in(args):
             return self._read(func, name, args, kwargs)
         if name == "__get__" and func in _WHERE:
             return _WHERE[func]
+        if name == "requires_grad_" and id(args[0]) in self._of.states:
+            raise self._failed(
+                Unrecordable,
+                f"model.name: forward says whether {self._of.states[id(args[0])]} requires a gradient, which no record does "
+                f"({where()}); use what needs none by detach()",
+            )
         if parts_of((args, kwargs), (torch.Generator,)):
             raise self._failed(
                 Unrecordable,
-                f"model.name: forward draws from a generator of its own, whose state a record does not keep ({_where()}); "
+                f"model.name: forward draws from a generator of its own, whose state a record does not keep ({where()}); "
                 "make what it draws in __init__, as a buffer, or draw from torch's own",
             )
         self._written = averages(name, args, kwargs)
@@ -238,6 +256,10 @@ class Recorder:
         stays: bool,
         block: bool = False,
     ) -> Any:
+        if wrong := next((name for name, value in switches().items() if value != self._switches[name]), ""):
+            raise self._failed(
+                Unrecordable, f"model.name: forward sets {wrong} around a call, which no record does ({where()})"
+            )
         self._busy = True
         try:
             args, kwargs = mapped((args, kwargs), self._stand_in, (torch.Tensor, torch.device))
@@ -255,7 +277,7 @@ class Recorder:
                 raise self._failed(
                     Unrecordable,
                     f"model.name: forward writes to a tensor that is no buffer of the model, so each rank would have a copy "
-                    f"({_where()}); make it one by register_buffer",
+                    f"({where()}); make it one by register_buffer",
                 )
             results = tensors_in(found)
             if module and not is_plain(found) and not results:
@@ -281,7 +303,7 @@ class Recorder:
                     function, module, args, kwargs, takes, gives, (*states, *used),
                     any(one in self._of.parameters for one in (*states, *used)), writes, stays, draws, constant,
                     torch.is_grad_enabled(), tuple(self._autocast),
-                    tuple(one.shape for one in results) if block else None, self._counting.total - operations,
+                    fixed_in(found) if block else None, self._counting.total - operations,
                 )
             )  # fmt: skip
             return found
@@ -298,11 +320,7 @@ class Recorder:
                     return tensor
                 slot = self._slots.get(id(tensor))
                 if slot not in self._constants:
-                    raise self._failed(
-                        ReadsData,
-                        f"model.name: forward depends on the values of its data ({name.strip('_')}() of a tensor), so it "
-                        f"cannot be recorded ({_where()})",
-                    )
+                    raise self._failed(ReadsData, _READS_DATA.format(name.strip("_"), where()))
                 with torch.device("cpu"):
                     return self._value(slot)
 
@@ -310,6 +328,15 @@ class Recorder:
             return func(*args, **kwargs)
         finally:
             self._busy = False
+
+    def _unknown(self, text: str, kind: str, at: str) -> Unrecordable:
+        """The error for what a forward raises where tensors have no values."""
+        if "Meta kernel" in text:  # of some functions torch does not know, of others nobody can
+            said = f"torch does not say what {self._calling}() gives without the values of its data"
+            return self._failed(ReadsData, f"model.name: the forward cannot be recorded: {said} ({at})")
+        if "meta tensor" in text.lower() or "register_meta" in text:
+            return self._failed(ReadsData, _READS_DATA.format(self._calling, at))
+        return self._failed(Unrecordable, f"model.name: the forward cannot be recorded: {kind}: {text} ({at})")
 
     def _failed(self, kind: type[Unrecordable], text: str) -> Unrecordable:
         """The error for what fails in the forward that runs."""
@@ -344,7 +371,7 @@ class Recorder:
             if name := self._of.parameter_in(tensor):
                 raise Unrecordable(
                     f"model.name: forward uses {name} through a list, a function or the like, where no update would reach "
-                    f"it: use the parameter itself ({_where()})"
+                    f"it: use the parameter itself ({where()})"
                 )
             new = self._stand_ins[id(tensor)] = torch.empty_like(tensor, device="meta")
             self._real[id(new)] = tensor
@@ -360,9 +387,9 @@ class Recorder:
         if (real := self._real.get(id(value))) is not None:
             return real
         if isinstance(value, nn.Parameter):
-            raise Unrecordable(_FOREIGN.format(_where()))
+            raise Unrecordable(_FOREIGN.format(where()))
         raise Unrecordable(
-            f"model.name: forward uses a tensor whose origin cannot be recorded ({_where()}): perhaps one that an earlier "
+            f"model.name: forward uses a tensor whose origin cannot be recorded ({where()}): perhaps one that an earlier "
             "forward has kept in a cache; make it in each forward, or in __init__ as a buffer"
         )
 
@@ -382,21 +409,3 @@ class Recorder:
 
     def _memory(self, tensor: torch.Tensor) -> int:
         return self._memories.setdefault(place_of(tensor), len(self._memories))
-
-
-def _where() -> str:
-    """File and line of the model's code that is running."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
-        frame = frame.f_back  # type: ignore[assignment]
-    return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}" if frame else "unknown place"
-
-
-def _innermost(error: Exception) -> str:
-    found, at = error.__traceback__, "unknown place"
-    while found is not None:
-        name = found.tb_frame.f_code.co_filename
-        if not name.startswith(_OWN):
-            at = f"{Path(name).name}, line {found.tb_lineno}"
-        found = found.tb_next
-    return at

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ Instead = Callable[..., Any]
 @contextmanager
 def replaced(call: Instead, apply: Instead, script: Instead, seed: Instead) -> Iterator[None]:
     """Within the context these are called instead of ``nn.Module.__call__``, ``torch.autograd.Function.apply``, scripted
-    functions and ``torch.manual_seed``."""
+    functions, and what seeds torch or sets the state of its random numbers."""
     plain_call, plain_apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
     scripted: Any = torch.jit.ScriptFunction
-    plain_script, plain_seed = scripted.__call__, torch.random.manual_seed
+    plain_script = scripted.__call__
     torch_itself: Any = torch
+    plain_seeds = {name: getattr(torch.random, name) for name in ("manual_seed", "seed", "set_rng_state")}
 
     def in_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call(plain_call, module, *args, **kwargs)
@@ -29,17 +31,23 @@ def replaced(call: Instead, apply: Instead, script: Instead, seed: Instead) -> I
     def of_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return apply(plain_apply.__func__, cls, *args, **kwargs)
 
-    def seeds(number: Any) -> Any:
-        return seed(plain_seed, number)
+    def set_seeds(functions: dict[str, Any]) -> None:
+        for name, function in functions.items():
+            for place in (torch_itself, torch_itself.random):
+                setattr(place, name, function)
 
     nn.Module.__call__ = in_module  # type: ignore[method-assign]
     torch.autograd.Function.apply = classmethod(of_class)  # type: ignore[assignment]
     scripted.__call__ = in_script
-    torch_itself.manual_seed = torch_itself.random.manual_seed = seeds
+    checked: Any = torch.distributions.Distribution
+    checking = checked._validate_args
+    checked.set_default_validate_args(False)  # it reads values
+    set_seeds({name: partial(seed, plain) for name, plain in plain_seeds.items()})
     try:
         yield
     finally:
         nn.Module.__call__ = plain_call  # type: ignore[method-assign]
         torch.autograd.Function.apply = plain_apply  # type: ignore[method-assign]
         scripted.__call__ = plain_script
-        torch_itself.manual_seed = torch_itself.random.manual_seed = plain_seed
+        set_seeds(plain_seeds)
+        checked.set_default_validate_args(checking)

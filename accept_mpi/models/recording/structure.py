@@ -24,6 +24,11 @@ def constants_in(value: Any) -> list[Any]:
     return [value]
 
 
+def fixed_in(value: Any) -> tuple[Any, ...]:
+    """What must be the same whenever a block is called: the shapes of its result's tensors, and its constants."""
+    return tuple(one.shape for one in tensors_in(value)), [one for one in constants_in(value) if is_plain(one)]
+
+
 def mapped(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...]) -> Any:
     """The structure with ``change`` applied to all its parts of these ``kinds``; itself if it has none."""
     if isinstance(value, kinds):

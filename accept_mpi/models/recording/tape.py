@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
 from accept_mpi.models.recording.autocasting import Autocast
 from accept_mpi.models.recording.structure import parts_of
 
@@ -69,8 +67,8 @@ class Node:
     """Whether gradients are enabled."""
     autocast: tuple[Autocast, ...]
     """The forward's ``torch.autocast`` contexts that are open."""
-    shapes: tuple[torch.Size, ...] | None
-    """Of a block: shapes of the result's tensors, which must be the same for all values."""
+    fixed: tuple[Any, ...] | None
+    """Of a block: shapes of the result's tensors, and its constants (``fixed_in``): they must be the same for all values."""
     operations: float
     """Floating-point operations, as torch counts them."""
 

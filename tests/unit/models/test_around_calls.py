@@ -1,10 +1,17 @@
 """What a forward does around its calls, without a trace in them, is done as in the plain model, or refused in a sentence."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-from recorded_models import check
+from recorded_models import check, recorded
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from accept_mpi.errors import UserError
 
 
 class Net(nn.Module):
@@ -20,6 +27,202 @@ def every_cut(count: int) -> list[list[int]]:
 
 def loss(result: Any) -> torch.Tensor:
     return result.float().square().mean()
+
+
+def other_weights(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.functional_call(self.b, dict(self.other.named_parameters()), (x,))
+
+
+def weight_for_a_while(self: Any, x: torch.Tensor) -> torch.Tensor:
+    before, self.b.weight = self.b.weight, self.other.weight
+    x = self.b(x)
+    self.b.weight = before
+    return x
+
+
+def mode_for_a_while(self: Any, x: torch.Tensor) -> torch.Tensor:
+    training = self.norm.training
+    x = self.norm.eval()(x)
+    self.norm.train(training)
+    return x
+
+
+def setting_for_a_while(self: Any, x: torch.Tensor) -> torch.Tensor:
+    before, self.drop.p = self.drop.p, 0.0
+    x = self.drop(x)
+    self.drop.p = before
+    return x
+
+
+def without_gradients_of_weights(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.other.requires_grad_(False)
+    x = self.other(x)
+    self.other.requires_grad_(True)
+    return x
+
+
+def the_same_draws_twice(self: Any, x: torch.Tensor) -> torch.Tensor:
+    before = torch.get_rng_state()
+    x = self.drop(x)
+    torch.set_rng_state(before)
+    return x - self.drop(x)
+
+
+def forgotten_draws(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        return self.drop(x)
+
+
+def lossy_saving(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.round(), lambda tensor: tensor):
+        return self.b(x)
+
+
+def kernels(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+
+
+def default_dtype(self: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return (x + torch.full((8,), 0.1)).float()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (other_weights, r"changes b\.weight before it calls b,"),
+        (weight_for_a_while, r"changes b\.weight before it calls b,"),
+        (mode_for_a_while, r"changes norm\.training before it calls norm,"),
+        (setting_for_a_while, r"changes drop\.p before it calls drop,"),
+        (without_gradients_of_weights, r"says whether other\.weight requires a gradient,"),
+        (the_same_draws_twice, "seeds torch's random numbers"),
+        (forgotten_draws, "seeds torch's random numbers"),
+        (lossy_saving, "sets hooks of what autograd saves around a call"),
+        (kernels, "sets which kernels attention takes around a call"),
+        (default_dtype, "sets torch's default dtype around a call"),
+    ],
+)
+def test_what_a_record_would_leave_out(what: Callable[[Any, torch.Tensor], torch.Tensor], message: str) -> None:
+    class Model(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(torch.tanh(self.b(what(self, self.a(x)))))
+
+    with pytest.raises(UserError, match=rf"{message}.*test_around_calls\.py, line"):
+        recorded(Model, torch.randn(4, 6))
+
+
+class Inner(nn.Module):
+    """Has a part that it calls with other weights than its own, and one that it calls as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(self.one, dict(self.other.named_parameters()), (torch.tanh(self.one(x)),))
+
+
+def test_a_module_that_does_so_stays_whole() -> None:
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(torch.tanh(self.b(self.inner(self.a(x)))))
+
+    chain = check(Model, [torch.randn(4, 6), torch.randn(3, 6)], loss, every_cut)
+    assert chain.undivided == ["inner"]
+
+
+class Scaling(nn.Module):
+    """Gives a number beside a tensor: ``of`` the values."""
+
+    def __init__(self, of: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.of, self.weight = of, nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x * self.weight, self.of(x)
+
+
+@pytest.mark.parametrize("of", [lambda x: x.abs().max().item(), lambda x: bool((x > 0.05).any())])
+def test_constants_of_a_block_that_depend_on_values(of: Callable[[torch.Tensor], Any]) -> None:
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaling = Scaling(of)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x, scale = self.scaling(self.a(x))
+            return self.c(torch.tanh(self.b(x)) * scale)
+
+    x = torch.full((4, 6), 5.0)
+    layers = recorded(Model, x).build_range(0, 4, 0)
+    with pytest.raises(UserError, match=r"model.blocks: scaling gives other constants .* for other values \(.*, now "):
+        nn.Sequential(*layers)(x)
+
+
+@functools.lru_cache
+def table(size: int) -> torch.Tensor:
+    return torch.triu(torch.ones(size, size))
+
+
+class Remembering(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ table(8)
+
+
+def test_what_functions_remember_is_not_what_a_record_was_made_with() -> None:
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.remembering = Remembering()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(torch.tanh(self.b(self.remembering(self.a(x))) @ table(9)[1:, 1:]))
+
+    table.cache_clear()
+    check(Model, [torch.randn(4, 6), torch.randn(3, 6)], loss, every_cut)
+    assert not table(8).is_meta
+
+
+def test_modules_made_in_forward() -> None:
+    """With buffers, and around the model's own modules."""
+
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.steps[:3](x)
+            x = nn.Sequential(self.a, nn.BatchNorm1d(8, affine=False), self.b, nn.Tanh(), self.c)(self.steps(x))
+            return nn.CrossEntropyLoss(weight=torch.arange(1.0, 7.0))(x, torch.arange(len(x)))
+
+    check(Model, [torch.randn(4, 6), torch.randn(3, 6)], loss, every_cut)
+
+
+def test_distributions() -> None:
+    """Their checks of values are left out."""
+
+    class Model(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.a(x)
+            drawn = torch.distributions.Normal(x, F.softplus(self.b(x)))
+            return self.c(torch.tanh(drawn.rsample())) + drawn.log_prob(x).mean()
+
+    torch.manual_seed(3)
+    model = Model()
+    layers = recorded(Model, torch.randn(4, 6)).build_range(0, 3, 0)
+    assert len(layers) == 3
+    assert torch.distributions.Distribution._validate_args
+    with pytest.raises(ValueError, match="constraint"):
+        model(torch.full((4, 6), float("nan")))
 
 
 class OtherOrder(Net):
@@ -46,3 +249,35 @@ class EndsEarly(Net):
 
 def test_layers_of_which_evaluation_does_nothing() -> None:
     assert len(check(EndsEarly, [torch.randn(4, 6), torch.randn(3, 6)], loss, every_cut)) == 4
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (lambda x: x[x > 0].mean(), r"depends on the values of its data \(__getitem__\(\) of a tensor\)"),
+        (lambda x: F.one_hot((x[:, 0] > 0).long()), r"depends on the values of its data \(one_hot\(\) of a tensor\)"),
+        (lambda x: torch.unique(x > 0).sum(), r"torch does not say what unique\(\) gives without the values"),
+    ],
+)
+def test_shapes_that_depend_on_values(what: Callable[[torch.Tensor], torch.Tensor], message: str) -> None:
+    """In torch's own words that was three sentences about its kernels."""
+
+    class Model(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(self.b(self.a(x))) + what(x).float().mean()
+
+    with pytest.raises(UserError, match=rf"{message}.*test_around_calls\.py, line"):
+        recorded(Model, torch.randn(4, 6))
+
+
+def test_a_compiled_part() -> None:
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = torch.jit.script(nn.Sequential(nn.Linear(8, 8)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(self.part(self.a(x)))
+
+    with pytest.raises(UserError, match=r"part has been compiled by torch\.jit\.script"):
+        recorded(Model, torch.randn(4, 6))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from accept_mpi.pipeline.untouched import untouched
+from accept_mpi.models.untouched import untouched
 
 
 class Makes(OrderedDict[str, Any]):

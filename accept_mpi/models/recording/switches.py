@@ -1,0 +1,22 @@
+"""Torch's own switches, which a forward may set around a call that does not show it: a record would not do it again."""
+
+from typing import Any
+
+import torch
+
+_ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
+
+
+def switches() -> dict[str, Any]:
+    """How torch's switches stand, by what is said of each."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        hooks = None  # they change no values
+    return {
+        "torch's default dtype": torch.get_default_dtype(),
+        "which kernels attention takes": [getattr(torch.backends.cuda, name)() for name in _ATTENTION],
+        "whether algorithms are deterministic": torch.are_deterministic_algorithms_enabled(),
+        "whether oneDNN is used": torch._C._get_mkldnn_enabled(),
+        "the precision of products": torch.get_float32_matmul_precision(),
+        "hooks of what autograd saves": hooks,
+    }
