@@ -34,6 +34,8 @@ def load(name: str, args: Mapping[str, Any], model: Any = None) -> tuple[Dataset
     function = find_function(name, ZOO, "data.name")
     result = call(function, args, "data.args", seed=0)
     try:
+        if isinstance(result, Mapping):
+            raise TypeError
         train, test = result
     except (TypeError, ValueError):
         raise UserError(f'data.name: "{name}" must return (train, test), got {type(result).__name__}') from None

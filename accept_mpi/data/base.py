@@ -232,6 +232,10 @@ def adapt(data: object, whole: bool = False) -> Dataset:
         return data  # built-in
     if isinstance(data, Dataset) and callable(data.inputs) and callable(data.targets):
         return OwnDataset(data)
+    if isinstance(data, Mapping | str):
+        raise TypeError(
+            f"expected a data set with __len__ and __getitem__ by number, or a pair (x, y), got a {type(data).__name__}"
+        )
     if isinstance(data, IterableDataset):
         raise TypeError("expected a data set with __len__ and __getitem__: samples of an IterableDataset have no numbers")
     if isinstance(data, Sequence) and len(data) == 2 and all(isinstance(d, torch.Tensor | np.ndarray) for d in data):

@@ -164,6 +164,8 @@ def test_users_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "def pair(): return (np.zeros((5, 2), np.float32), np.zeros(5, np.int64)), (torch.ones(2, 2), torch.ones(2))\n"
         "def maps(): return TensorDataset(torch.arange(6.), torch.arange(6)), TensorDataset(*torch.zeros(2, 2))\n"
         "def wrong(): return 3\n"
+        "def splits(): return {'train': maps()[0], 'test': maps()[1]}\n"
+        "def columns(): return {'x': np.zeros(5), 'y': np.zeros(5)}, maps()[1]\n"
         "def empty(): return (np.zeros((0, 2)), np.zeros(0)), (np.zeros((1, 2)), np.zeros(1))\n"
         "def broken(): raise RuntimeError('no disk')\n"
     )
@@ -174,6 +176,8 @@ def test_users_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train.targets(SOME).tolist() == [3, 0, 5]
     for name, message in (
         ("my_data:wrong", r"must return \(train, test\), got int"),
+        ("my_data:splits", r"must return \(train, test\), got dict"),
+        ("my_data:columns", r"expected a data set with .* by number, or a pair \(x, y\), got a dict"),
         ("my_data:empty", "the training set of .* is empty"),
         ("my_data:broken", "RuntimeError: no disk"),
         ("digit", 'did you mean "digits"'),
