@@ -16,6 +16,7 @@ from accept_mpi.models.cnn import cnn
 from accept_mpi.models.fine_tuning import Changes, check_patterns, is_adapter
 from accept_mpi.models.gpt import gpt
 from accept_mpi.models.mobilenet import mobilenetv2
+from accept_mpi.models.modes import in_training
 from accept_mpi.models.recording.recorded import RecordedModel
 from accept_mpi.models.resnet import resnet18
 from accept_mpi.models.vgg import vgg11
@@ -129,7 +130,8 @@ def _load(asked: Model, seed: int, changes: Changes | None) -> Chain | Whole:
     function = _LIBRARIES[library](name) if library else find_function(name, ZOO, "model.name")
 
     def again() -> Any:
-        return call(function, asked.args, "model.args", seed)
+        made = call(function, asked.args, "model.args", seed)
+        return in_training(made) if isinstance(made, nn.Module) else made
 
     def whole() -> Any:
         made = again()

@@ -21,6 +21,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.models import common
 from accept_mpi.models.aliases import Aliases
 from accept_mpi.models.fine_tuning import Changes
+from accept_mpi.models.modes import in_training
 from accept_mpi.models.shared import Finder, Handed, Shared, refuse_lazy, unfilled
 from accept_mpi.seeds import init_seed, seeded
 
@@ -272,7 +273,7 @@ def _make(names: Sequence[str], index: int, entry: Entry, seed: int) -> nn.Modul
     if not isinstance(layer, nn.Module):
         raise UserError(f"{what} is a {type(layer).__name__}, not an nn.Module")
     refuse_lazy(what, layer)
-    return layer
+    return in_training(layer)
 
 
 def _show(names: Sequence[str]) -> str:

@@ -1,6 +1,5 @@
 """The layers that a rank holds: how they are built."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -43,16 +42,6 @@ def may_draw(layer: nn.Module) -> bool:
         if hooked or not type(module).__module__.startswith(("torch.nn.", "accept_mpi.models.")):
             return True
     return False
-
-
-def restore_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    """Set modules back to their former modes. A user's own ``train`` may do more than set the mode (low-rank weights are
-    merged for evaluation, and split again), so it is called; what it does to the modes of other modules is overwritten."""
-    own = [(module, training) for module, training in modes if type(module).train is not nn.Module.train]
-    for module, training in sorted(own, key=lambda one: not one[1]):
-        module.train(training)
-    for module, training in modes:
-        module.training = training
 
 
 def build_layers(chain: Chain, start: int, stop: int, seed: int) -> Layers:

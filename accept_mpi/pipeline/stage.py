@@ -14,8 +14,9 @@ from accept_mpi.device.compute import here
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, flows
 from accept_mpi.models.held import held
-from accept_mpi.models.layers import Layers, may_draw, restore_modes
+from accept_mpi.models.layers import Layers, may_draw
 from accept_mpi.models.losses import Divisors, Loss, Result
+from accept_mpi.models.modes import restore_modes
 from accept_mpi.models.shared import lay_out
 from accept_mpi.pipeline.averages import Averages
 from accept_mpi.pipeline.correction import Correction

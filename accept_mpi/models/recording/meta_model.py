@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from accept_mpi.errors import UserError
 from accept_mpi.models.attributes import Attributes
-from accept_mpi.models.layers import restore_modes
+from accept_mpi.models.modes import restore_modes
 from accept_mpi.models.recording.blocks import blocks_of
 from accept_mpi.models.shared import memory_of, refuse_lazy
 
