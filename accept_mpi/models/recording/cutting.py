@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from accept_mpi.models.recording.recorder import Unrecordable
+from accept_mpi.models.recording.refusals import Unrecordable
 from accept_mpi.models.recording.tape import Tape
 
 _LEAST_SHARE = 0.003

@@ -65,6 +65,9 @@ class MetaModel:
                         if isinstance(new, nn.Parameter):
                             self.parameters.add(self.states[id(new)])
         self._leaves: dict[int, Attributes] = {}
+        self._plain: dict[int, list[tuple[nn.Module, str, torch.Tensor]]] = {}
+        self.remade: set[str] = set()
+        """Names of plain tensors that modules make anew whenever they are called, as hooks of ``weight_norm`` do."""
         self._made = made  # keeps ids from being used again
         self.tensors = {name: made[which] for which, name in self.states.items()}
         """The model's tensors by name."""
@@ -111,6 +114,13 @@ class MetaModel:
         """Name of what the forward, within ``mode``, has changed of a module that is recorded as a whole; "" for nothing."""
         return next(iter(self._leaves[id(leaf)].changed()), "")
 
+    def settle(self, leaf: nn.Module) -> None:
+        """After a call of a module that is recorded as a whole: put back the plain tensors that it has made anew."""
+        for holder, name, tensor in self._plain[id(leaf)]:
+            if holder.__dict__.get(name) is not tensor:
+                holder.__dict__[name] = tensor
+                self.remade.add(self.states[id(tensor)])
+
     def state_names(self, module: nn.Module) -> tuple[str, ...]:
         """Names of a module's tensors, those of its parts included."""
         found = []
@@ -139,8 +149,9 @@ class MetaModel:
         if not training:
             self.model.eval()
         before = Attributes([("", self.model)])
-        named = self.model.named_modules()
-        self._leaves = {id(module): Attributes([(path, module)]) for path, module in named if self.is_leaf(module)}
+        leaves = [(path, module) for path, module in self.model.named_modules() if self.is_leaf(module)]
+        self._leaves = {id(module): Attributes([(path, module)]) for path, module in leaves}
+        self._plain = {id(module): _plain_tensors(module) for _, module in leaves}
         try:
             yield
             if changed := before.changed():
@@ -156,3 +167,13 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(new, requires_grad=tensor.requires_grad)
     return new
+
+
+def _plain_tensors(leaf: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """The tensors of a module and its parts that are neither parameters nor buffers, and where they are."""
+    return [
+        (part, name, value)
+        for part in leaf.modules()
+        for name, value in vars(part).items()
+        if isinstance(value, torch.Tensor)
+    ]

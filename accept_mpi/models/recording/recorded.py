@@ -17,8 +17,10 @@ from accept_mpi.models.recording.key import keyed, value_of
 from accept_mpi.models.recording.layer import Program, RecordedLayer, program, put, put_tensor
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.output import select
-from accept_mpi.models.recording.recorder import ReadsData, Recorder, Unrecordable, as_if_compiled
+from accept_mpi.models.recording.recorder import Recorder
+from accept_mpi.models.recording.refusals import ReadsData, Unrecordable
 from accept_mpi.models.recording.structure import parts_of
+from accept_mpi.models.recording.switches import as_if_compiled
 from accept_mpi.models.recording.tape import State
 
 _MOST_RECORDS = 256

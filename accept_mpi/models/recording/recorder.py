@@ -22,11 +22,19 @@ from accept_mpi.models.recording.blocks import try_out
 from accept_mpi.models.recording.calls import Apply, Made, averages
 from accept_mpi.models.recording.counting import Counting, place_of
 from accept_mpi.models.recording.meta_model import MetaModel
+from accept_mpi.models.recording.refusals import (
+    READS_DATA,
+    ReadsData,
+    Unrecordable,
+    innermost,
+    is_for_want_of_values,
+    where,
+    without_values,
+)  # fmt: skip
 from accept_mpi.models.recording.replaced import replaced
 from accept_mpi.models.recording.structure import constants_in, fixed_in, is_plain, mapped, parts_of, tensors_in
 from accept_mpi.models.recording.switches import switches
 from accept_mpi.models.recording.tape import DEVICE, Node, Spec, State, Tape, Value
-from accept_mpi.models.recording.where import innermost, where
 from accept_mpi.models.untouched import untouched
 from accept_mpi.seeds import kept, state
 
@@ -38,7 +46,6 @@ _READS = (
 )  # fmt: skip
 _ASSIGNED = ("__set__", "__delete__")
 _FOREIGN = "model.name: forward uses a parameter that is no part of the model: make it in __init__ ({})"
-_READS_DATA = "model.name: forward depends on the values of its data ({}() of a tensor), so it cannot be recorded ({})"
 _META, _COMPUTING = torch.device("meta"), torch.device("cpu")
 _WHERE: dict[Any, Any] = {
     vars(torch._C.TensorBase)[name].__get__: value
@@ -47,36 +54,17 @@ _WHERE: dict[Any, Any] = {
 """What a forward learns of where its tensors are, so that it goes the way that it will go there."""
 
 
-class Unrecordable(UserError):
-    """A forward that cannot be recorded; the message says why, with file and line."""
-
-    within = ""
-    """Name of the module in whose forward that is found out, if that module may be recorded as a whole instead."""
-
-
-class ReadsData(Unrecordable):
-    """A forward that depends on the values of its data."""
-
-
-@contextmanager
-def as_if_compiled() -> Iterator[None]:
-    """Within the context ``torch.compiler.is_compiling()`` is true: libraries then take a way that does not depend on
-    values, where they have one (transformers makes masks that it else leaves out where nothing is masked)."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
-
-
 class _Functions(TorchFunctionMode):
     def __init__(self, recorder: "Recorder") -> None:
         super().__init__()
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._recorder.function(func, args, kwargs or {})
+        try:
+            return self._recorder.function(func, args, kwargs or {})
+        except Unrecordable as error:
+            self._recorder.refuse(error)
+            raise
 
 
 class Recorder:
@@ -104,6 +92,7 @@ class Recorder:
         self._thread = threading.get_ident()
         self._switches = switches()
         self._counting, self._calling = Counting(), ""
+        self._refusal: Unrecordable | None = None
         self._autocast: Sequence[Autocast] = []
         """The ``torch.autocast`` contexts of the forward that are open."""
         self.tape = Tape(())
@@ -129,7 +118,12 @@ class Recorder:
             except UserError:
                 raise
             except Exception as error:
-                raise self._unknown(" ".join(str(error).split()), type(error).__name__, innermost(error)) from error
+                raise self._refusal or self._without_values(error, innermost(error)) from error
+            if self._refusal is not None:  # which the forward has caught
+                raise self._refusal
+            given = parts_of([(node.args, node.kwargs) for node in self.tape.nodes], (State,))
+            if name := next((place.name for place in given if place.name in self._of.remade), ""):
+                raise Unrecordable(f"model.name: forward uses {name}, which the module that has it makes anew in each call")
             _, *after = state()  # torch's own does not count: some functions draw from it on the meta device, too
             if after != before:
                 raise Unrecordable(
@@ -211,7 +205,9 @@ class Recorder:
             )
         block = self._of.is_block(module)
         call = partial(try_out, module, plain) if block else partial(plain, module)
-        return self._recorded(None, path, call, args, kwargs, self._of.state_names(module), True, block)
+        found = self._recorded(None, path, call, args, kwargs, self._of.state_names(module), True, block)
+        self._of.settle(module)
+        return found
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A torch function is called."""
@@ -230,6 +226,8 @@ class Recorder:
             return self._read(func, name, args, kwargs)
         if name == "__get__" and func in _WHERE:
             return _WHERE[func]
+        if name == "type" and len(args) == 1 and not kwargs:
+            return f"torch.{args[0].type().split('.')[-1]}"  # as on the CPU
         if name == "requires_grad_" and id(args[0]) in self._of.states:
             raise self._failed(
                 Unrecordable,
@@ -307,6 +305,10 @@ class Recorder:
                 )
             )  # fmt: skip
             return found
+        except Exception as error:
+            if is_for_want_of_values(error):  # the forward may catch it
+                self._without_values(error, where())
+            raise
         finally:
             self._busy, self._written = False, []
 
@@ -320,7 +322,7 @@ class Recorder:
                     return tensor
                 slot = self._slots.get(id(tensor))
                 if slot not in self._constants:
-                    raise self._failed(ReadsData, _READS_DATA.format(name.strip("_"), where()))
+                    raise self._failed(ReadsData, READS_DATA.format(name.strip("_"), where()))
                 with torch.device("cpu"):
                     return self._value(slot)
 
@@ -329,19 +331,19 @@ class Recorder:
         finally:
             self._busy = False
 
-    def _unknown(self, text: str, kind: str, at: str) -> Unrecordable:
+    def refuse(self, error: Unrecordable) -> None:
+        """Remember why the forward cannot be recorded: it may catch the exception, and go on in another way."""
+        self._refusal = self._refusal or error
+
+    def _without_values(self, error: Exception, at: str) -> Unrecordable:
         """The error for what a forward raises where tensors have no values."""
-        if "Meta kernel" in text:  # of some functions torch does not know, of others nobody can
-            said = f"torch does not say what {self._calling}() gives without the values of its data"
-            return self._failed(ReadsData, f"model.name: the forward cannot be recorded: {said} ({at})")
-        if "meta tensor" in text.lower() or "register_meta" in text:
-            return self._failed(ReadsData, _READS_DATA.format(self._calling, at))
-        return self._failed(Unrecordable, f"model.name: the forward cannot be recorded: {kind}: {text} ({at})")
+        return self._failed(*without_values(error, self._calling, at))
 
     def _failed(self, kind: type[Unrecordable], text: str) -> Unrecordable:
         """The error for what fails in the forward that runs."""
         error = kind(text)
         error.within = next((path for path in reversed(self._within) if path), "")
+        self.refuse(error)
         return error
 
     def _value(self, slot: int) -> torch.Tensor:

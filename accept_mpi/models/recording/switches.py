@@ -1,8 +1,11 @@
 """Torch's own switches, which a forward may set around a call that does not show it: a record would not do it again."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.utils.parametrize
 
 _ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 
@@ -18,5 +21,18 @@ def switches() -> dict[str, Any]:
         "whether algorithms are deterministic": torch.are_deterministic_algorithms_enabled(),
         "whether oneDNN is used": torch._C._get_mkldnn_enabled(),
         "the precision of products": torch.get_float32_matmul_precision(),
+        "whether parametrized weights are kept": torch.nn.utils.parametrize._cache_enabled > 0,
         "hooks of what autograd saves": hooks,
     }
+
+
+@contextmanager
+def as_if_compiled() -> Iterator[None]:
+    """Within the context ``torch.compiler.is_compiling()`` is true: libraries then take a way that does not depend on
+    values, where they have one (transformers makes masks that it else leaves out where nothing is masked)."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from recorded_models import check, recorded
 from torch import nn
 from torch.nn import functional as F
@@ -91,9 +92,31 @@ def default_dtype(self: Any, x: torch.Tensor) -> torch.Tensor:
         torch.set_default_dtype(torch.float32)
 
 
+def weights_once(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with nn.utils.parametrize.cached():
+        return self.b(x)
+
+
+def catches(self: Any, x: torch.Tensor) -> torch.Tensor:
+    try:
+        return x * x.mean().item()
+    except Exception:
+        return x
+
+
+def catches_what_torch_raises(self: Any, x: torch.Tensor) -> torch.Tensor:
+    try:
+        return x * (x > 0).nonzero().shape[0]
+    except NotImplementedError:
+        return x
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [
+        (weights_once, "sets whether parametrized weights are kept around a call"),
+        (catches, r"depends on the values of its data \(item\(\) of a tensor\)"),
+        (catches_what_torch_raises, r"depends on the values of its data \(nonzero\(\) of a tensor\)"),
         (other_weights, r"changes b\.weight before it calls b,"),
         (weight_for_a_while, r"changes b\.weight before it calls b,"),
         (mode_for_a_while, r"changes norm\.training before it calls norm,"),
@@ -223,6 +246,43 @@ def test_distributions() -> None:
     assert torch.distributions.Distribution._validate_args
     with pytest.raises(ValueError, match="constraint"):
         model(torch.full((4, 6), float("nan")))
+
+
+def weight_norm(layer: nn.Module) -> nn.Module:
+    return nn.utils.weight_norm(layer)
+
+
+def pruned(layer: nn.Module) -> nn.Module:
+    return nn.utils.prune.l1_unstructured(layer, "weight", 0.5)
+
+
+@pytest.mark.parametrize("change", [weight_norm, nn.utils.spectral_norm, pruned])
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_weights_that_hooks_compute(change: Callable[[nn.Module], nn.Module]) -> None:
+    class Model(Net):
+        reads = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.b, self.other = change(self.b), change(self.other)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.other(torch.tanh(self.b(torch.tanh(self.b(self.a(x))))))
+            return self.c(torch.tanh(x)) + (self.b.weight.sum() if self.reads else 0.0)
+
+    assert len(check(Model, [torch.randn(4, 6), torch.randn(3, 6)], loss, every_cut)) >= 4
+    Model.reads = True
+    with pytest.raises(UserError, match=r"uses b\.weight, which the module that has it makes anew in each call"):
+        recorded(Model, torch.randn(4, 6))
+
+
+def test_the_type_of_a_tensor_is_that_on_the_cpu() -> None:
+    class Model(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.b(self.a(x))
+            return self.c(x * 2 if x.type() == "torch.FloatTensor" else x)
+
+    check(Model, [torch.randn(4, 6)], loss, every_cut)
 
 
 class OtherOrder(Net):

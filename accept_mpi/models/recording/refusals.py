@@ -1,0 +1,60 @@
+"""Why a forward cannot be recorded, in a sentence, and where in its code."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+
+from accept_mpi.errors import UserError
+
+READS_DATA = "model.name: forward depends on the values of its data ({}() of a tensor), so it cannot be recorded ({})"
+_NO_KERNEL = ("Meta kernel", "register_meta")
+_OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
+
+
+class Unrecordable(UserError):
+    """A forward that cannot be recorded; the message says why, with file and line."""
+
+    within = ""
+    """Name of the module in whose forward that is found out, if that module may be recorded as a whole instead."""
+
+
+class ReadsData(Unrecordable):
+    """A forward that depends on the values of its data."""
+
+
+def is_for_want_of_values(error: Exception) -> bool:
+    """True for what torch raises where a tensor has no values."""
+    text = str(error)
+    return not isinstance(error, UserError) and ("meta tensor" in text.lower() or any(one in text for one in _NO_KERNEL))
+
+
+def without_values(error: Exception, function: str, at: str) -> tuple[type[Unrecordable], str]:
+    """What to say of an exception where tensors have no values, which torch's ``function`` has raised last."""
+    text = " ".join(str(error).split())
+    if "Meta kernel" in text:  # of some functions torch does not know, of others nobody can
+        said = f"torch does not say what {function}() gives without the values of its data"
+        return ReadsData, f"model.name: the forward cannot be recorded: {said} ({at})"
+    if is_for_want_of_values(error):
+        return ReadsData, READS_DATA.format(function, at)
+    return Unrecordable, f"model.name: the forward cannot be recorded: {type(error).__name__}: {text} ({at})"
+
+
+def where() -> str:
+    """File and line of the model's code that is running."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}" if frame else "unknown place"
+
+
+def innermost(error: Exception) -> str:
+    """File and line of the model's code that has raised an exception."""
+    found, at = error.__traceback__, "unknown place"
+    while found is not None:
+        name = found.tb_frame.f_code.co_filename
+        if not name.startswith(_OWN):
+            at = f"{Path(name).name}, line {found.tb_lineno}"
+        found = found.tb_next
+    return at
