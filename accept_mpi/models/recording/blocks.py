@@ -6,6 +6,7 @@ only shapes, layouts and the need for gradients are kept.
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -34,11 +35,21 @@ def try_out(block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: An
 
     Raises ValueError if the block writes to its arguments.
     """
+    try:
+        return _tried(block, call, 0, args, kwargs)
+    except Exception as error:
+        with suppress(Exception):
+            return _tried(block, call, 1, args, kwargs)  # lengths, say
+        raise error
+
+
+def _tried(block: nn.Module, call: Callable[..., Any], whole: int, args: Any, kwargs: Any) -> Any:
+    """What a block gives if whole numbers among its arguments are all this one."""
     made_up: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # an argument, its values, torch's count of writes
 
     def values_of(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made_up:
-            values = _values(tensor)
+            values = _values(tensor, whole)
             made_up[id(tensor)] = tensor, values, values._version
         return made_up[id(tensor)][1]
 
@@ -71,11 +82,11 @@ def _filled(block: nn.Module) -> nn.Module:
     return copy.deepcopy(block, new)
 
 
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU like one without values: small numbers, zeros or True."""
+def _values(tensor: torch.Tensor, whole: int = 0) -> torch.Tensor:
+    """A tensor on the CPU like one without values: small numbers, whole ones that are all the same, or True."""
     found = torch.empty_like(tensor, device="cpu", requires_grad=False)
     if found.is_floating_point() or found.is_complex():
         found.copy_(torch.arange(float(found.numel())).sin().mul(_SCALE).view(found.shape))
     else:
-        found.fill_(found.dtype == torch.bool)
+        found.fill_(whole or found.dtype == torch.bool)
     return found.requires_grad_().view_as(found) if tensor.requires_grad else found

@@ -460,6 +460,31 @@ def test_modules_without_parts_may_depend_on_values() -> None:
     check(lambda: _Outer(Turn()), [torch.randn(5, 4), torch.randn(2, 4)], mean_square, every_cut)
 
 
+class _Recurrent(nn.Module):
+    """Does not take lengths of zero, nor tensors without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.inner(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+
+def test_blocks_that_take_lengths() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.recurrent, self.last = nn.Embedding(9, 4), _Recurrent(), nn.Linear(4, 3)
+
+        def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            return self.last(self.recurrent(self.words(ids), lengths))
+
+    values = [{"ids": torch.randint(9, (3, 5)), "lengths": torch.tensor([2, 5, 1])} for _ in range(2)]
+    assert check(Model, values, mean_square, every_cut).undivided == ["recurrent"]
+
+
 def test_blocks_whose_shapes_depend_on_values() -> None:
     chain = recorded(lambda: _Outer(_Block(lambda x: x[x[:, 0] < 9])), torch.ones(3, 4), blocks=("part",))
     layers = chain.build_range(0, len(chain), 0)
