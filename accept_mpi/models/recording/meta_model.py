@@ -67,7 +67,7 @@ class MetaModel:
         self._leaves: dict[int, Attributes] = {}
         self._plain: dict[int, list[tuple[nn.Module, str, torch.Tensor]]] = {}
         self.remade: set[str] = set()
-        """Names of plain tensors that modules make anew whenever they are called, as hooks of ``weight_norm`` do."""
+        """Names of plain tensors that hooks make anew whenever a module is called, as those of ``weight_norm`` do."""
         self._made = made  # keeps ids from being used again
         self.tensors = {name: made[which] for which, name in self.states.items()}
         """The model's tensors by name."""
@@ -115,7 +115,7 @@ class MetaModel:
         return next(iter(self._leaves[id(leaf)].changed()), "")
 
     def settle(self, leaf: nn.Module) -> None:
-        """After a call of a module that is recorded as a whole: put back the plain tensors that it has made anew."""
+        """After a call of a module that is recorded as a whole: put back the plain tensors that its hooks have made anew."""
         for holder, name, tensor in self._plain[id(leaf)]:
             if holder.__dict__.get(name) is not tensor:
                 holder.__dict__[name] = tensor
@@ -170,10 +170,11 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain_tensors(leaf: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """The tensors of a module and its parts that are neither parameters nor buffers, and where they are."""
+    """The tensors of a module and its parts that are neither parameters nor buffers, and may be computed by hooks in front
+    of each call; and where they are."""
     return [
         (part, name, value)
         for part in leaf.modules()
         for name, value in vars(part).items()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor) and part._forward_pre_hooks
     ]

@@ -276,6 +276,31 @@ def test_weights_that_hooks_compute(change: Callable[[nn.Module], nn.Module]) ->
         recorded(Model, torch.randn(4, 6))
 
 
+class Carrying(nn.Module):
+    """Keeps a plain tensor from one call to the next: two layers that call it would each have their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.zeros(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = 0.9 * self.kept + x.detach().mean(0)
+        return x - self.kept
+
+
+def test_a_plain_tensor_that_a_module_carries_on() -> None:
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.carrying = Carrying()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(self.carrying(self.b(self.carrying(self.a(x)))))
+
+    with pytest.raises(UserError, match=r"sets carrying\.kept of the model|changes carrying\.kept before it calls"):
+        recorded(Model, torch.randn(4, 6))
+
+
 def test_the_type_of_a_tensor_is_that_on_the_cpu() -> None:
     class Model(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
