@@ -78,6 +78,17 @@ class TensorSpec(msgspec.Struct, frozen=True):
         dense = torch.empty_strided(self.sent_shape, self.stride, dtype=self.torch_dtype).zero_()
         return dense.expand(self.shape).requires_grad_(self.grad)
 
+    def made_up(self, values: bytes = b"") -> torch.Tensor | None:
+        """A tensor of this spec for a trial: of these ``values`` (``whole_values``), if there are any, else of numbers
+        between 0 and 1, which more functions take than zeros; of zeros if it is of whole numbers."""
+        found = self.zeros()
+        if found is None or not self.numel or not (values or found.is_floating_point()):
+            return found
+        made = torch.frombuffer(bytearray(values), dtype=self.torch_dtype) if values else _spread(self.numel)
+        with torch.no_grad():
+            torch.as_strided(found, self.sent_shape, self.stride).copy_(made.view(self.sent_shape))
+        return found
+
     def fits(self, tensor: torch.Tensor | None, training: bool = True) -> bool:
         """True if this is the spec of ``tensor``. Outside ``training``, it may want a gradient or not."""
         if tensor is None or self.dtype == "absent":
@@ -140,10 +151,33 @@ class BoundarySpecs(msgspec.Struct, frozen=True):
     backward: dict[int, Specs]
     trees: dict[int, Tree] = {}
     """Trees of the activations. Gradients need none: there is one for each input that wants one."""
+    whole: dict[int, tuple[bytes, ...]] = {}
+    """What stages that were tried one after the other have told of activations' values (``whole_values``)."""
+
+    def made_up(self, size: int) -> Tensors:
+        """Activations for a trial."""
+        specs = self.forward[size]
+        values = self.whole.get(size) or (b"",) * len(specs)
+        return tuple(spec.made_up(value) for spec, value in zip(specs, values, strict=True))
 
     def direction(self, direction: Direction) -> dict[int, Specs]:
         """Specs of the tensors that cross in this direction, by number of samples."""
         return self.backward if direction is Direction.BACKWARD else self.forward
+
+
+def whole_values(tensor: torch.Tensor | None) -> bytes:
+    """Values of a tensor of whole numbers or booleans, without what is repeated in it; empty for any other. A layer may take
+    lengths or indices, and not just any."""
+    if tensor is None or tensor.is_floating_point() or tensor.is_complex():
+        return b""
+    with torch.no_grad():
+        sent = torch.as_strided(tensor, _sent_shape(tensor.shape, tensor.stride()), tensor.stride())
+        return sent.cpu().contiguous().numpy().tobytes()
+
+
+def _spread(count: int) -> torch.Tensor:
+    """Numbers between 0 and 1, no two of them alike."""
+    return torch.arange(1, count + 1, dtype=torch.float64).mul_(0.6180339887498949).frac_()
 
 
 def _sent_shape(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

@@ -50,6 +50,8 @@ class Shapes(Control, frozen=True):
     specs: Any
     """As ``list[TensorSpec]``."""
     tree: Tree
+    whole: tuple[bytes, ...] = ()
+    """Of activations, ``whole_values`` of each."""
 
 
 class LayerChunks(Control, frozen=True):

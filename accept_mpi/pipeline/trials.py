@@ -121,13 +121,13 @@ class Trials(FurtherForwards):
         self,
         inputs: Tensors,
         target: Any,
-        gradients_of: Callable[[Sequence[TensorSpec], Tree], Tensors],
+        gradients_of: Callable[[Tensors, Tree], Tensors],
         of: Tree | None = None,
         samples: int | None = None,
     ) -> tuple[TensorSpec, ...]:
         """Run one forward and backward on a ``trial`` stage, to find the shapes of what crosses boundaries.
 
-        ``gradients_of`` is called with the outputs' specs and tree, and returns gradients in the layout that training will
+        ``gradients_of`` is called with the outputs and their tree, and returns gradients in the layout that training will
         send. Returns the specs of the inputs' gradients.
         """
         if not self._setting_up:
@@ -162,7 +162,7 @@ class Trials(FurtherForwards):
             self.one_forward = "a forward uses a parameter twice in lower precision"
         if self._deferred is not None:
             self._deferred.look(self.in_flight[0, 0].outputs)
-        gradients = gradients_of([TensorSpec.of(out) for out in out.outputs], out.tree)
+        gradients = gradients_of(out.outputs, out.tree)
         seed_all(0)
         seeded = state()
         with calls_of_shared() as shared_back:

@@ -1,13 +1,12 @@
 """Measures a rank's own stage before the first step: the seconds of its forward, its backward and its messages."""
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from accept_mpi import tree
-from accept_mpi.codecs.tensors import BoundarySpecs, Tensors, TensorSpec
+from accept_mpi.codecs.tensors import BoundarySpecs, Tensors
 from accept_mpi.data import Dataset, Samples, fetch
 from accept_mpi.device.compute import here
 from accept_mpi.device.cpu import computing_takes_all
@@ -47,7 +46,7 @@ def time_stage(
             given = _given(stage, size, behind, data)
             halfway: list[float] = []
 
-            def gradients(_: Sequence[TensorSpec], of: Tree, halfway: list[float] = halfway) -> Tensors:
+            def gradients(_: Tensors, of: Tree, halfway: list[float] = halfway) -> Tensors:
                 zeros = tuple(spec.zeros() for spec in ahead.backward[size]) if ahead.forward else ()
                 halfway.append(clock())
                 return zeros
@@ -74,5 +73,5 @@ def time_stage(
 def _given(stage: Stage, size: int, behind: BoundarySpecs, data: Samples) -> Inputs:
     """Inputs of the shapes that training has; new ones for each round, since a layer may work in place."""
     if behind.forward:
-        return Inputs(tuple(spec.zeros() for spec in behind.forward[size]), behind.trees.get(size, LONE))
+        return Inputs(behind.made_up(size), behind.trees.get(size, LONE))
     return stage.from_data(tree.replace(data.inputs, torch.clone))

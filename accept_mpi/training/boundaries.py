@@ -5,8 +5,9 @@ messages small and their buffers large enough.
 
 Every stage runs one forward and backward for each size that a micro-batch can have, on data of the right shape. That also
 builds the kernels' caches before the first step is timed. A stage's inputs are known only after the stages before it have
-run. If the model's outline is known, though, all stages run at the same time on the inputs that it suggests and compare the
-results; only if these do not fit do they run one after another.
+run, which pass on their whole numbers (lengths, indices), since some layers do not take just any; floating-point values are
+made up. If the model's outline is known, though, all stages run at the same time on the inputs that it suggests and compare
+the results; only if these do not fit do they run one after another.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import msgspec
 import torch
 
 from accept_mpi import tree
-from accept_mpi.codecs.tensors import BoundarySpecs, Specs, Tensors, TensorSpec
+from accept_mpi.codecs.tensors import BoundarySpecs, Specs, Tensors, TensorSpec, whole_values
 from accept_mpi.comm.messages import Shapes
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.data import Dataset, fetch
@@ -28,8 +29,8 @@ from accept_mpi.plan import Place
 from accept_mpi.profiling.outline import LayerOutline, Outline
 from accept_mpi.tree import Tree
 
-Taken = tuple[Specs, Tree]
-"""Content of a forward message: the specs of its tensors, and the tree that they belong to."""
+Taken = tuple[Specs, Tree, tuple[bytes, ...]]
+"""Content of a forward message: the specs of its tensors, the tree that they belong to, and ``whole_values``, if known."""
 
 Sizes = tuple[Sequence[int], Sequence[int]]
 """Numbers of samples that a micro-batch can have, in training and in evaluation."""
@@ -61,10 +62,10 @@ def agree_on_shapes(
         assert before is not None
         return _hear(messenger, before, "activations", size, deadline)
 
-    def returned(size: int, training: bool, outputs: Specs, of: Tree) -> Specs:
+    def returned(size: int, training: bool, outputs: Specs, of: Tree, whole: tuple[bytes, ...]) -> Specs:
         assert after is not None
         for rank in ahead_ranks:
-            _tell(messenger, rank, "activations", outputs, of)
+            _tell(messenger, rank, "activations", outputs, of, whole)
         return _hear(messenger, after, "gradients", size, deadline)[0] if training else ()
 
     # The leaders of groups agree, and the other members listen.
@@ -86,13 +87,13 @@ def _run(
     training: bool,
     signatures: tuple[BoundarySpecs, BoundarySpecs],
     taken: Callable[[int, bool], Taken],
-    returned: Callable[[int, bool, Specs, Tree], Specs],
+    returned: Callable[[int, bool, Specs, Tree, tuple[bytes, ...]], Specs],
 ) -> Specs:
     """Run a trial stage on ``size`` samples, and record in ``signatures`` (boundary behind, boundary ahead) what it takes
     and gives. Returns the specs of the inputs' gradients.
 
-    ``taken(size, training)`` returns what arrives over the boundary behind, ``returned(size, training, outputs, tree)`` what
-    comes back for outputs.
+    ``taken(size, training)`` returns what arrives over the boundary behind, ``returned(size, training, outputs, tree,
+    values)`` what comes back for outputs.
     """
     behind, ahead = signatures
     target, inputs = None, Inputs((), tree.LONE)
@@ -103,14 +104,14 @@ def _run(
         if place.first:
             inputs = stage.from_data(found.inputs)
     if not place.first:
-        behind.forward[size], behind.trees[size] = taken(size, training)
-        inputs = Inputs(tuple(spec.zeros() for spec in behind.forward[size]), behind.trees[size])
+        behind.forward[size], behind.trees[size], behind.whole[size] = taken(size, training)
+        inputs = Inputs(behind.made_up(size), behind.trees[size])
 
-    def gradients_of(outputs: Sequence[TensorSpec], of: Tree) -> Tensors:
+    def gradients_of(outputs: Tensors, of: Tree) -> Tensors:
         if place.last:
             return ()
-        ahead.forward[size], ahead.trees[size] = tuple(outputs), of
-        back = returned(size, training, ahead.forward[size], of)
+        ahead.forward[size], ahead.trees[size] = tuple(map(TensorSpec.of, outputs)), of
+        back = returned(size, training, ahead.forward[size], of, tuple(map(whole_values, outputs)))
         if training:
             ahead.backward[size] = back
         return tuple(spec.zeros() for spec in back)
@@ -118,7 +119,7 @@ def _run(
     if not training:  # forward only, since BatchNorm may refuse to train on this size
         with stage.evaluating():
             out = stage.evaluate(inputs.tensors, target, inputs.tree, samples=size)
-        gradients_of([TensorSpec.of(value) for value in out.outputs], out.tree)
+        gradients_of(out.outputs, out.tree)
         return ()
     gradients = stage.probe(inputs.tensors, target, gradients_of, inputs.tree, size)
     stage.try_metrics(inputs.tensors, target, inputs.tree, size)
@@ -191,12 +192,12 @@ def _suggested(layer: LayerOutline, samples: int) -> Callable[[int, bool], Taken
         for spec in layer.inputs:
             shape = (size, *spec.shape[1:]) if spec.shape[:1] == (samples,) else spec.shape
             found.append(msgspec.structs.replace(spec, shape=shape, grad=spec.grad and training))
-        return tuple(found), layer.tree or tree.packed(len(found))
+        return tuple(found), layer.tree or tree.packed(len(found)), ()
 
     return taken
 
 
-def _likely(size: int, training: bool, outputs: Specs, of: Tree) -> Specs:
+def _likely(size: int, training: bool, outputs: Specs, of: Tree, whole: tuple[bytes, ...]) -> Specs:
     """Likely gradients of outputs: they mostly have the same layout as the outputs."""
     return tuple(msgspec.structs.replace(spec, grad=False) for spec in outputs if spec.grad)
 
@@ -204,13 +205,15 @@ def _likely(size: int, training: bool, outputs: Specs, of: Tree) -> Specs:
 # -- one after the other ---------------------------------------------------------------------------------------------------
 
 
-def _tell(messenger: Messenger, peer: int, what: str, specs: Sequence[TensorSpec], of: Tree) -> None:
+def _tell(
+    messenger: Messenger, peer: int, what: str, specs: Sequence[TensorSpec], of: Tree, whole: tuple[bytes, ...] = ()
+) -> None:
     """Send the specs of ``what`` ("activations" or "gradients") to a neighbouring stage's rank."""
-    messenger.send(peer, Shapes(what, msgspec.to_builtins(list(specs)), of))
+    messenger.send(peer, Shapes(what, msgspec.to_builtins(list(specs)), of, whole))
 
 
 def _hear(messenger: Messenger, peer: int, what: str, size: int, deadline: float) -> Taken:
     """Receive the specs of ``what`` from a neighbouring stage's rank. Raises DeadlineError."""
     shapes = messenger.expect(Shapes, {peer}, deadline, f"the shapes of {what} for {size} samples")[peer]
     assert shapes.of == what
-    return msgspec.convert(shapes.specs, tuple[TensorSpec, ...]), shapes.tree
+    return msgspec.convert(shapes.specs, tuple[TensorSpec, ...]), shapes.tree, shapes.whole

@@ -195,7 +195,7 @@ def test_lanes_do_not_share_casts_of_parameters(times: int, precision: str, poss
     """Torch keeps them for all threads, so whether a lane cast a parameter again for a second use depended on the others."""
     job = parse(BASE, "job", [f"train.precision={precision}"])
     stage = Stage(Layers(0, ["0"], [Twice(times)]), job, None, False)
-    stage.probe((received(4, 3),), None, lambda specs, _: tuple(torch.ones(4, 3, dtype=one.torch_dtype) for one in specs))
+    stage.probe((received(4, 3),), None, lambda given, _: tuple(torch.ones(4, 3, dtype=one.dtype) for one in given))
     assert (not stage.one_forward) == possible
     stage.join_group()
     for one, keeps in ((stage, True), (lane_of(stage), precision == "float32")):

@@ -1,0 +1,77 @@
+"""Chains of layers that do not take just any values: lengths, indices from 1 on, matrices that have an inverse."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+
+class Words(nn.Module):
+    """Numbers from 1 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 8)
+
+    def forward(self, given: Any) -> Any:
+        return self.table(given["ids"] - 1), given["lengths"], given["ids"]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.table = nn.GRU(8, 8, batch_first=True), nn.Embedding(9, 8)
+
+    def forward(self, given: Any) -> Any:
+        x, lengths, ids = given
+        packed = pack_padded_sequence(x + self.table(ids - 1), lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.recurrent(packed)[0], batch_first=True, total_length=5)[0], lengths, ids
+
+
+class Packing(nn.Module):
+    """What crosses then knows how it is packed."""
+
+    def forward(self, given: Any) -> Any:
+        return pack_padded_sequence(given[0], given[1], batch_first=True, enforce_sorted=False)
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, packed: Any) -> torch.Tensor:
+        return self.linear(pad_packed_sequence(packed, batch_first=True)[0].sum(1))
+
+
+class Inverse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        square = x[:, :4].view(-1, 2, 2)
+        return self.linear(F.pad(torch.linalg.inv(square).flatten(1).tanh(), (0, 4)))
+
+
+def sentences() -> nn.Sequential:
+    return nn.Sequential(Words(), Recurrent(), Recurrent(), Packing(), Last(), Inverse(), Inverse(), nn.Linear(8, 3))
+
+
+class Sentences:
+    def __init__(self, count: int) -> None:
+        draw = torch.Generator().manual_seed(count)
+        self.ids = torch.randint(1, 10, (count, 5), generator=draw)
+        self.lengths = torch.randint(1, 6, (count,), generator=draw)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, n: int) -> Any:
+        return {"ids": self.ids[n], "lengths": self.lengths[n]}, self.ids[n, 0] % 3
+
+
+def data() -> tuple[Sentences, Sentences]:
+    return Sentences(22), Sentences(9)
