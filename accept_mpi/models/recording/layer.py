@@ -88,14 +88,14 @@ class RecordedLayer(nn.Module):
                 args, kwargs = node.args, node.kwargs
                 if step.places:
                     args, kwargs = mapped(args, filled, _PLACES), mapped(kwargs, filled, _PLACES)
-                call = self.get_submodule(node.module) if node.function is None else node.function
+                call = self._part(node.module) if node.function is None else node.function
                 # In training gradients may be off around a forward that is computed again; in evaluation they are.
                 same = node.grad == enabled or (self.training and not enabled)
                 with nullcontext() if same else torch.set_grad_enabled(node.grad):
                     result = call(*args, **kwargs)
                 tensors = tensors_in(result)
                 if node.fixed is not None and (now := fixed_in(result)) != node.fixed:
-                    raise UserError(_changes(node.module, *node.fixed, *now))
+                    raise UserError(_changes(node.module, node.fixed, now))
                 slots.update(zip(node.gives, tensors, strict=True))
                 for slot in step.frees:
                     slots.pop(slot, None)
@@ -103,22 +103,34 @@ class RecordedLayer(nn.Module):
             return mapped(run.output, filled, _PLACES)
         return (key, *(slots[slot] for slot in run.gives))
 
+    def _part(self, path: str) -> nn.Module:
+        """The model's module of this name."""
+        return self._found(path, lambda: self.get_submodule(path))
+
     def _state(self, name: str) -> torch.Tensor:
         path, _, last = name.rpartition(".")
-        holder = self.get_submodule(path)
-        found: torch.Tensor = getattr(holder, last)
-        return found
+        return self._found(name, lambda: getattr(self.get_submodule(path), last))
+
+    def _found(self, name: str, find: Callable[[], Any]) -> Any:
+        try:
+            return find()
+        except AttributeError as error:
+            raise UserError(
+                f"model.name: for inputs of this shape forward uses {name}, which it does not use there for those of the "
+                "usual shape, so that another layer has it"
+            ) from error
 
 
-def _changes(block: str, shapes: Sequence[torch.Size], constants: Any, now: Sequence[torch.Size], others: Any) -> str:
-    """A sentence on a block that gives something else for other values."""
-    shown = [", ".join(" x ".join(map(str, shape)) for shape in some) for some in (shapes, now)]
-    kind = "shapes"
-    if shapes == now:
-        kind, shown = "constants beside its tensors", [", ".join(map(repr, some)) for some in (constants, others)]
+def _changes(block: str, before: Sequence[Any], now: Sequence[Any]) -> str:
+    """A sentence on a block that gives something else (``fixed_in``) for other values."""
+    which = next(n for n, (one, other) in enumerate(zip(before, now, strict=True)) if one != other)
+    kind = ("shapes", "dtypes", "constants beside its tensors")[which]
+    old, new = (
+        ", ".join(" x ".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in some[which])
+        for some in (before, now)
+    )
     return (
-        f"model.blocks: {block} gives other {kind} for other values ({shown[0]}, now {shown[1]}), so what follows cannot be "
-        "recorded"
+        f"model.blocks: {block} gives other {kind} for other values ({old}, now {new}), so what follows cannot be recorded"
     )
 
 

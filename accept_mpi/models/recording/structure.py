@@ -25,8 +25,10 @@ def constants_in(value: Any) -> list[Any]:
 
 
 def fixed_in(value: Any) -> tuple[Any, ...]:
-    """What must be the same whenever a block is called: the shapes of its result's tensors, and its constants."""
-    return tuple(one.shape for one in tensors_in(value)), [one for one in constants_in(value) if is_plain(one)]
+    """What must be the same whenever a block is called: shapes and dtypes of its result's tensors, and its constants."""
+    tensors = tensors_in(value)
+    shapes, dtypes = [tuple(one.shape) for one in tensors], [one.dtype for one in tensors]
+    return shapes, dtypes, [one for one in constants_in(value) if is_plain(one)]
 
 
 def mapped(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...]) -> Any:

@@ -68,7 +68,7 @@ class Node:
     autocast: tuple[Autocast, ...]
     """The forward's ``torch.autocast`` contexts that are open."""
     fixed: tuple[Any, ...] | None
-    """Of a block: shapes of the result's tensors, and its constants (``fixed_in``): they must be the same for all values."""
+    """Of a block: what of its result must be the same for all values (``fixed_in``)."""
     operations: float
     """Floating-point operations, as torch counts them."""
 

@@ -190,6 +190,44 @@ def test_constants_of_a_block_that_depend_on_values(of: Callable[[torch.Tensor],
         nn.Sequential(*layers)(x)
 
 
+class Widening(nn.Module):
+    """Of more bits where values are large."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.double() if x.abs().max() > 4 else x
+
+
+def test_dtypes_of_a_block_that_depend_on_values() -> None:
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.widening = Widening()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.widening(self.a(x) * 9)
+            return self.c(torch.tanh(self.b(x.float()))) * (2 if x.dtype == torch.float64 else 1)
+
+    layers = recorded(Model, torch.ones(4, 6)).build_range(0, 3, 0)
+    message = r"widening gives other dtypes for other values \(torch.float32, now torch.float64\)"
+    with pytest.raises(UserError, match=message):
+        nn.Sequential(*layers)(torch.full((4, 6), 9.0))
+
+
+def test_what_forward_uses_for_other_shapes_only() -> None:
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            length, x = len(x), self.c(self.b(self.a(x)))
+            return x * self.scale if length > 4 else x
+
+    layers = recorded(Model, torch.ones(4, 6)).build_range(0, 3, 0)
+    with pytest.raises(UserError, match=r"for inputs of this shape forward uses scale, which it does not use there"):
+        nn.Sequential(*layers)(torch.ones(5, 6))
+
+
 @functools.lru_cache
 def table(size: int) -> torch.Tensor:
     return torch.triu(torch.ones(size, size))
