@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.fine_tuning import check_patterns
 from accept_mpi.models.recording.structure import mapped
 from accept_mpi.seeds import seeded
@@ -30,20 +31,21 @@ def blocks_of(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:
     return {id(part) for module in found for part in (module.children() if isinstance(module, _CONTAINERS) else [module])}
 
 
-def try_out(block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a block on the meta device gives for arguments there. ``call`` calls a module.
+def try_out(block: nn.Module, call: Callable[..., Any], changed: set[str], *args: Any, **kwargs: Any) -> Any:
+    """What a block on the meta device gives for arguments there. ``call`` calls a module; ``changed`` gets the names of
+    attributes that the block changes.
 
     Raises ValueError if the block writes to its arguments.
     """
     try:
-        return _tried(block, call, 0, args, kwargs)
+        return _tried(block, call, changed, 0, args, kwargs)
     except Exception as error:
         with suppress(Exception):
-            return _tried(block, call, 1, args, kwargs)  # lengths, say
+            return _tried(block, call, changed, 1, args, kwargs)  # lengths, say
         raise error
 
 
-def _tried(block: nn.Module, call: Callable[..., Any], whole: int, args: Any, kwargs: Any) -> Any:
+def _tried(block: nn.Module, call: Callable[..., Any], changed: set[str], whole: int, args: Any, kwargs: Any) -> Any:
     """What a block gives if whole numbers among its arguments are all this one."""
     made_up: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # an argument, its values, torch's count of writes
 
@@ -64,7 +66,10 @@ def _tried(block: nn.Module, call: Callable[..., Any], whole: int, args: Any, kw
 
     with seeded(0), torch.device("cpu"):  # all ranks come to the same
         args, kwargs = mapped((args, kwargs), values_of, (torch.Tensor,))
-        result = call(_filled(block), *args, **kwargs)
+        own = _filled(block)
+        attributes = Attributes([("", own)])
+        result = call(own, *args, **kwargs)
+        changed.update(attributes.changed())
     if any(values._version != writes for _, values, writes in made_up.values()):
         raise ValueError("a block writes to its arguments, which cannot be recorded")
     return mapped(result, shape_of, (torch.Tensor,))

@@ -92,6 +92,7 @@ class Recorder:
         self._thread = threading.get_ident()
         self._switches = switches()
         self._counting, self._calling = Counting(), ""
+        self._changed: dict[str, set[str]] = {}  # by the modules that have been called, the attributes that they change
         self._refusal: Unrecordable | None = None
         self._autocast: Sequence[Autocast] = []
         """The ``torch.autocast`` contexts of the forward that are open."""
@@ -204,9 +205,15 @@ class Recorder:
                 Unrecordable, f"model.name: forward changes {name} before it calls {path}, which no record does ({where()})"
             )
         block = self._of.is_block(module)
-        call = partial(try_out, module, plain) if block else partial(plain, module)
+        again, changed = path in self._changed, self._changed.setdefault(path, set())
+        call = partial(try_out, module, plain, changed) if block else partial(plain, module)
         found = self._recorded(None, path, call, args, kwargs, self._of.state_names(module), True, block)
         self._of.settle(module)
+        if again and changed:
+            raise UserError(
+                f"model.name: {path} stays whole, changes {min(changed)} and is called twice, so two layers may each have one "
+                f"({where()}); name the module around it in model.blocks"
+            )
         return found
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:

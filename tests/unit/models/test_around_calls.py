@@ -339,6 +339,38 @@ def test_a_plain_tensor_that_a_module_carries_on() -> None:
         recorded(Model, torch.randn(4, 6))
 
 
+class Counting(nn.Module):
+    """Stays whole, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.calls * (1 if x.sum() > -1e9 else 2)
+
+
+def test_a_block_with_state_that_is_called_twice() -> None:
+    """On two ranks there were two counters."""
+
+    class Model(Net):
+        twice = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.counting = Counting()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.b(self.counting(self.a(x)))
+            return self.c(self.counting(x) if self.twice else x)
+
+    assert recorded(Model, torch.randn(4, 6)).undivided == ["counting"]
+    Model.twice = True
+    with pytest.raises(UserError, match=r"counting stays whole, changes calls and is called twice"):
+        recorded(Model, torch.randn(4, 6))
+
+
 def test_the_type_of_a_tensor_is_that_on_the_cpu() -> None:
     class Model(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
