@@ -47,6 +47,9 @@ def _remember_class(kind: type, seen: set[int], undo: list[_Undo]) -> None:
     seen.add(id(kind))
     _remember_names(kind, seen, undo)
     _remember_module(kind.__module__, seen, undo)
+    for method in vars(kind).values():
+        if isinstance(method, types.FunctionType) and method.__module__ == kind.__module__:
+            _remember_function(method, seen, undo, 0)
 
 
 def _remember_module(name: str | None, seen: set[int], undo: list[_Undo]) -> None:
@@ -61,7 +64,7 @@ def _remember_names(owner: Any, seen: set[int], undo: list[_Undo]) -> None:
     for name, value in list(vars(owner).items()):
         if name.startswith("__"):
             continue
-        if (info := getattr(value, "cache_info", None)) is not None and callable(value):
+        if (info := getattr(value, "cache_info", None)) is not None and callable(value) and not isinstance(value, type):
             undo.append(_emptied(value, info().currsize))
         elif isinstance(value, _CONSTANT) or type(value) in (list, set) or isinstance(value, dict):
             undo.append(_named(owner, name, value, _copied(value)))

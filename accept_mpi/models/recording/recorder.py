@@ -211,7 +211,7 @@ class Recorder:
         self._of.settle(module)
         if again and changed:
             raise UserError(
-                f"model.name: {path} stays whole, changes {min(changed)} and is called twice, so two layers may each have one "
+                f"model.name: {path} stays whole, changes {min(changed)} and is called twice, perhaps in two layers "
                 f"({where()}); name the module around it in model.blocks"
             )
         return found

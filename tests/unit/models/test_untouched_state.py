@@ -34,3 +34,18 @@ def test_a_table_with_a_getter_of_its_own_stays(layer: nn.Module) -> None:
         table["gelu"] = nn.GELU
     assert dict(dict.items(table)) == {"relu": nn.ReLU}
     assert isinstance(table["relu"], nn.ReLU)
+
+
+def test_what_a_method_refers_to_is_restored() -> None:
+    """A class within a function counts in a list of that function."""
+    calls = [0]
+
+    class Counts(nn.Module):
+        def forward(self, x: Any) -> Any:
+            calls[0] += 1
+            return x
+
+    counts = Counts()
+    with untouched([counts]):
+        counts(1)
+    assert calls == [0]
