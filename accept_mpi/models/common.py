@@ -8,6 +8,7 @@ it, must be in one stage. What is only read (a configuration) may be parted.
 import functools
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
@@ -39,11 +40,11 @@ class Place(NamedTuple):
     path: str
     """The layer's part that has the attribute, or the Python module's class; empty: the layer, the Python module itself."""
     steps: tuple[Any, ...]
-    """Name of the attribute or variable, and the way from there through containers and objects."""
+    """Name of the attribute or variable, and the way from there through containers and objects; empty: all attributes."""
 
     @property
     def text(self) -> str:
-        return ".".join(map(str, filter(None, (self.python, self.path, *self.steps))))
+        return ".".join(map(str, filter(None, (self.python, self.path, *self.steps)))) or "attributes"
 
     def value(self, layer: nn.Module | None) -> Any:
         """What is there now. Raises LookupError, AttributeError or TypeError if there is nothing."""
@@ -51,7 +52,7 @@ class Place(NamedTuple):
         value: Any = vars(functools.reduce(getattr, filter(None, self.path.split(".")), owner))
         for step in self.steps:
             value = _part(value, step)
-        return value
+        return value if self.steps else {name: one for name, one in value.items() if name not in OWN}
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
@@ -186,6 +187,8 @@ def _reached(one: Any) -> _Reached:
     seen: set[int] = set()
     kinds: dict[type, None] = {}
     for path, module in one.named_modules():
+        if not _of(LIBRARIES, type(module).__module__):
+            yield weakref.ref(module), Place("", path, ()), None  # it may be in several layers, and must not be kept alive
         for name, value in list(vars(module).items()):
             if name not in OWN:
                 yield from _inside(value, Place("", path, (name,)), seen, code)

@@ -18,8 +18,8 @@ from accept_mpi.job import Job, flows
 from accept_mpi.models import Chain
 from accept_mpi.models.layers import build_layers
 from accept_mpi.models.losses import Loss
+from accept_mpi.models.untouched import untouched
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.pipeline.untouched import untouched
 from accept_mpi.profiling.outline import Outline
 from accept_mpi.tree import Tree
 

@@ -155,6 +155,32 @@ def test_what_hooks_change_must_not_be_parted(kind: str) -> None:
     assert not probed(hooked(kind), 0, 3)._parted
 
 
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.times += 1
+        return x * self.times
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_module_that_is_in_two_layers(within: bool) -> None:
+    def again() -> Any:
+        scaling = Scaling()
+        made = [scaling, nn.Linear(4, 4), scaling]
+        return [(f"l{n}", nn.Sequential(layer, nn.Tanh()) if within else layer) for n, layer in enumerate(made)]
+
+    chain = Chain(again(), again)
+    what = r"0\.attributes|0" if within else "attributes"
+    with pytest.raises(UserError, match=rf"layers 0 and 2 have ({what}) in common, and a forward changes it"):
+        probed(chain, 0, 2)
+    stage = probed(chain, 0, 3)
+    assert stage.layers[0] is stage.layers[2] or within
+    assert not stage._parted
+
+
 def judged(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output if NOTES["mask"] is None else output * NOTES["mask"].mean(), target)
 

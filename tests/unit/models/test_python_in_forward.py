@@ -145,7 +145,15 @@ class DifferentiatesInEvaluation(Net):
 @pytest.mark.parametrize(
     "model",
     [
-        Scripted, WrittenConstant, OfInitialWeights, Autocasts, CastsOnce, KnowsItsDevice, Parametrized, Gamma, DrawsInAModule,
+        Scripted,
+        WrittenConstant,
+        OfInitialWeights,
+        Autocasts,
+        CastsOnce,
+        KnowsItsDevice,
+        Parametrized,
+        Gamma,
+        DrawsInAModule,
     ],
 )
 def test_equal_to_the_plain_model(model: type[nn.Module]) -> None:
