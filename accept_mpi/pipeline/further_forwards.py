@@ -28,6 +28,11 @@ class Given(NamedTuple):
     target: Any
     samples: int | None
 
+    @property
+    def boxes(self) -> Tensors:
+        """The inputs, for a forward that may write to them."""
+        return tuple(None if x is None else x.clone() for x in self.inputs)
+
 
 class FurtherForwards(Stateful):
     """The part of a ``Stage`` that looks for what forwards leave. ``Stage.__init__`` sets the fields."""
@@ -44,6 +49,9 @@ class FurtherForwards(Stateful):
     evaluate: Callable[..., Outputs]
     evaluating: Callable[[], AbstractContextManager[None]]
     forward: Callable[..., Outputs]
+    backward: Callable[..., Tensors]
+    weight_gradient: Callable[[int, int], None]
+    _written: set[str]
 
     @property
     def _modules(self) -> list[tuple[str, nn.Module]]:
@@ -75,13 +83,59 @@ class FurtherForwards(Stateful):
         variables = [one for one in finder.found() if one.places[0][1].python]
         return Seen(layers, self.start, [*self._common, *variables])
 
-    def _look_outside(self, given: Given, seen: Seen) -> list[str]:
-        """After a first forward: find out by another one what forwards change again and again, other than a cache. Returns
-        the names of variables of Python among it."""
-        again = self._seen()
-        self._gives_nan(given)
-        before = seen.changed(grown=True)
-        changed = [one for one in again.changed() if one in before]
+    def _look_again(
+        self,
+        given: Given,
+        gradients: Tensors,
+        there: Mapping[str, torch.Tensor],
+        attributes: Attributes,
+        seen: Seen,
+        nan: bool,
+    ) -> tuple[list[str], list[str]]:
+        """After the first forward and backward: find out by further ones what one leaves for the next. Then one rank must
+        compute the micro-batches, one after the other. ``gradients``: those of the first backward; ``there``:
+        ``may_be_written``; ``attributes``, ``seen``: as they were before the first forward; ``nan``: NaN came out of it.
+
+        Returns the names of attributes that are changed and read, and of variables of Python that are changed.
+        """
+        changed, outside = attributes.changed(), seen.changed(grown=True)
+        again: list[str] = []
+        variables: list[str] = []
+        counts = False
+        now = attributes.again() if changed else attributes
+        if changed or outside:
+            seen = self._seen()
+            failed = self._once_more(given, gradients)
+            variables = self._judge_outside([one for one in seen.changed() if one in outside])
+            again = [name for name in changed if failed or name in now.changed()]
+            counts = failed or not set(again).isdisjoint(now.changed(but_floating=True))
+        if nan:
+            return (again if counts else []), variables
+        read = self._reads_statistics(given, there)
+        if again and not counts:
+            counts = bool(read) or self._reads(given, lambda: now.with_nan(again, numbers=False))
+        found = again if counts else self._set_again(given, now, [name for name in changed if name not in again])
+        why = read or (f'a forward changes "{found[0]}", and reads it' if found else "")
+        self.alone, self.in_turn = self.alone or why, self.in_turn or why
+        return found, variables
+
+    def _once_more(self, given: Given, gradients: Tensors) -> bool:
+        """Another forward and backward, which may not begin with the same state. True if it fails."""
+        self._searches = 0
+        try:
+            self.forward(0, 0, given.boxes, target=given.target, of=given.of, samples=given.samples)
+            self.backward(0, 0, gradients, seed=0)
+            if (0, 0) in self.in_flight:
+                self.weight_gradient(0, 0)
+        except Exception:
+            return True
+        finally:
+            self.in_flight.clear()
+        return False
+
+    def _judge_outside(self, changed: Sequence[Common]) -> list[str]:
+        """Take note of what layers have in common and each forward changes. Returns the names of variables of Python among
+        it."""
         self._parted = self._parted or next((one.text for one in changed if one in self._common), "")
         names = [one.places[0][1].text for one in changed if one.places[0][1].python]
         if names:
@@ -89,11 +143,8 @@ class FurtherForwards(Stateful):
             self.alone, self.in_turn = self.alone or why, self.in_turn or why
         return names
 
-    def _look_again(self, given: Given, there: Mapping[str, torch.Tensor], attributes: Attributes) -> list[str]:
-        """After the first forward and backward: find out by further forwards whether one reads what those before it have
-        left in BatchNorm's running statistics, or in attributes. Then one rank must compute the micro-batches, one after the
-        other. Returns the names of these attributes. ``there``: ``may_be_written``; ``attributes``: as they were before the
-        first forward."""
+    def _reads_statistics(self, given: Given, there: Mapping[str, torch.Tensor]) -> str:
+        """Reason why forwards must be computed in turn, if they read BatchNorm's running statistics in training."""
         norms = batch_norms(self.names, self.layers).items()
         moving = {
             id(average): name
@@ -101,31 +152,23 @@ class FurtherForwards(Stateful):
             for average in (norm.running_mean, norm.running_var)
             if norm.training and average is not None
         }
-        changing = attributes.changed()
-        if not moving and not changing:
-            return []
-        why, now = "", attributes.again()
-        for tensor in there.values():
-            if id(tensor) in moving:
-                tensor.data.fill_(math.nan)
-        if self._gives_nan(given):
-            why = f'a forward reads running statistics of "{next(iter(moving.values()))}", which each one changes'
-            self._written |= {name for name, tensor in there.items() if id(tensor) in moving}
-        if found := self._read_again(given, changing, now):
-            why = why or f'a forward changes "{found[0]}", and reads it'
-        self.alone, self.in_turn = self.alone or why, self.in_turn or why
-        return found
+        kept = [(name, tensor, tensor.detach().clone()) for name, tensor in there.items() if id(tensor) in moving]
+        if not kept:
+            return ""
+        for _, tensor, _ in kept:
+            tensor.data.fill_(math.nan)
+        read = self._gives_nan(given)
+        for _, tensor, values in kept:
+            tensor.data.copy_(values)
+        if not read:
+            return ""
+        self._written |= {name for name, _, _ in kept}
+        return f'a forward reads running statistics of "{next(iter(moving.values()))}", which each one changes'
 
-    def _read_again(self, given: Given, changing: Sequence[str], now: Attributes) -> list[str]:
-        """After a second forward: attributes that it has read. ``changing``: those that the first one changed; ``now``: as
-        the first one left them. Of what changes again all counts, unless it is floating-point tensors that are only left."""
-        again = [name for name in now.changed() if name in changing]
-        if set(now.changed(but_floating=True)) & set(again):
-            return again
-        if again and self._reads(given, lambda: now.with_nan(again, numbers=False)):
-            return again
-        # The same inputs may give the same number, which is set again, or only made where there is none yet.
-        numbers = now.numbers([name for name in changing if name not in again])
+    def _set_again(self, given: Given, now: Attributes, names: Sequence[str]) -> list[str]:
+        """Attributes that are numbers, and that each forward sets and another reads: the same inputs may give the same
+        number, which a cache, made where there is none yet, is not set to again."""
+        numbers = now.numbers(names)
         if not numbers:
             return []
         now.with_nan([*numbers], numbers=True)
@@ -149,12 +192,11 @@ class FurtherForwards(Stateful):
         """Run a forward, in training or in an evaluation; True if NaN comes out, or if it fails."""
         self._searches = 0
         try:
-            boxes = tuple(None if x is None else x.clone() for x in given.inputs)
             if evaluates:
                 with self.evaluating(), self._without_metrics():
-                    out = self.evaluate(boxes, given.target, given.of, samples=given.samples)
+                    out = self.evaluate(given.boxes, given.target, given.of, samples=given.samples)
             else:
-                out = self.forward(0, 0, boxes, target=given.target, of=given.of, samples=given.samples)
+                out = self.forward(0, 0, given.boxes, target=given.target, of=given.of, samples=given.samples)
         except Exception:
             return True
         finally:

@@ -178,8 +178,7 @@ class Trials(FurtherForwards):
             self.weight_gradient(0, 0)
         self.alone = self.alone or watch.after_backward()
         given = Given(unused, of, target, samples)
-        variables = self._look_outside(given, seen) if seen.changed(grown=True) else []
-        remembered = self._look_again(given, there, attributes) if not nan else []
+        remembered, variables = self._look_again(given, gradients, there, attributes, seen, nan)
         names = {*self._remembered.names, *remembered, *watch.ever_changed - self._check_state()}
         self._remembered = Remembered(named, names)
         self.forgets = list(dict.fromkeys([*self.forgets, *self._remembered.lost(), *variables]))

@@ -126,6 +126,32 @@ class Previous(nn.Module):
         return out
 
 
+class OfGradients(nn.Module):
+    """Reads in a forward what the backward before it has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 1.0
+        self.register_full_backward_hook(self.keep)
+
+    def keep(self, module: Any, given: Any, gradients: Any) -> None:
+        self.size = 0.9 * self.size + float(gradients[0].abs().mean())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.size
+
+
+class OfStatistics(nn.Module):
+    """Beside a norm, whose running statistics evaluations read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.BatchNorm1d(4), Evaluated()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(self.norm(x))
+
+
 class InNumPy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -235,6 +261,8 @@ def probed(layer: nn.Module, loss: Any = None) -> Stage:
         (InPlace(), 'a forward changes "b.sums"', ["b.sums"]),
         (Hidden(), 'a forward changes "b.hidden"', ["b.hidden"]),
         (Previous(), 'a forward changes "b.spread"', ["b.spread"]),
+        (OfGradients(), 'a forward changes "b.size"', ["b.size"]),
+        (OfStatistics(), 'a forward changes "b.inner.mean"', ["b.inner.mean"]),
         (InNumPy(), 'a forward changes "b.mean"', ["b.mean"]),
         (Drawing(), 'a forward changes "b.random"', ["b.random"]),
     ],
