@@ -12,7 +12,7 @@ import torch
 from accept_mpi.data.arrays import DTYPES, check_fits, dtype_of, tensor_of
 from accept_mpi.data.base import Indices
 from accept_mpi.errors import UserError
-from accept_mpi.files.hdf5 import Damaged, held_here, open_file
+from accept_mpi.files.hdf5 import Damaged, held_here, open_file, within
 from accept_mpi.files.regular import is_regular
 from accept_mpi.registry import nearest
 from accept_mpi.seeds import ORDER, mix
@@ -100,7 +100,7 @@ def _rows(path: Path, x: str, y: str) -> int:
             names: list[str] = []
             file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
             for name in (x, y):
-                if name.strip("/") not in names:
+                if name.strip("/") not in names and not isinstance(within(file, name), h5py.Dataset):
                     raise UserError(
                         f'data.args: {path} has no data set "{name}"{nearest(name, names)} (it has: {", ".join(names)})'
                     )

@@ -24,6 +24,7 @@ _SPARE = 4 << 20  # bytes: the last rows of a growing file may not have reached 
 _PACKED = 4  # bytes held per byte on disk, at most: some file systems compress
 _MOST_TEXT = 16 << 20
 _DEEPEST = 64
+_MOST_LINKS = 8  # that lead to one another
 _NUMBERS = "biuf"
 _SUPERBLOCK, _FLAGS_AT, _END_AT = 48, 11, 28  # bytes of a superblock, and offsets of two of its fields
 _FOLLOWED = 0b101  # flags of a file that is open for writing and that readers may follow
@@ -162,6 +163,21 @@ def dataset_in(
         raise Damaged(f'"{name}" is compressed')
     if (nbytes := found.size * found.dtype.itemsize) > _most_bytes(parent.file):
         raise Damaged(f'"{name}" would have {nbytes} bytes, more than the file')
+    return found
+
+
+def within(group: Any, path: str, links: int = _MOST_LINKS) -> Any:
+    """What a path in a group stands for, also through links within the file; None if there is nothing, or it is in another
+    file, which is not opened."""
+    found = group.file if path.startswith("/") else group
+    for name in filter(None, path.split("/")):
+        if not isinstance(found, h5py.Group) or not found.id.links.exists(name.encode()):
+            return None
+        link = found.get(name, getlink=True)
+        if isinstance(link, h5py.SoftLink):
+            found = within(found, link.path, links - 1) if links else None
+        else:
+            found = found[name] if isinstance(link, h5py.HardLink) else None
     return found
 
 

@@ -304,6 +304,23 @@ def test_hdf5_that_leads_elsewhere_or_has_no_end(tmp_path: Path) -> None:
         data.load("hdf5", {"path": str(tmp_path / "pipe")})
 
 
+def test_hdf5_by_links_within_the_file(tmp_path: Path) -> None:
+    """A link to another file, or in a circle, is no data set."""
+    path = tmp_path / "set.h5"
+    with h5py.File(path, "w") as file:
+        file["deep/x"], file["y"] = np.arange(20.0).reshape(10, 2), np.zeros(10)
+        file["soft"], file["group"], file["hard"] = h5py.SoftLink("/deep/x"), h5py.SoftLink("deep"), file["deep/x"]
+        file["twice"], file["deep/near"] = h5py.SoftLink("group/x"), h5py.SoftLink("x")
+        file["circle"], file["away"] = h5py.SoftLink("circle"), h5py.ExternalLink("other.h5", "x")
+        file["through"] = h5py.SoftLink("away")
+    for name in ("soft", "hard", "group/x", "twice", "deep/near"):
+        train, test = data.load("hdf5", {"path": str(path), "x": name, "test_x": "deep/x", "test_y": "y"})
+        assert torch.equal(train.inputs(np.arange(10)), test.inputs(np.arange(10)))
+    for name in ("circle", "away", "through", "deep", "y/x", "group/none"):
+        with pytest.raises(UserError, match="has no data set"):
+            data.load("hdf5", {"path": str(path), "x": name})
+
+
 TEXT = "grün 😀\r\nxyz\n" * 40
 
 
