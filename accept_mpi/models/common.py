@@ -171,6 +171,16 @@ class Seen:
         return found
 
 
+def calls(layer: nn.Module, name: str) -> bool:
+    """True if the code of a layer's own classes, or of functions that it calls, has this name."""
+    names: set[str] = set()
+    code: set[int] = set()
+    for kind in {type(module) for module in layer.modules()}:
+        for function in _functions(kind):
+            deque(_variables(function, names, code, 0), maxlen=0)
+    return name in names
+
+
 _Reached = Iterator[tuple[Any, Place, Any]]
 """Something that is equal for one and the same thing, a place where it is, and the thing."""
 
@@ -198,13 +208,19 @@ def _reached(one: Any) -> _Reached:
         kinds |= {kind: None for kind in type(module).__mro__ if not _of(LIBRARIES, kind.__module__)}
     for kind in kinds:
         names: set[str] = set()
-        for value in list(vars(kind).values()):
-            function = getattr(value, "__func__", getattr(value, "fget", value))
-            if isinstance(function, types.FunctionType):
-                yield from _variables(function, names, code, 0)
+        for function in _functions(kind):
+            yield from _variables(function, names, code, 0)
         for name, value in list(vars(kind).items()):
             if name in names and not name.startswith("__") and _may_change(value):
                 yield (kind, name), Place(kind.__module__, kind.__qualname__, (name,)), value
+
+
+def _functions(kind: type) -> Iterator[types.FunctionType]:
+    """A class's own functions."""
+    for value in list(vars(kind).values()):
+        function = getattr(value, "__func__", getattr(value, "fget", value))
+        if isinstance(function, types.FunctionType):
+            yield function
 
 
 def _inside(value: Any, place: Place, seen: set[int], code: set[int]) -> _Reached:

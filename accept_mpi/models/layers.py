@@ -1,11 +1,12 @@
 """The layers that a rank holds: how they are built."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from accept_mpi.models.base import Chain
-from accept_mpi.models.common import Common, with_loss
+from accept_mpi.models.common import Common, calls, with_loss
 from accept_mpi.models.shared import watched
 
 
@@ -29,9 +30,19 @@ class Layers(NamedTuple):
         return f"{self.names[layer - self.start]}.{key}"
 
     @property
-    def has_conv2d(self) -> bool:
-        """True if a layer contains a 2-D convolution."""
-        return any(isinstance(part, nn.Conv2d) for module in self.modules for part in module.modules())
+    def likes_channels_last(self) -> tuple[bool, bool]:
+        """Whether images should be in that memory format for a layer here, and whether one may not take it."""
+        return has_conv2d(self.modules), calls_view(self.modules)
+
+
+def has_conv2d(layers: Iterable[nn.Module]) -> bool:
+    """True if a layer contains a 2-D convolution, which is faster where images are in channels_last format."""
+    return any(isinstance(part, nn.Conv2d) for layer in layers for part in layer.modules())
+
+
+def calls_view(layers: Iterable[nn.Module]) -> bool:
+    """True if a layer's code calls ``view``, which takes no images in channels_last format."""
+    return any(calls(layer, "view") for layer in layers)
 
 
 def may_draw(layer: nn.Module) -> bool:

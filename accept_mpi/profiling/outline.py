@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from accept_mpi import tree
@@ -20,6 +19,7 @@ from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
 from accept_mpi.job import Job
 from accept_mpi.models.base import Chain
 from accept_mpi.models.common import Common, Seen, with_loss
+from accept_mpi.models.layers import calls_view, has_conv2d
 from accept_mpi.models.shared import Shared
 from accept_mpi.models.untouched import untouched
 from accept_mpi.pipeline.shareable import Watch
@@ -127,7 +127,10 @@ def outline(
     """
     with seeded(init_seed(seed, len(chain))):
         if channels_last is None:
-            channels_last = any(_has_conv2d(chain.abstract(index, seed)) for index in range(len(chain)))
+            likes = [
+                (has_conv2d([layer]), calls_view([layer])) for layer in (chain.abstract(n, seed) for n in range(len(chain)))
+            ]
+            channels_last = any(one for one, _ in likes) and not any(one for _, one in likes)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         given = [x.contiguous(memory_format=memory_format) if x.dim() == 4 else x for x in inputs if x is not None]
         value = tree.unflatten(of or tree.packed(len(given)), given)
@@ -235,10 +238,6 @@ class _Held:
         if _storage(before) in self._seen:
             self._seen[_storage(after)] = after.untyped_storage()
         return after
-
-
-def _has_conv2d(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.Conv2d) for part in module.modules())
 
 
 def _storage(tensor: torch.Tensor) -> int:

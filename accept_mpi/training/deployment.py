@@ -408,8 +408,10 @@ def _make_stage(runtime: Runtime, state: "RankState", mine: range, loss: Loss | 
         return build_stage(state.chain, mine.start, mine.stop, train.seed, state.loss.function)
 
     layers = runtime.agree("the layers", build)
-    convolutional = runtime.messenger.allgather(layers.has_conv2d, runtime.startup_seconds, "the memory format")
-    channels_last = any(convolutional) if train.memory_format == "auto" else train.memory_format == "channels_last"
+    told = runtime.messenger.allgather(layers.likes_channels_last, runtime.startup_seconds, "the memory format")
+    channels_last = train.memory_format == "channels_last"
+    if train.memory_format == "auto":
+        channels_last = any(likes for likes, _ in told) and not any(refuses for _, refuses in told)
     return runtime.agree("the layers' state", lambda: Stage(layers, state.job, loss, channels_last, build))
 
 

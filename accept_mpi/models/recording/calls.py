@@ -40,3 +40,12 @@ def averages(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
     given = dict(zip(("input", "running_mean", "running_var", "weight", "bias", "training"), args, strict=False)) | kwargs
     both = (given.get("running_mean"), given.get("running_var"))
     return [one for one in both if isinstance(one, torch.Tensor)] if given.get("training") else []
+
+
+def viewed(tensor: torch.Tensor, *shape: Any, **how: Any) -> torch.Tensor:
+    """``Tensor.view``, also of a tensor whose memory is laid out otherwise than where the model comes from: images are in
+    channels_last format here. Nothing may be written to the result."""
+    try:
+        return tensor.view(*shape, **how)
+    except RuntimeError:
+        return tensor.contiguous().view(*shape, **how)

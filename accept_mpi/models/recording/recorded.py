@@ -1,5 +1,6 @@
 """A recorded model: its records by shape and mode, its layers, and the chain that they make."""
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from torch import nn
 from accept_mpi.errors import UserError
 from accept_mpi.models.aliases import every_name
 from accept_mpi.models.base import Chain, Entry
+from accept_mpi.models.recording.calls import viewed
 from accept_mpi.models.recording.cutting import Flow, cut, cut_alike, cuts_in_both
 from accept_mpi.models.recording.key import keyed, value_of
 from accept_mpi.models.recording.layer import Program, RecordedLayer, program, put, put_tensor
@@ -21,7 +23,7 @@ from accept_mpi.models.recording.recorder import Recorder
 from accept_mpi.models.recording.refusals import ReadsData, Unrecordable
 from accept_mpi.models.recording.structure import parts_of
 from accept_mpi.models.recording.switches import as_if_compiled
-from accept_mpi.models.recording.tape import State
+from accept_mpi.models.recording.tape import Node, State, Tape
 
 _MOST_RECORDS = 256
 _RECORDING = threading.RLock()
@@ -148,6 +150,7 @@ class RecordedModel:
         result = recorder.record(args, kwargs, training)
         recorder.tape.output = recorder.result(select(result, self._wanted))
         written = recorder.tape.written
+        recorder.tape.nodes = _laid_out(recorder.tape)
         self._meta.changing |= {name for name, memory in recorder.tape.memory_of.items() if memory in written}
         return Flow(recorder.tape, self._meta.changing)
 
@@ -190,6 +193,17 @@ class RecordedModel:
             same = sum(1 for one in found if one == name or one.startswith(f"{name}~"))
             found.append(f"{name}~{same + 1}" if same else name)
         return found
+
+
+def _laid_out(tape: Tape) -> list[Node]:
+    """A tape's nodes, for whatever memory format images have: ``view`` may copy, unless something is written there later."""
+    found: list[Node] = []
+    later: set[int] = set()
+    for node in reversed(tape.nodes):
+        free = node.function is torch.Tensor.view and tape.specs[node.gives[0]].memory not in later
+        found.append(dataclasses.replace(node, function=viewed) if free else node)
+        later |= node.writes
+    return found[::-1]
 
 
 def _runs(flow: Flow, cuts: Sequence[int]) -> list[tuple[int, int]]:

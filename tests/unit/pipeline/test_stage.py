@@ -23,7 +23,7 @@ BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirecto
 def make(layers: list[nn.Module], schedule: str = "1f1b", last: bool = False) -> Stage:
     job = parse(BASE, "job", [f"pipeline.schedule={schedule}"])
     built = Layers(0, [str(i) for i in range(len(layers))], layers)
-    return Stage(built, job, cross_entropy if last else None, built.has_conv2d)
+    return Stage(built, job, cross_entropy if last else None, built.likes_channels_last[0])
 
 
 def received(*shape: int) -> torch.Tensor:

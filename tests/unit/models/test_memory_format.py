@@ -1,0 +1,85 @@
+"""Models that call ``view`` on images, as most tutorials do: channels_last must not keep them from training."""
+
+from typing import Any
+
+import pytest
+import torch
+from recorded_models import recorded
+from torch import nn
+from torch.nn import functional
+
+from accept_mpi.models.base import Chain
+from accept_mpi.models.layers import build_layers, calls_view
+from accept_mpi.profiling.outline import outline
+
+
+class LeNet(nn.Module):
+    """As in torch's first tutorial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 6, 5), nn.Conv2d(6, 16, 5)
+        self.pool, self.relu = nn.MaxPool2d(2), nn.ReLU(inplace=True)
+        self.fc1, self.fc2 = nn.Linear(16 * 5 * 5, 12), nn.Linear(12, 10)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.pool(self.relu(self.conv1(x)))
+        x = self.relu(self.pool(self.conv2(x)))
+        x = x.view(-1, 16 * 5 * 5)
+        return self.fc2(functional.relu(self.fc1(x)))
+
+
+class Writes(LeNet):
+    """Writes to the images by a view of them, so that a copy would not do."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.pool(self.pool(self.conv1(x)))
+        x.view(len(x), -1).mul_(2)
+        return self.fc2(self.fc1(x[:, :, :5, :5].repeat(1, 3, 1, 1)[:, :16].flatten(1)))
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.view(len(x), -1)
+
+
+class Flat(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _flat(x)
+
+
+def computed(chain: Chain, x: torch.Tensor, memory_format: Any) -> torch.Tensor:
+    value: Any = x.contiguous(memory_format=memory_format)
+    for layer in build_layers(chain, 0, len(chain), 0).modules:
+        value = layer.to(memory_format=memory_format)(value)  # type: ignore[call-overload]
+    return value  # type: ignore[no-any-return]
+
+
+def test_a_recorded_model_is_viewed_in_either_format() -> None:
+    x = torch.randn(2, 3, 32, 32)
+    chain = recorded(LeNet, x)
+    torch.manual_seed(7)
+    plain = LeNet()(x)
+    assert torch.equal(computed(chain, x, torch.contiguous_format), plain)
+    assert torch.allclose(computed(chain, x, torch.channels_last), plain, atol=1e-6)
+    assert not calls_view(build_layers(chain, 0, len(chain), 0).modules)
+
+
+def test_what_is_written_by_a_view_is_no_copy() -> None:
+    x = torch.randn(2, 3, 32, 32)
+    chain = recorded(Writes, x)
+    torch.manual_seed(7)
+    plain = Writes()(x)
+    assert torch.equal(computed(chain, x, torch.contiguous_format), plain)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        computed(chain, x, torch.channels_last)
+
+
+@pytest.mark.parametrize("flat", [Flat, nn.Flatten])
+def test_a_chain_whose_code_calls_view_is_contiguous(flat: type[nn.Module]) -> None:
+    def again() -> Any:
+        return list(zip("abc", [nn.Conv2d(3, 4, 5), flat(), nn.Linear(16, 10)], strict=True))
+
+    chain = Chain(again(), again)
+    found = outline(chain, 0, (torch.randn(2, 3, 6, 6),))
+    assert found.channels_last == (flat is nn.Flatten)
+    assert build_layers(chain, 0, 3, 0).likes_channels_last == (True, flat is Flat)
