@@ -4,17 +4,26 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from accept_mpi.models.held import MOST_INSIDE, OWN
 from accept_mpi.models.shared import checksum, memory_of
 
 _KEPT = (bool, int, float, str, type(None))
 _NO_STATE = OWN | {"forward"}  # and a method that something else has put there
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Within the context whoever watches torch's calls, to record a forward, does not see them."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 class _Place(NamedTuple):
@@ -43,7 +52,8 @@ class Attributes:
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         """``named``: the modules and their names, "" for none."""
         self._named = named
-        self._before = {place.name: place.digest() for place in self._places()}
+        with _unwatched():
+            self._before = {place.name: place.digest() for place in self._places()}
 
     def again(self) -> "Attributes":
         """The same modules' attributes, as they are now."""
@@ -55,12 +65,13 @@ class Attributes:
         dictionaries do not count, since a forward may remember what it has computed. ``but_floating``: floating-point
         tensors do not count either."""
         found = []
-        for place in self._places():
-            if place.name in self._before:
-                if not self._before[place.name].equal(place.digest(), but_floating):
+        with _unwatched():
+            for place in self._places():
+                if place.name in self._before:
+                    if not self._before[place.name].equal(place.digest(), but_floating):
+                        found.append(place.name)
+                elif isinstance(place.value, (torch.Tensor, *_KEPT)) and not (but_floating and _floating(place.value)):
                     found.append(place.name)
-            elif isinstance(place.value, (torch.Tensor, *_KEPT)) and not (but_floating and _floating(place.value)):
-                found.append(place.name)
         return found
 
     def with_nan(self, names: Sequence[str], numbers: bool) -> None:
@@ -86,7 +97,9 @@ class Attributes:
                 for table in (module._parameters, module._buffers):
                     yield from (_Place(table, key, dot + key, True) for key in list(table))
                 own = vars(module)
-                yield from (_Place(own, key, dot + key, False) for key in list(own) if key not in _NO_STATE)
+                for key, value in list(own.items()):
+                    if key not in _NO_STATE or isinstance(value, _KEPT):
+                        yield _Place(own, key, dot + key, False)
 
 
 def _floating(value: Any) -> bool:
@@ -128,7 +141,8 @@ def digest(value: Any, seen: dict[int, Any] | None = None) -> Digest:
     seen = {} if seen is None else seen
     if isinstance(value, _KEPT):
         return Digest((type(value), "nan" if value != value else value))
-    if id(value) in seen or len(seen) > MOST_INSIDE or isinstance(value, nn.Module | type):
+    # Parameters change by updates, and torch's recurrent layers have lists of their own.
+    if id(value) in seen or len(seen) > MOST_INSIDE or isinstance(value, nn.Module | nn.Parameter | type):
         return Digest(None)
     seen[id(value)] = value
     if isinstance(value, torch.Tensor):

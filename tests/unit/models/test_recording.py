@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded_models import check, recorded
+from recorded_models import Parts, check, recorded
 from recorded_nets import Language, Mixture, UNet
 from torch import nn
 
@@ -492,3 +492,30 @@ def test_blocks_whose_shapes_depend_on_values() -> None:
     value[1] = 10
     with pytest.raises(UserError, match=r"model.blocks: part gives other shapes for other values \(3 x 4, now 2 x 4\)"):
         nn.Sequential(*layers)(value)
+
+
+class Recurrent(nn.Module):
+    """A layer of torch's own that keeps its parameters in a list, too, and a state that is made in each forward."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.lstm = (OwnLSTM if own else nn.LSTM)(4, 6, 2, batch_first=True)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        weight = next(self.parameters())
+        found, _ = self.lstm(x, (weight.new_zeros(2, len(x), 6), weight.new_zeros(2, len(x), 6)))
+        return self.last(found[:, -1])
+
+
+class OwnLSTM(nn.LSTM):
+    pass
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_recurrent_layers(own: bool) -> None:
+    value = torch.randn(5, 7, 4)
+    chain = recorded(lambda: Recurrent(own), value)
+    torch.manual_seed(7)
+    plain = Recurrent(own)(value)
+    assert torch.equal(Parts(chain, [1]).forward(value)[0], plain)

@@ -207,7 +207,7 @@ def test_a_probe_finds_what_norms_take() -> None:
     """A group replays what their running statistics become, which depends on that."""
     layers = [nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), nn.BatchNorm1d(3)]
     stage = Stage(Layers(0, ["0", "1"], layers), parse(BASE, "job", ["train.precision=bf16"]), None, False)
-    stage.probe((received(4, 3),), None, lambda specs, _: tuple(torch.ones(4, 3, dtype=one.torch_dtype) for one in specs))
+    stage.probe((received(4, 3),), None, lambda outputs, _: tuple(torch.ones(4, 3, dtype=one.dtype) for one in outputs))
     assert stage.norms_take == {"0.0": torch.float32, "1": torch.bfloat16}
     assert not any(module._forward_pre_hooks for layer in layers for module in layer.modules())
 
