@@ -146,6 +146,7 @@ def test_a_run_goes_on_with_other_lanes(mpirun, tmp_path: Path) -> None:
 
 
 LAYERS = """
+import itertools
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -155,15 +156,22 @@ class Again(nn.Module):
         self.inner = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1))
     def forward(self, x):
         return checkpoint(self.inner, x, use_reentrant=False)
-CALLS = [0]
+NUMBERS = itertools.count()
 class Late(nn.Module):
     \"\"\"Draws from its eleventh micro-batch on, by a counter where nobody looks.\"\"\"
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(64, 64)
     def forward(self, x):
+        return nn.functional.dropout(self.linear(x), 0.1) if next(NUMBERS) > 20 else self.linear(x)
+CALLS = [0]
+class Aside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+    def forward(self, x):
         CALLS[0] += 1
-        return nn.functional.dropout(self.linear(x), 0.1) if CALLS[0] > 10 else self.linear(x)
+        return self.linear(x) * CALLS[0]
 class Counts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -187,7 +195,7 @@ class Hooked(nn.Module):
     def forward(self, x):
         return self.linear(x)
 def net(kind):
-    kinds = {"again": Again, "late": Late, "counts": Counts, "twice": Twice, "hooked": Hooked}
+    kinds = {"again": Again, "late": Late, "aside": Aside, "counts": Counts, "twice": Twice, "hooked": Hooked}
     return [nn.Flatten(), nn.Linear(192, 64), kinds[kind](), nn.ReLU(), nn.Linear(64, 10)]
 """
 
@@ -199,6 +207,7 @@ def net(kind):
         ("counts", "writes into its own parameters or buffers"),
         ("hooked", "a parameter has hooks"),
         ("twice", "a forward uses a parameter twice in lower precision"),
+        ("aside", "a forward changes nets.CALLS"),
         ("late", "draws random numbers that it did not draw in its first forward"),
     ],
 )
