@@ -276,9 +276,10 @@ def _variables(function: types.FunctionType, names: set[str], seen: set[int], de
 
 def _filled(cell: types.CellType) -> bool:
     try:
-        return cell.cell_contents is not None
+        cell.cell_contents  # noqa: B018
     except ValueError:
         return False
+    return True
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

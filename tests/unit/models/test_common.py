@@ -121,6 +121,14 @@ def hooked(kind: str) -> Chain:
         found: dict[str, Any] = {"x": None}
         context = Context()
         count = 0
+        kept: Any = None
+
+        def note(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            nonlocal kept
+            kept = output
+
+        def use(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            return output if kept is None else output + kept.mean()
 
         def keep(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
             found["x"] = output
@@ -139,6 +147,7 @@ def hooked(kind: str) -> Chain:
         first, last = {
             "closure": (keep, take),
             "counter": (add, add),
+            "variable": (note, use),
             "partial": (functools.partial(mask, context), functools.partial(mask, context)),
         }[kind]
         layers[0].register_forward_hook(first)
@@ -148,7 +157,7 @@ def hooked(kind: str) -> Chain:
     return Chain(again(), again)
 
 
-@pytest.mark.parametrize("kind", ["closure", "counter", "partial"])
+@pytest.mark.parametrize("kind", ["closure", "counter", "variable", "partial"])
 def test_what_hooks_change_must_not_be_parted(kind: str) -> None:
     with pytest.raises(UserError, match=r"layers 0 and 2 have _forward_hooks\.0\.\S+ in common, and a forward changes it"):
         probed(hooked(kind), 0, 1)
