@@ -35,6 +35,15 @@ class Layers(NamedTuple):
         return has_conv2d(self.modules), calls_view(self.modules)
 
 
+def in_channels_last(memory_format: str, told: Iterable[tuple[bool, bool]]) -> bool:
+    """True if images are to be in channels_last format. ``memory_format``: what the job says; ``told``: of all layers,
+    ``likes_channels_last``."""
+    if memory_format != "auto":
+        return memory_format == "channels_last"
+    likes = list(told)
+    return any(one for one, _ in likes) and not any(refuses for _, refuses in likes)
+
+
 def has_conv2d(layers: Iterable[nn.Module]) -> bool:
     """True if a layer contains a 2-D convolution, which is faster where images are in channels_last format."""
     return any(isinstance(part, nn.Conv2d) for layer in layers for part in layer.modules())

@@ -33,7 +33,9 @@ def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequenc
     codecs = _codecs(job, len(ranks) - 1)
     cuts = job.pipeline.cuts
     if isinstance(cuts, str):  # "even", or "auto" where one rank has nothing to choose
-        cuts = even_cuts(layers, len(ranks))
+        cuts = even_cuts(layers, len(ranks), uncuttable(shared(), layers, job.parts_ties) if len(ranks) > 1 else ())
+        if len(cuts) < len(ranks) - 1:  # told below
+            cuts = even_cuts(layers, len(ranks))
     elif len(cuts) != len(ranks) - 1:
         holders = f"{counted(len(ranks), 'group')} of ranks" if len(every) > len(ranks) else counted(len(ranks), "rank")
         there = f"there {'is' if len(ranks) == 1 else 'are'} {holders}"

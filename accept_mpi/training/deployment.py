@@ -29,7 +29,7 @@ from accept_mpi.job import LOCAL_KEPT, Job, flows
 from accept_mpi.launch.stop_signals import StopSignals
 from accept_mpi.logs.recorder import Recorder
 from accept_mpi.models import Chain
-from accept_mpi.models.layers import Layers, build_stage
+from accept_mpi.models.layers import Layers, build_stage, in_channels_last
 from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.schedule import max_in_flight
@@ -409,9 +409,7 @@ def _make_stage(runtime: Runtime, state: "RankState", mine: range, loss: Loss | 
 
     layers = runtime.agree("the layers", build)
     told = runtime.messenger.allgather(layers.likes_channels_last, runtime.startup_seconds, "the memory format")
-    channels_last = train.memory_format == "channels_last"
-    if train.memory_format == "auto":
-        channels_last = any(likes for likes, _ in told) and not any(refuses for _, refuses in told)
+    channels_last = in_channels_last(train.memory_format, told)
     return runtime.agree("the layers' state", lambda: Stage(layers, state.job, loss, channels_last, build))
 
 

@@ -474,7 +474,6 @@ def job(*changes: str) -> Job:
     [
         ("[1]", 6, 2, "so no cut may part them, as 1 does; cuts that keep such layers together are 4, 5, or "),
         ("[4]", 5, 2, "as 4 does"),
-        ("even", 6, 2, r"as 3 does; cuts that keep such layers together are 4, 5, or \"auto\""),
         ("even", 6, 4, r"are 4, 5 \(for 3 ranks at most: pipeline\.ranks\)"),
         ("[3]", 4, 2, r"no cut keeps such layers together, so one rank must hold the model \(pipeline\.cuts = \[\]"),
         ("[2]", 60, 2, r"are 4, 5, 6, 7, 8, 9, 10, 11, \.\.\., or"),
@@ -489,6 +488,8 @@ def test_given_cuts_that_part_what_is_shared(cuts: str, layers: int, size: int, 
 def test_given_cuts_that_keep_it_together() -> None:
     assert len(plan_from_job(job("pipeline.cuts=[4]"), 6, 2, lambda: [TIE]).stages) == 2
     assert len(plan_from_job(job("pipeline.cuts=even"), 8, 2, lambda: [TIE, Shared(0, 7, "", True)]).stages) == 2
+    assert [stage.start for stage in plan_from_job(job("pipeline.cuts=even"), 6, 2, lambda: [TIE]).stages] == [0, 4]
+    assert [stage.start for stage in plan_from_job(job("pipeline.cuts=even"), 6, 3, lambda: [TIE]).stages] == [0, 4, 5]
 
     def nobody_asks() -> list[Shared]:
         raise AssertionError
