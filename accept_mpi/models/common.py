@@ -25,7 +25,8 @@ LIBRARIES = ("torch", "numpy", "accept_mpi", "builtins")
 """Packages whose classes and Python modules keep nothing that matters here."""
 _NO_STATE = (*LIBRARIES, "logging")
 """Packages whose objects do not decide what a forward gives, but for containers and generators."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Tables of a module's hooks."""
 _DEEP = 4
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
 _VARIABLE = (*_CONSTANTS, torch.Tensor, list, dict, set, deque, bytearray, np.ndarray, torch.Generator, Random,
@@ -149,8 +150,12 @@ class Seen:
 
     def __init__(self, layers: Sequence[Any], start: int, common: Sequence[Common]) -> None:
         """``layers``: those that are here, from number ``start`` on."""
-        self._layers, self._start = layers, start
+        self._layers, self._start, self._common = layers, start, common
         self._before = [(one, digests) for one in common if (digests := self._digests(one))]
+
+    def again(self) -> "Seen":
+        """The same, as it is now."""
+        return Seen(self._layers, self._start, self._common)
 
     def changed(self, grown: bool = False) -> list[Common]:
         """What has changed since. ``grown``: new keys of dictionaries and new attributes count, too."""
@@ -197,15 +202,15 @@ def _reached(one: Any) -> _Reached:
     seen: set[int] = set()
     kinds: dict[type, None] = {}
     for path, module in one.named_modules():
-        if not _of(LIBRARIES, type(module).__module__):
+        if not is_of(LIBRARIES, type(module).__module__):
             yield weakref.ref(module), Place("", path, ()), None  # it may be in several layers, and must not be kept alive
         for name, value in list(vars(module).items()):
             if name not in OWN:
                 yield from _inside(value, Place("", path, (name,)), seen, code)
-        for name in _HOOKS:
+        for name in HOOKS:
             for n, value in enumerate(list(vars(module).get(name, {}).values())):
                 yield from _inside(value, Place("", path, (name, _Nth(n))), seen, code)
-        kinds |= {kind: None for kind in type(module).__mro__ if not _of(LIBRARIES, kind.__module__)}
+        kinds |= {kind: None for kind in type(module).__mro__ if not is_of(LIBRARIES, kind.__module__)}
     for kind in kinds:
         names: set[str] = set()
         for function in _functions(kind):
@@ -250,13 +255,13 @@ def _may_change(value: Any) -> bool:
     if isinstance(value, _VARIABLE):
         return True
     kinds = (type, types.ModuleType, nn.Module, *_ON_THE_WAY)
-    return hasattr(value, "__dict__") and not isinstance(value, kinds) and not _of(_NO_STATE, type(value).__module__)
+    return hasattr(value, "__dict__") and not isinstance(value, kinds) and not is_of(_NO_STATE, type(value).__module__)
 
 
 def _variables(function: types.FunctionType, names: set[str], seen: set[int], depth: int) -> _Reached:
     """Yield the variables of Python modules that a function, or another one that it calls, refers to. ``names`` takes all
     names in them."""
-    if id(function) in seen or depth > _DEEP or _of(LIBRARIES, function.__module__ or ""):
+    if id(function) in seen or depth > _DEEP or is_of(LIBRARIES, function.__module__ or ""):
         return
     seen.add(id(function))
     used = set(_names(function.__code__))
@@ -290,5 +295,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _of(packages: Sequence[str], module: str) -> bool:
+def is_of(packages: Sequence[str], module: str) -> bool:
+    """True if a Python module, by its name, belongs to one of these packages."""
     return module.split(".")[0] in packages

@@ -73,10 +73,11 @@ def build_stage(chain: Chain, start: int, stop: int, seed: int, loss: Any = None
     """Layers ``start <= i < stop`` for a stage that is going to train. They must not write to what they share with other
     stages (a forward that does raises UserError). The chain frees the other layers that were made with them. ``loss``: what
     judges the last layer's outputs."""
-    shared = chain.shared() if 0 < stop - start < len(chain) else ()
+    parted = 0 < stop - start < len(chain)
+    shared = chain.shared() if parted else ()
     ties = tuple(one.places for one in shared if one.tied)
     here = range(start, stop + (stop == len(chain)))  # the loss, too
-    every = with_loss(chain.common(), loss, len(chain))
+    every = with_loss(chain.common(), loss, len(chain)) if parted else []
     common = [one for one in every if {layer in here for layer in one.layers} == {False, True}]
     layers = build_layers(chain, start, stop, seed)._replace(ties=ties, common=tuple(common))
     watched(layers.modules, start, shared)

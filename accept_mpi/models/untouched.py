@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accept_mpi.models.common import LIBRARIES
+from accept_mpi.models.common import HOOKS, LIBRARIES, is_of
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.Tensor)
 _DEEP = 4
 
@@ -31,7 +30,7 @@ def untouched(layers: Sequence[nn.Module], *others: Any) -> Iterator[None]:
         for kind in type(one).__mro__:
             _remember_class(kind, seen, undo)
         values = [one, *getattr(one, "__dict__", {}).values()]
-        hooks = [hook for name in _HOOKS for hook in getattr(one, name, {}).values()]
+        hooks = [hook for name in HOOKS for hook in getattr(one, name, {}).values()]
         for value in (*values, *hooks):
             _remember_function(value, seen, undo, 0)
     try:
@@ -42,7 +41,7 @@ def untouched(layers: Sequence[nn.Module], *others: Any) -> Iterator[None]:
 
 
 def _remember_class(kind: type, seen: set[int], undo: list[_Undo]) -> None:
-    if id(kind) in seen or kind.__module__.split(".")[0] in LIBRARIES:
+    if id(kind) in seen or is_of(LIBRARIES, kind.__module__):
         return
     seen.add(id(kind))
     _remember_names(kind, seen, undo)
@@ -54,7 +53,7 @@ def _remember_class(kind: type, seen: set[int], undo: list[_Undo]) -> None:
 
 def _remember_module(name: str | None, seen: set[int], undo: list[_Undo]) -> None:
     module = sys.modules.get(name or "")
-    if module is None or name is None or id(module) in seen or name.split(".")[0] in LIBRARIES:
+    if module is None or name is None or id(module) in seen or is_of(LIBRARIES, name):
         return
     seen.add(id(module))
     _remember_names(module, seen, undo)
@@ -75,7 +74,7 @@ def _remember_names(owner: Any, seen: set[int], undo: list[_Undo]) -> None:
 
 def _is_object(value: Any) -> bool:
     """True for an instance of a user's class."""
-    library = type(value).__module__.split(".")[0] in LIBRARIES
+    library = is_of(LIBRARIES, type(value).__module__)
     return not library and hasattr(value, "__dict__") and not callable(value) and not isinstance(value, type)
 
 

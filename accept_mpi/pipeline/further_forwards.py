@@ -104,7 +104,7 @@ class FurtherForwards(Stateful):
         counts = False
         now = attributes.again() if changed else attributes
         if changed or outside:
-            seen = self._seen()
+            seen = seen.again()
             failed = self._once_more(given, gradients)
             variables = self._judge_outside([one for one in seen.changed() if one in outside])
             again = [name for name in changed if failed or name in now.changed()]

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from accept_mpi.device.compute import here
-from accept_mpi.errors import UserError
 from accept_mpi.pipeline.state import packed, unpacked
 from accept_mpi.tree import NotATree
 
@@ -32,7 +31,7 @@ class Remembered:
     def __init__(self, named: Sequence[tuple[str, nn.Module]], names: Collection[str] = ()) -> None:
         """``named``: modules and their names, a loss as the last one; ``names``: dotted names of what is to be kept."""
         self.names = set(names)
-        self._named = named
+        self._named = dict(named)
 
     @classmethod
     def of_file(cls, named: Sequence[tuple[str, nn.Module]], state: Mapping[str, torch.Tensor]) -> "Remembered":
@@ -65,7 +64,7 @@ class Remembered:
             root, _, rest = whole.partition(".")
             path, _, key = rest.rpartition(".")
             try:
-                module = dict(self._named)[root].get_submodule(path)
+                module = self._named[root].get_submodule(path)
             except (KeyError, AttributeError):
                 continue
             yield module._buffers if key in module._buffers else module.__dict__, key, whole
@@ -74,14 +73,14 @@ class Remembered:
         root, _, rest = name.partition(".")
         if root != THE_LOSS:
             return f"{LAYERS}/{name}"
-        return f"{LOSS}/{[name for name, _ in self._named if name != THE_LOSS][-1]}.{rest}"
+        return f"{LOSS}/{[name for name in self._named if name != THE_LOSS][-1]}.{rest}"
 
 
 def _packed(value: Any) -> torch.Tensor | None:
     """A value as bytes, None if it cannot be kept."""
     try:
-        return packed("", "", _plain(value, 0))
-    except (NotATree, UserError):
+        return packed(_plain(value, 0))
+    except NotATree:
         return None
 
 

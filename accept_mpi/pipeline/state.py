@@ -31,7 +31,7 @@ def check_state(name: str, layer: nn.Module) -> set[str]:
     state = _state_dict(name, layer)
     for key, value in state.items():
         if not _is_plain(value):
-            packed(name, key, value)
+            _packed(name, key, value)
     return set(state)
 
 
@@ -56,18 +56,15 @@ def is_packed(value: torch.Tensor) -> bool:
     return value.dtype == torch.uint8 and value.dim() == 1 and bytes(value[: len(_MAGIC)].tolist()) == _MAGIC
 
 
-def packed(name: str, key: str, value: Any) -> torch.Tensor:
-    """State ``key`` of a layer that is no tensor, as bytes in a uint8 tensor. Raises UserError if it cannot be kept."""
+def packed(value: Any) -> torch.Tensor:
+    """State that is no tensor, as bytes in a uint8 tensor. Raises NotATree if it cannot be kept."""
+    tensors, of = tree.flatten(value)
+    named = {str(n): here().copied(tensor) for n, tensor in enumerate(tensors)}
     try:
-        tensors, of = tree.flatten(value)
-        named = {str(n): here().copied(tensor) for n, tensor in enumerate(tensors)}
         data = safetensors.torch.save({_TREE: _bytes(of), **named})
-        tree.unflatten(of, tensors, classes=False)
-    except (tree.NotATree, SafetensorError) as error:
-        raise UserError(
-            f'layer "{name}" cannot be kept in a checkpoint: "{key}" of its state_dict() is or holds {error}; '
-            "tensors, numbers, text, None, and tuples, lists and dicts of them can be kept"
-        ) from error
+    except SafetensorError as error:
+        raise tree.NotATree(str(error)) from error
+    tree.unflatten(of, tensors, classes=False)
     return _bytes(_MAGIC + data)
 
 
@@ -98,8 +95,18 @@ def _is_plain(value: Any) -> bool:
 
 def _kept(name: str, key: str, value: Any) -> torch.Tensor:
     if not _is_plain(value):
-        return packed(name, key, value)
+        return _packed(name, key, value)
     return here().copied(value)
+
+
+def _packed(name: str, key: str, value: Any) -> torch.Tensor:
+    try:
+        return packed(value)
+    except tree.NotATree as error:
+        raise UserError(
+            f'layer "{name}" cannot be kept in a checkpoint: "{key}" of its state_dict() is or holds {error}; '
+            "tensors, numbers, text, None, and tuples, lists and dicts of them can be kept"
+        ) from error
 
 
 def _bytes(data: bytes) -> torch.Tensor:

@@ -19,12 +19,11 @@ from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.fine_tuning import Uses, check_called
 from accept_mpi.models.graph import parameters_behind
 from accept_mpi.models.layers import Layers
-from accept_mpi.models.losses import Divisors, Loss
+from accept_mpi.models.losses import Divisors
 from accept_mpi.models.untouched import untouched
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.further_forwards import FurtherForwards, Given, is_nan
 from accept_mpi.pipeline.graph_edges import Differentiating, cast_twice, finite
-from accept_mpi.pipeline.micro_batch import InFlight, Key, Outputs
 from accept_mpi.pipeline.remembered import LOSS, Remembered
 from accept_mpi.pipeline.running_statistics import batch_norms
 from accept_mpi.pipeline.shareable import Watch
@@ -38,27 +37,18 @@ from accept_mpi.tree import Tree
 class Trials(FurtherForwards):
     """The part of a ``Stage`` that tries its layers. ``Stage.__init__`` sets the fields."""
 
-    start: int
     _job: Job
     _seed: int
     _again: Callable[[], Layers] | None
-    _loss: Loss | None
     _channels_last: bool
     _deferred: DeferredWeights | None
     _divisors: Divisors
-    _searches: int
     _setting_up: bool
     _strange: Sequence[nn.Parameter] = ()
     """Parameters that a forward uses though no layer here has them, found by ``probe``."""
     _partial: bool = False
     """True if a forward differentiates by what the stage is given, but would not get all of the derivative."""
     _kept: set[str]
-    in_flight: dict[Key, InFlight]
-    evaluate: Callable[..., Outputs]
-    evaluating: Callable[[], AbstractContextManager[None]]
-    forward: Callable[..., Outputs]
-    backward: Callable[..., Tensors]
-    weight_gradient: Callable[[int, int], None]
     close: Callable[[], None]
     drawing: Callable[[], AbstractContextManager[None]]
     _seed_layer: Callable[[int, int], None]

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from accept_mpi import tree
@@ -19,7 +20,7 @@ from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
 from accept_mpi.job import Job
 from accept_mpi.models.base import Chain
 from accept_mpi.models.common import Common, Seen, with_loss
-from accept_mpi.models.layers import calls_view, has_conv2d
+from accept_mpi.models.layers import calls_view, has_conv2d, in_channels_last
 from accept_mpi.models.shared import Shared
 from accept_mpi.models.untouched import untouched
 from accept_mpi.pipeline.shareable import Watch
@@ -126,11 +127,10 @@ def outline(
     UserError if a layer cannot be built or does not accept the output of the one before.
     """
     with seeded(init_seed(seed, len(chain))):
+        built: list[nn.Module] = []
         if channels_last is None:
-            likes = [
-                (has_conv2d([layer]), calls_view([layer])) for layer in (chain.abstract(n, seed) for n in range(len(chain)))
-            ]
-            channels_last = any(one for one, _ in likes) and not any(one for _, one in likes)
+            built = [chain.abstract(index, seed) for index in range(len(chain))]
+            channels_last = in_channels_last("auto", [(has_conv2d(built), calls_view(built))])
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         given = [x.contiguous(memory_format=memory_format) if x.dim() == 4 else x for x in inputs if x is not None]
         value = tree.unflatten(of or tree.packed(len(given)), given)
@@ -140,22 +140,30 @@ def outline(
             found = _outline(chain, seed, value, channels_last, count, abstract=False, bf16=True)
         else:
             try:
-                found = _outline(chain, seed, value, channels_last, count, abstract=True)
+                found = _outline(chain, seed, value, channels_last, count, abstract=True, built=built)
             except Exception:  # some layers need values, which the meta device does not have
                 found = _outline(chain, seed, value, channels_last, count, abstract=False)
     return msgspec.structs.replace(found, shared=(*chain.shared(), *found.shared), precision=precision)
 
 
 def _outline(
-    chain: Chain, seed: int, value: Any, channels_last: bool, samples: int, abstract: bool, bf16: bool = False
+    chain: Chain,
+    seed: int,
+    value: Any,
+    channels_last: bool,
+    samples: int,
+    abstract: bool,
+    bf16: bool = False,
+    built: Sequence[nn.Module] = (),
 ) -> Outline:
+    """``built``: the layers on the meta device, if they have been built."""
     if abstract:
         value = tree.replace(value, lambda x: torch.empty_like(x, device="meta"))
     device = torch.device("meta" if abstract else "cpu")
     layers, held, common = [], _Held(abstract), with_loss(chain.common(), None, len(chain))
     together: dict[Common, Shared] = {}
     for index in range(len(chain)):
-        module = chain.abstract(index, seed) if abstract else chain.build(index, seed)
+        module = built[index] if abstract and built else (chain.abstract if abstract else chain.build)(index, seed)
         if channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         tensors, of = taken_apart(index - 1, chain.names[index - 1], value)

@@ -1,5 +1,6 @@
 """Models that people copy, on several ranks."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_equal_to_a_plain_loop(
     runs = [("job.toml", "output.directory=plain"), ("job.toml", "output.directory=chosen", "train.memory_format=auto")]
     trained(ranks, tmp_path, runs)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "tutorials", raising=False)
+    monkeypatch.delitem(sys.modules, "tutorials", raising=False)
     expected, _ = plain_loop(tmp_path / "job.toml")
     mine, chosen = (Checkpoint(tmp_path / name).whole() for name in ("plain", "chosen"))
     assert not [name for name, value in expected.items() if not torch.equal(mine[name], value)]

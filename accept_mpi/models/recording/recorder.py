@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ from accept_mpi.models.recording.tape import DEVICE, Node, Spec, State, Tape, Va
 from accept_mpi.models.untouched import untouched
 from accept_mpi.seeds import kept, state
 
-_OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 _EFFECTS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
 _READS = (
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero", "numpy", "equal",
