@@ -6,6 +6,7 @@ the same ``version``: ranks send it to each other (``comm.machine_code``).
 """
 
 import contextlib
+import gc
 import hashlib
 import importlib
 import logging
@@ -20,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from accept_mpi.kernels.options import NJIT
+from accept_mpi.kernels.options import INNER, NJIT
 
 from accept_mpi.files.cache import cache_directory, hold, open_lock
 from accept_mpi.files.regular import foreign
@@ -41,15 +42,27 @@ def compiled(module: str, directory: Path | None = None) -> ModuleType:
         with _held(module, directory) as own:
             config: Any = _numba().config
             earlier = config.CACHE_DIR
-            config.CACHE_DIR, NJIT["cache"] = str(own), True
+            config.CACHE_DIR, NJIT["cache"], INNER["cache"] = str(own), True, True
             try:
-                return importlib.import_module(name)
+                return _import(name)
             except Exception:
                 _clear(own)  # it is unreadable, or the disk is full
-                return importlib.import_module(name)
+                return _import(name)
             finally:
-                config.CACHE_DIR, NJIT["cache"] = earlier, False
-    return importlib.import_module(name)
+                config.CACHE_DIR, NJIT["cache"], INNER["cache"] = earlier, False, False
+    return _import(name)
+
+
+def _import(name: str) -> ModuleType:
+    """Import a module, which may compile. The compiler makes millions of objects, so looking for garbage among them and all
+    that torch has loaded would take a sixth of its time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def at_hand(module: str) -> bool:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, extremes
 from accept_mpi.kernels.hashing import WEYL, random_bits
-from accept_mpi.kernels.options import NJIT
+from accept_mpi.kernels.options import INNER, NJIT
 
 LEAST_BYTES = 96
 """Bytes that even a single value takes: header, a table of all symbols, and room to spare."""
@@ -40,7 +40,7 @@ _RUN, _RUNS = 64, 64  # values of a sample that lie side by side, and how many t
 _EIGHTHS = np.array([256, 279, 304, 332, 362, 395, 431, 470], np.int64)  # 256 times powers of 2 ** (1 / 8)
 
 
-@nb.njit("int64(int64)", **NJIT)
+@nb.njit("int64(int64)", **INNER)
 def _far_symbol(q):  # type: ignore[no-untyped-def]
     """Symbol of a quantized value beyond those with symbols of their own: that of the half octave in which it lies."""
     size = abs(q)
@@ -51,14 +51,14 @@ def _far_symbol(q):  # type: ignore[no-untyped-def]
     return _SIDE - 1 + (place if q > 0 else -place)
 
 
-@nb.njit("int64(int64)", **NJIT)
+@nb.njit("int64(int64)", **INNER)
 def _plain_bits(symbol):  # type: ignore[no-untyped-def]
     """Number of plain bits that follow a symbol."""
     place = abs(symbol - (_SIDE - 1))
     return 0 if place < _DIRECT else 3 + (place - _DIRECT) // 2
 
 
-@nb.njit("boolean(uint8[::1], int64, int64[::1], int64[::1])", **NJIT)
+@nb.njit("boolean(uint8[::1], int64, int64[::1], int64[::1])", **INNER)
 def _frequencies(table, first, frequency, start):  # type: ignore[no-untyped-def]
     """Frequencies of all symbols, and their running sums, from the table of those from ``first`` on. Integers only, since
     both ends must come to the same. False if the table is empty."""
@@ -87,7 +87,7 @@ def _frequencies(table, first, frequency, start):  # type: ignore[no-untyped-def
     return True
 
 
-@nb.njit("void(float32[::1], float32, float32, uint32, uint32, boolean, int16[::1])", **NJIT)
+@nb.njit("void(float32[::1], float32, float32, uint32, uint32, boolean, int16[::1])", **INNER)
 def _quantize(x, offset, inverse, number, key, stochastic, q):  # type: ignore[no-untyped-def]
     """``number``: of the first value, from which its random bits follow, with ``key``."""
     limit = np.float32(_MOST)
@@ -101,7 +101,7 @@ def _quantize(x, offset, inverse, number, key, stochastic, q):  # type: ignore[n
         q[i] = np.int16(min(max(np.floor((x[i] - offset) * inverse + u), -limit), limit))
 
 
-@nb.njit("void(int16[::1], uint8[::1], int64[::1])", **NJIT)
+@nb.njit("void(int16[::1], uint8[::1], int64[::1])", **INNER)
 def _count(q, symbols, counts):  # type: ignore[no-untyped-def]
     """Find the values' symbols, and count them."""
     apart = np.zeros((4, 256), np.int32)  # since adding one to the same place again waits for the last time
@@ -114,7 +114,7 @@ def _count(q, symbols, counts):  # type: ignore[no-untyped-def]
         counts[s] = np.int64(apart[0, s]) + np.int64(apart[1, s]) + np.int64(apart[2, s]) + np.int64(apart[3, s])
 
 
-@nb.njit("float64(int64[::1], int64[::1], int64)", **NJIT)
+@nb.njit("float64(int64[::1], int64[::1], int64)", **INNER)
 def _bits(counts, frequency, total):  # type: ignore[no-untyped-def]
     """Bits that so many of each symbol take, plain bits included, where symbols have these frequencies of ``total``."""
     bits = 0.0
@@ -124,7 +124,7 @@ def _bits(counts, frequency, total):  # type: ignore[no-untyped-def]
     return bits
 
 
-@nb.njit("int64(int64[::1], int64, uint8[::1])", **NJIT)
+@nb.njit("int64(int64[::1], int64, uint8[::1])", **INNER)
 def _tabulate(counts, values, out):  # type: ignore[no-untyped-def]
     """Write the first symbol, the last one and the table of those between into a message. Returns the table's length."""
     first, last = 0, _SYMBOLS - 1
@@ -139,7 +139,7 @@ def _tabulate(counts, values, out):  # type: ignore[no-untyped-def]
     return last - first + 1
 
 
-@nb.njit("void(float32[::1], float64, uint32, uint32, boolean, float32[::1])", **NJIT)
+@nb.njit("void(float32[::1], float64, uint32, uint32, boolean, float32[::1])", **INNER)
 def _choose(x, bits, number, key, stochastic, chosen):  # type: ignore[no-untyped-def]
     """Step and offset with which a sample of the values takes ``bits`` each."""
     skip = max(1, x.size // (_RUNS * _RUN))
@@ -173,7 +173,7 @@ def _choose(x, bits, number, key, stochastic, chosen):  # type: ignore[no-untype
     chosen[0], chosen[1] = np.float32(step), offset
 
 
-@nb.njit("int64(int16[::1], uint8[::1], int64[::1], int64[::1], uint16[::1], uint32[::1])", **NJIT)
+@nb.njit("int64(int16[::1], uint8[::1], int64[::1], int64[::1], uint16[::1], uint32[::1])", **INNER)
 def _write(q, symbols, frequency, start, words, states):  # type: ignore[no-untyped-def]
     """Code values from the last to the first, into ``words`` from its end on. Returns the place of the first word, or -1 if
     there is no room."""

@@ -2,7 +2,7 @@
 
 import numba as nb
 import numpy as np
-from accept_mpi.kernels.options import NJIT
+from accept_mpi.kernels.options import INNER
 
 CODED, NOT_FINITE, TOO_LARGE = 0, 1, 2
 
@@ -10,7 +10,7 @@ LARGEST_KEY = np.int32(0x7F7FFFFF)  # key of the largest finite float32
 SMALLEST_KEY = np.int32(-0x7F800000)
 
 
-@nb.njit("void(int32[::1], int64, int32[::1], int32[::1])", **NJIT)
+@nb.njit("void(int32[::1], int64, int32[::1], int32[::1])", **INNER)
 def extremes(bits, group, low, high):  # type: ignore[no-untyped-def]
     """Smallest and largest value of each group as keys: integers in the same order as the float32 numbers that they stand
     for."""

@@ -2,20 +2,20 @@
 
 import numba as nb
 import numpy as np
-from accept_mpi.kernels.options import NJIT
+from accept_mpi.kernels.options import INNER, NJIT
 
 _INFINITE = np.uint32(0x7F800000)
 _TOO_LARGE = np.uint32(0x7F7F8000)
 """Bits of the smallest number that is rounded to infinity."""
 
 
-@nb.njit("uint16(uint32)", **NJIT)
+@nb.njit("uint16(uint32)", **INNER)
 def _rounded(word):  # type: ignore[no-untyped-def]
     odd = np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(1))
     return np.uint16(np.uint32(np.uint32(word + np.uint32(0x7FFF) + odd) >> np.uint32(16)))
 
 
-@nb.njit("boolean(uint32[::1], uint16[::1])", **NJIT)
+@nb.njit("boolean(uint32[::1], uint16[::1])", **INNER)
 def _special(bits, out):  # type: ignore[no-untyped-def]
     """As ``to_bf16``, for numbers some of which are not finite or too large."""
     for i in range(out.size):

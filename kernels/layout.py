@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 BLOCK = 16384
 """Codes that are packed together."""
+SMALLEST_GROUP = 8
 
 
 def packed_bytes(codes: int, bits: int) -> int:
@@ -17,8 +18,10 @@ def grouping(values: int, group: int) -> tuple[int, int]:
     """Group size that the kernels use, and the number of groups. Raises ValueError."""
     if group == 0:
         return max(values, 1), min(values, 1)
-    if group < 8 or BLOCK % group:
-        raise ValueError(f"group must be 0 (the whole tensor) or a power of two from 8 to {BLOCK}, got {group}")
+    if group < SMALLEST_GROUP or BLOCK % group:
+        raise ValueError(
+            f"group must be 0 (the whole tensor) or a power of two from {SMALLEST_GROUP} to {BLOCK}, got {group}"
+        )
     # A tensor that fits in one group is coded by the kernels as a whole; that gives the same bytes.
     return group, -(-values // group)
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, extremes
 from accept_mpi.kernels.layout import BLOCK, coded_bytes, parts
-from accept_mpi.kernels.options import NJIT
+from accept_mpi.kernels.options import INNER, NJIT
 from accept_mpi.kernels.packing import pack
 from accept_mpi.kernels.unpacking import unpack
 
@@ -31,7 +31,7 @@ _STEPS = np.float32(65535.0)
 # than 256 values.
 
 
-@nb.njit("void(float32[::1], float32[::1], int32[::1], int32[::1])", **NJIT)
+@nb.njit("void(float32[::1], float32[::1], int32[::1], int32[::1])", **INNER)
 def _in_order(low, high, low_code, high_code):  # type: ignore[no-untyped-def]
     """Swap two rows of levels, with their codes, in each group where they are not in rising order."""
     for g in range(low.size):
@@ -41,7 +41,7 @@ def _in_order(low, high, low_code, high_code):  # type: ignore[no-untyped-def]
         low_code[g], high_code[g] = (d if swap else c), (c if swap else d)
 
 
-@nb.njit("void(float32[:, ::1], float32[:, ::1], int32[:, ::1])", **NJIT)
+@nb.njit("void(float32[:, ::1], float32[:, ::1], int32[:, ::1])", **INNER)
 def _levels(fit, level, code):  # type: ignore[no-untyped-def]
     """Compute the 2^B levels of center and scales ``fit`` (one row each), in rising order; bit k - 1 of ``code`` is set if
     b_k is 1."""
@@ -70,7 +70,7 @@ def _levels(fit, level, code):  # type: ignore[no-untyped-def]
         p *= 2
 
 
-@nb.njit("void(int32[::1], int64, int32[::1], int32[::1], float64[::1])", **NJIT)
+@nb.njit("void(int32[::1], int64, int32[::1], int32[::1], float64[::1])", **INNER)
 def _deviations(v, group, middle, w, total):  # type: ignore[no-untyped-def]
     """Write |``v`` - ``middle``| to ``w``, and its sum per group to ``total``. 16,384 numbers of 16 bits fit into an
     int32."""
@@ -89,7 +89,7 @@ def _deviations(v, group, middle, w, total):  # type: ignore[no-untyped-def]
             total[g] += part
 
 
-@nb.njit("void(int32[::1], int64, int32[::1], float64[::1], float64[::1])", **NJIT)
+@nb.njit("void(int32[::1], int64, int32[::1], float64[::1], float64[::1])", **INNER)
 def _above(v, group, threshold, number, total):  # type: ignore[no-untyped-def]
     """Compute number and sum of the values of each group above its ``threshold``."""
     for g in range(total.size):
@@ -106,7 +106,7 @@ def _above(v, group, threshold, number, total):  # type: ignore[no-untyped-def]
             total[g] += part
 
 
-@nb.njit("void(float64[:, ::1], float64[:, ::1], int32[:, ::1], int64, float64[::1], float64[::1], float32[::1])", **NJIT)
+@nb.njit("void(float64[:, ::1], float64[:, ::1], int32[:, ::1], int64, float64[::1], float64[::1], float32[::1])", **INNER)
 def _descend(number, distance, code, k, share, move, parameter):  # type: ignore[no-untyped-def]
     """Move ``parameter`` k of each group to its least squares value, and update the distances to the levels."""
     bit, one = (np.int32(1 << k) >> np.int32(1)), np.int32(k == 0)  # b_0 is 1
@@ -127,7 +127,7 @@ def _descend(number, distance, code, k, share, move, parameter):  # type: ignore
 
 @nb.njit(
     "void(int32[::1], int32[:, ::1], int64, float32[:, ::1], float32[:, ::1], int32[:, ::1], float64[:, :, ::1],int32[::1])",
-    **NJIT,
+    **INNER,
 )
 def _fit(v, w, group, fit, level, code, sums, at):  # type: ignore[no-untyped-def]
     """Fit center and scales ``fit`` to the integers ``v`` of each group. ``w`` and all arguments after ``fit`` are scratch.
@@ -168,7 +168,7 @@ def _fit(v, w, group, fit, level, code, sums, at):  # type: ignore[no-untyped-de
                 _descend(number, total, code, k, share, move, fit[k])
 
 
-@nb.njit("boolean(int32[::1], int32[::1])", **NJIT)
+@nb.njit("boolean(int32[::1], int32[::1])", **INNER)
 def _to_floats(low, high):  # type: ignore[no-untyped-def]
     """Turn the keys that ``extremes`` gives into the bits of their floats; False if one is not finite."""
     bad = np.int32(0)
@@ -180,7 +180,7 @@ def _to_floats(low, high):  # type: ignore[no-untyped-def]
     return bad == np.int32(0)
 
 
-@nb.njit("boolean(float32[::1], int64, float32[::1], float32[::1], float32[::1], int32[::1])", **NJIT)
+@nb.njit("boolean(float32[::1], int64, float32[::1], float32[::1], float32[::1], int32[::1])", **INNER)
 def _to_integers(x, group, least, most, step, v):  # type: ignore[no-untyped-def]
     """Turn each group's values into 16-bit steps between its extremes, and compute the size of a step; False if too
     large."""
@@ -198,7 +198,7 @@ def _to_integers(x, group, least, most, step, v):  # type: ignore[no-untyped-def
     return True
 
 
-@nb.njit("boolean(float32[::1], float32[::1], float32[:, ::1], uint32[:, ::1], uint16[::1])", **NJIT)
+@nb.njit("boolean(float32[::1], float32[::1], float32[:, ::1], uint32[:, ::1], uint16[::1])", **INNER)
 def _send(least, step, fit, fit_bits, out):  # type: ignore[no-untyped-def]
     """Write the parameters of the fits, and round the fits to what the decoder will read; False if they are too large.
 
@@ -220,7 +220,7 @@ def _send(least, step, fit, fit_bits, out):  # type: ignore[no-untyped-def]
     return reach < np.float32(1e37)  # so that their sums are finite
 
 
-@nb.njit("void(float32[::1], int64, float32[:, ::1], uint8[::1])", **NJIT)
+@nb.njit("void(float32[::1], int64, float32[:, ::1], uint8[::1])", **INNER)
 def _assign(x, group, level, ranks):  # type: ignore[no-untyped-def]
     """Compute the rank of each value's nearest level."""
     for g in range(level.shape[1]):

@@ -8,4 +8,8 @@ imports them.
 
 from typing import Any
 
-NJIT: dict[str, Any] = {"nogil": True, "cache": False, "boundscheck": False, "error_model": "numpy"}
+NJIT: dict[str, Any] = {
+    "nogil": True, "cache": False, "boundscheck": False, "error_model": "numpy", "no_cfunc_wrapper": True,
+}  # fmt: skip
+INNER = NJIT | {"no_cpython_wrapper": True}
+"""Of kernels that only other kernels call: what Python would need to call them takes time to compile."""

@@ -7,10 +7,10 @@ on runs of memory, which LLVM vectorizes. A last block is padded to a multiple o
 
 import numba as nb
 import numpy as np
-from accept_mpi.kernels.options import NJIT
+from accept_mpi.kernels.options import INNER
 
 
-@nb.njit("int64(uint8[::1], int64, uint8[::1])", **NJIT)
+@nb.njit("int64(uint8[::1], int64, uint8[::1])", **INNER)
 def pack(codes, bits, out):  # type: ignore[no-untyped-def]
     """Pack a block (a multiple of 8 codes) into bit planes, and return the bytes used. The block's codes are destroyed."""
     n, at = codes.size, 0

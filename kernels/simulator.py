@@ -2,12 +2,12 @@
 
 import numba as nb
 import numpy as np
-from accept_mpi.kernels.options import NJIT
+from accept_mpi.kernels.options import INNER, NJIT
 
 FORWARD, BACKWARD, WEIGHTS, UPDATE, WHOLE_BACKWARD = 0, 1, 2, 3, 4
 
 
-@nb.njit(**NJIT)
+@nb.njit(**INNER)
 def begin_of(d, action, stage_of, stages, kinds, numbers, steps, clock, arrived, grouped, left, last_end, sums):  # type: ignore[no-untyped-def]
     """Time at which a device can begin an action; infinity if what it needs has not arrived."""
     kind = BACKWARD if kinds[action] == WHOLE_BACKWARD else kinds[action]
@@ -19,7 +19,7 @@ def begin_of(d, action, stage_of, stages, kinds, numbers, steps, clock, arrived,
     return start
 
 
-@nb.njit(**NJIT)
+@nb.njit(**INNER)
 def carry_out(  # type: ignore[no-untyped-def]
     d, start, end, at, stage_of, stages, kinds, numbers, steps, clock, holders, transfers, free_out, free_in, arrived,
     grouped, left, last_end, starts, ends,

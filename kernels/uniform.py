@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, extremes
 from accept_mpi.kernels.hashing import WEYL, random_bits
-from accept_mpi.kernels.layout import BLOCK, coded_bytes, parts
-from accept_mpi.kernels.options import NJIT
+from accept_mpi.kernels.layout import BLOCK, SMALLEST_GROUP, coded_bytes, parts
+from accept_mpi.kernels.options import INNER, NJIT
 from accept_mpi.kernels.packing import pack
 from accept_mpi.kernels.prefetch import LINE, prefetch
 
@@ -32,15 +32,16 @@ RUN = 256  # values rounded at a time, while as many of the next block are fetch
 _LARGEST = np.float32(np.finfo(np.float32).max)
 
 
-@nb.njit("int64(int32[::1], int32[::1], float32, uint32[::1], float32[::1], float32[::1])", **NJIT)
-def _parameters(low, high, levels, packed, zero, inverse):  # type: ignore[no-untyped-def]
+@nb.njit(
+    "int64(int32[::1], int32[::1], float32[::1], float32[::1], float32, uint32[::1], float32[::1], float32[::1])", **INNER
+)
+def _parameters(low, high, lows, highs, levels, packed, zero, inverse):  # type: ignore[no-untyped-def]
     """Compute zero point and 1 / scale of each group, and both in bfloat16 as they are sent. Returns CODED, NOT_FINITE or
     TOO_LARGE.
 
-    ``low`` and ``high`` are keys, and serve as scratch. The loops have no branches; they work on the bits and on the floats
-    that these stand for in turn.
+    ``low`` and ``high`` are keys, and serve as scratch; ``lows`` and ``highs`` are the same memory. The loops have no
+    branches; they work on the bits and on the floats that these stand for in turn.
     """
-    lows, highs = low.view(np.float32), high.view(np.float32)
     inverse_levels = np.float32(1.0) / levels
     bad = np.int32(0)
     for g in range(low.size):
@@ -68,12 +69,12 @@ def _parameters(low, high, levels, packed, zero, inverse):  # type: ignore[no-un
     return TOO_LARGE if bad else CODED
 
 
-@nb.njit("int32(float32, float32, float32, float32)", **NJIT)
+@nb.njit("int32(float32, float32, float32, float32)", **INNER)
 def _nearest(x, zero, inverse, levels):  # type: ignore[no-untyped-def]
     return np.int32(min((x - zero) * inverse + np.float32(0.5), levels))
 
 
-@nb.njit("int32(float32, float32, float32, float32, uint32)", **NJIT)
+@nb.njit("int32(float32, float32, float32, float32, uint32)", **INNER)
 def _drawn(x, zero, inverse, levels, bits):  # type: ignore[no-untyped-def]
     """Round by 16 random bits, in fixed point: doing half of it in floats would take two more conversions per value."""
     one = np.float32(65536)
@@ -81,17 +82,17 @@ def _drawn(x, zero, inverse, levels, bits):  # type: ignore[no-untyped-def]
     return np.int32(np.int32(fixed + np.int32(bits)) >> np.int32(16))
 
 
-@nb.njit("uint32(uint32)", **NJIT)
+@nb.njit("uint32(uint32)", **INNER)
 def _low(bits):  # type: ignore[no-untyped-def]
     return np.uint32(bits & np.uint32(0xFFFF))
 
 
-@nb.njit("uint32(uint32)", **NJIT)
+@nb.njit("uint32(uint32)", **INNER)
 def _high(bits):  # type: ignore[no-untyped-def]
     return np.uint32(bits >> np.uint32(16))
 
 
-@nb.njit("void(float32[::1], int64, int64)", **NJIT)
+@nb.njit("void(float32[::1], int64, int64)", **INNER)
 def _fetch(x, begin, end):  # type: ignore[no-untyped-def]
     for i in range(begin, min(end, x.size), LINE):
         prefetch(x, i)
@@ -104,7 +105,7 @@ def _fetch(x, begin, end):  # type: ignore[no-untyped-def]
 
 @nb.njit(
     "void(float32[::1], int64, int64, float32[::1], float32[::1], int64, boolean, uint32, uint32, float32[::1], uint8[::1])",
-    **NJIT,
+    **INNER,
 )
 def _round(x, run, shift, zero, inverse, top, stochastic, first, key, after, codes):  # type: ignore[no-untyped-def]
     levels = np.float32(top)
@@ -125,7 +126,8 @@ def _round(x, run, shift, zero, inverse, top, stochastic, first, key, after, cod
 
 
 @nb.njit(
-    "void(float32[::1], int64, int64, float32[::1], float32[::1], boolean, uint32, uint32, float32[::1], uint8[::1])", **NJIT
+    "void(float32[::1], int64, int64, float32[::1], float32[::1], boolean, uint32, uint32, float32[::1], uint8[::1])",
+    **INNER,
 )
 def _round_4bit(x, run, shift, zero, inverse, stochastic, first, key, after, out):  # type: ignore[no-untyped-def]
     h, levels = BLOCK // 2, np.float32(15.0)
@@ -148,7 +150,8 @@ def _round_4bit(x, run, shift, zero, inverse, stochastic, first, key, after, out
 
 
 @nb.njit(
-    "void(float32[::1], int64, int64, float32[::1], float32[::1], boolean, uint32, uint32, float32[::1], uint8[::1])", **NJIT
+    "void(float32[::1], int64, int64, float32[::1], float32[::1], boolean, uint32, uint32, float32[::1], uint8[::1])",
+    **INNER,
 )
 def _round_2bit(x, run, shift, zero, inverse, stochastic, first, key, after, out):  # type: ignore[no-untyped-def]
     h, levels = BLOCK // 4, np.float32(3.0)
@@ -178,23 +181,26 @@ def _round_2bit(x, run, shift, zero, inverse, stochastic, first, key, after, out
                 mine[i] = np.uint8(np.int32(low | np.int32(high << np.int32(4))))
 
 
-@nb.njit("int64(float32[::1], int64, int64, boolean, uint64, uint32[::1], uint8[::1])", **NJIT)
-def _encode(x, bits, group, stochastic, key, parameters, out):  # type: ignore[no-untyped-def]
-    ints = x.view(np.int32)
+@nb.njit(
+    "int64(float32[::1], int32[::1], int64, int64, boolean, uint64, uint32[::1], uint8[::1], int32[:, ::1], "
+    "float32[:, ::1], uint8[::1])",
+    **NJIT,
+)
+def _encode(x, ints, bits, group, stochastic, key, parameters, out, scratch, floats, codes):  # type: ignore[no-untyped-def]
+    """``ints`` is ``x`` and ``floats`` is ``scratch`` (4, groups of a block), as other types: views made here would take a
+    fifth longer to compile, and so would scratch that is allocated here."""
     top = (1 << bits) - 1
     levels = np.float32(top)
     whole = group >= x.size
-    groups = parameters.size if whole else BLOCK // group
-    low, high = np.empty(groups, np.int32), np.empty(groups, np.int32)
-    zero, inverse = np.empty(groups, np.float32), np.empty(groups, np.float32)
-    codes = np.empty(BLOCK, np.uint8)
+    low, high = scratch[0], scratch[1]
+    lows, highs, zero, inverse = floats[0], floats[1], floats[2], floats[3]
     span, shift = BLOCK if whole else group, 0
     while 1 << shift < span:
         shift += 1  # a shift, since a division costs as much as rounding 50 values
     low_key, high_key = np.uint32(key & np.uint64(0xFFFFFFFF)), np.uint32(key >> np.uint64(32))
     if whole and x.size > 0:
         extremes(ints, x.size, low, high)
-        status = _parameters(low, high, levels, parameters, zero, inverse)
+        status = _parameters(low, high, lows, highs, levels, parameters, zero, inverse)
         if status != CODED:
             return status
     at = 0
@@ -204,7 +210,7 @@ def _encode(x, bits, group, stochastic, key, parameters, out):  # type: ignore[n
             count = (block.size + group - 1) // group
             extremes(ints[begin : begin + block.size], group, low[:count], high[:count])
             mine = parameters[begin // group : begin // group + count]
-            status = _parameters(low[:count], high[:count], levels, mine, zero, inverse)
+            status = _parameters(low[:count], high[:count], lows[:count], highs[:count], levels, mine, zero, inverse)
             if status != CODED:
                 return status
         number = np.uint32(np.uint32(begin) + low_key)
@@ -237,5 +243,9 @@ def encode(x: npt.NDArray[np.float32], bits: int, group: int, out: npt.NDArray[n
     rounding; None: round to nearest. Returns CODED, or NOT_FINITE or TOO_LARGE, after which the content of ``out`` is
     meaningless.
     """
-    parameters, codes, size = parts(x, out, bits, group, _PER_GROUP, 8)
-    return int(_encode(x, bits, size, key is not None, np.uint64(key or 0), parameters.view(np.uint32), codes))
+    parameters, packed, size = parts(x, out, bits, group, _PER_GROUP, 8)
+    scratch = np.empty((4, min(parameters.size // _PER_GROUP, BLOCK // SMALLEST_GROUP)), np.int32)
+    views = x.view(np.int32), parameters.view(np.uint32), scratch.view(np.float32)
+    codes = np.empty(BLOCK, np.uint8)
+    stochastic, number = key is not None, np.uint64(key or 0)
+    return int(_encode(x, views[0], bits, size, stochastic, number, views[1], packed, scratch, views[2], codes))

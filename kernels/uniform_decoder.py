@@ -4,13 +4,13 @@ import numba as nb
 import numpy as np
 import numpy.typing as npt
 from accept_mpi.kernels.layout import BLOCK, parts
-from accept_mpi.kernels.options import NJIT
+from accept_mpi.kernels.options import INNER, NJIT
 from accept_mpi.kernels.unpacking import unpack
 
 _PER_GROUP = 4  # bytes of parameters
 
 
-@nb.njit("void(uint8[::1], int32, int32, int64, float32[::1], float32[::1], float32[::1])", **NJIT)
+@nb.njit("void(uint8[::1], int32, int32, int64, float32[::1], float32[::1], float32[::1])", **INNER)
 def _scale(codes, shift, mask, group, zero, scale, x):  # type: ignore[no-untyped-def]
     for g in range(zero.size):
         part = x[g * group : min(g * group + group, x.size)]

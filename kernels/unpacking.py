@@ -2,10 +2,10 @@
 
 import numba as nb
 import numpy as np
-from accept_mpi.kernels.options import NJIT
+from accept_mpi.kernels.options import INNER
 
 
-@nb.njit("int64(uint8[::1], int64, uint8[::1])", **NJIT)
+@nb.njit("int64(uint8[::1], int64, uint8[::1])", **INNER)
 def unpack(packed, bits, codes):  # type: ignore[no-untyped-def]
     """Unpack what ``pack`` wrote, and return the bytes read. Narrow planes come first, since they hold the high bits."""
     n = codes.size

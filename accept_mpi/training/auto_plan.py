@@ -1,8 +1,9 @@
 """Plans by measuring (``cuts = "auto"``): rank 0 learns what the devices can do, and all ranks get the plan that follows."""
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 
 from accept_mpi.codecs.coding import kernels_of
 from accept_mpi.comm.links import pair_rates
-from accept_mpi.comm.machine_code import compile_together
+from accept_mpi.comm.machine_code import Meanwhile, compile_together
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.device.allocator import give_back_memory
@@ -47,11 +48,13 @@ from accept_mpi.training.profile_cluster import (
     Measured,
     Report,
     agree_on_outline,
+    drawing,
     introduce_devices,
     pooled_profile,
     retime_doubted,
 )
 
+_OUTLINE_SECONDS = 1.2  # of CPU, of a model of 53 layers, beside ``machine_code.SECONDS``
 _MOST_ROWS = 50_000  # newest rows of a trace that are evaluated after a run
 
 
@@ -97,8 +100,10 @@ def plan_by_measuring(
     codings = codings_of(job)
     idle = given is None and _room(runtime, most) <= 0
     planner = planning_kernels(runtime.size) if runtime.rank == 0 and given is None else []
-    compile_together(runtime, planner if idle else [*kernels_of(codings.values()), *planner])
-    models = [agree_on_outline(runtime, chain, one, batch, source) for one, batch in zip(jobs, batches, strict=True)]
+    drawings = [drawing(chain, one, batch) for one, batch in zip(jobs, batches, strict=True)]
+    outlining = Meanwhile(lambda: _tried(drawings), _OUTLINE_SECONDS * len(jobs)) if runtime.rank == source else None
+    compile_together(runtime, planner if idle else [*kernels_of(codings.values()), *planner], outlining)
+    models = [agree_on_outline(runtime, draw, source) for draw in drawings]
     rates = pair_rates(runtime.world)
     linked = time.monotonic()
     path = database_path(job.pipeline.latency_db) if runtime.rank == 0 and not given else None
@@ -136,7 +141,7 @@ def micro_batches_alone(runtime: Runtime, job: Job, chain: Chain, have: Data, pl
     while True:
         found = settled(job, min(count, most))
         batch = _micro_batch(runtime, data, found)
-        model = agree_on_outline(runtime, chain, found, batch, source)
+        model = agree_on_outline(runtime, drawing(chain, found, batch), source)
         (need,) = memory_of(ClusterProfile(model, [], [], []), found, plan)
         if need <= room or count >= most:
             return found, data
@@ -151,7 +156,7 @@ def with_best_lanes(runtime: Runtime, job: Job, chain: Chain, loss: Loss, have: 
         return plan, have
     data, source = load_here(runtime, job, have)
     batch = _micro_batch(runtime, data, job)
-    model = agree_on_outline(runtime, chain, job, batch, source)
+    model = agree_on_outline(runtime, drawing(chain, job, batch), source)
     path = database_path(job.pipeline.latency_db)
     devices = introduce_devices(runtime, job, model, path)
     room = planned(here().room())
@@ -164,6 +169,13 @@ def with_best_lanes(runtime: Runtime, job: Job, chain: Chain, loss: Loss, have: 
     )  # fmt: skip
     cluster = ClusterProfile(model, [device], [[1e12]], [[0.0]])
     return with_paying_lanes(cluster, job, plan), data
+
+
+def _tried(drawings: Sequence[Callable[[], Outline]]) -> None:
+    """Draw what can be drawn; mistakes in it are told when ranks agree on it."""
+    for draw in drawings:
+        with contextlib.suppress(Exception):
+            draw()
 
 
 def _micro_batch(runtime: Runtime, data: Data, job: Job) -> MicroBatch:

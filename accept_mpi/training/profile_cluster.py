@@ -1,6 +1,7 @@
 """Turns the measurements of all ranks into one cluster profile."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +26,14 @@ from accept_mpi.profiling.outline import Outline, outline_of
 from accept_mpi.profiling.pooling import DeviceKind, merged, pool, pool_message_costs, probing_order
 
 
-def agree_on_outline(runtime: Runtime, chain: Chain, job: Job, batch: MicroBatch, source: int) -> Outline:
-    """The model's outline, which rank ``source``, since it has data, makes for all ranks; they call this together."""
+def drawing(chain: Chain, job: Job, batch: MicroBatch) -> Callable[[], Outline]:
+    """A function that draws the model's outline once, for the first who asks."""
+    return cache(lambda: outline_of(chain, job, batch.inputs, batch.tree, batch.samples))
 
-    def draw() -> Outline | None:
-        return outline_of(chain, job, batch.inputs, batch.tree, batch.samples) if runtime.rank == source else None
 
-    drawn = runtime.agree("the model's layers", draw)
+def agree_on_outline(runtime: Runtime, draw: Callable[[], Outline], source: int) -> Outline:
+    """The model's outline, which rank ``source``, since it has data, draws for all ranks; they call this together."""
+    drawn = runtime.agree("the model's layers", lambda: draw() if runtime.rank == source else None)
     told = runtime.messenger.allgather(msgspec.to_builtins(drawn), runtime.startup_seconds, "the model's layers")
     return msgspec.convert(told[source], Outline)
 

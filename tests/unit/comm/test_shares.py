@@ -13,6 +13,11 @@ def test_equal_hosts_share_the_work() -> None:
     assert shares(ranks) == [Sent("uniform", 0, (1, 2)), Sent("search", 1, (0,)), Sent("simulator", 2, (0,))]
 
 
+def test_who_is_busy_compiles_less() -> None:
+    ranks = [Has("v", A, (), ("search", "uniform"), busy=1.5), Has("v", B, (), ("uniform",))]
+    assert shares(ranks) == [Sent("uniform", 1, (0,)), Sent("search", 0, ())]
+
+
 def test_who_has_it_sends_it() -> None:
     ranks = [Has("v", A, (), ("half", "uniform")), Has("v", B, ("uniform",), ("half",))]
     assert shares(ranks) == [Sent("uniform", 1, (0,)), Sent("half", 0, (1,))]
