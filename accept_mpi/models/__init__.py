@@ -21,6 +21,7 @@ from accept_mpi.models.recording.recorded import RecordedModel
 from accept_mpi.models.resnet import resnet18
 from accept_mpi.models.vgg import vgg11
 from accept_mpi.registry import call, find_function, import_module
+from accept_mpi.without_compiler import leave_the_compiler_out
 
 __all__ = ["ZOO", "Chain", "Whole", "chain_of", "check_changes", "library_of", "load", "model_of", "undivided"]
 
@@ -125,6 +126,7 @@ def check_changes(chain: Chain, job: Job) -> str:
 
 
 def _load(asked: Model, seed: int, changes: Changes | None) -> Chain | Whole:
+    leave_the_compiler_out()
     name = asked.name
     library = library_of(name)
     function = _LIBRARIES[library](name) if library else find_function(name, ZOO, "model.name")

@@ -1,9 +1,4 @@
-"""Torch's optimizers under a learning rate that is a function of the step alone.
-
-The first call of their methods imports ``torch._dynamo``, a compiler that nothing here uses. That takes more than a second
-of a whole core, as long as torch itself, and three to four seconds of a small device's start. So the import is avoided
-(unless a model needs it).
-"""
+"""Torch's optimizers under a learning rate that is a function of the step alone."""
 
 import inspect
 import math
@@ -17,6 +12,7 @@ from accept_mpi.job import GOES_WITH, Optimizer, ParameterGroup
 from accept_mpi.models.fine_tuning import matches
 from accept_mpi.pipeline.lion import Lion
 from accept_mpi.pipeline.muon import BUFFER, Muon
+from accept_mpi.without_compiler import leave_the_compiler_out
 
 
 def learning_rate(options: Optimizer, lr: float, step: int, steps: int) -> float:
@@ -119,10 +115,3 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-
-
-def leave_the_compiler_out() -> None:
-    """Mark torch's plain method as the version that its compiler would make, so that torch does not import the compiler."""
-    plain = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    if not hasattr(plain, "__dynamo_disable"):
-        setattr(plain, "__dynamo_disable", plain)

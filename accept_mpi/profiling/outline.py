@@ -27,6 +27,7 @@ from accept_mpi.pipeline.shareable import Watch
 from accept_mpi.seeds import init_seed, seeded
 from accept_mpi.tree import Tree
 from accept_mpi.users_code import call_layer, taken_apart
+from accept_mpi.without_compiler import leave_the_compiler_out
 
 
 class LayerOutline(msgspec.Struct, frozen=True, omit_defaults=True, rename={"saved_bytes": "held"}):
@@ -126,6 +127,7 @@ def outline(
     inputs are. ``samples``: their number, by default the first tensor's length. ``precision``: that of forwards. Raises
     UserError if a layer cannot be built or does not accept the output of the one before.
     """
+    leave_the_compiler_out()
     with seeded(init_seed(seed, len(chain))):
         built: list[nn.Module] = []
         if channels_last is None:
