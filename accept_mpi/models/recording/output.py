@@ -9,11 +9,16 @@ from accept_mpi.errors import UserError, counted
 from accept_mpi.models.losses import OWN
 from accept_mpi.models.recording.structure import is_plain, tensors_in
 
+_TARGETS = (
+    "; a model that computes its loss from targets gets them where samples are dicts, by the name of its forward's argument "
+    "(as labels or targets)"
+)
+
 
 def select(result: Any, wanted: str) -> Any:
-    """The part of a result that the job asks for: a key, an attribute or a position; "loss" is also a lone tensor; "": the
-    result itself if it is a tensor or a tuple, list or dict of tensors, else its "logits", else its first floating-point
-    tensor.
+    """The part of a result that the job asks for: a key, an attribute or a position; "loss" is also a lone tensor, or the
+    only number among a tuple's parts; "": the result itself if it is a tensor or a tuple, list or dict of tensors, else its
+    "logits", else its first floating-point tensor.
 
     Raises UserError if there is none.
     """
@@ -21,8 +26,12 @@ def select(result: Any, wanted: str) -> Any:
         return result
     if wanted:
         found = _part(result, wanted)
+        if wanted == OWN and found is None and isinstance(result, tuple | list):
+            numbers = [one for one in result if isinstance(one, torch.Tensor) and one.is_floating_point() and not one.dim()]
+            found = numbers[0] if len(numbers) == 1 else None
         if not tensors_in(found) or not is_plain(found):
-            raise UserError(f'model.output: the model gives no tensors under "{wanted}", but {_show(result)}')
+            hint = _TARGETS if wanted == OWN else ""
+            raise UserError(f'model.output: the model gives no tensors under "{wanted}", but {_show(result)}{hint}')
         return found
     if type(result) in (torch.Tensor, tuple, list, dict) and is_plain(result):
         return result
