@@ -19,7 +19,7 @@ from accept_mpi import tree
 from accept_mpi.errors import UserError, counted
 from accept_mpi.job import Job
 from accept_mpi.models.graph import parameters_behind
-from accept_mpi.registry import find_function
+from accept_mpi.registry import call, find_function
 from accept_mpi.users_code import blame, does_not_fit, in_words
 
 IGNORED = -100
@@ -69,6 +69,7 @@ class Loss:
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         """``function(output, target)`` returns a mean over samples, or (sum, count)."""
         self.name, self.function = name, function
+        self._on_trial = False
         self.metrics: list[Any] = []
         """Metrics (``models.metrics``) of an evaluation."""
         self.beginning: dict[str, torch.Tensor] | None = None
@@ -99,14 +100,14 @@ class Loss:
                 self._weigh = _elements
 
     def __call__(self, output: Any, target: Any, samples: int, setting_up: bool = False) -> Judgement:
-        """Judge one micro-batch. Raises UserError for what the loss cannot take while ``setting_up``, UsersBug for any other
-        exception in it."""
+        """Judge one micro-batch. Raises UserError for what the loss cannot take while ``setting_up`` or on trial, UsersBug
+        for any other exception in it."""
         if self._main:
             output = scores(output)
         try:
             judged = self._judged(output, target, samples)
         except Exception as error:
-            if self._main or (setting_up and (isinstance(error, _Unfit) or does_not_fit(error))):
+            if self._main or ((setting_up or self._on_trial) and (isinstance(error, _Unfit) or does_not_fit(error))):
                 given = f"outputs {tree.describe(output)} and targets {tree.describe(target)}"
                 reason = str(error) if isinstance(error, _Unfit) else in_words(error)
                 wants = _WANTS if self.function is cross_entropy or isinstance(self.function, CrossEntropy) else ""
@@ -133,7 +134,7 @@ class Loss:
         """Copy for a trial, so that what the loss counts or keeps comes from training alone."""
         try:
             apart = Loss(self.name, copy.deepcopy(self.function))
-            apart.metrics = self.metrics
+            apart.metrics, apart._on_trial = self.metrics, True
             return apart
         except Exception:  # some modules cannot be copied
             return self
@@ -211,11 +212,13 @@ class Divisors:
 
 
 def scores(output: Any) -> Any:
-    """Part of a model's output that the built-in losses and accuracy use: the output itself, the first part of a tuple or
-    list, or a mapping's "logits", else its first value."""
+    """Part of a model's output that the built-in losses and accuracy use: the output itself, or the "logits" of a mapping
+    or named tuple, else the first part."""
     while isinstance(output, tuple | list | dict) and output:
         if isinstance(output, dict):
             output = output["logits"] if "logits" in output else next(iter(output.values()))
+        elif "logits" in getattr(output, "_fields", ()):
+            output = output.logits  # type: ignore[union-attr]
         else:
             output = output[0]
     return output
@@ -244,8 +247,11 @@ def loss_of(job: Job) -> Loss:
 
 
 def find_loss(name: str) -> Loss:
-    """Loss of a name. Raises UserError with one sentence."""
-    return Loss(name, _LOSSES.get(name) or find_function(name, _LOSSES, "train.loss"))
+    """Loss of a name; of a class of modules it is a module made without arguments. Raises UserError with one sentence."""
+    function: Any = _LOSSES.get(name) or find_function(name, _LOSSES, "train.loss")
+    if isinstance(function, type) and issubclass(function, nn.Module):
+        function = call(function, {}, "train.loss", 0)
+    return Loss(name, function)
 
 
 def _own(output: Any, target: Any) -> Any:

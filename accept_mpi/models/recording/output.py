@@ -1,5 +1,6 @@
 """The part of a model's result that the loss gets."""
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +18,8 @@ _TARGETS = (
 
 def select(result: Any, wanted: str) -> Any:
     """The part of a result that the job asks for: a key, an attribute or a position; "loss" is also a lone tensor, or the
-    only number among a tuple's parts; "": the result itself if it is a tensor or a tuple, list or dict of tensors, else its
-    "logits", else its first floating-point tensor.
+    only number among a tuple's parts; "": the result itself if it is a tensor or a tuple, list or dict of tensors, named or
+    ordered ones included; of what a library's class holds, its "logits", else its first floating-point tensor.
 
     Raises UserError if there is none.
     """
@@ -33,7 +34,7 @@ def select(result: Any, wanted: str) -> Any:
             hint = _TARGETS if wanted == OWN else ""
             raise UserError(f'model.output: the model gives no tensors under "{wanted}", but {_show(result)}{hint}')
         return found
-    if type(result) in (torch.Tensor, tuple, list, dict) and is_plain(result):
+    if (isinstance(result, torch.Tensor | tuple) or type(result) in (list, dict, OrderedDict)) and is_plain(result):
         return result
     logits = _part(result, "logits")
     if isinstance(logits, torch.Tensor):

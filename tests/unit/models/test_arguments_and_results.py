@@ -1,6 +1,7 @@
 """What a model's forward gets of a sample, and what of its result is the loss."""
 
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from recorded_models import recorded
 from torch import nn
 from torch.nn import functional as F
 
+from accept_mpi import tree
 from accept_mpi.errors import UserError
 from accept_mpi.models.base import Chain
+from accept_mpi.models.losses import find_loss, scores
 
 
 class Net(nn.Module):
@@ -29,6 +32,26 @@ class TakesABatch(Net):
 class TakesNames(Net):
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         return self.scores(x if scale is None else x * scale)
+
+
+class Outputs(NamedTuple):
+    aux: torch.Tensor
+    logits: torch.Tensor
+    nothing: None = None
+
+
+class GivesANamedTuple(Net):
+    """In training only, as torchvision's GoogLeNet does."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Outputs(self.one(x), self.scores(x)) if self.training else self.scores(x)
+
+
+class GivesAnOrderedDict(Net):
+    """As torchvision's models of segmentation do."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return OrderedDict(out=self.scores(x), aux=self.one(x))
 
 
 class GivesScoresAndLoss(Net):
@@ -65,6 +88,31 @@ def test_a_forward_that_takes_a_whole_batch(value: Any) -> None:
 def test_a_forward_that_takes_something_else(value: Any, wrong: str) -> None:
     with pytest.raises(UserError, match=wrong):
         recorded(TakesNames, value)
+
+
+def test_a_loss_gets_named_and_ordered_results() -> None:
+    x = torch.randn(4, 6)
+    for kind, scored in ((GivesANamedTuple, "logits"), (GivesAnOrderedDict, "out")):
+        given, plain = computed(recorded(kind, x), x), fresh(kind)(x)
+        assert type(given) is type(plain)
+        assert all(map(torch.equal, tree.leaves(given), tree.leaves(plain)))
+        wanted = plain._asdict() if isinstance(plain, Outputs) else plain
+        assert torch.equal(scores(given), wanted[scored])
+
+
+def test_a_loss_that_is_a_class() -> None:
+    one, other = torch.randn(4, 6), torch.randn(4, 6)
+    found = find_loss("torch.nn:L1Loss")
+    assert torch.equal(found(one, other, 4).value, F.l1_loss(one, other))
+    assert found(one, other, 4).count == 24
+    with pytest.raises(UserError, match="AdaptiveLogSoftmaxWithLoss"):
+        find_loss("torch.nn:AdaptiveLogSoftmaxWithLoss")
+
+
+def test_a_loss_on_trial_says_what_it_cannot_take() -> None:
+    loss = find_loss("torch.nn:BCEWithLogitsLoss").apart()
+    with pytest.raises(UserError, match="cannot take outputs"):
+        loss(torch.randn(4, 1), torch.ones(4), 4)
 
 
 def test_the_loss_among_other_parts() -> None:
