@@ -147,7 +147,7 @@ class _Uncopied:
         return self
 
 
-def put(layer: nn.Module, path: str, module: nn.Module) -> None:
+def put_module(layer: nn.Module, path: str, module: nn.Module) -> None:
     """Put a module into a layer under its dotted name in the model."""
     *parents, last = path.split(".")
     holder = _holder(layer, parents)

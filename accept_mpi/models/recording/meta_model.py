@@ -1,7 +1,7 @@
 """A model on torch's meta device, where tensors have shapes but no values: it costs no memory, and is recorded."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,12 +14,20 @@ from accept_mpi.errors import UserError
 from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.modes import restore_modes
 from accept_mpi.models.recording.blocks import blocks_of
-from accept_mpi.models.shared import memory_of, refuse_lazy
-
-_SETS = (
-    "model.name: forward sets {} of the model, which training in a pipeline would not do: pass it on as a value, or write "
-    "into a buffer in place"
+from accept_mpi.models.recording.kept import (
+    AS_BEFORE,
+    MISSING,
+    SETS,
+    UNSET,
+    Sets,
+    Values,
+    get,
+    is_set_anew,
+    plain_attributes,
+    put,
 )
+from accept_mpi.models.recording.structure import is_plain, mapped, parts_of
+from accept_mpi.models.shared import memory_of, refuse_lazy
 
 
 class MetaModel:
@@ -71,6 +79,12 @@ class MetaModel:
         self._made = made  # keeps ids from being used again
         self.tensors = {name: made[which] for which, name in self.states.items()}
         """The model's tensors by name."""
+        self._open: set[int] = set()
+        """Modules without parts that are looked into, since they set attributes."""
+        self.sets: set[str] = set()
+        """Names of attributes that forwards set (``kept``)."""
+        self._values: Values = {}
+        """What was in the modules' attributes before the forward that runs."""
         self.changing: frozenset[str] = frozenset()
         """Names of those to which a recorded forward has written."""
 
@@ -86,6 +100,8 @@ class MetaModel:
         if self.is_block(module):
             return True
         if module is self.model or isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            return False
+        if id(module) in self._open:
             return False
         if kind.__module__.startswith("torch.nn."):
             return True
@@ -139,25 +155,63 @@ class MetaModel:
         return frozenset(found)
 
     @contextmanager
-    def mode(self, training: bool) -> Iterator[None]:
-        """Within the context the model trains, as the user's function has left it, or is in evaluation mode.
+    def mode(self, training: bool, attributes: Values | None = None) -> Iterator[None]:
+        """Within the context the model trains, as the user's function has left it, or is in evaluation mode; its attributes
+        that forwards set (``sets``) have these values, or those that they had at first.
 
-        Raises UserError if what happens within the context changes the model's attributes: a record would not do that
-        again.
+        Raises Sets if what happens within the context changes others: a record would not do that again.
         """
         modes = [(module, module.training) for module in self.model.modules()]
         if not training:
             self.model.eval()
+        self._values = plain_attributes(self.model)
+        put(self.model, attributes or {})
         before = Attributes([("", self.model)])
         leaves = [(path, module) for path, module in self.model.named_modules() if self.is_leaf(module)]
         self._leaves = {id(module): Attributes([(path, module)]) for path, module in leaves}
         self._plain = {id(module): _plain_tensors(module) for _, module in leaves}
         try:
             yield
-            if changed := before.changed():
-                raise UserError(_SETS.format(changed[0]))
+            changed = list(dict.fromkeys([*before.changed(), *self._new()]))
+            if changed := [name for name in changed if name not in self.sets]:
+                raise Sets(self.set_anew(changed), SETS.format(changed[0]))
         finally:
+            put(self.model, dict.fromkeys(self._new(), MISSING))
+            put(self.model, {name: old for name, old in self._values.items() if get(self.model, name) is not old})
             restore_modes(modes)
+
+    def _new(self) -> list[str]:
+        """Names of the attributes that the forward, within ``mode``, has added, as far as they are plain."""
+        now = plain_attributes(self.model)
+        return [name for name, value in now.items() if name not in self._values and is_plain(value)]
+
+    def set_anew(self, names: Sequence[str]) -> dict[str, bool]:
+        """Whether the forward, within ``mode``, has given these attributes other values, and not changed those they had."""
+        return {name: is_set_anew(self._values.get(name, MISSING), get(self.model, name)) for name in names}
+
+    def left(self, attributes: Values, constant: Callable[[torch.Tensor], Any]) -> Values:
+        """What the forward, within ``mode`` with these ``attributes``, has left in those that forwards set. ``constant``
+        gives the values of tensors."""
+        found: Values = {}
+        for name in sorted(self.sets):
+            began, now = attributes.get(name, self._values.get(name, MISSING)), get(self.model, name)
+            values = mapped(now, constant, (torch.Tensor,)) if is_plain(now) else UNSET
+            found[name] = AS_BEFORE if now is began else UNSET if UNSET in parts_of(values, (type(UNSET),)) else values
+        return found
+
+    def let_set(self, names: Mapping[str, bool]) -> bool:
+        """From now on forwards may set these attributes; False if one of them is changed in another way, or is of a module
+        that can only be recorded as a whole."""
+        if not names or not all(names.values()):
+            return False
+        for name in names:
+            module = self.model.get_submodule(name.rpartition(".")[0])
+            if self.is_leaf(module):
+                if self.is_block(module) or type(module).__module__.startswith("torch.nn."):
+                    return False
+                self._open.add(id(module))
+        self.sets |= names.keys()
+        return True
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

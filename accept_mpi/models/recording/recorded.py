@@ -17,8 +17,9 @@ from accept_mpi.models.aliases import every_name
 from accept_mpi.models.base import Chain, Entry
 from accept_mpi.models.recording.calls import viewed
 from accept_mpi.models.recording.cutting import Flow, cut, cut_alike, cuts_in_both
+from accept_mpi.models.recording.kept import SETS, UNSET, Record, Sets, Values, later, leaves_another, put
 from accept_mpi.models.recording.key import keyed, value_of
-from accept_mpi.models.recording.layer import Program, RecordedLayer, program, put, put_tensor
+from accept_mpi.models.recording.layer import Program, RecordedLayer, program, put_module, put_tensor
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.output import select
 from accept_mpi.models.recording.recorder import Recorder
@@ -48,6 +49,8 @@ class RecordedModel:
         self._meta = MetaModel(make(), blocks)
         self._check()
         self._as_if_compiled = False
+        self._kept: tuple[Record, bytes, bool] | None = None
+        """If forwards set attributes: the first record, and what it is for."""
         usual, _ = keyed(value)
         self._usual, evaluated = self._found_out(usual)
         """The record by which the model is cut; others are cut alike."""
@@ -88,7 +91,7 @@ class RecordedModel:
             for path in self._modules[index]:
                 module = model.get_submodule(path)
                 for alias in paths[id(module)]:
-                    put(layer, alias, module)
+                    put_module(layer, alias, module)
                 for part in module.parameters():
                     home.setdefault(id(part), index)
             for name in self._tensors[index]:
@@ -106,6 +109,7 @@ class RecordedModel:
                     )
                 if name not in there:
                     put_tensor(layers[index], name, model)
+        put(model, dict.fromkeys(self._meta.sets, UNSET))  # for who looks there
         return list(zip(self.names, layers, strict=True))
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -124,9 +128,12 @@ class RecordedModel:
         fails both are begun again. Raises the first failure if the model itself is what fails."""
         first: Unrecordable | None = None
         while True:
+            self._kept = None
             try:
                 return self._recorded(usual, True), self._recorded(usual, False)
             except Unrecordable as error:
+                if isinstance(error, Sets) and self._meta.let_set(error.names):
+                    continue
                 first = first or error
                 if not error.within or not self._meta.keep_whole(error.within):
                     raise first from first.__cause__
@@ -146,15 +153,41 @@ class RecordedModel:
             return found
 
     def _record(self, key: bytes, training: bool) -> Flow:
+        record = self._once(key, training)
+        if self._meta.sets:
+            self._check_kept(record, key, training)
+        tape = record.tape
+        written = tape.written
+        tape.nodes = _laid_out(tape)
+        self._meta.changing |= {name for name, memory in tape.memory_of.items() if memory in written}
+        return Flow(tape, self._meta.changing)
+
+    def _once(self, key: bytes, training: bool, attributes: Values | None = None) -> Record:
+        """A record of the forward, when the model's attributes that forwards set hold these values."""
         value, tensors = value_of(key)
         args, kwargs = _arguments(self._meta.model, value)
         recorder = Recorder(self._meta, tensors)
-        result = recorder.record(args, kwargs, training)
+        result = recorder.record(args, kwargs, training, attributes)
         recorder.tape.output = recorder.result(select(result, self._wanted))
-        written = recorder.tape.written
-        recorder.tape.nodes = _laid_out(recorder.tape)
-        self._meta.changing |= {name for name, memory in recorder.tape.memory_of.items() if memory in written}
-        return Flow(recorder.tape, self._meta.changing)
+        return Record(recorder.tape, recorder.constants, recorder.left)
+
+    def _check_kept(self, record: Record, key: bytes, training: bool) -> None:
+        """Raise Sets if what earlier forwards, of these shapes or the usual ones, leave in attributes matters to this one,
+        or what this one leaves to the usual one."""
+        own = (record, key, training)
+        usual = self._kept = self._kept or own
+        tried = [(own, record, usual[0])]
+        if usual is not own:
+            tried += [(own, usual[0], record), (usual, record, usual[0])]
+        for (first, of, mode), newest, older in tried:
+            began = later(newest.left, older.left)
+            try:
+                again = self._once(of, mode, began)
+            except UserError as error:
+                raise Sets({}, SETS.format(min(began))) from error
+            wrong = leaves_another(first.left, again.left) or ("" if first.same(again) else min(began))
+            if wrong:
+                raise Sets({}, SETS.format(wrong))
 
     def _programs_of(self, key: bytes, training: bool) -> Sequence[Program]:
         """The programs of all layers, from a new record if there are none."""

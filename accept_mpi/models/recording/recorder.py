@@ -19,7 +19,9 @@ from accept_mpi.errors import UserError
 from accept_mpi.models.recording.autocasting import Autocast, watched
 from accept_mpi.models.recording.blocks import try_out
 from accept_mpi.models.recording.calls import Apply, Made, averages
+from accept_mpi.models.recording.constants import Constants
 from accept_mpi.models.recording.counting import Counting, place_of
+from accept_mpi.models.recording.kept import UNSET, Sets, Values
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.refusals import (
     READS_DATA,
@@ -79,11 +81,6 @@ class Recorder:
         self._stand_ins: dict[int, torch.Tensor] = {}
         self._within: list[str] = []
         """Names of the modules whose forward runs, "" for blocks and those made in forward; the innermost last."""
-        self._constants: set[int] = set()
-        """Slots that depend on no input and none of the model's tensors."""
-        self._values: dict[int, torch.Tensor] = {}
-        """Values of constants, as far as they have been computed: after the node before ``_computed``."""
-        self._computed = 0
         self._busy = False
         self._written: list[torch.Tensor] = []
         """What a call has written to without a trace in the tensors' versions."""
@@ -95,18 +92,22 @@ class Recorder:
         self._autocast: Sequence[Autocast] = []
         """The ``torch.autocast`` contexts of the forward that are open."""
         self.tape = Tape(())
+        self.constants = Constants(self.tape)
+        self.left: Values = {}
+        """What the forward has left in attributes that it sets."""
         self.tape.inputs = tuple(self._slot(tensor) for tensor in inputs)
         self.tape.memory_of = {name: self._memory(tensor) for name, tensor in of.tensors.items()}
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, attributes: Values | None = None) -> Any:
         """Record ``model(*args, **kwargs)``, in which ``inputs`` are the tensors, on the meta device; returns its result.
-        The tape's ``output`` is left to the caller (``result``). Raises Unrecordable, UserError."""
+        ``attributes`` as in ``MetaModel.mode``. The tape's ``output`` is left to the caller (``result``). Raises
+        Unrecordable, UserError."""
         outer = torch.enable_grad() if training else torch.no_grad()
         _, *before = state()
         with (
             kept(),
             untouched([self._of.model]),
-            self._of.mode(training),
+            self._of.mode(training, attributes),
             outer,
             torch.device("meta"),
             self._counting,
@@ -124,6 +125,9 @@ class Recorder:
             if name := next((place.name for place in given if place.name in self._of.remade), ""):
                 raise Unrecordable(f"model.name: forward uses {name}, which the module that has it makes anew in each call")
             _, *after = state()  # torch's own does not count: some functions draw from it on the meta device, too
+            self._busy = True
+            self.left = self._of.left(attributes or {}, self._constant)
+            self._busy = False
             if after != before:
                 raise Unrecordable(
                     "model.name: the forward asks Python's or NumPy's random numbers what to compute, which cannot be "
@@ -199,9 +203,8 @@ class Recorder:
             return plain(module, *args, **kwargs)
         if name := self._of.changed(module):
             self._within[-1] = ""
-            raise self._failed(
-                Unrecordable, f"model.name: forward changes {name} before it calls {path}, which no record does ({where()})"
-            )
+            said = f"model.name: forward changes {name} before it calls {path}, which no record does ({where()})"
+            raise self._failed(partial(Sets, self._of.set_anew([name])), said)
         block = self._of.is_block(module)
         again, changed = path in self._changed, self._changed.setdefault(path, set())
         call = partial(try_out, module, plain, changed) if block else partial(plain, module)
@@ -294,12 +297,14 @@ class Recorder:
             gives = tuple(self._slot(tensor) for tensor in results)
             writes = frozenset(self._memory(tensor) for tensor in written)
             draws = self._counting.drew
-            constant = not states and not used and not stays and not draws and self._constants.issuperset(takes)
+            constant = not states and not used and not stays and not draws and self.constants.slots.issuperset(takes)
             if constant:
-                self._constants.update(gives)
+                self.constants.slots.update(gives)
             else:  # what it gives, or writes to
                 specs = self.tape.specs
-                self._constants -= {slot for slot in self._constants if slot in gives or specs[slot].memory in writes}
+                self.constants.slots -= {
+                    slot for slot in self.constants.slots if slot in gives or specs[slot].memory in writes
+                }
             args, kwargs = places
             self.tape.nodes.append(
                 Node(
@@ -326,15 +331,22 @@ class Recorder:
                 if not tensor.is_meta:
                     return tensor
                 slot = self._slots.get(id(tensor))
-                if slot not in self._constants:
+                if slot not in self.constants.slots:
                     raise self._failed(ReadsData, READS_DATA.format(name.strip("_"), where()))
-                with torch.device("cpu"):
-                    return self._value(slot)
+                return self.constants.value(slot)
 
             args = mapped(args, value, (torch.Tensor,))
             return func(*args, **kwargs)
         finally:
             self._busy = False
+
+    def _constant(self, tensor: torch.Tensor) -> Any:
+        """Value of a tensor that is a constant, or ``UNSET``."""
+        slot = self._slots.get(id(tensor), -1)
+        if not tensor.is_meta:
+            return tensor
+        known = slot in self.constants.slots and self.constants.is_used_as_it_is(slot)
+        return self.constants.value(slot) if known else UNSET
 
     def refuse(self, error: Unrecordable) -> None:
         """Remember why the forward cannot be recorded: it may catch the exception, and go on in another way."""
@@ -344,26 +356,12 @@ class Recorder:
         """The error for what a forward raises where tensors have no values."""
         return self._failed(*without_values(error, self._calling, at))
 
-    def _failed(self, kind: type[Unrecordable], text: str) -> Unrecordable:
+    def _failed(self, kind: Callable[[str], Unrecordable], text: str) -> Unrecordable:
         """The error for what fails in the forward that runs."""
         error = kind(text)
         error.within = next((path for path in reversed(self._within) if path), "")
         self.refuse(error)
         return error
-
-    def _value(self, slot: int) -> torch.Tensor:
-        """Value of a constant, after all that has been recorded."""
-
-        def real(place: Any) -> Any:
-            return self._values[place.slot] if isinstance(place, Value) else torch.device("cpu")
-
-        for node in self.tape.nodes[self._computed :]:
-            if node.constant:
-                assert node.function is not None
-                args, kwargs = mapped((node.args, node.kwargs), real, (Value, type(DEVICE)))
-                self._values.update(zip(node.gives, tensors_in(node.function(*args, **kwargs)), strict=True))
-        self._computed = len(self.tape.nodes)
-        return self._values[slot]
 
     # -- places --------------------------------------------------------------------------------------------------------
 
