@@ -26,6 +26,7 @@ from accept_mpi.models.recording.kept import (
     plain_attributes,
     put,
 )
+from accept_mpi.models.recording.refusals import SPARSE
 from accept_mpi.models.recording.structure import is_plain, mapped, parts_of
 from accept_mpi.models.shared import memory_of, refuse_lazy
 
@@ -62,6 +63,8 @@ class MetaModel:
             for table in tables:
                 for name, tensor in list(table.items()):
                     if isinstance(tensor, torch.Tensor):
+                        if tensor.layout is not torch.strided:
+                            raise UserError(f"model.name: {prefix}{name} is {SPARSE}")
                         new = made.get(id(tensor))
                         if new is None:
                             new = made[id(tensor)] = _on_meta(tensor)

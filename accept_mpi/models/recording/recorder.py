@@ -25,6 +25,7 @@ from accept_mpi.models.recording.kept import UNSET, Sets, Values
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.refusals import (
     READS_DATA,
+    SPARSE,
     ReadsData,
     Unrecordable,
     innermost,
@@ -369,6 +370,8 @@ class Recorder:
         """The tensor itself, or one on the meta device for it; that device for the one on which the model will compute."""
         if isinstance(tensor, torch.device):
             return _META if tensor == _COMPUTING else tensor
+        if tensor.layout is not torch.strided:
+            raise self._failed(Unrecordable, f"model.name: forward uses {SPARSE} ({where()})")
         if tensor.is_meta:
             return tensor
         new = self._stand_ins.get(id(tensor))

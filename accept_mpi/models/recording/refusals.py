@@ -9,6 +9,7 @@ import torch
 from accept_mpi.errors import UserError
 
 READS_DATA = "model.name: forward depends on the values of its data ({}() of a tensor), so it cannot be recorded ({})"
+SPARSE = "a sparse tensor, which can be neither recorded nor kept in a checkpoint: use it dense (to_dense())"
 _NO_KERNEL = ("Meta kernel", "register_meta")
 _OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
 
