@@ -24,6 +24,7 @@ from accept_mpi.models.recording.counting import Counting, place_of
 from accept_mpi.models.recording.kept import UNSET, Sets, Values
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.refusals import (
+    FOREIGN,
     READS_DATA,
     SPARSE,
     ReadsData,
@@ -46,7 +47,6 @@ _READS = (
     "__contains__", "allclose",
 )  # fmt: skip
 _ASSIGNED = ("__set__", "__delete__")
-_FOREIGN = "model.name: forward uses a parameter that is no part of the model: make it in __init__ ({})"
 _META, _COMPUTING = torch.device("meta"), torch.device("cpu")
 _WHERE: dict[Any, Any] = {
     vars(torch._C.TensorBase)[name].__get__: value
@@ -187,7 +187,7 @@ class Recorder:
             if module._modules or module._buffers or not is_plain((args, kwargs)):
                 return plain(module, *args, **kwargs)  # its parts, and what it calls, are recorded
             if next(module.parameters(), None) is not None:
-                raise Unrecordable(_FOREIGN.format(where()))
+                raise Unrecordable(FOREIGN.format(where()))
             return self._recorded(Made(module), "", lambda *a, **k: plain(module, *a, **k), args, kwargs, (), False)
         plainly = is_plain((args, kwargs))
         if self._of.is_block(module) and not plainly:
@@ -395,7 +395,7 @@ class Recorder:
         if (real := self._real.get(id(value))) is not None:
             return real
         if isinstance(value, nn.Parameter):
-            raise Unrecordable(_FOREIGN.format(where()))
+            raise Unrecordable(FOREIGN.format(where()))
         raise Unrecordable(
             f"model.name: forward uses a tensor whose origin cannot be recorded ({where()}): perhaps one that an earlier "
             "forward has kept in a cache; make it in each forward, or in __init__ as a buffer"

@@ -1,6 +1,7 @@
 """Why a forward cannot be recorded, in a sentence, and where in its code."""
 
 import contextlib
+import re
 import sys
 from pathlib import Path
 
@@ -8,7 +9,14 @@ import torch
 
 from accept_mpi.errors import UserError
 
-READS_DATA = "model.name: forward depends on the values of its data ({}() of a tensor), so it cannot be recorded ({})"
+READS_DATA = (
+    "model.name: forward depends on the values of its data ({}() of a tensor), so it cannot be recorded ({}): what depends "
+    "on them must be in a module within the model, which then stays whole"
+)
+FOREIGN = (
+    "model.name: forward uses a parameter that is no part of the model ({}): make it in __init__, and keep modules in an "
+    "nn.ModuleList, not in a list of Python's"
+)
 SPARSE = "a sparse tensor, which can be neither recorded nor kept in a checkpoint: use it dense (to_dense())"
 _NO_KERNEL = ("Meta kernel", "register_meta")
 _OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
@@ -28,7 +36,8 @@ class ReadsData(Unrecordable):
 def is_for_want_of_values(error: Exception) -> bool:
     """True for what torch raises where a tensor has no values."""
     text = str(error)
-    return not isinstance(error, UserError) and ("meta tensor" in text.lower() or any(one in text for one in _NO_KERNEL))
+    meta = re.search(r"\bmeta (\w+ )?tensor", text.lower())
+    return not isinstance(error, UserError) and (meta is not None or any(one in text for one in _NO_KERNEL))
 
 
 def without_values(error: Exception, function: str, at: str) -> tuple[type[Unrecordable], str]:
