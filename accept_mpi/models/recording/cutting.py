@@ -207,19 +207,19 @@ def _alike(flow: Flow, of: Flow, cuts: Sequence[int], parameters: set[str]) -> t
     same = len(nodes) == len(others) and all(a.does() == b.does() for a, b in zip(nodes, others, strict=True))
     if same and all(flow.weight[cut] < _NEVER for cut in cuts):
         return list(cuts), None
-    owner: dict[str, int] = {}
+    owners: dict[str, list[int]] = {}  # layers that use a parameter, in order: tied ones are used in several
     for n, node in enumerate(others):
-        layer = int(np.searchsorted(cuts, n, side="right"))
         for name in node.states if of.kept[n] else ():
             if name in parameters:
-                owner.setdefault(name, layer)
+                owners.setdefault(name, []).append(int(np.searchsorted(cuts, n, side="right")))
     first = [len(nodes)] * (len(cuts) + 1)  # nodes with parameters of each layer or a later one
     last = [-1] * (len(cuts) + 1)
     for n, node in enumerate(nodes):
         for name in node.states if flow.kept[n] else ():
-            if name in owner:
-                first[owner[name]] = min(first[owner[name]], n)
-                last[owner[name]] = max(last[owner[name]], n)
+            if layers := owners.get(name):
+                layer = layers.pop(0) if len(layers) > 1 else layers[0]
+                first[layer] = min(first[layer], n)
+                last[layer] = max(last[layer], n)
     found: list[int] = []
     for layer in range(len(cuts)):
         before, after = max(last[: layer + 1]), min(first[layer + 1 :])

@@ -27,6 +27,7 @@ from accept_mpi.models.recording.refusals import (
     FOREIGN,
     READS_DATA,
     SPARSE,
+    TRANSFORMS,
     ReadsData,
     Unrecordable,
     innermost,
@@ -47,6 +48,7 @@ _READS = (
     "__contains__", "allclose",
 )  # fmt: skip
 _ASSIGNED = ("__set__", "__delete__")
+_NEEDS_GRADIENT = vars(torch._C.TensorBase)["requires_grad"].__set__
 _META, _COMPUTING = torch.device("meta"), torch.device("cpu")
 _WHERE: dict[Any, Any] = {
     vars(torch._C.TensorBase)[name].__get__: value
@@ -225,10 +227,9 @@ class Recorder:
             self._written += averages(name, args, kwargs)
             return func(*args, **kwargs)
         if torch._C._are_functorch_transforms_active():
-            raise Unrecordable(
-                f"model.name: forward uses a transform of torch.func, which cannot be recorded unless it is within a module "
-                f"without parts ({where()})"
-            )
+            raise Unrecordable(TRANSFORMS.format(where()))
+        if func == _NEEDS_GRADIENT:
+            func, name = torch.Tensor.requires_grad_, "requires_grad_"
         if name in _ASSIGNED:
             raise Unrecordable(f"model.name: forward sets an attribute of a tensor, which cannot be recorded ({where()})")
         if name in _READS and tensors_in(args):

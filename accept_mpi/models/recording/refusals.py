@@ -13,6 +13,10 @@ READS_DATA = (
     "model.name: forward depends on the values of its data ({}() of a tensor), so it cannot be recorded ({}): what depends "
     "on them must be in a module within the model, which then stays whole"
 )
+TRANSFORMS = (
+    "model.name: forward uses a transform of torch.func, which cannot be recorded unless it is within a module without "
+    "parts ({})"
+)
 FOREIGN = (
     "model.name: forward uses a parameter that is no part of the model ({}): make it in __init__, and keep modules in an "
     "nn.ModuleList, not in a list of Python's"

@@ -294,3 +294,36 @@ def test_state_under_other_names_is_refused() -> None:
 
     with pytest.raises(UserError, match=r'state_dict\(\) has "other", which is no name of a parameter or buffer'):
         recorded(Model, torch.randn(4, 6)).build_range(0, 1, 0)
+
+
+class TiedAndOtherwiseInEvaluation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 8), nn.Linear(8, 9, bias=False)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.words.weight = self.head.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.words(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) if self.training else torch.tanh(layer(x)).clone() * 2
+        return self.head(x)
+
+
+def test_a_tied_model_that_computes_otherwise_in_evaluation() -> None:
+    values = [torch.randint(0, 9, (4, 6)) for _ in range(2)]
+    assert len(check(TiedAndOtherwiseInEvaluation, values, loss, every_cut)) == 5
+
+
+class SaysThatItNeedsAGradient(Net):
+    """As transformers' models of sound do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.log1p(x.square())
+        if self.training:
+            x.requires_grad = True
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def test_a_tensor_that_is_said_to_need_a_gradient() -> None:
+    check(SaysThatItNeedsAGradient, [torch.randn(4, 6)], loss, every_cut)
