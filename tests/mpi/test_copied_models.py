@@ -13,6 +13,7 @@ from accept_mpi.recovery.checkpoint import Checkpoint
 DATA = """
 import torch
 from torch.utils.data import TensorDataset
+from copied_nets import *
 from tutorial_nets import *
 
 
@@ -25,6 +26,17 @@ def images():
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(24, 3, 32, 32, generator=generator), torch.randint(0, 10, (24,), generator=generator)
     return TensorDataset(x[:16], y[:16]), TensorDataset(x[16:], y[16:])
+
+
+def series():
+    x = torch.randn(24, 30, 3, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x[:16, :24], x[:16, 24:]), TensorDataset(x[16:, :24], x[16:, 24:])
+
+
+def with_auxiliary(output, target):
+    if isinstance(output, tuple):
+        return sum(functional.cross_entropy(one, target % 5) for one in output)
+    return functional.cross_entropy(output, target % 5)
 
 
 def texts():
@@ -41,22 +53,31 @@ output.directory = "run"
 batch_size = 8
 micro_batches = 2
 steps = 3
+loss = "{loss}"
 memory_format = "contiguous"
 optimizer = {{ name = "sgd", lr = 0.05, momentum = 0.9 }}
 """
 
 
 @pytest.mark.parametrize(
-    ("model", "data", "ranks"),
-    [("LeNet", "images", 3), ("Residual", "images", 2), ("Logits", "texts", 3), ("GRULoop", "texts", 2)],
+    ("model", "data", "ranks", "loss"),
+    [
+        ("LeNet", "images", 3, "cross_entropy"),
+        ("Residual", "images", 2, "cross_entropy"),
+        ("Logits", "texts", 3, "cross_entropy"),
+        ("GRULoop", "texts", 2, "cross_entropy"),
+        ("WithAuxiliary", "images", 3, "tutorials:with_auxiliary"),
+        ("PatchForecast", "series", 3, "mse"),
+    ],
 )
 def test_equal_to_a_plain_loop(
-    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, data: str, ranks: int
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, data: str, ranks: int, loss: str
 ) -> None:
     """And with the format that is chosen for images, which a plain loop does not have."""
     (tmp_path / "tutorials.py").write_text(DATA)
-    (tmp_path / "tutorial_nets.py").write_bytes((Path(__file__).parents[1] / "tutorial_nets.py").read_bytes())
-    (tmp_path / "job.toml").write_text(JOB.format(model=f"tutorials:{model}", data=f"tutorials:{data}"))
+    for name in ("copied_nets.py", "tutorial_nets.py"):
+        (tmp_path / name).write_bytes((Path(__file__).parents[1] / name).read_bytes())
+    (tmp_path / "job.toml").write_text(JOB.format(model=f"tutorials:{model}", data=f"tutorials:{data}", loss=loss))
     runs = [("job.toml", "output.directory=plain"), ("job.toml", "output.directory=chosen", "train.memory_format=auto")]
     trained(ranks, tmp_path, runs)
     monkeypatch.syspath_prepend(tmp_path)
