@@ -120,3 +120,33 @@ def test_the_loss_among_other_parts() -> None:
     assert torch.equal(computed(recorded(GivesScoresAndLoss, value, "loss"), value), fresh(GivesScoresAndLoss)(**value)[1])
     with pytest.raises(UserError, match=r'no tensors under "loss", but 2 values; .* where samples are dicts'):
         recorded(GivesScoresAndLoss, torch.randn(4, 6), "loss")
+
+
+class SparseInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.eye(6).nonzero().t().contiguous())
+        self.weight = nn.Parameter(torch.eye(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        graph = torch.sparse_coo_tensor(self.places, torch.ones(6), (6, 6), check_invariants=False)  # type: ignore[arg-type]
+        return torch.sparse.mm(graph, (x @ self.weight).t()).t()
+
+
+class Graph(Net):
+    """Whose adjacency is within a module, or the model's own."""
+
+    def __init__(self, own: bool = False) -> None:
+        super().__init__()
+        self.graph = SparseInside()
+        self.adjacency = torch.eye(6).to_sparse() if own else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scores(self.graph(x) if self.adjacency is None else torch.sparse.mm(self.adjacency, x.t()).t())
+
+
+def test_sparse_tensors() -> None:
+    x = torch.randn(4, 6)
+    assert torch.equal(computed(recorded(Graph, x), x), fresh(Graph)(x))
+    with pytest.raises(UserError, match=r"adjacency is a sparse tensor.* use it dense"):
+        recorded(lambda: Graph(True), x)
