@@ -1,5 +1,6 @@
 """One stage's computation: forward, backward, what is kept in between, and the optimizer."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -94,9 +95,8 @@ class Stage(Trials):
         self._know_nothing()
         self._turns: Turns | None = None
         """If several threads compute."""
-        self._held: dict[str, torch.Tensor] = {}
-        self._held_memory: dict[str, torch.Tensor] = {}
-        """State that is not trained, and what modules remembered, as it was when a step ended (``hold``)."""
+        self._held: deque[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = deque()
+        """State that is not trained, and what modules remembered, as it was when steps ended (``hold``)."""
         self._kept = self._check_state()  # reports state that cannot be kept now, not at the first checkpoint
 
     @property

@@ -1,5 +1,6 @@
 """A stage's state as named tensors, to be copied and loaded: the layers', the optimizer's, and what is kept beside that."""
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,9 +32,8 @@ class Stateful:
     _correction: Correction
     _made: set[str]
     _written: set[str]
-    _held: dict[str, torch.Tensor]
+    _held: deque[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
     _remembered: Remembered
-    _held_memory: dict[str, torch.Tensor]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the newest weights under their names in the whole model."""
@@ -41,25 +41,28 @@ class Stateful:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of all state of the layers, contiguous, under its names in the whole model."""
+        return self._now() | (self._held[0][0] if self._held else {})
+
+    def _now(self) -> dict[str, torch.Tensor]:
         self._weights.newest()
-        found = {
+        return {
             f"{name}.{key}": value
             for name, layer in zip(self.names, self.layers, strict=True)
             for key, value in state_of(name, layer).items()
         }
-        return found | self._held
 
     def hold(self) -> None:
-        """Before a step's first F, while the last update is to come: keep what forwards change, for ``weights`` after that
-        update. A group changes it in its updates."""
+        """Before a step's first F, while the update of the one before is to come: keep what forwards change, for what is
+        copied after that update. A group changes it in its updates."""
         if self.statistics is None:
             trained = {name for name, _ in self.own.every_name()}
-            self._held = {name: value for name, value in self.weights().items() if name not in trained}
-            self._held_memory = self._remembered.state()
+            untrained = {name: value for name, value in self._now().items() if name not in trained}
+            self._held.append((untrained, self._remembered.state()))
 
     def release(self) -> None:
-        """Forget what ``hold`` has kept."""
-        self._held, self._held_memory = {}, {}
+        """Forget what ``hold`` has kept for the update that was made."""
+        if self._held:
+            self._held.popleft()
 
     def is_matrix(self) -> dict[str, bool]:
         """Whether Muon updates a parameter, by all its names."""
@@ -71,7 +74,7 @@ class Stateful:
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """Copies of the optimizer's tensors, and of what ``beside`` names, as "<name of the state>/<parameter's name>";
         and of what forwards have modules remember."""
-        memory = self._held_memory or self._remembered.state()
+        memory = self._held[0][1] if self._held else self._remembered.state()
         if self.optimizer is None:
             return memory
         every, beside = self.optimizer.state, self._beside

@@ -170,7 +170,7 @@ class Worker:
                 continue
             if step not in sizes:
                 self._begin(step, steps)
-                if pipeline.schedule == "1f1b-delayed" and step - 1 in sizes and self._flags.get(step - 1, 0) & _COPIES:
+                if step - 1 in sizes and self._flags.get(step - 1, 0) & _COPIES:
                     self.stage.hold()  # what the end of the last step is copied with, before a forward changes it
                 indices[step], sizes[step] = self.batches.indices(step), self.batches.sizes(step)
             if kind == "F":
@@ -183,8 +183,7 @@ class Worker:
             else:
                 self._computing.join()
                 self.update(step, version, steps)
-                flags = self._flags.pop(step, 0)
-                if flags & (SNAPSHOT | EXTRA):
+                if (flags := self._flags.pop(step, 0)) & (SNAPSHOT | EXTRA):
                     with self.recorder.span("snapshot", step + 1):
                         self._replication.begin(step + 1, self.stage, flags)
                 elif flags & LOCAL:
@@ -192,7 +191,8 @@ class Worker:
                         self._replication.keep(step + 1, self.stage)
                 if flags & CHECKPOINT and not self._course.checkpoints(step + 1):
                     self.checkpoint(step + 1)
-                self.stage.release()
+                if flags & _COPIES:
+                    self.stage.release()
                 self._deadline = pipeline.timeout
                 self._feed.end(step)
                 del indices[step], sizes[step]

@@ -9,6 +9,7 @@ import torch
 from lost_ranks import run
 from plain_loop import plain_loop
 
+from accept_mpi.pipeline.state import unpacked
 from accept_mpi.recovery.checkpoint import Checkpoint
 
 NET = """
@@ -130,3 +131,16 @@ def test_after_a_loss(folder: Path, schedule: str, fault: str) -> None:
     code, out = run(folder, [*arguments, "output.directory=lost"], fault, 3)
     assert code == 0, out
     same(weights(folder, "lost"), weights(folder, "whole"))
+
+
+@pytest.mark.parametrize("fault", ["1@forward:13", "2@backward:13"])
+def test_each_micro_batch_counts_once(folder: Path, fault: str) -> None:
+    """Asynchronously, snapshots are made while forwards of later steps have begun, which are made again after a loss."""
+    keys = ["pipeline.schedule=1f1b-async", "recovery.replicate_every=1", "output.checkpoint_every=0"]
+    words = [word for key in keys for word in ("--set", key)]
+    code, out = run(folder, ["-m", "accept_mpi", "train", "job.toml", *words], fault, 3)
+    assert code == 0, out
+    assert "lost rank" in out, out
+    assert "from step 0" not in out, out
+    kept = Checkpoint(folder / "run").remembered()
+    assert [unpacked(kept[f"remembered/{layer}.meter"])["calls"] for layer in range(4)] == [18] * 4
