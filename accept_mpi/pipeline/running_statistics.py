@@ -87,7 +87,9 @@ class RunningStatistics:
     def replay(self, micro_batches: Sequence[torch.Tensor]) -> None:
         """Update the layers' running statistics by those of some micro-batches, in order."""
         layers, count = [module for _, module in self._modules], len(self._sizes)
-        if not layers:
+        # Not those that no micro-batch has changed, in eval mode: graphs in flight keep theirs.
+        changed = [n for n in range(count) if any(values[n] for values in micro_batches)]
+        if not changed:
             return
         means = torch.cat([module.running_mean for module in layers])  # type: ignore[misc]
         variances = torch.cat([module.running_var for module in layers])  # type: ignore[misc]
@@ -107,10 +109,11 @@ class RunningStatistics:
                 these = was_used & of_kind
                 means = torch.where(these, _blend("running_mean", kind)(mean, means, momentum), means)
                 variances = torch.where(these, _blend("running_var", kind)(variance, variances, momentum), variances)
-        torch._foreach_copy_([module._buffers["running_mean"] for module in layers], means.split(self._sizes))  # type: ignore[misc]
-        torch._foreach_copy_([module._buffers["running_var"] for module in layers], variances.split(self._sizes))  # type: ignore[misc]
-        for module, now in zip(layers, tracked, strict=True):
-            module.num_batches_tracked.fill_(now)  # type: ignore[union-attr]
+        for key, kept in (("running_mean", means), ("running_var", variances)):
+            parts = kept.split(self._sizes)
+            torch._foreach_copy_([layers[n]._buffers[key] for n in changed], [parts[n] for n in changed])  # type: ignore[misc]
+        for n in changed:
+            layers[n].num_batches_tracked.fill_(tracked[n])  # type: ignore[union-attr]
 
 
 def _plain(new: torch.Tensor, old: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:

@@ -62,14 +62,16 @@ def test_statistics_of_inputs_in_lower_precision(kind: torch.dtype) -> None:
 
 
 def test_layers_at_rest_keep_theirs() -> None:
-    """A frozen layer (eval mode) uses its running statistics and does not change them."""
-    layer = nn.BatchNorm1d(4).eval()
-    statistics = RunningStatistics(["norm"], [layer])
+    """A frozen layer (eval mode) uses its running statistics and does not change them, nor what backwards to come need."""
+    layer, beside = nn.BatchNorm1d(4).eval(), nn.BatchNorm1d(4)
+    statistics = RunningStatistics(["norm", "beside"], [layer, beside])
     with statistics.taken() as found:
-        layer(torch.randn(3, 4))
+        given = layer(torch.randn(3, 4, requires_grad=True)) + beside(torch.randn(3, 4))
     statistics.replay(found)
+    given.sum().backward()
     assert torch.equal(layer.running_mean, torch.zeros(4))
     assert not layer.num_batches_tracked
+    assert beside.num_batches_tracked == 1
 
 
 def test_a_layer_used_twice_is_refused() -> None:
