@@ -125,11 +125,9 @@ class Trials(FurtherForwards):
                 return trial.probe(inputs, target, gradients_of, of, samples)
         named = self._modules
         there = may_be_written(self.parameters, self.layers)
-        norms = batch_norms(self.names, self.layers)
-        for name, norm in norms.items():
+        for name, norm in batch_norms(self.names, self.layers).items():
             norm.register_forward_pre_hook(partial(self._note, name))
-        averages = {id(buffer) for norm in norms.values() for buffer in norm.buffers(recurse=False)}
-        writes = Writes({name: tensor for name, tensor in there.items() if id(tensor) not in averages})
+        writes = self.writes()
         watch, attributes = Watch([name for name, _ in named], [one for _, one in named]), Attributes(named)
         unused = tuple(None if x is None else x.detach().clone() for x in inputs)  # a forward may write to them
         uses = Uses() if self._job.train.lora else None
@@ -175,6 +173,18 @@ class Trials(FurtherForwards):
         for parameter in self.parameters:
             parameter.grad = None
         return tuple(TensorSpec.of(g) for g in result)
+
+    def writes(self) -> Writes:
+        """Finds out what the next forward writes to, apart from BatchNorm's averages."""
+        norms = batch_norms(self.names, self.layers).values()
+        averages = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+        there = may_be_written(self.parameters, self.layers)
+        return Writes({name: tensor for name, tensor in there.items() if id(tensor) not in averages})
+
+    def keep_apart(self, written: set[str]) -> None:
+        """Have each micro-batch keep its own values of what forwards write to."""
+        self._written |= written
+        self._watch_written()
 
     def _with_hint(self, error: UsersBug) -> UsersBug:
         """The error of a layer that may miss what a layer of another stage has left for it."""

@@ -142,7 +142,13 @@ class TimedPiece:
         self._given = inputs, target, of, samples
         self._first = self._next = 0
         self._forwards, self._backwards = [], []
-        for _ in range(micro_batches_in_flight(self._held)):
+        writes = self.stage.writes()
+        self._forth()
+        if written := writes.found():  # as a trial finds for a stage that trains
+            self._back()
+            self.stage.keep_apart(written)
+            self._forth()
+        for _ in range(micro_batches_in_flight(self._held) - 1):
             self._forth()
 
     def round(self) -> float:

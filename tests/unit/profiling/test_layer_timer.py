@@ -86,6 +86,29 @@ def test_nothing_is_left_in_a_users_modules() -> None:
     assert not whole[0]._forward_hooks
 
 
+class Centred(nn.Module):
+    """Moves its centre in place, and a backward needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("centre", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.centre.mul_(0.9).add_(x.detach().mean(0))
+        return x * self.centre
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async", "zero-bubble"])
+def test_layers_that_write_into_their_buffers_are_timed(schedule: str) -> None:
+    """Each micro-batch in flight keeps its own values, as in training."""
+    chain = as_chain(nn.Sequential(Centred(), nn.Tanh(), Centred()))
+    given = torch.randn(4, 6)
+    subject = Subject(chain, outline(chain, 0, (given,)), job(schedule), cross_entropy, (given,), torch.zeros(4).long())
+    assert all(time_layers(subject, 0.1).measured)
+
+
 def test_a_known_device_is_only_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As fast as it was: what was known counts. Four times as fast: all is measured again."""
     clock = Clock(tick=1e-3)
