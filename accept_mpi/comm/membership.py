@@ -58,11 +58,19 @@ class Circle(NamedTuple):
 
 
 def leave_together(world: MPI.Intracomm, meanwhile: Callable[[], object]) -> bool:
-    """Wait until all ranks have called this. Returns True, or, on all ranks alike, False if one was lost instead.
+    """Wait until all ranks have called this. Returns True, or, on all ranks alike, False if one was lost instead, or one
+    has called ``stay``.
 
     ``meanwhile`` is called repeatedly while waiting; it receives the messages that others must send before they get here.
     """
     return _all_agree(world, True, meanwhile)
+
+
+def stay(world: MPI.Intracomm) -> None:
+    """Before ranks shrink ``world``: have those that wait in ``leave_together`` hear of the loss, which only this rank may
+    know of. Each rank calls one of the two once, since collective calls must match: else a shrinking rank's agreement
+    would be taken for a leaving one's."""
+    _all_agree(world, False, lambda: None)
 
 
 def _all_agree(world: MPI.Intracomm, fine: bool, meanwhile: Callable[[], object]) -> bool:

@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from accept_mpi.comm.lifeline import Lifeline
 from accept_mpi.comm.links import clock_offset
-from accept_mpi.comm.membership import Circle, leave_together, survivable
+from accept_mpi.comm.membership import Circle, leave_together, stay, survivable
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.device.facts import host_facts
 from accept_mpi.errors import INTERRUPTED, Agreed, DeadlineError, NonFiniteLoss, ProtocolError, Stopped, UserError, UsersBug
@@ -50,6 +50,8 @@ class Runtime:
         self._describe: Callable[[int], str] = lambda rank: ""
         self._ended = threading.Lock()
         self._left_behind: list[object] = []
+        self._leaving: Circle | None = None
+        """The circle in which this rank has come to the end."""
         self.messenger = Messenger(self.circle.control)
 
     @staticmethod
@@ -145,6 +147,8 @@ class Runtime:
         while True:
             self.lifeline.leave()
             self.circle.revoke()
+            if self._leaving is not self.circle:
+                stay(self.world)
             self.circle = self.circle.survivors()
             self.leave_behind(self.messenger)
             try:
@@ -162,6 +166,7 @@ class Runtime:
 
     def all_done(self) -> bool:
         """Wait until all ranks have come to the end; returns True, or, on all ranks alike, False if one was lost."""
+        self._leaving = self.circle
         return not self.survives or leave_together(self.world, self.messenger.poll)
 
     def _give_up(self) -> None:

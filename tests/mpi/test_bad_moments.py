@@ -13,7 +13,9 @@ from accept_mpi.recovery.checkpoint import Checkpoint
 PAUSES = 20  # of bad_moments.py
 
 
-@pytest.mark.parametrize(("what", "said"), [("revoked", "heard"), ("late", "done"), ("twice", "lives")])
+@pytest.mark.parametrize(
+    ("what", "said"), [("revoked", "heard"), ("late", "done"), ("twice", "lives"), ("apart", "goes on")]
+)
 def test_both_ranks_come_through(tmp_path: Path, what: str, said: str) -> None:
     code, out = run(tmp_path, [ROOT / "tests" / "programs" / "bad_moments.py", what], "", 2)
     assert code == 0, out

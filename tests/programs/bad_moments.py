@@ -76,6 +76,16 @@ def twice(runtime: Runtime) -> None:
     print("lives", flush=True)
 
 
+def apart(runtime: Runtime) -> None:
+    """One rank has come to the end when the other one, which alone knows of a loss, begins to regroup."""
+    if runtime.rank == 0:
+        time.sleep(0.5)
+    else:
+        assert not runtime.all_done()
+    runtime.regroup()
+    print("goes on", flush=True)
+
+
 def looks(runtime: Runtime) -> None:
     """How often a data plane polls, how often it then goes through its channels, and how long it lets MPI be, in seconds,
     while its rank neither sends nor waits: while it shares the computing core, and nothing large is expected; something
@@ -132,5 +142,6 @@ def links(runtime: Runtime) -> None:
 if __name__ == "__main__":
     this = Runtime.start()
     time.sleep(0.5)  # the other one is there, too, by then
-    {"revoked": revoked, "late": late, "twice": twice, "looks": looks, "links": links}[sys.argv[1]](this)
+    every = {"revoked": revoked, "late": late, "twice": twice, "apart": apart, "looks": looks, "links": links}
+    every[sys.argv[1]](this)
     this.finish(0)
