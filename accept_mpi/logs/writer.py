@@ -168,6 +168,7 @@ class LogObserver(Observer):
     def planned(self, seconds: float, step: int, plan: Plan) -> None:
         """A deployment begins with this plan, whose ranks are numbered as in the trace."""
         self._writer.append("plans", plan_rows(plan, seconds, step))
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()

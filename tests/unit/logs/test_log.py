@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from conftest import environment
 from accept_mpi.errors import UserError
 from accept_mpi.logs.format import STEPS, TRACE
 from accept_mpi.logs.reader import open_log, read_facts
-from accept_mpi.logs.writer import LogWriter
+from accept_mpi.logs.writer import LogObserver, LogWriter
 from accept_mpi.plan import make_plan
 
 JOB = json.dumps({"model": {"name": "cnn"}, "data": {"name": "digits"}, "pipeline": {"schedule": "1f1b"}})
@@ -50,6 +51,16 @@ def test_round_trip(tmp_path: Path) -> None:
         assert len(file["trace"]) == 3
         assert file["events"][0]["text"].decode() == "something happened: naïve"
     assert [p.name for p in tmp_path.iterdir()] == ["log.h5"]
+
+
+def test_a_plan_is_on_the_disk_when_it_begins(tmp_path: Path) -> None:
+    """Whoever is rank 0 may be lost in the next moment, and the plan's steps live on in copies of others."""
+    log = LogWriter(tmp_path / "log.h5", JOB, PLAN, {})
+    LogObserver(log).planned(0.5, 8, make_plan(6, [3]))
+    shutil.copy(tmp_path / "log.h5", tmp_path / "then.h5")
+    with open_log(tmp_path / "then.h5") as file:
+        assert file["plans"]["step"].tolist() == [8, 8]
+    log.close()
 
 
 FULL = f"""
