@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.errors import Agreed, TooFewDevices, UserError
+from accept_mpi.errors import Agreed, TooFewDevices
 from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
 from accept_mpi.plan import Plan
@@ -81,15 +81,18 @@ def plan_after_loss(
     """The plan for the surviving ranks ``members`` (as numbered when the job began), as they are numbered now.
 
     If groups have lost ranks but each keeps some, these share the micro-batches, and no layer moves, unless another plan is
-    much faster. Otherwise the plan is made from the cluster profile; without one, a lost stage's layers go to a neighbour.
+    much faster. Otherwise the plan is made from the cluster profile; without one, a lost stage's layers go to a neighbour,
+    and if all stages are lost, to the first rank that is left.
     Other arguments as for ``next_plan``. Raises UserError if no plan fits.
     """
     ranks = {member: rank for rank, member in enumerate(members)}
     lost = {rank for _, rank in plan.holders} - set(members)
     left = plan.without(lost)
     if cluster is None:
-        if left is None:
-            raise UserError("all ranks that hold a stage are lost")
+        if left is None:  # a rank that was idle takes their place
+            leader = plan.stages[0].leader
+            left, ranks = plan.without({rank for _, rank in plan.holders} - {leader}), {leader: 0}
+            assert left is not None
         return left.renamed(ranks)
     dealt = None
     if left is not None and lost and len(left.stages) == len(plan.stages):

@@ -45,6 +45,16 @@ def test_the_others_go_on(tmp_path: Path, faults: str) -> None:
     assert "lost rank" in out
 
 
+@pytest.mark.parametrize(("held", "cuts", "faults"), [([1], [], "1@backward:13"), ([2, 1], [3], "1@update:4 2@update:4")])
+def test_idle_ranks_go_on_without_all_others(tmp_path: Path, held: list[int], cuts: list[int], faults: str) -> None:
+    keys = {"pipeline_cuts": cuts, "pipeline_ranks": held, "recovery_replicate_every": 1}
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN, **keys)
+    code, out = run(tmp_path, ["-m", "accept_mpi", "train", job, "--quiet"], faults, 3)
+    assert code == 0, out
+    assert "lost rank" in out, out
+    samples.assert_equal(Checkpoint(tmp_path / "run").whole(), expected())
+
+
 @pytest.mark.parametrize("faults", ["3@backward:22", "2@snapshot:4 0@forward:23"])
 def test_copies_without_what_is_not_trained(tmp_path: Path, faults: str) -> None:
     """After the first one a copy has none of the frozen weights; each new plan begins with a whole one again."""
