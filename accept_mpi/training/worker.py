@@ -130,9 +130,8 @@ class Worker:
         self._course = course
         if course.again:
             self._pause(course.first, test_samples)
-        pauses = [(1, 0)]
-        if flows(self.job.pipeline.schedule):
-            pauses = [(course.evaluate_every, course.evaluate_from), (course.checkpoint_every, 0)]
+        drains = [(course.evaluate_every, course.evaluate_from), (course.checkpoint_every, 0)]
+        pauses = drains if flows(self.job.pipeline.schedule) else [(1, 0)]
         for segment in segments(course.first, course.last, pauses):
             self.walk(segment, course.last, deliver)
             stop = segment.stop if self._final is None else self._final + 1
@@ -154,8 +153,7 @@ class Worker:
     def walk(self, segment: range, steps: int, deliver: Callable[[], None]) -> None:
         """Carry out the actions of one segment, from an empty pipeline to an empty one. ``steps``: the run's last step."""
         pipeline, slack = self.job.pipeline, self._slack
-        sizes: dict[int, list[int]] = {}
-        indices: dict[int, Any] = {}
+        sizes, indices = dict[int, list[int]](), dict[int, Any]()
         counts = [len(self.batches.sizes(step)) for step in segment]
         plan = schedule_walk(
             pipeline.schedule, self.s, self.stages, counts, slack, pipeline.vertical_sync, self._widths,
@@ -164,7 +162,7 @@ class Worker:
         bound = max_in_flight(pipeline.schedule, self.s, self.stages, sum(counts), slack, self._widths)
         if self._tell_flags and self.place.first and self.place.leads:
             plan = self._telling(plan, segment, steps)
-        for kind, position, k, version, whole in of_member(plan, self._table, self.place.member):
+        for kind, position, k, version, whole in plan:
             step = segment.start + position
             if self._final is not None and step > self._final:
                 continue
@@ -173,6 +171,8 @@ class Worker:
                 if step - 1 in sizes and self._flags.get(step - 1, 0) & _COPIES:
                     self.stage.hold()  # what the end of the last step is copied with, before a forward changes it
                 indices[step], sizes[step] = self.batches.indices(step), self.batches.sizes(step)
+            if kind != "U" and self._table[k] != self.place.member:  # who must know how the step ends before a later one
+                continue
             if kind == "F":
                 self.forward(step, k, indices[step], version, sizes[step], whole)
                 assert len(self.stage.in_flight) <= bound, f"more than {bound} micro-batches in flight"

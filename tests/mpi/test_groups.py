@@ -7,7 +7,8 @@ import pytest
 import samples
 import torch
 from conftest import ROOT
-from stale_weights import replay
+from stale_weights import delayed, replay
+from test_delayed import SGD
 
 from accept_mpi.logs.reader import open_log
 from accept_mpi.plan import Plan
@@ -158,6 +159,18 @@ def test_fewer_micro_batches_than_ranks(mpirun, tmp_path: Path) -> None:
         train = job["train"]
         plain = samples.plain(job).train(train["steps"], train["batch_size"], train["micro_batches"])
         samples.assert_equal(Checkpoint(tmp_path / str(number)).whole(), plain)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-delayed", "1f1b-async"])
+def test_members_without_a_part_in_the_last_step(mpirun, tmp_path: Path, schedule: str) -> None:
+    """Where a plan or a run ends early, they hear of it before they wait for micro-batches of a later step."""
+    keys = {"pipeline_cuts": [3], "pipeline_ranks": [0, [1, 2, 3]], "pipeline_schedule": schedule, "pipeline_timeout": 20.0}
+    job = samples.write_job(tmp_path / "job.toml", EPOCHS, train_steps=6, train_evaluate_every=0, **keys)
+    mpirun(4, ROOT / "tests" / "programs" / "ends_early.py", job, 2)
+    assert Checkpoint(tmp_path / "run").manifest.step == 3
+    if schedule == "1f1b-delayed":
+        three = EPOCHS | {"train": EPOCHS["train"] | {"steps": 3}}
+        samples.assert_equal(Checkpoint(tmp_path / "run").whole(), delayed(three, SGD))
 
 
 def test_members_of_unequal_speeds(mpirun, tmp_path: Path) -> None:
