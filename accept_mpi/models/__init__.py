@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, Model
@@ -114,15 +115,19 @@ def check_changes(chain: Chain, job: Job) -> str:
     if changes is None:
         return ""
     modules = [
-        chain.name_of(index, path).rstrip(".")
+        (chain.name_of(index, path).rstrip("."), module)
         for index, layer in enumerate(layers)
-        for path, _ in layer.named_modules(remove_duplicate=False)
+        for path, module in layer.named_modules(remove_duplicate=False)
     ]
-    changes.check(named, modules)
+    changes.check(named, [name for name, _ in modules])
+    if not any(parameter.requires_grad for layer in layers for parameter in layer.parameters()):
+        raise UserError("train.freeze: no parameter of the model is left to train; train.unfreeze names those that are")
     if changes.file is None:
         return ""
-    adapters = [name for name in state if is_adapter(name)]
-    return changes.file.check(list(state), state, chain.aliases(), adapters) + changes.unheard
+    optional = [name for name in state if is_adapter(name)]
+    # As for load_state_dict: files of old versions of torch have no such counters.
+    optional += [f"{name}.num_batches_tracked".lstrip(".") for name, module in modules if isinstance(module, _NormBase)]
+    return changes.file.check(list(state), state, chain.aliases(), optional) + changes.unheard
 
 
 def _load(asked: Model, seed: int, changes: Changes | None) -> Chain | Whole:

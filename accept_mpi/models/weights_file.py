@@ -188,7 +188,11 @@ class _Torch:
     def tensor(self, name: str) -> torch.Tensor:
         if name not in self._tensors:
             raise UserError(f"model.weights: {name} cannot be read from {self._path}: there is no such tensor")
-        return self._tensors[name]
+        found = self._tensors[name]
+        if found.is_meta or found.is_quantized or found.layout is not torch.strided:
+            kind = "without values (on the meta device)" if found.is_meta else "sparse, nested or quantized"
+            raise UserError(f"model.weights: {name} in {self._path} is a tensor {kind}; save plain tensors")
+        return found
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensor(name).shape)

@@ -230,6 +230,14 @@ def test_a_file_that_holds_more_than_tensors(tmp_path: Path, what: str) -> None:
         changed("within", f"model.weights={path}")
 
 
+@pytest.mark.parametrize(("kind", "said"), [("meta", "without values"), ("sparse", "sparse, nested or quantized")])
+def test_a_file_of_tensors_that_are_not_plain(tmp_path: Path, kind: str, said: str) -> None:
+    weight = torch.empty(5, 4, device="meta") if kind == "meta" else torch.zeros(5, 4).to_sparse()
+    torch.save({"0.words.weight": weight, "1.weight": torch.ones(5, 5), "1.bias": torch.ones(5)}, tmp_path / "w.pt")
+    with pytest.raises(UserError, match=rf"0\.words\.weight in .*w\.pt is a tensor {said}"):
+        changed("within", f"model.weights={tmp_path}/w.pt")
+
+
 class LoadsItself(nn.Linear):
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict({**state, f"{prefix}weight": state[f"{prefix}weight"].T}, prefix, *rest)
@@ -255,6 +263,23 @@ def test_code_for_loading_is_not_called_silently(tmp_path: Path, kind: str) -> N
     _, said = changed("loading", f"model.weights={tmp_path}/w.pt", f'model.args={{ kind = "{kind}" }}')
     assert ("1.0 has hooks or functions of its own for loading, which are not called" in said) == bool(kind)
     assert ("not called" in said) == bool(kind)
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Embedding(5, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(6)))
+
+
+def test_norms_need_no_counters_in_the_file(tmp_path: Path) -> None:
+    """As for ``load_state_dict``: old versions of torch did not save them."""
+    state = {name: value for name, value in normed().state_dict().items() if not name.endswith("num_batches_tracked")}
+    normed().load_state_dict(state)
+    torch.save(state, tmp_path / "w.pt")
+    _, said = changed("normed", f"model.weights={tmp_path}/w.pt")
+    assert said.endswith(f"{len(state)} tensors loaded")
+    del state["1.1.running_mean"]
+    torch.save(state, tmp_path / "w.pt")
+    with pytest.raises(UserError, match=r"it lacks 1\.1\.running_mean;"):
+        changed("normed", f"model.weights={tmp_path}/w.pt")
 
 
 def test_weights_of_a_run_with_adapters(tmp_path: Path) -> None:
@@ -306,6 +331,12 @@ def test_a_tied_parameter_is_trained_if_one_of_its_names_is_to_be(name: str, fro
         assert found == {f"{first}.weight", f"{last}.weight"}
         chain, _ = changed(model, 'train.freeze=["*"]', unfrozen)
         assert not any(one.constant for one in chain.shared())
+
+
+@pytest.mark.parametrize("frozen", ['train.freeze=["*"]', 'train.freeze=["0.*", "1.*"]'])
+def test_something_must_be_trained(frozen: str) -> None:
+    with pytest.raises(UserError, match=r"train.freeze: no parameter of the model is left to train"):
+        changed("within", frozen)
 
 
 def test_what_the_model_has_frozen_may_be_trained() -> None:
