@@ -102,17 +102,14 @@ class Runtime:
             return value  # type: ignore[return-value]
         rank, text = found[0]
         everywhere = len({text for _, text in found}) == 1 and len(found) == self.size
-        raise Agreed(text if everywhere or rank == 0 else f"rank {rank} on host {self.hosts[rank]['host']}: {text}")
+        raise Agreed(text if everywhere or rank == 0 else f"{self.at(rank)}: {text}")
 
     def same(self, what: str, value: Any) -> None:
         """Raise Agreed on every rank unless ``value`` (named ``what`` in the error) is the same on all ranks."""
         values = self.messenger.allgather(value, self.startup_seconds, what)
         for rank, other in enumerate(values):
             if other != values[0]:
-                raise Agreed(
-                    f"{what} differ between hosts: {values[0]} on {self.hosts[0]['host']} (rank 0), "
-                    f"{other} on {self.hosts[rank]['host']} (rank {rank})"
-                )
+                raise Agreed(f"{what} differ between hosts: {values[0]} for {self.at(0)}, {other} for {self.at(rank)}")
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
@@ -275,11 +272,12 @@ class Runtime:
     def who(self, rank: int) -> str:
         """Name of a rank for messages, such as "rank 2 on host edge2 (stage 2, layers 10..14) in step 17"."""
         holds = self._describe(rank)
-        host = self.hosts[rank]["host"]
         step = self.lifeline.steps.get(rank)
-        place = f" ({holds})" if holds else ""
-        rank = self.members[rank]
-        return f"rank {rank} on host {host}{place}" + (f" in step {step}" if step else "")
+        return self.at(rank) + (f" ({holds})" if holds else "") + (f" in step {step}" if step else "")
+
+    def at(self, rank: int) -> str:
+        """Name of a rank for messages, such as "rank 2 on host edge2", with the number that it had when the job began."""
+        return f"rank {self.members[rank]} on host {self.hosts[rank]['host']}"
 
 
 def _wait_for_the_end(exit_code: int) -> NoReturn:

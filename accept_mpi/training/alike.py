@@ -30,8 +30,8 @@ def agree_on_code(runtime: Runtime) -> None:
             first, other = said.setdefault(name, (rank, one))
             if one != other:
                 raise Agreed(
-                    f'the module "{name}" differs between hosts: {_where(runtime, rank)} has another file than '
-                    f"{_where(runtime, first)}; give all hosts the same code; what must differ, such as a path, can come "
+                    f'the module "{name}" differs between hosts: {runtime.at(rank)} has another file than '
+                    f"{runtime.at(first)}; give all hosts the same code; what must differ, such as a path, can come "
                     "from the environment"
                 )
 
@@ -46,8 +46,8 @@ def agree_on_model(runtime: Runtime, chain: Chain) -> None:
             if found.get(name) != told[0].get(name):
                 own = one_line(chain.looks.get(name, "nothing"), _SHOWN)
                 raise Agreed(
-                    f'the model differs between hosts: its part "{name}", {own} on {_where(runtime, runtime.rank)}, is '
-                    f"another one on {_where(runtime, rank)}; what model.name makes must not depend on the host, its "
+                    f'the model differs between hosts: its part "{name}", {own} on {runtime.at(runtime.rank)}, is '
+                    f"another one on {runtime.at(rank)}; what model.name makes must not depend on the host, its "
                     "environment or the order of a set"
                 )
     runtime.same("layers of the model", chain.names)
@@ -75,7 +75,7 @@ def agree_on_copies(runtime: Runtime, stage: Stage, plan: Plan, chain: Chain) ->
             first, other = said.setdefault(what, (rank, Checksum(*values)))
             if not other.matches(Checksum(*values)):
                 raise Agreed(
-                    f"{what}: {_where(runtime, rank)} begins with other values than {_where(runtime, first)}; let the model "
+                    f"{what}: {runtime.at(rank)} begins with other values than {runtime.at(first)}; let the model "
                     "draw with torch's, NumPy's or Python's global random numbers, which are seeded, and give all hosts the "
                     "same files"
                 )
@@ -83,7 +83,3 @@ def agree_on_copies(runtime: Runtime, stage: Stage, plan: Plan, chain: Chain) ->
 
 def _checksum(values: Iterable[object]) -> Checksum:
     return checksum([value for value in values if isinstance(value, torch.Tensor)])
-
-
-def _where(runtime: Runtime, rank: int) -> str:
-    return f"rank {rank} on host {runtime.hosts[rank]['host']}"

@@ -106,7 +106,7 @@ def _agree_on_inputs(runtime: Runtime, data: dict[str, Dataset | None], first: S
         runtime.agree("the data's inputs", sums), runtime.startup_seconds, "checksums of the inputs"
     )
     for rank, which in itertools.product(first, data):
-        who = f"rank {runtime.members[rank]} on host {runtime.hosts[rank]['host']}"
+        who = runtime.at(rank)
         for n, one in told[rank].get(which, {}).items():
             other, before = known.setdefault((which, n), (who, Checksum(*one)))
             if not before.matches(Checksum(*one)):

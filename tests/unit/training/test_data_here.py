@@ -30,8 +30,7 @@ def agreed(
             return found
 
         runtime: Any = SimpleNamespace(messenger=SimpleNamespace(allgather=allgather), startup_seconds=1.0, rank=rank)
-        runtime.agree, runtime.members = lambda what, do: do(), list(range(len(sets)))
-        runtime.hosts = [{"host": f"edge{one}"} for one in runtime.members]
+        runtime.agree, runtime.at = lambda what, do: do(), lambda one: f"rank {one} on host edge{one}"
         return agree_on_data(runtime, sets[rank], evaluates, first, None if known is None else known[rank])
 
     with ThreadPoolExecutor(len(sets)) as pool:
