@@ -23,6 +23,7 @@ from accept_mpi.job_file import read_text
 from accept_mpi.logs.figures import draw_timeline
 from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.timeline import steady_window
+from accept_mpi.planning.codec_choice import check_codecs
 from accept_mpi.planning.estimate import Estimate, estimate, forecast_of
 from accept_mpi.planning.job_plan import plan_from_job
 from accept_mpi.planning.micro_batches import best_of, of_size, tried
@@ -33,6 +34,7 @@ from accept_mpi.profiling.cluster_profile import ClusterProfile
 def main(options: argparse.Namespace) -> int:
     """Print the plan that a job would get on the devices of a run or a fleet, with added devices and changed links."""
     job = parse_job(read_text(options.job), str(options.job), options.set)
+    check_codecs(job.pipeline)
     hosts = _added(options.add)
     if options.log is not None:
         cluster = cluster_of_log(options.log, job)

@@ -90,7 +90,9 @@ def parse(text: str, gradients: bool) -> Coding:
     found = re.fullmatch(r"(uniform|mbq|entropy):(\d+(?:\.\d+)?)(?:/(\d+))?(\+sr|\+nr)?", text)
     kind, digits, size, rounding = found.groups() if found else ("", "", None, None)
     if not found or (size is not None if kind == "entropy" else "." in digits):
-        raise ValueError(f'unknown codec "{text}"{nearest(text.partition(":")[0], list(KINDS))} (examples: {_EXAMPLES})')
+        kind = text.partition(":")[0]
+        hint = "" if kind in KINDS else nearest(kind, list(KINDS))
+        raise ValueError(f'unknown codec "{text}"{hint} (examples: {_EXAMPLES})')
     bits: float = float(digits) if kind == "entropy" else int(digits)
     group = 0 if kind == "entropy" else int(size) if size else 64
     least, most = _BITS[kind]

@@ -110,14 +110,25 @@ def _choices(forecast: Forecast, chosen: dict[Crossing, str]) -> dict[Crossing, 
     }
 
 
+def check_codecs(pipeline: Pipeline) -> None:
+    """Raise UserError for a codec of a job that does not exist, or a list of them with "auto" cuts, which fit no list."""
+    for key, asked, gradients in (("forward", pipeline.forward, False), ("backward", pipeline.backward, True)):
+        if pipeline.cuts == "auto" and not isinstance(asked, str):
+            raise UserError(f'pipeline.{key}: a list has one codec per boundary, and cuts = "auto" chooses the boundaries')
+        for name in [asked] if isinstance(asked, str) else asked:
+            try:
+                parse("none" if name == AUTO else name, gradients)
+            except ValueError as error:
+                raise UserError(f"pipeline.{key}: {error}") from error
+    if pipeline.gradients != AUTO:
+        gradient_codec(pipeline.gradients)
+
+
 def sums_of(job: Job, plan: Plan | None = None) -> str:
-    """How groups sum their gradients in a plan: "exact" or a codec. Where the job says "auto" and the plan nothing, "exact".
-    Raises UserError for what does not exist."""
+    """How groups sum their gradients in a plan: "exact" or a codec. Where the job says "auto" and the plan nothing,
+    "exact"."""
     name = (plan.gradients if plan else "") or job.pipeline.gradients
-    if name == AUTO:
-        return EXACT
-    gradient_codec(name)  # which refuses what does not exist
-    return name
+    return EXACT if name == AUTO else name
 
 
 def gradient_codec(name: str) -> str:

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from accept_mpi.codecs.coding import parse
 from accept_mpi.errors import UserError, counted
 from accept_mpi.job import Job
 from accept_mpi.models.shared import Shared, uncuttable
 from accept_mpi.plan import BoundaryCodecs, Plan, even_cuts, make_plan, recomputing, with_lanes
-from accept_mpi.planning.codec_choice import AUTO
 
 _MOST_SHOWN = 8  # cuts that an error message lists
 
@@ -82,22 +80,12 @@ def _refuse_parting(cuts: list[int], layers: int, shared: Sequence[Shared], ties
 
 
 def _codecs(job: Job, boundaries: int) -> list[BoundaryCodecs]:
-    """The codecs of each boundary. Raises UserError if their number is wrong, or one of them cannot be parsed."""
+    """The codecs of each boundary. Raises UserError if their number is wrong."""
     names = []
-    for key, asked, gradients in (("forward", job.pipeline.forward, False), ("backward", job.pipeline.backward, True)):
+    for key, asked in (("forward", job.pipeline.forward), ("backward", job.pipeline.backward)):
         each = [asked] * boundaries if isinstance(asked, str) else asked
         if len(each) != boundaries:
-            raise UserError(f"pipeline.{key}: {len(each)} codecs for {boundaries} boundaries; give one for all, or one each")
-        for name in each if boundaries else [asked] if isinstance(asked, str) else []:
-            if name != AUTO:
-                _check(key, name, gradients)
+            have = f"{counted(len(each), 'codec')} for {boundaries} boundar{'y' if boundaries == 1 else 'ies'}"
+            raise UserError(f"pipeline.{key}: {have}; give one for all, or one each")
         names.append(each)
     return [BoundaryCodecs(forward=forward, backward=backward) for forward, backward in zip(*names, strict=True)]
-
-
-def _check(key: str, name: str, gradients: bool) -> None:
-    """Raise UserError if a codec cannot be parsed."""
-    try:
-        parse(name, gradients)
-    except ValueError as error:
-        raise UserError(f"pipeline.{key}: {error}") from error

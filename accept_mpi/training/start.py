@@ -24,6 +24,7 @@ from accept_mpi.models import Chain, Whole, check_changes, library_of, model_of
 from accept_mpi.models.losses import loss_of
 from accept_mpi.models.metrics import metrics_of
 from accept_mpi.models.recording.key import keyed, value_of
+from accept_mpi.planning.codec_choice import check_codecs
 from accept_mpi.planning.micro_batches import settled, tried
 from accept_mpi.prediction.database import check_database
 from accept_mpi.profiling.cluster_profile import ClusterProfile
@@ -96,6 +97,7 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
     runtime.same("versions of accept_mpi and torch", f"{facts['versions']['accept_mpi']} and {facts['versions']['torch']}")
     if library := library_of(job.model.name):
         runtime.same(f"versions of {library}", package_version(library))
+    runtime.agree("the codecs", lambda: check_codecs(job.pipeline))
     keep_memory()
     where = job.train.device, facts["host"], place_on_host(runtime)
     runtime.agree("the device", lambda: select(*where))

@@ -65,7 +65,7 @@ def test_a_codec_for_each_boundary_and_wrong_ones(mpirun, tmp_path: Path) -> Non
     mpirun(3, "-m", "accept_mpi", "train", job, "--set", 'pipeline.forward=["bf16", "uniform:2"]')
     for keys, message in (
         ("pipeline.forward=unifrom:4", 'pipeline.forward: unknown codec "unifrom:4"; did you mean "uniform"?'),
-        ('pipeline.backward=["bf16"]', "pipeline.backward: 1 codecs for 2 boundaries"),
+        ('pipeline.backward=["bf16"]', "pipeline.backward: 1 codec for 2 boundaries"),
     ):
         out = mpirun(3, "-m", "accept_mpi", "train", job, "--set", keys, code=2).out
         assert out.count(message) == 1, out

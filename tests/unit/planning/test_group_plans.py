@@ -12,7 +12,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.plan import Plan, make_plan
 from accept_mpi.planning import groups as groups_of
 from accept_mpi.planning.adaptation import redealt
-from accept_mpi.planning.codec_choice import codings, codings_of, sums_of
+from accept_mpi.planning.codec_choice import check_codecs, codings, codings_of, sums_of
 from accept_mpi.planning.estimate import Estimate, estimate, with_codecs
 from accept_mpi.planning.formulation import problem_of
 from accept_mpi.planning.groups import _kinds, _partitions
@@ -102,9 +102,9 @@ def test_a_plan_says_how_gradients_are_summed_only_where_the_job_leaves_it_open(
     assert left is not None
     assert left.renamed({1: 0, 2: 1}).gradients == "bf16"  # after a loss, too
     with pytest.raises(UserError, match=r"pipeline\.gradients"):
-        sums_of(job("pipeline.gradients=float7"))
+        check_codecs(job("pipeline.gradients=float7").pipeline)
     with pytest.raises(UserError, match=r'carried over: no "\+sr"'):
-        sums_of(job("pipeline.gradients=uniform:4+sr"))
+        check_codecs(job("pipeline.gradients=uniform:4+sr").pipeline)
 
 
 _LUMPY = [4.27, 1.62, 1.08, 0.34, 1.19, 6.77, 0.73, 5.04, 0.09, 0.56, 0.32, 0.15]
