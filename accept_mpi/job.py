@@ -87,12 +87,14 @@ class Optimizer(Section, frozen=True):
 Pattern = Annotated[str, Meta(min_length=1, description="a text, not empty")]
 Patterns = Annotated[list[Pattern], Meta(max_length=MOST_ENTRIES)]
 """Patterns of names, as in a shell: "backbone.*"."""
+Named = Annotated[list[Pattern], Meta(min_length=1, max_length=MOST_ENTRIES)]
+"""The same, where there must be one."""
 
 
 class ParameterGroup(Section, frozen=True):
     """An entry of ``train.groups``: parameters with settings of their own. A parameter is of the first group that fits."""
 
-    names: Patterns
+    names: Named
     lr: Positive | None = None
     """Learning rate in place of the optimizer's; its schedule is the same."""
     weight_decay: Annotated[float, Meta(ge=0, le=1e6)] | None = None
@@ -106,7 +108,7 @@ Device = Annotated[str, Meta(pattern=r"^(cpu|auto|cuda(:\d{1,3})?)$", descriptio
 class Lora(Section, frozen=True):
     """``train.lora``: low-rank adapters, the only parts that are trained then (and ``train.unfreeze``)."""
 
-    targets: Patterns
+    targets: Named
     """Names of linear modules."""
     rank: Annotated[int, Meta(ge=1, le=4096)] = 8
     alpha: Positive | None = None

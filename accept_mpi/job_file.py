@@ -88,8 +88,9 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
             f"{source}: train.micro_batches: {job.train.micro_batches} is more than "
             f"train.batch_size = {job.train.batch_size}; a micro-batch needs at least one sample"
         )
-    if job.pipeline.ranks and job.pipeline.cuts == "auto":
-        raise UserError(f'{source}: pipeline.ranks goes with given cuts; cuts = "auto" chooses the ranks')
+    for key, what in (("ranks", "chooses the ranks"), ("speeds", "measures the speeds")):
+        if getattr(job.pipeline, key) and job.pipeline.cuts == "auto":
+            raise UserError(f'{source}: pipeline.{key} goes with given cuts; cuts = "auto" {what}')
     if job.pipeline.vertical_sync and job.pipeline.schedule != "1f1b-async":
         raise UserError(f'{source}: pipeline.vertical_sync goes with schedule = "1f1b-async" only')
     if job.pipeline.recompute == "on" and job.pipeline.schedule == "zero-bubble":
@@ -273,7 +274,8 @@ def _words(kind: Any) -> str:
         bounds = [
             f"{signs[name]} {bound}" for limit in limits for name in signs if (bound := getattr(limit, name)) is not None
         ]
-        return f"{_words(plain)} {' and '.join(bounds)}".rstrip()
+        empty = ", not empty" if any(limit.min_length for limit in limits) else ""
+        return f"{_words(plain)} {' and '.join(bounds)}".rstrip().removesuffix(empty) + empty
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(f'"{word}"' for word in get_args(kind))
     if get_origin(kind) is list or (get_origin(kind) is tuple and get_args(kind)[-1] is ...):

@@ -239,6 +239,8 @@ def loss_of(job: Job) -> Loss:
     train = job.train
     if job.model.output == OWN:
         return Loss("the model's own", _own)
+    if train.mix and train.loss == "mse" and train.evaluate_every:
+        raise UserError('train.mix: evaluations have classes as targets, not probabilities, which loss = "mse" cannot take')
     if train.label_smoothing or train.class_weights:
         if train.loss != "cross_entropy":
             raise UserError('train.label_smoothing and train.class_weights go with loss = "cross_entropy"')

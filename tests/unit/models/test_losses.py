@@ -11,7 +11,7 @@ from torch import nn
 
 from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
-from accept_mpi.models.losses import CrossEntropy, Loss, Result, cross_entropy, find_loss
+from accept_mpi.models.losses import CrossEntropy, Loss, Result, cross_entropy, find_loss, loss_of
 from accept_mpi.models.metrics import Metric, metrics_of
 
 
@@ -20,6 +20,14 @@ class Focal(nn.CrossEntropyLoss):
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(output, target, weight=self.weight, reduction="none").mean()
+
+
+def test_mixed_targets_are_classes_again_in_evaluations() -> None:
+    """Told before the first step; mse would fail in the first evaluation."""
+    text = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\nloss="mse"\nmix={classes=3}\n[output]\ndirectory="r"\n'
+    assert loss_of(parse(text, "job", ["train.evaluate_every=0"])).name == "mse"
+    with pytest.raises(UserError, match=r"^train.mix: evaluations have classes as targets"):
+        loss_of(parse(text, "job"))
 
 
 def test_a_sum_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
