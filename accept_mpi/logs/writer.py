@@ -1,6 +1,7 @@
 """The observer that writes the HDF5 log."""
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -48,6 +49,7 @@ class LogWriter:
         with _writing(path):
             self._file = self._created(job, plan, facts, earlier, more)
             self._tables = {name: self._file[name] for name in TABLES}
+            self._place = os.stat(path)
         self._open = True
 
     def _created(
@@ -103,6 +105,9 @@ class LogWriter:
     def flush(self) -> None:
         """Write all buffered rows to disk."""
         self._last_flush = time.monotonic()
+        if self._open:
+            with self._tried():
+                self._check_place()
         for name, parts in self._pending.items():
             if not parts or not self._open:
                 continue
@@ -121,6 +126,13 @@ class LogWriter:
             with self._tried():
                 self._file.close()
             self._open = False
+
+    def _check_place(self) -> None:
+        """Raise OSError if the file is no longer under its name: what is written to it then would be lost with it."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path), self._place):
+                return
+        raise OSError(errno.ENOENT, "it has been removed, or replaced by another one")
 
     @contextlib.contextmanager
     def _tried(self) -> Iterator[None]:

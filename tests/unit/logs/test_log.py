@@ -98,6 +98,24 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, room: int) -> None:
     assert (done.stderr, done.returncode) == ("", 0)
 
 
+@pytest.mark.parametrize("instead", ["nothing", "no directory", "another log"])
+def test_a_log_that_is_removed_ends_the_run(tmp_path: Path, instead: str) -> None:
+    """HDF5 would go on writing to a file that has no name any more."""
+    path = tmp_path / "run" / "log.h5"
+    path.parent.mkdir()
+    log = LogWriter(path, JOB, PLAN, {})
+    log.flush()
+    path.unlink()
+    if instead == "no directory":
+        path.parent.rmdir()
+    elif instead == "another log":
+        LogWriter(path, JOB, PLAN, {}).close()
+    log.append("trace", np.zeros(3, TRACE))
+    with pytest.raises(UserError, match=r"cannot write the log .*: .*it has been removed, or replaced by another one"):
+        log.flush()
+    log.close()
+
+
 def start(path: Path) -> "subprocess.Popen[bytes]":
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], env=environment())
     deadline = time.monotonic() + 600
