@@ -105,7 +105,10 @@ class RecordedLayer(nn.Module):
 
     def _part(self, path: str) -> nn.Module:
         """The model's module of this name."""
-        return self._found(path, lambda: self.get_submodule(path))
+        found: nn.Module = self._found(path, lambda: self.get_submodule(path))
+        if type(found) is nn.Module:  # it holds those of the module's tensors that are used directly
+            raise UserError(_elsewhere(path))
+        return found
 
     def _state(self, name: str) -> torch.Tensor:
         path, _, last = name.rpartition(".")
@@ -115,10 +118,14 @@ class RecordedLayer(nn.Module):
         try:
             return find()
         except AttributeError as error:
-            raise UserError(
-                f"model.name: for inputs of this shape forward uses {name}, which it does not use there for those of the "
-                "usual shape, so that another layer has it"
-            ) from error
+            raise UserError(_elsewhere(name)) from error
+
+
+def _elsewhere(name: str) -> str:
+    return (
+        f"model.name: for inputs of this shape forward uses {name}, which it does not use there for those of the usual "
+        "shape, so that another layer has it"
+    )
 
 
 def _changes(block: str, before: Sequence[Any], now: Sequence[Any]) -> str:

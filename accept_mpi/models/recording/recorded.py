@@ -107,12 +107,22 @@ class RecordedModel:
                         f'model.name: its state_dict() has "{name}", which is no name of a parameter or buffer (a hook '
                         "renames it?), so the state cannot be divided"
                     )
-                if name not in there:
+                path = "" if name in there else self._leaf_with(name)
+                if path and not any(one.startswith(f"{path}.") for one in there):  # it may be called for other shapes
+                    put(layers[index], path, model.get_submodule(path))
+                    there |= set(layers[index].state_dict())
+                elif name not in there:
                     put_tensor(layers[index], name, model)
         put(model, dict.fromkeys(self._meta.sets, UNSET))  # for who looks there
         return list(zip(self.names, layers, strict=True))
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _leaf_with(self, name: str) -> str:
+        """Path of the module recorded as a whole that has the tensor of this name; "" if there is none."""
+        parts = name.split(".")[:-1]
+        paths = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        return next((path for path in paths if self._meta.is_leaf(self._meta.model.get_submodule(path))), "")
 
     def _check(self) -> None:
         """Raise UserError for state that layers would not have."""

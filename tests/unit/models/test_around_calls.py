@@ -228,6 +228,32 @@ def test_what_forward_uses_for_other_shapes_only() -> None:
         nn.Sequential(*layers)(torch.ones(5, 6))
 
 
+@pytest.mark.parametrize("after", [True, False])
+def test_a_module_that_forward_calls_for_other_shapes_only(after: bool) -> None:
+    """It is in the layer of what the model has in front of it, where most forwards call it."""
+
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.long = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            length, x = len(x), x if after or len(x) < 5 else self.long(x)
+            x = self.c(self.b(self.a(x)))
+            return self.long(x) if after and length > 4 else x
+
+    chain, x = recorded(Model, torch.ones(4, 6)), torch.rand(5, 6)
+    layers = nn.Sequential(*chain.build_range(0, 3, 0))
+    assert [len(part.long.weight) for part in layers if hasattr(part, "long")] == [6]
+    if after:
+        model = Model()
+        model.load_state_dict({name.partition(".")[2]: value for name, value in layers.state_dict().items()})
+        assert torch.equal(layers(x), model(x))
+    else:
+        with pytest.raises(UserError, match=r"for inputs of this shape forward uses long, which it does not use there"):
+            layers(x)
+
+
 @functools.lru_cache
 def table(size: int) -> torch.Tensor:
     return torch.triu(torch.ones(size, size))
