@@ -24,6 +24,7 @@ from accept_mpi.models.untouched import untouched
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.further_forwards import FurtherForwards, Given, is_nan
 from accept_mpi.pipeline.graph_edges import Differentiating, cast_twice, finite
+from accept_mpi.pipeline.optimizer import make_optimizer, update
 from accept_mpi.pipeline.remembered import LOSS, Remembered
 from accept_mpi.pipeline.running_statistics import batch_norms
 from accept_mpi.pipeline.shareable import Watch
@@ -77,6 +78,8 @@ class Trials(FurtherForwards):
         """Parameters that a forward uses without calling modules with adapters, found by ``probe``."""
         self._remembered = Remembered([])
         """What forwards have modules remember, found by ``probe``."""
+        self.sparse: dict[int, torch.Tensor] = {}
+        """Sparse gradients, by the parameter's place among ``parameters``, found by ``probe``."""
 
     @property
     def _last(self) -> int:
@@ -165,6 +168,7 @@ class Trials(FurtherForwards):
         if self._deferred is not None:
             self.weight_gradient(0, 0)
         self.alone = self.alone or watch.after_backward()
+        self.find_sparse()
         given = Given(unused, of, target, samples)
         remembered, variables = self._look_again(given, gradients, there, attributes, seen, nan)
         names = {*self._remembered.names, *remembered, *watch.ever_changed - self._check_state()}
@@ -185,6 +189,29 @@ class Trials(FurtherForwards):
         """Have each micro-batch keep its own values of what forwards write to."""
         self._written |= written
         self._watch_written()
+
+    def find_sparse(self) -> None:
+        """Note which gradients that are there are sparse."""
+        here = {n: p.grad for n, p in enumerate(self.parameters) if p.grad is not None}
+        self.sparse |= {n: gradient for n, gradient in here.items() if gradient.layout is not torch.strided}
+
+    def check_sparse(self) -> None:
+        """Raise UserError if the job's optimizer, or clipping, does not take the sparse gradients that there are."""
+        train = self._job.train
+        for n, gradient in self.sparse.items():
+            name, alike = self.own.whole[n], nn.Parameter(self.parameters[n].detach().clone())
+            alike.grad = gradient.clone()
+            try:
+                if train.clip_norm is not None:
+                    torch.linalg.vector_norm(gradient)
+                optimizer = make_optimizer(train.optimizer, self._job.lr, [alike], [name], train.groups)
+                assert optimizer is not None
+                update(optimizer)
+            except RuntimeError as error:  # which torch raises for kinds of tensors that a function does not take
+                raise UserError(
+                    f'{name[0]} has a sparse gradient (sparse=True), which train.optimizer.name = "{train.optimizer.name}" '
+                    'with these settings, or train.clip_norm, does not take; "sgd" without weight decay does'
+                ) from error
 
     def _with_hint(self, error: UsersBug) -> UsersBug:
         """The error of a layer that may miss what a layer of another stage has left for it."""
@@ -247,6 +274,8 @@ class Trials(FurtherForwards):
         self.norms_take |= trial.norms_take
         self._drawing |= trial._drawing
         self._draws_back |= trial._draws_back
+        self.sparse |= trial.sparse
+        self.check_sparse()
         if self._job.train.lora:
             check_called(self._job.train.lora, map(self.own.in_model.__getitem__, trial._passed_by))
         if self._written and self._job.pipeline.vertical_sync:

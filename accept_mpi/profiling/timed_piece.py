@@ -200,6 +200,8 @@ class TimedPiece:
 
     def _updates(self) -> np.ndarray:
         """(layers,) CPU seconds of the optimizer's step, divided among layers in proportion to their parameters."""
+        self.stage.find_sparse()
+        self.stage.check_sparse()
         self.stage.update(0.0, 0)  # the first step creates the optimizer's state
         for parameter in self.stage.parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

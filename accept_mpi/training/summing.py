@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from accept_mpi.codecs.coding import parse
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.group_sum import Group, GroupSum
+from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.models.shared import Shared
 from accept_mpi.pipeline.stage import Stage
@@ -95,5 +96,7 @@ def tied_parts(
         layer, name = next(place for place in one.places if plan.stages[mine].start <= place[0] < plan.stages[mine].stop)
         parameter = stage.layers[layer - stage.start].get_parameter(name)
         position = places[id(parameter)]
+        if any(stage.parameters[n] is parameter for n in stage.sparse):
+            raise UserError(f"pipeline.cuts: {one.text}, with a sparse gradient (sparse=True), so no cut may part them")
         found.append(Part([position], GroupSum(plane, group, [stage.trained[position]], 0, count_of)))
     return found

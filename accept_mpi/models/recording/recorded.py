@@ -109,7 +109,7 @@ class RecordedModel:
                     )
                 path = "" if name in there else self._leaf_with(name)
                 if path and not any(one.startswith(f"{path}.") for one in there):  # it may be called for other shapes
-                    put(layers[index], path, model.get_submodule(path))
+                    put_module(layers[index], path, model.get_submodule(path))
                     there |= set(layers[index].state_dict())
                 elif name not in there:
                     put_tensor(layers[index], name, model)
