@@ -153,7 +153,7 @@ def _host(first: str, *more: str) -> Host:
     given: dict[str, str] = {"user": user} if at else {}
     if name.startswith("["):
         inside = name[1:-1]
-        name = inside if name.endswith("]") and _is_address(inside) else name
+        name = inside if name.endswith("]") and _address(inside) else name
     elif name.count(":") == 1:
         name, _, given["slots"] = name.partition(":")
     for word in more:
@@ -161,7 +161,10 @@ def _host(first: str, *more: str) -> Host:
         if not equals or key not in _KEYS or _KEYS[key] in given:
             raise ValueError(f'"{word}" is not understood')
         given[_KEYS[key]] = value
-    if not (_NAME.fullmatch(name) or _is_address(name)):
+    address = _address(name)
+    if address and address.version == 6 and address.is_link_local:
+        raise ValueError(f'"{name}" is an address within one link, which needs the name of an interface: give another one')
+    if not (_NAME.fullmatch(name) or (address and "%" not in name)):
         raise ValueError(f'"{name}" is no name of a host')
     if "user" in given and not _USER.fullmatch(given["user"]):
         raise ValueError(f'"{given["user"]}" is no name of a user')
@@ -179,11 +182,11 @@ def _number(key: str, text: str) -> int:
     return int(text)
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return bool(ipaddress.ip_address(name)) and "%" not in name
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
+        return None
 
 
 def _here(names: set[str]) -> set[str]:

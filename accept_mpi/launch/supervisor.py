@@ -45,10 +45,12 @@ _NO_USE_AGAIN = 2  # exit code of a user's mistake, which a restart cannot fix
 _FAILED = 1  # exit code of a run that failed, whatever mpirun's was: that may be a signal's, or its daemon's
 _WITHOUT_PROGRESS = 3  # consecutive starts without a step after which to give up
 _STUCK = 5  # consecutive starts that get no further than earlier ones after which to give up: probably a bug
+_LEAST_BYTES = 1 << 16  # that mpirun's temporary files need
 _STEP = re.compile(rb"step (\d+)(/\d+|  test loss|  (done: ))")  # as ``logs.progress`` prints it
 _LAST_WORD = re.compile(rb"accept_mpi: (?!note: )(.*stopped by a signal after step )?")  # as ``comm.runtime`` prints it
-_KEEP_NAMES = {"PRTE_MCA_prte_keep_fqdn_hostnames": "1"}
-"""Environment for mpirun, which would otherwise take pi.kitchen.lan and pi.attic.lan for the same host."""
+_DEFAULTS = {"PRTE_MCA_prte_keep_fqdn_hostnames": "1", "HOME": os.path.expanduser("~")}
+"""Environment for mpirun, which would otherwise take pi.kitchen.lan and pi.attic.lan for the same host, and does not start
+without a home directory, as services may be."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Supervisor:
         began = datetime.now(UTC)
         self._supervised = RunIdentity(f"{began:%Y%m%d-%H%M%S}-{secrets.token_hex(6)}", 1)
         self._signals: list[int] = []
-        self._scratch = tempfile.TemporaryDirectory(prefix="accept_mpi-launch-")
+        self._scratch = _scratch()
 
     def run(self) -> int:
         """Run the job until it is complete (returns 0), stopped or given up (returns one of REFERENCE.md's exit codes)."""
@@ -233,7 +235,7 @@ class Supervisor:
         _say(f"starting {counted(ranks or 1, 'rank')}{without}")
         # A separate process group, so that Ctrl-C reaches mpirun only through this process.
         pipe = subprocess.PIPE
-        environment = _KEEP_NAMES | os.environ
+        environment = _DEFAULTS | os.environ
         return _Start(subprocess.Popen(command, start_new_session=True, stdout=pipe, stderr=pipe, env=environment), hosts)
 
     def _watch(self, start: _Start) -> str:
@@ -315,6 +317,20 @@ class Supervisor:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGHUP or not self._signals:  # a closing terminal sends several SIGHUPs
             self._signals.append(number)
+
+
+def _scratch() -> "tempfile.TemporaryDirectory[str]":
+    """A new folder for temporary files. Raises UserError if nothing can be written there: mpirun could not begin, either."""
+    where = os.environ.get("TMPDIR")
+    try:
+        if where:
+            os.makedirs(where, exist_ok=True)  # as mpirun does
+        made = tempfile.TemporaryDirectory(prefix="accept_mpi-launch-", dir=where or None)
+        (Path(made.name) / "hosts").write_bytes(bytes(_LEAST_BYTES))
+        return made
+    except OSError as error:
+        name = f"TMPDIR = {where}" if where else "temporary files"
+        raise UserError(f"{name}: mpirun needs to write there, which does not work: {error.strerror}") from error
 
 
 def _given_up(starts: int, idle: int, stuck: int, furthest: int) -> str:
