@@ -5,6 +5,7 @@ gradients are where it computes. ``take`` and ``give`` carry tensors over; on a 
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -229,6 +230,8 @@ def select(asked: str | dict[str, str], host: str, place: int) -> None:
     """
     global _here
     if said := os.environ.get(DEVICE):
+        if not re.fullmatch(r"cpu|auto|cuda(:\d{1,3})?", said):
+            raise UserError(f'{DEVICE} = "{said}": expected "cpu", "auto", "cuda" or "cuda:1"')
         asked = said
     elif isinstance(asked, dict):
         asked = next((device for pattern, device in asked.items() if fnmatchcase(host, pattern)), "cpu")
