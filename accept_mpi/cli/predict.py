@@ -52,8 +52,9 @@ def predict(source: Path, folder: Path | None, average: bool, top: int) -> int:
     for begin in range(0, len(rows), _AT_ONCE):
         indices = np.arange(begin, min(len(rows), begin + _AT_ONCE))
         given = scores(model(fetch(data, indices, None, inputs=True, targets=False).inputs))
-        if not isinstance(given, torch.Tensor) or given.dim() != 2:
-            raise UserError(f"the model gives {tree.describe(given)} instead of scores (samples, classes)")
+        if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[1] < 2 or job.train.loss == "mse":
+            what = f'with train.loss = "{job.train.loss}" the model gives {tree.describe(given)}'
+            raise UserError(f"{what}, and predict shows scores of classes (samples, classes); export gives the weights")
         values, classes = given.softmax(-1).topk(min(top, given.shape[-1]), dim=-1)
         for name, some, which in zip(rows[begin:], values.tolist(), classes.tolist(), strict=False):
             cells = [(names[k] if k < len(names) else k, f"{value:.4f}") for value, k in zip(some, which, strict=True)]

@@ -183,3 +183,26 @@ def test_what_forwards_have_left_counts(mpirun, tmp_path: Path, monkeypatch: pyt
         expected = plain(x).softmax(-1).amax(-1)
     assert not torch.allclose(without, expected, atol=0.01)
     assert [float(row["probability 1"]) for row in found] == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+def test_what_are_no_scores_of_classes(trained, mpirun, tmp_path: Path) -> None:
+    """A softmax over numbers that are none would look like an answer."""
+    (tmp_path / "amounts.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def model(values): return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, values))\n"
+        "def data(values): return ((torch.randn(8, 4), torch.randn(8, values)),) * 2\n"
+        "def loss(output, target): return (output - target).abs().mean()\n"
+    )
+    (tmp_path / "job.toml").write_text(
+        'model.name = "amounts:model"\ndata.name = "amounts:data"\noutput.directory = "run"\n'
+        "train = { steps = 1, batch_size = 4, micro_batches = 2 }\n"
+    )
+    for values, loss in ((3, "mse"), (1, "amounts:loss")):
+        trained(
+            1, tmp_path, [("job.toml", f"train.loss={loss}", *(f"{one}.args.values={values}" for one in ("model", "data")))]
+        )
+        said = mpirun(1, "-m", "accept_mpi", "predict", "run", code=2).out
+        assert (
+            f'with train.loss = "{loss}" the model gives (8, {values}) float32, and predict shows scores of classes' in said
+        )
