@@ -135,7 +135,9 @@ class _Run:
         peer_stage = stage + 1 if action.kind in "FE" else stage - 1
         if action.kind in "FEB" and 0 <= peer_stage <= self.last:
             way = Direction.of(action.kind)
-            peer = self._holder[peer_stage, action.kind, action.step, action.micro_batch]
+            peer = self._holder.get((peer_stage, action.kind, action.step, action.micro_batch), -1)
+            if peer < 0:
+                raise RuntimeError(f"{action} of stage {stage} is for an action of stage {peer_stage} that is not there")
             out, into = (device, way, True), (peer, way, False)
             begin = max(end, self._free.get(out, 0.0), self._free.get(into, 0.0))
             arrives = self._free[out] = self._free[into] = begin + transfer(device, peer)

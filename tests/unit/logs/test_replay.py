@@ -50,6 +50,16 @@ def test_links_of_no_time_cost_nothing(kind: ScheduleKind) -> None:
     assert walks[0] == [a._replace(step=a.step + 1, version=0, whole=False) for a in listed]
 
 
+@pytest.mark.parametrize("kind", ["1f1b", "zero-bubble"])
+def test_a_damaged_trace_costs_something_or_nothing(kind: ScheduleKind) -> None:
+    """A micro-batch that only one stage knows is no exception."""
+    trace = traced(kind, 1.0, 1)
+    for at in np.flatnonzero(np.isin(trace["kind"], [KINDS.index("F"), KINDS.index("B")]))[:: STEPS // 2]:
+        damaged = trace.copy()
+        damaged["micro_batch"][at] = 235
+        assert link_cost(damaged).seconds >= 0
+
+
 def test_means_of_stages_that_put_off_some() -> None:
     """B and W of a micro-batch take as long together as all of them in the mean; W alone what it takes where it is."""
     for slack in (0, 2):
