@@ -9,7 +9,7 @@ import torch
 
 from accept_mpi.errors import UserError
 from accept_mpi.job import LONGEST_METRIC, Job
-from accept_mpi.models.losses import IGNORED, scores, widened
+from accept_mpi.models.losses import IGNORED, OWN, scores, widened
 from accept_mpi.registry import find_function
 from accept_mpi.users_code import blame, does_not_fit, in_words
 
@@ -110,6 +110,8 @@ def metrics_of(job: Job) -> list[Metric]:
         raise UserError(f'output.keep_best: "{best}" is neither "loss" nor "accuracy" nor one of train.metrics')
     if best and not train.evaluate_every:
         raise UserError("output.keep_best goes with evaluations: train.evaluate_every must not be 0")
+    if best == "accuracy" and train.loss == "mse" and job.model.output != OWN:
+        raise UserError('output.keep_best: "accuracy" makes no sense with train.loss = "mse"; "loss" does')
     if train.patience is not None and not best:
         raise UserError("train.patience goes with output.keep_best, which says what must get better")
     for name in train.metrics:

@@ -30,6 +30,15 @@ def test_mixed_targets_are_classes_again_in_evaluations() -> None:
         loss_of(parse(text, "job"))
 
 
+def test_amounts_have_no_accuracy() -> None:
+    """Told before the first step, not in the first evaluation."""
+    text = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\nloss="mse"\n[output]\ndirectory="r"\n'
+    with pytest.raises(UserError, match=r'"accuracy" makes no sense with train.loss = "mse"'):
+        metrics_of(parse(text, "job", ["output.keep_best=accuracy"]))
+    for fine in (["output.keep_best=loss"], ["output.keep_best=accuracy", "model.output=loss"]):
+        assert metrics_of(parse(text, "job", fine)) == []
+
+
 def test_a_sum_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = ModuleType("summing")
     module.loss = nn.CrossEntropyLoss(reduction="sum")
