@@ -48,9 +48,8 @@ _STUCK = 5  # consecutive starts that get no further than earlier ones after whi
 _LEAST_BYTES = 1 << 16  # that mpirun's temporary files need
 _STEP = re.compile(rb"step (\d+)(/\d+|  test loss|  (done: ))")  # as ``logs.progress`` prints it
 _LAST_WORD = re.compile(rb"accept_mpi: (?!note: )(.*stopped by a signal after step )?")  # as ``comm.runtime`` prints it
-_DEFAULTS = {"PRTE_MCA_prte_keep_fqdn_hostnames": "1", "HOME": os.path.expanduser("~")}
-"""Environment for mpirun, which would otherwise take pi.kitchen.lan and pi.attic.lan for the same host, and does not start
-without a home directory, as services may be."""
+_KEEP_NAMES = {"PRTE_MCA_prte_keep_fqdn_hostnames": "1"}
+"""Environment for mpirun, which would otherwise take pi.kitchen.lan and pi.attic.lan for the same host."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +234,7 @@ class Supervisor:
         _say(f"starting {counted(ranks or 1, 'rank')}{without}")
         # A separate process group, so that Ctrl-C reaches mpirun only through this process.
         pipe = subprocess.PIPE
-        environment = _DEFAULTS | os.environ
+        environment = _KEEP_NAMES | os.environ
         return _Start(subprocess.Popen(command, start_new_session=True, stdout=pipe, stderr=pipe, env=environment), hosts)
 
     def _watch(self, start: _Start) -> str:

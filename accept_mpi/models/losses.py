@@ -244,6 +244,8 @@ def loss_of(job: Job) -> Loss:
     if train.label_smoothing or train.class_weights:
         if train.loss != "cross_entropy":
             raise UserError('train.label_smoothing and train.class_weights go with loss = "cross_entropy"')
+        if train.class_weights and not any(train.class_weights):
+            raise UserError("train.class_weights: one of them must be more than 0, or nothing counts")
         return Loss(train.loss, CrossEntropy(train.class_weights, train.label_smoothing))
     return find_loss(train.loss)
 

@@ -8,6 +8,8 @@ builds the kernels' caches before the first step is timed. A stage's inputs are 
 run, which pass on their whole numbers (lengths, indices), since some layers do not take just any; floating-point values are
 made up. If the model's outline is known, though, all stages run at the same time on the inputs that it suggests and compare
 the results; only if these do not fit do they run one after another.
+
+Test samples that look unlike training's are evaluated once, too, so that nobody learns after an epoch that they cannot be.
 """
 
 import contextlib
@@ -23,10 +25,12 @@ from accept_mpi.codecs.tensors import BoundarySpecs, Specs, Tensors, TensorSpec,
 from accept_mpi.comm.messages import Shapes
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.data import Dataset, fetch
+from accept_mpi.errors import UserError
 from accept_mpi.pipeline.micro_batch import Inputs
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Place
 from accept_mpi.profiling.outline import LayerOutline, Outline
+from accept_mpi.training.data_here import Data
 from accept_mpi.tree import Tree
 
 Taken = tuple[Specs, Tree, tuple[bytes, ...]]
@@ -41,18 +45,51 @@ def agree_on_shapes(
     stage: Stage,
     place: Place,
     sizes: Sizes,
-    train: Dataset | None,
+    data: Data,
     deadline: float,
     outline: Outline | None = None,
 ) -> tuple[BoundarySpecs, BoundarySpecs]:
     """Agree with the neighbours on the specs of the boundaries before and after ``stage``; returns both. They are empty at
     the ends of the pipeline and on an idle rank. All ranks call this together.
 
-    ``train``: the training set, needed on the first and the last stage; ``deadline``: seconds to wait for other ranks;
-    ``outline``: the model's, if it is known.
+    ``data``: needed on the first and the last stage; ``deadline``: seconds to wait for others; ``outline``: the model's,
+    if it is known.
     """
-    if found := _all_at_once(messenger, stage, place, sizes, train, deadline, outline):
-        return found
+    train, test = data
+    found = _all_at_once(messenger, stage, place, sizes, train, deadline, outline)
+    found = found or _one_by_one(messenger, stage, place, sizes, train, deadline)
+    if sizes[1]:
+        unlike = messenger.allgather(_unlike(place, train, test), deadline, "whether test samples are like the others")
+        if any(unlike):
+            try:
+                _one_by_one(messenger, stage, place, ((), sizes[1][:1]), test, deadline, seed=None)
+            except UserError as error:
+                raise UserError(f"data.name: the test set cannot be evaluated: {error}") from error
+    return found
+
+
+def _unlike(place: Place, train: Dataset | None, test: Dataset | None) -> bool:
+    """True if the first test sample has another shape or type than the first of training."""
+    if place.idle or train is None or test is None:
+        return False
+    one = torch.zeros(1, dtype=torch.int64).numpy()
+    looks = []
+    for data, seed in ((train, 0), (test, None)):
+        found = fetch(data, one, seed, inputs=place.first, targets=place.last)
+        looks.append((tree.describe(found.inputs), tree.describe(found.targets)))
+    return looks[0] != looks[1]
+
+
+def _one_by_one(
+    messenger: Messenger,
+    stage: Stage,
+    place: Place,
+    sizes: Sizes,
+    data: Dataset | None,
+    deadline: float,
+    seed: int | None = 0,
+) -> tuple[BoundarySpecs, BoundarySpecs]:
+    """As ``agree_on_shapes``: the stages run one after another, on samples of this data set."""
     behind, ahead = BoundarySpecs({}, {}, {}), BoundarySpecs({}, {}, {})
     before, after = place.before, place.after
     if place.idle:
@@ -72,7 +109,7 @@ def agree_on_shapes(
     behind_ranks, ahead_ranks = (list(ranks) if place.leads else [] for ranks in (place.behind, place.ahead))
     with stage.trial() as trial:
         for size in dict.fromkeys([*sizes[0], *sizes[1]]):
-            gradients = _run(trial, place, train, size, size in sizes[0], (behind, ahead), taken, returned)
+            gradients = _run(trial, place, data, size, size in sizes[0], (behind, ahead), taken, returned, seed)
             for rank in behind_ranks if size in sizes[0] else ():
                 _tell(messenger, rank, "gradients", gradients, tree.LONE)
     messenger.flush(deadline, "the shapes at this stage's boundaries")
@@ -82,24 +119,25 @@ def agree_on_shapes(
 def _run(
     stage: Stage,
     place: Place,
-    train: Dataset | None,
+    data: Dataset | None,
     size: int,
     training: bool,
     signatures: tuple[BoundarySpecs, BoundarySpecs],
     taken: Callable[[int, bool], Taken],
     returned: Callable[[int, bool, Specs, Tree, tuple[bytes, ...]], Specs],
+    seed: int | None = 0,
 ) -> Specs:
     """Run a trial stage on ``size`` samples, and record in ``signatures`` (boundary behind, boundary ahead) what it takes
     and gives. Returns the specs of the inputs' gradients.
 
     ``taken(size, training)`` returns what arrives over the boundary behind, ``returned(size, training, outputs, tree,
-    values)`` what comes back for outputs.
+    values)`` what comes back for outputs; ``data``, ``seed``: as for ``fetch``.
     """
     behind, ahead = signatures
     target, inputs = None, Inputs((), tree.LONE)
-    if train is not None and (place.first or place.last):
-        sample = torch.arange(size).numpy() % len(train)
-        found = fetch(train, sample, 0, inputs=place.first, targets=place.last)
+    if data is not None and (place.first or place.last):
+        sample = torch.arange(size).numpy() % len(data)
+        found = fetch(data, sample, seed, inputs=place.first, targets=place.last)
         target = found.targets
         if place.first:
             inputs = stage.from_data(found.inputs)

@@ -126,9 +126,8 @@ class Deployment:
         counts = runtime.messenger.allgather(self.stage.size, runtime.startup_seconds, "the number of parameters")
         self.parameters = sum(counts[rank] for rank in self.plan.leaders)
         sizes = _sizes(self.batches, self.test_samples if course.evaluate_every else 0)
-        train_set = self._data[0]
         self._signatures = agree_on_shapes(
-            runtime.messenger, self.stage, self.place, sizes, train_set, job.pipeline.startup_timeout, self.state.outline
+            runtime.messenger, self.stage, self.place, sizes, self._data, job.pipeline.startup_timeout, self.state.outline
         )
         if self.plan.hybrid:
             try:
@@ -140,7 +139,7 @@ class Deployment:
         )
         no_lanes = self._check_lanes() if self.plan.laned else ""
         self.plan, self.codecs_why = select_codecs(
-            runtime, job, self.plan, self.stage, max(sizes[0]), self._signatures, train_set
+            runtime, job, self.plan, self.stage, max(sizes[0]), self._signatures, self._data[0]
         )
         if runtime.size == 1 and self._lanes != 1 and job.pipeline.lanes == "auto":  # no table of the plan says so
             each = threads_of(self._lanes, self.state.threads)[0]

@@ -32,6 +32,9 @@ def vectors():
     return (torch.randn(40, 2), torch.zeros(40).long()), (torch.randn(8, 2), torch.zeros(8).long())
 def images(classes): return torch.randn(len(classes), 3, 8, 8), classes
 def a_class_too_many(): return images(torch.arange(40) % 11), images(torch.zeros(8).long())
+def wide_tests(): return images(torch.arange(40) % 10), (torch.randn(8, 3, 8, 9), torch.zeros(8).long())
+def float_tests(): return images(torch.arange(40) % 10), images(torch.zeros(8))
+def flat(): return [nn.Flatten(), nn.Linear(192, 16), nn.Linear(16, 10)]
 def ends(): raise SystemExit("two\\nlines of \\x1b[31mred")
 def detached(output, target): return output.detach().mean()
 def adversarial(output, target): return output.mean(), output.square().mean()
@@ -136,6 +139,23 @@ def test_data_that_do_not_fit_the_loss(mpirun, tmp_path: Path, job: Path, key: s
     args = ["--set", "data.args={}"] if key.startswith("data") else []
     done = mpirun(2, "-m", "accept_mpi", "train", job, "--set", key, *args, code=2)
     said_once(done.out, sentence)
+
+
+@pytest.mark.parametrize("cuts", ["auto", "[2]"])
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ("wide_tests", 'layer 1 "1" cannot take'),
+        ("float_tests", "cannot take outputs (5, 10) float32 and targets (5,) float32"),
+    ],
+)
+def test_a_test_set_that_cannot_be_evaluated(mpirun, job: Path, cuts: str, data: str, sentence: str) -> None:
+    """It is told before the first step, not after an epoch."""
+    keys = (f"data.name=bad:{data}", "data.args={}", "model.name=bad:flat", "model.args={}", f"pipeline.cuts={cuts}")
+    done = mpirun(2, "-m", "accept_mpi", "train", job, *(word for key in keys for word in ("--set", key)), code=2)
+    said_once(done.out, "data.name: the test set cannot be evaluated: ")
+    assert sentence in done.out
+    assert "step 1" not in done.out
 
 
 def test_resuming_another_model_or_a_damaged_checkpoint(mpirun, tmp_path: Path, job: Path) -> None:

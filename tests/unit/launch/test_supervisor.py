@@ -84,13 +84,6 @@ def test_temporary_files_that_cannot_be_written(tmp_path: Path, mpirun: Path, mo
     assert supervised(tmp_path, [0])[0] == 0
 
 
-def test_mpirun_gets_a_home_directory(tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HOME")
-    mpirun.write_text(mpirun.read_text().replace("code=$(", f"env > {tmp_path}/env; code=$(", 1))
-    assert supervised(tmp_path, [0])[0] == 0
-    assert re.search("^HOME=.", (tmp_path / "env").read_text(), re.MULTILINE)
-
-
 def test_it_gives_up_where_no_start_makes_a_step(tmp_path: Path, mpirun: Path) -> None:
     code, calls = supervised(tmp_path, [])
     assert (code, len(calls)) == (1, 3)

@@ -156,3 +156,9 @@ def test_a_metric_s_name_fits_into_the_log() -> None:
     for name in ("é" * 35, "x" * 69):
         with pytest.raises(UserError, match=r"train\.metrics: .* bytes, and the log has room for 80"):
             metrics_of(parse(text % name + '[output]\ndirectory = "r"\n', "job"))
+
+
+def test_classes_that_all_count_nothing_are_refused() -> None:
+    text = '[model]\nname = "m"\n[data]\nname = "d"\n[train]\nsteps = 1\n[output]\ndirectory = "r"\n'
+    with pytest.raises(UserError, match=r"^train\.class_weights: one of them must be more than 0"):
+        loss_of(parse(text, "job", ["train.class_weights=[0,0.0]"]))

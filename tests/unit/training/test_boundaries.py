@@ -100,7 +100,7 @@ def agreed(chain: Chain, job: Job, data: Dataset, cuts: list[int], outlines: Out
         train = data if r == 0 or last else None
         stage = stages[min(r, ranks - 2)]
         messenger: Any = Messenger(messages, r)
-        found[r] = agree_on_shapes(messenger, stage, place, ([4, 2], [4, 3, 1]), train, SECONDS, outlines(r))
+        found[r] = agree_on_shapes(messenger, stage, place, ([4, 2], [4, 3, 1]), (train, train), SECONDS, outlines(r))
 
     threads = [threading.Thread(target=rank, args=(r,)) for r in range(ranks)]
     for thread in threads:
@@ -155,6 +155,6 @@ def test_a_last_test_sample_alone_does_not_stop_a_run_with_batch_norm() -> None:
     stage = Stage(layers, job_of(), cross_entropy, False)
     data = ArrayDataset(torch.randn(5, 3), torch.zeros(5, dtype=torch.int64))
     messenger: Any = Messenger(Messages(1), 0)
-    agree_on_shapes(messenger, stage, Place(0, 1), ([4], [4, 1]), data, 1.0)
+    agree_on_shapes(messenger, stage, Place(0, 1), ([4], [4, 1]), (data, data), 1.0)
     assert stage.layers[1].training
     assert int(stage.layers[1].num_batches_tracked) == 0
