@@ -5,6 +5,7 @@ frames. Only inputs that do not fit, found before the first step while shapes ar
 """
 
 import contextlib
+import os
 import re
 import sys
 import sysconfig
@@ -57,9 +58,13 @@ def sources() -> dict[str, str]:
 
 @cache
 def _is_library(file: str) -> bool:
-    path = Path(file)
-    standard = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-    return file.startswith((*standard, *_LIBRARIES)) or not set(_INSTALLED).isdisjoint(path.parts)
+    return file.startswith(_folders()) or any(f"{os.sep}{name}{os.sep}" in file for name in _INSTALLED)
+
+
+@cache
+def _folders() -> tuple[str, ...]:
+    """Where libraries are, Python's own among them."""
+    return (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *_LIBRARIES)
 
 
 @cache  # what is imported stays as it is, even if somebody changes the file

@@ -132,7 +132,7 @@ class Chain:
     def abstract(self, index: int, seed: int) -> nn.Module:
         """Layer ``index`` on torch's meta device, with shapes but no values. Raises UserError if it cannot be built."""
         if self._again is None:
-            with torch.device("meta"):
+            with torch.device("meta"), unfilled():
                 layer = _make(self.names, index, self.layers[index][1], seed)
         else:
             with unfilled():

@@ -104,8 +104,7 @@ class Worker:
         self._barriers, self._replication = services.barriers, services.replication
         self._begin_step, self._reports, self._speed = services.begin_step, services.reports, services.speed
         self._table, self._widths, self._member = services.table, services.widths, services.member
-        self._slack, self._computing = services.slack, services.computing
-        self._clipping = services.clipping
+        self._slack, self._computing, self._clipping = services.slack, services.computing, services.clipping
         self._positions = positions(services.order, self.s, stage.trained_names, stage.trained_first)
         self._tell_flags = services.tell_flags
         self._flags: dict[int, int] = {}
@@ -153,7 +152,7 @@ class Worker:
     def walk(self, segment: range, steps: int, deliver: Callable[[], None]) -> None:
         """Carry out the actions of one segment, from an empty pipeline to an empty one. ``steps``: the run's last step."""
         pipeline, slack = self.job.pipeline, self._slack
-        sizes, indices = dict[int, list[int]](), dict[int, Any]()
+        samples: dict[int, tuple[Any, list[int]]] = {}  # indices and sizes of micro-batches, of the steps under way
         counts = [len(self.batches.sizes(step)) for step in segment]
         plan = schedule_walk(
             pipeline.schedule, self.s, self.stages, counts, slack, pipeline.vertical_sync, self._widths,
@@ -166,18 +165,19 @@ class Worker:
             step = segment.start + position
             if self._final is not None and step > self._final:
                 continue
-            if step not in sizes:
+            if step not in samples:
                 self._begin(step, steps)
-                if step - 1 in sizes and self._flags.get(step - 1, 0) & _COPIES:
+                if step - 1 in samples and self._flags.get(step - 1, 0) & _COPIES:
                     self.stage.hold()  # what the end of the last step is copied with, before a forward changes it
-                indices[step], sizes[step] = self.batches.indices(step), self.batches.sizes(step)
+                samples[step] = self.batches.indices(step), self.batches.sizes(step)
             if kind != "U" and self._table[k] != self.place.member:  # who must know how the step ends before a later one
                 continue
+            indices, sizes = samples[step]
             if kind == "F":
-                self.forward(step, k, indices[step], version, sizes[step], whole)
+                self.forward(step, k, indices, version, sizes, whole)
                 assert len(self.stage.in_flight) <= bound, f"more than {bound} micro-batches in flight"
             elif kind == "B":
-                self.backward(step, k, sizes[step][k])
+                self.backward(step, k, sizes[k])
             elif kind == "W":
                 self.weight_gradient(step, k)
             else:
@@ -195,7 +195,7 @@ class Worker:
                     self.stage.release()
                 self._deadline = pipeline.timeout
                 self._feed.end(step)
-                del indices[step], sizes[step]
+                del samples[step]
                 self._beat()
                 deliver()
                 if step == self._final:
