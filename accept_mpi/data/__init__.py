@@ -41,6 +41,8 @@ def load(name: str, args: Mapping[str, Any], model: Any = None) -> tuple[Dataset
         raise UserError(f'data.name: "{name}" must return (train, test), got {type(result).__name__}') from None
     try:
         whole = model is not None and model.output == "loss"
+        if test is None:
+            raise TypeError("it gives no test set; give the training set twice, and train.evaluate_every = 0")
         adapted = adapt(train, whole), adapt(test, whole)
     except (TypeError, ValueError) as error:
         raise UserError(f'data.name: "{name}": {error}') from error

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accept_mpi import tree
 from accept_mpi.data.arrays import check_fits, dtype_of, tensor_of, torch_has
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, one_line
 from accept_mpi.seeds import AUGMENT, mix, seed_all
 from accept_mpi.users_code import blame, taken_apart
 
@@ -199,6 +199,8 @@ def _tensor(value: Any) -> torch.Tensor:
     else."""
     if isinstance(value, np.ndarray | np.generic):
         return tensor_of(np.asarray(value), floats=False)
+    if value is None or isinstance(value, str | bytes):
+        raise TypeError(f"{one_line(repr(value), 60)} is none of these, and is to be left out")
     return torch_has(torch.as_tensor(value))
 
 
@@ -236,6 +238,8 @@ def adapt(data: object, whole: bool = False) -> Dataset:
         raise TypeError(
             f"expected a data set with __len__ and __getitem__ by number, or a pair (x, y), got a {type(data).__name__}"
         )
+    if isinstance(data, DataLoader):
+        raise TypeError("got a DataLoader: give its dataset, since batches and their order are the job's")
     if isinstance(data, IterableDataset):
         raise TypeError("expected a data set with __len__ and __getitem__: samples of an IterableDataset have no numbers")
     if isinstance(data, Sequence) and len(data) == 2 and all(isinstance(d, torch.Tensor | np.ndarray) for d in data):
