@@ -51,11 +51,13 @@ def predict(source: Path, folder: Path | None, average: bool, top: int) -> int:
     out.writerow(["sample", *(text for n in range(1, top + 1) for text in (f"class {n}", f"probability {n}"))])
     for begin in range(0, len(rows), _AT_ONCE):
         indices = np.arange(begin, min(len(rows), begin + _AT_ONCE))
-        given = scores(model(fetch(data, indices, None, inputs=True, targets=False).inputs))
+        inputs = fetch(data, indices, None, inputs=True, targets=False).inputs
+        with torch.autocast("cpu", torch.bfloat16, enabled=job.train.precision == "bf16"):  # as evaluations do
+            given = scores(model(inputs))
         if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[1] < 2 or job.train.loss == "mse":
             what = f'with train.loss = "{job.train.loss}" the model gives {tree.describe(given)}'
             raise UserError(f"{what}, and predict shows scores of classes (samples, classes); export gives the weights")
-        values, classes = given.softmax(-1).topk(min(top, given.shape[-1]), dim=-1)
+        values, classes = given.float().softmax(-1).topk(min(top, given.shape[-1]), dim=-1)
         for name, some, which in zip(rows[begin:], values.tolist(), classes.tolist(), strict=False):
             cells = [(names[k] if k < len(names) else k, f"{value:.4f}") for value, k in zip(some, which, strict=True)]
             out.writerow([name, *(cell for pair in cells for cell in pair)])
