@@ -86,10 +86,9 @@ class LogWriter:
             raise
         return file
 
-    @property
-    def evaluated(self) -> int:
-        """The last step whose evaluation is in the file; 0 without any."""
-        return int(max(self._tables["evals"]["step"], default=0))
+    def newest(self, table: str) -> int:
+        """The last step of which a table has a row on the disk; 0 without any."""
+        return int(max(self._tables[table]["step"], default=0))
 
     def append(self, table: str, rows: Rows) -> None:
         """Add rows (of the table's dtype) to ``table``; they reach the disk with the next flush."""
@@ -159,10 +158,11 @@ class LogObserver(Observer):
 
     def __init__(self, writer: LogWriter) -> None:
         self._writer = writer
-        self._evaluated = writer.evaluated
+        self._known, self._evaluated = writer.newest("steps"), writer.newest("evals")
 
     def step(self, done: StepDone) -> None:
-        self._writer.append("steps", np.array([astuple(done)], STEPS))
+        if done.step > self._known:  # else told again, since rank 0 was lost
+            self._writer.append("steps", np.array([astuple(done)], STEPS))
 
     def evaluated(self, result: Evaluated) -> None:
         if result.step <= self._evaluated:  # made again after a loss

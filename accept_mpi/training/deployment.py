@@ -53,7 +53,8 @@ from accept_mpi.training.stage_channels import Neighbour, StageChannels
 from accept_mpi.training.summing import summed_gradients, updates_late
 from accept_mpi.training.worker import Services, Worker
 
-_TOLD = 8  # reports kept: more than can be in flight
+_TOLD, _IN_FLIGHT = 4096, 8  # reports kept; more than can be in flight
+_UNWRITTEN_SECONDS = 3.0  # of reports that a lost rank 0 may not have written to its log
 _LOCAL_SHARE = 0.01
 """Share of the time that local copies may take."""
 _LOCAL_SHARE_SYNC = 0.03
@@ -76,9 +77,7 @@ class RankState:
     """Training and test set, once this rank has needed them."""
     inputs: Known = field(default_factory=dict)  # of samples, on ranks that have held the first stage
     told: deque[StepMade | EvaluationMade] = field(default_factory=lambda: deque(maxlen=_TOLD))
-    """The newest reports to rank 0, to be repeated in case they were in flight when a rank was lost."""
-    told_to: int = 0
-    """The rank 0 that got these reports, as numbered when the job began."""
+    """The newest reports to rank 0, to be repeated in case they were in flight when a rank was lost, or rank 0 was."""
     outline: Outline | None = None
     """Outline of the model, if devices have been measured."""
     speed: SpeedCheck | None = None
@@ -282,16 +281,13 @@ class Deployment:
         return any(part.handle(control) for part in parts) or self.role.handle(message)
 
     def _tell_again(self) -> None:
-        """Repeat the reports from before this deployment, which may not have reached rank 0. A rank that has only now become
-        rank 0 gets none, since it begins with what is on its disk."""
-        state, root = self.state, self.runtime.members[0]
-        if state.told_to != root:
-            state.told.clear()
-            state.told_to = root
+        """Repeat the newest reports from before this deployment: they may not have reached rank 0, or it may be lost with
+        what it had not written yet."""
         assert self._plane is not None
-        for message in state.told:
-            if message.report.step <= self.course.first:
-                self._plane.post(0, message)
+        told = [message for message in self.state.told if message.report.step <= self.course.first]
+        recent = sum(message.report.end > told[-1].report.end - _UNWRITTEN_SECONDS for message in told)
+        for message in told[-max(recent, _IN_FLIGHT) :]:
+            self._plane.post(0, message)
 
     def _local_copies(self) -> LocalCopies | None:
         """How often ranks keep local copies; None if no group holds a stage."""
