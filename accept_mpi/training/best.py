@@ -11,7 +11,8 @@ from accept_mpi.errors import UserError
 from accept_mpi.files.regular import replacing
 from accept_mpi.logs.observers import Evaluated, Observer
 from accept_mpi.models.metrics import BETTER_LOW
-from accept_mpi.recovery.checkpoint import BEST, UNREADABLE, read_best
+from accept_mpi.recovery.checkpoint import BEST, UNREADABLE, directory_of, read_best
+from accept_mpi.recovery.manifest import made_by
 from accept_mpi.training.lineage import Lineage
 
 
@@ -26,11 +27,14 @@ class Best(Observer):
         patience: int | None,
         before: Lineage,
         end: Callable[[str], None],
+        first: int = 0,
     ) -> None:
         """``directory``: the run's; ``run``: its name; ``metric``: "loss", "accuracy" or a metric's name; ``patience``:
         evaluations without a better one after which ``end`` is called, once, with the reason; ``before``: what the run goes
-        on from, whose best may be its own."""
+        on from, whose best may be its own; ``first``: the step with which it goes on here. Earlier evaluations are told
+        again, and count if their checkpoints are on the disk."""
         self._directory, self._name, self._metric, self._patience, self._end = directory, run, metric, patience, end
+        self._first = first
         self.at: int | None = None
         """Step of the best checkpoint; None before the first evaluation."""
         self._value = math.nan
@@ -68,6 +72,8 @@ class Best(Observer):
             raise UserError('output.keep_best: "accuracy" makes no sense for these outputs and targets; "loss" does')
         if result.step in {self.at, *self._worse}:  # made again after a loss
             return
+        if result.step < self._first and not self._is_on_disk(result.step):  # it was lost with who was to write it
+            return
         low = self._metric in BETTER_LOW
         better = value < self._value if low else value > self._value
         with self._lock:
@@ -86,6 +92,12 @@ class Best(Observer):
                 f"no better {self._metric} in {len(self._worse)} evaluations than {self._value:.4g} after step {self.at}: "
                 "the run ends"
             )
+
+    def _is_on_disk(self, step: int) -> bool:
+        """True if an earlier process of this run has written the checkpoint of ``step``."""
+        if there := directory_of(self._directory, step) in made_by(self._directory, self._name):
+            self._there.add(step)
+        return there
 
     def _name_best(self) -> None:
         """Write which checkpoint is the best, if it is on the disk."""

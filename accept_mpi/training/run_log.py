@@ -87,7 +87,8 @@ class RunLog:
             runtime.call_before_end(self._before_end)
             if job.output.keep_best:
                 keep, patience = job.output.keep_best, job.train.patience
-                self.best = Best(self.directory, self._ownership.run, keep, patience, before, self._enough)
+                own = self._ownership.run
+                self.best = Best(self.directory, own, keep, patience, before, self._enough, course.first)
                 self.controller.watch("best", self.best)
         assert self._log
         if self.best is not None:

@@ -11,7 +11,8 @@ import pytest
 from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
 from accept_mpi.logs.observers import Evaluated
-from accept_mpi.recovery.checkpoint import BEST
+from accept_mpi.recovery.checkpoint import BEST, directory_of
+from accept_mpi.training import best
 from accept_mpi.training.best import Best
 from accept_mpi.training.run_log import RunLog
 
@@ -59,6 +60,21 @@ def test_nan_is_never_better(tmp_path: Path) -> None:
 def test_a_best_accuracy_where_there_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r'^output.keep_best: "accuracy" makes no sense'):
         evaluations(Best(tmp_path, "this", "accuracy", None, {}, Mock()), [1.0])
+
+
+def test_what_is_told_again_counts_if_its_checkpoint_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a loss of rank 0. Else the best one could be one that is on no disk."""
+    monkeypatch.setattr(best, "made_by", lambda run, who: [directory_of(run, 2)])
+    for steps, at, kept in (((1, 3), None, 3), ((1, 2, 3), 2, 2)):
+        (tmp_path / BEST).parent.mkdir(exist_ok=True)
+        (tmp_path / BEST).unlink(missing_ok=True)
+        found = Best(tmp_path, "this", "loss", None, {}, Mock(), first=3)
+        for step in steps:
+            found.evaluated(Evaluated(step=step, epoch=0, samples=8, loss=1.0, accuracy=math.nan, end=1.0))
+            if step < 3:
+                assert found.at == (at if step == 2 else None)
+        found.kept(3)
+        assert json.loads((tmp_path / BEST).read_text())["step"] == kept
 
 
 def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
