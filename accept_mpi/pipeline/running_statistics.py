@@ -87,16 +87,16 @@ class RunningStatistics:
     def replay(self, micro_batches: Sequence[torch.Tensor]) -> None:
         """Update the layers' running statistics by those of some micro-batches, in order."""
         layers, count = [module for _, module in self._modules], len(self._sizes)
+        uses = [values[:count].tolist() for values in micro_batches]
         # Not those that no micro-batch has changed, in eval mode: graphs in flight keep theirs.
-        changed = [n for n in range(count) if any(values[n] for values in micro_batches)]
+        changed = [n for n in range(count) if any(used[n] for used in uses)]
         if not changed:
             return
         means = torch.cat([module.running_mean for module in layers])  # type: ignore[misc]
         variances = torch.cat([module.running_var for module in layers])  # type: ignore[misc]
         tracked = [int(module.num_batches_tracked) for module in layers]  # type: ignore[arg-type]
         sizes = torch.tensor(self._sizes)
-        for values in micro_batches:
-            used = values[:count].tolist()
+        for values, used in zip(micro_batches, uses, strict=True):
             tracked = [before + int(one) for before, one in zip(tracked, used, strict=True)]
             factors = [
                 (1.0 / now if module.momentum is None else module.momentum) if one else 0.0

@@ -14,10 +14,12 @@ Test samples that look unlike training's are evaluated once, too, so that nobody
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from typing import Any, cast
 
 import msgspec
+import numpy as np
 import torch
 
 from accept_mpi import tree
@@ -72,12 +74,15 @@ def _unlike(place: Place, train: Dataset | None, test: Dataset | None) -> bool:
     """True if the first test sample has another shape or type than the first of training."""
     if place.idle or train is None or test is None:
         return False
-    one = torch.zeros(1, dtype=torch.int64).numpy()
-    looks = []
-    for data, seed in ((train, 0), (test, None)):
-        found = fetch(data, one, seed, inputs=place.first, targets=place.last)
-        looks.append((tree.describe(found.inputs), tree.describe(found.targets)))
-    return looks[0] != looks[1]
+    ends = place.first, place.last
+    return _look(cast(Hashable, train), 0, *ends) != _look(cast(Hashable, test), None, *ends)
+
+
+@lru_cache(maxsize=2)  # each deployment asks anew, and a sample may take long
+def _look(data: Any, seed: int | None, inputs: bool, targets: bool) -> tuple[str, str]:
+    """Shapes and types of the first sample of a data set."""
+    found = fetch(data, np.array([0]), seed, inputs, targets)
+    return tree.describe(found.inputs), tree.describe(found.targets)
 
 
 def _one_by_one(
