@@ -102,7 +102,8 @@ class ParameterGroup(Section, frozen=True):
     """True: AdamW updates them, where Muon would."""
 
 
-Device = Annotated[str, Meta(pattern=r"^(cpu|auto|cuda(:\d{1,3})?)$", description='one of "cpu", "auto", "cuda", "cuda:1"')]
+DEVICES = r"^(cpu|auto|cuda(:\d{1,3})?)$"
+Device = Annotated[str, Meta(pattern=DEVICES, description='one of "cpu", "auto", "cuda", "cuda:1"')]
 
 
 class Lora(Section, frozen=True):

@@ -19,6 +19,7 @@ from accept_mpi import tree
 from accept_mpi.device.cpu import cpu_name
 from accept_mpi.device.memory import available_memory
 from accept_mpi.errors import UserError
+from accept_mpi.job import DEVICES
 from accept_mpi.seeds import GENERATORS
 
 DEVICE = "ACCEPT_MPI_DEVICE"
@@ -230,7 +231,7 @@ def select(asked: str | dict[str, str], host: str, place: int) -> None:
     """
     global _here
     if said := os.environ.get(DEVICE):
-        if not re.fullmatch(r"cpu|auto|cuda(:\d{1,3})?", said):
+        if not re.fullmatch(DEVICES, said):
             raise UserError(f'{DEVICE} = "{said}": expected "cpu", "auto", "cuda" or "cuda:1"')
         asked = said
     elif isinstance(asked, dict):
