@@ -30,8 +30,10 @@ OURS: dict[str, dict[str, Any]] = {
     "groups, auto": _FREE | {"pipeline.gradients": "auto"},
     "groups, bf16": _FREE | {"pipeline.gradients": "bf16"},
     "no groups": _FREE | {"pipeline.groups": "false"},
-    "even pipeline": {"pipeline.schedule": "1f1b", "pipeline.cuts": "even"},
-}
+    "even pipeline": {
+        "pipeline.schedule": "1f1b", "pipeline.cuts": "even", "pipeline.forward": "none", "pipeline.backward": "none",
+    },
+}  # fmt: skip
 _PLANNED = {f"{name}'s plan": planner for name, planner in PLANNERS.items()}
 _DDP = ("torch DDP", "torch DDP, PowerSGD")
 _NAMES = {0: "free"}
@@ -43,6 +45,9 @@ _FLEETS = {
     "ten-ten-one": "speeds 10:10:1, 100 Mbit/s",
     "three-kinds": "six hosts of three kinds, 100 Mbit/s",
 }
+
+_ALSO_SLOWER = ("personas", "ten-ten-one")
+"""Fleets that are also measured at 20 Mbit/s."""
 
 
 @dataclass
@@ -80,6 +85,7 @@ CASES = [
         Case(
             f"{model}, {_FLEETS[fleet]}", f"{fleet}.toml", job, batch, seconds=5.0,
             ours=("groups, exact", "groups, auto", "no groups", "even pipeline"), planners=True,
+            links=(None, 20) if fleet in _ALSO_SLOWER else (None,),
         )
         for fleet, model, job, batch in (
             *((fleet, "MobileNetV2", "mobilenetv2-eight.toml", 64) for fleet in _FLEETS),
@@ -105,15 +111,14 @@ def main() -> None:
 def measure(experiment: Experiment, case: Case) -> None:
     """Measure all systems of a case in turn."""
     experiment.job_file, experiment.batch = case.job, case.batch
-    settings: dict[tuple[float | None, str], dict[str, Any]] = {}
     for link in case.links:
+        settings: dict[str, dict[str, Any]] = {}
         for name in case.ours:
-            settings[link, name] = OURS[name]
+            settings[name] = OURS[name]
             found_plan = experiment.planned(link, OURS[name], model=case.job)
             if case.planners and name == case.ours[0]:
-                settings |= {(link, other): made for other, made in published(experiment, found_plan).items()}
-    for link in case.links:
-        names = [*(name for at, name in settings if at == link), *_DDP]
+                settings |= published(experiment, found_plan)
+        names = [*settings, *_DDP]
         case.rates[link], case.shares[link], case.plans[link] = [], [], {}
         for turn in range(case.turns):
             rates: dict[str, float] = {}
@@ -123,7 +128,7 @@ def measure(experiment: Experiment, case: Case) -> None:
                 if name in _DDP:
                     rates[name] = peer(experiment, case, link, turn, name)
                 else:
-                    result = experiment.ours(link, settings[link, name], case.seconds, turn, model=case.job)
+                    result = experiment.ours(link, settings[name], case.seconds, turn, model=case.job)
                     rates[name], case.plans[link][name] = result["samples_per_s"], shape(result)
                 limits.append(alone(experiment, case, link, turn, f"after {name}"))
                 shares[name] = rates[name] / statistics.fmean(limit[0] for limit in limits[-2:])
