@@ -77,6 +77,7 @@ def plain_loop(path: Path, *overrides: str, whole: bool = False) -> tuple[dict[s
                     seed_all(forward_seed(train.seed, step, k, index))
                     x = layer(x)
             else:
+                seed_all(forward_seed(train.seed, step, k, 0))
                 if isinstance(x, dict) and job.model.output != "loss":
                     del x["labels"]
                 x = model(**x) if isinstance(x, dict) else model(x)

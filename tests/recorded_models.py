@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from accept_mpi import tree
-from accept_mpi.models import Whole
 from accept_mpi.models.base import Chain
+from accept_mpi.models.recording.recorded import RecordedModel
 from accept_mpi.models.shared import uncuttable
 from accept_mpi.pipeline.graph_edges import Box, Seeded
 
@@ -16,13 +16,13 @@ ANCHOR = torch.zeros((), requires_grad=True)
 
 
 def recorded(make: Callable[[], nn.Module], value: Any, output: str = "", blocks: tuple[str, ...] = ()) -> Chain:
-    """The chain of a model, which ``make`` makes under a seed."""
+    """The chain of a model, which ``make`` makes under a seed. Raises UserError if it cannot be recorded."""
 
     def again() -> nn.Module:
         torch.manual_seed(7)
         return make()
 
-    return Whole(again, "a model", output, blocks).record(value)
+    return RecordedModel(again, value, output, blocks).chain()
 
 
 class Parts:

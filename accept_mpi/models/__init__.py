@@ -19,6 +19,8 @@ from accept_mpi.models.gpt import gpt
 from accept_mpi.models.mobilenet import mobilenetv2
 from accept_mpi.models.modes import in_training
 from accept_mpi.models.recording.recorded import RecordedModel
+from accept_mpi.models.recording.refusals import Foreign, Unrecordable
+from accept_mpi.models.recording.undivided import one_layer
 from accept_mpi.models.resnet import resnet18
 from accept_mpi.models.vgg import vgg11
 from accept_mpi.registry import call, find_function, import_module
@@ -50,9 +52,27 @@ class Whole(NamedTuple):
     looks: Mapping[str, str] = {}
 
     def record(self, value: Any) -> Chain:
-        """The chain, for micro-batches like ``value``, which the data set gives. Raises UserError."""
-        chain = RecordedModel(self.make, value, self.output, self.blocks).chain()
+        """The chain, for micro-batches like ``value``, which the data set gives: of one layer if the forward cannot be
+        recorded. Raises UserError."""
+        try:
+            chain = RecordedModel(self.make, value, self.output, self.blocks).chain()
+        except Unrecordable as error:
+            chain = self._as_it_is(value, error)
         chain.changes, chain.autocast, chain.looks = self.changes, self.autocast, dict(self.looks)
+        return chain
+
+    def _as_it_is(self, value: Any, why: Unrecordable) -> Chain:
+        """The chain of one layer of a model that cannot be recorded. Raises ``why`` where it would not train either, or the
+        job asks for a division."""
+        if self.blocks or isinstance(why, Foreign):
+            raise why
+        try:
+            chain = one_layer(self.make, value, self.output)
+        except UserError:
+            raise
+        except Exception:  # of the model's own code, which ``why`` tells
+            raise why from why.__cause__
+        chain.one_layer = str(why).removeprefix("model.name: ")
         return chain
 
 

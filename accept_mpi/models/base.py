@@ -47,6 +47,8 @@ class Chain:
         """
         self.undivided: list[str] = []
         """Patterns of names of modules whose forwards cannot be recorded, so that they stay whole."""
+        self.one_layer = ""
+        """Why the model is not divided, if its forward cannot be recorded."""
         self.changes: Changes | None = None
         """What is changed of new layers; their weights, where there is a file of them."""
         self.order: dict[str, int] = {}

@@ -10,9 +10,12 @@ from accept_mpi.plan import BoundaryCodecs, Plan, even_cuts, make_plan, recomput
 _MOST_SHOWN = 8  # cuts that an error message lists
 
 
-def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequence[Shared]] = tuple) -> Plan:
+def plan_from_job(
+    job: Job, layers: int, size: int, shared: Callable[[], Sequence[Shared]] = tuple, one_layer: str = ""
+) -> Plan:
     """The plan for ``size`` ranks that a job's cuts, ranks and codecs ask for. ``shared`` returns what layers share; it is
-    called only if there are cuts. Raises UserError if the plan does not fit the model or the ranks."""
+    called only if there are cuts. ``one_layer``: why the model has no more, if that is known. Raises UserError if the plan
+    does not fit the model or the ranks."""
     ranks = job.pipeline.ranks or list(range(size))
     every = [rank for held in ranks for rank in ([held] if isinstance(held, int) else held)]
     if wrong := [rank for rank in every if rank >= size or every.count(rank) > 1]:
@@ -20,9 +23,11 @@ def plan_from_job(job: Job, layers: int, size: int, shared: Callable[[], Sequenc
             f"pipeline.ranks: rank {wrong[0]} of {ranks} comes twice or is not among the {size} ranks of this run"
         )
     if len(ranks) > layers:
+        why = f", which cannot be divided ({one_layer})" if one_layer else ""
+        ways = ', or have ranks share it (pipeline.cuts = "auto")' if layers == 1 else ""
         raise UserError(
-            f"{len(ranks)} stages for a model of {counted(layers, 'layer')}: each stage needs a layer; "
-            f"start mpirun with -n {layers} at most"
+            f"{len(ranks)} stages for a model of {counted(layers, 'layer')}{why}: each stage needs a layer; "
+            f"start mpirun with -n {layers} at most{ways}"
         )
     speeds = [[one] if isinstance(one, float) else one for one in job.pipeline.speeds]
     sizes = [1 if isinstance(held, int) else len(held) for held in ranks]

@@ -379,7 +379,7 @@ class _Run:
 
     def _given_plan(self, runtime: Runtime, chain: Chain) -> Plan:
         """The job's own plan, made for the ranks that began the run; the layers of lost ones go to the others."""
-        plan = plan_from_job(self.job, len(chain), len(self.members), chain.shared)
+        plan = plan_from_job(self.job, len(chain), len(self.members), chain.shared, chain.one_layer)
         if runtime.members == self.members:
             return plan
         return plan_after_loss(self.job, plan.renamed(dict(enumerate(self.members))), None, runtime.members)

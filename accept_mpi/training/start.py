@@ -110,6 +110,8 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
     changed = runtime.agree("the weights", lambda: check_changes(chain, job))
     names = ", ".join(chain.undivided)
     kept = f"not divided, since what they compute depends on values: {names}" if names else ""
+    if chain.one_layer:
+        kept = f"the model is one layer, which ranks may share but not divide: {chain.one_layer}"
     delayed = job.pipeline.schedule == "1f1b-delayed" and job.train.clip_norm is None
     clip = "gradients are an update old and not clipped: if the loss does not fall, set train.clip_norm" if delayed else ""
     for line in (kept, changed, clip, _idle_gpus(runtime, job)):

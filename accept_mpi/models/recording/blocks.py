@@ -47,16 +47,16 @@ def try_out(block: nn.Module, call: Callable[..., Any], changed: set[str], *args
 
 def _tried(block: nn.Module, call: Callable[..., Any], changed: set[str], whole: int, args: Any, kwargs: Any) -> Any:
     """What a block gives if whole numbers among its arguments are all this one."""
-    made_up: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # an argument, its values, torch's count of writes
+    given: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # an argument, its values, torch's count of writes
 
     def values_of(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made_up:
-            values = _values(tensor, whole)
-            made_up[id(tensor)] = tensor, values, values._version
-        return made_up[id(tensor)][1]
+        if id(tensor) not in given:
+            values = made_up(tensor, whole)
+            given[id(tensor)] = tensor, values, values._version
+        return given[id(tensor)][1]
 
     def shape_of(result: torch.Tensor) -> torch.Tensor:
-        for tensor, values, _ in made_up.values():
+        for tensor, values, _ in given.values():
             if result is values:
                 return tensor
             if result.untyped_storage()._cdata == values.untyped_storage()._cdata:
@@ -70,7 +70,7 @@ def _tried(block: nn.Module, call: Callable[..., Any], changed: set[str], whole:
         attributes = Attributes([("", own)])
         result = call(own, *args, **kwargs)
         changed.update(attributes.changed())
-    if any(values._version != writes for _, values, writes in made_up.values()):
+    if any(values._version != writes for _, values, writes in given.values()):
         raise ValueError("a block writes to its arguments, which cannot be recorded")
     return mapped(result, shape_of, (torch.Tensor,))
 
@@ -81,13 +81,13 @@ def _filled(block: nn.Module) -> nn.Module:
     for part in block.modules():
         for table in (part._parameters, part._buffers, part.__dict__):
             for tensor in (value for value in table.values() if isinstance(value, torch.Tensor)):
-                value = _values(tensor).detach()
+                value = made_up(tensor).detach()
                 is_parameter = isinstance(tensor, nn.Parameter)
                 new[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
     return copy.deepcopy(block, new)
 
 
-def _values(tensor: torch.Tensor, whole: int = 0) -> torch.Tensor:
+def made_up(tensor: torch.Tensor, whole: int = 0) -> torch.Tensor:
     """A tensor on the CPU like one without values: small numbers, whole ones that are all the same, or True."""
     found = torch.empty_like(tensor, device="cpu", requires_grad=False)
     if found.is_floating_point() or found.is_complex():

@@ -1,7 +1,6 @@
 """A recorded model: its records by shape and mode, its layers, and the chain that they make."""
 
 import dataclasses
-import inspect
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -11,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accept_mpi import tree
 from accept_mpi.errors import UserError
 from accept_mpi.models.aliases import every_name
 from accept_mpi.models.base import Chain, Entry
+from accept_mpi.models.recording.arguments import arguments_of
 from accept_mpi.models.recording.calls import viewed
 from accept_mpi.models.recording.cutting import Flow, cut, cut_alike, cuts_in_both
 from accept_mpi.models.recording.kept import SETS, UNSET, Record, Sets, Values, later, leaves_another, put
@@ -175,7 +174,7 @@ class RecordedModel:
     def _once(self, key: bytes, training: bool, attributes: Values | None = None) -> Record:
         """A record of the forward, when the model's attributes that forwards set hold these values."""
         value, tensors = value_of(key)
-        args, kwargs = _arguments(self._meta.model, value)
+        args, kwargs = arguments_of(self._meta.model, value)
         recorder = Recorder(self._meta, tensors)
         result = recorder.record(args, kwargs, training, attributes)
         recorder.tape.output = recorder.result(select(result, self._wanted))
@@ -267,33 +266,3 @@ def _divided(flow: Flow, cuts: Sequence[int]) -> list[Program]:
         nodes = [tape.nodes[at] for at in flow.steps(start, stop, tape.results if last else ())]
         found.append(program(nodes, takes, gives, tape.output if last else None))
     return found
-
-
-def _arguments(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the model's forward: a dict's values by keyword, those of a tuple or list by position; or all as one, if
-    forward takes one only. Raises Unrecordable if it takes neither."""
-    args: tuple[Any, ...] = (value,)
-    kwargs: dict[str, Any] = {}
-    if type(value) is dict:
-        args, kwargs = (), value
-    elif type(value) in (tuple, list):
-        args = tuple(value)
-    if (wrong := _unfit(model, args, kwargs)) and args != (value,):
-        if len(inspect.signature(model.forward).parameters) == 1 and not _unfit(model, (value,), {}):
-            return (value,), {}
-        raise Unrecordable(
-            f"model.name: forward does not take what the data set gives ({wrong}): what is in a dict becomes its keyword "
-            f"arguments, what is in a tuple its arguments, and this is {tree.describe(value)}"
-        )
-    return args, kwargs
-
-
-def _unfit(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why the model's forward cannot be called so; "" if it can, or if hooks might change the arguments."""
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        return "" if model._forward_pre_hooks else str(error)
-    except ValueError:  # it has no signature
-        return ""
-    return ""

@@ -24,10 +24,10 @@ from accept_mpi.models.recording.counting import Counting, place_of
 from accept_mpi.models.recording.kept import UNSET, Sets, Values
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.refusals import (
-    FOREIGN,
     READS_DATA,
     SPARSE,
     TRANSFORMS,
+    Foreign,
     ReadsData,
     Unrecordable,
     innermost,
@@ -189,7 +189,7 @@ class Recorder:
             if module._modules or module._buffers or not is_plain((args, kwargs)):
                 return plain(module, *args, **kwargs)  # its parts, and what it calls, are recorded
             if next(module.parameters(), None) is not None:
-                raise Unrecordable(FOREIGN.format(where()))
+                raise Foreign
             return self._recorded(Made(module), "", lambda *a, **k: plain(module, *a, **k), args, kwargs, (), False)
         plainly = is_plain((args, kwargs))
         if self._of.is_block(module) and not plainly:
@@ -396,7 +396,7 @@ class Recorder:
         if (real := self._real.get(id(value))) is not None:
             return real
         if isinstance(value, nn.Parameter):
-            raise Unrecordable(FOREIGN.format(where()))
+            raise Foreign
         raise Unrecordable(
             f"model.name: forward uses a tensor whose origin cannot be recorded ({where()}): perhaps one that an earlier "
             "forward has kept in a cache; make it in each forward, or in __init__ as a buffer"

@@ -17,7 +17,7 @@ TRANSFORMS = (
     "model.name: forward uses a transform of torch.func, which cannot be recorded unless it is within a module without "
     "parts ({})"
 )
-FOREIGN = (
+_FOREIGN = (
     "model.name: forward uses a parameter that is no part of the model ({}): make it in __init__, and keep modules in an "
     "nn.ModuleList, not in a list of Python's"
 )
@@ -31,6 +31,13 @@ class Unrecordable(UserError):
 
     within = ""
     """Name of the module in whose forward that is found out, if that module may be recorded as a whole instead."""
+
+
+class Foreign(Unrecordable):
+    """A forward that uses a parameter which no optimizer gets."""
+
+    def __init__(self) -> None:
+        super().__init__(_FOREIGN.format(where()))
 
 
 class ReadsData(Unrecordable):

@@ -1,0 +1,39 @@
+"""How what a data set gives becomes the arguments of a model's forward."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from accept_mpi import tree
+from accept_mpi.errors import UserError
+
+
+def arguments_of(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the model's forward: a dict's values by keyword, those of a tuple or list by position; or all as one, if
+    forward takes one only. Raises UserError if it takes neither."""
+    args: tuple[Any, ...] = (value,)
+    kwargs: dict[str, Any] = {}
+    if type(value) is dict:
+        args, kwargs = (), value
+    elif type(value) in (tuple, list):
+        args = tuple(value)
+    if (wrong := _unfit(model, args, kwargs)) and args != (value,):
+        if len(inspect.signature(model.forward).parameters) == 1 and not _unfit(model, (value,), {}):
+            return (value,), {}
+        raise UserError(
+            f"model.name: forward does not take what the data set gives ({wrong}): what is in a dict becomes its keyword "
+            f"arguments, what is in a tuple its arguments, and this is {tree.describe(value)}"
+        )
+    return args, kwargs
+
+
+def _unfit(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why the model's forward cannot be called so; "" if it can, or if hooks might change the arguments."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        return "" if model._forward_pre_hooks else str(error)
+    except ValueError:  # it has no signature
+        return ""
+    return ""

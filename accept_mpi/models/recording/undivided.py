@@ -1,0 +1,77 @@
+"""Models whose forward cannot be recorded: they train as they are, as a chain of one layer.
+
+No rank holds a part of such a model, but several may share its micro-batches as a group, each with a copy of it. Its forward
+may do whatever that of a user's layer may.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from accept_mpi import tree
+from accept_mpi.errors import UserError
+from accept_mpi.models.base import Chain
+from accept_mpi.models.recording.arguments import arguments_of
+from accept_mpi.models.recording.blocks import made_up
+from accept_mpi.models.recording.output import select
+from accept_mpi.models.untouched import untouched
+from accept_mpi.seeds import seeded
+
+_CLASSES: dict[type, type] = {}
+
+
+class _Undivided:
+    """Call of a model that gets what the data set gives as one argument, as all layers do."""
+
+    undivided_output: str
+
+    def __call__(self, value: Any) -> Any:
+        args, kwargs = arguments_of(self, value)  # type: ignore[arg-type]
+        return select(super().__call__(*args, **kwargs), self.undivided_output)  # type: ignore[misc]
+
+
+def one_layer(make: Callable[[], nn.Module], value: Any, output: str) -> Chain:
+    """The chain whose only layer is the model that ``make`` gives; ``value`` and ``output`` as for a ``RecordedModel``. Its
+    state has the model's own names.
+
+    Raises what the model raises when it is called with made-up values, UserError if it does not give what is asked for.
+    """
+    model = _as_layer(make(), output)
+    _try_out(model, value)
+    order = {name: n for n, (name, _) in enumerate(model.named_parameters())}
+    name = type(model).__name__
+    return Chain.recorded([name], lambda: [(name, _as_layer(make(), output))], order)
+
+
+def _as_layer(model: nn.Module, output: str) -> nn.Module:
+    """The model itself, with another call: its hooks, modes and names stay what they are."""
+    kind = type(model)
+    if kind not in _CLASSES:
+        made = types.new_class(kind.__name__, (_Undivided, kind))
+        made.__module__ = kind.__module__
+        _CLASSES[kind] = made
+    model.__class__ = _CLASSES[kind]
+    model.__dict__["undivided_output"] = output
+    return model
+
+
+def _try_out(model: nn.Module, value: Any) -> None:
+    """Call the model with made-up values, the same on all ranks."""
+    try:
+        _call(model, value, 0)
+    except UserError:
+        raise
+    except Exception as error:
+        try:
+            _call(model, value, 1)  # lengths, say
+        except Exception:
+            raise error from None
+
+
+def _call(model: nn.Module, value: Any, whole: int) -> None:
+    """Call the model; whole numbers among its inputs are all this one."""
+    with seeded(0), untouched([model]), torch.enable_grad():
+        model(tree.replace(value, lambda tensor: made_up(tensor, whole)))
