@@ -40,9 +40,8 @@ CASES = {
     "Carrying": {},
     "Scored": {"data": "labelled", "output": "loss"},
 }
-ALONE = ("Branching", "Carrying")
-"""Those that a group cannot hold: one has BatchNorm in some micro-batches only, the other goes on from micro-batch to
-micro-batch."""
+ALONE = ("Carrying",)
+"""Those that a group cannot hold."""
 
 
 def write(folder: Path, model: str) -> Path:

@@ -1,6 +1,7 @@
 """How what a data set gives becomes the arguments of a model's forward."""
 
 import inspect
+import re
 from typing import Any
 
 from torch import nn
@@ -26,6 +27,15 @@ def arguments_of(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[st
             f"arguments, what is in a tuple its arguments, and this is {tree.describe(value)}"
         )
     return args, kwargs
+
+
+def hint(model: nn.Module, value: Any, args: tuple[Any, ...], error: str) -> str:
+    """End of a sentence for a forward that has got a dict as its only argument, and fails with an ``error`` that says so;
+    empty otherwise."""
+    if type(value) is not dict or not args or args[0] is not value or not re.search(r"\bdict\b", error):
+        return ""
+    name = next(iter(inspect.signature(model.forward).parameters))
+    return f'; its only argument, "{name}", is given all of {tree.describe(value)}, since nothing there has that name'
 
 
 def _unfit(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from accept_mpi.errors import UserError
 from accept_mpi.models.aliases import every_name
 from accept_mpi.models.base import Chain, Entry
-from accept_mpi.models.recording.arguments import arguments_of
+from accept_mpi.models.recording.arguments import arguments_of, hint
 from accept_mpi.models.recording.calls import viewed
 from accept_mpi.models.recording.cutting import Flow, cut, cut_alike, cuts_in_both
 from accept_mpi.models.recording.kept import SETS, UNSET, Record, Sets, Values, later, leaves_another, put
@@ -176,7 +176,11 @@ class RecordedModel:
         value, tensors = value_of(key)
         args, kwargs = arguments_of(self._meta.model, value)
         recorder = Recorder(self._meta, tensors)
-        result = recorder.record(args, kwargs, training, attributes)
+        try:
+            result = recorder.record(args, kwargs, training, attributes)
+        except Unrecordable as error:
+            error.args = (f"{error}{hint(self._meta.model, value, args, str(error))}",)
+            raise
         recorder.tape.output = recorder.result(select(result, self._wanted))
         return Record(recorder.tape, recorder.constants, recorder.left)
 

@@ -519,3 +519,18 @@ def test_recurrent_layers(own: bool) -> None:
     torch.manual_seed(7)
     plain = Recurrent(own)(value)
     assert torch.equal(Parts(chain, [1]).forward(value)[0], plain)
+
+
+def test_a_dict_that_the_only_argument_gets_whole() -> None:
+    """A key that is not the argument's name was told as torch's complaint about a dict."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 3)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.one(images)
+
+    with pytest.raises(UserError, match=r'its only argument, "images", is given all of .*since nothing there has that name'):
+        recorded(Model, {"pixels": torch.randn(2, 4)})
