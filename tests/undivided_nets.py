@@ -39,6 +39,30 @@ class Packing(nn.Module):
         return {"hidden": out, "logits": self.head(out.max(1).values)}
 
 
+class Encoder(nn.Module):
+    """A part whose result is as long as the longest sentence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.lstm = nn.Embedding(20, 8), nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        packed = pack_padded_sequence(self.words(ids), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        out, (state, _) = self.lstm(packed)
+        return pad_packed_sequence(out, batch_first=True)[0], state[-1]
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.query, self.head = Encoder(), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        out, state = self.encoder(ids, lengths)
+        weights = (out * self.query(state)[:, None]).sum(-1).softmax(1)
+        return self.head((weights[..., None] * out).sum(1))
+
+
 class Dropping(nn.Module):
     """Leaves out layers at random (stochastic depth), as Python's numbers say."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from plain_loop import differences, plain_loop
-from undivided_nets import Carrying, Packing, sentences
+from undivided_nets import Attending, Carrying, Packing, sentences
 
 from accept_mpi.errors import UserError
 from accept_mpi.logs.reader import open_log
@@ -35,6 +35,7 @@ directory = "run"
 CASES = {
     "Branching": {},
     "Packing": {"data": "sentences"},
+    "Attending": {"data": "sentences"},
     "Dropping": {},
     "Mapped": {},
     "Carrying": {},
@@ -145,4 +146,15 @@ def test_what_does_not_train_either() -> None:
         _chain(_Strange)
     with pytest.raises(UserError, match='gives no tensors under "scores"'):
         _chain(Carrying, "scores")
+
+
+def test_parts_whose_shapes_depend_on_values() -> None:
+    """Such a part was taken for one that can stay whole, and failed in the first step."""
+    sample = {"ids": torch.zeros(4, 9, dtype=torch.long), "lengths": torch.zeros(4, dtype=torch.long)}
+    chain = Whole(Attending, "a model", "").record(sample)
+    assert chain.one_layer.startswith("what Encoder gives has other shapes, types or constants for other values")
+    assert "undivided_nets.py, line" in chain.one_layer
+
+
+def test_the_only_layer_has_the_model_s_name() -> None:
     assert _chain(Carrying).names == ["Carrying"]

@@ -1,12 +1,11 @@
 """Blocks (``[model] blocks``): modules that are recorded as wholes, so that what they compute may depend on values.
 
 Such a call cannot run on the meta device. A copy of the block runs on the CPU instead, with made-up values; of what it gives
-only shapes, layouts and the need for gradients are kept.
+only shapes, layouts and the need for gradients are kept. It runs with several, since that must not depend on them.
 """
 
 import copy
 from collections.abc import Callable
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,11 +14,13 @@ from torch import nn
 
 from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.fine_tuning import check_patterns
-from accept_mpi.models.recording.structure import mapped
+from accept_mpi.models.recording.refusals import Varies
+from accept_mpi.models.recording.structure import fixed_in, mapped
 from accept_mpi.seeds import seeded
 
 _CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
-_SCALE = 0.02
+_SCALES = 0.02, -1.0, 3.0
+"""Factors of made-up values, by variant."""
 
 
 def blocks_of(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:
@@ -35,23 +36,30 @@ def try_out(block: nn.Module, call: Callable[..., Any], changed: set[str], *args
     """What a block on the meta device gives for arguments there. ``call`` calls a module; ``changed`` gets the names of
     attributes that the block changes.
 
-    Raises ValueError if the block writes to its arguments.
+    Raises Varies, ValueError if the block writes to its arguments, and what it raises itself for all values.
     """
-    try:
-        return _tried(block, call, changed, 0, args, kwargs)
-    except Exception as error:
-        with suppress(Exception):
-            return _tried(block, call, changed, 1, args, kwargs)  # lengths, say
-        raise error
+    failed: Exception | None = None
+    found: list[Any] = []
+    for variant in range(len(_SCALES)):
+        try:
+            found.append(_tried(block, call, changed, variant, args, kwargs))
+        except Exception as error:  # no lengths of 0, or no class 2, say
+            failed = failed or error
+    if not found:
+        assert failed is not None
+        raise failed
+    if any(fixed_in(one) != fixed_in(found[0]) for one in found[1:]):
+        raise Varies(type(block).__name__)
+    return found[0]
 
 
-def _tried(block: nn.Module, call: Callable[..., Any], changed: set[str], whole: int, args: Any, kwargs: Any) -> Any:
-    """What a block gives if whole numbers among its arguments are all this one."""
+def _tried(block: nn.Module, call: Callable[..., Any], changed: set[str], variant: int, args: Any, kwargs: Any) -> Any:
+    """What a block gives for a variant of made-up arguments."""
     given: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # an argument, its values, torch's count of writes
 
     def values_of(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in given:
-            values = made_up(tensor, whole)
+            values = made_up(tensor, variant)
             given[id(tensor)] = tensor, values, values._version
         return given[id(tensor)][1]
 
@@ -87,11 +95,15 @@ def _filled(block: nn.Module) -> nn.Module:
     return copy.deepcopy(block, new)
 
 
-def made_up(tensor: torch.Tensor, whole: int = 0) -> torch.Tensor:
-    """A tensor on the CPU like one without values: small numbers, whole ones that are all the same, or True."""
+def made_up(tensor: torch.Tensor, variant: int = 0) -> torch.Tensor:
+    """A tensor on the CPU like one without values: whole numbers are all the number of the variant, others are small at
+    first and then larger, truth values are all True at first and then False or both."""
     found = torch.empty_like(tensor, device="cpu", requires_grad=False)
-    if found.is_floating_point() or found.is_complex():
-        found.copy_(torch.arange(float(found.numel())).sin().mul(_SCALE).view(found.shape))
+    count = torch.arange(found.numel()).view(found.shape)
+    if found.dtype == torch.bool:
+        found.copy_(count % 2 == 0 if variant == 2 else torch.tensor(variant == 0))
+    elif found.is_floating_point() or found.is_complex():
+        found.copy_(count.float().sin().mul(_SCALES[variant]))
     else:
-        found.fill_(whole or found.dtype == torch.bool)
+        found.fill_(variant)
     return found.requires_grad_().view_as(found) if tensor.requires_grad else found

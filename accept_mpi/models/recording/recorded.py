@@ -22,7 +22,7 @@ from accept_mpi.models.recording.layer import Program, RecordedLayer, program, p
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.output import select
 from accept_mpi.models.recording.recorder import Recorder
-from accept_mpi.models.recording.refusals import ReadsData, Unrecordable
+from accept_mpi.models.recording.refusals import ReadsData, ResultVaries, Unrecordable
 from accept_mpi.models.recording.structure import parts_of
 from accept_mpi.models.recording.switches import as_if_compiled
 from accept_mpi.models.recording.tape import Node, State, Tape
@@ -143,7 +143,7 @@ class RecordedModel:
             except Unrecordable as error:
                 if isinstance(error, Sets) and self._meta.let_set(error.names):
                     continue
-                first = first or error
+                first = error if isinstance(error, ResultVaries) else first or error
                 if not error.within or not self._meta.keep_whole(error.within):
                     raise first from first.__cause__
 

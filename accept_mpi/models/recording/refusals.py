@@ -21,6 +21,10 @@ _FOREIGN = (
     "model.name: forward uses a parameter that is no part of the model ({}): make it in __init__, and keep modules in an "
     "nn.ModuleList, not in a list of Python's"
 )
+_VARIES = (
+    "model.name: what {} gives has other shapes, types or constants for other values of its data, so what follows cannot be "
+    "recorded ({}): put both into a module within the model, which then stays whole"
+)
 SPARSE = "a sparse tensor, which can be neither recorded nor kept in a checkpoint: use it dense (to_dense())"
 _NO_KERNEL = ("Meta kernel", "register_meta")
 _OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
@@ -31,6 +35,11 @@ class Unrecordable(UserError):
 
     within = ""
     """Name of the module in whose forward that is found out, if that module may be recorded as a whole instead."""
+
+
+class Varies(Exception):
+    """What a module that is to stay whole gives is not alike for other values (``structure.fixed_in``); the message is the
+    module's class."""
 
 
 class Foreign(Unrecordable):
@@ -44,6 +53,10 @@ class ReadsData(Unrecordable):
     """A forward that depends on the values of its data."""
 
 
+class ResultVaries(ReadsData):
+    """A module that would have to stay whole, and cannot, since more of what it gives than values depends on values."""
+
+
 def is_for_want_of_values(error: Exception) -> bool:
     """True for what torch raises where a tensor has no values."""
     text = str(error)
@@ -54,6 +67,8 @@ def is_for_want_of_values(error: Exception) -> bool:
 def without_values(error: Exception, function: str, at: str) -> tuple[type[Unrecordable], str]:
     """What to say of an exception where tensors have no values, which torch's ``function`` has raised last."""
     text = " ".join(str(error).split())
+    if isinstance(error, Varies):
+        return ResultVaries, _VARIES.format(text, at)
     if "Meta kernel" in text:  # of some functions torch does not know, of others nobody can
         said = f"torch does not say what {function}() gives without the values of its data"
         return ReadsData, f"model.name: the forward cannot be recorded: {said} ({at})"

@@ -71,7 +71,6 @@ def _try_out(model: nn.Module, value: Any) -> None:
             raise error from None
 
 
-def _call(model: nn.Module, value: Any, whole: int) -> None:
-    """Call the model; whole numbers among its inputs are all this one."""
+def _call(model: nn.Module, value: Any, variant: int) -> None:
     with seeded(0), untouched([model]), torch.enable_grad():
-        model(tree.replace(value, lambda tensor: made_up(tensor, whole)))
+        model(tree.replace(value, lambda tensor: made_up(tensor, variant)))

@@ -1,9 +1,9 @@
 """Stages held by groups of hosts (Asteroid): found plans with and without groups, conventional parallelism, and the limit.
 
 Four equal hosts on links from unlimited to slow, with MobileNetV2 and a GPT; then fleets of unequal hosts. The machine's
-speed drifts by a fifth within a minute, so equal hosts all compute alone before and after each system: its share of what they
-made is what ratios are made of. Unequal ones do so once a turn. All systems are measured several times in turn; the tables
-have medians.
+speed drifts by a fifth within a minute, so equal hosts compute alone before and after each system: its share of what all of
+them made is what ratios are made of. Unequal ones do so once a turn. All systems are measured several times in turn; the
+tables have medians.
 """
 
 import statistics
