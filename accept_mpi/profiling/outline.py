@@ -173,6 +173,7 @@ def _outline(
         parameters, buffers = list(module.parameters()), list(module.buffers())
         held.begin([*parameters, *buffers])
         counter = FlopCounterMode(display=False)
+        counter.mod_tracker = _Global()  # type: ignore[assignment]
         saved = torch.autograd.graph.saved_tensors_hooks(held, lambda tensor: tensor)
         with untouched([module]), device, counter, saved:
             watch, seen = Watch([chain.names[index]], [module]), Seen([module], index, common)
@@ -212,6 +213,17 @@ def _as_shared(one: Common) -> Shared:
     """What a forward changes, and several layers have in common."""
     first, last = one.layers[0], one.layers[-1]
     return Shared(first, last, one.text)
+
+
+class _Global:
+    """What torch's counter takes for the tracker of modules: all operations are the layer's. Its own hooks the gradients of
+    what modules take, which a forward that takes derivatives does not bear."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 class _Held:

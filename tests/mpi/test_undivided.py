@@ -38,6 +38,7 @@ CASES = {
     "Attending": {"data": "sentences"},
     "Dropping": {},
     "Mapped": {},
+    "Listing": {},
     "Carrying": {},
     "Scored": {"data": "labelled", "output": "loss"},
 }

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from accept_mpi.models.recording.refusals import Unrecordable
-from accept_mpi.models.recording.tape import Tape
+from accept_mpi.models.recording.structure import parts_of
+from accept_mpi.models.recording.tape import Node, State, Tape, Value
 
 _LEAST_SHARE = 0.003
 """Least share of the model's operations that a layer has, as long as there is another to merge it with."""
@@ -24,6 +26,17 @@ _DERIVED_OPERATIONS = 0.01
 _DERIVED_ROOM = 1 << 16
 """Bytes by which what a value is made from may exceed it."""
 _NEVER = 1 << 60
+
+
+def _is(node: Node, name: str, module: str = "") -> bool:
+    """True if a node calls the function of torch's that has this name."""
+    of = getattr(node.function, "__module__", None) or ""
+    return getattr(node.function, "__name__", "") == name and of.startswith(module)
+
+
+def _begins(node: Node, slots: set[int], names: set[str]) -> bool:
+    """True if a node makes one of these tensors want a gradient, makes it, or uses one of the model's of these names."""
+    return not slots.isdisjoint(node.gives) or not names.isdisjoint(node.states)
 
 
 @dataclass
@@ -41,6 +54,7 @@ class Flow:
         written = tape.written
         most = _DERIVED_OPERATIONS * sum(node.operations for node in tape.nodes)
         inputs = set(tape.inputs)
+        wanting = {slot for node in tape.nodes if _is(node, "requires_grad_") for slot in node.gives}
         for n, node in enumerate(tape.nodes):
             if node.parameters or node.writes or node.draws or (node.stays and not node.module) or node.operations > most:
                 continue
@@ -48,7 +62,7 @@ class Flow:
                 continue
             specs = [tape.specs[slot] for slot in (*node.gives, *node.takes)]
             changes = any(spec.memory in written for spec in specs) or not self.changing.isdisjoint(node.states)
-            if changes or any(tape.specs[slot].grad for slot in node.gives):
+            if changes or any(tape.specs[slot].grad or slot in wanting for slot in node.gives):
                 continue
             sources = frozenset(node.takes) & inputs
             nodes: tuple[int, ...] = (n,)
@@ -125,7 +139,7 @@ class Flow:
             blocked = np.cumsum(views)[:count] > most
             blocked[last_write + 1 :] = False
             found[blocked] = _NEVER
-        for first, last in self._casts():
+        for first, last in (*self._casts(), *self._derivatives()):
             found[first + 1 : last + 1] = _NEVER
         return found
 
@@ -137,6 +151,15 @@ class Flow:
             for name in node.states if node.autocast and node.operations else ():
                 found.setdefault((id(node.autocast[0]), self.tape.memory_of[name]), []).append(n)
         return [(nodes[0], nodes[-1]) for nodes in found.values()]
+
+    def _derivatives(self) -> Iterable[tuple[int, int]]:
+        """The first and the last node between which a derivative is taken: the graph from what it is taken by to the call
+        (``torch.autograd.grad``) must be in one layer."""
+        for n, node in enumerate(self.tape.nodes):
+            if _is(node, "grad", torch.autograd.__name__):
+                by = node.kwargs.get("inputs", node.args[1:2])
+                slots, names = ({place[0] for place in parts_of(by, (kind,))} for kind in (Value, State))
+                yield min((m for m in range(n) if _begins(self.tape.nodes[m], slots, names)), default=n), n
 
     def crossing(self, position: int) -> list[int]:
         """Slots of the values that cross in front of a node, in order."""

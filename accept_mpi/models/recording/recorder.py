@@ -32,6 +32,7 @@ from accept_mpi.models.recording.refusals import (
     Unrecordable,
     innermost,
     is_for_want_of_values,
+    passed_by,
     where,
     without_values,
 )  # fmt: skip
@@ -188,8 +189,8 @@ class Recorder:
         if path is None:
             if module._modules or module._buffers or not is_plain((args, kwargs)):
                 return plain(module, *args, **kwargs)  # its parts, and what it calls, are recorded
-            if next(module.parameters(), None) is not None:
-                raise Foreign
+            if (parameter := next(module.parameters(), None)) is not None:
+                raise passed_by(self._of.parameter_in(parameter)) or Foreign()
             return self._recorded(Made(module), "", lambda *a, **k: plain(module, *a, **k), args, kwargs, (), False)
         plainly = is_plain((args, kwargs))
         if self._of.is_block(module) and not plainly:
@@ -377,11 +378,8 @@ class Recorder:
             return tensor
         new = self._stand_ins.get(id(tensor))
         if new is None:
-            if name := self._of.parameter_in(tensor):
-                raise Unrecordable(
-                    f"model.name: forward uses {name} through a list, a function or the like, where no update would reach "
-                    f"it: use the parameter itself ({where()})"
-                )
+            if error := passed_by(self._of.parameter_in(tensor)):
+                raise error
             new = self._stand_ins[id(tensor)] = torch.empty_like(tensor, device="meta")
             self._real[id(new)] = tensor
         return new
@@ -396,7 +394,7 @@ class Recorder:
         if (real := self._real.get(id(value))) is not None:
             return real
         if isinstance(value, nn.Parameter):
-            raise Foreign
+            raise passed_by(self._of.parameter_in(value)) or Foreign()
         raise Unrecordable(
             f"model.name: forward uses a tensor whose origin cannot be recorded ({where()}): perhaps one that an earlier "
             "forward has kept in a cache; make it in each forward, or in __init__ as a buffer"

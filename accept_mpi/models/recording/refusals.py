@@ -21,6 +21,10 @@ _FOREIGN = (
     "model.name: forward uses a parameter that is no part of the model ({}): make it in __init__, and keep modules in an "
     "nn.ModuleList, not in a list of Python's"
 )
+_PASSED_BY = (
+    "model.name: forward uses {} through a list, a function or the like, where no update would reach it: use the parameter "
+    "itself ({})"
+)
 _VARIES = (
     "model.name: what {} gives has other shapes, types or constants for other values of its data, so what follows cannot be "
     "recorded ({}): put both into a module within the model, which then stays whole"
@@ -47,6 +51,11 @@ class Foreign(Unrecordable):
 
     def __init__(self) -> None:
         super().__init__(_FOREIGN.format(where()))
+
+
+def passed_by(name: str) -> Unrecordable | None:
+    """The error for a parameter of the model that the forward does not reach through the model; None without a name."""
+    return Unrecordable(_PASSED_BY.format(name, where())) if name else None
 
 
 class ReadsData(Unrecordable):

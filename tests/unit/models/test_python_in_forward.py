@@ -2,6 +2,7 @@
 again is refused."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -327,3 +328,42 @@ class SaysThatItNeedsAGradient(Net):
 
 def test_a_tensor_that_is_said_to_need_a_gradient() -> None:
     check(SaysThatItNeedsAGradient, [torch.randn(4, 6)], loss, every_cut)
+
+
+class Sloping(nn.Module):
+    """Its result's derivative by what it is given counts, as in networks that know an equation."""
+
+    def __init__(self, of_input: bool) -> None:
+        super().__init__()
+        self.of_input = of_input
+        self.first, self.net = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), nn.Tanh())
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.clone() if self.of_input else self.first(x).detach()
+            x.requires_grad_(True)
+            found = self.net(x)
+            (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+        return self.last(found + slope.norm(dim=1, keepdim=True))
+
+
+class Stepping(nn.Module):
+    """Takes a step of gradient descent within its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            weight = self.first.weight
+            loss = self.second(torch.tanh(F.linear(x, weight))).square().mean()
+            (gradient,) = torch.autograd.grad(loss, (weight,), create_graph=True)
+        return self.last(self.second(torch.tanh(F.linear(x, weight - 0.1 * gradient))))
+
+
+@pytest.mark.parametrize(("make", "layers"), [(partial(Sloping, True), 2), (partial(Sloping, False), 3), (Stepping, 4)])
+def test_derivatives_are_taken_in_one_layer(make: Callable[[], nn.Module], layers: int) -> None:
+    """They could be cut apart from what they are taken of and by, and what they are taken by did not want a gradient."""
+    assert len(check(make, [torch.randn(4, 6), torch.randn(4, 6)], loss, every_cut)) == layers
