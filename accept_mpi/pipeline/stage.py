@@ -31,7 +31,7 @@ from accept_mpi.pipeline.recomputing import Recomputing
 from accept_mpi.pipeline.running_statistics import RunningStatistics
 from accept_mpi.pipeline.schedule import DELAY
 from accept_mpi.pipeline.trials import Trials
-from accept_mpi.pipeline.turns import Turns
+from accept_mpi.pipeline.turns import Turns, hooked
 from accept_mpi.pipeline.weight_versions import LaneWeights, Weights
 from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, seed_all, seed_torch, state
 from accept_mpi.tree import Tree
@@ -286,7 +286,9 @@ class Stage(Trials):
         """From now on a group holds the stage: leave BatchNorm's running statistics to ``statistics``. Raises UserError if
         a group cannot hold it."""
         changes = any(name.startswith("parameter ") for name in self._written)
-        if why := self.undivided or ("a layer writes into its own parameters in its forward" if changes else ""):
+        writes = "a layer writes into its own parameters in its forward" if changes else ""
+        hooks = "a parameter has hooks" if hooked(self.parameters) else ""  # which may count, or remember
+        if why := self.undivided or writes or hooks:
             raise UserError(f"layers {self.start} to {self._last} cannot be held by several ranks: {why}")
         self.statistics = RunningStatistics(self.names, self.layers, self.norms_take)
 

@@ -84,4 +84,9 @@ def why_in_turn(again: bool, back: bool, loss: bool, writes: bool) -> str:
 
 def hooked(parameters: list[nn.Parameter]) -> bool:
     """True if something is called with a parameter's gradient; copies of the parameter would not have it."""
-    return any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
+    return any(p._backward_hooks for p in parameters) or sees_sums(parameters)
+
+
+def sees_sums(parameters: list[nn.Parameter]) -> bool:
+    """True if something is called with what a step's micro-batches so far have added up to a parameter's gradient."""
+    return any(getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)

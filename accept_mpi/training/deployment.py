@@ -50,7 +50,7 @@ from accept_mpi.training.data_here import Data, Known, agree_on_data
 from accept_mpi.training.lanes import Computing, InTurn, LaneThreads, threads_of
 from accept_mpi.training.reports import Reports
 from accept_mpi.training.stage_channels import Neighbour, StageChannels
-from accept_mpi.training.summing import summed_gradients, updates_late
+from accept_mpi.training.summing import check_hooks, summed_gradients, updates_late
 from accept_mpi.training.worker import Services, Worker
 
 _TOLD, _IN_FLIGHT = 4096, 8  # reports kept; more than can be in flight
@@ -133,9 +133,7 @@ class Deployment:
                 runtime.agree("the groups", lambda: self.stage.join_group() if self.place.members > 1 else None)
             except Agreed as mistake:
                 raise GroupRefused(str(mistake)) from mistake
-        runtime.agree(
-            "recomputing", lambda: self.stage.compute_again() if not self.place.idle and self._recomputes else None
-        )
+        runtime.agree("what backwards do", lambda: None if self.place.idle else self._prepare_backwards())
         no_lanes = self._check_lanes() if self.plan.laned else ""
         self.plan, self.codecs_why = select_codecs(
             runtime, job, self.plan, self.stage, max(sizes[0]), self._signatures, self._data[0]
@@ -147,6 +145,12 @@ class Deployment:
             )
         self.codecs_why += [no_lanes] if no_lanes else []
         restore(self.stage)  # after the first forward, which may create buffers
+
+    def _prepare_backwards(self) -> None:
+        """Raises UserError if the stage's layers do not allow what backwards are to do."""
+        check_hooks(self.stage, self.plan, self.runtime.rank, self.job, self.state.chain.shared)
+        if self.plan.stages[self.place.stage].recompute:
+            self.stage.compute_again()
 
     def _check_lanes(self) -> str:
         """Have all ranks say whether their lanes can compute what their stages do. If not, no rank gets lanes; returns the
@@ -162,10 +166,6 @@ class Deployment:
         if lanes not in (1, "F+B") and stage.statistics is None:
             stage.join_group()
         return ""
-
-    @property
-    def _recomputes(self) -> bool:
-        return self.plan.stages[self.place.stage].recompute
 
     @property
     def _lanes(self) -> Lanes:

@@ -6,6 +6,8 @@ same. A micro-batch's gradients are added in the order in which stages go backwa
 
 from collections.abc import Callable, Iterable, Sequence
 
+from torch import nn
+
 from accept_mpi.codecs.coding import parse
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.group_sum import Group, GroupSum
@@ -13,6 +15,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.models.shared import Shared
 from accept_mpi.pipeline.stage import Stage
+from accept_mpi.pipeline.turns import hooked, sees_sums
 from accept_mpi.plan import Plan
 from accept_mpi.planning.codec_choice import EXACT, gradient_codec, sums_of
 from accept_mpi.planning.ties import parted
@@ -66,6 +69,29 @@ def updates_late(plan: Plan, job: Job, shared: Callable[[], Iterable[Shared]]) -
     return waits and not plan.hybrid and not _ties(plan, job, shared)
 
 
+def check_hooks(stage: Stage, plan: Plan, rank: int, job: Job, shared: Callable[[], Iterable[Shared]]) -> None:
+    """Raise UserError if a hook of a parameter would not get the gradients that it gets in one process: those of all uses of
+    a tied parameter; what the micro-batches so far have added up. Groups and lanes refuse hooks themselves."""
+    if not hooked(stage.parameters):
+        return
+    mine = plan.place(rank).stage
+    ties = [one for one, at in _ties(plan, job, shared) if mine in at]
+    sums = sees_sums(stage.parameters)
+    if wrong := [one for one in ties if sums or hooked([_copy_of(one, stage)])]:
+        raise UserError(f"pipeline.cuts: {wrong[0].text}, and a parameter has hooks, so no cut may part them")
+    if sums and updates_late(plan, job, shared):
+        raise UserError(
+            "pipeline.schedule: 1f1b-delayed with train.clip_norm sets each micro-batch's gradients aside, and a hook in "
+            f"stage {mine} gets what they add up to (register_post_accumulate_grad_hook); take another schedule"
+        )
+
+
+def _copy_of(one: Shared, stage: Stage) -> nn.Parameter:
+    """A stage's copy of a tied parameter."""
+    layer, name = next(place for place in one.places if 0 <= place[0] - stage.start < len(stage.layers))
+    return stage.layers[layer - stage.start].get_parameter(name)
+
+
 def _ties(plan: Plan, job: Job, shared: Callable[[], Iterable[Shared]]) -> list[tuple[Shared, list[int]]]:
     """Parameters of which several stages have a copy."""
     return parted(shared(), plan) if job.parts_ties and len(plan.stages) > 1 else []
@@ -93,8 +119,7 @@ def tied_parts(
         dealt = [[ranks.index(plan.stages[s].ranks[member]) for member in tables[s]] for s in backward]
         # Numbers beyond those of the stages' groups.
         group = Group(ranks, ranks.index(rank), 2 * len(plan.stages) + number, dealt, exact, backward.index(mine))
-        layer, name = next(place for place in one.places if plan.stages[mine].start <= place[0] < plan.stages[mine].stop)
-        parameter = stage.layers[layer - stage.start].get_parameter(name)
+        parameter = _copy_of(one, stage)
         position = places[id(parameter)]
         if any(stage.parameters[n] is parameter for n in stage.sparse):
             raise UserError(f"pipeline.cuts: {one.text}, with a sparse gradient (sparse=True), so no cut may part them")
