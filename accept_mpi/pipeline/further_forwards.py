@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from accept_mpi.codecs.tensors import Tensors
+from accept_mpi.errors import UserError
 from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.common import Common, Finder, Seen
 from accept_mpi.models.losses import Loss
+from accept_mpi.models.shared import same_bits
 from accept_mpi.pipeline.micro_batch import InFlight, Key, Outputs
 from accept_mpi.pipeline.remembered import THE_LOSS
-from accept_mpi.pipeline.running_statistics import batch_norms
+from accept_mpi.pipeline.running_statistics import RunningStatistics, batch_norms
 from accept_mpi.pipeline.stage_state import Stateful
 from accept_mpi.tree import Tree
 
@@ -40,6 +42,7 @@ class FurtherForwards(Stateful):
     start: int
     alone: str
     in_turn: str
+    norms_take: dict[str, torch.dtype]
     _loss: Loss | None
     _searches: int
     _common: Sequence[Common]
@@ -165,6 +168,37 @@ class FurtherForwards(Stateful):
         self._written |= {name for name, _, _ in kept}
         return f'a forward reads running statistics of "{next(iter(moving.values()))}", which each one changes'
 
+    def _why_unreplayed(self, given: Given, calls: Mapping[str, int]) -> str:
+        """Reason why BatchNorm's running statistics after a forward cannot be replayed from what it saw; empty: they can, as
+        those of torch's own layers that are called once. ``calls``: how often a forward calls each of them."""
+        norms = batch_norms(self.names, self.layers).items()
+        moving = {name: norm for name, norm in norms if norm.training and norm.running_mean is not None}
+        if none := [name for name, norm in moving.items() if norm.num_batches_tracked is None]:
+            return f'layer "{none[0]}" has no num_batches_tracked'
+        odd = [name for name, norm in moving.items() if calls.get(name) != 1 or not _is_torchs(norm)]
+        if not odd:
+            return ""
+        why = f'layer "{odd[0]}" computes its running statistics in a way of its own'
+        buffers = [buffer for norm in moving.values() for buffer in norm.buffers(recurse=False)]
+        before = [buffer.detach().clone() for buffer in buffers]
+        statistics = RunningStatistics(self.names, self.layers, self.norms_take)
+        try:
+            self.forward(0, 0, given.boxes, target=given.target, of=given.of, samples=given.samples)
+            after = _put(buffers, before)
+            self.statistics = statistics
+            out = self.forward(0, 0, given.boxes, target=given.target, of=given.of, samples=given.samples)
+            assert out.statistics is not None
+            statistics.replay([out.statistics])
+            return "" if all(map(same_bits, after, _put(buffers, before))) else why
+        except UserError as error:
+            return str(error)
+        except Exception:
+            return why
+        finally:
+            self.statistics = None
+            self.in_flight.clear()
+            _put(buffers, before)
+
     def _set_again(self, given: Given, now: Attributes, names: Sequence[str]) -> list[str]:
         """Attributes that are numbers, and that each forward sets and another reads: the same inputs may give the same
         number, which a cache, made where there is none yet, is not set to again."""
@@ -202,6 +236,19 @@ class FurtherForwards(Stateful):
         finally:
             self.in_flight.clear()
         return is_nan(out)
+
+
+def _is_torchs(norm: nn.Module) -> bool:
+    """True if torch's own code computes a BatchNorm layer, and nothing else."""
+    return type(norm).forward.__module__.startswith("torch.") and "forward" not in vars(norm) and not norm._forward_hooks
+
+
+def _put(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Put values into buffers. Returns copies of what they had."""
+    had = [buffer.detach().clone() for buffer in buffers]
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.data.copy_(value)
+    return had
 
 
 def is_nan(out: Outputs) -> bool:

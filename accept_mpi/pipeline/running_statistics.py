@@ -76,7 +76,7 @@ class RunningStatistics:
             yield found
             if self._used.max().item() > 1 if self._sizes else False:
                 name = self._modules[int(self._used.argmax())][0]
-                raise UserError(f'layer "{name}" is used twice in a forward, which a group of ranks cannot hold')
+                raise UserError(f'layer "{name}" is used twice in a forward')
             found.append(torch.cat([self._used.float(), self._seen.detach().reshape(-1)]))
         finally:
             for module, buffers, momentum in kept:

@@ -288,7 +288,7 @@ class Stage(Trials):
         changes = any(name.startswith("parameter ") for name in self._written)
         writes = "a layer writes into its own parameters in its forward" if changes else ""
         hooks = "a parameter has hooks" if hooked(self.parameters) else ""  # which may count, or remember
-        if why := self.undivided or writes or hooks:
+        if why := self.undivided or writes or hooks or self.unreplayed:
             raise UserError(f"layers {self.start} to {self._last} cannot be held by several ranks: {why}")
         self.statistics = RunningStatistics(self.names, self.layers, self.norms_take)
 

@@ -3,6 +3,7 @@ makes values which are not finite. Both happen to copies: what a forward does to
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -68,6 +69,10 @@ class Trials(FurtherForwards):
         """Reason why several threads cannot compute forwards at a time, found by ``probe``; empty: they can."""
         self.forgets: list[str] = []
         """What forwards change and read, found by ``probe``, and no checkpoint can keep."""
+        self.unreplayed = ""
+        """Reason why BatchNorm's running statistics cannot be replayed, found by ``probe``; empty: they can."""
+        self._calls: Counter[str] = Counter()
+        """Calls of BatchNorm layers, by name, in the first forward of a trial."""
         self.norms_take: dict[str, torch.dtype] = {}
         """Types of the inputs of BatchNorm layers, by name, found by ``probe``."""
         self._drawing: set[int] = set()
@@ -135,6 +140,7 @@ class Trials(FurtherForwards):
         unused = tuple(None if x is None else x.detach().clone() for x in inputs)  # a forward may write to them
         uses = Uses() if self._job.train.lora else None
         seen = self._seen()
+        self._calls.clear()
         with calls_of_shared() as shared, uses or nullcontext(), Differentiating() as differentiating:
             try:
                 out = self.forward(0, 0, inputs, target=target, of=of, samples=samples)
@@ -146,7 +152,7 @@ class Trials(FurtherForwards):
         self._partial = differentiating.found
         mine = {id(parameter) for layer in self.layers for parameter in layer.parameters()}
         self._strange = [one for one in parameters_behind(self.in_flight[0, 0].outputs) if id(one) not in mine]
-        nan = is_nan(out)
+        nan, calls = is_nan(out), self._calls.copy()
         watch.after_forward(self._divisors)
         # Any thread that ends a forward drops the casts that torch keeps for all threads.
         if cast_twice(self.in_flight[0, 0].outputs):
@@ -171,6 +177,7 @@ class Trials(FurtherForwards):
         self.find_sparse()
         given = Given(unused, of, target, samples)
         remembered, variables = self._look_again(given, gradients, there, attributes, seen, nan)
+        self.unreplayed = self.unreplayed or ("" if self.alone else self._why_unreplayed(given, calls))
         names = {*self._remembered.names, *remembered, *watch.ever_changed - self._check_state()}
         self._remembered = Remembered(named, names)
         self.forgets = list(dict.fromkeys([*self.forgets, *self._remembered.lost(), *variables]))
@@ -236,7 +243,8 @@ class Trials(FurtherForwards):
             self.evaluate(inputs, target, of, samples=samples)
 
     def _note(self, name: str, norm: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        """Note the type of what a norm takes; a hook on it."""
+        """Note that a norm is called, and the type of what it takes; a hook on it."""
+        self._calls[name] += 1
         if given:
             self.norms_take[name] = given[0].dtype
 
@@ -268,7 +276,8 @@ class Trials(FurtherForwards):
             self._remembered = Remembered(self._modules, names)
             self._begin_loss()
         self.alone, self.in_turn = self.alone or trial.alone, self.in_turn or trial.in_turn
-        self.one_forward = self.one_forward or trial.one_forward
+        self.unreplayed = self.unreplayed or trial.unreplayed
+        self.one_forward = self.one_forward or trial.one_forward or trial.unreplayed
         if hooked(self.parameters):  # which a trial's copies have not
             self.in_turn = self.in_turn or "a parameter has hooks"
         self.norms_take |= trial.norms_take

@@ -366,3 +366,78 @@ def test_random_numbers_of_a_backward_do_not_depend_on_the_cuts() -> None:
         found.append([p.grad for stage in stages for p in stage.parameters])
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+class Whole(nn.Module):
+    """A norm that is called twice, or whose statistics its owner moves."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.norm, self.how = nn.BatchNorm1d(4), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "twice":
+            return self.norm(self.norm(x))  # type: ignore[no-any-return]
+        mean, var = self.norm.running_mean, self.norm.running_var
+        return functional.batch_norm(x, mean, var, training=self.training)
+
+
+class Slow(nn.BatchNorm1d):
+    """Has a rate of its own, and counts nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.running_mean is not None
+        with torch.no_grad():
+            self.running_mean.mul_(0.99).add_(x.mean(0), alpha=0.01)
+        return x - x.mean(0)
+
+
+class Named(nn.BatchNorm1d):
+    """Torch's, and an activation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(super().forward(x))
+
+
+def doubled() -> nn.Module:
+    """A hook beside torch's own."""
+
+    def double(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        assert isinstance(module.running_var, torch.Tensor)
+        module.running_var.data.mul_(2)
+
+    norm = nn.BatchNorm1d(4)
+    norm.register_forward_hook(double)
+    return norm
+
+
+def uncounted() -> nn.Module:
+    norm = nn.BatchNorm1d(4)
+    norm.num_batches_tracked = None
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (nn.BatchNorm1d(4), ""),
+        (Named(4), ""),
+        (nn.BatchNorm1d(4, momentum=None), ""),
+        (Whole("twice"), 'layer "b.norm" is used twice in a forward'),
+        (Whole("owner"), 'layer "b.norm" computes its running statistics in a way of its own'),
+        (Slow(4), 'layer "b" computes its running statistics in a way of its own'),
+        (doubled(), 'layer "b" computes its running statistics in a way of its own'),
+        (uncounted(), 'layer "b" has no num_batches_tracked'),
+    ],
+    ids=["torch", "named", "average", "twice", "owner", "slow", "doubled", "uncounted"],
+)
+def test_statistics_that_cannot_be_replayed(layer: nn.Module, reason: str) -> None:
+    """Neither a group nor lanes compute such layers; one rank does, also twice."""
+    stage = probed(layer)
+    assert (stage.unreplayed, stage.one_forward) == (reason, reason)
+    stage.compute_again()
+    if reason:
+        with pytest.raises(UserError, match=reason):
+            stage.join_group()
+    else:
+        stage.join_group()
