@@ -42,6 +42,8 @@ class Place(NamedTuple):
     """The layer's part that has the attribute, or the Python module's class; empty: the layer, the Python module itself."""
     steps: tuple[Any, ...]
     """Name of the attribute or variable, and the way from there through containers and objects; empty: all attributes."""
+    called: bool = False
+    """True if the way leads through a function, such as a hook."""
 
     @property
     def text(self) -> str:
@@ -49,8 +51,9 @@ class Place(NamedTuple):
 
     def value(self, layer: nn.Module | None) -> Any:
         """What is there now. Raises LookupError, AttributeError or TypeError if there is nothing."""
-        owner = sys.modules[self.python] if self.python else layer
-        value: Any = vars(functools.reduce(getattr, filter(None, self.path.split(".")), owner))
+        whole = sys.modules[self.python] if self.python else layer
+        owner: Any = functools.reduce(getattr, filter(None, self.path.split(".")), whole)
+        value: Any = owner if isinstance(owner, _CALLED) else vars(owner)
         for step in self.steps:
             value = _part(value, step)
         return value if self.steps else {name: one for name, one in value.items() if name not in OWN}
@@ -131,8 +134,14 @@ class Finder:
 
     def found(self) -> tuple[Common, ...]:
         """What two or more layers have in common, and variables of Python that at least one of them refers to."""
-        places = (sorted(found.items()) for found in self._found.values())
-        return tuple(Common(tuple(found)) for found in places if len(found) > 1 or found[0][1].python)
+        return tuple(one for one in self._every() if len(one.places) > 1 or one.places[0][1].python)
+
+    def variables(self) -> list[Common]:
+        """Variables of Python, and those of functions, such as hooks, that at least one layer refers to."""
+        return [one for one in self._every() if one.places[0][1].python or one.places[0][1].called]
+
+    def _every(self) -> Iterator[Common]:
+        return (Common(tuple(sorted(found.items()))) for found in self._found.values())
 
 
 def with_loss(common: Sequence[Common], loss: Any, index: int) -> list[Common]:
@@ -193,13 +202,16 @@ _Reached = Iterator[tuple[Any, Place, Any]]
 def _reached(one: Any) -> _Reached:
     """Yield what a layer, or a function, reaches."""
     code: set[int] = set()
-    one = one.__func__ if isinstance(one, types.MethodType) else one
-    if isinstance(one, types.FunctionType):
-        yield from _variables(one, set(), code, 0)
-        return
-    if not isinstance(one, nn.Module):
-        return
     seen: set[int] = set()
+    if isinstance(one, types.MethodType):
+        function: Any = one.__func__
+        yield from _variables(function, set(), code, 0)
+        one = None if isinstance(one.__self__, nn.Module) else one
+    if not isinstance(one, nn.Module):  # a loss
+        for function in _functions(type(one)):
+            yield from _variables(function, set(), code, 0)
+        yield from _inside(one, Place("", "", (), called=True), seen, code)
+        return
     kinds: dict[type, None] = {}
     for path, module in one.named_modules():
         if not is_of(LIBRARIES, type(module).__module__):
@@ -235,6 +247,8 @@ def _inside(value: Any, place: Place, seen: set[int], code: set[int]) -> _Reache
     if id(value) in seen or len(seen) > MOST_INSIDE or len(place.steps) > _DEEP:
         return
     seen.add(id(value))
+    if isinstance(value, _CALLED):
+        place = place._replace(called=True)
     if isinstance(value, types.FunctionType):
         yield from _variables(value, set(), code, 0)
         for name, cell in _cells(value):
@@ -246,7 +260,8 @@ def _inside(value: Any, place: Place, seen: set[int], code: set[int]) -> _Reache
         yield from _inside(part, place._replace(steps=(*place.steps, step)), seen, code)
 
 
-_ON_THE_WAY = (tuple, types.FunctionType, types.MethodType, functools.partial)
+_CALLED = (types.FunctionType, types.MethodType, functools.partial)
+_ON_THE_WAY = (tuple, *_CALLED)
 """What does not change itself, but what is in it."""
 
 

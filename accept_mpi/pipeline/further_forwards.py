@@ -78,13 +78,13 @@ class FurtherForwards(Stateful):
                 loss.metrics = measured
 
     def _seen(self) -> Seen:
-        """What layers have in common with those of other stages, and the variables of Python that forwards refer to."""
+        """What layers have in common with those of other stages, and the variables of Python and of functions that forwards
+        refer to."""
         layers = [*self.layers, self._loss and self._loss.function]
         finder = Finder()
         for index, layer in enumerate(layers, self.start):
             finder.show(index, layer)
-        variables = [one for one in finder.found() if one.places[0][1].python]
-        return Seen(layers, self.start, [*self._common, *variables])
+        return Seen(layers, self.start, [*self._common, *finder.variables()])
 
     def _look_again(
         self,
@@ -137,10 +137,14 @@ class FurtherForwards(Stateful):
         return False
 
     def _judge_outside(self, changed: Sequence[Common]) -> list[str]:
-        """Take note of what layers have in common and each forward changes. Returns the names of variables of Python among
-        it."""
+        """Take note of what layers have in common and each forward changes. Returns the names of variables among it."""
         self._parted = self._parted or next((one.text for one in changed if one in self._common), "")
-        names = [one.places[0][1].text for one in changed if one.places[0][1].python]
+        owners = dict(enumerate([*self.names, "the loss"], self.start))
+        names = [
+            place.text if place.python else f"{owners[index]}.{place.text}"
+            for index, place in (one.places[0] for one in changed)
+            if place.python or place.called
+        ]
         if names:
             why = f"a forward changes {names[0]}"
             self.alone, self.in_turn = self.alone or why, self.in_turn or why

@@ -161,7 +161,81 @@ def hooked(kind: str) -> Chain:
 def test_what_hooks_change_must_not_be_parted(kind: str) -> None:
     with pytest.raises(UserError, match=r"layers 0 and 2 have _forward_hooks\.0\.\S+ in common, and a forward changes it"):
         probed(hooked(kind), 0, 1)
-    assert not probed(hooked(kind), 0, 3)._parted
+    together = probed(hooked(kind), 0, 3)
+    assert not together._parted
+    assert together.alone
+    assert together.forgets
+
+
+class Counter:
+    """Judges, and weighs what it is asked first less."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return nn.functional.cross_entropy(output, target) * self.calls
+
+    def judge(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self(output, target)
+
+    def scale(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return output * self.calls
+
+
+def counting(output: torch.Tensor | None = None) -> Any:
+    """A function that counts its calls in a variable of the function around it."""
+    calls = [0]
+
+    def scale(*given: Any) -> Any:
+        calls[0] += 1
+        if output is None and len(given) == 2:
+            return nn.functional.cross_entropy(*given) * calls[0]
+        return given[-1] * calls[0]
+
+    return scale
+
+
+class Calling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = counting()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("hook", "_forward_hooks.0.calls"), ("method", "_forward_hooks.0.__self__"), ("attribute", "scale.calls")],
+)
+def test_what_a_function_of_one_layer_counts(kind: str, name: str) -> None:
+    """One rank must compute the forwards that count, and checkpoints cannot keep the number."""
+
+    def again() -> Any:
+        layer = Calling() if kind == "attribute" else nn.Tanh()
+        if kind != "attribute":
+            layer.register_forward_hook(counting() if kind == "hook" else Counter().scale)
+        return [("l0", nn.Linear(4, 4)), ("l1", layer)]
+
+    stage = probed(Chain(again(), again), 0, 2)
+    assert stage.alone == f"a forward changes l1.{name}"
+    assert stage.forgets == [f"l1.{name}"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [(Counter(), "attributes"), (Counter().judge, "__self__"), (counting(), "calls"), (nn.functional.cross_entropy, "")],
+    ids=["object", "method", "closure", "none"],
+)
+def test_what_a_loss_that_is_no_module_counts(loss: Any, name: str) -> None:
+    chain = chain_of(Layer, Layer)
+    stage = Stage(build_stage(chain, 0, 2, 0, loss), JOB, Loss("own", loss), False)
+    stage.probe((torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
+    assert stage.alone == (f"a forward changes the loss.{name}" if name else "")
+    assert stage.forgets == ([f"the loss.{name}"] if name else [])
 
 
 class Scaling(nn.Module):
