@@ -55,6 +55,8 @@ class FurtherForwards(Stateful):
     backward: Callable[..., Tensors]
     weight_gradient: Callable[[int, int], None]
     _written: set[str]
+    _returned: Tensors = ()
+    """Gradients of the inputs that the last further backward gave."""
 
     @property
     def _modules(self) -> list[tuple[str, nn.Module]]:
@@ -116,7 +118,7 @@ class FurtherForwards(Stateful):
             return (again if counts else []), variables
         read = self._reads_statistics(given, there)
         if again and not counts:
-            counts = bool(read) or self._reads(given, lambda: now.with_nan(again, numbers=False))
+            counts = bool(read) or self._reads(given, lambda: now.with_nan(again, numbers=False), gradients)
         found = again if counts else self._set_again(given, now, [name for name in changed if name not in again])
         why = read or (f'a forward changes "{found[0]}", and reads it' if found else "")
         self.alone, self.in_turn = self.alone or why, self.in_turn or why
@@ -127,7 +129,7 @@ class FurtherForwards(Stateful):
         self._searches = 0
         try:
             self.forward(0, 0, given.boxes, target=given.target, of=given.of, samples=given.samples)
-            self.backward(0, 0, gradients, seed=0)
+            self._returned = self.backward(0, 0, gradients, seed=0)
             if (0, 0) in self.in_flight:
                 self.weight_gradient(0, 0)
         except Exception:
@@ -216,15 +218,30 @@ class FurtherForwards(Stateful):
         set_again = [name for name in numbers if name not in made_once]
         return set_again if set_again and self._reads(given, lambda: now.with_nan(set_again, numbers=True)) else []
 
-    def _reads(self, given: Given, spoil: Callable[[], None]) -> bool:
-        """True if the NaN that ``spoil`` puts into attributes comes out of a forward, in training or in an evaluation."""
+    def _reads(self, given: Given, spoil: Callable[[], None], gradients: Tensors | None = None) -> bool:
+        """True if the NaN that ``spoil`` puts into attributes comes out of a forward, in training or in an evaluation, or of
+        a backward, if ``gradients`` are given, that gives none otherwise."""
+        without = gradients is not None and not self._goes_back_to_nan(given, gradients)
         spoil()
         if self._gives_nan(given):
             return True
+        if without and gradients is not None:
+            spoil()
+            if self._goes_back_to_nan(given, gradients):
+                return True
         if self._gives_nan(given, evaluates=True):  # it cannot be evaluated at all
             return False
         spoil()
         return self._gives_nan(given, evaluates=True)
+
+    def _goes_back_to_nan(self, given: Given, gradients: Tensors) -> bool:
+        """Run a forward and its backward; True if NaN comes out of the backward, or if it fails."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self._once_more(given, gradients):
+            return True
+        every = (*self._returned, *(parameter.grad for parameter in self.parameters))
+        return any(one is not None and one.layout is torch.strided and bool(one.isnan().any()) for one in every)
 
     def _gives_nan(self, given: Given, evaluates: bool = False) -> bool:
         """Run a forward, in training or in an evaluation; True if NaN comes out, or if it fails."""

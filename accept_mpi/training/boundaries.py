@@ -157,7 +157,7 @@ def _run(
         back = returned(size, training, ahead.forward[size], of, tuple(map(whole_values, outputs)))
         if training:
             ahead.backward[size] = back
-        return tuple(spec.zeros() for spec in back)
+        return tuple(spec.made_up() for spec in back)  # zeros would leave what a backward counts as it was
 
     if not training:  # forward only, since BatchNorm may refuse to train on this size
         with stage.evaluating():

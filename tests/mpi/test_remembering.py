@@ -144,3 +144,51 @@ def test_each_micro_batch_counts_once(folder: Path, fault: str) -> None:
     assert "from step 0" not in out, out
     kept = Checkpoint(folder / "run").remembered()
     assert [unpacked(kept[f"remembered/{layer}.meter"])["calls"] for layer in range(4)] == [18] * 4
+
+
+BACKWARDS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+class Dividing(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.linear, self.size = nn.Linear(6, 6), 1.0 if number else torch.ones(())
+        self.register_full_backward_hook(self.divide)
+
+    def divide(self, module, given, gradients):
+        size = 10 * gradients[0].abs().mean()
+        self.size = self.size + (float(size) if type(self.size) is float else size)
+        return tuple(gradient / self.size for gradient in given)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+def net(number):
+    return nn.Sequential(nn.Linear(6, 6), Dividing(number), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def data():
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :3].argmax(1)), TensorDataset(x, x[:, :3].argmax(1))
+"""
+
+
+@pytest.mark.parametrize("number", ["true", "false"])
+def test_what_only_backwards_read(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str) -> None:
+    """Forwards do not show it; nor did gradients of zeros, in any stage but the last."""
+    text = JOB.replace("remembering:loss", "cross_entropy").replace("remembering:", "backwards:")
+    (tmp_path / "backwards.py").write_text(BACKWARDS)
+    (tmp_path / "job.toml").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "backwards", raising=False)
+    job = ("job.toml", f"model.args={{number={number}}}", "pipeline.cuts=[2]")
+    trained(2, tmp_path, [(*job, "output.directory=begun", "train.steps=5")])
+    trained(2, tmp_path, [(*job, "output.directory=resumed", "--resume", "begun")])
+    expected, _ = plain_loop(tmp_path / "job.toml", job[1])
+    same(weights(tmp_path, "resumed"), expected)
+    (refused,) = trained(3, tmp_path, [(*job, "pipeline.ranks=[[0, 1], 2]")], code=2)
+    assert 'cannot be held by several ranks: a forward changes "1.size", and reads it' in refused.out

@@ -141,6 +141,41 @@ class OfGradients(nn.Module):
         return x * self.size
 
 
+class Dividing(nn.Module):
+    """Divides gradients by their moving size, which no forward reads."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.linear, self.size, self.in_place = nn.Linear(4, 4), torch.ones(()), in_place
+        self.register_full_backward_hook(self.divide)
+
+    def divide(self, module: Any, given: Any, gradients: Any) -> Any:
+        if self.in_place:
+            self.size.add_(gradients[0].abs().mean())
+        else:
+            self.size = self.size + gradients[0].abs().mean()
+        return tuple(gradient / self.size for gradient in given)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Noticing(nn.Module):
+    """Leaves gradients for whoever looks at them."""
+
+    seen: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_full_backward_hook(self.notice)
+
+    def notice(self, module: Any, given: Any, gradients: Any) -> None:
+        self.seen = gradients[0].detach()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
 class OfStatistics(nn.Module):
     """Beside a norm, whose running statistics evaluations read."""
 
@@ -262,6 +297,8 @@ def probed(layer: nn.Module, loss: Any = None) -> Stage:
         (Hidden(), 'a forward changes "b.hidden"', ["b.hidden"]),
         (Previous(), 'a forward changes "b.spread"', ["b.spread"]),
         (OfGradients(), 'a forward changes "b.size"', ["b.size"]),
+        (Dividing(False), 'a forward changes "b.size"', ["b.size"]),
+        (Dividing(True), 'a forward changes "b.size"', ["b.size"]),
         (OfStatistics(), 'a forward changes "b.inner.mean"', ["b.inner.mean"]),
         (InNumPy(), 'a forward changes "b.mean"', ["b.mean"]),
         (Drawing(), 'a forward changes "b.random"', ["b.random"]),
@@ -290,7 +327,9 @@ def test_it_is_found_whatever_the_last_batch_has(layer: nn.Module) -> None:
     assert stage._remembered.names
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), Showing(), Table(), nn.Dropout(), Scaled(), Collecting(), Cached()])
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm1d(4), Showing(), Table(), nn.Dropout(), Scaled(), Collecting(), Cached(), Noticing()]
+)
 def test_what_nobody_reads_may_be_left(layer: nn.Module) -> None:
     stage = probed(layer)
     assert (stage.alone, stage.in_turn, stage.forgets) == ("", "", [])
