@@ -248,7 +248,7 @@ class _Run:
         try:
             deployment.build(course, batches, restore)
         except GroupRefused as refused:
-            if self.job.pipeline.cuts != "auto":
+            if begin.first and self.job.pipeline.cuts != "auto":
                 raise
             return self._without_groups(runtime, state, begin, refused)
         except Agreed as mistake:
@@ -276,13 +276,16 @@ class _Run:
         return None if made == course.last or self._is_over(runtime) else self._better(runtime)
 
     def _without_groups(self, runtime: Runtime, state: RankState, begin: Begin, why: GroupRefused) -> Begin:
-        """Plan again without groups, since what the layers do shows only now."""
+        """Plan again without groups, since what the layers do shows only now: of a plan that the job gave, and a loss has
+        changed, only their leaders go on."""
         log.warning("%s; the plan is made again without groups", why)
         self._goes_on_with(
             msgspec.structs.replace(self.job, pipeline=msgspec.structs.replace(self.job.pipeline, groups=False))
         )
-        cluster = self._planned.cluster if self._planned and self._planned.cluster else self._of_now(runtime)
-        plan = next_plan(runtime, self.job, Plan(stages=(), boundaries=()), cluster)
+        if self.job.pipeline.cuts == "auto" or self.job.pipeline.adapt:
+            plan = next_plan(runtime, self.job, Plan(stages=(), boundaries=()), self._of_now(runtime))
+        else:
+            plan = begin.plan.without({rank for _, rank in begin.plan.holders} - set(begin.plan.leaders)) or begin.plan
         if self._planned:
             lines = [f"{why}: planned again without groups"] if self._planned.lines else []
             self._planned = self._planned._replace(plan=plan, lines=lines, step=None)

@@ -150,3 +150,40 @@ def test_a_supervised_run_that_had_all_but_ended(tmp_path: Path, run_name: str) 
         code, out = run(tmp_path, command, "", 2)
         assert code == 0, out
         assert f"step 6  done: {again}" in out, out
+
+
+COUNTING = """
+import torch
+from torch import nn
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return x * self.calls.clamp(max=20) / 20
+
+def net():
+    return [nn.Flatten(), nn.Linear(192, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), Counting(), nn.Linear(32, 10)]
+"""
+
+
+@pytest.mark.parametrize(("held", "cuts", "lost"), [([[0, 1], 2], [5], 2), ([0, [1, 2]], [6], 0)])
+def test_a_group_that_cannot_hold_what_a_lost_rank_held(
+    tmp_path: Path, held: list[object], cuts: list[int], lost: int
+) -> None:
+    """One of it goes on alone then, as with a model that no group can hold from the beginning."""
+    (tmp_path / "counting.py").write_text(COUNTING)
+    job = samples.CNN | {"model": 'name = "counting:net"'}
+    keys = {"pipeline_cuts": cuts, "pipeline_ranks": held, "recovery_replicate_every": 2}
+    path = samples.write_job(tmp_path / "job.toml", job, **keys)
+    whole = samples.write_job(tmp_path / "whole.toml", job, "whole", pipeline_cuts=[])
+    assert run(tmp_path, ["-m", "accept_mpi", "train", whole, "--quiet"], "", 1)[0] == 0
+    code, out = run(tmp_path, ["-m", "accept_mpi", "train", path, "--quiet"], f"{lost}@backward:18", 3)
+    assert code == 0, out
+    assert "lost rank" in out, out
+    assert 'a forward changes the buffer "5.calls"; the plan is made again without groups' in out, out
+    samples.assert_equal(Checkpoint(tmp_path / "run").whole(), Checkpoint(tmp_path / "whole").whole())
