@@ -46,7 +46,7 @@ _FAILED = 1  # exit code of a run that failed, whatever mpirun's was: that may b
 _WITHOUT_PROGRESS = 3  # consecutive starts without a step after which to give up
 _STUCK = 5  # consecutive starts that get no further than earlier ones after which to give up: probably a bug
 _LEAST_BYTES = 1 << 16  # that mpirun's temporary files need
-_STEP = re.compile(rb"step (\d+)(/\d+|  test loss|  (done: ))")  # as ``logs.progress`` prints it
+_STEP = re.compile(rb"step (\d+)(/\d+ +epoch |  test loss|  (done: ))")  # as ``logs.progress`` prints it
 _LAST_WORD = re.compile(rb"accept_mpi: (?!note: )(.*stopped by a signal after step )?")  # as ``comm.runtime`` prints it
 _KEEP_NAMES = {"PRTE_MCA_prte_keep_fqdn_hostnames": "1"}
 """Environment for mpirun, which would otherwise take pi.kitchen.lan and pi.attic.lan for the same host."""
@@ -105,8 +105,9 @@ class _Start:
                 target.buffer.flush()
 
     def _told(self, line: bytes) -> None:
-        """Note rank 0's progress from a line of its output."""
-        if found := _STEP.match(line):
+        """Note rank 0's progress from a line of its output, perhaps behind what some rank has printed without an end of
+        line."""
+        if found := _STEP.search(line):
             self.steps += not found[3]
             self.step = max(self.step, int(found[1]))
             self.moved = time.monotonic()
@@ -114,7 +115,7 @@ class _Start:
                 self.done, self.last_word = True, self.moved
 
     def _warned(self, line: bytes) -> None:
-        if found := _LAST_WORD.match(line):
+        if found := _LAST_WORD.search(line):
             self.last_word, self.stopped = time.monotonic(), found[1] is not None
 
     def close(self) -> None:

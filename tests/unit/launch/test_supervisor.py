@@ -126,6 +126,26 @@ def test_what_rank_0_prints_tells_how_far_it_is(
     assert capfdbinary.readouterr().out.count(b"step 3/5  epoch 0\n") == 5
 
 
+def test_what_ranks_print_without_an_end_of_line(tmp_path: Path, mpirun: Path) -> None:
+    """Dots for each sample or a bar stand before what tells of steps, of the end, and of a signal's checkpoint: the run
+    would count as one that stands still, and as not done."""
+    (tmp_path / "steps").touch()
+    mpirun.write_text(mpirun.read_text().replace('echo "step', 'printf "..\\r50 %%|" && echo "step'))
+    code, calls = supervised(tmp_path, [1, 1, 1, 1, 0])
+    assert (code, len(calls)) == (0, 5)
+    script(
+        mpirun,
+        'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi',
+        "trap 'asked=1' USR1",
+        "kill -TERM $PPID",
+        'until [ "$asked" ]; do sleep 0.05; done',
+        "printf '\\r50 %%|' >&2",
+        "echo 'accept_mpi: rank 0 on host pi: stopped by a signal after step 9; go on with --resume run' >&2",
+        "exit 3",
+    )
+    assert supervised(tmp_path, [])[0] == 3
+
+
 def test_a_bug_that_comes_again_and_again(tmp_path: Path, mpirun: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Twenty starts showed the same traceback."""
     (tmp_path / "steps").touch()
