@@ -221,10 +221,11 @@ class Supervisor:
         command = [_mpirun(), *_flags()]
         ranks = self.request.ranks
         if hosts:
-            file = Path(self._scratch.name) / "hosts"
-            file.write_text("".join(f"{host.line}\n" for host in hosts))
+            self._scratch.seek(0)
+            self._scratch.write("".join(f"{host.line}\n" for host in hosts).encode())
+            self._scratch.truncate()
             slots = sum(host.slots for host in hosts)
-            command += ["-hostfile", str(file)]
+            command += ["-hostfile", f"/proc/{os.getpid()}/fd/{self._scratch.fileno()}"]
             ranks = min(ranks or slots, slots)
         command += ["-n", str(ranks or 1), sys.executable, "-m", "accept_mpi", "train", str(self.request.job)]
         command += [word for override in self.request.overrides for word in ("--set", override)]
@@ -319,14 +320,16 @@ class Supervisor:
             self._signals.append(number)
 
 
-def _scratch() -> "tempfile.TemporaryDirectory[str]":
-    """A new folder for temporary files. Raises UserError if nothing can be written there: mpirun could not begin, either."""
+def _scratch() -> IO[bytes]:
+    """A new file for mpirun's host file. It has no name, so that it ends with this process, however that ends. Raises
+    UserError if nothing can be written where mpirun keeps temporary files: it could not begin, either."""
     where = os.environ.get("TMPDIR")
     try:
         if where:
             os.makedirs(where, exist_ok=True)  # as mpirun does
-        made = tempfile.TemporaryDirectory(prefix="accept_mpi-launch-", dir=where or None)
-        (Path(made.name) / "hosts").write_bytes(bytes(_LEAST_BYTES))
+        made = tempfile.TemporaryFile(dir=where or None)  # noqa: SIM115  # open as long as the supervisor
+        made.write(bytes(_LEAST_BYTES))
+        made.flush()
         return made
     except OSError as error:
         name = f"TMPDIR = {where}" if where else "temporary files"

@@ -84,6 +84,18 @@ def test_temporary_files_that_cannot_be_written(tmp_path: Path, mpirun: Path, mo
     assert supervised(tmp_path, [0])[0] == 0
 
 
+def test_nothing_with_a_name_lies_among_temporary_files(
+    tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor that is killed could not remove it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    mpirun.write_text(mpirun.read_text().replace("code=$(", f'ls -A "$TMPDIR" >> {tmp_path}/left; code=$(', 1))
+    (tmp_path / "edges").write_text("localhost slots=2\n")
+    for how in ({"ranks": 2}, {"hostfile": tmp_path / "edges", "ranks": None}):
+        assert supervised(tmp_path, [1, 0], **how)[0] == 0
+    assert (tmp_path / "left").read_text() == ""
+
+
 def test_it_gives_up_where_no_start_makes_a_step(tmp_path: Path, mpirun: Path) -> None:
     code, calls = supervised(tmp_path, [])
     assert (code, len(calls)) == (1, 3)
