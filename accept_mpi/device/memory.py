@@ -42,15 +42,17 @@ def _physical() -> float:
 
 def _limits() -> list[tuple[float, float]]:
     """Limit and use, in bytes, of each of this process's control groups that has a limit."""
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
-    return limits(cgroups.own("memory", *names))
+    first, second = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+    return limits(cgroups.own("memory", (*first, "memory.stat"), (*second, "memory.stat")))
 
 
 def limits(groups: list[list[str]]) -> list[tuple[float, float]]:
-    """Limit and use as numbers, for each of the groups that has a limit."""
+    """Limit and use as numbers, for each of the groups that has a limit. Contents of files that were read or written once do
+    not count as used, though the kernel counts them: it drops them when somebody needs the memory."""
     found = []
-    for texts in groups:
+    for limit, used, *stat in groups:
         with contextlib.suppress(ValueError):  # "max": no limit
-            limit, used = map(float, texts)
-            found.append((limit, used))
+            kept = dict(line.split(" ", 1) for line in "".join(stat).splitlines())
+            droppable = kept.get("total_inactive_file", kept.get("inactive_file", "0"))  # in version 1, with groups below
+            found.append((float(limit), float(used) - float(droppable)))
     return found

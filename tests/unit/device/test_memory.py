@@ -33,6 +33,15 @@ def test_the_narrowest_group_counts(version: int, tmp_path: Path, monkeypatch: p
     assert memory.available_memory() == 2e6
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_that_the_kernel_keeps_are_no_memory_in_use(version: int) -> None:
+    """A group that had read its data set and written a checkpoint had no memory left, and no plan fitted."""
+    stat = "cache 900000\ninactive_file 7000\nactive_file 60000\n"
+    more = "total_inactive_file 700000\n" if version == 1 else ""
+    assert memory.limits([["3000000\n", "1000000\n", stat + more]]) == [(3e6, 3e5 if version == 1 else 993e3)]
+    assert memory.limits([["max\n", "1000000\n", stat]]) == []
+
+
 def test_a_quota_of_cpu() -> None:
     assert quota(["40000\n", "100000\n"]) == quota(["40000 100000\n"]) == 0.4
     assert quota(["-1\n", "100000\n"]) == quota(["max 100000\n"]) == math.inf
