@@ -177,7 +177,7 @@ class Loss:
         """Amount that counts in ``target``, as torch's classification losses compute it."""
         weight = getattr(self.function, "weight", None)
         if target.is_floating_point():
-            return float(target.numel() / max(1, target.shape[1 if target.dim() > 1 else 0]))
+            return _torchs_targets(target)
         classes = widened(target)
         counting = classes[classes != self.ignored]
         return float(counting.numel()) if weight is None else float(weight[counting].sum())
@@ -346,24 +346,32 @@ def _not_ignored(target: torch.Tensor) -> float:
     return float((widened(target) != IGNORED).sum())
 
 
+def _torchs_targets(target: torch.Tensor) -> float:
+    """The same for torch's own functions, which have the probabilities of classes along dimension 1."""
+    if target.is_floating_point():
+        return float(target.numel() / max(1, target.shape[1 if target.dim() > 1 else 0]))
+    return _not_ignored(target)
+
+
 def _elements(target: torch.Tensor) -> float:
     return float(target.numel())
 
 
 _ELEMENTWISE = (
     nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss,
-    nn.KLDivLoss, nn.SoftMarginLoss,
+    nn.KLDivLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss,
 )  # fmt: skip
 """Torch's losses that are means over the elements of targets."""
 _MEANS_OF_ELEMENTS = (
     nn.functional.mse_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss,
     nn.functional.binary_cross_entropy, nn.functional.binary_cross_entropy_with_logits,
-    nn.functional.poisson_nll_loss, nn.functional.soft_margin_loss,
+    nn.functional.poisson_nll_loss, nn.functional.kl_div, nn.functional.soft_margin_loss,
+    nn.functional.hinge_embedding_loss,
 )  # fmt: skip
 _KNOWN: dict[Any, tuple[Callable[[torch.Tensor], float] | None, bool]] = {
     cross_entropy: (_not_ignored, True),
     mse: (_elements, True),
-    nn.functional.cross_entropy: (_not_ignored, False),
+    nn.functional.cross_entropy: (_torchs_targets, False),
     nn.functional.nll_loss: (_not_ignored, False),
     **dict.fromkeys(_MEANS_OF_ELEMENTS, (_elements, False)),
 }

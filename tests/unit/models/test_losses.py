@@ -82,9 +82,15 @@ def test_whoever_inherits_may_count_otherwise() -> None:
     assert Loss("torch's", nn.CrossEntropyLoss(weight=weight)).shares(targets, [2, 2]) == [0.25, 0.75]
 
 
-@pytest.mark.parametrize("loss", [nn.L1Loss(), nn.BCEWithLogitsLoss(), nn.functional.smooth_l1_loss])
+@pytest.mark.parametrize("loss", [nn.L1Loss(), nn.BCEWithLogitsLoss(), nn.functional.smooth_l1_loss, nn.functional.kl_div])
 def test_elements_count_where_lengths_differ(loss: Any) -> None:
     assert Loss("elements", loss).shares([torch.zeros(2, 3), torch.zeros(2, 1)], [2, 2]) == [0.75, 0.25]
+
+
+@pytest.mark.parametrize("loss", [nn.functional.cross_entropy, nn.CrossEntropyLoss()])
+def test_probabilities_count_where_lengths_differ(loss: Any) -> None:
+    """Torch has those of the classes along dimension 1."""
+    assert Loss("torch's", loss).shares([torch.zeros(2, 5, 3), torch.zeros(2, 5, 1)], [2, 2]) == [0.75, 0.25]
 
 
 def test_what_a_loss_counts_it_counts_apart_in_a_trial() -> None:
