@@ -51,11 +51,15 @@ def directory_of(run: Path, step: int) -> Path:
 
 
 def best_of(run: Path) -> Path:
-    """The best checkpoint of a run. Raises UserError if the run has not kept one."""
+    """The best checkpoint of a run. Raises UserError if the run has not kept one, or another run has replaced it."""
     try:
-        return directory_of(run, int(read_best(run)["step"]))
+        best = read_best(run)
+        path = directory_of(run, int(best["step"]))
+        if "by" in best and read_manifest(path).run != best["by"]:
+            raise LookupError("another run has made this step")
+        return path
     except UNREADABLE as error:
-        raise UserError(f"{run}: the run has kept no best checkpoint (output.keep_best)") from error
+        raise UserError(f"{run}: the run has kept no best checkpoint (output.keep_best) that is still there") from error
 
 
 def read_best(run: Path) -> Any:

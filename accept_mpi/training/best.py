@@ -38,6 +38,8 @@ class Best(Observer):
         self.at: int | None = None
         """Step of the best checkpoint; None before the first evaluation."""
         self._value = math.nan
+        self._by = run
+        """The run that has made it: this one, or one that it goes on from."""
         self._worse: list[int] = []
         """Steps of the evaluations since, none of which was better."""
         self._on_disk: int | None = None
@@ -54,6 +56,7 @@ class Best(Observer):
                 self.at = self._on_disk = int(found["step"])
                 self._there.add(self.at)
                 self._value, self._worse = value, [step for step in worse if step <= made]
+                self._by = str(found.get("by", found["run"]))
 
     @property
     def keeps(self) -> set[int | None]:
@@ -78,7 +81,7 @@ class Best(Observer):
         better = value < self._value if low else value > self._value
         with self._lock:
             if self.at is None or better or (math.isnan(self._value) and not math.isnan(value)):
-                self.at, self._value, self._worse = result.step, value, []
+                self.at, self._value, self._worse, self._by = result.step, value, [], self._name
             else:
                 self._worse.append(result.step)
             self._name_best()
@@ -112,6 +115,7 @@ class Best(Observer):
             with replacing(path) as beside:
                 found = {
                     "run": self._name,
+                    "by": self._by,
                     "step": self.at,
                     "metric": self._metric,
                     "value": self._value,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from accept_mpi.errors import UserError
 from accept_mpi.recovery import checkpoint, checkpoint_writer
-from accept_mpi.recovery.checkpoint import Checkpoint, directory_of
+from accept_mpi.recovery.checkpoint import BEST, Checkpoint, best_of, directory_of
 from accept_mpi.recovery.checkpoint_writer import CheckpointWriter, chunks, new_manifest
 from accept_mpi.recovery.manifest import File, complete, made_by
 
@@ -131,6 +132,19 @@ def test_the_newest_is_what_was_made_last(tmp_path: Path, monkeypatch: pytest.Mo
     assert made_by(tmp_path, "first") == [directory_of(tmp_path, 8)]
     write(tmp_path / "elsewhere", 1, after=Checkpoint(tmp_path).manifest.number)
     assert Checkpoint(tmp_path / "elsewhere").manifest.number == 6
+
+
+def test_another_run_s_checkpoint_is_not_the_best_one(tmp_path: Path) -> None:
+    """A later run in the same directory, which keeps none, has made the step with its own weights, or has removed it."""
+    write(tmp_path, 5, 7, who="first")
+    (tmp_path / BEST).write_text(json.dumps({"run": "third", "by": "first", "step": 5, "metric": "loss", "value": 1.0}))
+    assert best_of(tmp_path) == directory_of(tmp_path, 5)
+    write(tmp_path, 5, who="second")
+    with pytest.raises(UserError, match=r"has kept no best checkpoint .* that is still there"):
+        best_of(tmp_path)
+    shutil.rmtree(directory_of(tmp_path, 5))
+    with pytest.raises(UserError, match=r"has kept no best checkpoint .* that is still there"):
+        best_of(tmp_path)
 
 
 def test_what_nobody_has_numbered_is_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
