@@ -23,6 +23,7 @@ assume that the tables exist with their columns, that texts are texts, and that 
 the run's bounds.
 """
 
+from datetime import datetime
 from typing import Annotated, Any
 
 import h5py
@@ -90,7 +91,7 @@ _PART = 1 << 18  # rows validated at a time
 _LATEST = 1e10  # seconds, three hundred years
 _MOST_RANKS, _MOST_LAYERS = 1 << 16, 1 << 16
 
-Count = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Rank = Annotated[int, Meta(ge=0, lt=_MOST_RANKS)]
 
 FORMAT = "accept-mpi log"
@@ -113,7 +114,8 @@ class _Facts(msgspec.Struct):
     layers: Annotated[list[str], Meta(max_length=_MOST_LAYERS)] = []
     versions: dict[str, str] = {}
     parameters: Count = 0
-    last_step: int | float | str | None = None
+    first_step: Count = 0
+    last_step: Count | None = None
     plan_why: list[str] = []
     codecs_why: list[str] = []
     run: str = ""
@@ -143,7 +145,7 @@ class _Job(msgspec.Struct):
 
 def check_log(file: h5py.File) -> None:
     """Validate a file that has a log's attributes. Raises Damaged, or an error of h5py, if its content is not a log's."""
-    text_in(file, "created")
+    _check_time(text_in(file, "created"))
     _typed(json_in(text_in(file, "job"), "the job"), _Job, "the job")
     facts = _typed(json_in(text_in(file, "facts"), "what is said of the run"), _Facts, "what is said of the run")
     plan = _typed(json_in(text_in(file, "plan"), "the plan"), Plan, "the plan")
@@ -188,6 +190,13 @@ def _has(file: h5py.File, name: str) -> bool:
     """True if the log has the table or group. Only "plans" and "metrics" (absent from early logs) and "survey" are
     optional."""
     return name not in ("plans", "metrics", "survey") or bool(file.id.links.exists(name.encode()))
+
+
+def _check_time(text: str) -> None:
+    try:
+        datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError) as error:
+        raise Damaged(f'the attribute "created" is no time: {error}') from error
 
 
 def _typed(value: Any, kind: Any, what: str) -> Any:
