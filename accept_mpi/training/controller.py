@@ -88,8 +88,9 @@ class Controller:
             raise mistake
         while not self._mail.empty():
             self._deliver(self._mail.get())
-        if self._stop_at is not None and self.writer.has(self._stop_at):
-            raise Stopped(f"stopped by a signal after step {self._stop_at}; go on with --resume {self.writer.run}")
+        at = self._stop_at
+        if at is not None and self.writer.has(at) and self.writer.wait(at, 0.0):  # which raises if it failed just now
+            raise Stopped(f"stopped by a signal after step {at}; go on with --resume {self.writer.run}")
 
     def wait_for_all(self, ranks: int, deadline: float, check: Callable[[], None]) -> None:
         """Deliver until each of ``ranks`` ranks has sent its last message. Raises DeadlineError after ``deadline`` seconds
