@@ -219,21 +219,27 @@ def begin_log(
     """
     path = directory / "log.h5"
     earlier: dict[str, Rows] = {}
+    kept: Path | None = None
     try:
         if path.exists():
             if resumed_step or run:
                 with contextlib.suppress(UserError):  # an unreadable log is only renamed
                     earlier = _earlier(path, resumed_step, run, lineage(facts))
             number = 1
-            while (kept := directory / f"log.{number}.h5").exists():
+            while (free := directory / f"log.{number}.h5").exists():
                 number += 1
-            path.rename(kept)
+            kept = path.rename(free)
 
         def more(file: Any) -> None:
             if cluster is not None:
                 cluster.write(file.create_group("survey"))
 
-        return LogWriter(path, job.to_json(), plan.to_json(), facts, earlier, more)
+        try:
+            return LogWriter(path, job.to_json(), plan.to_json(), facts, earlier, more)
+        except UserError:
+            if kept:  # another start, once there is room, is to find in it what it goes on from
+                kept.rename(path)
+            raise
     except OSError as error:
         raise UserError(f"output.directory: cannot write {path}: {error.strerror or error}") from error
 

@@ -1,16 +1,19 @@
 """How a run's log begins: anew, after a resume, and after the rank that wrote it was lost."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
 from accept_mpi.logs.format import METRICS, STEPS, TRACE
 from accept_mpi.logs.observers import Evaluated
 from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.writer import LogWriter
 from accept_mpi.plan import make_plan
+from accept_mpi.training import run_log
 from accept_mpi.training.best import Best
 from accept_mpi.training.lineage import ancestors, lineage, shared
 from accept_mpi.training.run_log import begin_log
@@ -53,6 +56,15 @@ def test_after_a_resume_earlier_steps_have_negative_times(folder: Path) -> None:
 
 def test_after_its_writer_was_lost_all_goes_on(folder: Path) -> None:
     assert begun(folder, 3, "this") == ([1, 2, 3], [11.0, 12.0, 13.0], 7, 1)
+
+
+def test_a_full_disk_takes_no_steps_from_a_later_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were in a log that had got another name."""
+    with monkeypatch.context() as patch:
+        patch.setattr(run_log, "LogWriter", Mock(side_effect=UserError("no space")))
+        with pytest.raises(UserError, match="no space"):
+            begun(folder, 3, None)
+    assert begun(folder, 3, None)[0] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("run", [None, "this"])
