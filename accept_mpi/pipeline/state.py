@@ -5,6 +5,7 @@ a tree (``tree``) with its tensors in safetensors' format, never pickle.
 """
 
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
 import safetensors.torch
@@ -59,6 +60,8 @@ def is_packed(value: torch.Tensor) -> bool:
 def packed(value: Any) -> torch.Tensor:
     """State that is no tensor, as bytes in a uint8 tensor. Raises NotATree if it cannot be kept."""
     tensors, of = tree.flatten(value)
+    if strange := [tensor.dtype for tensor in tensors if not _has_files(tensor.dtype)]:
+        raise tree.NotATree(f"a tensor of {str(strange[0]).removeprefix('torch.')}, which no file can hold")
     named = {str(n): here().copied(tensor) for n, tensor in enumerate(tensors)}
     try:
         data = safetensors.torch.save({_TREE: _bytes(of), **named})
@@ -90,7 +93,17 @@ def _state_dict(name: str, layer: nn.Module) -> Mapping[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized
+    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized
+    return plain and _has_files(value.dtype)
+
+
+@cache
+def _has_files(dtype: torch.dtype) -> bool:
+    """True if a file can hold values of this type."""
+    try:
+        return bool(safetensors.torch.save({"": torch.empty(0, dtype=dtype)}))
+    except Exception:  # of torch or of safetensors, of several kinds
+        return False
 
 
 def _kept(name: str, key: str, value: Any) -> torch.Tensor:

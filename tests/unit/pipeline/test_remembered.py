@@ -146,6 +146,27 @@ def test_what_cannot_be_kept_is_told() -> None:
     assert not stage._remembered.state()
 
 
+class Turning(nn.Module):
+    """Remembers numbers that no file can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = torch.zeros(4, dtype=torch.complex128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.turned = self.turned + x.detach().sum(0)
+        return x + self.turned.real.float()
+
+
+def test_numbers_that_no_file_can_hold_are_told() -> None:
+    """Not by a bug's traceback in the first checkpoint."""
+    assert made([nn.Linear(4, 4), Turning()], nn.CrossEntropyLoss()).forgets == ["b.turned"]
+    layer = nn.Linear(4, 4)
+    layer.register_buffer("angles", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(UserError, match=r'"angles" of its state_dict\(\) is or holds a tensor of complex128, which no file'):
+        made([layer, nn.Tanh()], nn.CrossEntropyLoss())
+
+
 def test_only_what_is_remembered_can_be_put() -> None:
     """A checkpoint of another program may name anything."""
     module = Counting()
