@@ -1,6 +1,7 @@
 """The command line ``accept-mpi COMMAND`` or ``python -m accept_mpi COMMAND``. Each command has a function here."""
 
 import argparse
+import contextlib
 import faulthandler
 import io
 import os
@@ -165,7 +166,9 @@ def _tensorboard(options: argparse.Namespace) -> int:
 def _predict(options: argparse.Namespace) -> int:
     from accept_mpi.cli.predict import predict
 
-    return predict(_source(options), options.folder, options.ema, options.top)
+    rows = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints
+        return predict(_source(options), options.folder, options.ema, options.top, rows)
 
 
 def _watch(options: argparse.Namespace) -> int:

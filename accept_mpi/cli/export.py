@@ -9,7 +9,6 @@ from safetensors import SafetensorError
 from accept_mpi.device.memory import available_memory
 from accept_mpi.errors import UserError, counted
 from accept_mpi.files.regular import replacing
-from accept_mpi.job import Job
 from accept_mpi.models import undivided
 from accept_mpi.models.fine_tuning import merged
 from accept_mpi.pipeline.state import is_packed, unpacked
@@ -38,7 +37,7 @@ def export(source: Path, out: Path, average: bool = False, merge: bool = False) 
         if not state:
             raise UserError(f"{checkpoint.path}: damaged checkpoint: it holds no weights of any layer")
         if merge:
-            job = Job.from_json(checkpoint.manifest.job)
+            job = checkpoint.job
             if job.train.lora is None:
                 raise UserError(f"{checkpoint.path}: it holds no adapters; train.lora makes them")
             state = merged(state, undivided(job.without_weights()))

@@ -4,7 +4,7 @@ import csv
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 import numpy as np
@@ -16,9 +16,8 @@ from accept_mpi.data import of_job as data_of
 from accept_mpi.data.images import ImageFolder, class_names, pictures_in
 from accept_mpi.device.memory import available_memory
 from accept_mpi.errors import UserError
-from accept_mpi.job import Job
 from accept_mpi.models import Chain, chain_of
-from accept_mpi.models.losses import scores
+from accept_mpi.models.losses import loss_of, scores
 from accept_mpi.pipeline.remembered import Remembered
 from accept_mpi.pipeline.state import load_layer
 from accept_mpi.profiling.layer_timer import micro_batch
@@ -27,34 +26,37 @@ from accept_mpi.recovery.checkpoint import Checkpoint
 _AT_ONCE = 32
 
 
-def predict(source: Path, folder: Path | None, average: bool, top: int) -> int:
-    """Print, as CSV, the ``top`` classes of each image in ``folder`` (without one: of each sample of the test set) with
-    their probabilities, as a run's model sees them. ``source``: a run's directory or a checkpoint; ``average``: with the
-    moving averages of its weights. Raises UserError."""
+def predict(source: Path, folder: Path | None, average: bool, top: int, to: TextIO) -> int:
+    """Write to ``to``, as CSV, the ``top`` classes of each image in ``folder`` (without one: of each sample of the test set)
+    with their probabilities, as a run's model sees them. ``source``: a run's directory or a checkpoint; ``average``: with
+    the moving averages of its weights. Raises UserError."""
     checkpoint = Checkpoint(source, available_memory())
-    job = Job.from_json(checkpoint.manifest.job).without_weights()
+    job = checkpoint.job.without_weights()
     train, test = data_of(msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, mix=None)))
     chain = chain_of(job, lambda: micro_batch(train, job).value)
     state, memory = checkpoint.by_layer(average), checkpoint.remembered()
     model = _loaded(chain, job.train.seed, state, memory, lambda: micro_batch(train, job).value)
-    names: list[str] = []
+    names, amounts = list[str](), loss_of(job).of_amounts
     if folder is not None:
         if not isinstance(train, ImageFolder):
             raise UserError(f'{folder}: the run was trained on "{job.data.name}", not on "images"')
         names = class_names(job.data.args)
+        if len(train) != (then := checkpoint.manifest.samples):
+            text = f"the run was trained on {then} images, and {len(train)} are there now: if folders of classes have come"
+            print(f"accept_mpi: note: {text} or gone since, names of classes below are others'", file=sys.stderr)
         files = pictures_in(folder)
         data: Any = train.of([(file, 0) for file in files])
         rows = [str(file) for file in files]
     else:
         data, rows = test, [str(n) for n in range(len(test))]
-    out = csv.writer(sys.stdout, lineterminator="\n")
+    out = csv.writer(to, lineterminator="\n")
     out.writerow(["sample", *(text for n in range(1, top + 1) for text in (f"class {n}", f"probability {n}"))])
     for begin in range(0, len(rows), _AT_ONCE):
         indices = np.arange(begin, min(len(rows), begin + _AT_ONCE))
         inputs = fetch(data, indices, None, inputs=True, targets=False).inputs
         with torch.autocast("cpu", torch.bfloat16, enabled=job.train.precision == "bf16"):  # as evaluations do
             given = scores(model(inputs))
-        if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[1] < 2 or job.train.loss == "mse":
+        if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[1] < 2 or amounts:
             what = f'with train.loss = "{job.train.loss}" the model gives {tree.describe(given)}'
             raise UserError(f"{what}, and predict shows scores of classes (samples, classes); export gives the weights")
         values, classes = given.float().softmax(-1).topk(min(top, given.shape[-1]), dim=-1)

@@ -130,6 +130,12 @@ class Loss:
             return Judgement(_sum_of(self.function)(output, target), 0.0, False)
         return Judgement(_scalar(self.function(output, target)), count, False)
 
+    @property
+    def of_amounts(self) -> bool:
+        """True if it compares what the model gives with amounts, or with one bit each: these are no scores of classes."""
+        of_classes = self.function is nn.functional.kl_div or isinstance(self.function, nn.KLDivLoss)
+        return self._weigh is _elements and not of_classes
+
     def apart(self) -> "Loss":
         """Copy for a trial, so that what the loss counts or keeps comes from training alone."""
         try:

@@ -18,12 +18,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
 from accept_mpi.errors import UserError, shown
 from accept_mpi.files.hdf5 import json_in
 from accept_mpi.files.regular import open_regular, read_regular
+from accept_mpi.job import Job
 from accept_mpi.pipeline.averages import AVERAGE
 from accept_mpi.pipeline.remembered import LAYERS
 from accept_mpi.recovery.manifest import (
@@ -107,6 +109,14 @@ class Checkpoint:
             raise UserError(f"{path}: holds {size / 1e9:.1f} GB, more than the {most / 1e9:.1f} GB of memory that there are")
         for stage, part in files:
             self._check_sum(stage, part)
+
+    @property
+    def job(self) -> Job:
+        """The job of the run that made it. Raises UserError if it is none of this version."""
+        try:
+            return Job.from_json(self.manifest.job)
+        except msgspec.MsgspecError as error:
+            raise UserError(f"{self.path}: the job in its manifest.json is none of this version: {error}") from error
 
     def tensors(self, part: Part, layers: range, prefix: str = "") -> dict[str, torch.Tensor]:
         """Tensors of the layers with these indices, by their names in the files, which begin with ``prefix``. Raises

@@ -3,6 +3,7 @@
 import csv
 import importlib
 import io
+import shutil
 import sys
 from pathlib import Path
 
@@ -64,6 +65,9 @@ def test_images(mpirun, pictures: Path, precision: str) -> None:
         assert float(row["probability 2"]) == pytest.approx(float(values.min()), abs=1e-4)
     out = mpirun(1, "-m", "accept_mpi", "predict", "run", "nowhere", code=2).out
     assert "nowhere: there is no such folder" in out
+    shutil.copytree(pictures / "new" / "more", pictures / "data" / "blurred")  # between the names of the two
+    out = mpirun(1, "-m", "accept_mpi", "predict", "run", "new").out
+    assert "accept_mpi: note: the run was trained on 13 images, and 17 are there now: if folders of classes" in out
 
 
 def test_a_recorded_model_on_its_test_set(mpirun, tmp_path: Path) -> None:
@@ -199,7 +203,7 @@ def test_what_are_no_scores_of_classes(trained, mpirun, tmp_path: Path) -> None:
         'model.name = "amounts:model"\ndata.name = "amounts:data"\noutput.directory = "run"\n'
         "train = { steps = 1, batch_size = 4, micro_batches = 2 }\n"
     )
-    for values, loss in ((3, "mse"), (1, "amounts:loss")):
+    for values, loss in ((3, "mse"), (3, "torch.nn:L1Loss"), (1, "amounts:loss")):
         trained(
             1, tmp_path, [("job.toml", f"train.loss={loss}", *(f"{one}.args.values={values}" for one in ("model", "data")))]
         )

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from accept_mpi import models
-from accept_mpi.cli import main
+from accept_mpi.cli import main, predict
 from accept_mpi.data.calendar import Calendar
 from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
@@ -293,6 +293,28 @@ def test_more_than_there_is_memory(sound: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.undo()
     assert main(["export", str(sound), str(sound.parent / "out.pt")]) == 2
     assert "checksum" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("job", ["{}", '{"train": 3}', JOB.to_json().replace('"steps":9', '"stops":9')])
+def test_a_job_of_another_version(sound: Path, job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = json.loads((sound / "manifest.json").read_text())
+    (sound / "manifest.json").write_text(json.dumps(whole | {"job": job}))
+    for command in (["predict", str(sound)], ["export", str(sound), str(sound.parent / "out.pt"), "--merge"]):
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"accept_mpi: {sound}: the job in its manifest.json is none of this version: ")
+        assert said.count("\n") == 1
+
+
+def test_what_a_data_set_prints_is_no_row(
+    sound: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = predict.data_of
+    monkeypatch.setattr(predict, "data_of", lambda job: print("loaded") or plain(job))
+    assert main(["predict", str(sound)]) == 0
+    found = capsys.readouterr()
+    assert found.out.startswith("sample,class 1,probability 1\n0,")
+    assert found.err == "loaded\n"
 
 
 def test_a_path_too_long() -> None:
