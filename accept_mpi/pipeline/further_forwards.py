@@ -2,6 +2,7 @@
 attributes, in what layers have in common, in variables of Python."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ class FurtherForwards(Stateful):
     alone: str
     in_turn: str
     norms_take: dict[str, torch.dtype]
+    _calls: Counter[str]
     _loss: Loss | None
     _searches: int
     _common: Sequence[Common]
@@ -174,14 +176,14 @@ class FurtherForwards(Stateful):
         self._written |= {name for name, _, _ in kept}
         return f'a forward reads running statistics of "{next(iter(moving.values()))}", which each one changes'
 
-    def _why_unreplayed(self, given: Given, calls: Mapping[str, int]) -> str:
+    def _why_unreplayed(self, given: Given) -> str:
         """Reason why BatchNorm's running statistics after a forward cannot be replayed from what it saw; empty: they can, as
-        those of torch's own layers that are called once. ``calls``: how often a forward calls each of them."""
+        those of torch's own layers that are called once."""
         norms = batch_norms(self.names, self.layers).items()
         moving = {name: norm for name, norm in norms if norm.training and norm.running_mean is not None}
         if none := [name for name, norm in moving.items() if norm.num_batches_tracked is None]:
             return f'layer "{none[0]}" has no num_batches_tracked'
-        odd = [name for name, norm in moving.items() if calls.get(name) != 1 or not _is_torchs(norm)]
+        odd = [name for name, norm in moving.items() if self._calls[name] != 1 or not _is_torchs(norm)]
         if not odd:
             return ""
         why = f'layer "{odd[0]}" computes its running statistics in a way of its own'
@@ -190,6 +192,7 @@ class FurtherForwards(Stateful):
         statistics = RunningStatistics(self.names, self.layers, self.norms_take)
         try:
             self.forward(0, 0, given.boxes, target=given.target, of=given.of, samples=given.samples)
+            self.in_flight.clear()
             after = _put(buffers, before)
             self.statistics = statistics
             out = self.forward(0, 0, given.boxes, target=given.target, of=given.of, samples=given.samples)

@@ -133,8 +133,8 @@ class Trials(FurtherForwards):
                 return trial.probe(inputs, target, gradients_of, of, samples)
         named = self._modules
         there = may_be_written(self.parameters, self.layers)
-        for name, norm in batch_norms(self.names, self.layers).items():
-            norm.register_forward_pre_hook(partial(self._note, name))
+        norms = batch_norms(self.names, self.layers).items()
+        notes = [norm.register_forward_pre_hook(partial(self._note, name)) for name, norm in norms]
         writes = self.writes()
         watch, attributes = Watch([name for name, _ in named], [one for _, one in named]), Attributes(named)
         unused = tuple(None if x is None else x.detach().clone() for x in inputs)  # a forward may write to them
@@ -152,7 +152,9 @@ class Trials(FurtherForwards):
         self._partial = differentiating.found
         mine = {id(parameter) for layer in self.layers for parameter in layer.parameters()}
         self._strange = [one for one in parameters_behind(self.in_flight[0, 0].outputs) if id(one) not in mine]
-        nan, calls = is_nan(out), self._calls.copy()
+        for note in notes:
+            note.remove()
+        nan = is_nan(out)
         watch.after_forward(self._divisors)
         # Any thread that ends a forward drops the casts that torch keeps for all threads.
         if cast_twice(self.in_flight[0, 0].outputs):
@@ -177,7 +179,7 @@ class Trials(FurtherForwards):
         self.find_sparse()
         given = Given(unused, of, target, samples)
         remembered, variables = self._look_again(given, gradients, there, attributes, seen, nan)
-        self.unreplayed = self.unreplayed or ("" if self.alone else self._why_unreplayed(given, calls))
+        self.unreplayed = self.unreplayed or ("" if self.alone else self._why_unreplayed(given))
         names = {*self._remembered.names, *remembered, *watch.ever_changed - self._check_state()}
         self._remembered = Remembered(named, names)
         self.forgets = list(dict.fromkeys([*self.forgets, *self._remembered.lost(), *variables]))

@@ -480,3 +480,24 @@ def test_statistics_that_cannot_be_replayed(layer: nn.Module, reason: str) -> No
             stage.join_group()
     else:
         stage.join_group()
+
+
+def test_usual_norms_cost_no_more_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor memory, where a trial goes on with other sizes."""
+    made: list[int] = []
+    forward = Stage.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(Stage, "forward", counted)
+    layers = Layers(0, ["a", "b"], [nn.Linear(4, 4), nn.BatchNorm1d(4)])
+    stage = Stage(layers, parse(BASE, "job"), find_loss("cross_entropy"), False)
+    counts = []
+    with stage.trial() as trial:
+        for size in (4, 3, 2):
+            made.clear()
+            trial.probe((torch.randn(size, 4),), torch.arange(size), lambda specs, of: ())
+            counts.append(len(made))
+    assert len(set(counts)) == 1, counts
