@@ -13,6 +13,7 @@ same number of ranks nor the same cuts: rank 0 sends each rank the tensors of th
 import contextlib
 import math
 import os
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -84,12 +85,14 @@ class Checkpoint:
                 self._open(path, most, of)
                 return
             except UserError:
-                # A run keeps only its newest ones: what was that a moment ago may be gone.
-                if not left or self.path == path or (self.path / "manifest.json").is_file():
+                # A run keeps only its newest ones: what was that a moment ago may be gone, or be going.
+                if not left or self.path == path or self.path in complete(path)[-1:]:
                     raise
 
     def _open(self, path: Path, most: float, of: Sequence[Part]) -> None:
         self.path = path
+        self._files: dict[str, BinaryIO] = {}
+        """Its files, opened once: a run that goes on in that directory may remove them, or make others of the same names."""
         try:
             if not (path / "manifest.json").is_file():
                 found = complete(path)
@@ -128,7 +131,7 @@ class Checkpoint:
                 continue
             file = _file(stage, part)
             try:
-                with safe_open(self.path / file.name, framework="pt") as opened:
+                with self._opened(file) as own, safe_open(f"/proc/self/fd/{own.fileno()}", framework="pt") as opened:
                     for key in opened.keys():  # noqa: SIM118  # not a dict
                         if key.startswith(prefix) and _layer(key, part) in wanted:
                             found[key] = opened.get_tensor(key)
@@ -191,8 +194,11 @@ class Checkpoint:
     @contextlib.contextmanager
     def _opened(self, file: File) -> Iterator[BinaryIO]:
         try:
-            with open_regular(self.path / file.name, links=False) as opened:
-                yield opened
+            if file.name not in self._files:
+                self._files[file.name] = opened = open_regular(self.path / file.name, links=False)
+                weakref.finalize(self, opened.close)
+            self._files[file.name].seek(0)
+            yield self._files[file.name]
         except OSError as error:
             raise self._damaged(file, error.strerror or str(error)) from error
 

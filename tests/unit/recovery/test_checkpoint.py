@@ -290,3 +290,18 @@ def test_a_run_removes_its_older_ones_while_its_newest_is_looked_for(
     assert Checkpoint(tmp_path).manifest.step == 3
     with pytest.raises(UserError, match="neither a checkpoint nor a run with one"):
         Checkpoint(directory_of(tmp_path, 1))
+
+
+def test_what_was_checked_is_what_is_read(tmp_path: Path) -> None:
+    """Between the two, which may be minutes, the run whose checkpoint it is has removed it, or one that has resumed there
+    has made the step anew."""
+    write(tmp_path, 1, 2)
+    first, second = (Checkpoint(directory_of(tmp_path, step)) for step in (1, 2))
+    write(tmp_path, 3, keep=1)
+    assert not directory_of(tmp_path, 1).exists()
+    write(tmp_path, 2)
+    for path in directory_of(tmp_path, 2).glob("*.weights.safetensors"):
+        path.write_bytes(b"another one")
+    for step, found in ((1, first), (2, second)):
+        assert found.whole()["a.weight"].unique().tolist() == [step]
+        assert set(found.tensors("optimizer", range(3))) == {"momentum_buffer/c.weight"}
