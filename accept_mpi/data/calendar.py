@@ -101,6 +101,18 @@ class Calendar:
         """Number of micro-batches in a full batch."""
         return len(micro_batch_sizes(min(self.batch_size, self.samples), self.micro))
 
+    def spanned(self, micro_batches: int) -> int:
+        """Least number of steps in a row that always have this many micro-batches together: those that end an epoch may have
+        fewer than others."""
+        later = self.since.step + self._rest
+        short = min(len(self.sizes(step)) for step in (max(self.since.step, later - 1), later + self.steps_per_epoch - 1))
+        count = -(-micro_batches // self.most)
+        while True:
+            ends = min(count, -(-count // self.steps_per_epoch) + bool(self.since.seen))
+            if (count - ends) * self.most + ends * short >= micro_batches:
+                return count
+            count += 1
+
     def indices(self, step: int) -> list[Indices]:
         """Indices of the samples of each micro-batch of ``step``."""
         _, epoch, begin, seed = self.position(step)

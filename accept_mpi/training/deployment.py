@@ -314,7 +314,7 @@ class Deployment:
         """In a pipeline that flows: most steps by which the first stage's updates are behind the last one's."""
         pipeline, wide = self.job.pipeline, widths(self.plan.stages)
         flying = max_in_flight(pipeline.schedule, 0, len(wide), 1 << 30, self.plan.slack, wide)
-        return 1 + math.ceil(flying / self.batches.most)
+        return 1 + self.batches.spanned(flying)
 
     def _table(self, stage: StagePlan) -> list[int]:
         """The member of a stage's group that takes each micro-batch, for the longest step and the evaluation."""

@@ -35,3 +35,41 @@ def test_equals_a_replay_of_stale_weights(mpirun, tmp_path: Path) -> None:
         plain = samples.plain(job).train(train["steps"], train["batch_size"], train["micro_batches"])
         different += any(not torch.equal(ours[n], plain[n]) for n in ours)
     assert different == 6, "with more than one stage weights are stale, so the result differs from synchronous training"
+
+
+NET = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+def model():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+def data():
+    x = torch.randn(1438, 6, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :3].argmax(1)), TensorDataset(x[:8], x[:8, :3].argmax(1))
+"""
+SHORT_EPOCHS = """
+model.name = "short_epochs:model"
+data.name = "short_epochs:data"
+output.directory = "run"
+[train]
+batch_size = 1150
+micro_batches = 4
+steps = 20
+evaluate_every = 0
+clip_norm = 1.0
+optimizer = { name = "sgd", lr = 0.05 }
+[pipeline]
+schedule = "1f1b-async"
+cuts = [2]
+ranks = [[0, 1], 2]
+speeds = [[18.0, 1.0], 1.0]
+transfer_slack = 0
+timeout = 30
+"""
+
+
+def test_clipped_where_every_other_step_is_short(mpirun, tmp_path: Path) -> None:
+    """Stages waited for each other's norms of a step that the others could not have made yet."""
+    (tmp_path / "short_epochs.py").write_text(NET)
+    (tmp_path / "job.toml").write_text(SHORT_EPOCHS)
+    assert "step 20  done" in mpirun(3, "-m", "accept_mpi", "train", "job.toml").out

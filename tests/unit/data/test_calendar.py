@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from accept_mpi.data.calendar import Calendar, Milestones, in_order, segments
+from accept_mpi.data.calendar import Calendar, Milestones, Position, in_order, segments
 
 
 def test_every_sample_once_an_epoch() -> None:
@@ -80,3 +80,21 @@ def test_the_last_epoch_is_the_same_where_the_calendar_begins_later(drop_last: b
         later = replace(whole, since=whole.position(made))
         assert later.last_epoch(made) == whole.last_epoch(made) == whole.epoch(made - 1)
         assert later.last_epoch(made + 3) == whole.epoch(made + 2)
+
+
+@pytest.mark.parametrize("since", [Position(0, 0, 0), Position(7, 3, 16)])
+@pytest.mark.parametrize(
+    ("samples", "batch", "micro"), [(16, 16, 4), (18, 16, 4), (34, 16, 4), (66, 16, 4), (5, 16, 4), (7, 4, 2)]
+)
+def test_steps_that_many_micro_batches_span(samples: int, batch: int, micro: int, since: Position) -> None:
+    """It was told as if all steps had as many."""
+    if since.seen >= samples:
+        return
+    calendar = Calendar(samples, batch, micro, 1, since=since)
+    counts = [len(calendar.sizes(step)) for step in range(since.step, since.step + 60)]
+    for wanted in range(1, 20):
+        steps = calendar.spanned(wanted)
+        windows = [sum(counts[n : n + steps]) for n in range(60 - steps)]
+        fewer = [sum(counts[n : n + steps - 1]) for n in range(60 - steps)]
+        assert min(windows) >= wanted, (wanted, steps)
+        assert since.seen or min(fewer) < wanted, (wanted, steps)
