@@ -108,6 +108,20 @@ class Mapped(nn.Module):
         return self.head(torch.tanh(self.one(x)))
 
 
+class Recursing(nn.Module):
+    """Calls itself, with more arguments than the data set gives, and uses its whole result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, deeper: int = 2) -> dict[str, torch.Tensor]:
+        hidden = torch.tanh(self.one(x))
+        if deeper and hidden.abs().max() > 0:
+            return self(hidden, deeper - 1) | {"hidden": hidden}
+        return {"logits": self.head(hidden), "hidden": hidden}
+
+
 class Listing(nn.Module):
     """Keeps its blocks in a list of Python's, and their parameters in one of torch's (N-BEATS as published)."""
 

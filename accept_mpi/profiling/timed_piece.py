@@ -83,7 +83,9 @@ class TimedPiece:
         self._backwards: list[tuple[int, np.ndarray]] = []
         """Page faults and (2, layers) CPU seconds of each backward: all of it, and what zero-bubble can put off."""
         self._gradients: dict[int, Tensors] = {}
-        self._hooks = [layer.register_forward_hook(self._stamp(n)) for n, layer in enumerate(self.stage.layers)]
+        self._depth = 0
+        self._hooks = [layer.register_forward_pre_hook(self._enter) for layer in self.stage.layers]
+        self._hooks += [layer.register_forward_hook(self._stamp(n)) for n, layer in enumerate(self.stage.layers)]
 
     def close(self) -> None:
         """Free the memory now: hooks reference this object, so otherwise it would live until the garbage collector runs."""
@@ -93,11 +95,17 @@ class TimedPiece:
         self.stage.close()
         self._untouched.close()
 
+    def _enter(self, module: Any, inputs: Any) -> None:
+        self._depth += 1
+
     def _stamp(self, position: int) -> Callable[..., None]:
         def ready(_: torch.Tensor) -> None:
             self._backward.setdefault(position, self._seconds())
 
         def after(module: Any, inputs: Any, output: Any) -> None:
+            self._depth -= 1
+            if self._depth:  # a layer may call itself
+                return
             for value in tree.leaves(output):
                 if value.requires_grad:
                     value.register_hook(ready)

@@ -39,6 +39,7 @@ CASES = {
     "Dropping": {},
     "Mapped": {},
     "Listing": {},
+    "Recursing": {},
     "Carrying": {},
     "Scored": {"data": "labelled", "output": "loss"},
 }

@@ -4,6 +4,7 @@ No rank holds a part of such a model, but several may share its micro-batches as
 may do whatever that of a user's layer may.
 """
 
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -23,14 +24,31 @@ from accept_mpi.seeds import seeded
 _CLASSES: dict[type, type] = {}
 
 
+class _Running(threading.local):
+    """The models whose calls run on this thread."""
+
+    def __init__(self) -> None:
+        self.models: list[Any] = []
+
+
+_RUNNING = _Running()
+
+
 class _Undivided:
-    """Call of a model that gets what the data set gives as one argument, as all layers do."""
+    """Call of a model that gets what the data set gives as one argument, as all layers do; a call from its own forward gets
+    what that gives."""
 
     undivided_output: str
 
-    def __call__(self, value: Any) -> Any:
-        args, kwargs = arguments_of(self, value)  # type: ignore[arg-type]
-        return select(super().__call__(*args, **kwargs), self.undivided_output)  # type: ignore[misc]
+    def __call__(self, *given: Any, **more: Any) -> Any:
+        if any(one is self for one in _RUNNING.models):
+            return super().__call__(*given, **more)  # type: ignore[misc]
+        _RUNNING.models.append(self)
+        try:
+            args, kwargs = arguments_of(self, *given)  # type: ignore[arg-type]
+            return select(super().__call__(*args, **kwargs), self.undivided_output)  # type: ignore[misc]
+        finally:
+            _RUNNING.models.pop()
 
 
 def one_layer(make: Callable[[], nn.Module], value: Any, output: str) -> Chain:
