@@ -14,7 +14,7 @@ import torch
 
 from accept_mpi.models.recording.refusals import Unrecordable
 from accept_mpi.models.recording.structure import parts_of
-from accept_mpi.models.recording.tape import Node, State, Tape, Value
+from accept_mpi.models.recording.tape import State, Tape, Value
 
 _LEAST_SHARE = 0.003
 """Least share of the model's operations that a layer has, as long as there is another to merge it with."""
@@ -26,17 +26,6 @@ _DERIVED_OPERATIONS = 0.01
 _DERIVED_ROOM = 1 << 16
 """Bytes by which what a value is made from may exceed it."""
 _NEVER = 1 << 60
-
-
-def _is(node: Node, name: str, module: str = "") -> bool:
-    """True if a node calls the function of torch's that has this name."""
-    of = getattr(node.function, "__module__", None) or ""
-    return getattr(node.function, "__name__", "") == name and of.startswith(module)
-
-
-def _begins(node: Node, slots: set[int], names: set[str]) -> bool:
-    """True if a node makes one of these tensors want a gradient, makes it, or uses one of the model's of these names."""
-    return not slots.isdisjoint(node.gives) or not names.isdisjoint(node.states)
 
 
 @dataclass
@@ -54,7 +43,7 @@ class Flow:
         written = tape.written
         most = _DERIVED_OPERATIONS * sum(node.operations for node in tape.nodes)
         inputs = set(tape.inputs)
-        wanting = {slot for node in tape.nodes if _is(node, "requires_grad_") for slot in node.gives}
+        wanting = {slot for node in tape.nodes if node.function is torch.Tensor.requires_grad_ for slot in node.gives}
         for n, node in enumerate(tape.nodes):
             if node.parameters or node.writes or node.draws or (node.stays and not node.module) or node.operations > most:
                 continue
@@ -155,11 +144,15 @@ class Flow:
     def _derivatives(self) -> Iterable[tuple[int, int]]:
         """The first and the last node between which a derivative is taken: the graph from what it is taken by to the call
         (``torch.autograd.grad``) must be in one layer."""
-        for n, node in enumerate(self.tape.nodes):
-            if _is(node, "grad", torch.autograd.__name__):
+        nodes = self.tape.nodes
+        for n, node in enumerate(nodes):
+            if node.function is torch.autograd.grad:
                 by = node.kwargs.get("inputs", node.args[1:2])
                 slots, names = ({place[0] for place in parts_of(by, (kind,))} for kind in (Value, State))
-                yield min((m for m in range(n) if _begins(self.tape.nodes[m], slots, names)), default=n), n
+                begun = (
+                    m for m in range(n) if not slots.isdisjoint(nodes[m].gives) or not names.isdisjoint(nodes[m].states)
+                )
+                yield next(begun, n), n
 
     def crossing(self, position: int) -> list[int]:
         """Slots of the values that cross in front of a node, in order."""
