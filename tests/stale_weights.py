@@ -18,7 +18,8 @@ def replay(
     Stage s admits d = P - s + slack * (P - 1 - s) micro-batches before its first backward, then one after each backward, so
     i - d + 1 backwards are done when the forward of micro-batch i begins, and as many updates as steps end among those. A
     stage that a group of equal devices holds (``sizes``) counts in P - s once per device, and updates as many micro-batches
-    later as it has devices. ``vertical_sync``: all stages use the newest version that all of them have.
+    later as it has devices; the last stage, whoever holds it, before any forward of the next step. ``vertical_sync``: all
+    stages use the newest version that all of them have.
     """
     plain, train = samples.plain(job), job["train"]
     layers = list(plain.model)
@@ -45,8 +46,8 @@ def replay(
                 made = []
                 for s in range(stages) if vertical_sync else [stage_of[index]]:
                     backwards = i - (sum(width[s:]) + slack * (stages - 1 - s)) + 1
-                    later = width[s] if width[s] > 1 else 0
-                    made.append(sum(end + later <= backwards for end in ends))
+                    done = i if s == stages - 1 else backwards - (width[s] if width[s] > 1 else 0)
+                    made.append(sum(end <= done for end in ends))
                 version = min(made)
                 names = [name for name, _ in layer.named_parameters()]
                 used = {n: p.clone().requires_grad_() for n, p in zip(names, versions[index][version], strict=True)}

@@ -17,7 +17,8 @@ the right:
     (ZB-H1) s=2        F0 B0 F1 B1    F2 B2 W0 F3 B3 W1 W2 W3 U
 
 "1f1b-async" is 1f1b over all steps of a segment without a pause between them: F of the next step uses the weights that the
-stage has by then (PipeDream's weight stashing), and U follows the B of a step's last micro-batch.
+stage has by then (PipeDream's weight stashing), and U follows the B of a step's last micro-batch. The last stage's weights
+are always the newest, those of stages before it are older the more is in flight there.
 
 "1f1b-delayed" does not pause either, but all stages compute the F and B of a step with the weights from before the last
 update but one (PipeDream-2BW's delay of one step, with at most two versions of the weights). So what is computed does not
@@ -42,7 +43,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from accept_mpi.job import ScheduleKind
+from accept_mpi.job import ScheduleKind, flows
 
 KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
 DELAY = 1
@@ -101,6 +102,12 @@ def most_anywhere(kind: ScheduleKind, micro_batches: int) -> int:
     """Most micro-batches in flight at any stage of any pipeline, with ``micro_batches`` per step. "1f1b-delayed": those of a
     step and of the ``DELAY`` steps before it, since a step's first F waits for the last B of the one before these."""
     return {"1f1b-async": 1 << 30, "1f1b-delayed": (1 + DELAY) * micro_batches}.get(kind, micro_batches)
+
+
+def waits_for_sum(kind: ScheduleKind, last: bool) -> bool:
+    """True if the members of a group compute nothing between a step's last B and its U, while their gradients are summed.
+    ``last``: they hold the last stage."""
+    return last if kind == "1f1b-async" else not flows(kind)
 
 
 def actions(
@@ -208,20 +215,25 @@ def _zero_bubble(admitted: int, lag: int, count: int, whole: int) -> list[tuple[
 
 
 def _asynchronous(stage: int, widths: Sequence[int], counts: Sequence[int], slack: int) -> Iterator[Action]:
-    """A group updates only after each of its members has had another micro-batch: meanwhile their gradients are summed."""
-    total = sum(counts)
+    """A group that other stages follow updates only after each of its members has had another micro-batch, since gradients
+    are summed meanwhile. The last stage waits for its sum before it goes on, so that its weights are the newest, as those of
+    a single device are."""
+    total, last = sum(counts), stage == len(widths) - 1
     admitted = max_in_flight("1f1b", stage, len(widths), total, slack, widths)
+    delay = widths[stage] if widths[stage] > 1 and not last else 0
+    ends = list(itertools.accumulate(counts))
+    backs = [min(end + delay, total) for end in ends]
+    """Number of B before a step's U."""
     places = {letter: ((step, k) for step, count in enumerate(counts) for k in range(count)) for letter in "FB"}
-    ends = itertools.accumulate(counts)
-    delay = widths[stage] if widths[stage] > 1 else 0
-    due = ((step, min(end + delay, total)) for step, end in enumerate(ends))
-    step_due, at = next(due)
-    for letter, number in _one_forward_one_backward(admitted, total):
-        step, k = next(places[letter])
-        yield Action(letter, step, k, step_due)
-        while letter == "B" and number + 1 == at:
-            yield Action("U", step_due, -1, step_due)
-            step_due, at = next(due, (len(counts), -1))
+    number = due = 0
+    for back in range(total):
+        while number < min(total, back + admitted, ends[due] if last else total):
+            yield Action("F", *next(places["F"]), due)
+            number += 1
+        yield Action("B", *next(places["B"]), due)
+        while due < len(counts) and back + 1 == backs[due]:
+            yield Action("U", due, -1, due)
+            due += 1
 
 
 def _delayed(stage: int, widths: Sequence[int], counts: Sequence[int], slack: int, when: Updates) -> Iterator[Action]:

@@ -17,10 +17,10 @@ from accept_mpi.direction import Crossing, Direction
 from accept_mpi.job import ScheduleKind, flows
 from accept_mpi.logs.format import KINDS, TRACE, Rows
 from accept_mpi.pipeline.deal import Deal, of_member
-from accept_mpi.pipeline.schedule import Action, actions, max_in_flight
+from accept_mpi.pipeline.schedule import Action, actions, max_in_flight, waits_for_sum
 from accept_mpi.pipeline.simulator import PackedSchedule, Simulated, action_seconds, simulate, simulate_packed
 from accept_mpi.planning.message_model import message_seconds
-from accept_mpi.polling import POLL_IDLE
+from accept_mpi.polling import POLL_AWAITED, POLL_IDLE
 from accept_mpi.profiling.cluster_profile import DeviceProfile, StageTimes
 
 F64 = npt.NDArray[np.float64]
@@ -205,9 +205,9 @@ class Forecast:
 
     def _summed_beside(self, device: int) -> float:
         """The part of these bytes that goes beside the micro-batches' own messages."""
-        if flows(self.kind):
-            return self._summed(device)
         stage = self.groups.stages[device]
+        if not waits_for_sum(self.kind, stage == self._stages - 1):
+            return self._summed(device)
         members = self._members[stage]
         return self._on_wire(stage) * (members - 1) / members if self.groups.exact else 0.0
 
@@ -347,7 +347,7 @@ class Forecast:
         devices = list({self._ranks[d]: d for d in self._held_by[stage]}.values())
         if len(devices) == 1:
             return 0.0
-        slowest = 0.0
+        slowest, poll = 0.0, POLL_AWAITED if waits_for_sum(self.kind, stage == self._stages - 1) else POLL_IDLE
         for device in devices:
             others = [self.groups.rates.get((device, other), (np.inf, 0.0)) for other in devices if other != device]
             rate, latency = min(rate for rate, _ in others), max(latency for _, latency in others)
@@ -355,7 +355,7 @@ class Forecast:
             nbytes = self._on_wire(stage) * (len(devices) - 1) / len(devices)
             here, seconds = self.profiles[device], nbytes / link
             left = self._left(device, seconds) if self.groups.exact and self._stages == 1 else 0.0
-            slowest = max(slowest, left + 2 * (seconds + latency + here.seconds_per_message + POLL_IDLE))
+            slowest = max(slowest, left + 2 * (seconds + latency + here.seconds_per_message + poll))
         return slowest
 
     def _left(self, device: int, seconds: float) -> float:
@@ -366,7 +366,7 @@ class Forecast:
             return 0.0
         own = share * self._all
         # What it computes between the first contribution and the last: if steps overlap, since it last waited for a sum.
-        between = max(0.0, own - share * self._widths[0]) if flows(self.kind) else own - 1
+        between = own - 1 if waits_for_sum(self.kind, last=True) else max(0.0, own - share * self._widths[0])
         each = here.backward + self.handling(device, Direction.BACKWARD, {})
         each += 0.0 if self.kind == "gpipe" else here.forward
         return max(0.0, (own - 1) * seconds - between * each * self._shares[device] / share)

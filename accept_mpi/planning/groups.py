@@ -18,6 +18,7 @@ from accept_mpi.codecs.coding import bits_of
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import Job
 from accept_mpi.models.losses import counts_known
+from accept_mpi.pipeline.schedule import waits_for_sum
 from accept_mpi.plan import Plan
 from accept_mpi.planning.codec_choice import AUTO, EXACT, TOLERANCE, gradient_codec, possible_sums
 from accept_mpi.planning.estimate import Estimate, estimate, fits
@@ -272,8 +273,11 @@ class _Groups:
         links = problem.host_link[members][:, None, None]
         parts = wire * (len(members) - 1) / len(members)
         summing = 2 * parts / min(*pairs, float(links.min()))
-        if not problem.fill:  # asynchronously each member takes one more micro-batch meanwhile
-            summing = np.maximum(0.0, summing - np.minimum(runs.max(axis=0), ends.max(axis=0)))
+        # Where a sum is not waited for, each member takes one more micro-batch meanwhile.
+        meanwhile = np.minimum(runs.max(axis=0), ends.max(axis=0))
+        for stages, last in ((np.s_[:, :-1], False), (np.s_[:, -1:], True)):
+            if not waits_for_sum(self._job.pipeline.schedule, last):
+                summing[stages] = np.maximum(0.0, summing - meanwhile)[stages]
         taken = ends / np.maximum(runs, 1e-15) * count / dealt
         busy = ((parts * (taken + 1) if exact else 2 * parts) / links).max(axis=0)  # ``summing`` included
         return np.maximum(whole + summing / count, busy / count)

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.direction import Direction
+from accept_mpi.errors import counted
 from accept_mpi.job import Job
 from accept_mpi.pipeline.deal import Deal, widths
-from accept_mpi.pipeline.schedule import max_in_flight
+from accept_mpi.pipeline.schedule import actions, max_in_flight
 from accept_mpi.plan import Lanes, with_lanes
 from accept_mpi.planning.codec_choice import EXACT
 from accept_mpi.planning.estimate import Estimate, estimate, fits, least_seconds
@@ -65,6 +66,8 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
     if found.plan.slack < job.pipeline.slack:
         why = "so weights are newer" if job.pipeline.schedule == "1f1b-async" else "to save memory"
         lines.append(f"stages have few micro-batches in flight (transfer_slack {found.plan.slack}), {why}")
+    if job.pipeline.schedule == "1f1b-async" and (late := most_late(widths(found.plan.stages), found.plan.slack, job)):
+        lines.append(f"weights on stage 0 are up to {counted(late, 'update')} old, on the last stage the newest")
     if found.plan.gradients:
         way = {EXACT: "exactly, as one process does", "none": "as each rank's sum, uncoded"}
         text = way.get(found.plan.gradients, f"as {found.plan.gradients}")
@@ -83,6 +86,15 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
         f"if all devices shared every layer at no cost {1e3 * least_seconds(cluster, job):.0f} ms"
     )
     return lines
+
+
+def most_late(wide: Sequence[int], slack: int, job: Job) -> int:
+    """Most updates by which weights of ``1f1b-async`` are older, on the first stage, than in a synchronous schedule.
+    ``wide``: ``deal.widths``."""
+    count = micro_batches_of(job)
+    steps = 3 + (max_in_flight("1f1b-async", 0, len(wide), 1 << 30, slack, wide) + wide[0]) // count
+    walk = actions("1f1b-async", 0, len(wide), [count] * steps, slack, widths=wide)
+    return max(action.step - action.version for action in walk)
 
 
 def lanes_table(cluster: ClusterProfile, job: Job, found: Estimate) -> list[str]:

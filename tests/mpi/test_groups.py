@@ -33,11 +33,12 @@ def expected(name: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_weights_equal_one_process(mpirun, tmp_path: Path, ranks: int) -> None:
     """2 to 5 ranks in groups x synchronous schedules x CNN (BatchNorm, dropout) and GPT; groups of the first stage, of a
-    middle one, of the last, and of the only one."""
+    middle one, of the last, and of the only one, whose weights are the newest in the asynchronous schedule, too."""
     jobs, directories = [], []
     for name in JOBS:
         for number, (cuts, held) in enumerate(GROUPS[ranks]):
-            for schedule in SYNCHRONOUS if number == 0 else ("1f1b",):
+            schedules = (*SYNCHRONOUS, "1f1b-async") if not cuts else SYNCHRONOUS if number == 0 else ("1f1b",)
+            for schedule in schedules:
                 directory = f"{name}-{schedule}-{number}"
                 keys = {"pipeline_schedule": schedule, "pipeline_ranks": held, "pipeline_cuts": cuts}
                 jobs.append(samples.write_job(tmp_path / f"{directory}.toml", JOBS[name], directory, **keys))

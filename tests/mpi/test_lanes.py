@@ -40,6 +40,7 @@ def test_weights_equal_one_process(mpirun, tmp_path: Path, ranks: int) -> None:
         for schedule in SYNCHRONOUS
         for lanes, slack in ((2, 0), (3, 2), ("F+B", 1))
     ]
+    cases += [(name, "1f1b-async", 3, 0) for name in JOBS if ranks == 1]
     jobs = [
         samples.write_job(
             tmp_path / f"{number}.toml", JOBS[name], str(number),

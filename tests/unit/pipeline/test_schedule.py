@@ -84,6 +84,15 @@ def test_all_stages_have_the_version_that_vertical_sync_asks_for(slack: int) -> 
         assert list(asked[0].values()) == sorted(asked[0].values())
 
 
+def test_the_last_stage_computes_with_the_newest_weights() -> None:
+    """In a group and in lanes, too, whatever the stages before it are: learning rests on that."""
+    for widths in [(4,), *itertools.product((1, 2, 4), repeat=3)]:
+        made, stages = 0, len(widths)
+        for action in actions("1f1b-async", stages - 1, stages, [3, 4, 1, 5], 1, widths=widths):
+            assert action.version == action.step == made
+            made += action.kind == "U"
+
+
 def test_published_bounds() -> None:
     """PipeDream: P - s. GPipe: all. ZB-H1: P. Slack 1: Asteroid's 2 (P - s) - 1."""
     assert [max_in_flight("1f1b", s, 4, 16) for s in range(4)] == [4, 3, 2, 1]

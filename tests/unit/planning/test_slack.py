@@ -1,11 +1,15 @@
 """``transfer_slack = "auto"``: micro-batches in flight that hide transfers, fewer where memory or old weights matter."""
 
+import itertools
+import re
+
 import msgspec
 import pytest
-from clusters import cluster, job
+from clusters import LAYERS, cluster, job
 from test_recompute_and_ties import SYNCHRONOUS, fat
 
 from accept_mpi.errors import UserError
+from accept_mpi.plan import make_plan
 from accept_mpi.planning.estimate import estimate, fits
 from accept_mpi.planning.planner import plan_for, plans_for
 from accept_mpi.planning.tables import verdict
@@ -70,6 +74,21 @@ def test_fast_links_need_no_slack_and_slow_ones_some() -> None:
     found = [plan_for(fat(cluster(1, 1, 1, rate=rate), 1e12), job(ASYNCHRONOUS)).plan for rate in (1e9, 1e5)]
     assert found[0].slack == 0
     assert len(found[1].stages) == 1 or found[1].slack > 0
+
+
+def test_how_old_weights_are_is_told() -> None:
+    """As in the schedule: 1F1B of three stages has three micro-batches in flight on the first, seven with a slack of 2."""
+    fleet, told = cluster(1, 1, 1), {}
+    for count, slack in itertools.product((1, 8), (0, 2)):
+        asked = job(ASYNCHRONOUS, f"train.micro_batches={count}", f"pipeline.transfer_slack={slack}")
+        found = estimate(fleet, asked, make_plan(LAYERS, [4, 8], slack=slack))
+        (told[count, slack],) = (line for line in verdict(fleet, asked, found, found) if "old" in line)
+    assert [re.findall(r"up to (\d+ updates?) old", line) for line in told.values()] == [
+        ["2 updates"], ["6 updates"], ["1 update"], ["1 update"],
+    ]  # fmt: skip
+    for cuts, ranks in (([], [(0, 1, 2)]), ([], [0])):
+        found = estimate(fleet, asked, make_plan(LAYERS, cuts, ranks=ranks))
+        assert not any("old" in line for line in verdict(fleet, asked, found, found))
 
 
 def test_given_cuts_have_the_most() -> None:
