@@ -59,8 +59,8 @@ class Place(NamedTuple):
         return value if self.steps else {name: one for name, one in value.items() if name not in OWN}
 
 
-def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """What is directly in a container, an object or a function: steps and values."""
+def parts_of(value: Any) -> list[tuple[Any, Any]]:
+    """What is directly in a container, an object (a module, too) or a function: steps and values."""
     if isinstance(value, list | tuple | deque):
         return list(enumerate(list(value)))
     if isinstance(value, types.FunctionType):
@@ -78,7 +78,9 @@ def _part(value: Any, step: Any) -> Any:
         return value[step]
     if isinstance(step, _Nth):
         return list(value.values())[step.number]
-    return value[step] if isinstance(value, Mapping) else dict(_parts(value))[step]
+    if isinstance(value, nn.Module):
+        return getattr(value, step)
+    return value[step] if isinstance(value, Mapping) else dict(parts_of(value))[step]
 
 
 def _cells(function: types.FunctionType) -> list[tuple[str, types.CellType]]:
@@ -129,7 +131,9 @@ class Finder:
     def show(self, index: int, one: Any) -> None:
         """Look at a layer, or at a function."""
         for key, place, value in _reached(one):
-            self._found.setdefault(key, {}).setdefault(index, place)
+            places = self._found.setdefault(key, {})
+            if index not in places or (places[index].called and not place.called):
+                places[index] = place
             self._alive.append(value)
 
     def found(self) -> tuple[Common, ...]:
@@ -160,6 +164,7 @@ class Seen:
     def __init__(self, layers: Sequence[Any], start: int, common: Sequence[Common]) -> None:
         """``layers``: those that are here, from number ``start`` on."""
         self._layers, self._start, self._common = layers, start, common
+        self._own = {id(part) for one in layers if isinstance(one, nn.Module) for part in one.modules()}
         self._before = [(one, digests) for one in common if (digests := self._digests(one))]
 
     def again(self) -> "Seen":
@@ -179,9 +184,13 @@ class Seen:
         for index, place in one.places:
             if 0 <= index - self._start < len(self._layers):
                 try:
-                    found.append(digest(place.value(self._layers[index - self._start])))
+                    value = place.value(self._layers[index - self._start])
                 except (LookupError, AttributeError, TypeError):
                     continue
+                if not isinstance(value, nn.Module):
+                    found.append(digest(value))
+                elif id(value) not in self._own:  # else the trial of its stage looks at it (``Attributes``, ``Watch``)
+                    found.append(digest(_counted(value)))
         return found
 
 
@@ -242,6 +251,11 @@ def _functions(kind: type) -> Iterator[types.FunctionType]:
 
 def _inside(value: Any, place: Place, seen: set[int], code: set[int]) -> _Reached:
     """Yield the containers, objects and generators in an attribute, and what its functions refer to."""
+    if isinstance(value, nn.Module) and place.called and id(value) not in seen:
+        for path, module in value.named_modules():
+            seen.add(id(module))
+            steps = (*place.steps, *filter(None, path.split(".")))
+            yield weakref.ref(module), place._replace(steps=steps), None  # as in ``_reached``
     if isinstance(value, (*_CONSTANTS, torch.Tensor)) or not (isinstance(value, _ON_THE_WAY) or _may_change(value)):
         return
     if id(value) in seen or len(seen) > MOST_INSIDE or len(place.steps) > _DEEP:
@@ -256,8 +270,15 @@ def _inside(value: Any, place: Place, seen: set[int], code: set[int]) -> _Reache
                 yield id(cell), place._replace(steps=(*place.steps, name)), cell
     elif not isinstance(value, _ON_THE_WAY):
         yield id(value), place, value
-    for step, part in _parts(value):
+    for step, part in parts_of(value):
         yield from _inside(part, place._replace(steps=(*place.steps, step)), seen, code)
+
+
+def _counted(module: nn.Module) -> dict[str, Any]:
+    """What functions may count in a module: its own attributes and buffers. Tensors that they put there anew do not count:
+    they are shown, as maps of attention are."""
+    own = {name: value for name, value in vars(module).items() if name not in OWN and not isinstance(value, torch.Tensor)}
+    return own | module._buffers
 
 
 _CALLED = (types.FunctionType, types.MethodType, functools.partial)

@@ -73,9 +73,9 @@ def _remember_names(owner: Any, seen: set[int], undo: list[_Undo]) -> None:
 
 
 def _is_object(value: Any) -> bool:
-    """True for an instance of a user's class."""
-    library = is_of(LIBRARIES, type(value).__module__)
-    return not library and hasattr(value, "__dict__") and not callable(value) and not isinstance(value, type)
+    """True for an instance of a user's class that is no module."""
+    others = (type, nn.Module, types.FunctionType, types.MethodType)
+    return hasattr(value, "__dict__") and not isinstance(value, others) and not is_of(LIBRARIES, type(value).__module__)
 
 
 def _remember_function(function: Any, seen: set[int], undo: list[_Undo], depth: int) -> None:
@@ -91,6 +91,9 @@ def _remember_function(function: Any, seen: set[int], undo: list[_Undo], depth: 
             continue
         if isinstance(value, _CONSTANT) or type(value) in (list, set) or isinstance(value, dict):
             undo.append(_named(cell, "cell_contents", value, _copied(value)))
+        elif _is_object(value) and id(value) not in seen:
+            seen.add(id(value))
+            _remember_names(value, seen, undo)
         else:
             _remember_function(value, seen, undo, depth + 1)
 

@@ -1,11 +1,11 @@
 """A stage for a lane: another thread that computes some of the micro-batches of the same layers."""
 
-import copy
 from typing import Any
 
 from torch import nn
 
 from accept_mpi.errors import UserError
+from accept_mpi.models.copies import copied
 from accept_mpi.models.layers import Layers
 from accept_mpi.pipeline.recomputing import Recomputing
 from accept_mpi.pipeline.running_statistics import RunningStatistics
@@ -24,7 +24,7 @@ def lane_of(stage: Stage) -> Stage:
     memo: dict[int, Any] = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in stage.parameters}
     memo |= {id(buffer): buffer for layer in stage.layers for buffer in layer.buffers()}
     try:
-        modules = [copy.deepcopy(layer, memo) for layer in stage.layers]
+        modules = copied(stage.layers, memo)
     except Exception as error:
         last = stage.start + len(stage.layers) - 1
         raise UserError(f"pipeline.lanes: layers {stage.start} to {last} cannot be copied: {error}") from error

@@ -2,7 +2,6 @@
 makes values which are not finite. Both happen to copies: what a forward does to modules must happen in training alone.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +16,7 @@ from accept_mpi.codecs.tensors import Tensors, TensorSpec
 from accept_mpi.errors import UserError, UsersBug
 from accept_mpi.job import Job
 from accept_mpi.models.attributes import Attributes
+from accept_mpi.models.copies import copied
 from accept_mpi.models.fine_tuning import Uses, check_called
 from accept_mpi.models.graph import parameters_behind
 from accept_mpi.models.layers import Layers
@@ -97,10 +97,11 @@ class Trials(FurtherForwards):
         gradients = [parameter.grad for parameter in self.parameters]
         with kept(), untouched(self.layers, self._loss and self._loss.function):
             try:
-                modules = copy.deepcopy(self.layers)
-            except Exception:  # some modules cannot be copied
+                modules = copied(self.layers)
+            except Exception as error:  # some modules cannot be copied
                 if self._again is None:
                     raise
+                self.in_turn = self.in_turn or f"layers cannot be copied: {error}"
                 modules = self._again().modules
             layers, make = Layers(self.start, self.names, modules, common=tuple(self._common)), cast(Any, type(self))
             stage = make(layers, self._job, self._loss and self._loss.apart(), self._channels_last)

@@ -1,0 +1,133 @@
+"""Copies of modules whose functions refer to the copies.
+
+``copy.deepcopy`` leaves functions as they are. A hook, or a function in an attribute, that finds its module in a variable of
+the function around it (``lambda *given: self.count()``) would go on with the original: a trial would change what training
+begins with, and not see it, and a lane would leave gradients where nobody takes them.
+"""
+
+import copy
+import functools
+import types
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from accept_mpi.models.common import parts_of
+from accept_mpi.models.held import MOST_INSIDE
+
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, type, types.ModuleType)
+
+
+def copied(modules: Sequence[nn.Module], memo: dict[int, Any] | None = None) -> list[nn.Module]:
+    """Deep copies of modules. Modules that their functions refer to are copied, too, but for parameters that are none of
+    theirs; other variables of functions are theirs and the originals'. ``memo``: copies that there are, by the originals'
+    ids."""
+    memo = {} if memo is None else memo
+    there = {id(one) for one in memo.values()}
+    found = copy.deepcopy(list(modules), memo)
+    _Functions(memo, there).rebind()
+    return found
+
+
+class _Functions:
+    """Functions of copies, which refer to copies where the originals refer to what is copied."""
+
+    def __init__(self, memo: dict[int, Any], there: set[int]) -> None:
+        """``memo``: as ``copy.deepcopy`` leaves it; ``there``: ids of the copies in it that are not to be touched."""
+        self._memo = memo
+        self._done = {*there, id(memo.get(id(memo)))}  # a list of originals
+        self._made: dict[int, types.FunctionType] = {}
+        self._cells: dict[int, types.CellType] = {}
+
+    def rebind(self) -> None:
+        """Put functions that refer to copies into all copies, those included that this makes."""
+        while fresh := [one for one in self._memo.values() if id(one) not in self._done]:
+            self._done |= {id(one) for one in fresh}
+            for one in fresh:
+                if type(one) in (dict, OrderedDict):
+                    self._put(one, list(one.items()))
+                elif type(one) in (list, deque):
+                    self._put(one, list(enumerate(one)))
+                elif not isinstance(one, _LEAVES) and hasattr(one, "__dict__"):
+                    self._put(vars(one), list(vars(one).items()))
+
+    def _put(self, table: Any, items: Sequence[tuple[Any, Any]]) -> None:
+        for key, value in items:
+            if (new := self._rebound(value)) is not value:
+                table[key] = new
+
+    def _rebound(self, value: Any) -> Any:
+        """A function that is in a copy, or what cannot change with such a function in it."""
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if type(value) is tuple:
+            new = tuple(map(self._rebound, value))
+            return new if any(one is not other for one, other in zip(new, value, strict=True)) else value
+        if type(value) is functools.partial and (function := self._rebound(value.func)) is not value.func:
+            return functools.partial(function, *value.args, **value.keywords)
+        return value
+
+    def _function(self, old: types.FunctionType) -> types.FunctionType:
+        if id(old) in self._made:
+            return self._made[id(old)]
+        if not self._refers(old):
+            self._made[id(old)] = old
+            return old
+        cells = [self._cell(cell) for cell in old.__closure__ or ()]
+        new = types.FunctionType(old.__code__, old.__globals__, old.__name__, closure=tuple(new for _, new in cells))
+        self._made[id(old)] = new  # before it is filled, since it may refer to itself
+        for name in ("__module__", "__qualname__", "__doc__", "__annotations__"):
+            setattr(new, name, getattr(old, name))
+        vars(new).update(vars(old))
+        new.__defaults__ = self._copy(old.__defaults__)
+        new.__kwdefaults__ = self._copy(old.__kwdefaults__)
+        for before, cell in cells:
+            if cell is not before:
+                cell.cell_contents = self._copy(before.cell_contents)
+        return new
+
+    def _cell(self, cell: types.CellType) -> tuple[types.CellType, types.CellType]:
+        """A variable, and what stands for it in copies: itself, unless it refers to what is copied."""
+        if id(cell) not in self._cells:
+            self._cells[id(cell)] = types.CellType() if self._refers(_content(cell)) else cell
+        return cell, self._cells[id(cell)]
+
+    def _copy(self, value: Any) -> Any:
+        """What stands for the value of a variable in copies."""
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if not self._refers(value):
+            return value
+        if isinstance(value, nn.Module):  # what is around the modules: nobody trains it here
+            for parameter in value.parameters():
+                self._memo.setdefault(id(parameter), parameter)
+        return self._rebound(copy.deepcopy(value, self._memo))
+
+    def _refers(self, value: Any) -> bool:
+        """True if a module, or something else that is copied, can be reached from a value."""
+        seen: set[int] = set()
+        left = [value]
+        while left and len(seen) < MOST_INSIDE:
+            one = left.pop()
+            if id(one) in self._memo or isinstance(one, nn.Module):
+                return True
+            if isinstance(one, _LEAVES) or id(one) in seen:
+                continue
+            seen.add(id(one))
+            if isinstance(one, types.FunctionType):
+                left += [one.__defaults__, one.__kwdefaults__]
+            if isinstance(one, RemovableHandle):  # of a hook, which may take itself away
+                left.append(one.hooks_dict_ref())
+            left += [part for _, part in parts_of(one)]
+        return False
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
