@@ -147,10 +147,12 @@ class ReplicaChunks(Control, frozen=True):
 
 
 class Replicated(Control, frozen=True):
-    """A rank to rank 0: it has received all of a stage's state after ``step``."""
+    """A rank to rank 0: it has received all of a stage's state after ``step``, or keeps its own as a member of a group."""
 
     step: int
     stage: int
+    member: int = 0
+    """Index of the rank in the group."""
 
 
 class Copied(Control, frozen=True):

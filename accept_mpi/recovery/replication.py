@@ -1,8 +1,8 @@
 """Chain replication in the background: each stage's copy of a snapshot goes to the rank of the next stage.
 
 A barrier tells all stages after which step to copy (``recovery.barriers``). When a copy has arrived completely, its receiver
-reports that to rank 0; when all copies have, the snapshot is committed and older ones are forgotten. A snapshot never begins
-before the previous one is committed.
+reports that to rank 0; when all copies have, the snapshot is committed and older ones are forgotten. Of a group two members
+report their own. A snapshot never begins before the previous one is committed.
 
 If sending one stage's state takes longer than the job allows between snapshots, there are extra ones in between: every stage
 keeps its own copy, but only stages that have sent their previous copy send it on. So a loss costs as many steps as the lost
@@ -42,6 +42,8 @@ class Route(NamedTuple):
     """Index of this rank in the group that holds its stage."""
     members: int = 1
     """Number of ranks in that group."""
+    groups: int = 0
+    """Number of stages that groups hold, each of which two ranks report."""
 
     @property
     def next(self) -> int:
@@ -70,8 +72,8 @@ class Replication:
         self._arriving: dict[tuple[int, int], Arriving] = {}
         self._last: dict[int, Blobs] = {}
         """The last whole copy that has arrived, by stage."""
-        self._whole: dict[int, set[int]] = {}
-        """On rank 0: stages whose copy has arrived, by step."""
+        self._whole: dict[int, set[tuple[int, int]]] = {}
+        """On rank 0: stages whose copy has arrived, and members that keep one, by step."""
 
     # -- main thread ---------------------------------------------------------------------------------------------------
 
@@ -87,9 +89,9 @@ class Replication:
         blobs = states(stage)
         self._replicas.keep(step, blobs)
         if self._route.members > 1:  # the other members have the same state, so it need not be sent
-            if self.on and flags & SNAPSHOT and self._route.member == 1:
+            if self.on and flags & SNAPSHOT and self._route.member < 2:  # either may be lost before the other has kept it
                 assert self._route.stage is not None
-                self._post(0, Replicated(step, self._route.stage), False)
+                self._post(0, Replicated(step, self._route.stage, self._route.member), False)
         elif self.on and (flags & SNAPSHOT or not self._sending()):
             assert self._route.stage is not None
             for chunks in chunked(blobs, _CHUNK, self._sent):
@@ -132,10 +134,10 @@ class Replication:
             self._post(0, Replicated(copy.step, copy.stage), False)
 
     def _count(self, arrived: Replicated) -> None:
-        """Commit a snapshot once every stage's copy has arrived; on rank 0."""
+        """Commit a snapshot once two ranks have each stage's state; on rank 0."""
         whole = self._whole.setdefault(arrived.step, set())
-        whole.add(arrived.stage)
-        if len(whole) == len(self._route.ranks):
+        whole.add((arrived.stage, arrived.member))
+        if len(whole) == len(self._route.ranks) + self._route.groups:
             self._whole = {step: stages for step, stages in self._whole.items() if step > arrived.step}
             for rank in range(self._route.size):
                 self._post(rank, Committed(arrived.step), False)

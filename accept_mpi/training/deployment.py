@@ -186,7 +186,8 @@ class Deployment:
         copying = self.job.recovery.copies(runtime.size, runtime.survives)
         self.barriers = Barriers(self.job.recovery, ranks[0], copying, plane.post, self._local_copies())
         place = self.place
-        route = Route(None if place.idle else place.stage, ranks, runtime.size, place.member, place.members)
+        groups = sum(len(stage.ranks) > 1 for stage in self.plan.stages)
+        route = Route(None if place.idle else place.stage, ranks, runtime.size, place.member, place.members, groups)
         self.replication = Replication(
             state.replicas, route, copying, self.barriers, plane.post, lambda: plane.background.busy, self.course.first
         )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accept_mpi import models
-from accept_mpi.comm.messages import Control, Copied, Message, ReplicaChunks, StopAsked, Stopping
+from accept_mpi.comm.messages import Committed, Control, Copied, Message, ReplicaChunks, StopAsked, Stopping
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, Optimizer, Recovery
 from accept_mpi.job_file import parse
@@ -319,6 +319,37 @@ def test_what_is_left_of_a_copy_of_the_plan_before_is_passed_over() -> None:
     for dest, message in ranks.held:
         assert dest != 0 or new.handle(message.control)
     assert not later.held
+
+
+def test_a_group_s_snapshot_is_kept_by_two_members_when_it_is_committed() -> None:
+    """A member that is ahead may be lost before the leader has made the step: what was kept before must be there still."""
+    held: list[Control] = []
+    stores = [Replicas(), Replicas()]
+    barriers = Barriers(Recovery(replicate_every=1), 0, True, lambda *_: None)
+    members = [
+        Replication(
+            stores[n], Route(0, [0], 2, n, 2, groups=1), True, barriers,
+            lambda dest, control, bulk: held.append(control), lambda: False,
+        )
+        for n in range(2)
+    ]  # fmt: skip
+    one = stage(0, 1, 1)
+
+    def deliver() -> None:
+        while held:
+            control = held.pop(0)
+            for member in members if isinstance(control, Committed) else members[:1]:
+                assert member.handle(control)
+
+    for member in members:
+        member.begin(1, one, SNAPSHOT)
+    deliver()
+    members[1].begin(2, one, SNAPSHOT)
+    deliver()
+    assert newest([stores[0].holdings()], 1) == 1
+    members[0].begin(2, one, SNAPSHOT)
+    deliver()
+    assert [store.holdings() for store in stores] == [{2: [0]}, {2: [0]}]
 
 
 def test_young_s_period_follows_what_a_snapshot_takes(monkeypatch: pytest.MonkeyPatch) -> None:
