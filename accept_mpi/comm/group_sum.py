@@ -392,7 +392,20 @@ class GroupSum:
             self._scales.pop(step, None)
             self._open.discard(step)
             del self._results[step]
+            if self._coding.kind != "none":
+                self._put_back(results, scale)
             self._done.put((step, [results[c] for c in range(len(results))], scale))
+
+    def _put_back(self, results: dict[int, torch.Tensor], scale: float) -> None:
+        """Keep what a sum says of parameters that have no gradient in its step: it was left out of earlier ones."""
+        assert self._layout
+        there = results[0].tolist()
+        for c, pieces in enumerate(self._layout.chunks):
+            if c and self._owner[c] == self._group.me and not all(there[piece.parameter] for piece in pieces):
+                values = results[c].clone()
+                for piece, part in zip(pieces, values.split([one.stop - one.start for one in pieces]), strict=True):
+                    part.mul_(not there[piece.parameter])
+                self._left_out.put_back(c, scale, values)
 
 
 def _plus(one: torch.Tensor | None, two: torch.Tensor) -> torch.Tensor:

@@ -53,4 +53,12 @@ class LeftOut:
         left, rest = coded.error * scale, 1 - scale * coded.taken
         if coded.before is not None and rest:
             left += coded.before * rest
-        self._left[c] = left
+        self._keep(c, left)
+
+    def put_back(self, c: int, scale: float, values: torch.Tensor) -> None:
+        """Keep for a later step what was decoded of a chunk in one of this ``scale``, and is in no update."""
+        self._keep(c, values * scale)
+
+    def _keep(self, c: int, left: torch.Tensor) -> None:
+        before = self._left.get(c)
+        self._left[c] = left if before is None else before + left
