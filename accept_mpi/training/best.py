@@ -51,12 +51,14 @@ class Best(Observer):
         """True if the run is to end."""
         with contextlib.suppress(*UNREADABLE):
             found = read_best(directory)
-            if found["metric"] == metric and int(found["step"]) <= (made := before[found["run"]]):
+            at, by = int(found["step"]), str(found.get("by", found["run"]))
+            there = directory_of(directory, at) in made_by(directory, by)  # else a run without a best one has removed it
+            if there and found["metric"] == metric and at <= (made := before[found["run"]]):
                 value, worse = float(found["value"]), [int(step) for step in found.get("worse", ())]
-                self.at = self._on_disk = int(found["step"])
-                self._there.add(self.at)
+                self.at = self._on_disk = at
+                self._there.add(at)
                 self._value, self._worse = value, [step for step in worse if step <= made]
-                self._by = str(found.get("by", found["run"]))
+                self._by = by
 
     @property
     def keeps(self) -> set[int | None]:

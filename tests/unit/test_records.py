@@ -13,6 +13,7 @@ from accept_mpi.logs.observers import Evaluated
 from accept_mpi.logs.reader import open_log
 from accept_mpi.logs.writer import LogWriter
 from accept_mpi.plan import make_plan
+from accept_mpi.recovery.checkpoint import directory_of
 from accept_mpi.training import run_log
 from accept_mpi.training.best import Best
 from accept_mpi.training.lineage import ancestors, lineage, shared
@@ -100,7 +101,10 @@ def test_history_over_several_resumes(folder: Path) -> None:
     assert shared(third, lineage({"run": "another"})) == 0
 
 
-def test_the_best_checkpoint_of_another_run_is_not_this_one_s(tmp_path: Path) -> None:
+def test_the_best_checkpoint_of_another_run_is_not_this_one_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [directory_of(tmp_path, 4)]
+    monkeypatch.setattr("accept_mpi.training.best.made_by", lambda run, who: there if who == "other" else [])
+
     def best(run: str, before: dict[str, int]) -> Best:
         return Best(tmp_path, run, "loss", None, before, lambda text: None)
 
@@ -112,5 +116,7 @@ def test_the_best_checkpoint_of_another_run_is_not_this_one_s(tmp_path: Path) ->
     assert best("new", {"other": 3}).at is None
     assert best("new", {"other": 4, "this": 9}).at == 4
     assert best("other", {"other": 6}).at == 4
+    there.clear()  # a run that kept no best one has removed it
+    assert best("other", {"other": 6}).at is None
     (tmp_path / "checkpoints" / "best.json").write_text('{"step": 4, "metric": "loss", "value": 0.1}')
     assert best("new", {"other": 4}).at is None

@@ -77,8 +77,9 @@ def test_what_is_told_again_counts_if_its_checkpoint_is_there(tmp_path: Path, mo
         assert json.loads((tmp_path / BEST).read_text())["step"] == kept
 
 
-def test_a_resumed_run_counts_on(tmp_path: Path) -> None:
+def test_a_resumed_run_counts_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From where it resumes: what came after that is repeated. Without its checkpoint nothing is the best one."""
+    monkeypatch.setattr(best, "made_by", lambda run, who: [directory_of(run, 1)] if who == "first" else [])
     first = Best(tmp_path, "first", "loss", 3, {}, Mock())
     evaluations(first, [2.0])
     assert not (tmp_path / BEST).exists()
