@@ -36,6 +36,8 @@ _OLD = 7 * 24 * 3600.0  # seconds after which another run's replicas are removed
 _ATTENDED, _SURVEY, _ROOM, _COUNT, _ORIGIN = "attended", "survey", "room", "micro-batches", "origin"
 """Names of files: the last start that this host took part in, the cluster profile, the memory of each rank, the number of
 micro-batches, the manifest of the checkpoint that the run began with."""
+_STATES = re.compile(r"\d{12}-\d{1,10}")
+"""Names of files with states: the step, and the process that has written it."""
 _MOST_DIGITS, _MOST_SURVEY = 20, 64 << 20
 
 
@@ -213,7 +215,7 @@ class DiskReplicas:
 
     def _kept(self) -> list[Path]:
         """Paths of the files with states, oldest step first."""
-        return sorted(path for path in self._directory.glob("*-*") if re.fullmatch(r"\d{12}-\d{1,10}", path.name))
+        return sorted(path for path in self._directory.glob("*-*") if _STATES.fullmatch(path.name))
 
     def _remove(self, first: int, end: int | None, spare: Callable[[Path], bool] = lambda path: False) -> None:
         for path in self._kept():
@@ -226,8 +228,11 @@ class DiskReplicas:
             for run in self._root.iterdir():
                 if run == self._directory.parent:  # seems old if its last start was before the clock was set
                     continue
-                newest = max((path.lstat().st_mtime for path in [run, *run.rglob("*")]), default=0.0)
-                if time.time() - newest > _OLD:
+                paths = [run, *run.rglob("*")]
+                # So does one that writes until now, if the clock has been set since its last snapshot.
+                if any(_is_another_s(path) for path in paths if _STATES.fullmatch(path.name)):
+                    continue
+                if time.time() - max(path.lstat().st_mtime for path in paths) > _OLD:
                     shutil.rmtree(run, ignore_errors=True)
 
     def _warn(self, error: OSError) -> None:
