@@ -12,8 +12,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import read_regular
@@ -99,17 +101,18 @@ def ask(hosts: Sequence[Host]) -> dict[Host, str | None]:
     agent += shlex.split(os.environ.get(_AGENT_FLAGS, ""))
     question = ["test", "-x", shlex.quote(sys.executable)]
     asked = []
-    with tempfile.TemporaryDirectory(prefix="accept_mpi-ask-") as folder:
-        for place, host in enumerate(hosts):
+    with ExitStack() as files:
+        for host in hosts:
             if host.here:
                 continue
-            said = Path(folder) / str(place)  # a file, since a master connection that ssh leaves running keeps a pipe open
+            # A file, since a master connection that ssh leaves running keeps a pipe open; without a name, so that it ends
+            # with this process, however that ends.
+            said = files.enter_context(tempfile.TemporaryFile())
             command = [*agent, host.target, *(["-p", str(host.port)] if host.port else []), *question]
-            with open(said, "wb") as words:
-                try:
-                    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=words)
-                except OSError as error:
-                    raise UserError(f"{agent[0]} does not start: {error.strerror}; mpirun reaches hosts by it") from error
+            try:
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said)
+            except OSError as error:
+                raise UserError(f"{agent[0]} does not start: {error.strerror}; mpirun reaches hosts by it") from error
             asked.append((host, process, said))
         until = time.monotonic() + ASK_SECONDS
         answers = {host: _answer(process, said, until) for host, process, said in asked}
@@ -121,7 +124,7 @@ def missing(why: str | None) -> bool:
     return why is not None and why.startswith("it has no ")
 
 
-def _answer(process: "subprocess.Popen[bytes]", said: Path, until: float) -> str | None:
+def _answer(process: "subprocess.Popen[bytes]", said: IO[bytes], until: float) -> str | None:
     try:
         code = process.wait(max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -130,7 +133,8 @@ def _answer(process: "subprocess.Popen[bytes]", said: Path, until: float) -> str
         return f"no answer within {ASK_SECONDS:.0f} s"
     if code == 0:
         return None
-    lines = said.read_text(errors="replace").split("\n")
+    said.seek(0)
+    lines = said.read().decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     if code == _MISSING and not last:
         return f"it has no {sys.executable}"

@@ -2,6 +2,7 @@
 
 import socket
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -84,10 +85,13 @@ def test_only_files_are_read(tmp_path: Path) -> None:
 
 
 def test_what_hosts_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the words of ssh; a host without the checkout is told from one that is silent; this machine is not asked."""
-    agent = tmp_path / "agent"
+    """In the words of ssh; a host without the checkout is told from one that is silent; this machine is not asked. Meanwhile
+    nothing has a name among temporary files, which would stay if this process were killed."""
+    agent, temporary, seen = tmp_path / "agent", tmp_path / "temporary", tmp_path / "seen"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     agent.write_text(
-        "#!/bin/sh\n"
+        f"#!/bin/sh\nls {temporary} >> {seen}\n"
         'case "$1" in typo) echo "ssh: Could not resolve hostname typo" >&2; exit 255 ;; bare) exit 1 ;;\n'
         f'dead) exit 255 ;; joe@pi1) [ "$2 $3" = "-p 2222" ] && [ "$6" = {sys.executable} ] ;; *) exit 9 ;; esac\n'
     )
@@ -103,6 +107,7 @@ def test_what_hosts_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "localhost": None,
     }
     assert [name for name, why in told.items() if missing(why)] == ["bare"]
+    assert not seen.read_text()
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(tmp_path / "none"))
     with pytest.raises(UserError, match="does not start"):
         ask(read(tmp_path, "pi1\n"))
