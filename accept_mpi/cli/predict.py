@@ -1,7 +1,6 @@
 """``accept_mpi predict``: what a trained model says of images, or of the rows of the test set, in one process."""
 
 import csv
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,7 +12,7 @@ import torch
 from accept_mpi import tree
 from accept_mpi.data import fetch
 from accept_mpi.data import of_job as data_of
-from accept_mpi.data.images import ImageFolder, class_names, pictures_in
+from accept_mpi.data.images import ImageFolder, pictures_in
 from accept_mpi.device.memory import available_memory
 from accept_mpi.errors import UserError
 from accept_mpi.models import Chain, chain_of
@@ -40,10 +39,7 @@ def predict(source: Path, folder: Path | None, average: bool, top: int, to: Text
     if folder is not None:
         if not isinstance(train, ImageFolder):
             raise UserError(f'{folder}: the run was trained on "{job.data.name}", not on "images"')
-        names = class_names(job.data.args)
-        if len(train) != (then := checkpoint.manifest.samples):
-            text = f"the run was trained on {then} images, and {len(train)} are there now: if folders of classes have come"
-            print(f"accept_mpi: note: {text} or gone since, names of classes below are others'", file=sys.stderr)
+        names = checkpoint.manifest.classes  # folders of classes may have come or gone since
         files = pictures_in(folder)
         data: Any = train.of([(file, 0) for file in files])
         rows = [str(file) for file in files]

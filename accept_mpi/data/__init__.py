@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from accept_mpi.data.base import ArrayDataset, Dataset, Loader, MapDataset, Samples, adapt, fetch, gives_targets
+from accept_mpi.data.base import ArrayDataset, Dataset, Loader, MapDataset, Samples, adapt, classes_of, fetch, gives_targets
 from accept_mpi.data.cifar10 import cifar10
 from accept_mpi.data.digits import digits
 from accept_mpi.data.hdf5 import hdf5
@@ -14,7 +14,9 @@ from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.registry import call, find_function
 
-__all__ = ["ZOO", "ArrayDataset", "Dataset", "MapDataset", "Samples", "fetch", "gives_targets", "load", "of_job"]
+__all__ = [
+    "ZOO", "ArrayDataset", "Dataset", "MapDataset", "Samples", "classes_of", "fetch", "gives_targets", "load", "of_job",
+]  # fmt: skip
 
 ZOO: dict[str, Loader] = {"digits": digits, "text": text, "cifar10": cifar10, "images": images, "hdf5": hdf5}
 

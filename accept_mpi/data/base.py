@@ -9,6 +9,8 @@ index before a torch-style data set is asked for it, and one call gives x and y;
 same call.
 """
 
+import contextlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -93,6 +95,17 @@ def gives_targets(data: Dataset | None) -> bool:
     """True if the first stage may ask for targets, too, and compare them with the last one's. Users' own kinds need not have
     them there, or may take long for them."""
     return bool(getattr(data, "targets_anywhere", False))
+
+
+def classes_of(data: Dataset) -> list[str]:
+    """Names of the classes of a data set, in the order of their numbers, as its ``classes`` says (torchvision's have that,
+    too); empty if it does not."""
+    with contextlib.suppress(Exception):  # it may be a user's own code
+        found = data.items if isinstance(data, MapDataset) else data.data if isinstance(data, OwnDataset) else data
+        names = getattr(found, "classes", ())
+        if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+            return [os.fsencode(name).decode(errors="replace") for name in names]  # folders' names may be any bytes
+    return []
 
 
 def _some(indices: Indices) -> str:

@@ -1,7 +1,7 @@
 """Folders of images, one folder per class."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ class ImageFolder:
 
     targets_anywhere = True
 
-    def __init__(self, listing: _Listing, size: int, augment: bool) -> None:
+    def __init__(self, listing: _Listing, size: int, augment: bool, classes: Sequence[str] = ()) -> None:
+        """``classes``: their names, in the order of their numbers."""
+        self.classes = list(classes)
         self._files = [file for file, _ in listing]
         self._classes = torch.tensor([number for _, number in listing], dtype=torch.int64)
         self._size, self._augment = size, augment
@@ -63,19 +65,14 @@ def images(path: str, size: int = 32, augment: bool = True, test_fraction: float
         classes = _classes(root / "train")
         train, test = _listing(root / "train", classes), _listing(root / "test", classes)
     else:
-        found = _listing(root, _classes(root))
+        classes = _classes(root)
+        found = _listing(root, classes)
         if not 0 < test_fraction < 1:
             raise ValueError(f"test_fraction must lie between 0 and 1, got {test_fraction}")
         order = np.random.default_rng(mix(ORDER, 0)).permutation(len(found))
         held = max(1, round(len(found) * test_fraction))
         train, test = ([found[i] for i in part] for part in (order[:-held], order[-held:]))
-    return ImageFolder(train, size, augment), ImageFolder(test, size, False)
-
-
-def class_names(args: Mapping[str, Any]) -> list[str]:
-    """Names of the classes of a data set with these arguments of ``images``, in the order of their numbers."""
-    root = Path(args["path"])
-    return _classes(root / "train" if (root / "train").is_dir() and (root / "test").is_dir() else root)
+    return ImageFolder(train, size, augment, classes), ImageFolder(test, size, False, classes)
 
 
 def pictures_in(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from accept_mpi import tree
-from accept_mpi.data.base import Dataset, Indices, Samples, Together, fetch
+from accept_mpi.data.base import Dataset, Indices, Samples, Together, classes_of, fetch
 from accept_mpi.errors import UserError
 from accept_mpi.job import Mix
 from accept_mpi.seeds import AUGMENT, mix
@@ -21,7 +21,7 @@ class Mixed(Together):
     """A training set whose samples are mixed."""
 
     def __init__(self, data: Dataset, how: Mix) -> None:
-        self.data, self._how = data, how
+        self.data, self._how, self.classes = data, how, classes_of(data)
 
     def __len__(self) -> int:
         return len(self.data)

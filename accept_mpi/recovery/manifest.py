@@ -72,6 +72,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of the run. With the step, it is the whole state of the random numbers: every draw is seeded by its purpose."""
     samples: Annotated[int, Meta(ge=1, le=_MOST)]
     """Size of the training set."""
+    classes: list[str] = []
+    """Names of its classes, in the order of their numbers; empty if it has none."""
     job: str
     """The job as JSON."""
     stages: list[StageFiles]

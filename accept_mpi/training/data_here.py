@@ -5,12 +5,12 @@ import itertools
 import logging
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.data import Dataset, fetch
+from accept_mpi.data import Dataset, classes_of, fetch
 from accept_mpi.data import of_job as data_of
 from accept_mpi.data.checksums import Checksum, checksum
 from accept_mpi.errors import Agreed, UserError
@@ -20,6 +20,16 @@ log = logging.getLogger(__name__)
 
 Data = tuple[Dataset | None, Dataset | None]
 """Training and test set; (None, None) where they are not."""
+
+
+class Sizes(NamedTuple):
+    """What all ranks know of the data."""
+
+    samples: int
+    tests: int
+    classes: tuple[str, ...]
+    """Names of the training set's classes; empty if it has none."""
+
 
 Known = dict[tuple[str, int], tuple[str, Checksum]]
 """Checksums of inputs, by data set and sample, with who had them."""
@@ -47,12 +57,14 @@ def load_here(runtime: Runtime, job: Job, have: Data = (None, None)) -> tuple[Da
 
 def agree_on_data(
     runtime: Runtime, data: Data, evaluates: bool, inputs_on: Sequence[int] = (), known: Known | None = None
-) -> tuple[int, int]:
-    """Numbers of training and test samples, from the ranks that have them; all call this together. ``evaluates``: the test
-    set will be used; ``inputs_on``: the ranks of the first stage; ``known``: what ranks had that held it, to which theirs is
-    added. Raises Agreed if the first and the last stage have different data, or if ranks that hold or held the first do."""
+) -> Sizes:
+    """The sizes of the data, from the ranks that have them; all call this together. ``evaluates``: the test set will be
+    used; ``inputs_on``: the ranks of the first stage; ``known``: what ranks had that held it, to which theirs is added.
+    Raises Agreed if the first and the last stage have different data, or if ranks that hold or held the first do."""
     train, test = data
-    mine = None if train is None or test is None else (len(train), len(test), _changing(cast(Hashable, train)))
+    mine = None
+    if train is not None and test is not None:
+        mine = len(train), len(test), _changing(cast(Hashable, train)), classes_of(train)
     told = runtime.messenger.allgather(mine, runtime.startup_seconds, "the sizes of the data")
     sizes = {rank: (found[0], found[1]) for rank, found in enumerate(told) if found}
     if runtime.rank == 0:
@@ -70,7 +82,7 @@ def agree_on_data(
         _agree_on_targets(runtime, used)
     if len(told) > 1 and all(found[2] is None for found in told if found):
         _agree_on_inputs(runtime, used, inputs_on, {} if known is None else known)
-    return sizes[first][0], sizes[first][1]
+    return Sizes(*sizes[first], tuple(told[first][3]))
 
 
 def _agree_on_targets(runtime: Runtime, data: dict[str, Dataset | None]) -> None:

@@ -90,6 +90,8 @@ class Deployment:
 
     batches: Calendar
     test_samples: int
+    classes: tuple[str, ...]
+    """Names of the data set's classes; empty if it has none."""
 
     def __init__(self, runtime: Runtime, state: RankState, plan: Plan, compile_seconds: float) -> None:
         self.runtime, self.state, self.plan, self.job = runtime, state, plan, state.job
@@ -110,7 +112,7 @@ class Deployment:
         runtime.describe_ranks(lambda rank: _holds(plan, rank))
         state.data = runtime.agree("the data", lambda: _data_for(state.job, new.place, state.data))
         evaluates, first = state.job.train.evaluate_every > 0, plan.stages[0].ranks
-        samples, new.test_samples = agree_on_data(runtime, new._data, evaluates, first, state.inputs)
+        samples, new.test_samples, new.classes = agree_on_data(runtime, new._data, evaluates, first, state.inputs)
         train = state.job.train
         new.batches = Calendar(samples, train.batch_size, micro_batches_of(state.job), train.seed, train.drop_last)
         return new

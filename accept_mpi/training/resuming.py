@@ -9,6 +9,7 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import msgspec
@@ -100,11 +101,18 @@ def _end_of(job: Job, batches: Calendar) -> int:
     return steps if steps is not None else batches.end(job.train.epochs or 1, whole=False)
 
 
-def check(manifest: Manifest, job: Job, overrides: Sequence[str], chain: Chain, batches: Calendar) -> list[str]:
+def check(
+    manifest: Manifest,
+    job: Job,
+    overrides: Sequence[str],
+    chain: Chain,
+    batches: Calendar,
+    classes: Sequence[str] = (),
+) -> list[str]:
     """Check that the job may resume from a checkpoint; returns lines for the log on what has changed.
 
-    ``overrides``: the command line's changes; ``batches``: the run's ``calendar``. Raises UserError if the checkpoint
-    belongs to another model or another job, or is already at the last step.
+    ``overrides``: the command line's changes; ``batches``: the run's ``calendar``; ``classes``: names of the data set's.
+    Raises UserError if the checkpoint belongs to another model, other data or another job, or is already at the last step.
     """
     if manifest.layers != chain.names:
         raise UserError(
@@ -115,6 +123,9 @@ def check(manifest: Manifest, job: Job, overrides: Sequence[str], chain: Chain, 
         raise UserError(
             f"--resume: the checkpoint was trained on {manifest.samples} samples, the job's data has {batches.samples}"
         )
+    for n, (old, new) in enumerate(zip_longest(manifest.classes, classes, fillvalue="none")):
+        if manifest.classes and old != new:
+            raise UserError(f"--resume: class {n} was {shown(old)} in training, and is {shown(new)} in the job's data now")
     if manifest.step >= (last := _end_of(job, batches)):
         raise UserError(f"--resume: the checkpoint is at step {manifest.step}, and the job ends at step {last}")
     found = list(changes(manifest, job))

@@ -7,6 +7,7 @@ function and taken by ``_Run.deploy``.
 import logging
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -228,7 +229,7 @@ class _Run:
                     print(f"step {course.last}  done: an earlier start has made the last checkpoint", flush=True)
                 self._planned = None
                 return None
-            changes = self._changes(runtime, state.chain, manifest, batches)
+            changes = self._changes(runtime, state.chain, manifest, batches, deployment.classes)
         took: dict[str, float] = {}
         fits = not snapshot.step
 
@@ -376,9 +377,12 @@ class _Run:
                 log.warning("passed over: %s", mistake)
         return Checkpoint(where, most) if where and not self._origin else None
 
-    def _changes(self, runtime: Runtime, chain: Chain, manifest: Manifest, batches: Calendar) -> list[str]:
+    def _changes(
+        self, runtime: Runtime, chain: Chain, manifest: Manifest, batches: Calendar, classes: Sequence[str]
+    ) -> list[str]:
         """Lines on what differs from the run that made the checkpoint. Raises Agreed if it does not fit this job."""
-        return runtime.agree("the checkpoint", lambda: check(manifest, self.job, self.options.overrides, chain, batches))
+        overrides = self.options.overrides
+        return runtime.agree("the checkpoint", lambda: check(manifest, self.job, overrides, chain, batches, classes))
 
     def _given_plan(self, runtime: Runtime, chain: Chain) -> Plan:
         """The job's own plan, made for the ranks that began the run; the layers of lost ones go to the others."""

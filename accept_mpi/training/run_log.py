@@ -169,6 +169,7 @@ class RunLog:
                 own_names=deployment.state.chain.own_names,
                 seed=job.train.seed,
                 samples=batches.samples,
+                classes=list(deployment.classes),
                 job=job.to_json(),
             )
 

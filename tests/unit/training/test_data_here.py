@@ -11,17 +11,19 @@ import pytest
 import torch
 
 from accept_mpi.data import ArrayDataset, Dataset, MapDataset
+from accept_mpi.data.mixing import Mixed
 from accept_mpi.errors import Agreed
-from accept_mpi.training.data_here import agree_on_data
+from accept_mpi.job import Mix
+from accept_mpi.training.data_here import Sizes, agree_on_data
 
 
 def agreed(
     sets: list[tuple[Dataset | None, Dataset | None]], evaluates: bool = True, first: Sequence[int] = (), known: Any = None
-) -> set[tuple[int, int]]:
+) -> set[Sizes]:
     """What all ranks agree on, or what they raise."""
     barrier, told = threading.Barrier(len(sets), timeout=60), dict[int, Any]()
 
-    def of(rank: int) -> tuple[int, int]:
+    def of(rank: int) -> Sizes:
         def allgather(value: Any, deadline: float, what: str) -> list[Any]:
             told[rank] = msgspec.msgpack.encode(value)
             barrier.wait()
@@ -41,11 +43,21 @@ def rows(y: torch.Tensor) -> ArrayDataset:
     return ArrayDataset(torch.zeros(len(y)), y)
 
 
+def test_all_learn_the_names_of_classes() -> None:
+    class Named(torch.utils.data.TensorDataset):
+        classes = ("cat", "d\udcf6g")  # folders' names may be any bytes
+
+    data = MapDataset(Named(torch.zeros(4, 2), torch.arange(4)))
+    assert agreed([(data, data), (None, None)]) == {(4, 4, ("cat", "d\ufffdg"))}
+    mixed = Mixed(data, Mix(classes=4, mixup=0.2))
+    assert agreed([(mixed, data)], evaluates=False) == {(4, 4, ("cat", "d\ufffdg"))}
+
+
 def test_rows_late_in_either_set_are_compared() -> None:
     y = torch.arange(400)
     other = torch.cat([y[:64], y[64:].flip(0)])
-    assert agreed([(rows(y), rows(y)), (None, None), (rows(y), rows(y))]) == {(400, 400)}
-    assert agreed([(rows(y), rows(y)), (rows(y), rows(other))], evaluates=False) == {(400, 400)}
+    assert agreed([(rows(y), rows(y)), (None, None), (rows(y), rows(y))]) == {(400, 400, ())}
+    assert agreed([(rows(y), rows(y)), (rows(y), rows(other))], evaluates=False) == {(400, 400, ())}
     for which, last in (("training", (rows(other), rows(y))), ("test", (rows(y), rows(other)))):
         with pytest.raises(
             Agreed, match=rf"have different data: sample \d+ of the {which} set has another target on rank 0 t"
@@ -57,14 +69,14 @@ def test_inputs_are_compared_where_the_first_stage_is_and_with_where_it_was() ->
     """Targets are alike. A rank that takes the first stage over after a loss goes on with the same samples."""
     y = torch.arange(80)
     these, others = ((ArrayDataset(x, y),) * 2 for x in (torch.zeros(80, 2), torch.ones(80, 2)))
-    assert agreed([these, others], first=[0]) == {(80, 80)}
+    assert agreed([these, others], first=[0]) == {(80, 80, ())}
     with pytest.raises(
         Agreed, match="sample 0 of the training set has other inputs on rank 1 on host edge1 than on rank 0 on"
     ):
         agreed([these, others], first=[0, 1])
     known: list[Any] = [{}, {}]
-    assert agreed([these, others], first=[0], known=known) == {(80, 80)}
-    assert agreed([these, these], first=[1], known=known) == {(80, 80)}
+    assert agreed([these, others], first=[0], known=known) == {(80, 80, ())}
+    assert agreed([these, these], first=[1], known=known) == {(80, 80, ())}
     with pytest.raises(Agreed, match="other inputs on rank 1 on host edge1 than on rank 0 on host edge0"):
         agreed([these, others], first=[1], known=known)
 
@@ -84,7 +96,7 @@ def test_samples_that_change_are_told_once(caplog: pytest.LogCaptureFixture, own
 
     data = MapDataset(Noisy())
     for _ in range(2):
-        assert agreed([(data, rows(torch.arange(3))), (data, rows(torch.arange(3)))]) == {(8, 3)}
+        assert agreed([(data, rows(torch.arange(3))), (data, rows(torch.arange(3)))]) == {(8, 3, ())}
     said = [one.message for one in caplog.records if "is another one whenever it is asked for" in one.message]
     assert len(said) == own
 
@@ -111,7 +123,7 @@ def test_targets_may_vary_in_length_and_are_not_kept() -> None:
 
     first, last = Varying(), Varying()
     of_first, of_last = ((MapDataset(varying), rows(torch.arange(3))) for varying in (first, last))
-    assert agreed([of_first, of_last]) == {(1000, 3)}
+    assert agreed([of_first, of_last]) == {(1000, 3, ())}
     assert (first.calls, last.calls) == (64 + 4, 64 + 4)  # two of them are asked for twice
-    assert agreed([(MapDataset(last), of_last[1])]) == {(1000, 3)}
+    assert agreed([(MapDataset(last), of_last[1])]) == {(1000, 3, ())}
     assert last.calls == 68 + 4  # nobody to compare with

@@ -103,6 +103,20 @@ def test_refused_unless_named(override: str, key: str, hint: str) -> None:
     assert told(parsed(), now, by_hint)[0] == first
 
 
+def test_other_classes_are_other_data() -> None:
+    """Their numbers are in the order of their names, so that a new name may change them all."""
+    kept = manifest(parsed(), classes=["bright", "dark"])
+
+    def checked(*classes: str) -> list[str]:
+        return check(kept, parsed(), [], CHAIN, calendar(BATCHES, kept), classes)
+
+    assert checked("bright", "dark") == []
+    with pytest.raises(UserError, match=r"^--resume: class 0 was bright in training, and is dark in the job's data now$"):
+        checked("dark", "light")
+    with pytest.raises(UserError, match="class 2 was none in training, and is grey in"):
+        checked("bright", "dark", "grey")
+
+
 def test_another_optimizer() -> None:
     """Only what both know is compared; its state stays behind."""
     overrides = ['train.optimizer={name = "adamw", lr = 0.1}']
