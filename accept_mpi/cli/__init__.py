@@ -14,6 +14,7 @@ from accept_mpi.cli.arguments import byte_size, duration, link_speed, nonnegativ
 from accept_mpi.cli.terminal import last_words, outlive_terminal, printing
 from accept_mpi.errors import INTERRUPTED, UserError, counted, one_line
 from accept_mpi.launch.run_identity import RunIdentity
+from accept_mpi.launch.stop_signals import end_by_signals
 from accept_mpi.version import __version__
 
 _START, _LONGEST_START = "ACCEPT_MPI_START_SECONDS", 1e9
@@ -187,6 +188,7 @@ def _train(options: argparse.Namespace) -> int:
     # MPI starts when it is imported. It then blocks the interpreter until all ranks are there, and would wait for ever for
     # one that died before.
     outlive_terminal()
+    end_by_signals()
     faulthandler.dump_traceback_later(_start_seconds(), exit=True)
     from accept_mpi.cli.train import main
 

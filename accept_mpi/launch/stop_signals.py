@@ -1,11 +1,14 @@
 """Signals that ask a run to end with a checkpoint: SIGTERM (Slurm, before a time limit), SIGUSR1 (which mpirun forwards),
 SIGHUP (a closed terminal) and Ctrl-C."""
 
+import os
 import signal
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+ENDED = 128
+"""Added to a signal's number, it is the exit code of what the signal ends, as shells have it."""
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
@@ -14,11 +17,23 @@ def heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
+def end_by_signals() -> None:
+    """From now on SIGTERM, SIGUSR1 and SIGHUP end this process with an exit code, not as signals do: mpirun --with-ft ulfm
+    takes what a signal ends for lost ranks, and where all are lost its own exit code is 0, as if the run were done."""
+    for number in heeded(_SIGNALS):
+        if number != signal.SIGINT:  # which Python raises
+            signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os._exit(ENDED + number)  # without a word: mpirun ends ranks so after another's error, which has been told
+
+
 class StopSignals:
     """Handles the stop signals of a process.
 
     A signal that arrives while layers move or ranks regroup is remembered and delivered to the next deployment. Before the
-    first deployment, when nothing would be lost, and after the first signal, a signal ends the process.
+    first deployment, when nothing would be lost (``end_by_signals``), and after the first signal, a signal ends the process.
     """
 
     def __init__(self) -> None:
@@ -44,6 +59,6 @@ class StopSignals:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         tell, self._asked = self._tell, True
         for each in _SIGNALS:  # SIGHUP is ignored, since a closing terminal sends it more than once (by its shell, too)
-            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
+            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else _end)
         if tell:
             tell()

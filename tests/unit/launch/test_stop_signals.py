@@ -2,10 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+from accept_mpi.launch import stop_signals
 from accept_mpi.launch.stop_signals import StopSignals
 
 
@@ -22,7 +25,19 @@ def test_the_term_is_told_and_the_second_signal_ends_the_process(stop: StopSigna
     stop.connect(lambda: told.append(1))
     os.kill(os.getpid(), signal.SIGUSR1)
     assert told == [1]
-    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    ends = signal.getsignal(signal.SIGTERM)
+    assert ends == signal.getsignal(signal.SIGINT) == stop_signals._end
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_process_that_signals_end_has_an_exit_code(second: bool) -> None:
+    """mpirun --with-ft ulfm ends with 0 where signals, not exit codes, end all ranks."""
+    code = "import os, signal\nfrom accept_mpi.launch.stop_signals import StopSignals, end_by_signals\nend_by_signals()\n"
+    code += "StopSignals().connect(lambda: None); os.kill(os.getpid(), signal.SIGTERM)\n" if second else ""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}os.kill(os.getpid(), signal.SIGTERM)"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
 
 
 def test_between_terms_it_is_kept_for_the_next_one(stop: StopSignals) -> None:
