@@ -17,6 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, Lora
+from accept_mpi.models.classes import put_before
 from accept_mpi.models.shared import overlap
 from accept_mpi.models.weights_file import WeightsFile
 from accept_mpi.registry import nearest
@@ -199,7 +200,6 @@ class Uses(TorchFunctionMode):
 
 
 _USES: list[Uses] = []
-_CLASSES: dict[type, type] = {}
 
 
 def _adapt(module: nn.Module, name: str, lora: Lora, seed: int) -> None:
@@ -218,15 +218,13 @@ def _adapt(module: nn.Module, name: str, lora: Lora, seed: int) -> None:
     if weight is None or weight.dim() != 2 or not linear:
         raise UserError(f"train.lora.targets: {name} is a {kind.__name__}; adapters fit nn.Linear and transformers' Conv1D")
     given, out = weight.shape if turned else weight.shape[::-1]
-    if kind not in _CLASSES:
-        _CLASSES[kind] = type(f"Adapted{kind.__name__}", (_Adapted, kind), {"__module__": kind.__module__})
     like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
     with seeded(mix(INIT, seed, xxh3_64_intdigest(name.encode()))):
         a = torch.empty(lora.rank, given, **like)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5))
     # Torch's encoder layers would compute with the weight alone in evaluation, and not call the module.
     torch.backends.mha.set_fastpath_enabled(False)
-    module.__class__ = _CLASSES[kind]
+    put_before(module, _Adapted, "Adapted")
     module.register_parameter(_A, nn.Parameter(a))
     module.register_parameter(_B, nn.Parameter(torch.zeros(out, lora.rank, **like)))
     module.__dict__ |= {"lora_scale": (lora.alpha or lora.rank) / lora.rank, "lora_turned": turned}

@@ -5,7 +5,6 @@ may do whatever that of a user's layer may.
 """
 
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +14,12 @@ from torch import nn
 from accept_mpi import tree
 from accept_mpi.errors import UserError
 from accept_mpi.models.base import Chain
+from accept_mpi.models.classes import put_before
 from accept_mpi.models.recording.arguments import arguments_of
 from accept_mpi.models.recording.blocks import made_up
 from accept_mpi.models.recording.output import select
 from accept_mpi.models.untouched import untouched
 from accept_mpi.seeds import seeded
-
-_CLASSES: dict[type, type] = {}
 
 
 class _Running(threading.local):
@@ -66,12 +64,7 @@ def one_layer(make: Callable[[], nn.Module], value: Any, output: str) -> Chain:
 
 def _as_layer(model: nn.Module, output: str) -> nn.Module:
     """The model itself, with another call: its hooks, modes and names stay what they are."""
-    kind = type(model)
-    if kind not in _CLASSES:
-        made = types.new_class(kind.__name__, (_Undivided, kind))
-        made.__module__ = kind.__module__
-        _CLASSES[kind] = made
-    model.__class__ = _CLASSES[kind]
+    put_before(model, _Undivided)
     model.__dict__["undivided_output"] = output
     return model
 
