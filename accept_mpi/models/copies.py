@@ -8,9 +8,10 @@ begins with, and not see it, and a lane would leave gradients where nobody takes
 import copy
 import functools
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,16 +20,17 @@ from torch.utils.hooks import RemovableHandle
 from accept_mpi.models.common import parts_of
 from accept_mpi.models.held import MOST_INSIDE
 
+_T = TypeVar("_T")
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, type, types.ModuleType)
 
 
-def copied(modules: Sequence[nn.Module], memo: dict[int, Any] | None = None) -> list[nn.Module]:
-    """Deep copies of modules. Modules that their functions refer to are copied, too, but for parameters that are none of
-    theirs; other variables of functions are theirs and the originals'. ``memo``: copies that there are, by the originals'
-    ids."""
+def copied(values: Sequence[_T], memo: dict[int, Any] | None = None) -> list[_T]:
+    """Deep copies of modules, or of functions. Modules that functions refer to are copied, too, but for parameters of those
+    around the given ones; other variables of functions are theirs and the originals'. ``memo``: copies that there are, by
+    the originals' ids."""
     memo = {} if memo is None else memo
     there = {id(one) for one in memo.values()}
-    found = copy.deepcopy(list(modules), memo)
+    found = copy.deepcopy(list(values), memo)
     _Functions(memo, there).rebind()
     return found
 
@@ -61,7 +63,7 @@ class _Functions:
                 table[key] = new
 
     def _rebound(self, value: Any) -> Any:
-        """A function that is in a copy, or what cannot change with such a function in it."""
+        """A function or a weak reference that is in a copy, or what cannot change with such a one in it."""
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if type(value) is tuple:
@@ -69,6 +71,8 @@ class _Functions:
             return new if any(one is not other for one, other in zip(new, value, strict=True)) else value
         if type(value) is functools.partial and (function := self._rebound(value.func)) is not value.func:
             return functools.partial(function, *value.args, **value.keywords)
+        if type(value) is weakref.ref and (one := self._memo.get(id(value()))) is not None:
+            return weakref.ref(one)
         return value
 
     def _function(self, old: types.FunctionType) -> types.FunctionType:
@@ -114,6 +118,8 @@ class _Functions:
         while left and len(seen) < MOST_INSIDE:
             one = left.pop()
             if id(one) in self._memo or isinstance(one, nn.Module):
+                return True
+            if type(one) is weakref.ref and id(one()) in self._memo:
                 return True
             if isinstance(one, _LEAVES) or id(one) in seen:
                 continue

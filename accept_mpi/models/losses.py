@@ -18,6 +18,7 @@ from torch import nn
 from accept_mpi import tree
 from accept_mpi.errors import UserError, counted
 from accept_mpi.job import Job
+from accept_mpi.models.copies import copied
 from accept_mpi.models.graph import parameters_behind
 from accept_mpi.registry import call, find_function
 from accept_mpi.users_code import blame, does_not_fit, in_words
@@ -139,7 +140,7 @@ class Loss:
     def apart(self) -> "Loss":
         """Copy for a trial, so that what the loss counts or keeps comes from training alone."""
         try:
-            apart = Loss(self.name, copy.deepcopy(self.function))
+            apart = Loss(self.name, copied([self.function])[0])
             apart.metrics, apart._on_trial = self.metrics, True
             return apart
         except Exception:  # some modules cannot be copied

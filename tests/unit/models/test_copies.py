@@ -1,5 +1,6 @@
 """Functions that refer to their own module, or to one around it: what they do in a trial or a lane happens to copies."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
 from accept_mpi.models.base import Chain
 from accept_mpi.models.layers import build_stage
+from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.lane_stage import lane_of
 from accept_mpi.pipeline.stage import Stage
 
@@ -31,7 +33,7 @@ class Warming(nn.Module):
         self.calls = 0
         self.notes: list[int] = []
         around, notes = self, Notes()
-        parts = {"module": self}
+        parts, weak = {"module": self}, weakref.ref(self)
 
         def buffer(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
             around.seen += 1
@@ -52,6 +54,11 @@ class Warming(nn.Module):
             parts["module"].calls += 1  # type: ignore[operator]
             return output * parts["module"].calls
 
+        def weakly(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            here: Any = weak()
+            here.calls += 1
+            return output * here.calls
+
         def listed(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
             around.notes.append(len(around.notes))
             return output * len(around.notes)
@@ -60,7 +67,7 @@ class Warming(nn.Module):
             notes.calls += 1
             return output * notes.calls
 
-        hooks = {one.__name__: one for one in (buffer, attribute, default, contained, listed, in_object)}
+        hooks = {one.__name__: one for one in (buffer, attribute, default, contained, weakly, listed, in_object)}
         self.inner.register_forward_hook(hooks[kind])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +84,7 @@ def probed(chain: Chain, start: int, stop: int) -> Stage:
     return stage
 
 
-@pytest.mark.parametrize("kind", ["buffer", "attribute", "default", "contained", "listed", "in_object"])
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "default", "contained", "weakly", "listed", "in_object"])
 def test_what_hooks_count_in_their_module(kind: str) -> None:
     """Training begins with what the model's function gave, and one rank computes all forwards."""
     stage = probed(chain_of(lambda: [("l0", Warming(kind))]), 0, 1)
@@ -148,6 +155,21 @@ def test_a_hook_that_takes_itself_away() -> None:
     x = torch.randn(3, 4)
     assert torch.equal(stage.forward(0, 0, (x,)).outputs[0], nn.functional.linear(x, layer.weight, layer.bias) + 1)
     assert not layer._forward_hooks
+
+
+def test_what_a_loss_counts_in_a_module() -> None:
+    """A teacher, say."""
+    teacher: Any = nn.Linear(4, 4)
+    teacher.calls = 0
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        teacher.calls += 1
+        return ((output - teacher(target).detach()) ** 2).mean() * teacher.calls
+
+    stage = Stage(build_stage(chain_of(lambda: [("l0", nn.Linear(4, 4))]), 0, 1, 0, loss), JOB, Loss("own", loss), False)
+    stage.probe((torch.randn(3, 4),), torch.randn(3, 4), lambda specs, of: ())
+    assert teacher.calls == 0
+    assert stage.alone == "a forward changes the loss.teacher"
 
 
 class Gated(nn.Module):
