@@ -69,7 +69,7 @@ class Stage(Trials):
         buffers = [one for layer in self.layers for one in (*layer.buffers(), *(one for _, one in held(layer)))]
         delay = DELAY if schedule == "1f1b-delayed" else 0
         self._weights = Weights(self.parameters, flows(schedule), buffers, delay)
-        trained = [n for n, p in enumerate(self.parameters) if p.requires_grad]
+        trained = self._trained = [n for n, p in enumerate(self.parameters) if p.requires_grad]
         # Parameters that several layers share are AdamW's: another stage may not see that one of its uses is a table.
         found = matrices(self.layers) if job.train.optimizer.name == "muon" else ()
         self.optimizer = make_optimizer(
@@ -121,7 +121,7 @@ class Stage(Trials):
         self.in_flight.clear()
         self.optimizer = self._deferred = None
         self.averages = Averages(0.0)
-        self.layers, self.parameters, self._weights = [], [], Weights([], False)
+        self.layers, self.parameters, self._trained, self._weights = [], [], [], Weights([], False)
         self._again = None
 
     # -- actions -------------------------------------------------------------------------------------------------------
@@ -224,10 +224,9 @@ class Stage(Trials):
                         gradient.mul_(factor)
             self._weights.before_update()
             set_learning_rate(self.optimizer, lr, self._job.lr)
-            trained = [p for p in self._weights.updated if p.requires_grad]
-            with self._correction.around(trained):
+            with self._correction.around(self._updated):
                 update(self.optimizer)
-            self.averages.add(trained)
+            self.averages.add(self._updated)
         elif clip is not None:
             clip([])
         self._weights.publish(version + 1)
@@ -244,7 +243,7 @@ class Stage(Trials):
         Modules get their modes back on exit."""
         self._weights.newest()
         trained = self.trained
-        shown = self.averages.show([p for p in self._weights.updated if p.requires_grad], trained)
+        shown = self.averages.show(self._updated, trained)
         turns, self._turns = self._turns, None  # nothing else computes now
         modes = [(module, module.training) for layer in self.layers for module in layer.modules()]
         for layer in self.layers:
@@ -299,8 +298,13 @@ class Stage(Trials):
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """The parameters that get gradients."""
-        return [parameter for parameter in self.parameters if parameter.requires_grad]
+        """The parameters that the optimizer has: those that wanted gradients at first, whatever forwards freeze."""
+        return [self.parameters[n] for n in self._trained]
+
+    @property
+    def _updated(self) -> list[nn.Parameter]:
+        """The same as the optimizer has them."""
+        return [self._weights.updated[n] for n in self._trained]
 
     def exchange_gradients(self, gradients: Sequence[torch.Tensor | None] = ()) -> list[torch.Tensor | None]:
         """Take the gradients out of ``trained``, and put others in, by default none."""

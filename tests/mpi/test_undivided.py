@@ -1,17 +1,19 @@
 """A model of which no forward can be recorded trains as it is, on one rank or on a group of ranks that have copies of it: as
 in a plain PyTorch loop, bit for bit."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from plain_loop import differences, plain_loop
-from undivided_nets import Attending, Carrying, Packing, sentences
+from undivided_nets import Attending, Carrying, Mapped, Packing, sentences
 
 from accept_mpi.errors import UserError
 from accept_mpi.logs.reader import open_log
 from accept_mpi.models import Whole
+from accept_mpi.models.layers import build_layers
 from accept_mpi.plan import Plan
 from accept_mpi.recovery.checkpoint import Checkpoint
 
@@ -148,6 +150,24 @@ def test_what_does_not_train_either() -> None:
         _chain(_Strange)
     with pytest.raises(UserError, match='gives no tensors under "scores"'):
         _chain(Carrying, "scores")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_that_is_compiled(in_place: bool) -> None:
+    """It lost what it was given when it was copied."""
+
+    def make() -> torch.nn.Module:
+        model = Mapped()
+        if not in_place:
+            return torch.compile(model, backend="eager")
+        model.compile(backend="eager")
+        return model
+
+    chain = Whole(make, "a model", "").record(torch.zeros(4, 6))
+    assert "compiled as a whole (torch.compile)" in chain.one_layer
+    layer = chain.abstract(0, 0)
+    assert copy.deepcopy(build_layers(chain, 0, 1, 0).modules[0])(torch.zeros(4, 6)).shape == (4, 3)
+    assert layer.state_dict().keys() == make().state_dict().keys()
 
 
 def test_parts_whose_shapes_depend_on_values() -> None:

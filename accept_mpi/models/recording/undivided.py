@@ -64,8 +64,7 @@ def one_layer(make: Callable[[], nn.Module], value: Any, output: str) -> Chain:
 
 def _as_layer(model: nn.Module, output: str) -> nn.Module:
     """The model itself, with another call: its hooks, modes and names stay what they are."""
-    put_before(model, _Undivided)
-    model.__dict__["undivided_output"] = output
+    put_before(model, _Undivided, undivided_output=output)
     return model
 
 

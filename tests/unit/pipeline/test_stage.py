@@ -340,6 +340,33 @@ def test_a_loss_without_a_gradient_is_refused() -> None:
             run(detached)
 
 
+class Freezing(nn.Linear):
+    """Freezes itself in its first forward, or begins to want gradients in it."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__(3, 2)
+        self.requires_grad_(frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.requires_grad_(not self.weight.requires_grad if self.training else self.weight.requires_grad)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async", "1f1b-delayed"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_forwards_that_freeze_parameters(schedule: str, frozen: bool) -> None:
+    """An evaluation failed where weights have versions."""
+    stage = make([nn.Linear(3, 3), Freezing(frozen)], schedule, last=True)
+    target, trained = torch.tensor([0, 1]), len(stage.trained)
+    stage.forward(0, 0, (received(2, 3),), target=target)
+    stage.backward(0, 0, ())
+    stage.update(0.1, 0)
+    stage.drained()
+    with stage.evaluating():
+        stage.evaluate((received(2, 3),), target)
+    assert len(stage.trained) == trained == (4 if frozen else 2)
+
+
 def test_losses_are_torchs() -> None:
     output, target = torch.randn(4, 3), torch.randn(4, 3)
     assert torch.equal(find_loss("mse")(output, target, 4).value, nn.functional.mse_loss(output, target))
