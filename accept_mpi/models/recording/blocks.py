@@ -70,7 +70,8 @@ def _tried(block: nn.Module, call: Callable[..., Any], changed: set[str], varian
             if result.untyped_storage()._cdata == values.untyped_storage()._cdata:
                 return tensor.as_strided(result.shape, result.stride(), result.storage_offset())
         found = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
-        return found.requires_grad_(result.requires_grad)
+        made: torch.Tensor = _Result.apply(found.requires_grad_()) if result.requires_grad else found
+        return made
 
     with seeded(0), torch.device("cpu"):  # all ranks come to the same
         args, kwargs = mapped((args, kwargs), values_of, (torch.Tensor,))
@@ -81,6 +82,14 @@ def _tried(block: nn.Module, call: Callable[..., Any], changed: set[str], varian
     if any(values._version != writes for _, values, writes in given.values()):
         raise ValueError("a block writes to its arguments, which cannot be recorded")
     return mapped(result, shape_of, (torch.Tensor,))
+
+
+class _Result(torch.autograd.Function):
+    """Gives a tensor that is no leaf, and may be written to, as what a block computes may."""
+
+    @staticmethod
+    def forward(ctx: Any, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
 def _filled(block: nn.Module) -> nn.Module:

@@ -398,9 +398,17 @@ class _Block(nn.Module):
         return self.what(x)
 
 
-@pytest.mark.parametrize("what", [lambda x: x, lambda x: x[:, 1:3], lambda x: x.detach() + (1.0 if x.sum() > 9 else 0.0)])
+_GIVEN: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: x,
+    lambda x: x[:, 1:3],
+    lambda x: x.detach() + (1.0 if x.sum() > 9 else 0.0),
+    lambda x: x * (1.0 if x.sum() > 9 else 3.0),
+]
+
+
+@pytest.mark.parametrize("what", _GIVEN)
 def test_what_blocks_pass_on(what: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Their argument itself, a view of it that is written to later, a tensor without a gradient."""
+    """Their argument itself, a view of it, tensors without and with a gradient; they are written to later."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
