@@ -45,6 +45,7 @@ class FurtherForwards(Stateful):
     in_turn: str
     norms_take: dict[str, torch.dtype]
     _calls: Counter[str]
+    _apart: set[str]
     _loss: Loss | None
     _searches: int
     _common: Sequence[Common]
@@ -181,8 +182,15 @@ class FurtherForwards(Stateful):
         those of torch's own layers that are called once."""
         norms = batch_norms(self.names, self.layers).items()
         moving = {name: norm for name, norm in norms if norm.training and norm.running_mean is not None}
-        if none := [name for name, norm in moving.items() if norm.num_batches_tracked is None]:
-            return f'layer "{none[0]}" has no num_batches_tracked'
+        for name, norm in norms:
+            if (
+                norm.training
+                and norm.track_running_stats
+                and (norm.running_mean is None) != (norm.num_batches_tracked is None)
+            ):
+                return f'layer "{name}" has no {"running_mean" if norm.running_mean is None else "num_batches_tracked"}'
+        if apart := sorted(self._apart & moving.keys()):
+            return f'layer "{apart[0]}" takes what is not contiguous, of which torch keeps running statistics more precisely'
         odd = [name for name, norm in moving.items() if self._calls[name] != 1 or not _is_torchs(norm)]
         if not odd:
             return ""

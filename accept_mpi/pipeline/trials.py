@@ -35,6 +35,8 @@ from accept_mpi.pipeline.weight_versions import Writes, may_be_written
 from accept_mpi.seeds import forward_seed, kept, seed_all, state
 from accept_mpi.tree import Tree
 
+_LAYOUTS = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
+
 
 class Trials(FurtherForwards):
     """The part of a ``Stage`` that tries its layers. ``Stage.__init__`` sets the fields."""
@@ -73,6 +75,8 @@ class Trials(FurtherForwards):
         """Reason why BatchNorm's running statistics cannot be replayed, found by ``probe``; empty: they can."""
         self._calls: Counter[str] = Counter()
         """Calls of BatchNorm layers, by name, in the first forward of a trial."""
+        self._apart: set[str] = set()
+        """Names of BatchNorm layers whose inputs are contiguous in no memory format, in the first forward of a trial."""
         self.norms_take: dict[str, torch.dtype] = {}
         """Types of the inputs of BatchNorm layers, by name, found by ``probe``."""
         self._drawing: set[int] = set()
@@ -246,10 +250,12 @@ class Trials(FurtherForwards):
             self.evaluate(inputs, target, of, samples=samples)
 
     def _note(self, name: str, norm: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        """Note that a norm is called, and the type of what it takes; a hook on it."""
+        """Note that a norm is called, and the type and layout of what it takes; a hook on it."""
         self._calls[name] += 1
         if given:
             self.norms_take[name] = given[0].dtype
+            if not any(given[0].is_contiguous(memory_format=layout) for layout in _LAYOUTS):
+                self._apart.add(name)
 
     def _check_state(self) -> set[str]:
         """Names of all state. Raises UserError if some of it cannot be kept."""

@@ -408,7 +408,7 @@ def test_random_numbers_of_a_backward_do_not_depend_on_the_cuts() -> None:
 
 
 class Whole(nn.Module):
-    """A norm that is called twice, or whose statistics its owner moves."""
+    """A norm that is called twice, or for what is not contiguous, or whose statistics its owner moves."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -417,6 +417,8 @@ class Whole(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.how == "twice":
             return self.norm(self.norm(x))  # type: ignore[no-any-return]
+        if self.how == "turned":
+            return self.norm(x.t().contiguous().t())  # type: ignore[no-any-return]
         mean, var = self.norm.running_mean, self.norm.running_var
         return functional.batch_norm(x, mean, var, training=self.training)
 
@@ -456,6 +458,12 @@ def uncounted() -> nn.Module:
     return norm
 
 
+def unmoved() -> nn.Module:
+    norm = nn.BatchNorm1d(4)
+    norm.running_mean = norm.running_var = None
+    return norm
+
+
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
@@ -467,8 +475,13 @@ def uncounted() -> nn.Module:
         (Slow(4), 'layer "b" computes its running statistics in a way of its own'),
         (doubled(), 'layer "b" computes its running statistics in a way of its own'),
         (uncounted(), 'layer "b" has no num_batches_tracked'),
+        (unmoved(), 'layer "b" has no running_mean'),
+        (
+            Whole("turned"),
+            'layer "b.norm" takes what is not contiguous, of which torch keeps running statistics more precisely',
+        ),
     ],
-    ids=["torch", "named", "average", "twice", "owner", "slow", "doubled", "uncounted"],
+    ids=["torch", "named", "average", "twice", "owner", "slow", "doubled", "uncounted", "unmoved", "turned"],
 )
 def test_statistics_that_cannot_be_replayed(layer: nn.Module, reason: str) -> None:
     """Neither a group nor lanes compute such layers; one rank does, also twice."""
