@@ -516,6 +516,20 @@ def _counting() -> nn.Linear:
     return linear
 
 
+class Knowing(nn.Module):
+    """Has functions, in an attribute and in a hook, that know it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.norm, self.scale, self.seen = norm, nn.Parameter(torch.full((6,), 0.7)), {}
+        self.function = lambda x: norm(x) * self.scale
+        self.linear.register_forward_hook(lambda module, x, output: self.seen.update(linear=output))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.linear(x)) + self.seen["linear"]
+
+
 def outside(kind: str) -> nn.Sequential:
     if kind in ("buffer", "attribute"):
         odd: list[nn.Module] = [Keeping(kind), Applied(lambda v: v[0] * (1 + 0.1 * v[1]))]
@@ -523,6 +537,8 @@ def outside(kind: str) -> nn.Sequential:
         odd = [Applied(lambda x: torch.complex(x, 2 * x).conj()), Applied(lambda x: x.imag)]
     elif kind in ("functional", "mapped", "beside", "gradient", "of weights"):
         odd = [Asking(kind), nn.Tanh(), Asking(kind)]
+    elif kind == "knowing":
+        odd = [Knowing(), nn.Tanh(), Knowing()]
     elif kind in ("table", "global"):
         odd = [nn.Identity(), nn.Identity(), Applied(lambda x: _times(x, kind))]
     else:

@@ -1,6 +1,5 @@
 """Models as chains of layers: a small zoo, and the user's own by import path."""
 
-import copy
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,6 +13,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.job import Job, Model
 from accept_mpi.models.base import Chain, Entry, unfilled_if_possible
 from accept_mpi.models.cnn import cnn
+from accept_mpi.models.copies import copied
 from accept_mpi.models.fine_tuning import Changes, check_patterns, is_adapter
 from accept_mpi.models.gpt import gpt
 from accept_mpi.models.mobilenet import mobilenetv2
@@ -238,7 +238,7 @@ def as_chain(model: object) -> Chain:
         return model
 
     def make() -> list[tuple[str, Entry]]:
-        return entries_of(copy.deepcopy(model))
+        return entries_of(copied([model])[0])
 
     return Chain(make(), make)
 

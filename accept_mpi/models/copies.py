@@ -69,8 +69,10 @@ class _Functions:
         if type(value) is tuple:
             new = tuple(map(self._rebound, value))
             return new if any(one is not other for one, other in zip(new, value, strict=True)) else value
-        if type(value) is functools.partial and (function := self._rebound(value.func)) is not value.func:
-            return functools.partial(function, *value.args, **value.keywords)
+        if type(value) is functools.partial:
+            given = value.func, value.args, tuple(value.keywords.items())
+            if (new := self._rebound(given)) is not given:
+                return functools.partial(new[0], *new[1], **dict(new[2]))
         if type(value) is weakref.ref and (one := self._memo.get(id(value()))) is not None:
             return weakref.ref(one)
         return value

@@ -52,7 +52,7 @@ CASES: list[Case] = [
         )
     ),
     *(("outside", kind, {"micro": 4}) for kind in ("merging", "hook", "buffer", "attribute", "conjugate")),
-    *(("outside", kind, {"micro": 4}) for kind in ("functional", "mapped", "beside", "gradient", "of weights")),
+    *(("outside", kind, {"micro": 4}) for kind in ("functional", "mapped", "beside", "gradient", "of weights", "knowing")),
     *(("referring", kind, {"micro": 4}) for kind in ("attribute", "list", "view", "module", "values", "given")),
     ("heads", "", {"loss": "nets:both"}),
     ("drawing", "", {}),
@@ -96,6 +96,9 @@ def test_equals_the_plain_loop(trained, plain: list[dict[str, Any]], tmp_path: P
             run = f"{number}-{schedule}"
             jobs.append((path, f"pipeline.schedule={schedule}", f"output.directory={run}"))
             runs.append((number, schedule, tmp_path / run))
+        if ranks == 2 and case[1] in ("knowing", "beside"):
+            jobs.append((path, "pipeline.lanes=2", "train.threads=2", f"output.directory={number}-lanes"))
+            runs.append((number, "lanes", tmp_path / f"{number}-lanes"))
     trained(ranks, tmp_path, jobs)
     wrong = {}
     for number, schedule, run in runs:

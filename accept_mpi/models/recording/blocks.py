@@ -4,7 +4,6 @@ Such a call cannot run on the meta device. A copy of the block runs on the CPU i
 only shapes, layouts and the need for gradients are kept. It runs with several, since that must not depend on them.
 """
 
-import copy
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from accept_mpi.models.attributes import Attributes
+from accept_mpi.models.copies import copied
 from accept_mpi.models.fine_tuning import check_patterns
 from accept_mpi.models.recording.refusals import Varies
 from accept_mpi.models.recording.structure import fixed_in, mapped
@@ -101,7 +101,7 @@ def _filled(block: nn.Module) -> nn.Module:
                 value = made_up(tensor).detach()
                 is_parameter = isinstance(tensor, nn.Parameter)
                 new[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-    return copy.deepcopy(block, new)
+    return copied([block], new)[0]
 
 
 def made_up(tensor: torch.Tensor, variant: int = 0) -> torch.Tensor:
