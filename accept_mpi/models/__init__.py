@@ -155,6 +155,8 @@ def _load(asked: Model, seed: int, changes: Changes | None) -> Chain | Whole:
     name = asked.name
     library = library_of(name)
     function = _LIBRARIES[library](name) if library else find_function(name, ZOO, "model.name")
+    if isinstance(function, nn.Module):
+        raise UserError(f'model.name: "{name}" is a model already: name the function, or the class, that makes one')
 
     def again() -> Any:
         made = call(function, asked.args, "model.args", seed)
@@ -253,7 +255,7 @@ def entries_of(model: object) -> list[tuple[str, Entry]]:
             raise TypeError(f"{type(model).__name__} has a forward of its own, so its layers cannot be run one by one")
         model = list(model._modules.items())  # named_children() leaves out repeated modules
     if not isinstance(model, list | tuple):
-        raise TypeError(f"expected an nn.Sequential or a list of layers, got {type(model).__name__}")
+        raise TypeError(f"expected an nn.Module or a list of layers, got {type(model).__name__}")
     named = [entry if _is_named(entry) else (str(i), entry) for i, entry in enumerate(model)]
     for layer_name, layer in named:
         if not isinstance(layer, nn.Module) and not callable(layer):

@@ -36,8 +36,8 @@ class Outputs(NamedTuple):
     result: Result | None
     """Loss and accuracy on the last stage; None on others."""
     suspect: int
-    """Number, from 1, of the first layer that made NaN or infinity out of finite values of this micro-batch; 0: none so
-    far."""
+    """Number, from 2, of the first layer that made NaN or infinity out of finite values of this micro-batch; 1: the data set
+    gave such values; 0: none so far."""
     tree: Tree = tree.LONE
     """Tree of which the outputs are the tensors."""
     statistics: torch.Tensor | None = None

@@ -162,7 +162,7 @@ class Stage(Trials):
             self._watch_written()
         weights = self._weights.end(version)
         if suspect == 0 and not finite(outputs):
-            suspect = self._search(step, micro_batch, inputs, of)
+            suspect = self._search(step, micro_batch, inputs, of, target)
         if self.again and again is not None:
             outputs, boxes = self.again.forget(inputs, outputs), []
         self.in_flight[step, micro_batch] = InFlight(boxes, outputs, weights, whole, again=again)

@@ -319,10 +319,13 @@ class Trials(FurtherForwards):
             self._loss.beginning = {key: one for key, one in self._remembered.state().items() if key.startswith(f"{LOSS}/")}
         self._remembered.put(self._loss.beginning)
 
-    def _search(self, step: int, micro_batch: int, inputs: Tensors, of: Tree | None) -> int:
-        """Number, from 1, of the layer that makes outputs not finite, found by running a copy of the stage layer by layer; 0
-        if none."""
-        if self._searches == 0 or not finite([x for x in inputs if x is not None]):
+    def _search(self, step: int, micro_batch: int, inputs: Tensors, of: Tree | None, target: Any) -> int:
+        """What makes outputs not finite, as in ``Outputs.suspect``; a layer is found by running a copy of the stage layer by
+        layer."""
+        sound = finite([x for x in inputs if x is not None])
+        if (self.start == 0 and not sound) or not finite(tree.leaves(target)):
+            return 1
+        if self._searches == 0 or not sound:
             return 0
         self._searches -= 1  # a model may intend its infinities (masks), so do not search forever
         with self.drawing(), torch.no_grad(), self.trial() as trial:
@@ -331,5 +334,5 @@ class Trials(FurtherForwards):
                 self._seed_layer(index, forward_seed(self._seed, step, micro_batch, index))
                 value = layer(value)
                 if not finite(tree.leaves(value)):
-                    return index + 1
+                    return index + 2
         return 0  # then it is the loss

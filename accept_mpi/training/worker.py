@@ -264,19 +264,19 @@ class Worker:
             if target:
                 target.send(step, k, sizes[k], out.outputs, flags=flags, suspect=out.suspect, tree=out.tree)
             if out.result:
-                self._note(step, k, out.result, out.suspect - 1)
+                self._note(step, k, out.result, out.suspect)
 
         self._computing.do("F", step, k, compute, after)
 
     def _note(self, step: int, k: int, result: Result, suspect: int) -> None:
-        """Note a micro-batch's result on the last stage. ``suspect``: the first layer that gave values that are not finite,
-        -1 if none did. Raises NonFiniteLoss."""
+        """Note a micro-batch's result on the last stage. ``suspect``: what gave values that are not finite
+        (``Outputs.suspect``). Raises NonFiniteLoss."""
         self._results.setdefault(step, {})[k] = result
         if not math.isfinite(result.loss):
-            name = f'layer {suspect} "{self._layer_names[suspect]}"' if suspect >= 0 else "the loss"
+            sources = ["the loss", "the data set", *(f'layer {n} "{name}"' for n, name in enumerate(self._layer_names))]
             raise NonFiniteLoss(
                 f"the loss is {result.loss} in step {step + 1}, micro-batch {k}; "
-                f"the first values that are not finite come out of {name}"
+                f"the first values that are not finite come out of {sources[suspect]}"
             )
 
     def backward(self, step: int, k: int, samples: int) -> None:

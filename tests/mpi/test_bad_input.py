@@ -46,7 +46,7 @@ def no_pairs(): return [torch.randn(3, 8, 8)] * 40, [torch.randn(3, 8, 8)] * 8
 TWO_RANKS = [  # job keys, extra arguments, what is said
     ({}, ["--set", "train.epoch=3"], 'unknown key "train.epoch"; did you mean "epochs"?'),
     ({}, ["--set", "model.name=cnm"], 'model.name: unknown name "cnm"; did you mean "cnn"?'),
-    ({}, ["--set", "model.name=bad:number"], "expected an nn.Sequential or a list of layers, got int"),
+    ({}, ["--set", "model.name=bad:number"], "expected an nn.Module or a list of layers, got int"),
     ({}, ["--set", "model.name=nowhere:f"], 'cannot import "nowhere"'),
     ({}, ["--set", "pipeline.cuts=[2,3]"], "makes 3 stages, but there are 2 ranks"),
     ({}, ["--set", "pipeline.cuts=auto", "--set", "pipeline.forward=float7"], 'pipeline.forward: unknown codec "float7"'),

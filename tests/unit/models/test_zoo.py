@@ -86,7 +86,7 @@ def test_mobilenet_is_cut_inside_its_blocks() -> None:
         ("cnn", {"clases": 3}, "unexpected keyword argument 'clases'"),
         ("no_such_module:f", {}, 'cannot import "no_such_module"'),
         ("json:dump_", {}, 'has no function "dump_"; did you mean "dump'),
-        ("json:dumps", {"obj": 1}, "expected an nn.Sequential or a list of layers, got str"),
+        ("json:dumps", {"obj": 1}, "expected an nn.Module or a list of layers, got str"),
     ],
 )
 def test_mistakes(name: str, args: dict, message: str) -> None:
@@ -100,6 +100,7 @@ def test_users_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "def sequential(): return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))\n"
         "def layers(): return [nn.Linear(2, 3), nn.Linear(3, 1)]\n"
         "def factories(): return [lambda: nn.Linear(2, 3), ('last', lambda: nn.Linear(3, 1))]\n"
+        "made = sequential()\n"
     )
     monkeypatch.chdir(tmp_path)
     assert models.load("my_net:sequential", {}, 0).names == ["0", "1", "2"]
@@ -107,6 +108,8 @@ def test_users_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(same[0][key], same[1][key]) for key in same[0])
     assert len(models.load("my_net:layers", {}, 0)) == 2
     assert models.load("my_net:factories", {}, 0).names == ["0", "last"]
+    with pytest.raises(UserError, match=r'^model.name: "my_net:made" is a model already: name the function'):
+        models.load("my_net:made", {}, 0)
 
 
 def test_a_layer_that_comes_twice_stays() -> None:

@@ -231,9 +231,17 @@ class Blow(nn.Module):
 
 def test_names_the_layer_that_makes_infinity() -> None:
     stage = make([nn.Linear(3, 3), Blow(), nn.ReLU()])
-    assert stage.forward(0, 0, (received(2, 3),)).suspect == 2  # layer 1
+    assert stage.forward(0, 0, (received(2, 3),)).suspect == 3  # layer 1
     assert stage.forward(0, 1, (received(2, 3),), suspect=9).suspect == 9
     assert make([nn.Linear(3, 3)]).forward(0, 0, (received(2, 3),)).suspect == 0
+
+
+def test_data_that_are_not_finite_are_named() -> None:
+    """It was the loss that they were said to come out of."""
+    layers, nan, classes = [nn.Linear(3, 3)], torch.full((2, 3), torch.nan), torch.zeros(2, dtype=torch.long)
+    assert make(layers).forward(0, 0, (nan,)).suspect == 1
+    assert make(layers, last=True).forward(0, 0, (nan,), target=classes).suspect == 1
+    assert make(layers, last=True).forward(0, 0, (torch.ones(2, 3),), target=nan).suspect == 1
 
 
 def test_tuples_pass_and_unused_inputs_have_no_gradient() -> None:
