@@ -185,12 +185,11 @@ class Seen:
             if 0 <= index - self._start < len(self._layers):
                 try:
                     value = place.value(self._layers[index - self._start])
+                    if id(value) in self._own:  # at which the trial of its stage looks (``Attributes``, ``Watch``)
+                        continue
+                    found.append(digest(_counted(value) if isinstance(value, nn.Module) else value))
                 except (LookupError, AttributeError, TypeError):
                     continue
-                if not isinstance(value, nn.Module):
-                    found.append(digest(value))
-                elif id(value) not in self._own:  # else the trial of its stage looks at it (``Attributes``, ``Watch``)
-                    found.append(digest(_counted(value)))
         return found
 
 
