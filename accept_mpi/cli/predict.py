@@ -86,4 +86,6 @@ def _loaded(
     for name, layer, own in zip(chain.names, layers, held, strict=True):
         load_layer(name, layer, own)
     Remembered.of_file([*zip(chain.names, layers, strict=True)], memory).put(memory)
+    for layer in layers:
+        layer.eval()
     return forward

@@ -3,17 +3,19 @@ what a loss keeps. It is kept with a stage's state, so that a run goes on from a
 ended.
 
 Numbers, text, None, tensors, arrays and torch's generators are kept, also in lists, tuples, dicts, sets, deques and objects,
-which stay the same objects.
+which stay the same objects. What forwards change is found by trials; constants that only later ones change (a switch thrown
+after a thousand steps) are kept as soon as they differ from what they were at first.
 """
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from accept_mpi.device.compute import here
+from accept_mpi.models.held import OWN
 from accept_mpi.pipeline.state import packed, unpacked
 from accept_mpi.tree import NotATree
 
@@ -25,13 +27,44 @@ _MOST_DEEP = 32
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
+class _Constant(NamedTuple):
+    """A module's attribute, and its value at first."""
+
+    table: dict[str, Any]
+    key: str
+    name: str
+    value: Any
+
+    @property
+    def now(self) -> Any:
+        return self.table.get(self.key, self.value)
+
+    @property
+    def same(self) -> bool:
+        now = self.now
+        return now is self.value or (type(now) is type(self.value) and bool(now == self.value))
+
+
+def _constants(named: Sequence[tuple[str, nn.Module]]) -> Iterator[_Constant]:
+    """Yield the constants among the attributes of modules, modes included."""
+    for root, module in named:
+        for path, one in module.named_modules(prefix=root):
+            own = vars(one)
+            constants = [key for key, value in own.items() if isinstance(value, _PLAIN)]
+            yield from (_Constant(own, key, f"{path}.{key}", own[key]) for key in constants if key not in OWN - {"training"})
+
+
 class Remembered:
     """What some modules remember."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Module]], names: Collection[str] = ()) -> None:
-        """``named``: modules and their names, a loss as the last one; ``names``: dotted names of what is to be kept."""
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Module]], names: Collection[str] = (), before: "Remembered | None" = None
+    ) -> None:
+        """``named``: modules and their names, a loss as the last one; ``names``: dotted names of what is to be kept;
+        ``before``: what was made for the same modules when less was known."""
         self.names = set(names)
         self._named = dict(named)
+        self._at_first: list[_Constant] = before._at_first if before and before._at_first else list(_constants(named))
 
     @classmethod
     def of_file(cls, named: Sequence[tuple[str, nn.Module]], state: Mapping[str, torch.Tensor]) -> "Remembered":
@@ -42,7 +75,7 @@ class Remembered:
     def state(self) -> dict[str, torch.Tensor]:
         """Copies of what can be kept, as "<what>/<name>"."""
         found = {}
-        for table, key, name in self._places():
+        for table, key, name in self._places(self._switched()):
             if key in table and (value := _packed(table[key])) is not None:
                 found[self._key(name)] = value
         return found
@@ -54,13 +87,19 @@ class Remembered:
     def put(self, state: Mapping[str, torch.Tensor]) -> None:
         """Have modules remember what ``state`` gave. What they do not remember is passed over. Raises UserError if it is
         damaged."""
-        for table, key, name in self._places():
-            if (value := state.get(self._key(name))) is not None:
+        constants = [one.name for one in self._at_first if isinstance(one.now, _PLAIN) and self._key(one.name) in state]
+        for table, key, name in self._places(constants):
+            value = state.get(self._key(name))
+            if value is not None and (name in self.names or isinstance(unpacked(value), _PLAIN)):
                 table[key] = _merged(table.get(key), unpacked(value), 0)
 
-    def _places(self) -> Iterator[tuple[dict[str, Any], str, str]]:
-        """Yield the table of a module that has a name, the name there, and the whole name."""
-        for whole in sorted(self.names):
+    def _switched(self) -> list[str]:
+        """Names of constants that are other ones now than at first."""
+        return [one.name for one in self._at_first if isinstance(one.now, _PLAIN) and not one.same]
+
+    def _places(self, more: Collection[str] = ()) -> Iterator[tuple[dict[str, Any], str, str]]:
+        """Yield the table of a module that has a name, the name there, and the whole name. ``more``: further names."""
+        for whole in sorted(self.names.union(more)):
             root, _, rest = whole.partition(".")
             path, _, key = rest.rpartition(".")
             try:

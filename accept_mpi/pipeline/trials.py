@@ -281,8 +281,9 @@ class Trials(FurtherForwards):
         self._made |= trial._check_state() - self._kept
         self._written |= trial._written
         self.forgets = self.forgets or trial.forgets
-        if names := trial._remembered.names | self._remembered.names:
-            self._remembered = Remembered(self._modules, names)
+        names = trial._remembered.names | self._remembered.names
+        self._remembered = Remembered(self._modules, names, self._remembered)
+        if names:
             self._begin_loss()
         self.alone, self.in_turn = self.alone or trial.alone, self.in_turn or trial.in_turn
         self.unreplayed = self.unreplayed or trial.unreplayed
