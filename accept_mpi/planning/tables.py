@@ -8,7 +8,7 @@ from accept_mpi.errors import counted
 from accept_mpi.job import Job
 from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.schedule import actions, max_in_flight
-from accept_mpi.plan import Lanes, with_lanes
+from accept_mpi.plan import Lanes, Plan, with_lanes
 from accept_mpi.planning.codec_choice import EXACT
 from accept_mpi.planning.estimate import Estimate, estimate, fits, least_seconds
 from accept_mpi.planning.lane_model import Pipeline, beside_gain, best_share, exponent_of
@@ -66,8 +66,10 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
     if found.plan.slack < job.pipeline.slack:
         why = "so weights are newer" if job.pipeline.schedule == "1f1b-async" else "to save memory"
         lines.append(f"stages have few micro-batches in flight (transfer_slack {found.plan.slack}), {why}")
-    if job.pipeline.schedule == "1f1b-async" and (late := most_late(widths(found.plan.stages), found.plan.slack, job)):
-        lines.append(f"weights on stage 0 are up to {counted(late, 'update')} old, on the last stage the newest")
+    if job.pipeline.schedule == "1f1b-async" and (late := _most_late(found.plan, job)):
+        where = "weights are" if job.pipeline.vertical_sync else "weights on stage 0 are"
+        newest = "" if job.pipeline.vertical_sync else ", on the last stage the newest"
+        lines.append(f"{where} up to {counted(late, 'update')} old{newest}")
     if found.plan.gradients:
         way = {EXACT: "exactly, as one process does", "none": "as each rank's sum, uncoded"}
         text = way.get(found.plan.gradients, f"as {found.plan.gradients}")
@@ -88,13 +90,12 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
     return lines
 
 
-def most_late(wide: Sequence[int], slack: int, job: Job) -> int:
-    """Most updates by which weights of ``1f1b-async`` are older, on the first stage, than in a synchronous schedule.
-    ``wide``: ``deal.widths``."""
-    count = micro_batches_of(job)
-    steps = 3 + (max_in_flight("1f1b-async", 0, len(wide), 1 << 30, slack, wide) + wide[0]) // count
-    walk = actions("1f1b-async", 0, len(wide), [count] * steps, slack, widths=wide)
-    return max(action.step - action.version for action in walk)
+def _most_late(plan: Plan, job: Job) -> int:
+    """Most updates by which weights of ``1f1b-async`` are older, on the first stage, than in a synchronous schedule."""
+    wide, count = widths(plan.stages), micro_batches_of(job)
+    steps = 3 + (max_in_flight("1f1b-async", 0, len(wide), 1 << 30, plan.slack, wide) + max(wide)) // count
+    walk = actions("1f1b-async", 0, len(wide), [count] * steps, plan.slack, job.pipeline.vertical_sync, wide)
+    return max(action.step - action.version for action in walk if action.kind == "F")
 
 
 def lanes_table(cluster: ClusterProfile, job: Job, found: Estimate) -> list[str]:

@@ -86,6 +86,9 @@ def test_how_old_weights_are_is_told() -> None:
     assert [re.findall(r"up to (\d+ updates?) old", line) for line in told.values()] == [
         ["2 updates"], ["6 updates"], ["1 update"], ["1 update"],
     ]  # fmt: skip
+    synced = job(ASYNCHRONOUS, "train.micro_batches=1", "pipeline.vertical_sync=true", "pipeline.transfer_slack=2")
+    found = estimate(fleet, synced, make_plan(LAYERS, [4, 8], slack=2))
+    assert "weights are up to 6 updates old" in verdict(fleet, synced, found, found)
     for cuts, ranks in (([], [(0, 1, 2)]), ([], [0])):
         found = estimate(fleet, asked, make_plan(LAYERS, cuts, ranks=ranks))
         assert not any("old" in line for line in verdict(fleet, asked, found, found))
