@@ -89,9 +89,10 @@ class Remembered:
         damaged."""
         constants = [one.name for one in self._at_first if isinstance(one.now, _PLAIN) and self._key(one.name) in state]
         for table, key, name in self._places(constants):
-            value = state.get(self._key(name))
-            if value is not None and (name in self.names or isinstance(unpacked(value), _PLAIN)):
-                table[key] = _merged(table.get(key), unpacked(value), 0)
+            if (packed_value := state.get(self._key(name))) is not None:
+                value = unpacked(packed_value)
+                if name in self.names or isinstance(value, _PLAIN):
+                    table[key] = _merged(table.get(key), value, 0)
 
     def _switched(self) -> list[str]:
         """Names of constants that are other ones now than at first."""

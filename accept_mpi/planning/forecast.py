@@ -206,10 +206,13 @@ class Forecast:
     def _summed_beside(self, device: int) -> float:
         """The part of these bytes that goes beside the micro-batches' own messages."""
         stage = self.groups.stages[device]
-        if not waits_for_sum(self.kind, stage == self._stages - 1):
+        if not self._waits_for_sum(stage):
             return self._summed(device)
         members = self._members[stage]
         return self._on_wire(stage) * (members - 1) / members if self.groups.exact else 0.0
+
+    def _waits_for_sum(self, stage: int) -> bool:
+        return waits_for_sum(self.kind, stage == self._stages - 1)
 
     def _on_wire(self, stage: int) -> float:
         """Bytes of a stage's gradients as they are sent."""
@@ -347,7 +350,7 @@ class Forecast:
         devices = list({self._ranks[d]: d for d in self._held_by[stage]}.values())
         if len(devices) == 1:
             return 0.0
-        slowest, poll = 0.0, POLL_AWAITED if waits_for_sum(self.kind, stage == self._stages - 1) else POLL_IDLE
+        slowest, poll = 0.0, POLL_AWAITED if self._waits_for_sum(stage) else POLL_IDLE
         for device in devices:
             others = [self.groups.rates.get((device, other), (np.inf, 0.0)) for other in devices if other != device]
             rate, latency = min(rate for rate, _ in others), max(latency for _, latency in others)
@@ -366,7 +369,7 @@ class Forecast:
             return 0.0
         own = share * self._all
         # What it computes between the first contribution and the last: if steps overlap, since it last waited for a sum.
-        between = own - 1 if waits_for_sum(self.kind, last=True) else max(0.0, own - share * self._widths[0])
+        between = own - 1 if self._waits_for_sum(self.groups.stages[device]) else max(0.0, own - share * self._widths[0])
         each = here.backward + self.handling(device, Direction.BACKWARD, {})
         each += 0.0 if self.kind == "gpipe" else here.forward
         return max(0.0, (own - 1) * seconds - between * each * self._shares[device] / share)

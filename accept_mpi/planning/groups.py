@@ -274,10 +274,10 @@ class _Groups:
         parts = wire * (len(members) - 1) / len(members)
         summing = 2 * parts / min(*pairs, float(links.min()))
         # Where a sum is not waited for, each member takes one more micro-batch meanwhile.
-        meanwhile = np.minimum(runs.max(axis=0), ends.max(axis=0))
-        for stages, last in ((np.s_[:, :-1], False), (np.s_[:, -1:], True)):
-            if not waits_for_sum(self._job.pipeline.schedule, last):
-                summing[stages] = np.maximum(0.0, summing - meanwhile)[stages]
+        waits = np.full(len(self._gradients), waits_for_sum(self._job.pipeline.schedule, last=False))
+        waits[-1] = waits_for_sum(self._job.pipeline.schedule, last=True)
+        meanwhile = np.where(waits, 0.0, np.minimum(runs.max(axis=0), ends.max(axis=0)))
+        summing = np.maximum(0.0, summing - meanwhile)
         taken = ends / np.maximum(runs, 1e-15) * count / dealt
         busy = ((parts * (taken + 1) if exact else 2 * parts) / links).max(axis=0)  # ``summing`` included
         return np.maximum(whole + summing / count, busy / count)

@@ -91,9 +91,8 @@ class MemoryModel:
             self.whole[0] = self.in_flight[0]
         weights = np.ones(stages)
         if kind == "1f1b-async":  # the optimizer's own, and one version per update while a micro-batch is in flight
-            late = (
-                wide[0] if stages > 1 and wide and wide[0] > 1 else 0
-            )  # the first stage's updates, by so many micro-batches
+            grouped = stages > 1 and wide and wide[0] > 1
+            late = wide[0] if grouped else 0  # micro-batches by which the first stage's updates are late
             versions = np.full(stages, self.in_flight.max() + late) if job.pipeline.vertical_sync else self.in_flight
             weights = 2 + np.ceil(versions / micro_batches_of(job))
         elif kind == "1f1b-delayed":

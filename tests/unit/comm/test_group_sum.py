@@ -44,18 +44,23 @@ class Plane:
     def wake(self) -> None: ...
 
 
+def two_members(parameters: list[torch.Tensor]) -> list[GroupSum]:
+    """Each takes one of two micro-batches, and their sums are coded."""
+    wires: dict[Any, deque[Any]] = {}
+    return [
+        GroupSum(Plane(me, wires), Group([0, 1], me, 0, [[0, 1]], False), parameters, 0, lambda step: 2, CODING)  # type: ignore[arg-type]
+        for me in range(2)
+    ]
+
+
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("guess", [1.0, 300.0])
 def test_what_is_left_out_is_kept_in_units_of_the_update(guess: float, ahead: int) -> None:
     """Where losses are (sum, count), steps differ in scale, and a member without the last micro-batch knows it too late.
     ``ahead``: steps that are contributed to before a sum is taken."""
     torch.manual_seed(1)
-    wires: dict[Any, deque[Any]] = {}
     parameters = [torch.zeros(3000), torch.zeros(4000)]
-    sums = [
-        GroupSum(Plane(me, wires), Group([0, 1], me, 0, [[0, 1]], False), parameters, 0, lambda step: 2, CODING)  # type: ignore[arg-type]
-        for me in range(2)
-    ]
+    sums = two_members(parameters)
     scales = [1.0, 0.002, 0.002, 1.0, 0.0, 1.0, 0.004, 1.0, 1e-30, 1.0, 1.0, 0.5]
     owed, most = torch.zeros(7000), 0.0
     given = [[[torch.randn_like(p) / (scale or 1.0) for p in parameters] for _ in sums] for scale in scales]
@@ -83,12 +88,7 @@ def test_what_is_left_out_is_kept_in_units_of_the_update(guess: float, ahead: in
 def test_what_is_left_out_waits_while_a_parameter_has_no_gradient() -> None:
     """A part of a model that few samples reach: what coding has left out of its steps is not lost in the others."""
     torch.manual_seed(1)
-    wires: dict[Any, deque[Any]] = {}
-    parameters = [torch.zeros(3000), torch.zeros(4000)]
-    sums = [
-        GroupSum(Plane(me, wires), Group([0, 1], me, 0, [[0, 1]], False), parameters, 0, lambda step: 2, CODING)  # type: ignore[arg-type]
-        for me in range(2)
-    ]
+    sums = two_members([torch.zeros(3000), torch.zeros(4000)])
     owed = torch.zeros(3000)
     for step in range(40):
         scale, used = (1.0, 0.5)[step % 2], step % 4 == 0
@@ -112,11 +112,7 @@ def test_sums_do_not_depend_on_when_messages_arrive() -> None:
     """Members that take one micro-batch of each step give the next step's before they have the last sum, or after."""
 
     def sums_of(at_once: bool) -> list[torch.Tensor]:
-        wires: dict[Any, deque[Any]] = {}
-        sums = [
-            GroupSum(Plane(me, wires), Group([0, 1], me, 0, [[0, 1]], False), [torch.zeros(5000)], 0, lambda step: 2, CODING)  # type: ignore[arg-type]
-            for me in range(2)
-        ]
+        sums = two_members([torch.zeros(5000)])
         torch.manual_seed(1)
         for step in range(4):
             for me, one in enumerate(sums):
