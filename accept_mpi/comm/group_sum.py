@@ -12,7 +12,7 @@ Source: reduce-scatter and all-gather as in Asteroid's group synchronization (se
 
 import queue
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -23,15 +23,11 @@ from accept_mpi.codecs.message import Decoded
 from accept_mpi.codecs.tensors import Specs, TensorSpec
 from accept_mpi.comm.channels import Channel, Receiver, Sender, wait_for
 from accept_mpi.comm.data_plane import DataPlane
+from accept_mpi.comm.gradient_chunks import Gradients, Layout
 from accept_mpi.comm.left_out import LeftOut
 from accept_mpi.direction import Direction
 
-Gradients = list[torch.Tensor | None]
-"""Gradients of a stage's parameters, in their order; None where a parameter got none."""
-
 _T = TypeVar("_T")
-_CHUNK = 1 << 18  # values per message: others can pass in between
-_SMALL = 1 << 11  # values per owner up to which one of them owns all: a message costs more
 _PARTS, _SUMS, _STATISTICS = range(3)
 
 
@@ -52,22 +48,16 @@ class Group(NamedTuple):
     """Index of the table that this rank's stage has."""
 
 
-class _Piece(NamedTuple):
-    """A range of a parameter's values, as they lie in memory."""
-
-    parameter: int
-    start: int
-    stop: int
-
-
 class _Contribution(NamedTuple):
-    """A member's contribution to a step."""
+    """Chunks of a member's contribution to a step."""
 
     step: int
     key: int
     """Its place among all of the step (``GroupSum.keys``)."""
     scale: float
-    chunks: list[torch.Tensor]
+    chunks: dict[int, torch.Tensor]
+    last: bool
+    """True if it has no others."""
 
 
 @dataclass
@@ -81,91 +71,6 @@ class _Sum:
     """Number of contributions in it."""
 
 
-class Layout:
-    """Gradients as chunks: the values of all parameters of a dtype, one after the other, cut into equal ranges, as many for
-    each owner. The first chunk says which parameters have a gradient."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor], owners: int) -> None:
-        self._like = parameters
-        self._dense = [torch.empty_like(p, device="meta") for p in parameters]
-        self._laid = [(dense.numel(), dense.stride()) for dense in self._dense]
-        self._flats: list[tuple[list[int], list[int]]] = []
-        """For each dtype its parameters and the sizes of its chunks."""
-        self.chunks: list[list[_Piece]] = [[]]
-        for dtype in dict.fromkeys(p.dtype for p in parameters):
-            sizes = {n: p.numel() for n, p in enumerate(parameters) if p.dtype == dtype}
-            total = sum(sizes.values())
-            count = owners * -(-total // (owners * _CHUNK)) if total > owners * _SMALL else 1
-            ranges = _ranges(sizes, max(1, -(-total // count)))
-            self.chunks += ranges
-            if ranges:
-                self._flats.append((list(sizes), [sum(piece.stop - piece.start for piece in pieces) for pieces in ranges]))
-
-    def spec(self, c: int) -> TensorSpec:
-        """Spec of the tensor that a chunk is."""
-        if c == 0:
-            return TensorSpec.of(torch.empty(len(self._like), dtype=torch.uint8, device="meta"))
-        size = sum(piece.stop - piece.start for piece in self.chunks[c])
-        return TensorSpec.of(torch.empty(size, dtype=self._like[self.chunks[c][0].parameter].dtype, device="meta"))
-
-    def owners(self, members: int) -> list[int]:
-        """The member that owns each chunk: all own about as much."""
-        loads, found = [0] * members, []
-        for pieces in self.chunks:
-            owner = loads.index(min(loads))
-            loads[owner] += sum(piece.stop - piece.start for piece in pieces)
-            found.append(owner)
-        return found
-
-    def pack(self, gradients: Gradients) -> list[torch.Tensor]:
-        """The chunks of these gradients. As few calls as possible: between convolutions each takes some 20 us."""
-        found = [torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)]
-        for numbers, ranges in self._flats:
-            flat = torch.cat([self._flat(n, gradients[n]) for n in numbers])
-            found += flat.split(ranges)
-        return found
-
-    def unpack(self, chunks: Sequence[torch.Tensor]) -> Gradients:
-        """The gradients in chunks, each laid out like its parameter. Whole ones share the chunks' memory."""
-        parts: list[list[torch.Tensor]] = [[] for _ in self._like]
-        for pieces, values in zip(self.chunks[1:], chunks[1:], strict=True):
-            at = 0
-            for piece in pieces:
-                length = piece.stop - piece.start
-                parts[piece.parameter].append(values[at : at + length])
-                at += length
-        found: Gradients = []
-        for there, like, own in zip(chunks[0].tolist(), self._dense, parts, strict=True):
-            flat = own[0] if len(own) == 1 else torch.cat(own) if own else torch.empty(0, dtype=like.dtype)
-            found.append(flat.as_strided(like.shape, like.stride(), flat.storage_offset()) if there else None)
-        return found
-
-    def _flat(self, n: int, gradient: torch.Tensor | None) -> torch.Tensor:
-        """The values of a gradient as its parameter's lie in memory."""
-        numel, stride = self._laid[n]
-        if gradient is None:
-            return torch.zeros(numel, dtype=self._like[n].dtype)
-        if gradient.stride() != stride:
-            gradient = torch.empty_like(self._like[n], device=gradient.device).copy_(gradient)
-        return gradient.as_strided((numel,), (1,))
-
-
-def _ranges(sizes: dict[int, int], most: int) -> list[list[_Piece]]:
-    """Parameters of these ``sizes`` one after the other, in ranges of ``most`` values; the last may be shorter."""
-    found: list[list[_Piece]] = []
-    room = 0
-    for n, size in sizes.items():
-        at = 0
-        while at < size:
-            if not room:
-                found.append([])
-                room = most
-            taken = min(room, size - at)
-            found[-1].append(_Piece(n, at, at + taken))
-            at, room = at + taken, room - taken
-    return found
-
-
 class GroupSum:
     """One member's part in the sums of its group. Without parameters there is nothing to sum."""
 
@@ -177,15 +82,17 @@ class GroupSum:
         statistics: int,
         count_of: Callable[[int], int],
         coding: Coding = NONE,
+        layers: Sequence[int] = (),
     ) -> None:
         """``parameters``: those that are trained; ``statistics``: values per micro-batch that ``share_statistics`` takes;
         ``count_of(step)``: number of micro-batches of a step; ``coding``: of the gradients, whose error is carried over to
-        the next step. Creates the channels, before the plane starts."""
+        the next step; ``layers``: the first layer that has each parameter, for ``contribute_early``. Creates the channels,
+        before the plane starts."""
         self._coding = coding
         self._left_out = LeftOut(coding)
         self._plane, self._group, self._count_of = plane, group, count_of
-        self._layout = Layout(parameters, len(group.ranks)) if parameters else None
-        self._owner = self._layout.owners(len(group.ranks)) if self._layout else []
+        self.layout = Layout(parameters, len(group.ranks), layers) if parameters else None
+        self._owner = self.layout.owners(len(group.ranks)) if self.layout else []
         self._ours: deque[_Contribution] = deque()
         """Contributions that wait for the data plane to pass them on."""
         self._waiting: dict[tuple[int, int, int], tuple[torch.Tensor, float]] = {}
@@ -216,7 +123,7 @@ class GroupSum:
 
     def _specs(self, chunks: Sequence[int]) -> dict[int, Specs]:
         """Specs of the messages of these chunks, by their number from 1."""
-        return {c + 1: (self._layout.spec(c),) for c in chunks if self._layout}
+        return {c + 1: (self.layout.spec(c),) for c in chunks if self.layout}
 
     def _connect(
         self,
@@ -258,13 +165,21 @@ class GroupSum:
 
     # -- computing thread ----------------------------------------------------------------------------------------------
 
-    def contribute(self, step: int, k: int, gradients: Gradients, scale: float) -> None:
+    def contribute(self, step: int, k: int, gradients: Gradients, scale: float, without: Collection[int] = ()) -> None:
         """Give this member's contribution to a step: to micro-batch ``k`` in exact mode, else to all that it takes.
-        ``scale``: factor for the step's gradients, as far as this member knows it."""
-        if self._layout:
-            key = k * len(self._group.tables) + self._group.own if self._group.exact else self._group.me
-            self._ours.append(_Contribution(step, key, scale, self._layout.pack(gradients)))
-            self._plane.wake()
+        ``scale``: factor for the step's gradients, as far as this member knows it; ``without``: chunks given before."""
+        if self.layout:
+            self._give(step, k, scale, self.layout.pack(gradients, without), True)
+
+    def contribute_early(self, step: int, k: int, gradients: Gradients, scale: float, chunks: Sequence[int]) -> None:
+        """Give some chunks of this member's contribution before ``contribute``: of gradients that are there already."""
+        assert self.layout
+        self._give(step, k, scale, self.layout.pack_some(gradients, chunks), False)
+
+    def _give(self, step: int, k: int, scale: float, chunks: dict[int, torch.Tensor], last: bool) -> None:
+        key = k * len(self._group.tables) + self._group.own if self._group.exact else self._group.me
+        self._ours.append(_Contribution(step, key, scale, chunks, last))
+        self._plane.wake()
 
     def keys(self, step: int) -> list[int]:
         """The contributions to a step, in the order in which they are added."""
@@ -275,14 +190,14 @@ class GroupSum:
 
     def take(self, step: int, deadline: float) -> tuple[Gradients, float]:
         """The sum of a step's gradients, and their scale; waits at most ``deadline`` seconds. Raises DeadlineError."""
-        if not self._layout:
+        if not self.layout:
             return [], 1.0
         while step not in self._early:
             what = f"the gradients of step {step + 1} from the other ranks of its stage"
             of, chunks, scale = self._wait(self._done, deadline, what)
             self._early[of] = chunks, scale
         chunks, scale = self._early.pop(step)
-        return self._layout.unpack(chunks), scale
+        return self.layout.unpack(chunks), scale
 
     def share_statistics(self, step: int, k: int, values: torch.Tensor) -> None:
         """Give a float32 vector about micro-batch ``k`` to all members."""
@@ -317,10 +232,10 @@ class GroupSum:
         # What coding leaves out of a step goes into the next one, in every run: so that waits until the first is settled.
         while self._ours and not (self._open and self._coding.kind != "none"):
             moved = True
-            step, key, scale, chunks = self._ours.popleft()
-            if not self._group.exact or key // len(self._group.tables) == self.last_of_mine(step):
+            step, key, scale, chunks, last = self._ours.popleft()
+            if last and (not self._group.exact or key // len(self._group.tables) == self.last_of_mine(step)):
                 self._open.add(step)
-            for c, values in enumerate(chunks):
+            for c, values in chunks.items():
                 self._pass_on(step, c, key, scale, values)
         return moved
 
@@ -398,12 +313,12 @@ class GroupSum:
 
     def _put_back(self, results: dict[int, torch.Tensor], scale: float) -> None:
         """Keep what a sum says of parameters that have no gradient in its step: it was left out of earlier ones."""
-        assert self._layout
+        assert self.layout
         there = results[0].tolist()
-        for c, pieces in enumerate(self._layout.chunks):
+        for c, pieces in enumerate(self.layout.chunks):
             if c and self._owner[c] == self._group.me and not all(there[piece.parameter] for piece in pieces):
                 values = results[c].clone()
-                for piece, part in zip(pieces, values.split([one.stop - one.start for one in pieces]), strict=True):
+                for piece, part in zip(pieces, values.split([one.size for one in pieces]), strict=True):
                     part.mul_(not there[piece.parameter])
                 self._left_out.put_back(c, scale, values)
 

@@ -1,7 +1,7 @@
 """Edges of a stage's autograd graph: where inputs enter it, and where gradients are given to its outputs."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -107,6 +107,26 @@ class Seeding(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         seed_all(ctx.seed)
         return None, *gradients
+
+
+Telling = Callable[[int], None]
+
+
+class Progress:
+    """How far a backward has come: autograd takes what was computed last first."""
+
+    def __init__(self) -> None:
+        self.layers: Collection[int] = ()
+        """Layers before which it tells."""
+        self.tell: Telling | None = None
+        """Called with such a layer once the backward of it and all later ones is over, if a gradient comes there."""
+
+    def watch(self, layer: int, value: Any) -> None:
+        """Look at the ``value`` that a layer is about to get."""
+        nodes = [x.grad_fn for x in tree.leaves(value) if x.grad_fn is not None] if layer in self.layers else ()
+        if nodes:
+            newest = max(nodes, key=lambda node: node._sequence_nr())
+            newest.register_prehook(lambda gradients: self.tell and self.tell(layer))
 
 
 def seeded_backward(value: Any, seed: int) -> Any:

@@ -16,6 +16,8 @@ class Parameters:
     def __init__(self, layers: Layers) -> None:
         self.every: list[nn.Parameter] = []
         self.names: list[str] = []
+        self.layers: list[int] = []
+        """The first layer that has each parameter."""
         self.aliases: list[list[str]] = []
         """Each parameter's names. The optimizer's state is kept under all of them, since
         another plan may part these layers."""
@@ -24,12 +26,13 @@ class Parameters:
         self.first: list[bool] = []
         """For each parameter, False if one of its layers is in an earlier stage."""
         seen: dict[int, int] = {}
-        for layer_name, layer in zip(layers.names, layers.modules, strict=True):
+        for n, (layer_name, layer) in enumerate(zip(layers.names, layers.modules, strict=True), layers.start):
             for name, parameter in layer.named_parameters(prefix=layer_name, remove_duplicate=False):
                 if id(parameter) not in seen:
                     seen[id(parameter)] = len(self.every)
                     self.every.append(parameter)
                     self.names.append(name)
+                    self.layers.append(n)
                     self.aliases.append([])
                 self.aliases[seen[id(parameter)]].append(name)
         index = {name: n for n, name in enumerate(layers.names, layers.start)}

@@ -22,7 +22,7 @@ from accept_mpi.models.shared import lay_out
 from accept_mpi.pipeline.averages import Averages
 from accept_mpi.pipeline.correction import Correction
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
-from accept_mpi.pipeline.graph_edges import Box, Seeded, apart, finite, seeded_backward
+from accept_mpi.pipeline.graph_edges import Box, Progress, Seeded, Telling, apart, finite, seeded_backward
 from accept_mpi.pipeline.micro_batch import InFlight, Inputs, Key, Outputs
 from accept_mpi.pipeline.muon import matrices
 from accept_mpi.pipeline.optimizer import make_optimizer, set_learning_rate, update
@@ -80,6 +80,9 @@ class Stage(Trials):
         """Names of ``trained`` in the whole model."""
         self.trained_first = [own.first[n] for n in trained]
         """For each of ``trained``, False if an earlier stage has a copy of it, too."""
+        self.trained_layers = [own.layers[n] for n in trained]
+        """The first layer that has each of ``trained``."""
+        self.progress = Progress()
         self.averages = Averages(job.train.ema)
         self._correction = Correction(job.train.optimizer.correction == "extrapolate")
         self.again: Recomputing | None = None
@@ -168,11 +171,15 @@ class Stage(Trials):
         self.in_flight[step, micro_batch] = InFlight(boxes, outputs, weights, whole, again=again)
         return Outputs(() if result else self._compute.give(outputs), result, suspect, given, next(iter(taken), None))
 
-    def backward(self, step: int, micro_batch: int, gradients: Tensors, seed: int | None = None) -> Tensors:
+    def backward(
+        self, step: int, micro_batch: int, gradients: Tensors, seed: int | None = None, tell: Telling | None = None
+    ) -> Tensors:
         """B: gradients of the inputs that want one, for the previous stage. ``gradients`` is empty on the last stage.
-        ``seed``: of random numbers, if another than that of this micro-batch."""
+        ``seed``: of random numbers, if another than that of this micro-batch; ``tell`` is told of its ``progress``, unless
+        weights' gradients are left to W."""
         gradients = self._compute.take(gradients)
         flight = self.in_flight[step, micro_batch]
+        self.progress.tell = tell if self._deferred is None or flight.whole else None
         if self.again and flight.again is not None:
             with self._going_back(flight), self.again.untouched(self.statistics is None):
                 flight.boxes, value, _ = self._computed(step, micro_batch, *flight.again)
@@ -348,6 +355,7 @@ class Stage(Trials):
         backward by ``back``, if given."""
         value = tree.unflatten(of or tree.packed(len(inputs)), inputs)
         for index, layer in enumerate(self.layers, self.start):
+            self.progress.watch(index, value)
             if self._turns is not None and index not in self._drawing:
                 value = call_layer(index, self.names[index - self.start], layer, value)
                 continue

@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 import torch
 
-from accept_mpi.comm.group_sum import Gradients, GroupSum
+from accept_mpi.comm.gradient_chunks import Gradients, Layout
+from accept_mpi.comm.group_sum import GroupSum
 from accept_mpi.device.compute import here
+from accept_mpi.errors import UserError
 from accept_mpi.pipeline.micro_batch import Key, Outputs
 from accept_mpi.pipeline.stage import Clip, Stage
 
@@ -27,9 +29,11 @@ class GradientSums:
         """``parts``: all trained parameters, in the first place the stage's own; ``mine(step)``: the micro-batches of a step
         that this rank takes, in order."""
         self._stage, self._taken = stage, mine
-        self._parts = [_PartSums(part, mine) for part in parts]
+        self._parts = [_PartSums(stage, part, mine) for part in parts]
         self._group = parts[0].sums
         """The sums of the group that holds the stage, if one does."""
+        if self._group is not None and self._group.layout is not None:
+            stage.progress.layers = self._group.layout.layers - {stage.start}
         self._left: dict[Key, Gradients] = {}
         """Gradients of B or of W, while those of the other are still to come, by micro-batch."""
         self._statistics: dict[int, list[torch.Tensor]] = {}
@@ -45,6 +49,10 @@ class GradientSums:
             self._statistics.setdefault(step, []).append(out.statistics)
         else:
             self._group.share_statistics(step, k, out.statistics)
+
+    def in_backward(self, step: int, k: int, scale: float, layer: int) -> None:
+        """Pass on what is whole of the gradients of micro-batch ``k``, while B goes on: they are there from ``layer`` on."""
+        self._parts[0].in_backward(step, k, scale, layer)
 
     def after_backward(self, step: int, k: int, gradients: Gradients, scale: float, whole: bool) -> None:
         """Take what B has computed of the gradients of micro-batch ``k``: all, if they are ``whole``, else without W's part.
@@ -100,27 +108,90 @@ class GradientSums:
             self._stage.statistics.replay(self._seen)
 
 
+class _Early:
+    """What a B has passed on of its gradients before its end. Nothing in the first B, which shows whether it may: a layer
+    might use a later one's parameters."""
+
+    def __init__(self, stage: Stage, parameters: Sequence[int], layout: Layout) -> None:
+        self._trained = [stage.trained[n] for n in parameters]
+        self._names = [stage.trained_names[n] for n in parameters]
+        self._layout = layout
+        self._keeps: bool | None = None
+        """True if gradients have stayed what they were when B passed their layers; None before the first B."""
+        self._chunks: set[int] = set()
+        self._seen: dict[int, tuple[torch.Tensor | None, int]] = {}
+        """Gradients in these chunks, and how often each had been written to."""
+
+    def reached(self, layer: int) -> tuple[list[int], dict[int, torch.Tensor | None]]:
+        """Chunks to pass on now that the gradients from ``layer`` on are there, and the gradients that are in them."""
+        chunks = self._layout.whole(layer, self._chunks) if self._keeps is not False else []
+        self._chunks.update(chunks)
+        gradients = {n: self._trained[n].grad for n in self._layout.within(chunks)}
+        for n, gradient in gradients.items():
+            self._seen.setdefault(n, (gradient, _writes(gradient)))
+        return (chunks, gradients) if self._keeps else ([], {})
+
+    def end(self, gradients: Gradients) -> set[int]:
+        """The chunks that have been passed on, now that all gradients are there. Raises UserError if some have changed."""
+        changed = [n for n, (one, writes) in self._seen.items() if gradients[n] is not one or _writes(one) != writes]
+        if self._keeps and changed:
+            raise UserError(
+                f'"{self._names[changed[0]]}" got a gradient after the backward of its own layer, which had not happened '
+                "before; its group had summed it by then. No group can hold this stage"
+            )
+        passed_on = self._chunks if self._keeps else set()
+        if self._seen:
+            self._keeps = not changed
+        self._chunks, self._seen = set(), {}
+        return passed_on
+
+
+def _writes(gradient: torch.Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
 class _PartSums:
     """Sums of the gradients of some parameters."""
 
-    def __init__(self, part: Part, mine: Callable[[int], Sequence[int]]) -> None:
+    def __init__(self, stage: Stage, part: Part, mine: Callable[[int], Sequence[int]]) -> None:
         self.parameters, self._sums, self._taken = part.parameters, part.sums, mine
         self._mine: dict[int, _Sum] = {}
         """Sums of this rank's gradients, by step."""
+        layout = part.sums.layout if part.sums is not None else None
+        self._early = _Early(stage, part.parameters, layout) if layout is not None and layout.layers else None
+
+    def in_backward(self, step: int, k: int, scale: float, layer: int) -> None:
+        """As ``GradientSums.in_backward``."""
+        if self._early is None or self._sums is None:
+            return
+        mine = None if self._sums.exact else self._of(step)
+        if mine is not None and mine.left != [k]:
+            return
+        chunks, found = self._early.reached(layer)
+        if chunks:
+            gradients: Gradients = [None] * len(self.parameters)
+            for n, gradient in found.items():
+                gradients[n] = gradient if mine is None else mine.merge(n, gradient)
+            self._sums.contribute_early(step, k, gradients, scale, chunks)
 
     def add(self, step: int, k: int, every: Gradients, scale: float) -> None:
         """Add the gradients of a micro-batch; ``every``: those of all parameters."""
         gradients = [every[parameter] for parameter in self.parameters]
+        given = self._early.end(gradients) if self._early is not None else ()
         if self._sums is not None and self._sums.exact:
-            self._sums.contribute(step, k, here().on_host(gradients), scale)
+            self._sums.contribute(step, k, here().on_host(gradients), scale, given)
             return
-        if step not in self._mine:
-            self._mine[step] = _Sum(list(reversed(self._taken(step))))
-        mine = self._mine[step]
+        mine = self._of(step)
         mine.add(k, gradients, scale)
         if self._sums is not None and not mine.left:
             del self._mine[step]
-            self._sums.contribute(step, k, here().on_host(mine.gradients), mine.scale)
+            self._sums.contribute(step, k, here().on_host(mine.gradients), mine.scale, given)
+
+    def _of(self, step: int) -> "_Sum":
+        """The sum of a step."""
+        if step not in self._mine:
+            self._mine[step] = _Sum(list(reversed(self._taken(step))))
+        return self._mine[step]
 
     def whole(self, step: int) -> Gradients | None:
         """As ``GradientSums.whole``; what goes to other ranks is not kept here."""
@@ -149,6 +220,7 @@ class _Sum:
     def __init__(self, left: list[int]) -> None:
         """``left``: the micro-batches to come, the last one first."""
         self.left = left
+        self._merged: set[int] = set()
         self.gradients: Gradients = []
         self.scale = 1.0
         self._waiting: dict[int, tuple[Gradients, float]] = {}
@@ -157,7 +229,17 @@ class _Sum:
         self._waiting[k] = gradients, scale
         while self.left and self.left[-1] in self._waiting:
             found, self.scale = self._waiting.pop(self.left.pop())
-            self.gradients = _added(self.gradients, found) if self.gradients else found
+            rest = [None if n in self._merged else gradient for n, gradient in enumerate(found)]
+            self.gradients = _added(self.gradients, rest) if self.gradients else found
+
+    def merge(self, n: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The sum with one gradient of the last micro-batch, before the others of it are added."""
+        if not self.gradients:
+            return gradient
+        if n not in self._merged:
+            self._merged.add(n)
+            self.gradients[n] = _plus(self.gradients[n], gradient)
+        return self.gradients[n]
 
 
 def _added(ones: Gradients, others: Gradients) -> Gradients:

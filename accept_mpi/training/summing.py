@@ -11,6 +11,7 @@ from torch import nn
 from accept_mpi.codecs.coding import parse
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.group_sum import Group, GroupSum
+from accept_mpi.device.compute import here
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.models.shared import Shared
@@ -58,7 +59,9 @@ def summed_gradients(
         group = Group(plan.stages[place.stage].ranks, place.member, place.stages + place.stage, [table], sums_as == EXACT)
         statistics = stage.statistics.size if stage.statistics else 0
         coding = parse(gradient_codec(sums_as), False)
-        sums = GroupSum(plane, group, [stage.trained[n] for n in own], statistics, count_of, coding)
+        # Lanes compute with copies of the layers, and GPUs give gradients to the host: there nothing is passed on in B.
+        early = [stage.trained_layers[n] for n in own] if lanes == 1 and here().backward_in_thread else []
+        sums = GroupSum(plane, group, [stage.trained[n] for n in own], statistics, count_of, coding, early)
     return GradientSums(stage, [Part(own, sums), *tied], mine)
 
 

@@ -17,7 +17,7 @@ from accept_mpi.codecs.message import Decoded
 from accept_mpi.codecs.tensors import Tensors
 from accept_mpi.comm.channels import Receiver
 from accept_mpi.comm.data_plane import DataPlane
-from accept_mpi.comm.group_sum import Gradients
+from accept_mpi.comm.gradient_chunks import Gradients
 from accept_mpi.comm.messages import Speed, TraceRows
 from accept_mpi.data import Dataset
 from accept_mpi.data.calendar import Calendar, Milestones, in_order, segments
@@ -103,8 +103,8 @@ class Worker:
         self.links, self.plane, self.recorder = services.channels, services.plane, services.recorder
         self._barriers, self._replication = services.barriers, services.replication
         self._begin_step, self._reports, self._speed = services.begin_step, services.reports, services.speed
-        self._table, self._widths, self._member = services.table, services.widths, services.member
-        self._slack, self._computing, self._clipping = services.slack, services.computing, services.clipping
+        self._table, self._widths, self._slack = services.table, services.widths, services.slack
+        self._member, self._computing, self._clipping = services.member, services.computing, services.clipping
         self._positions = positions(services.order, self.s, stage.trained_names, stage.trained_first)
         self._tell_flags = services.tell_flags
         self._flags: dict[int, int] = {}
@@ -120,8 +120,7 @@ class Worker:
         """Scale of the gradients of the present step (``Stage.scale``)."""
         self._results: dict[int, dict[int, Result]] = {}
         """Results on the last stage, by step and micro-batch."""
-        self._traced = time.monotonic()
-        self._waited, self._since = 0.0, time.monotonic()
+        self._waited, self._traced, self._since = 0.0, time.monotonic(), time.monotonic()
 
     def train(self, course: Milestones, deliver: Callable[[], None], test_samples: int) -> int:
         """Make the course's steps. ``deliver`` is called after each of them, for the observers on rank 0. Returns the number
@@ -293,7 +292,8 @@ class Worker:
 
         def compute(stage: Stage) -> tuple[Tensors, Gradients, bool]:
             with self.recorder.span("B", step + 1, k):
-                result = stage.backward(step, k, gradients)
+                tell = partial(self._member.in_backward, step, k, scale) if self._member else None
+                result = stage.backward(step, k, gradients, tell=tell)
             whole = (step, k) not in stage.in_flight  # nothing is left to W
             return result, self._gradients(stage), whole
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accept_mpi.comm.group_sum import Layout
+from accept_mpi.comm.gradient_chunks import Layout
 
 
 def parameters() -> list[torch.Tensor]:
@@ -23,7 +23,7 @@ def test_chunks_and_back(members: int) -> None:
     gradients: list[torch.Tensor | None] = [torch.randn_like(p) for p in mine]
     gradients[2] = None
     gradients[1] = gradients[1].contiguous()  # laid out otherwise than its parameter
-    chunks = layout.pack(gradients)
+    chunks = list(layout.pack(gradients).values())
     assert [(chunk.shape, chunk.dtype) for chunk in chunks] == [
         (torch.Size(layout.spec(c).shape), layout.spec(c).torch_dtype) for c in range(len(chunks))
     ]
