@@ -57,12 +57,12 @@ class Header(msgspec.Struct, frozen=True):
     sent: float
     """When it was given to MPI, in seconds on rank 0's clock."""
 
-    def pack_into(self, message: Bytes) -> None:
-        """Write it in front of the payload, which is there already."""
+    def pack_into(self, head: Bytes, payload: Bytes) -> None:
+        """Write it, in front of a payload that is there already."""
         direction, codec, *others = msgspec.structs.astuple(self)
         fields = (MAGIC, VERSION, direction * _BACKWARD | codec, *others)
-        _HEADER.pack_into(message.data, 0, *fields, 0)
-        _HEADER.pack_into(message.data, 0, *fields, _checksum(message))
+        _HEADER.pack_into(head.data, 0, *fields, 0)
+        _HEADER.pack_into(head.data, 0, *fields, _checksum(head, payload))
 
     @staticmethod
     def unpack(buffer: Bytes) -> "Header":
@@ -82,14 +82,14 @@ class Header(msgspec.Struct, frozen=True):
             raise ProtocolError(
                 f"a message announces {header.length} bytes after its header and has {buffer.size - HEADER_BYTES}"
             )
-        if guard != _checksum(buffer):
+        if guard != _checksum(buffer[:HEADER_BYTES], buffer[HEADER_BYTES:]):
             raise ProtocolError(f"a message has a wrong checksum ({header})")
         return header
 
     def announce(self) -> Bytes:
         """The header alone, to announce a message too large for the buffer that waits for it; the message follows."""
         message = aligned(HEADER_BYTES)
-        self.pack_into(message)
+        self.pack_into(message, message[HEADER_BYTES:])
         return message
 
 
@@ -120,9 +120,9 @@ def announced(message: Bytes) -> int:
     return HEADER_BYTES + header.length if _announces(header, message) else 0
 
 
-def _checksum(message: Bytes) -> int:
+def _checksum(head: Bytes, payload: Bytes) -> int:
     """XXH3, 64 bits, of the header's other fields and the payload."""
-    return xxh3_64_intdigest(message.data[HEADER_BYTES:], seed=xxh3_64_intdigest(message.data[:_GUARDED]))
+    return xxh3_64_intdigest(payload.data, seed=xxh3_64_intdigest(head.data[:_GUARDED]))
 
 
 def _padded(nbytes: int) -> int:
@@ -221,7 +221,7 @@ def encode(
             if not _coded_into(tensor, into, coding, mix(key, number)):
                 return encode(label, specs, flat, buffer, NONE, key, now=now, description=description)
         elif tensor is not None and tensor.numel():
-            np.copyto(into, tensor.view(torch.uint8).numpy())
+            np.copyto(into, _bytes(tensor))
         if part.end < part.padded:
             buffer[offset + part.end : offset + part.padded] = 0
     if description:
@@ -231,8 +231,26 @@ def encode(
     header = Header(
         codec=coding.number, described=len(description), length=wire - HEADER_BYTES, sent=now(), **label._asdict()
     )
-    header.pack_into(buffer[:wire])
+    header.pack_into(buffer[:HEADER_BYTES], buffer[HEADER_BYTES:wire])
     return header
+
+
+def encode_in_place(label: Label, flat: Tensors, head: Bytes, *, now: Callable[[], float]) -> tuple[Header, Bytes] | None:
+    """Write the header of a message of one tensor, uncoded and as agreed, into ``head``. Its payload, which is returned, is
+    the tensor's memory. None if it would have to be padded."""
+    values = flat[0] if len(flat) == 1 else None
+    if values is None or not values.numel() or values.nbytes % ALIGN:
+        return None
+    payload = _bytes(values)
+    header = Header(codec=NONE.number, described=0, length=payload.size, sent=now(), **label._asdict())
+    header.pack_into(head[:HEADER_BYTES], payload)
+    return header, payload
+
+
+def _bytes(values: torch.Tensor) -> Bytes:
+    """The memory of a contiguous tensor."""
+    found: Bytes = values.view(torch.uint8).numpy()
+    return found
 
 
 class Decoded(NamedTuple):
@@ -246,9 +264,11 @@ class Decoded(NamedTuple):
 
 
 def decode(
-    by_samples: dict[int, Specs], message: Bytes, agreed: Coding = NONE, trees: Mapping[int, Tree] = MappingProxyType({})
-) -> Decoded:
-    """Decode a received message. Raises ProtocolError with a sentence if it is invalid."""
+    by_samples: dict[int, Specs], message: Bytes, agreed: Coding = NONE, trees: Mapping[int, Tree] = MappingProxyType({}),
+    in_place: bool = False,
+) -> Decoded:  # fmt: skip
+    """Decode a received message. With ``in_place``, tensors that came uncoded share its memory. Raises ProtocolError with a
+    sentence if it is invalid."""
     header = Header.unpack(message)
     offset, tree = _padded(header.described), trees.get(header.samples, LONE)
     if header.described:
@@ -269,7 +289,7 @@ def decode(
             f"a message has {message.size} bytes where its {header.samples} samples make {layout.wire + offset}"
         )
     tensors = (
-        spec.unflatten(message[offset + part.start : offset + part.end], coding if part.coded else NONE)
+        spec.unflatten(message[offset + part.start : offset + part.end], coding if part.coded else NONE, in_place)
         for spec, part in zip(specs, layout.parts, strict=True)
     )
     return Decoded(header, tuple(tensors), tree, layout.raw)

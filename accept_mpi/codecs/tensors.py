@@ -116,11 +116,14 @@ class TensorSpec(msgspec.Struct, frozen=True):
             tensor = torch.empty_strided(self.sent_shape, dense, dtype=tensor.dtype).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
-    def unflatten(self, data: Bytes, coding: Coding = NONE) -> torch.Tensor | None:
-        """New tensor of this spec, from its values' bytes as ``coding`` wrote them."""
+    def unflatten(self, data: Bytes, coding: Coding = NONE, in_place: bool = False) -> torch.Tensor | None:
+        """New tensor of this spec, from its values' bytes as ``coding`` wrote them; with ``in_place`` in their memory, if
+        they are not coded."""
         if self.dtype == "absent":
             return None
         stride = self.sent_stride
+        if in_place and coding.kind == "none" and self.numel and stride == self.stride:
+            return torch.from_numpy(data).view(self.torch_dtype).as_strided(self.shape, stride).requires_grad_(self.grad)
         dense = here().empty(self.sent_shape, stride, self.torch_dtype)
         flat = dense.as_strided((dense.numel(),), (1,))
         if coding.kind == "none":

@@ -16,7 +16,8 @@ from mpi4py import MPI
 
 from accept_mpi.codecs.message import Header
 from accept_mpi.comm.background import Background
-from accept_mpi.comm.channels import Channel, Receiver, Sender
+from accept_mpi.comm.channels import Channel
+from accept_mpi.comm.ends import Receiver, Sender
 from accept_mpi.comm.messages import Control, Event, Message
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.errors import DeadlineError
@@ -67,7 +68,7 @@ class DataPlane(threading.Thread):
         self._messenger = messenger
         self._recorder = recorder
         self._handle = handle
-        self._shares_core = shares_core
+        self.shares_core = shares_core
         self._outgoing: list[Sender] = []
         self._incoming: list[Receiver] = []
         self._groups: list[Moving] = []
@@ -261,7 +262,7 @@ class DataPlane(threading.Thread):
             return POLL_AWAITED
         if self._sends_bulk:
             return POLL_SENDING
-        return POLL_RARE if self._shares_core and not self._expects_much() else POLL_IDLE
+        return POLL_RARE if self.shares_core and not self._expects_much() else POLL_IDLE
 
     def _pause(self) -> bool:
         """Sleep until the next poll is due or another thread posts or wakes; returns True if one did."""

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from accept_mpi.codecs.message import ALIGN
 from accept_mpi.codecs.tensors import TensorSpec
 
 Gradients = list[torch.Tensor | None]
@@ -49,7 +50,7 @@ class Layout:
             sizes = {n: p.numel() for n, p in enumerate(parameters) if p.dtype == dtype}
             total = sum(sizes.values())
             count = owners * -(-total // (owners * _CHUNK)) if total > owners * _SMALL else 1
-            self.chunks += _ranges(sizes, max(1, -(-total // count)))
+            self.chunks += _ranges(sizes, max(1, -(-total // (count * ALIGN)) * ALIGN))  # messages that need no padding
         self._first = [-1, *(min(layers[piece.parameter] for piece in pieces) for pieces in self.chunks[1:] if layers)]
         """The first layer that has values in each chunk. Which parameters have a gradient is known last."""
         self._runs: dict[tuple[int, ...], list[_Run]] = {}

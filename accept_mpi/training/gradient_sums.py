@@ -1,16 +1,17 @@
 """What a stage's gradients go through between B and U where several ranks, or several lanes of a rank, compute them."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from accept_mpi.comm.gradient_chunks import Gradients, Layout
+from accept_mpi.comm.gradient_chunks import Gradients
 from accept_mpi.comm.group_sum import GroupSum
 from accept_mpi.device.compute import here
-from accept_mpi.errors import UserError
 from accept_mpi.pipeline.micro_batch import Key, Outputs
 from accept_mpi.pipeline.stage import Clip, Stage
+from accept_mpi.training.early_gradients import EarlyGradients
 
 
 class Part(NamedTuple):
@@ -19,6 +20,8 @@ class Part(NamedTuple):
     parameters: Sequence[int]
     sums: GroupSum | None
     """None: this rank alone."""
+    early: EarlyGradients | None = None
+    """If their gradients may be passed on while B goes on."""
 
 
 class GradientSums:
@@ -29,11 +32,9 @@ class GradientSums:
         """``parts``: all trained parameters, in the first place the stage's own; ``mine(step)``: the micro-batches of a step
         that this rank takes, in order."""
         self._stage, self._taken = stage, mine
-        self._parts = [_PartSums(stage, part, mine) for part in parts]
+        self._parts = [_PartSums(part, mine) for part in parts]
         self._group = parts[0].sums
         """The sums of the group that holds the stage, if one does."""
-        if self._group is not None and self._group.layout is not None:
-            stage.progress.layers = self._group.layout.layers - {stage.start}
         self._left: dict[Key, Gradients] = {}
         """Gradients of B or of W, while those of the other are still to come, by micro-batch."""
         self._statistics: dict[int, list[torch.Tensor]] = {}
@@ -108,57 +109,13 @@ class GradientSums:
             self._stage.statistics.replay(self._seen)
 
 
-class _Early:
-    """What a B has passed on of its gradients before its end. Nothing in the first B, which shows whether it may: a layer
-    might use a later one's parameters."""
-
-    def __init__(self, stage: Stage, parameters: Sequence[int], layout: Layout) -> None:
-        self._trained = [stage.trained[n] for n in parameters]
-        self._names = [stage.trained_names[n] for n in parameters]
-        self._layout = layout
-        self._keeps: bool | None = None
-        """True if gradients have stayed what they were when B passed their layers; None before the first B."""
-        self._chunks: set[int] = set()
-        self._seen: dict[int, tuple[torch.Tensor | None, int]] = {}
-        """Gradients in these chunks, and how often each had been written to."""
-
-    def reached(self, layer: int) -> tuple[list[int], dict[int, torch.Tensor | None]]:
-        """Chunks to pass on now that the gradients from ``layer`` on are there, and the gradients that are in them."""
-        chunks = self._layout.whole(layer, self._chunks) if self._keeps is not False else []
-        self._chunks.update(chunks)
-        gradients = {n: self._trained[n].grad for n in self._layout.within(chunks)}
-        for n, gradient in gradients.items():
-            self._seen.setdefault(n, (gradient, _writes(gradient)))
-        return (chunks, gradients) if self._keeps else ([], {})
-
-    def end(self, gradients: Gradients) -> set[int]:
-        """The chunks that have been passed on, now that all gradients are there. Raises UserError if some have changed."""
-        changed = [n for n, (one, writes) in self._seen.items() if gradients[n] is not one or _writes(one) != writes]
-        if self._keeps and changed:
-            raise UserError(
-                f'"{self._names[changed[0]]}" got a gradient after the backward of its own layer, which had not happened '
-                "before; its group had summed it by then. No group can hold this stage"
-            )
-        passed_on = self._chunks if self._keeps else set()
-        if self._seen:
-            self._keeps = not changed
-        self._chunks, self._seen = set(), {}
-        return passed_on
-
-
-def _writes(gradient: torch.Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version
-
-
 class _PartSums:
     """Sums of the gradients of some parameters."""
 
-    def __init__(self, stage: Stage, part: Part, mine: Callable[[int], Sequence[int]]) -> None:
-        self.parameters, self._sums, self._taken = part.parameters, part.sums, mine
+    def __init__(self, part: Part, mine: Callable[[int], Sequence[int]]) -> None:
+        self.parameters, self._sums, self._early, self._taken = *part, mine
         self._mine: dict[int, _Sum] = {}
         """Sums of this rank's gradients, by step."""
-        layout = part.sums.layout if part.sums is not None else None
-        self._early = _Early(stage, part.parameters, layout) if layout is not None and layout.layers else None
 
     def in_backward(self, step: int, k: int, scale: float, layer: int) -> None:
         """As ``GradientSums.in_backward``."""
@@ -207,7 +164,10 @@ class _PartSums:
     def take(self, step: int, deadline: float) -> tuple[Gradients, float]:
         """The sum of a step, of all ranks. Raises DeadlineError."""
         if self._sums is not None:
+            began = time.monotonic()
             found, scale = self._sums.take(step, deadline)
+            if self._early is not None:
+                self._early.waited(began)
             return list(here().take(tuple(found))), scale
         mine = self._mine.pop(step)
         assert not mine.left, f"micro-batches {mine.left} of step {step + 1} are missing"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accept_mpi.comm.channels import Receiver, Sender
+from accept_mpi.comm.ends import Receiver, Sender
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from accept_mpi.pipeline.turns import hooked, sees_sums
 from accept_mpi.plan import Plan
 from accept_mpi.planning.codec_choice import EXACT, gradient_codec, sums_of
 from accept_mpi.planning.ties import parted
+from accept_mpi.training.early_gradients import EarlyGradients
 from accept_mpi.training.gradient_sums import GradientSums, Part
 
 
@@ -53,16 +54,18 @@ def summed_gradients(
     tied = tied_parts(plane, ties, plan, rank, stage, tables, sums_as == EXACT, count_of)
     apart = {n for part in tied for n in part.parameters}
     own = [n for n in range(len(stage.trained)) if n not in apart]
-    sums = None
+    sums = early = None
     if place.members > 1:
         # Numbers beyond those of the boundaries, since messages are told apart by them.
         group = Group(plan.stages[place.stage].ranks, place.member, place.stages + place.stage, [table], sums_as == EXACT)
         statistics = stage.statistics.size if stage.statistics else 0
         coding = parse(gradient_codec(sums_as), False)
+        layers = [stage.trained_layers[n] for n in own]
+        sums = GroupSum(plane, group, [stage.trained[n] for n in own], statistics, count_of, coding, layers)
         # Lanes compute with copies of the layers, and GPUs give gradients to the host: there nothing is passed on in B.
-        early = [stage.trained_layers[n] for n in own] if lanes == 1 and here().backward_in_thread else []
-        sums = GroupSum(plane, group, [stage.trained[n] for n in own], statistics, count_of, coding, early)
-    return GradientSums(stage, [Part(own, sums), *tied], mine)
+        if sums.layout is not None and lanes == 1 and here().backward_in_thread:
+            early = EarlyGradients(stage, own, sums.layout, plane.shares_core)
+    return GradientSums(stage, [Part(own, sums, early), *tied], mine)
 
 
 def updates_late(plan: Plan, job: Job, shared: Callable[[], Iterable[Shared]]) -> bool:

@@ -1,5 +1,6 @@
 """Stages held by groups of ranks compute what one plain PyTorch process computes, bit for bit (ARCHITECTURE, invariants)."""
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -46,6 +47,35 @@ def test_weights_equal_one_process(mpirun, tmp_path: Path, ranks: int) -> None:
     mpirun(ranks, ROOT / "tests" / "programs" / "train_all.py", *jobs)
     for name, directory in directories:
         samples.assert_equal(Checkpoint(directory).whole(), expected(name))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gradients_that_are_passed_on_early_change_nothing(mpirun, tmp_path: Path, ranks: int) -> None:
+    """Later layers' sums begin while B computes the earlier ones: micro-batch by micro-batch, and as ranks' own sums, which
+    are compared with those that are passed on whole."""
+    jobs, found = [], []
+    for name in JOBS:
+        for number, (cuts, held) in enumerate(GROUPS[ranks]):
+            for schedule in SYNCHRONOUS if not cuts else ("1f1b",):
+                keys = {
+                    "pipeline_schedule": schedule,
+                    "pipeline_ranks": held,
+                    "pipeline_cuts": cuts,
+                    "train_evaluate_every": 0,
+                }
+                for gradients in ("exact", "none"):
+                    directory = f"{name}-{schedule}-{number}-{gradients}"
+                    keys["pipeline_gradients"] = gradients
+                    jobs.append(samples.write_job(tmp_path / f"{directory}.toml", JOBS[name], directory, **keys))
+                    found.append((name, gradients, directory))
+    out = mpirun(ranks, ROOT / "tests" / "programs" / "train_early.py", *jobs).out
+    assert len(re.findall("passed on early: [1-9]", out)) == ranks
+    weights = {directory: Checkpoint(tmp_path / directory).whole() for *_, directory in found}
+    whole = [job for job, (_, gradients, _) in zip(jobs, found, strict=True) if gradients == "none"]
+    mpirun(ranks, ROOT / "tests" / "programs" / "train_all.py", *whole)
+    for name, gradients, directory in found:
+        wanted = expected(name) if gradients == "exact" else Checkpoint(tmp_path / directory).whole()
+        samples.assert_equal(weights[directory], wanted)
 
 
 def test_reports_equal_those_of_one_rank(mpirun, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accept_mpi.comm.channels import Receiver, Sender
+from accept_mpi.comm.ends import Receiver, Sender
 from accept_mpi.comm.group_sum import GroupSum
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.training.gradient_sums import GradientSums

@@ -199,7 +199,7 @@ def test_a_received_message_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> 
     buffer = aligned(wire_bytes(specs))
     encode(LABEL, specs, (torch.zeros(100),), buffer, now=now)
     checked, checksum = [], message._checksum
-    monkeypatch.setattr(message, "_checksum", lambda data: checked.append(data.size) or checksum(data))
+    monkeypatch.setattr(message, "_checksum", lambda *parts: checked.append(sum(p.size for p in parts)) or checksum(*parts))
     received({4: specs}, buffer)
     assert checked == [buffer.size]
 

@@ -13,6 +13,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
 from accept_mpi.models.layers import Layers
 from accept_mpi.pipeline.stage import Stage
+from accept_mpi.training.early_gradients import EarlyGradients
 from accept_mpi.training.gradient_sums import GradientSums, Part
 
 JOB = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirectory="r"\n'
@@ -65,7 +66,12 @@ def run(modules: list[nn.Module], exact: bool, steps: int, count: int, schedule:
     stage = Stage(layers, parse(JOB, "job", [f"pipeline.schedule={schedule}"]), None, False)
     sums = Sums(stage, exact)
     group: Any = sums
-    member = GradientSums(stage, [Part(range(len(stage.trained)), group)], lambda step: range(count))
+    every = range(len(stage.trained))
+    begun = EarlyGradients(stage, every, sums.layout, False)
+    begun.waited(0.0)
+    for _ in range(5):
+        begun.waited(0.0)  # for the whole step, and longer
+    member = GradientSums(stage, [Part(every, group, begun)], lambda step: range(count))
     early = []
     for step in range(steps):
         sums.early, sums.late, plain = [], [], []
