@@ -19,12 +19,12 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from accept_mpi.codecs.coding import NONE, Coding
+from accept_mpi.codecs.gradient_chunks import Gradients, Layout
 from accept_mpi.codecs.message import Decoded
 from accept_mpi.codecs.tensors import Specs, TensorSpec
 from accept_mpi.comm.channels import Channel, wait_for
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.ends import Receiver, Sender
-from accept_mpi.comm.gradient_chunks import Gradients, Layout
 from accept_mpi.comm.left_out import LeftOut
 from accept_mpi.direction import Direction
 

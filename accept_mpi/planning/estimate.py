@@ -1,11 +1,13 @@
 """Estimates of plans on measured devices: the time of a step, each stage's computing and memory, codecs."""
 
 import itertools
+from bisect import bisect_right
 from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
 
+from accept_mpi.codecs.gradient_chunks import chunk_bytes
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.direction import Crossing, Direction
 from accept_mpi.errors import UserError
@@ -132,7 +134,24 @@ def _groups(cluster: ClusterProfile, job: Job, plan: Plan) -> Groups:
     ]
     deals, how = [Deal.of(stage) for stage in plan.stages], sums_of(job, plan)
     stages, ranks = [s for s, _, _ in slots], [rank for _, rank, _ in slots]
-    return Groups(stages, deals, gradients, how == EXACT, gradient_codec(how), rates, ranks)
+    early = [_passed_on(cluster, plan, s) for s in range(len(plan.stages))]
+    return Groups(stages, deals, gradients, how == EXACT, gradient_codec(how), rates, ranks, early)
+
+
+def _passed_on(cluster: ClusterProfile, plan: Plan, s: int) -> list[tuple[float, float]]:
+    """``Groups.early`` of a stage, with the times of the first of its group."""
+    stage = plan.stages[s]
+    layers = cluster.outline.layers[stage.start : stage.stop]
+    seconds = cluster.devices[stage.ranks[0]].backward[stage.start : stage.stop]
+    ends = list(itertools.accumulate(layer.trained_bytes for layer in layers))
+    total = max(ends[-1], 1)
+    before = [0.0, *itertools.accumulate(seconds)]
+    starts = range(0, total, max(1, chunk_bytes(total, len(stage.ranks))))
+    # A chunk is there once the first layer with values in it has gone back.
+    return [
+        (min(1.0, (start + starts.step) / total), before[bisect_right(ends, start)] / max(before[-1], 1e-12))
+        for start in starts
+    ]
 
 
 class Replayed(NamedTuple):

@@ -16,7 +16,7 @@ from accept_mpi.codecs.coding import bits_of
 from accept_mpi.direction import Crossing, Direction
 from accept_mpi.job import ScheduleKind, flows
 from accept_mpi.logs.format import KINDS, TRACE, Rows
-from accept_mpi.pipeline.deal import Deal, of_member
+from accept_mpi.pipeline.deal import Deal, early_worth, of_member
 from accept_mpi.pipeline.schedule import Action, actions, max_in_flight, waits_for_sum
 from accept_mpi.pipeline.simulator import PackedSchedule, Simulated, action_seconds, simulate, simulate_packed
 from accept_mpi.planning.message_model import message_seconds
@@ -66,6 +66,10 @@ class Groups(NamedTuple):
     ranks: Sequence[int] = ()
     """Rank of each device: the lanes of a rank count as devices, which need not send each other anything. Empty: all
     differ."""
+
+    early: Sequence[Sequence[tuple[float, float]]] = ()
+    """For each stage, points of its backward at which gradients are passed on: the part of them that is there then or later,
+    and the part of the backward that is still to go (``pipeline.deal.early_worth``)."""
 
     @staticmethod
     def alone(stages: int) -> "Groups":
@@ -358,8 +362,18 @@ class Forecast:
             nbytes = self._on_wire(stage) * (len(devices) - 1) / len(devices)
             here, seconds = self.profiles[device], nbytes / link
             left = self._left(device, seconds) if self.groups.exact and self._stages == 1 else 0.0
-            slowest = max(slowest, left + 2 * (seconds + latency + here.seconds_per_message + poll))
+            sending = self._after_backward(device, 2 * seconds)
+            slowest = max(slowest, left + sending + 2 * (latency + here.seconds_per_message + poll))
         return slowest
+
+    def _after_backward(self, device: int, sending: float) -> float:
+        """The part of the seconds of ``sending`` gradients that is left when a step's last backward ends."""
+        stage, here = self.groups.stages[device], self.profiles[device]
+        computing = self._shares[device] * self._all * (here.forward + here.backward)
+        early = self._waits_for_sum(stage) and self.groups.early and len(self._held_by[stage]) == self._members[stage]
+        if not early or sending <= early_worth(here.shared) * (sending + computing):
+            return sending
+        return min(sending, max(part * sending - to_go * here.backward for part, to_go in self.groups.early[stage]))
 
     def _left(self, device: int, seconds: float) -> float:
         """Seconds of contributions before the last one that a rank has still to send when its last backward ends, if each

@@ -18,6 +18,7 @@ from accept_mpi.codecs.coding import bits_of
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import Job
 from accept_mpi.models.losses import counts_known
+from accept_mpi.pipeline.deal import early_worth
 from accept_mpi.pipeline.schedule import waits_for_sum
 from accept_mpi.plan import Plan
 from accept_mpi.planning.codec_choice import AUTO, EXACT, TOLERANCE, gradient_codec, possible_sums
@@ -33,6 +34,7 @@ MOST_DEVICES = 12  # with more, no groups are tried
 _MOST_DIVISIONS = 400  # divisions that are tried
 _MOST_ESTIMATED = 24  # of the best found, how many are simulated
 _ALIKE = 0.08  # relative difference of times up to which two devices count as of one kind
+_BACKWARD = 2 / 3  # part of forward and backward that the backward takes
 _MOST_DEALT = 64  # micro-batches of which the deal is worked out exactly
 
 Group = tuple[int, ...]
@@ -252,6 +254,16 @@ class _Groups:
         links, rooms = problem.host_link[members], problem.capacity[members]
         return _Device(seconds, extra, messages, float(links.sum()), float(rooms.min()))
 
+    def _after_backward(self, summing: F64, runs: F64, step: F64, shares_core: bool) -> F64:
+        """The part of the seconds of sums (i, j) that is left when the last backward of layers i..j-1 ends, as
+        ``Forecast.sum_seconds`` says; ``step``: seconds in which a step's micro-batches are computed."""
+        backward = _BACKWARD * runs.max(axis=0)
+        to_go = np.concatenate([np.zeros((len(backward), 1)), backward[:, :-1]], axis=1)  # when layer j-1 has gone back
+        to_go[np.tril_indices(len(to_go))] = 0.0
+        left = np.maximum.accumulate(summing - to_go, axis=1)
+        pays = summing > early_worth(shares_core) * (summing + step)
+        return np.where(pays, np.minimum(left, summing), summing)
+
     def _dealt(self, runs: F64, gradients: F64, members: Sequence[int]) -> F64:
         """Seconds per micro-batch of a group for layers i..j-1 (i, j): of its slowest member, with micro-batches dealt whole
         and gradients summed. ``runs`` (members, i, j): of one micro-batch on each member; ``gradients`` (i, j): bytes."""
@@ -273,11 +285,13 @@ class _Groups:
         links = problem.host_link[members][:, None, None]
         parts = wire * (len(members) - 1) / len(members)
         summing = 2 * parts / min(*pairs, float(links.min()))
-        # Where a sum is not waited for, each member takes one more micro-batch meanwhile.
+        # Where a sum is not waited for, each member takes one more micro-batch meanwhile; else it may begin in B.
         waits = np.full(len(self._gradients), waits_for_sum(self._job.pipeline.schedule, last=False))
         waits[-1] = waits_for_sum(self._job.pipeline.schedule, last=True)
-        meanwhile = np.where(waits, 0.0, np.minimum(runs.max(axis=0), ends.max(axis=0)))
-        summing = np.maximum(0.0, summing - meanwhile)
+        meanwhile = np.minimum(runs.max(axis=0), ends.max(axis=0))
+        shares_core = any(devices[m].shared for m in members)
+        after = np.where(waits, self._after_backward(summing, runs, count * whole, shares_core), summing - meanwhile)
+        summing = np.maximum(0.0, after)
         taken = ends / np.maximum(runs, 1e-15) * count / dealt
         busy = ((parts * (taken + 1) if exact else 2 * parts) / links).max(axis=0)  # ``summing`` included
         return np.maximum(whole + summing / count, busy / count)

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from accept_mpi.codecs.gradient_chunks import Gradients
 from accept_mpi.comm.channels import wait_for
 from accept_mpi.comm.data_plane import DataPlane
-from accept_mpi.comm.gradient_chunks import Gradients
 from accept_mpi.comm.messages import Control, GradientNorms
 from accept_mpi.errors import DeadlineError
 

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from accept_mpi.comm.gradient_chunks import Gradients, Layout
+from accept_mpi.codecs.gradient_chunks import Gradients, Layout
 from accept_mpi.errors import UserError
+from accept_mpi.pipeline.deal import early_worth
 from accept_mpi.pipeline.stage import Stage
 
 _STEPS = 5
 """Number of steps of which the median counts."""
-_WORTH, _WORTH_ON_SHARED_CORE = 0.05, 0.2
-"""Share of a step that waits for sums from which gradients are passed on early. Where sums and backward share a core, most
-of that time goes into the sums themselves, and passing on more often takes more of it."""
 
 
 class EarlyGradients:
@@ -28,7 +26,7 @@ class EarlyGradients:
         self._names = [stage.trained_names[n] for n in parameters]
         self._layout = layout
         self._layers = layout.layers - {stage.start}
-        self._worth = _WORTH_ON_SHARED_CORE if shares_core else _WORTH
+        self._worth = early_worth(shares_core)
         self._since: float | None = None
         self._shares: list[float] = []
         self._keeps: bool | None = None

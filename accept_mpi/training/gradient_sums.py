@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from accept_mpi.comm.gradient_chunks import Gradients
+from accept_mpi.codecs.gradient_chunks import Gradients
 from accept_mpi.comm.group_sum import GroupSum
 from accept_mpi.device.compute import here
 from accept_mpi.pipeline.micro_batch import Key, Outputs

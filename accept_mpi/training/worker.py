@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from accept_mpi.codecs.gradient_chunks import Gradients
 from accept_mpi.codecs.message import Decoded
 from accept_mpi.codecs.tensors import Tensors
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.ends import Receiver
-from accept_mpi.comm.gradient_chunks import Gradients
 from accept_mpi.comm.messages import Speed, TraceRows
 from accept_mpi.data import Dataset
 from accept_mpi.data.calendar import Calendar, Milestones, in_order, segments

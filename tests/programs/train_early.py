@@ -5,13 +5,13 @@ import runpy
 from collections.abc import Sequence
 from pathlib import Path
 
-from accept_mpi.comm import gradient_chunks
-from accept_mpi.comm.gradient_chunks import Gradients
+from accept_mpi.codecs import gradient_chunks
+from accept_mpi.codecs.gradient_chunks import Gradients
 from accept_mpi.comm.group_sum import GroupSum
 from accept_mpi.training import early_gradients
 
 gradient_chunks._CHUNK, gradient_chunks._SMALL = 64, 1
-early_gradients._STEPS, early_gradients._WORTH, early_gradients._WORTH_ON_SHARED_CORE = 1, -1.0, -1.0
+early_gradients._STEPS, early_gradients.early_worth = 1, lambda shares_core: -1.0
 contribute, calls = GroupSum.contribute_early, 0
 
 

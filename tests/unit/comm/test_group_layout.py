@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accept_mpi.comm.gradient_chunks import Layout
+from accept_mpi.codecs.gradient_chunks import Layout
 
 
 def parameters() -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accept_mpi.comm.gradient_chunks import Gradients, Layout
+from accept_mpi.codecs.gradient_chunks import Gradients, Layout
 from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
 from accept_mpi.models.layers import Layers

@@ -48,9 +48,7 @@ class Layout:
         self.chunks: list[list[_Piece]] = [[]]
         for dtype in dict.fromkeys(p.dtype for p in parameters):
             sizes = {n: p.numel() for n, p in enumerate(parameters) if p.dtype == dtype}
-            total = sum(sizes.values())
-            count = owners * -(-total // (owners * _CHUNK)) if total > owners * _SMALL else 1
-            self.chunks += _ranges(sizes, max(1, -(-total // (count * ALIGN)) * ALIGN))  # messages that need no padding
+            self.chunks += _ranges(sizes, _values(sum(sizes.values()), owners))
         self._first = [-1, *(min(layers[piece.parameter] for piece in pieces) for pieces in self.chunks[1:] if layers)]
         """The first layer that has values in each chunk. Which parameters have a gradient is known last."""
         self._runs: dict[tuple[int, ...], list[_Run]] = {}
@@ -148,6 +146,17 @@ class Layout:
             gradient = torch.empty_like(self._like[piece.parameter], device=gradient.device).copy_(gradient)
         flat = gradient.as_strided((numel,), (1,))
         return flat if piece.size == numel else flat[piece.start : piece.stop]
+
+
+def _values(total: int, owners: int) -> int:
+    """Number of values in a chunk, if there are so many in all. Messages then need no padding."""
+    count = owners * -(-total // (owners * _CHUNK)) if total > owners * _SMALL else 1
+    return max(1, -(-total // (count * ALIGN)) * ALIGN)
+
+
+def chunk_bytes(total: int, owners: int) -> int:
+    """Bytes of a chunk of float32 gradients of ``total`` bytes."""
+    return 4 * _values(total // 4, owners)
 
 
 def _ranges(sizes: dict[int, int], most: int) -> list[list[_Piece]]:
