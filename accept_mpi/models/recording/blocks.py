@@ -1,10 +1,11 @@
 """Blocks (``[model] blocks``): modules that are recorded as wholes, so that what they compute may depend on values.
 
-Such a call cannot run on the meta device. A copy of the block runs on the CPU instead, with made-up values; of what it gives
-only shapes, layouts and the need for gradients are kept. It runs with several, since that must not depend on them.
+Such a call cannot run on the meta device. A copy of the block runs on the CPU instead, with made-up values for what it is
+given and for what it trains; of what it gives only shapes, layouts and the need for gradients are kept, and which of its
+arguments' memory that may be. It runs with several values, since that must not depend on them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.copies import copied
 from accept_mpi.models.fine_tuning import check_patterns
+from accept_mpi.models.recording.counting import Counting, place_of
 from accept_mpi.models.recording.refusals import Varies
 from accept_mpi.models.recording.structure import fixed_in, mapped
 from accept_mpi.seeds import seeded
@@ -32,56 +34,83 @@ def blocks_of(model: nn.Module, patterns: tuple[str, ...]) -> set[int]:
     return {id(part) for module in found for part in (module.children() if isinstance(module, _CONTAINERS) else [module])}
 
 
-def try_out(block: nn.Module, call: Callable[..., Any], changed: set[str], *args: Any, **kwargs: Any) -> Any:
-    """What a block on the meta device gives for arguments there. ``call`` calls a module; ``changed`` gets the names of
-    attributes that the block changes.
+class Trials:
+    """Calls of a block that is on the meta device, with made-up values."""
 
-    Raises Varies, ValueError if the block writes to its arguments, and what it raises itself for all values.
-    """
-    failed: Exception | None = None
-    found: list[Any] = []
-    for variant in range(len(_SCALES)):
-        try:
-            found.append(_tried(block, call, changed, variant, args, kwargs))
-        except Exception as error:  # no lengths of 0, or no class 2, say
-            failed = failed or error
-    if not found:
-        assert failed is not None
-        raise failed
-    if any(fixed_in(one) != fixed_in(found[0]) for one in found[1:]):
-        raise Varies(type(block).__name__)
-    return found[0]
+    def __init__(
+        self, block: nn.Module, call: Callable[..., Any], known: Mapping[int, torch.Tensor], changed: set[str],
+        written: list[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """``call`` calls a module; ``known``: values of some of the block's own tensors, by their ids; ``changed`` gets the
+        names of attributes that the block changes, ``written`` its own tensors that it writes to."""
+        self._block, self._call, self._known, self._changed, self._written = block, call, known, changed, written
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block gives for arguments on the meta device.
 
-def _tried(block: nn.Module, call: Callable[..., Any], changed: set[str], variant: int, args: Any, kwargs: Any) -> Any:
-    """What a block gives for a variant of made-up arguments."""
-    given: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # an argument, its values, torch's count of writes
+        Raises Varies, ValueError if the block writes to its arguments, and what it raises itself for all values.
+        """
+        failed: Exception | None = None
+        found: list[tuple[Any, int]] = []
+        for variant in range(len(_SCALES)):
+            try:
+                found.append(self._tried(variant, args, kwargs))
+            except Exception as error:  # no lengths of 0, or no class 2, say
+                failed = failed or error
+        if not found:
+            assert failed is not None
+            raise failed
+        if any(fixed_in(one) != fixed_in(found[0][0]) for one, _ in found[1:]):
+            raise Varies(type(self._block).__name__)
+        return max(found, key=lambda one: one[1])[0]
 
-    def values_of(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in given:
-            values = made_up(tensor, variant)
-            given[id(tensor)] = tensor, values, values._version
-        return given[id(tensor)][1]
+    def _tried(self, variant: int, args: Any, kwargs: Any) -> tuple[Any, int]:
+        """What the block gives for a variant of made-up arguments, and how many of these tensors are in the memory of
+        arguments."""
+        given: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # an argument, its values, torch's count of writes
+        shared = 0
 
-    def shape_of(result: torch.Tensor) -> torch.Tensor:
-        for tensor, values, _ in given.values():
-            if result is values:
-                return tensor
-            if result.untyped_storage()._cdata == values.untyped_storage()._cdata:
-                return tensor.as_strided(result.shape, result.stride(), result.storage_offset())
-        found = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
-        made: torch.Tensor = _Result.apply(found.requires_grad_()) if result.requires_grad else found
-        return made
+        def values_of(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in given:
+                values = made_up(tensor, variant)
+                given[id(tensor)] = tensor, values, values._version
+            return given[id(tensor)][1]
 
-    with seeded(0), torch.device("cpu"):  # all ranks come to the same
-        args, kwargs = mapped((args, kwargs), values_of, (torch.Tensor,))
-        own = _filled(block)
-        attributes = Attributes([("", own)])
-        result = call(own, *args, **kwargs)
-        changed.update(attributes.changed())
-    if any(values._version != writes for _, values, writes in given.values()):
-        raise ValueError("a block writes to its arguments, which cannot be recorded")
-    return mapped(result, shape_of, (torch.Tensor,))
+        def shape_of(result: torch.Tensor) -> torch.Tensor:
+            nonlocal shared
+            for tensor, values, _ in given.values():
+                if result.untyped_storage()._cdata == values.untyped_storage()._cdata:
+                    shared += 1
+                    if result is values:  # for these values; for others it may be another
+                        return tensor.view_as(tensor)
+                    return tensor.as_strided(result.shape, result.stride(), result.storage_offset())
+            found = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+            made: torch.Tensor = _Result.apply(found.requires_grad_()) if result.requires_grad else found
+            return made
+
+        with seeded(0), torch.device("cpu"):  # all ranks come to the same
+            args, kwargs = mapped((args, kwargs), values_of, (torch.Tensor,))
+            own, tensors = self._filled()
+            attributes = Attributes([("", own)])
+            with Counting() as counting:
+                result = self._call(own, *args, **kwargs)
+            self._changed.update(attributes.changed())
+        if any(values._version != writes for _, values, writes in given.values()):
+            raise ValueError("a block writes to its arguments, which cannot be recorded")
+        self._written += [tensor for tensor, values in tensors if place_of(values) in counting.written]
+        return mapped(result, shape_of, (torch.Tensor,)), shared
+
+    def _filled(self) -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """A copy of the block with values; and the block's tensors with those that stand for them."""
+        new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for part in self._block.modules():
+            for table in (part._parameters, part._buffers, part.__dict__):
+                for tensor in (value for value in table.values() if isinstance(value, torch.Tensor)):
+                    known = self._known.get(id(tensor))
+                    value = made_up(tensor).detach() if known is None else known.clone()
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    new[id(tensor)] = tensor, nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+        return copied([self._block], {which: value for which, (_, value) in new.items()})[0], list(new.values())
 
 
 class _Result(torch.autograd.Function):
@@ -90,18 +119,6 @@ class _Result(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, like: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-
-
-def _filled(block: nn.Module) -> nn.Module:
-    """A copy of a block with values."""
-    new: dict[int, torch.Tensor] = {}
-    for part in block.modules():
-        for table in (part._parameters, part._buffers, part.__dict__):
-            for tensor in (value for value in table.values() if isinstance(value, torch.Tensor)):
-                value = made_up(tensor).detach()
-                is_parameter = isinstance(tensor, nn.Parameter)
-                new[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-    return copied([block], new)[0]
 
 
 def made_up(tensor: torch.Tensor, variant: int = 0) -> torch.Tensor:

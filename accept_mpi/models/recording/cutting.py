@@ -47,6 +47,8 @@ class Flow:
         for n, node in enumerate(tape.nodes):
             if node.parameters or node.writes or node.draws or (node.stays and not node.module) or node.operations > most:
                 continue
+            if node.fixed is not None:  # a block: for some values it may write, or draw
+                continue
             if not all(slot in inputs or slot in found for slot in node.takes) or not node.gives:
                 continue
             specs = [tape.specs[slot] for slot in (*node.gives, *node.takes)]

@@ -30,6 +30,9 @@ from accept_mpi.models.recording.refusals import SPARSE, Unrecordable
 from accept_mpi.models.recording.structure import is_plain, mapped, parts_of
 from accept_mpi.models.shared import memory_of, refuse_lazy
 
+_SMALL = 1 << 16
+"""Most bytes of a tensor whose values blocks are tried out with."""
+
 
 class MetaModel:
     """A user's model, converted in place, and the names of what it consists of."""
@@ -58,6 +61,8 @@ class MetaModel:
         """Dotted name of each of the model's tensors, by its id; the first name if there are several."""
         self.parameters: set[str] = set()
         """Those names that are of parameters."""
+        self.known: dict[int, torch.Tensor] = {}
+        """Values of small tensors that are not trained, such as flags and tables, by their ids."""
         self._memory: list[tuple[StorageWeakRef, str]] = []
         made: dict[int, torch.Tensor] = {}
         for path, module in model.named_modules(remove_duplicate=False):
@@ -73,6 +78,8 @@ class MetaModel:
                         if new is None:
                             new = made[id(tensor)] = _on_meta(tensor)
                             made[id(new)] = new  # a module may be met again under another name
+                            if tensor.nbytes <= _SMALL and not tensor.requires_grad and not tensor.is_meta:
+                                self.known[id(new)] = tensor.detach()
                             if isinstance(tensor, nn.Parameter) and (memory := memory_of(tensor)) is not None:
                                 self._memory.append((StorageWeakRef(memory), prefix + name))
                         table[name] = new

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from accept_mpi.errors import UserError
 from accept_mpi.models.recording.autocasting import Autocast, watched
-from accept_mpi.models.recording.blocks import try_out
+from accept_mpi.models.recording.blocks import Trials
 from accept_mpi.models.recording.calls import Apply, Made, averages
 from accept_mpi.models.recording.constants import Constants
 from accept_mpi.models.recording.counting import Counting, place_of
@@ -211,7 +211,7 @@ class Recorder:
             raise self._failed(partial(Sets, self._of.set_anew([name])), said)
         block = self._of.is_block(module)
         again, changed = path in self._changed, self._changed.setdefault(path, set())
-        call = partial(try_out, module, plain, changed) if block else partial(plain, module)
+        call = Trials(module, plain, self._of.known, changed, self._written) if block else partial(plain, module)
         found = self._recorded(None, path, call, args, kwargs, self._of.state_names(module), True, block)
         self._of.settle(module)
         if again and changed:
@@ -277,7 +277,7 @@ class Recorder:
             watched = [*given, *(self._of.tensors[name] for name in states)]
             operations, self._counting.drew, self._counting.written = self._counting.total, False, set()
             if module:
-                self._written = []
+                self._written.clear()
             found = call(*args, **kwargs)
             found = mapped(found, self._stand_in, (torch.Tensor,))
             written = [tensor for tensor in watched if place_of(tensor) in self._counting.written]
