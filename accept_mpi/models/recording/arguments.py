@@ -12,21 +12,25 @@ from accept_mpi.errors import UserError
 
 def arguments_of(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of the model's forward: a dict's values by keyword, those of a tuple or list by position; or all as one, if
-    forward takes one only. Raises UserError if it takes neither."""
-    args: tuple[Any, ...] = (value,)
-    kwargs: dict[str, Any] = {}
-    if type(value) is dict:
-        args, kwargs = (), value
-    elif type(value) in (tuple, list):
-        args = tuple(value)
-    if (wrong := _unfit(model, args, kwargs)) and args != (value,):
-        if len(inspect.signature(model.forward).parameters) == 1 and not _unfit(model, (value,), {}):
-            return (value,), {}
-        raise UserError(
-            f"model.name: forward does not take what the data set gives ({wrong}): what is in a dict becomes its keyword "
-            f"arguments, what is in a tuple its arguments, and this is {tree.describe(value)}"
-        )
-    return args, kwargs
+    forward takes one only, or if it is of a class of its own (a named tuple, an ordered dict) and forward takes that. Raises
+    UserError if it takes neither."""
+    alone: tuple[tuple[Any, ...], dict[str, Any]] = (value,), {}
+    parts = alone
+    if isinstance(value, dict):
+        parts = (), dict(value)
+    elif isinstance(value, tuple | list):
+        parts = tuple(value), {}
+    plain = type(value) in (dict, tuple, list)
+    if not (wrong := _unfit(model, *(parts if plain else alone))):
+        return parts if plain else alone
+    if not plain and not _unfit(model, *parts):
+        return parts
+    if plain and len(inspect.signature(model.forward).parameters) == 1 and not _unfit(model, *alone):
+        return alone
+    raise UserError(
+        f"model.name: forward does not take what the data set gives ({wrong}): what is in a dict becomes its keyword "
+        f"arguments, what is in a tuple its arguments, and this is {tree.describe(value)}"
+    )
 
 
 def hint(model: nn.Module, value: Any, args: tuple[Any, ...], error: str) -> str:

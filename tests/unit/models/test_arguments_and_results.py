@@ -78,6 +78,30 @@ def test_a_forward_that_takes_a_whole_batch(value: Any) -> None:
     assert torch.equal(computed(recorded(TakesABatch, value), value), fresh(TakesABatch)(value))
 
 
+class Sample(NamedTuple):
+    x: torch.Tensor
+    scale: torch.Tensor
+
+
+class TakesTwo(Net):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.scores(x * scale)
+
+
+class TakesASample(Net):
+    def forward(self, sample: Sample) -> torch.Tensor:
+        return self.scores(sample.x * sample.scale)
+
+
+def test_samples_of_classes_of_their_own() -> None:
+    """Named tuples and ordered dicts were given whole to a forward that takes their parts."""
+    value = Sample(torch.randn(4, 6), torch.randn(4, 6))
+    wanted = fresh(TakesTwo)(*value)
+    ordered = OrderedDict(scale=value.scale, x=value.x)
+    for kind, given in ((TakesTwo, value), (TakesASample, value), (TakesTwo, ordered)):
+        assert torch.equal(computed(recorded(kind, given), given), wanted)
+
+
 @pytest.mark.parametrize(
     ("value", "wrong"),
     [
@@ -88,6 +112,11 @@ def test_a_forward_that_takes_a_whole_batch(value: Any) -> None:
 def test_a_forward_that_takes_something_else(value: Any, wrong: str) -> None:
     with pytest.raises(UserError, match=wrong):
         recorded(TakesNames, value)
+
+
+def test_a_forward_that_takes_more() -> None:
+    with pytest.raises(UserError, match=r"\(missing a required argument: 'scale'\).* and this is \(4, 6\) float32"):
+        recorded(TakesTwo, torch.randn(4, 6))
 
 
 def test_a_loss_gets_named_and_ordered_results() -> None:
