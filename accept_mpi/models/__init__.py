@@ -55,7 +55,7 @@ class Whole(NamedTuple):
         """The chain, for micro-batches like ``value``, which the data set gives: of one layer if the forward cannot be
         recorded. Raises UserError."""
         try:
-            chain = RecordedModel(self.make, value, self.output, self.blocks).chain()
+            chain = RecordedModel(self.make, value, self.output, self.blocks, self.autocast).chain()
         except Unrecordable as error:
             chain = self._as_it_is(value, error)
         chain.changes, chain.autocast, chain.looks = self.changes, self.autocast, dict(self.looks)

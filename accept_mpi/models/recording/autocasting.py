@@ -1,11 +1,29 @@
 """``torch.autocast`` within a forward: a record notes the contexts that are open at each call, so that it is carried out in
-them, whatever precision the job has around them."""
+them, whatever precision the job has around them. Torch leaves tensors on the meta device alone there; what a forward asks
+of their types while it is recorded is what it will ask of those on the CPU, since their operations cast here as there."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import torch
+
+from accept_mpi.models.recording.structure import mapped, tensors_in
+
+_LOWER = frozenset((
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "convolution", "_prelu_kernel",
+    "_scaled_dot_product_attention_math", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+))  # fmt: skip
+"""Operations of what torch's autocast computes in lower precision on the CPU."""
+_SINGLE = frozenset((
+    "avg_pool3d", "_adaptive_avg_pool3d", "max_pool3d_with_indices", "binary_cross_entropy", "mse_loss", "nll_loss_forward",
+    "nll_loss2d_forward", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "multi_margin_loss", "grid_sampler_2d",
+    "grid_sampler_3d", "_cdist_forward", "polar", "prod", "trace", "view_as_complex", "_fft_r2c", "_fft_c2c", "_fft_c2r",
+    "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d", "replication_pad3d",
+))  # fmt: skip
+"""Those of what it computes in single precision."""
+_PRODUCTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Autocast(NamedTuple):
@@ -63,3 +81,21 @@ class Opened:
 
     def __exit__(self, *error: object) -> None:
         self.have(())
+
+
+def lower() -> torch.dtype | None:
+    """The precision to which autocast casts on the CPU; None where it is off. Not to be asked below autograd."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def cast(name: str, args: Any, kwargs: Any, lower: torch.dtype) -> tuple[Any, Any]:
+    """The arguments of an operation on tensors of the meta device, cast as autocast casts those on the CPU."""
+    to = lower if name in _LOWER else torch.float32 if name in _SINGLE else None
+    if to is None or not all(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+        return args, kwargs
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(to) if tensor.dtype in _PRODUCTS else tensor
+
+    found: tuple[Any, Any] = mapped((args, kwargs), one, (torch.Tensor,))
+    return found

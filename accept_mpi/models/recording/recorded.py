@@ -36,14 +36,16 @@ Key = tuple[bytes, bool]
 class RecordedModel:
     """A user's model with a forward of its own, divided into layers."""
 
-    def __init__(self, make: Callable[[], nn.Module], value: Any, output: str, blocks: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, make: Callable[[], nn.Module], value: Any, output: str, blocks: tuple[str, ...] = (), autocast: bool = False
+    ) -> None:
         """``make`` gives a new model whenever it is called; ``value``: what the data set gives for a micro-batch of the
         usual size; ``output``: the part of the result that the loss gets (``[model] output``); ``blocks``: names of modules
-        that are not looked into (``[model] blocks``).
+        that are not looked into (``[model] blocks``); ``autocast``: forwards compute under torch's autocast, in bfloat16.
 
         Raises UserError, Unrecordable.
         """
-        self._make, self._wanted = make, output
+        self._make, self._wanted, self._autocast = make, output, autocast
         # With its initial weights: what __init__ computes from them, or draws after them, is part of the record.
         self._meta = MetaModel(make(), blocks)
         self._check()
@@ -175,7 +177,7 @@ class RecordedModel:
         """A record of the forward, when the model's attributes that forwards set hold these values."""
         value, tensors = value_of(key)
         args, kwargs = arguments_of(self._meta.model, value)
-        recorder = Recorder(self._meta, tensors)
+        recorder = Recorder(self._meta, tensors, self._autocast)
         try:
             result = recorder.record(args, kwargs, training, attributes)
         except Unrecordable as error:

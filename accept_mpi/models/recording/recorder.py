@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from accept_mpi.errors import UserError
-from accept_mpi.models.recording.autocasting import Autocast, watched
+from accept_mpi.models.recording.autocasting import Autocast, lower, watched
 from accept_mpi.models.recording.blocks import Trials
 from accept_mpi.models.recording.calls import Apply, Made, averages
 from accept_mpi.models.recording.constants import Constants
@@ -72,10 +72,10 @@ class _Functions(TorchFunctionMode):
 
 
 class Recorder:
-    """Writes a tape."""
+    """Writes a tape. ``autocast``: of forwards that compute under torch's autocast, in bfloat16."""
 
-    def __init__(self, of: MetaModel, inputs: list[torch.Tensor]) -> None:
-        self._of = of
+    def __init__(self, of: MetaModel, inputs: list[torch.Tensor], autocast: bool = False) -> None:
+        self._of, self._bf16 = of, autocast
         self._slots: dict[int, int] = {}
         self._kept: list[torch.Tensor] = []
         """All tensors, by slot, so that their ids stay theirs."""
@@ -113,6 +113,7 @@ class Recorder:
             untouched([self._of.model]),
             self._of.mode(training, attributes),
             outer,
+            torch.autocast("cpu", torch.bfloat16, self._bf16, cache_enabled=False),
             torch.device("meta"),
             self._counting,
             self._watching(),
@@ -224,6 +225,7 @@ class Recorder:
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A torch function is called."""
         name = self._calling = getattr(func, "__name__", "")
+        self._counting.lower = lower()
         if self._busy:
             self._written += averages(name, args, kwargs)
             return func(*args, **kwargs)
