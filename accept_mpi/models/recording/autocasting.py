@@ -2,7 +2,7 @@
 them, whatever precision the job has around them. Torch leaves tensors on the meta device alone there; what a forward asks
 of their types while it is recorded is what it will ask of those on the CPU, since their operations cast here as there."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
@@ -23,6 +23,11 @@ _SINGLE = frozenset((
     "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d", "replication_pad3d",
 ))  # fmt: skip
 """Those of what it computes in single precision."""
+_FUNCTIONS = frozenset((
+    "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "prelu",
+    "scaled_dot_product_attention",
+))  # fmt: skip
+"""Functions in lower precision that compare the types of their arguments before they come to any operation."""
 _PRODUCTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -88,9 +93,21 @@ def lower() -> torch.dtype | None:
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
+def casting(function: Callable[..., Any], name: str, lower: torch.dtype | None) -> Callable[..., Any]:
+    """The function ``name``, or what casts the arguments that it compares as autocast does."""
+    if lower is None or name not in _FUNCTIONS:
+        return function
+
+    def cast_first(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast(name, args, kwargs, lower)
+        return function(*args, **kwargs)
+
+    return cast_first
+
+
 def cast(name: str, args: Any, kwargs: Any, lower: torch.dtype) -> tuple[Any, Any]:
     """The arguments of an operation on tensors of the meta device, cast as autocast casts those on the CPU."""
-    to = lower if name in _LOWER else torch.float32 if name in _SINGLE else None
+    to = lower if name in _LOWER | _FUNCTIONS else torch.float32 if name in _SINGLE else None
     if to is None or not all(tensor.is_meta for tensor in tensors_in((args, kwargs))):
         return args, kwargs
 

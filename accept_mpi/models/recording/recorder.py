@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from accept_mpi.errors import UserError
-from accept_mpi.models.recording.autocasting import Autocast, lower, watched
+from accept_mpi.models.recording.autocasting import Autocast, casting, lower, watched
 from accept_mpi.models.recording.blocks import Trials
 from accept_mpi.models.recording.calls import Apply, Made, averages
 from accept_mpi.models.recording.constants import Constants
@@ -225,10 +225,10 @@ class Recorder:
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A torch function is called."""
         name = self._calling = getattr(func, "__name__", "")
-        self._counting.lower = lower()
+        self._counting.lower = precision = lower()
         if self._busy:
             self._written += averages(name, args, kwargs)
-            return func(*args, **kwargs)
+            return casting(func, name, precision)(*args, **kwargs)
         if torch._C._are_functorch_transforms_active():
             raise Unrecordable(TRANSFORMS.format(where()))
         if func == _NEEDS_GRADIENT:
@@ -254,7 +254,7 @@ class Recorder:
                 "make what it draws in __init__, as a buffer, or draw from torch's own",
             )
         self._written = averages(name, args, kwargs)
-        return self._recorded(func, "", func, args, kwargs, (), name in _EFFECTS)
+        return self._recorded(func, "", casting(func, name, precision), args, kwargs, (), name in _EFFECTS)
 
     def _recorded(
         self,

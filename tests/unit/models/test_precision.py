@@ -42,6 +42,8 @@ STEPS: dict[str, Step] = {
     "back": lambda net, x: net.middle(x.float().square()).to(x.dtype),
     "attention": lambda net, x: net.attention(x, x, x)[0],
     "fused": lambda net, x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0],
+    "mixed": lambda net, x: F.scaled_dot_product_attention(x[:, None].float(), x[:, None].float(), x[:, None])[:, 0],
+    "function": lambda net, x: F.conv1d(x.transpose(1, 2), net.convolution.weight, net.convolution.bias).transpose(1, 2),
     "convolution": lambda net, x: net.convolution(x.transpose(1, 2)).transpose(1, 2),
     "recurrent": lambda net, x: net.recurrent(x)[0],
     "gated": lambda net, x: net.gated(x)[0],
@@ -85,6 +87,7 @@ def test_types_are_those_of_training(name: str) -> None:
 
     value = torch.randn(2, 5, 8)
     chain = RecordedModel(make, value, "", autocast=True).chain()
+    assert chain.undivided == (["choosing"] if name == "block" else [])
     with torch.autocast("cpu", torch.bfloat16):
         plain = make()
         expected = plain(value)
