@@ -66,10 +66,7 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
     if found.plan.slack < job.pipeline.slack:
         why = "so weights are newer" if job.pipeline.schedule == "1f1b-async" else "to save memory"
         lines.append(f"stages have few micro-batches in flight (transfer_slack {found.plan.slack}), {why}")
-    if job.pipeline.schedule == "1f1b-async" and (late := _most_late(found.plan, job)):
-        where = "weights are" if job.pipeline.vertical_sync else "weights on stage 0 are"
-        newest = "" if job.pipeline.vertical_sync else ", on the last stage the newest"
-        lines.append(f"{where} up to {counted(late, 'update')} old{newest}")
+    lines += weights_age(found.plan, job)
     if found.plan.gradients:
         way = {EXACT: "exactly, as one process does", "none": "as each rank's sum, uncoded"}
         text = way.get(found.plan.gradients, f"as {found.plan.gradients}")
@@ -90,11 +87,24 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
     return lines
 
 
-def _most_late(plan: Plan, job: Job) -> int:
-    """Most updates by which weights of ``1f1b-async`` are older, on the first stage, than in a synchronous schedule."""
+def weights_age(plan: Plan, job: Job) -> list[str]:
+    """A line on how many updates older the weights are, on each stage, than in a synchronous schedule: those of
+    ``1f1b-async``. None if they are as new, and for other schedules."""
+    ages = [_most_late(plan, job, s) for s in range(len(plan.stages))] if job.pipeline.schedule == "1f1b-async" else []
+    if not any(ages):
+        return []
+    if job.pipeline.vertical_sync:
+        return [f"weights are up to {counted(max(ages), 'update')} old"]
+    older = ", ".join(f"{age} on stage {s}" for s, age in enumerate(ages) if age)
+    newest = ", ".join(str(s) for s, age in enumerate(ages) if not age)
+    return [f"weights are at most this many updates old: {older}; the newest on stage {newest}"]
+
+
+def _most_late(plan: Plan, job: Job, stage: int) -> int:
+    """Most updates by which weights of ``1f1b-async`` are older, on a stage, than in a synchronous schedule."""
     wide, count = widths(plan.stages), micro_batches_of(job)
     steps = 3 + (max_in_flight("1f1b-async", 0, len(wide), 1 << 30, plan.slack, wide) + max(wide)) // count
-    walk = actions("1f1b-async", 0, len(wide), [count] * steps, plan.slack, job.pipeline.vertical_sync, wide)
+    walk = actions("1f1b-async", stage, len(wide), [count] * steps, plan.slack, job.pipeline.vertical_sync, wide)
     return max(action.step - action.version for action in walk if action.kind == "F")
 
 

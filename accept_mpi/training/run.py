@@ -26,6 +26,7 @@ from accept_mpi.plan import Plan, held_alike
 from accept_mpi.planning.adaptation import Adapter
 from accept_mpi.planning.job_plan import plan_from_job
 from accept_mpi.planning.memory import memory_on
+from accept_mpi.planning.tables import weights_age
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.disk_replicas import DiskReplicas
@@ -288,7 +289,7 @@ class _Run:
         else:
             plan = begin.plan.without({rank for _, rank in begin.plan.holders} - set(begin.plan.leaders)) or begin.plan
         if self._planned:
-            lines = [f"{why}: planned again without groups"] if self._planned.lines else []
+            lines = [f"{why}: planned again without groups", *weights_age(plan, self.job)] if self._planned.lines else []
             self._planned = self._planned._replace(plan=plan, lines=lines, step=None)
         return Begin(plan, begin.first)
 

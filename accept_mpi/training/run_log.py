@@ -21,6 +21,7 @@ from accept_mpi.logs.writer import LogObserver, LogWriter
 from accept_mpi.plan import Plan
 from accept_mpi.planning.adaptation import Adapter
 from accept_mpi.planning.comparison import PlanCheck
+from accept_mpi.planning.tables import weights_age
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.barriers import Barriers
 from accept_mpi.recovery.checkpoint import directory_of
@@ -75,7 +76,8 @@ class RunLog:
             facts = facts_of(
                 runtime.hosts, plan, deployment.state.chain.names, deployment.parameters, threads=deployment.state.threads,
                 first_step=course.first, last_step=course.last, compile_s=deployment.compile_seconds,
-                plan_why=planned.lines if planned else [], forecast_step_s=planned.step if planned else None,
+                plan_why=planned.lines if planned and planned.lines else weights_age(plan, job),
+                forecast_step_s=planned.step if planned else None,
                 codecs_why=deployment.codecs_why, run=self._ownership.run, ancestors=before,
                 created_s=runtime.clock.now(),
             )  # fmt: skip

@@ -37,6 +37,15 @@ def test_equals_a_replay_of_stale_weights(mpirun, tmp_path: Path) -> None:
     assert different == 6, "with more than one stage weights are stale, so the result differs from synchronous training"
 
 
+def test_given_cuts_say_how_old_weights_are(mpirun, tmp_path: Path) -> None:
+    """Once, as found plans do; synchronous schedules say nothing."""
+    for schedule, times in (("1f1b-async", 1), ("1f1b", 0)):
+        keys = {"pipeline_schedule": schedule, "pipeline_cuts": [2, 4], "train_evaluate_every": 0}
+        job = samples.write_job(tmp_path / "job.toml", samples.CNN, schedule, **keys)
+        out = mpirun(3, "-m", "accept_mpi", "train", job).out
+        assert out.count("weights are at most this many updates old: ") == times, out
+
+
 NET = """
 import torch
 from torch import nn

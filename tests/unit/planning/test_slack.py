@@ -83,9 +83,10 @@ def test_how_old_weights_are_is_told() -> None:
         asked = job(ASYNCHRONOUS, f"train.micro_batches={count}", f"pipeline.transfer_slack={slack}")
         found = estimate(fleet, asked, make_plan(LAYERS, [4, 8], slack=slack))
         (told[count, slack],) = (line for line in verdict(fleet, asked, found, found) if "old" in line)
-    assert [re.findall(r"up to (\d+ updates?) old", line) for line in told.values()] == [
-        ["2 updates"], ["6 updates"], ["1 update"], ["1 update"],
+    assert [re.findall(r"(\d+) on stage (\d)", line) for line in told.values()] == [
+        [("2", "0"), ("1", "1")], [("6", "0"), ("3", "1")], [("1", "0"), ("1", "1")], [("1", "0"), ("1", "1")],
     ]  # fmt: skip
+    assert all(line.endswith("; the newest on stage 2") for line in told.values())
     synced = job(ASYNCHRONOUS, "train.micro_batches=1", "pipeline.vertical_sync=true", "pipeline.transfer_slack=2")
     found = estimate(fleet, synced, make_plan(LAYERS, [4, 8], slack=2))
     assert "weights are up to 6 updates old" in verdict(fleet, synced, found, found)
