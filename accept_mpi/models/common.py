@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from accept_mpi.models.attributes import Digest, digest
-from accept_mpi.models.held import MOST_INSIDE, OWN
+from accept_mpi.models.held import MOST_INSIDE, OWN, filled
 
 LIBRARIES = ("torch", "numpy", "accept_mpi", "builtins")
 """Packages whose classes and Python modules keep nothing that matters here."""
@@ -88,7 +88,7 @@ def _cells(function: types.FunctionType) -> list[tuple[str, types.CellType]]:
     return [
         (name, cell)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        if _filled(cell)
+        if filled(cell)
     ]
 
 
@@ -312,14 +312,6 @@ def _variables(function: types.FunctionType, names: set[str], seen: set[int], de
     for value in inner:
         if isinstance(value, types.FunctionType):
             yield from _variables(value, names, seen, depth + 1)
-
-
-def _filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

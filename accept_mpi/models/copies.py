@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accept_mpi.models.common import parts_of
-from accept_mpi.models.held import MOST_INSIDE
+from accept_mpi.models.held import MOST_INSIDE, filled
 
 _T = TypeVar("_T")
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, type, types.ModuleType)
@@ -99,7 +99,7 @@ class _Functions:
     def _cell(self, cell: types.CellType) -> tuple[types.CellType, types.CellType]:
         """A variable, and what stands for it in copies: itself, unless it refers to what is copied."""
         if id(cell) not in self._cells:
-            self._cells[id(cell)] = types.CellType() if self._refers(_content(cell)) else cell
+            self._cells[id(cell)] = types.CellType() if filled(cell) and self._refers(cell.cell_contents) else cell
         return cell, self._cells[id(cell)]
 
     def _copy(self, value: Any) -> Any:
@@ -132,10 +132,3 @@ class _Functions:
                 left.append(one.hooks_dict_ref())
             left += [part for _, part in parts_of(one)]
         return False
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None

@@ -4,7 +4,6 @@ import functools
 import types
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,6 +25,15 @@ def held(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield from ((whole, tensor) for tensor in _inside(value, set()))
 
 
+def filled(cell: types.CellType) -> bool:
+    """True if a variable of a function has a value."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
 def _inside(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -44,7 +52,6 @@ def _inside(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     elif isinstance(value, functools.partial):
         yield from _inside((value.func, value.args, value.keywords), seen)
     elif isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            with suppress(ValueError):  # an empty cell
-                yield from _inside(cell.cell_contents, seen)
+        for cell in filter(filled, value.__closure__ or ()):
+            yield from _inside(cell.cell_contents, seen)
         yield from _inside((value.__defaults__, value.__kwdefaults__), seen)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from accept_mpi.models.common import HOOKS, LIBRARIES, is_of
+from accept_mpi.models.held import filled
 
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.Tensor)
 _DEEP = 4
@@ -84,11 +85,8 @@ def _remember_function(function: Any, seen: set[int], undo: list[_Undo], depth: 
         return
     seen.add(id(function))
     _remember_module(function.__module__, seen, undo)
-    for cell in function.__closure__ or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # an empty cell
-            continue
+    for cell in filter(filled, function.__closure__ or ()):
+        value = cell.cell_contents
         if isinstance(value, _CONSTANT) or type(value) in (list, set) or isinstance(value, dict):
             undo.append(_named(cell, "cell_contents", value, _copied(value)))
         elif _is_object(value) and id(value) not in seen:
