@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from accept_mpi.models.held import MOST_INSIDE, OWN
 from accept_mpi.models.shared import checksum, memory_of
 
-_KEPT = (bool, int, float, str, type(None))
-_NO_STATE = OWN | {"forward"}  # and a method that something else has put there
+CONSTANTS = (bool, int, float, str, type(None))
+NO_STATE = OWN | {"forward"}
+"""Names of torch's own attributes, which keep nothing but constants; and of a method that something else has put there."""
 
 
 @contextmanager
@@ -70,7 +71,7 @@ class Attributes:
                 if place.name in self._before:
                     if not self._before[place.name].equal(place.digest(), but_floating):
                         found.append(place.name)
-                elif isinstance(place.value, (torch.Tensor, *_KEPT)) and not (but_floating and _floating(place.value)):
+                elif isinstance(place.value, (torch.Tensor, *CONSTANTS)) and not (but_floating and _floating(place.value)):
                     found.append(place.name)
         return found
 
@@ -98,7 +99,7 @@ class Attributes:
                     yield from (_Place(table, key, dot + key, True) for key in list(table))
                 own = vars(module)
                 for key, value in list(own.items()):
-                    if key not in _NO_STATE or isinstance(value, _KEPT):
+                    if key not in NO_STATE or isinstance(value, CONSTANTS):
                         yield _Place(own, key, dot + key, False)
 
 
@@ -126,39 +127,39 @@ class Digest:
 class _Seen:
     """A tensor at a time."""
 
-    def __init__(self, tensor: torch.Tensor, written: bool = True) -> None:
-        """``written``: whether to notice what is written to it."""
+    def __init__(self, tensor: torch.Tensor, written: bool = True, checked: bool = True) -> None:
+        """``written``: whether to notice what is written to it, and ``checked``: also what torch does not count."""
         self.tensor, self.floating = tensor, tensor.is_floating_point()
         self._version = 0 if tensor.is_inference() or not written else tensor._version
-        self._values = checksum(memory_of(tensor)) if written and not tensor.is_meta else None
+        self._values = checksum(memory_of(tensor)) if written and checked and not tensor.is_meta else None
 
     def same(self, other: "_Seen") -> bool:
         return self.tensor is other.tensor and self._version == other._version and self._values == other._values
 
 
-def digest(value: Any, seen: dict[int, Any] | None = None) -> Digest:
-    """What of a value may change, now."""
+def digest(value: Any, seen: dict[int, Any] | None = None, checked: bool = True) -> Digest:
+    """What of a value may change, now. ``checked``: also what is written to tensors and torch does not count."""
     seen = {} if seen is None else seen
-    if isinstance(value, _KEPT):
+    if isinstance(value, CONSTANTS):
         return Digest((type(value), "nan" if value != value else value))
     # Parameters change by updates, and torch's recurrent layers have lists of their own.
     if id(value) in seen or len(seen) > MOST_INSIDE or isinstance(value, nn.Module | nn.Parameter | type):
         return Digest(None)
     seen[id(value)] = value
     if isinstance(value, torch.Tensor):
-        return Digest(_Seen(value))
+        return Digest(_Seen(value, checked=checked))
     if isinstance(value, np.ndarray | np.generic):
         return Digest((str(value.dtype), np.shape(value), value.tobytes() if value.dtype.hasobject is False else b""))
     if (state := _generator(value)) is not None:
         return Digest(state)
-    constants = isinstance(value, list | tuple | deque | set | frozenset) and all(type(one) in _KEPT for one in value)
+    constants = isinstance(value, list | tuple | deque | set | frozenset) and all(type(one) in CONSTANTS for one in value)
     if isinstance(value, list | tuple | deque):
-        parts = {} if constants else {n: digest(one, seen) for n, one in enumerate(value)}
+        parts = {} if constants else {n: digest(one, seen, checked) for n, one in enumerate(value)}
         return Digest(tuple(value) if constants else None, parts)
     if isinstance(value, set | frozenset):
         return Digest(frozenset(value) if constants else len(value))
     inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    return Digest(None, {key: digest(one, seen) for key, one in list(inside.items())}, grows=True)
+    return Digest(None, {key: digest(one, seen, checked) for key, one in list(inside.items())}, grows=True)
 
 
 def _generator(value: Any) -> Any:

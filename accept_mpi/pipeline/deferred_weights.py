@@ -257,6 +257,12 @@ class _InputGradientOnly(torch.autograd.Function):
             (of_input,) = torch.autograd.grad(ctx.output, ctx.inside, gradient, retain_graph=True, create_graph=again)
         if ctx.store.forwarding:  # a layer itself wants this gradient
             return of_input, None, None, None, None
-        ctx.store.put(partial(torch.autograd.backward, ctx.output, gradient, inputs=ctx.parameters))
+        ctx.store.put(partial(_accumulate, ctx.output, gradient, ctx.parameters))
         ctx.output = ctx.inside = None
         return of_input, None, None, None, None
+
+
+def _accumulate(output: torch.Tensor, gradient: torch.Tensor, parameters: list[nn.Parameter]) -> None:
+    """Accumulate the gradients of those parameters that the micro-batch's forward has left to train."""
+    if trained := [parameter for parameter in parameters if parameter.requires_grad]:
+        torch.autograd.backward(output, gradient, inputs=trained)

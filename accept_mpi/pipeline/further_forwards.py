@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,10 @@ from accept_mpi.models.common import Common, Finder, Seen
 from accept_mpi.models.losses import Loss
 from accept_mpi.models.shared import same_bits
 from accept_mpi.pipeline.micro_batch import InFlight, Key, Outputs
+from accept_mpi.pipeline.recomputing import Recomputing
 from accept_mpi.pipeline.remembered import THE_LOSS
 from accept_mpi.pipeline.running_statistics import RunningStatistics, batch_norms
+from accept_mpi.pipeline.settled import Changing, Settled, place_of
 from accept_mpi.pipeline.stage_state import Stateful
 from accept_mpi.tree import Tree
 
@@ -52,12 +55,15 @@ class FurtherForwards(Stateful):
     _parted: str = ""
     """What a forward changes though layers of other stages have it, too, found by ``probe``."""
     in_flight: dict[Key, InFlight]
+    again: Recomputing | None
     evaluate: Callable[..., Outputs]
     evaluating: Callable[[], AbstractContextManager[None]]
     forward: Callable[..., Outputs]
     backward: Callable[..., Tensors]
     weight_gradient: Callable[[int, int], None]
     _written: set[str]
+    _changing: Changing
+    _settled: list[Settled]
     _returned: Tensors = ()
     """Gradients of the inputs that the last further backward gave."""
 
@@ -91,6 +97,31 @@ class FurtherForwards(Stateful):
             finder.show(index, layer)
         return Seen(layers, self.start, [*self._common, *finder.variables()])
 
+    def settle(self) -> list[Settled]:
+        """Before the first step, where other ranks or lanes compute, too, or backwards compute forwards again: what forwards
+        refer to must stay as it is from now on, but for what trials have seen change."""
+        if self.statistics is not None or self.again:
+            self._settled.append(Settled(self._modules, self._seen(), self._changing))
+        return self._settled
+
+    def check_settled(self, deep: bool = False) -> None:
+        """Raise UserError if forwards have changed what must stay as it is. ``deep`` as in ``Settled.changed``."""
+        for one in self._settled:
+            if name := one.changed(deep):
+                shared = (
+                    "ranks and lanes that share micro-batches do so each for themselves; have one rank take them all, "
+                    "without lanes (pipeline.ranks, pipeline.groups, pipeline.lanes)"
+                )
+                again = 'backwards that compute forwards again meet what later ones left; set pipeline.recompute = "off"'
+                raise UserError(
+                    f"a forward of layers {self.start} to {self.start + len(self.names) - 1} has changed {name}, which the "
+                    f"first ones did not: {again if self.statistics is None else shared}"
+                )
+
+    def settle_again(self) -> None:
+        """After an evaluation: what it has changed may be so. It does not decide what is trained."""
+        self._settled = [one.again() for one in self._settled]
+
     def _look_again(
         self,
         given: Given,
@@ -107,6 +138,7 @@ class FurtherForwards(Stateful):
         Returns the names of attributes that are changed and read, and of variables of Python that are changed.
         """
         changed, outside = attributes.changed(), seen.changed(grown=True)
+        self._changing.update(changed, map(place_of, outside))
         again: list[str] = []
         variables: list[str] = []
         counts = False
@@ -222,12 +254,20 @@ class FurtherForwards(Stateful):
         numbers = now.numbers(names)
         if not numbers:
             return []
-        now.with_nan([*numbers], numbers=True)
-        self._gives_nan(given)
-        made_once = {name: numbers[name] for name, value in now.numbers([*numbers]).items() if math.isnan(value)}
+        made_once = numbers
+        for other in (math.nan, -math.inf, math.inf):  # a largest so far is set again then, or a smallest
+            now.put(dict.fromkeys(made_once, other))
+            self._gives_nan(given)
+            left = now.numbers([*made_once])
+            made_once = {name: numbers[name] for name, value in left.items() if value == other or value != value}
         now.put(made_once)
         set_again = [name for name in numbers if name not in made_once]
-        return set_again if set_again and self._reads(given, lambda: now.with_nan(set_again, numbers=True)) else []
+        if not set_again or not self._reads(given, lambda: now.with_nan(set_again, numbers=True)):
+            return []
+        if len(set_again) == 1:
+            return set_again
+        read = {one for one in set_again if self._reads(given, partial(now.with_nan, [one], numbers=True))}
+        return sorted(set_again, key=lambda one: one not in read)  # what is told of is the first
 
     def _reads(self, given: Given, spoil: Callable[[], None], gradients: Tensors | None = None) -> bool:
         """True if the NaN that ``spoil`` puts into attributes comes out of a forward, in training or in an evaluation, or of

@@ -36,4 +36,6 @@ def lane_of(stage: Stage) -> Stage:
     lane.statistics = RunningStatistics(lane.names, lane.layers)
     lane._turns, lane._drawing = turns, stage._drawing
     lane.again = Recomputing(lane.layers) if stage.again else None
+    lane._changing = stage._changing
+    stage._settled += lane.settle()
     return lane

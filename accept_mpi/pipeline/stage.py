@@ -125,7 +125,7 @@ class Stage(Trials):
         self.optimizer = self._deferred = None
         self.averages = Averages(0.0)
         self.layers, self.parameters, self._trained, self._weights = [], [], [], Weights([], False)
-        self._again = None
+        self._again, self._settled = None, []
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -217,7 +217,9 @@ class Stage(Trials):
 
     def update(self, lr: float, version: int, scale: float = 1.0, clip: Clip | None = None) -> None:
         """U: one optimizer step with ``scale`` times the gradients. Afterwards the weights are version ``version`` + 1 of
-        the segment. ``clip`` gets the gradients of ``trained`` and returns a factor for all of them."""
+        the segment. ``clip`` gets the gradients of ``trained`` and returns a factor for all of them. Raises UserError as
+        ``check_settled``."""
+        self.check_settled()
         if self.optimizer is not None:
             if scale != 1.0:
                 for parameter in self.parameters:
@@ -248,6 +250,7 @@ class Stage(Trials):
     def evaluating(self) -> Iterator[None]:
         """Within the context: the newest weights or their moving average, no dropout, BatchNorm's running statistics.
         Modules get their modes back on exit."""
+        self.check_settled(deep=True)
         self._weights.newest()
         trained = self.trained
         shown = self.averages.show(self._updated, trained)
@@ -260,6 +263,7 @@ class Stage(Trials):
         finally:
             self.averages.hide(trained, shown)
             restore_modes(modes)
+            self.settle_again()
             self._turns = turns
             if turns is not None:
                 turns.forget()
@@ -374,14 +378,19 @@ class Stage(Trials):
         """Within the context: the weights are those of the micro-batch's F, and an exception is the user's."""
         # With lanes of its own weights, or none; otherwise another thread may compute F with them.
         beside = self._turns is not None and not isinstance(self._weights, LaneWeights)
-        newest = [] if beside else self._weights.meet(flight.weights)
+        newest = None if beside else self._weights.meet(flight.weights)
         try:
             yield
         except Exception as error:
             blame(error, f"the backward of layers {self.start} to {self._last}")
         finally:
-            if not beside:
-                self._weights.leave(newest)
+            if newest is not None:
+                self._weights.leave(newest, flight.weights)
+        if beside and flight.weights.wanting != self._weights.wanting:  # autograd may have seen either
+            raise UserError(
+                f"a forward of layers {self.start} to {self._last} has changed which parameters are trained while a "
+                'backward went on beside it: leave pipeline.lanes = "F+B" out'
+            )
 
     def _precise(self) -> AbstractContextManager[object]:
         """A context in which forwards compute with the job's precision."""

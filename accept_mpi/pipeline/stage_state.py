@@ -1,7 +1,7 @@
 """A stage's state as named tensors, to be copied and loaded: the layers', the optimizer's, and what is kept beside that."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,13 +34,16 @@ class Stateful:
     _written: set[str]
     _held: deque[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
     _remembered: Remembered
+    check_settled: Callable[[bool], None]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the newest weights under their names in the whole model."""
         yield from zip(self.own.names, self.parameters, strict=True)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of all state of the layers, contiguous, under its names in the whole model."""
+        """Copies of all state of the layers, contiguous, under its names in the whole model. Raises UserError if forwards
+        have left other state with each rank or lane that shares the stage."""
+        self.check_settled(True)
         return self._now() | (self._held[0][0] if self._held else {})
 
     def _now(self) -> dict[str, torch.Tensor]:

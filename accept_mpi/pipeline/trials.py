@@ -28,6 +28,7 @@ from accept_mpi.pipeline.graph_edges import Differentiating, cast_twice, finite
 from accept_mpi.pipeline.optimizer import make_optimizer, update
 from accept_mpi.pipeline.remembered import LOSS, Remembered
 from accept_mpi.pipeline.running_statistics import batch_norms
+from accept_mpi.pipeline.settled import Changing, Settled
 from accept_mpi.pipeline.shareable import Watch
 from accept_mpi.pipeline.state import check_state
 from accept_mpi.pipeline.turns import calls_of_shared, hooked, why_in_turn
@@ -87,6 +88,10 @@ class Trials(FurtherForwards):
         """Parameters that a forward uses without calling modules with adapters, found by ``probe``."""
         self._remembered = Remembered([])
         """What forwards have modules remember, found by ``probe``."""
+        self._changing: Changing = set()
+        """What first forwards change, found by ``probe``."""
+        self._settled: list[Settled] = []
+        """Where several ranks or lanes compute: what else forwards refer to; of this stage and of its lanes."""
         self.sparse: dict[int, torch.Tensor] = {}
         """Sparse gradients, by the parameter's place among ``parameters``, found by ``probe``."""
 
@@ -285,6 +290,7 @@ class Trials(FurtherForwards):
         self._remembered = Remembered(self._modules, names, self._remembered)
         if names:
             self._begin_loss()
+        self._changing |= trial._changing
         self.alone, self.in_turn = self.alone or trial.alone, self.in_turn or trial.in_turn
         self.unreplayed = self.unreplayed or trial.unreplayed
         self.one_forward = self.one_forward or trial.one_forward or trial.unreplayed

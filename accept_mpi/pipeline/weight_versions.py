@@ -40,6 +40,15 @@ class Kept(NamedTuple):
     """Values of all parameters; None if there are no versions."""
     own: list[Memory]
     """That of each tensor that forwards write to."""
+    wanting: list[bool]
+    """Which parameters wanted gradients when F ended. It may have frozen some, and later ones others."""
+
+
+class Met(NamedTuple):
+    """What ``Weights.meet`` has put aside."""
+
+    own: list[Memory]
+    wanting: list[bool]
 
 
 class Weights:
@@ -89,12 +98,12 @@ class Weights:
         """After F: show the newest values. Returns what the micro-batch keeps for its B."""
         own = self._memory()
         if self._versions is None:
-            return Kept(None, own)
+            return Kept(None, own, self.wanting)
         values = self._versions[version]
         if self.written:  # what was written belongs to this version
             values = self._versions[version] = self._shown = [p.data for p in self.parameters]
         self.newest()
-        return Kept(values, own)
+        return Kept(values, own, self.wanting)
 
     def at(self, version: int) -> list[torch.Tensor] | None:
         """Values of a version, for F in any thread; None if there are no versions. Older ones live on only in micro-batches
@@ -104,22 +113,36 @@ class Weights:
         self._wanted = max(self._wanted, version)
         return self._versions[version]
 
-    def meet(self, kept: Kept) -> list[Memory]:
-        """Before B: show the values that F used. Returns what ``leave`` needs."""
+    @property
+    def wanting(self) -> list[bool]:
+        """Which parameters want gradients."""
+        return [parameter.requires_grad for parameter in self.parameters]
+
+    def meet(self, kept: Kept) -> Met:
+        """Before B: show the values that F used, and what it left to train. Returns what ``leave`` needs."""
         if kept.values is not None:
             self._show(kept.values)
-        newest = self._memory()
+        newest = Met(self._memory(), self.wanting)
+        self._want(kept.wanting, newest.wanting)
         for tensor, data, count in kept.own:
             tensor.data = data
             _set_version(tensor, count)
         return newest
 
-    def leave(self, newest: list[Memory]) -> None:
+    def leave(self, newest: Met, kept: Kept) -> None:
         """After B: show the newest values."""
-        for tensor, data, count in newest:
+        self._want(newest.wanting, kept.wanting)
+        for tensor, data, count in newest.own:
             tensor.data = data
             _set_version(tensor, max(count, tensor._version))
         self.newest()
+
+    def _want(self, wanting: list[bool], before: list[bool]) -> None:
+        """Have parameters want gradients as they did at some time, where that differs from ``before``."""
+        if wanting != before:
+            for parameter, wants, wanted in zip(self.parameters, wanting, before, strict=True):
+                if wants is not wanted:
+                    parameter.requires_grad_(wants)
 
     def _memory(self) -> list[Memory]:
         return [Memory(tensor, tensor.data, tensor._version) for tensor in self.written]
@@ -229,13 +252,13 @@ class LaneWeights(Weights):
         self._see(self._source.at(version) or self._values)
 
     def end(self, version: int) -> Kept:
-        return Kept(self._values, [])
+        return Kept(self._values, [], [])
 
-    def meet(self, kept: Kept) -> list[Memory]:
+    def meet(self, kept: Kept) -> Met:
         self._see(kept.values or self._values)
-        return []
+        return Met([], [])
 
-    def leave(self, newest: list[Memory]) -> None:
+    def leave(self, newest: Met, kept: Kept) -> None:
         """Nothing to do: each F shows the version that it needs."""
 
     def restart(self) -> None:

@@ -147,6 +147,7 @@ class Deployment:
             )
         self.codecs_why += [no_lanes] if no_lanes else []
         restore(self.stage)  # after the first forward, which may create buffers
+        self.stage.settle()
 
     def _prepare_backwards(self) -> None:
         """Raises UserError if the stage's layers do not allow what backwards are to do."""

@@ -1,0 +1,127 @@
+"""Notices late what forwards change: a switch that is thrown when a value has come up, another factor after that.
+
+Where several ranks or lanes compute a stage's micro-batches, each throws its own switches, at a time of its own. What the
+first forwards change is found before the first step (``further_forwards``); here all else is looked at between the steps.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from accept_mpi.models.attributes import CONSTANTS, NO_STATE, Digest, digest
+from accept_mpi.models.common import Common, Place, Seen
+
+_SHARE = 0.01
+"""Share of the time that may be taken for looking into containers."""
+_Origin = tuple[int, Place]
+Changing = set[str | _Origin]
+"""What may change: names of attributes, and places of variables."""
+_FIXED = (*CONSTANTS, complex, bytes, type, torch.dtype, torch.device, torch.Size)
+
+
+def place_of(common: Common) -> _Origin:
+    """What stands for a variable in ``Changing``."""
+    return common.places[0]
+
+
+class _Module(NamedTuple):
+    """A module, as it was."""
+
+    path: str
+    module: nn.Module
+    own: dict[str, Any]
+    buffers: dict[str, Any]
+    writes: dict[str, int]
+    """Torch's counts of writes, of buffers that are not BatchNorm's."""
+    trained: dict[str, bool]
+    """Which parameters want gradients."""
+
+    @classmethod
+    def of(cls, path: str, module: nn.Module, changing: Changing) -> "_Module":
+        norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        writes = {} if norm else {key: one._version for key, one in module._buffers.items() if one is not None}
+        own = {key: one for key, one in vars(module).items() if f"{path}.{key}" not in changing}  # which may be large
+        return cls(path, module, own, dict(module._buffers), writes, _trained(module))
+
+    @property
+    def same(self) -> bool:
+        """True if nothing has changed, as far as a quick look tells."""
+        now = self.module._buffers
+        if now.keys() != self.buffers.keys() or any(now[key] is not one for key, one in self.buffers.items()):
+            return False
+        if any(now[key]._version != count for key, count in self.writes.items()):  # type: ignore[union-attr]
+            return False
+        own = vars(self.module)
+        return len(own) == len(self.own) and all(own.get(key, self) is one for key, one in self.own.items())
+
+
+def _trained(module: nn.Module) -> dict[str, bool]:
+    return {key: one.requires_grad for key, one in module._parameters.items() if one is not None}
+
+
+class Settled:
+    """What forwards refer to, as it was when this object was made."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Module]], seen: Seen, changing: Changing) -> None:
+        """``named``: modules and their names; ``seen``: variables that they refer to; ``changing``: what may change."""
+        self._named, self._seen, self._changing = named, seen, changing
+        every = [(path, module) for root, one in named for path, module in one.named_modules(prefix=root)]
+        self._modules = [_Module.of(path, module, changing) for path, module in every]
+        self._deep: dict[int, tuple[str, Any, Digest]] = {}
+        """Containers, objects and tensors in attributes: the name of the first one that has each, and what was in it."""
+        for path, module in every:
+            for key, value in vars(module).items():
+                name = f"{path}.{key}"
+                looked = id(value) in self._deep or isinstance(value, (*_FIXED, nn.Module))
+                if not looked and key not in NO_STATE and name not in changing:
+                    self._deep[id(value)] = name, value, digest(value, checked=False)
+        self._next = 0.0
+
+    def again(self) -> "Settled":
+        """The same, as it is now."""
+        return Settled(self._named, self._seen.again(), self._changing)
+
+    def changed(self, deep: bool) -> str:
+        """Name of something that has changed; empty: nothing has. ``deep``: look into containers and objects now, not only
+        when that has not been done for a while."""
+        for one in self._modules:
+            if not one.same and (key := self._key(one)):
+                return f"{one.path}.{key}"
+            if one.trained and one.trained != _trained(one.module):
+                return f"which parameters of {one.path} are trained"
+        began = time.monotonic()
+        if not deep and began < self._next:
+            return ""
+        found = next((name for name, value, before in self._deep.values() if _other(before, value)), "")
+        if not found:
+            found = next((one.places[0][1].text for one in self._seen.changed() if place_of(one) not in self._changing), "")
+        now = time.monotonic()
+        self._next = now + (now - began) / _SHARE
+        return found
+
+    def _key(self, one: _Module) -> str:
+        """What has changed in a module that is not the same."""
+        own, buffers = vars(one.module), one.module._buffers
+        written = [key for key, count in one.writes.items() if buffers.get(key) is None or buffers[key]._version != count]  # type: ignore[union-attr]
+        others = [key for key in {*buffers, *one.buffers} if buffers.get(key) is not one.buffers.get(key)]
+        found = [*written, *others, *(key for key in {*own, *one.own} if self._is_other(key, one.own, own))]
+        return next((key for key in sorted(found) if f"{one.path}.{key}" not in self._changing), "")
+
+    def _is_other(self, key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+        """True if an attribute is another one now."""
+        before, now = old.get(key, self), new.get(key, self)
+        if before is now or (key in NO_STATE and not isinstance(now, CONSTANTS)):
+            return False
+        if before is self:  # a container may be a cache of what has been computed
+            return isinstance(now, (torch.Tensor, *CONSTANTS))
+        if now is self:
+            return True
+        known = self._deep.get(id(before))
+        return _other(known[2] if known else digest(before, checked=False), now)
+
+
+def _other(before: Digest, now: Any) -> bool:
+    return not before.equal(digest(now, checked=False))
