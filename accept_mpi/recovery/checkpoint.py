@@ -15,7 +15,7 @@ import math
 import os
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,6 +46,7 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, OverflowError)
 _MOST_BEST = 1 << 20  # bytes
 _TRIES = 5
 _BLOCK = 1 << 20  # bytes that are read at once
+_MOST_OPEN = 128  # files; a process may often have 1024
 
 
 def directory_of(run: Path, step: int) -> Path:
@@ -92,7 +93,11 @@ class Checkpoint:
     def _open(self, path: Path, most: float, of: Sequence[Part]) -> None:
         self.path = path
         self._files: dict[str, BinaryIO] = {}
-        """Its files, opened once: a run that goes on in that directory may remove them, or make others of the same names."""
+        """Its open files: a run that goes on in that directory may remove them, or make others of the same names. Of many,
+        those opened first are closed, and must be the same when they are opened again."""
+        self._met: dict[str, tuple[int, ...]] = {}
+        """What its files are known by."""
+        weakref.finalize(self, _close, self._files)
         try:
             if not (path / "manifest.json").is_file():
                 found = complete(path)
@@ -195,8 +200,13 @@ class Checkpoint:
     def _opened(self, file: File) -> Iterator[BinaryIO]:
         try:
             if file.name not in self._files:
+                if len(self._files) == _MOST_OPEN:
+                    self._files.pop(next(iter(self._files))).close()
                 self._files[file.name] = opened = open_regular(self.path / file.name, links=False)
-                weakref.finalize(self, opened.close)
+                about = os.fstat(opened.fileno())
+                known = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+                if self._met.setdefault(file.name, known) != known:
+                    raise self._damaged(file, "is another file now than when the checkpoint was opened")
             self._files[file.name].seek(0)
             yield self._files[file.name]
         except OSError as error:
@@ -204,6 +214,11 @@ class Checkpoint:
 
     def _damaged(self, file: File, how: str) -> UserError:
         return UserError(f"{self.path}: damaged checkpoint: {file.name}: {how}")
+
+
+def _close(files: Mapping[str, BinaryIO]) -> None:
+    for file in files.values():
+        file.close()
 
 
 def _file(stage: StageFiles, part: Part) -> File:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -123,9 +123,7 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """Abandon the checkpoints that have not arrived completely, so that the next writer here can remove them."""
-        for step, files in self._open.items():
-            for file in files.values():
-                file.abandon()
+        for step in self._open:
             if step in self._held:
                 os.close(self._held.pop(step))
         self._open = {}
@@ -208,11 +206,11 @@ def _lock(folder: Path) -> int | None:
 
 
 class _Growing:
-    """A file that arrives in chunks."""
+    """A file that arrives in chunks. It is open only while one is written: there may be thousands at a time."""
 
     def __init__(self, path: Path, total: int) -> None:
         self._path, self._total = path, total
-        self._file: BinaryIO = open(path, "wb")  # noqa: SIM115  # closed by close()
+        path.open("wb").close()
         self._written = self._crc = 0
 
     @property
@@ -220,17 +218,16 @@ class _Growing:
         return self._written == self._total
 
     def add(self, data: bytes) -> None:
-        self._file.write(data)
+        with self._path.open("ab", buffering=0) as file:
+            left = memoryview(data)
+            while left:
+                left = left[file.write(left) :]
         self._written += len(data)
         self._crc = zlib.crc32(data, self._crc)
 
-    def abandon(self) -> None:
-        self._file.close()
-
     def close(self) -> File:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._path.open("rb") as file:
+            os.fsync(file.fileno())
         return File(self._path.name, self._written, self._crc)
 
 

@@ -305,3 +305,29 @@ def test_what_was_checked_is_what_is_read(tmp_path: Path) -> None:
     for step, found in ((1, first), (2, second)):
         assert found.whole()["a.weight"].unique().tolist() == [step]
         assert set(found.tensors("optimizer", range(3))) == {"momentum_buffer/c.weight"}
+
+
+def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of stages have more than a process may open."""
+    monkeypatch.setattr(checkpoint, "_MOST_OPEN", 1)
+    before = len(os.listdir("/proc/self/fd"))
+    write(tmp_path, 1)
+    found = Checkpoint(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    for _ in range(2):
+        assert found.whole()["c.weight"].numel() == 400_000
+        assert set(found.tensors("optimizer", range(3))) == {"momentum_buffer/c.weight"}
+    write(tmp_path, 1)
+    with pytest.raises(UserError, match="is another file now than when the checkpoint was opened"):
+        found.whole()
+
+
+def test_what_arrives_is_not_kept_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    edges = [(n, n + 1) for n in range(40)]
+    writer = CheckpointWriter(tmp_path, edges, lambda step: None, 0, 0)  # type: ignore[arg-type, return-value]
+    for n in range(40):
+        messages = [*chunks(1, n, {f"l{n}.weight": torch.zeros(2)}, {})]
+        writer.take(messages[0])
+    assert len(os.listdir("/proc/self/fd")) <= before + 1  # the folder
+    writer.close()
