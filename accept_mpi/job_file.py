@@ -80,6 +80,8 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
     _check_optimizer(job.train.optimizer, _table(tree, ("train", "optimizer")), source)
     if job.train.optimizer.name != "muon" and any(group.adamw for group in job.train.groups):
         raise UserError(f'{source}: train.groups: adamw = true goes with train.optimizer.name = "muon" only')
+    if job.train.mix is not None and not job.train.mix.mixup and not job.train.mix.cutmix:
+        raise UserError(f"{source}: train.mix mixes nothing: give it mixup or cutmix, e.g. mixup = 0.2")
     if isinstance(job.train.micro_batches, str):
         if job.pipeline.cuts != "auto":
             raise UserError(f'{source}: train.micro_batches = "auto" goes with pipeline.cuts = "auto" only')

@@ -16,6 +16,7 @@ from accept_mpi.device.compute import DEVICE, select
 from accept_mpi.device.cpu import set_threads
 from accept_mpi.device.facts import package_version
 from accept_mpi.errors import UserError
+from accept_mpi.idle_settings import without_effect
 from accept_mpi.job import Job
 from accept_mpi.job_file import parse, read_text
 from accept_mpi.launch.ownership import Ownership
@@ -114,7 +115,7 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
         kept = f"the model is one layer, which ranks may share but not divide: {chain.one_layer}"
     delayed = job.pipeline.schedule == "1f1b-delayed" and job.train.clip_norm is None
     clip = "gradients are an update old and not clipped: if the loss does not fall, set train.clip_norm" if delayed else ""
-    for line in (kept, changed, clip, _idle_gpus(runtime, job)):
+    for line in (kept, changed, clip, _idle_gpus(runtime, job), *without_effect(job, runtime.survives)):
         if line and runtime.rank == 0 and not options.quiet:
             print(line, flush=True)
     loss = runtime.agree("the loss", lambda: loss_of(job))

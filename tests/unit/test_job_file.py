@@ -143,6 +143,7 @@ def test_overrides() -> None:
         (["train.lora=5"], "train.lora: expected a table, got 5"),
         (["train.lora={targets=['a'], rnk=3}"], 'unknown key "train.lora.rnk"; did you mean "rank"?'),
         (["train.mix={classes='a'}"], 'train.mix.classes: expected a whole number >= 1, got "a"'),
+        (["train.mix={classes=3}"], "train.mix mixes nothing: give it mixup or cutmix, e.g. mixup = 0.2"),
         (["train.mix={classes=3, mixup=-1}"], "train.mix.mixup: expected a number >= 0 and <= 1000000.0, got -1"),
         (["train.mix={classes=3, cutmx=1}"], 'unknown key "train.mix.cutmx"; did you mean "cutmix"?'),
         (["train.groups=[{names=['a'], lr=-1}]"], "train.groups[0].lr: expected a number > 0, got -1"),
