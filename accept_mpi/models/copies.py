@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accept_mpi.errors import one_line
 from accept_mpi.models.common import parts_of
 from accept_mpi.models.held import MOST_INSIDE, filled
 
@@ -33,6 +34,19 @@ def copied(values: Sequence[_T], memo: dict[int, Any] | None = None) -> list[_T]
     found = copy.deepcopy(list(values), memo)
     _Functions(memo, there).rebind()
     return found
+
+
+def why_not_copied(names: Sequence[str], modules: Sequence[nn.Module], error: Exception) -> str:
+    """Half a sentence on why modules cannot be copied. ``error``: what ``copied`` raised."""
+    for name, module in zip(names, modules, strict=True):
+        for path, part in module.named_modules(prefix=name):
+            for key, value in vars(part).items():
+                if isinstance(value, torch.Tensor) and not value.is_leaf:
+                    return (
+                        f'layer "{name}" has a tensor that is computed from others, "{path}.{key}" (as '
+                        "torch.nn.utils.prune leaves it), and cannot be copied"
+                    )
+    return f"layers cannot be copied: {one_line(str(error), 200)}"
 
 
 class _Functions:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from accept_mpi.errors import UserError
-from accept_mpi.models.copies import copied
+from accept_mpi.models.copies import copied, why_not_copied
 from accept_mpi.models.layers import Layers
 from accept_mpi.pipeline.recomputing import Recomputing
 from accept_mpi.pipeline.running_statistics import RunningStatistics
@@ -26,8 +26,7 @@ def lane_of(stage: Stage) -> Stage:
     try:
         modules = copied(stage.layers, memo)
     except Exception as error:
-        last = stage.start + len(stage.layers) - 1
-        raise UserError(f"pipeline.lanes: layers {stage.start} to {last} cannot be copied: {error}") from error
+        raise UserError(f"pipeline.lanes: {why_not_copied(stage.names, stage.layers, error)}") from error
     lane = Stage(Layers(stage.start, stage.names, modules), stage._job, stage._loss, stage._channels_last)
     lane._weights = LaneWeights(stage._weights, lane.parameters)
     lane.optimizer = None

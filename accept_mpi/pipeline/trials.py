@@ -16,7 +16,7 @@ from accept_mpi.codecs.tensors import Tensors, TensorSpec
 from accept_mpi.errors import UserError, UsersBug
 from accept_mpi.job import Job
 from accept_mpi.models.attributes import Attributes
-from accept_mpi.models.copies import copied
+from accept_mpi.models.copies import copied, why_not_copied
 from accept_mpi.models.fine_tuning import Uses, check_called
 from accept_mpi.models.graph import parameters_behind
 from accept_mpi.models.layers import Layers
@@ -110,7 +110,7 @@ class Trials(FurtherForwards):
             except Exception as error:  # some modules cannot be copied
                 if self._again is None:
                     raise
-                self.in_turn = self.in_turn or f"layers cannot be copied: {error}"
+                self.in_turn = self.in_turn or why_not_copied(self.names, self.layers, error)
                 modules = self._again().modules
             layers, make = Layers(self.start, self.names, modules, common=tuple(self._common)), cast(Any, type(self))
             stage = make(layers, self._job, self._loss and self._loss.apart(), self._channels_last)

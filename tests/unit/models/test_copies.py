@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
 from accept_mpi.models.base import Chain
-from accept_mpi.models.layers import build_stage
+from accept_mpi.models.layers import Layers, build_stage
 from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.lane_stage import lane_of
 from accept_mpi.pipeline.stage import Stage
@@ -199,3 +200,19 @@ def test_a_lane_has_the_gradients_of_what_its_functions_use() -> None:
     assert found is not None
     assert wanted is not None
     assert torch.equal(found, wanted)
+
+
+def test_pruned_layers_are_told_in_words_of_ours() -> None:
+    """Torch's are of a protocol."""
+    layers = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())]
+    prune.l1_unstructured(layers[1][0], "weight", 0.5)
+    loss = Loss("own", nn.CrossEntropyLoss())
+    stage = Stage(
+        Layers(0, ["a", "b"], layers), JOB, loss, False, lambda: Layers(0, ["a", "b"], [nn.Linear(4, 4), layers[1]])
+    )
+    stage.probe((torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
+    assert stage.in_turn.startswith(
+        'layer "b" has a tensor that is computed from others, "b.0.weight" (as torch.nn.utils.prune'
+    )
+    with pytest.raises(UserError, match=r"pipeline.lanes: layers 0 to 1: layer .b. has a tensor"):
+        stage.take_turns()
