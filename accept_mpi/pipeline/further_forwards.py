@@ -48,7 +48,7 @@ class FurtherForwards(Stateful):
     in_turn: str
     norms_take: dict[str, torch.dtype]
     _calls: Counter[str]
-    _apart: set[str]
+    norms_apart: set[str]
     _loss: Loss | None
     _searches: int
     _common: Sequence[Common]
@@ -221,15 +221,17 @@ class FurtherForwards(Stateful):
                 and (norm.running_mean is None) != (norm.num_batches_tracked is None)
             ):
                 return f'layer "{name}" has no {"running_mean" if norm.running_mean is None else "num_batches_tracked"}'
-        if apart := sorted(self._apart & moving.keys()):
-            return f'layer "{apart[0]}" takes what is not contiguous, of which torch keeps running statistics more precisely'
-        odd = [name for name, norm in moving.items() if self._calls[name] != 1 or not _is_torchs(norm)]
+        odd = [
+            name
+            for name, norm in moving.items()
+            if self._calls[name] != 1 or not _is_torchs(norm) or name in self.norms_apart
+        ]
         if not odd:
             return ""
         why = f'layer "{odd[0]}" computes its running statistics in a way of its own'
         buffers = [buffer for norm in moving.values() for buffer in norm.buffers(recurse=False)]
         before = [buffer.detach().clone() for buffer in buffers]
-        statistics = RunningStatistics(self.names, self.layers, self.norms_take)
+        statistics = RunningStatistics(self.names, self.layers, self.norms_take, self.norms_apart)
         try:
             self.forward(0, 0, given.boxes, target=given.target, of=given.of, samples=given.samples)
             self.in_flight.clear()

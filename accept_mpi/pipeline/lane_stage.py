@@ -32,7 +32,7 @@ def lane_of(stage: Stage) -> Stage:
     lane.optimizer = None
     if lane._deferred is not None and stage._deferred is not None:
         lane._deferred.learn(stage._deferred)
-    lane.statistics = RunningStatistics(lane.names, lane.layers)
+    lane.statistics = RunningStatistics(lane.names, lane.layers, apart=stage.norms_apart)
     lane._turns, lane._drawing = turns, stage._drawing
     lane.again = Recomputing(lane.layers) if stage.again else None
     lane._changing = stage._changing

@@ -7,17 +7,23 @@ needs nothing.
 A layer whose momentum is 1 keeps just the micro-batch's mean and (unbiased) variance, bit for bit. How torch then combines
 them with the old values differs between processors (some fuse a product and a sum) and between types of inputs: ``_blend``
 finds out what it does here.
+
+Of inputs that are contiguous in no memory format, torch combines the mean and variance in double precision, before it rounds
+them. What rounding has taken away is found by having torch combine them half and half with their rounded negatives.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
 
+_LAYOUTS = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _Blend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -32,13 +38,23 @@ def batch_norms(names: Sequence[str], layers: Sequence[nn.Module]) -> dict[str, 
     }
 
 
+def lies_apart(x: torch.Tensor) -> bool:
+    """True if a tensor is contiguous in no memory format."""
+    return not any(x.is_contiguous(memory_format=layout) for layout in _LAYOUTS)
+
+
 class RunningStatistics:
     """The running statistics of all BatchNorm layers of a stage."""
 
     def __init__(
-        self, names: Sequence[str], layers: Sequence[nn.Module], taken: Mapping[str, torch.dtype] | None = None
+        self,
+        names: Sequence[str],
+        layers: Sequence[nn.Module],
+        taken: Mapping[str, torch.dtype] | None = None,
+        apart: Collection[str] = (),
     ) -> None:
-        """``taken``: types of the layers' inputs, by name; by default float32."""
+        """``taken``: types of the layers' inputs, by name; by default float32. ``apart``: names of those whose inputs may be
+        contiguous in no memory format."""
         norms = batch_norms(names, layers).items()
         self._modules = [(name, module) for name, module in norms if module.running_mean is not None]
         self._sizes = [module.num_features for _, module in self._modules]
@@ -49,8 +65,11 @@ class RunningStatistics:
         }
         """The values, of all layers', that belong to inputs of each type."""
         self._half = sum(self._sizes)
-        self.size = len(self._sizes) + 2 * self._half
-        """Number of values about each micro-batch: for each layer whether it was used; all means; all variances."""
+        self._apart = [n for n, (name, _) in enumerate(self._modules) if name in apart]
+        self._rest = sum(self._sizes[n] for n in self._apart)
+        self.size = len(self._sizes) + 2 * self._half + 2 * self._rest
+        """Number of values about each micro-batch: for each layer whether it was used; all means; all variances; then what
+        rounding has taken from the means and from the variances of ``apart`` layers, NaN where torch rounds first."""
         # Where the layers leave the statistics of one micro-batch: a forward is short beside making new tensors for each.
         self._used = torch.zeros(len(self._sizes), dtype=torch.int64)
         self._seen = torch.zeros(2, self._half)
@@ -67,6 +86,14 @@ class RunningStatistics:
         for values in (self._used, self._seen):
             values.numpy().fill(0)  # unseen by autograd, which keeps them for a backward that does not need them
         kept = []
+        rest = torch.full((2, self._rest), math.nan)
+        parts = (
+            zip(*(half.split([self._sizes[n] for n in self._apart]) for half in rest), strict=True) if self._apart else ()
+        )
+        hooks = [
+            self._modules[n][1].register_forward_hook(partial(_look, self._scratch[n], part))
+            for n, part in zip(self._apart, parts, strict=True)
+        ]
         for (_, module), scratch in zip(self._modules, self._scratch, strict=True):
             if module.training:
                 kept.append((module, [module._buffers[key] for key in _BUFFERS], module.momentum))
@@ -77,11 +104,20 @@ class RunningStatistics:
             if self._used.max().item() > 1 if self._sizes else False:
                 name = self._modules[int(self._used.argmax())][0]
                 raise UserError(f'layer "{name}" is used twice in a forward')
-            found.append(torch.cat([self._used.float(), self._seen.detach().reshape(-1)]))
+            found.append(torch.cat([self._used.float(), self._seen.detach().reshape(-1), rest.reshape(-1)]))
         finally:
+            for hook in hooks:
+                hook.remove()
             for module, buffers, momentum in kept:
                 module._buffers.update(zip(_BUFFERS, buffers, strict=True))
                 module.momentum = momentum
+
+    def _everywhere(self, rest: torch.Tensor) -> torch.Tensor:
+        """Values of ``apart`` layers in their places among those of all layers, in double precision; NaN elsewhere."""
+        every = torch.full((self._half,), math.nan, dtype=torch.float64).split(self._sizes)
+        for n, part in zip(self._apart, rest.split([self._sizes[n] for n in self._apart]), strict=True):
+            every[n].copy_(part)
+        return torch.cat(every)
 
     @torch.no_grad()
     def replay(self, micro_batches: Sequence[torch.Tensor]) -> None:
@@ -104,16 +140,37 @@ class RunningStatistics:
             ]
             momentum = torch.tensor(factors, dtype=torch.float64).repeat_interleave(sizes)
             was_used = momentum > 0
-            mean, variance = values[count : count + self._half], values[count + self._half :]
+            mean, variance, rests = values[count:].split([self._half, self._half, 2 * self._rest])
+            before = means, variances
             for kind, of_kind in self._kinds.items():
                 these = was_used & of_kind
                 means = torch.where(these, _blend("running_mean", kind)(mean, means, momentum), means)
                 variances = torch.where(these, _blend("running_var", kind)(variance, variances, momentum), variances)
+            if self._rest:
+                lost = [self._everywhere(rest) for rest in rests.split(self._rest)]
+                precise = was_used & ~lost[0].isnan()
+                means, variances = (
+                    torch.where(precise, _double(new.double() + 2 * rest, old, momentum), now)
+                    for new, rest, old, now in zip((mean, variance), lost, before, (means, variances), strict=True)
+                )
         for key, kept in (("running_mean", means), ("running_var", variances)):
             parts = kept.split(self._sizes)
             torch._foreach_copy_([layers[n]._buffers[key] for n in changed], [parts[n] for n in changed])  # type: ignore[misc]
         for n in changed:
             layers[n].num_batches_tracked.fill_(tracked[n])  # type: ignore[union-attr]
+
+
+def _look(
+    rounded: Mapping[str, torch.Tensor], rest: Sequence[torch.Tensor], module: nn.Module, given: tuple[Any, ...], _: Any
+) -> None:
+    """After a layer's forward in training: half of what rounding has taken from its mean and variance; a hook."""
+    if module.training and lies_apart(given[0]):
+        halves = [-rounded[key] for key in _BUFFERS[:2]]
+        with torch.no_grad():
+            mean, variance = halves
+            torch.batch_norm_update_stats(given[0].detach(), running_mean=mean, running_var=variance, momentum=0.5)
+        for here, half in zip(rest, halves, strict=True):
+            here.copy_(half)
 
 
 def _plain(new: torch.Tensor, old: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:

@@ -300,7 +300,7 @@ class Stage(Trials):
         hooks = "a parameter has hooks" if hooked(self.parameters) else ""  # which may count, or remember
         if why := self.undivided or writes or hooks or self.unreplayed:
             raise UserError(f"layers {self.start} to {self._last} cannot be held by several ranks: {why}")
-        self.statistics = RunningStatistics(self.names, self.layers, self.norms_take)
+        self.statistics = RunningStatistics(self.names, self.layers, self.norms_take, self.norms_apart)
 
     @property
     def undivided(self) -> str:

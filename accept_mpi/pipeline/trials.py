@@ -27,7 +27,7 @@ from accept_mpi.pipeline.further_forwards import FurtherForwards, Given, is_nan
 from accept_mpi.pipeline.graph_edges import Differentiating, cast_twice, finite
 from accept_mpi.pipeline.optimizer import make_optimizer, update
 from accept_mpi.pipeline.remembered import LOSS, Remembered
-from accept_mpi.pipeline.running_statistics import batch_norms
+from accept_mpi.pipeline.running_statistics import batch_norms, lies_apart
 from accept_mpi.pipeline.settled import Changing, Settled
 from accept_mpi.pipeline.shareable import Watch
 from accept_mpi.pipeline.state import check_state
@@ -35,8 +35,6 @@ from accept_mpi.pipeline.turns import calls_of_shared, hooked, why_in_turn
 from accept_mpi.pipeline.weight_versions import Writes, may_be_written
 from accept_mpi.seeds import forward_seed, kept, seed_all, state
 from accept_mpi.tree import Tree
-
-_LAYOUTS = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 
 
 class Trials(FurtherForwards):
@@ -76,8 +74,8 @@ class Trials(FurtherForwards):
         """Reason why BatchNorm's running statistics cannot be replayed, found by ``probe``; empty: they can."""
         self._calls: Counter[str] = Counter()
         """Calls of BatchNorm layers, by name, in the first forward of a trial."""
-        self._apart: set[str] = set()
-        """Names of BatchNorm layers whose inputs are contiguous in no memory format, in the first forward of a trial."""
+        self.norms_apart: set[str] = set()
+        """Names of BatchNorm layers whose inputs are contiguous in no memory format, found by ``probe``."""
         self.norms_take: dict[str, torch.dtype] = {}
         """Types of the inputs of BatchNorm layers, by name, found by ``probe``."""
         self._drawing: set[int] = set()
@@ -259,8 +257,8 @@ class Trials(FurtherForwards):
         self._calls[name] += 1
         if given:
             self.norms_take[name] = given[0].dtype
-            if not any(given[0].is_contiguous(memory_format=layout) for layout in _LAYOUTS):
-                self._apart.add(name)
+            if lies_apart(given[0]):
+                self.norms_apart.add(name)
 
     def _check_state(self) -> set[str]:
         """Names of all state. Raises UserError if some of it cannot be kept."""
@@ -294,6 +292,7 @@ class Trials(FurtherForwards):
         self.alone, self.in_turn = self.alone or trial.alone, self.in_turn or trial.in_turn
         self.unreplayed = self.unreplayed or trial.unreplayed
         self.one_forward = self.one_forward or trial.one_forward or trial.unreplayed
+        self.norms_apart |= trial.norms_apart
         if hooked(self.parameters):  # which a trial's copies have not
             self.in_turn = self.in_turn or "a parameter has hooks"
         self.norms_take |= trial.norms_take

@@ -79,3 +79,27 @@ def test_a_layer_used_twice_is_refused() -> None:
     with pytest.raises(UserError, match='"norm" is used twice'), RunningStatistics(["norm"], [layer]).taken():
         layer(layer(torch.randn(3, 4)))
     assert not layer.num_batches_tracked
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_inputs_that_are_not_contiguous(kind: torch.dtype) -> None:
+    """Torch rounds what it makes of them later; some micro-batches may be contiguous (here those of one row)."""
+    generator = torch.Generator().manual_seed(3)
+    for case in range(300):
+        width = int(torch.randint(1, 70, (), generator=generator))
+        momentum = [0.1, 0.03, 1 / 3, None, 0.9][case % 5]
+        plain = nn.BatchNorm1d(width, momentum=momentum)
+        group = copy.deepcopy(plain)
+        statistics = RunningStatistics(["a"], [group], {"a": kind}, {"a"})
+        taken = []
+        for n in range(4):
+            rows = int(torch.randint(2, 40, (), generator=generator)) if n else 1
+            x = torch.randn(2, rows, width, generator=generator) * 10 ** float(torch.randn((), generator=generator)) + 3
+            x = x.to(kind).transpose(1, 2)
+            with statistics.taken() as found:
+                given = group(x)
+            assert torch.equal(given, plain(x))
+            taken += found
+        statistics.replay(taken)
+        for (name, mine), theirs in zip(group.state_dict().items(), plain.state_dict().values(), strict=True):
+            assert torch.equal(mine, theirs), (case, name)
