@@ -75,6 +75,8 @@ class Loss:
         """Metrics (``models.metrics``) of an evaluation."""
         self.beginning: dict[str, torch.Tensor] | None = None
         """What it remembered before the first step (``pipeline.remembered``), once that is known."""
+        self.put_back: Callable[[], None] | None = None
+        """Sets its constants to what they were then."""
         self.ignored = getattr(function, "ignore_index", IGNORED)
         """Class of targets that count neither in the loss nor in accuracy."""
         self._weigh, self._main = next((known for one, known in _KNOWN.items() if one is function), (None, False))

@@ -3,7 +3,7 @@ attributes, in what layers have in common, in variables of Python."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -118,9 +118,11 @@ class FurtherForwards(Stateful):
                     f"first ones did not: {again if self.statistics is None else shared}"
                 )
 
-    def settle_again(self) -> None:
-        """After an evaluation: what it has changed may be so. It does not decide what is trained."""
+    def settle_again(self, late: Collection[str]) -> None:
+        """After an evaluation: what it has changed may be so, and need not be kept. It does not decide what is trained.
+        ``late``: what was so before."""
         self._settled = [one.again() for one in self._settled]
+        self._remembered.pass_over(self._remembered.late().difference(late))
 
     def _look_again(
         self,

@@ -3,12 +3,13 @@ what a loss keeps. It is kept with a stage's state, so that a run goes on from a
 ended.
 
 Numbers, text, None, tensors, arrays and torch's generators are kept, also in lists, tuples, dicts, sets, deques and objects,
-which stay the same objects. What forwards change is found by trials; constants that only later ones change (a switch thrown
-after a thousand steps) are kept as soon as they differ from what they were at first.
+which stay the same objects. What forwards change is found by trials. What only later ones change (a switch thrown after a
+thousand steps, a new attribute, which parameters are trained) is kept as soon as it differs from what it was at first.
 """
 
+import inspect
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ LAYERS, LOSS = "remembered", "loss"
 """What a stage's state calls them: "remembered/<layer's name>.<attribute>", and "loss/<last layer's name>.<attribute>"."""
 THE_LOSS = "the loss"
 """Name of the loss among the modules."""
+_TRAINED = ".requires_grad"
+"""Behind a parameter's name: whether it wants gradients."""
 _MOST_DEEP = 32
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
@@ -45,61 +48,107 @@ class _Constant(NamedTuple):
         return now is self.value or (type(now) is type(self.value) and bool(now == self.value))
 
 
-def _constants(named: Sequence[tuple[str, nn.Module]]) -> Iterator[_Constant]:
-    """Yield the constants among the attributes of modules, modes included."""
-    for root, module in named:
-        for path, one in module.named_modules(prefix=root):
-            own = vars(one)
-            constants = [key for key, value in own.items() if isinstance(value, _PLAIN)]
-            yield from (_Constant(own, key, f"{path}.{key}", own[key]) for key in constants if key not in OWN - {"training"})
+class AtFirst:
+    """What some modules have before the first step, and what is other later."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
+        every = [(path, one) for root, module in named for path, one in module.named_modules(prefix=root)]
+        self.constants = [
+            _Constant(vars(one), key, f"{path}.{key}", value)
+            for path, one in every
+            for key, value in vars(one).items()
+            if isinstance(value, _PLAIN) and key not in OWN - {"training"}
+        ]
+        """Constants, modes included."""
+        self._keys = [(path, vars(one), OWN.union(vars(one))) for path, one in every]
+        self.trained = [
+            (f"{path}.{key}{_TRAINED}", parameter, parameter.requires_grad)
+            for path, one in every
+            for key, parameter in one._parameters.items()
+            if parameter is not None
+        ]
+        """Parameters, and whether they want gradients."""
+
+    def new(self) -> Iterator[tuple[dict[str, Any], str, str]]:
+        """Yield what there was not: a module's table, the attribute's name in it, and its whole name."""
+        for path, table, keys in self._keys:
+            yield from ((table, key, f"{path}.{key}") for key in table.keys() - keys)
+
+    def put_back(self) -> None:
+        """Set constants to what they were, and take away new ones, and new tensors."""
+        for one in self.constants:
+            one.table[one.key] = one.value
+        for table, key, _ in [*self.new()]:
+            if _is_simple(table[key], 0):
+                del table[key]
 
 
 class Remembered:
     """What some modules remember."""
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Module]], names: Collection[str] = (), before: "Remembered | None" = None
+        self,
+        named: Sequence[tuple[str, nn.Module]],
+        names: Collection[str] = (),
+        before: "Remembered | None" = None,
+        shown: Collection[Any] = (),
     ) -> None:
         """``named``: modules and their names, a loss as the last one; ``names``: dotted names of what is to be kept;
-        ``before``: what was made for the same modules when less was known."""
+        ``before``: what was made for the same modules when less was known; ``shown``: names of what forwards change from the
+        first on, and none reads."""
         self.names = set(names)
         self._named = dict(named)
-        self._at_first: list[_Constant] = before._at_first if before and before._at_first else list(_constants(named))
+        self._shown = {*shown} - self.names
+        self._at_first: AtFirst = before._at_first if before and before._named else AtFirst(named)
 
     @classmethod
     def of_file(cls, named: Sequence[tuple[str, nn.Module]], state: Mapping[str, torch.Tensor]) -> "Remembered":
         """What ``state``, read from a file, says of attributes that these modules have, and that are no functions."""
         every = cls(named, [key.removeprefix(f"{LAYERS}/") for key in state])
-        return cls(named, [name for table, key, name in every._places() if key in table and not callable(table[key])])
+        return cls(named, [name for _, table, key, name in every._places() if key in table and not callable(table[key])])
 
     def state(self) -> dict[str, torch.Tensor]:
         """Copies of what can be kept, as "<what>/<name>"."""
         found = {}
-        for table, key, name in self._places(self._switched()):
+        for _, table, key, name in self._places(self.late()):
             if key in table and (value := _packed(table[key])) is not None:
                 found[self._key(name)] = value
-        return found
+        trained = ((name, one.requires_grad) for name, one, wanted in self._at_first.trained if one.requires_grad != wanted)
+        return found | {self._key(name): packed(wanted) for name, wanted in trained}
 
     def lost(self) -> list[str]:
         """Names of what cannot be kept."""
-        return sorted(name for table, key, name in self._places() if key in table and _packed(table[key]) is None)
+        return sorted(name for _, table, key, name in self._places() if key in table and _packed(table[key]) is None)
 
     def put(self, state: Mapping[str, torch.Tensor]) -> None:
         """Have modules remember what ``state`` gave. What they do not remember is passed over. Raises UserError if it is
         damaged."""
-        constants = [one.name for one in self._at_first if isinstance(one.now, _PLAIN) and self._key(one.name) in state]
-        for table, key, name in self._places(constants):
+        kept = [self._name(key) for key in state if key.startswith((f"{LAYERS}/", f"{LOSS}/"))]
+        for module, table, key, name in self._places(kept):
             if (packed_value := state.get(self._key(name))) is not None:
                 value = unpacked(packed_value)
-                if name in self.names or isinstance(value, _PLAIN):
+                if name in self.names or (_is_simple(value, 0) and _may_be_set(module, key)):
                     table[key] = _merged(table.get(key), value, 0)
+        for name, parameter, _ in self._at_first.trained:
+            if (wanted := state.get(self._key(name))) is not None:
+                parameter.requires_grad_(unpacked(wanted) is True)
 
-    def _switched(self) -> list[str]:
-        """Names of constants that are other ones now than at first."""
-        return [one.name for one in self._at_first if isinstance(one.now, _PLAIN) and not one.same]
+    def late(self) -> set[str]:
+        """Names of constants that are other ones now than at first, or tensors, and of new attributes."""
+        found = {
+            one.name
+            for one in self._at_first.constants
+            if not one.same and (isinstance(one.now, _PLAIN) or (one.name not in self._shown and _is_simple(one.now, 0)))
+        }
+        new = {name for table, key, name in self._at_first.new() if name not in self._shown and _is_simple(table[key], 0)}
+        return found | new
 
-    def _places(self, more: Collection[str] = ()) -> Iterator[tuple[dict[str, Any], str, str]]:
-        """Yield the table of a module that has a name, the name there, and the whole name. ``more``: further names."""
+    def pass_over(self, names: Collection[str]) -> None:
+        """Do not keep these, unless forwards are known to read them: evaluations have made them."""
+        self._shown |= {*names} - self.names
+
+    def _places(self, more: Iterable[str] = ()) -> Iterator[tuple[nn.Module, dict[str, Any], str, str]]:
+        """Yield a module, the table of it that has a name, the name there, and the whole name. ``more``: further names."""
         for whole in sorted(self.names.union(more)):
             root, _, rest = whole.partition(".")
             path, _, key = rest.rpartition(".")
@@ -107,13 +156,39 @@ class Remembered:
                 module = self._named[root].get_submodule(path)
             except (KeyError, AttributeError):
                 continue
-            yield module._buffers if key in module._buffers else module.__dict__, key, whole
+            yield module, module._buffers if key in module._buffers else module.__dict__, key, whole
 
     def _key(self, name: str) -> str:
         root, _, rest = name.partition(".")
         if root != THE_LOSS:
             return f"{LAYERS}/{name}"
-        return f"{LOSS}/{[name for name in self._named if name != THE_LOSS][-1]}.{rest}"
+        return f"{LOSS}/{self._last}.{rest}"
+
+    def _name(self, key: str) -> str:
+        """The name that has a key."""
+        what, _, name = key.partition("/")
+        return name if what != LOSS else THE_LOSS + name.removeprefix(self._last)
+
+    @property
+    def _last(self) -> str:
+        """Name of the last layer."""
+        return [name for name in self._named if name != THE_LOSS][-1]
+
+
+def _is_simple(value: Any, depth: int) -> bool:
+    """True for what is whole without objects that must be there already."""
+    if isinstance(value, torch.Tensor):
+        return not isinstance(value, nn.Parameter)
+    if type(value) in (list, tuple, dict) and depth < _MOST_DEEP:
+        return all(_is_simple(one, depth + 1) for one in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _PLAIN)
+
+
+def _may_be_set(module: nn.Module, key: str) -> bool:
+    """True for a constant, and for a name that means nothing to a module yet: a file may say anything."""
+    taken = key in OWN - {"training"} or hasattr(nn.Module, key)
+    registered = key in module._parameters or key in module._buffers or key in module._modules
+    return not taken and not registered and isinstance(inspect.getattr_static(module, key, None), _PLAIN)
 
 
 def _packed(value: Any) -> torch.Tensor | None:

@@ -251,6 +251,7 @@ class Stage(Trials):
         """Within the context: the newest weights or their moving average, no dropout, BatchNorm's running statistics.
         Modules get their modes back on exit."""
         self.check_settled(deep=True)
+        late = self._remembered.late()
         self._weights.newest()
         trained = self.trained
         shown = self.averages.show(self._updated, trained)
@@ -263,7 +264,7 @@ class Stage(Trials):
         finally:
             self.averages.hide(trained, shown)
             restore_modes(modes)
-            self.settle_again()
+            self.settle_again(late)
             self._turns = turns
             if turns is not None:
                 turns.forget()

@@ -26,7 +26,7 @@ from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.further_forwards import FurtherForwards, Given, is_nan
 from accept_mpi.pipeline.graph_edges import Differentiating, cast_twice, finite
 from accept_mpi.pipeline.optimizer import make_optimizer, update
-from accept_mpi.pipeline.remembered import LOSS, Remembered
+from accept_mpi.pipeline.remembered import LOSS, AtFirst, Remembered
 from accept_mpi.pipeline.running_statistics import batch_norms, lies_apart
 from accept_mpi.pipeline.settled import Changing, Settled
 from accept_mpi.pipeline.shareable import Watch
@@ -284,18 +284,15 @@ class Trials(FurtherForwards):
         self._made |= trial._check_state() - self._kept
         self._written |= trial._written
         self.forgets = self.forgets or trial.forgets
-        names = trial._remembered.names | self._remembered.names
-        self._remembered = Remembered(self._modules, names, self._remembered)
-        if names:
-            self._begin_loss()
         self._changing |= trial._changing
+        self._begin_loss(trial._remembered.names | self._remembered.names)
         self.alone, self.in_turn = self.alone or trial.alone, self.in_turn or trial.in_turn
         self.unreplayed = self.unreplayed or trial.unreplayed
         self.one_forward = self.one_forward or trial.one_forward or trial.unreplayed
-        self.norms_apart |= trial.norms_apart
         if hooked(self.parameters):  # which a trial's copies have not
             self.in_turn = self.in_turn or "a parameter has hooks"
         self.norms_take |= trial.norms_take
+        self.norms_apart |= trial.norms_apart
         self._drawing |= trial._drawing
         self._draws_back |= trial._draws_back
         self.sparse |= trial.sparse
@@ -316,14 +313,20 @@ class Trials(FurtherForwards):
         if self._deferred is not None and trial._deferred is not None:
             self._deferred.learn(trial._deferred)
 
-    def _begin_loss(self) -> None:
-        """Have the loss remember what it did before the first step: it has been trained with since, if this is another plan
-        or a run that goes on after a loss of a rank."""
-        if self._loss is None:
+    def _begin_loss(self, names: set[str]) -> None:
+        """Know ``names`` of what forwards have modules remember, and have the loss remember what it did before the first
+        step: it has been trained with since, if this is another plan or a run that goes on after a loss of a rank."""
+        loss = self._loss
+        if loss is not None and loss.put_back is None:
+            loss.put_back = AtFirst(self._modules[len(self.layers) :]).put_back
+        if loss is not None and loss.put_back is not None:
+            loss.put_back()
+        self._remembered = Remembered(self._modules, names, self._remembered, self._changing)
+        if loss is None or not names:
             return
-        if self._loss.beginning is None:
-            self._loss.beginning = {key: one for key, one in self._remembered.state().items() if key.startswith(f"{LOSS}/")}
-        self._remembered.put(self._loss.beginning)
+        now = {key: one for key, one in self._remembered.state().items() if key.startswith(f"{LOSS}/")}
+        loss.beginning = now | (loss.beginning or {})
+        self._remembered.put(loss.beginning)
 
     def _search(self, step: int, micro_batch: int, inputs: Tensors, of: Tree | None, target: Any) -> int:
         """What makes outputs not finite, as in ``Outputs.suspect``; a layer is found by running a copy of the stage layer by

@@ -2,6 +2,7 @@
 
 import copy
 from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from accept_mpi.models.layers import Layers
 from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.remembered import Remembered
 from accept_mpi.pipeline.stage import Stage
+from accept_mpi.pipeline.state import packed
 from accept_mpi.recovery.layer_state import load, states
 
 BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=9\n[output]\ndirectory="r"\n'
@@ -130,6 +132,85 @@ def test_constants_of_a_loss_are_not_kept() -> None:
     assert stage._remembered.names == {"the loss.calls", "the loss.centre", "the loss.quiet"}
 
 
+class Late(nn.Module):
+    """Changes things in the third forward, without having counted: no trial sees it."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.centre, self.slope, self.shown = nn.Linear(4, 4), None, 1.0, None
+
+    def forward(self, x: torch.Tensor, *target: torch.Tensor) -> Any:
+        """Also a loss, which changes itself."""
+        self.shown = x.detach()
+        y = self.factor * self.slope * (x if target else self.linear(x))
+        y = y if self.centre is None else y - self.centre
+        if hasattr(self, "pairs"):
+            y = y * self.pairs[1]["by"]
+        if torch.is_grad_enabled() and int(1e4 * x.flatten()[0].abs()) in TIMES:
+            self.centre, self.slope, self.factor = x.detach().mean(0), 0.5, 0.25
+            self.pairs = (torch.zeros(2), {"by": 0.5})
+            self.linear.weight.requires_grad_(False)
+        return functional.cross_entropy(y, *target) if target else y
+
+
+TIMES: set[int] = set()
+
+
+@pytest.fixture
+def times() -> Iterator[Callable[[nn.Module, int], None]]:
+    """Have forwards of a first layer that passes its input on change things when this step's comes."""
+
+    def at(step: int) -> None:
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        TIMES.add(int(1e4 * x.flatten()[0].abs()))
+
+    yield at
+    TIMES.clear()
+
+
+def test_what_forwards_make_late_is_kept(times: Callable[[int], None]) -> None:
+    """A new attribute, a tensor in a constant's place, a frozen parameter."""
+    times(2)
+    layers, loss = [Late(), nn.Linear(4, 4)], nn.CrossEntropyLoss()
+    layers[0].linear.weight.data.copy_(torch.eye(4))
+    whole = trained(made(layers, loss), range(8))
+    first = made(layers, loss)
+    begun = trained(first, range(4))
+    assert first._remembered.late() == {"a.centre", "a.slope", "a.factor", "a.pairs"}
+    assert "remembered/a.linear.weight.requires_grad" in first._remembered.state()
+    second = made(layers, loss)
+    load(second, states(first), parse(BASE, "job").train.optimizer)
+    assert begun + trained(second, range(4, 8)) == whole
+    assert second._remembered.state().keys() == first._remembered.state().keys()
+
+
+def test_what_evaluations_make_is_not_kept(times: Callable[[int], None]) -> None:
+    stage = made([Late(), nn.Linear(4, 4)], nn.CrossEntropyLoss())
+    with stage.evaluating():
+        stage.layers[0].maps = torch.zeros(4)
+    assert not stage._remembered.late()
+
+
+def test_a_loss_that_changes_late(times: Callable[[int], None]) -> None:
+    """Another plan's stage has the same loss, which keeps what it changed, too, and begins with what it had at first."""
+    layers, loss = [nn.Identity(), nn.Linear(4, 4)], Loss("own", Late().requires_grad_(False))
+    layers[1].weight.data.copy_(torch.eye(4))
+    layers[1].bias.data.zero_()
+    times(0)
+    first = made(layers, loss)
+    whole = trained(first, range(6))
+    kept = {key for key in first._remembered.state() if key.startswith("loss/")}
+    assert kept == {f"loss/b.{name}" for name in ("centre", "slope", "factor", "pairs")}
+    snapshot = states(first)
+    second = made(layers, loss)
+    assert not second._remembered.state()
+    load(second, snapshot, parse(BASE, "job").train.optimizer)
+    assert {key for key in second._remembered.state() if key.startswith("loss/")} == kept
+    assert trained(made(layers, loss), range(6)) == whole
+
+
 class Handle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -165,6 +246,21 @@ def test_numbers_that_no_file_can_hold_are_told() -> None:
     layer.register_buffer("angles", torch.zeros(2, dtype=torch.complex128))
     with pytest.raises(UserError, match=r'"angles" of its state_dict\(\) is or holds a tensor of complex128, which no file'):
         made([layer, nn.Tanh()], nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("name", ["forward", "linear", "weight", "_compiled_call_impl", "_buffers", "method", "meter"])
+def test_what_means_something_else_is_not_put(name: str) -> None:
+    """A checkpoint of another program may name anything."""
+    module = Counting()
+    module.weight, module.linear = nn.Parameter(torch.zeros(2)), nn.Linear(2, 2)
+    module.method = lambda: 5
+    made_of = Remembered([("b", module)])
+    before = dict(vars(module))
+    made_of.put({f"remembered/b.{name}": packed(7)})
+    assert vars(module) == before
+    made_of.put({"remembered/b.slope": packed(7), "remembered/b.weight.requires_grad": packed(False)})
+    assert module.slope == 7
+    assert not module.weight.requires_grad
 
 
 def test_only_what_is_remembered_can_be_put() -> None:
