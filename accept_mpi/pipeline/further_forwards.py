@@ -268,10 +268,15 @@ class FurtherForwards(Stateful):
         set_again = [name for name in numbers if name not in made_once]
         if not set_again or not self._reads(given, lambda: now.with_nan(set_again, numbers=True)):
             return []
-        if len(set_again) == 1:
-            return set_again
-        read = {one for one in set_again if self._reads(given, partial(now.with_nan, [one], numbers=True))}
-        return sorted(set_again, key=lambda one: one not in read)  # what is told of is the first
+        if len(set_again) > 1:  # what is told of is the first
+            set_again.sort(key=lambda one: not self._reads(given, partial(self._only_nan, now, numbers, one)))
+        return set_again
+
+    @staticmethod
+    def _only_nan(now: Attributes, numbers: dict[str, float], name: str) -> None:
+        """Have one of some attributes hold NaN, and the others numbers."""
+        now.put(numbers)
+        now.with_nan([name], numbers=True)
 
     def _reads(self, given: Given, spoil: Callable[[], None], gradients: Tensors | None = None) -> bool:
         """True if the NaN that ``spoil`` puts into attributes comes out of a forward, in training or in an evaluation, or of
