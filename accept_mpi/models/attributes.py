@@ -60,18 +60,20 @@ class Attributes:
         """The same modules' attributes, as they are now."""
         return Attributes(self._named)
 
-    def changed(self, but_floating: bool = False) -> list[str]:
+    def changed(self, but_floating: bool = False, grown: bool = False) -> list[str]:
         """Dotted names of what has changed since, also within containers and objects: numbers, texts, arrays, generators'
         states, and tensors that are others now or, unless they are parameters or buffers, have been written to. New keys of
-        dictionaries do not count, since a forward may remember what it has computed. ``but_floating``: floating-point
-        tensors do not count either."""
+        dictionaries do not count, since a forward may remember what it has computed, unless ``grown``. ``but_floating``:
+        floating-point tensors do not count either."""
         found = []
         with _unwatched():
             for place in self._places():
                 if place.name in self._before:
-                    if not self._before[place.name].equal(place.digest(), but_floating):
+                    if not self._before[place.name].equal(place.digest(), but_floating, not grown):
                         found.append(place.name)
-                elif isinstance(place.value, (torch.Tensor, *CONSTANTS)) and not (but_floating and _floating(place.value)):
+                elif grown or (
+                    isinstance(place.value, (torch.Tensor, *CONSTANTS)) and not (but_floating and _floating(place.value))
+                ):
                     found.append(place.name)
         return found
 

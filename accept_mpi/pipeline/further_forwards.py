@@ -140,7 +140,7 @@ class FurtherForwards(Stateful):
         Returns the names of attributes that are changed and read, and of variables of Python that are changed.
         """
         changed, outside = attributes.changed(), seen.changed(grown=True)
-        self._changing.update(changed, map(place_of, outside))
+        self._changing.update(attributes.changed(grown=True), map(place_of, outside))
         again: list[str] = []
         variables: list[str] = []
         counts = False

@@ -24,11 +24,13 @@ class Layer(nn.Module):
         super().__init__()
         self.linear, self.norm, self.kind = nn.Linear(6, 6), nn.BatchNorm1d(6), kind
         self.slope, self.scale, self.box, self.shown, self.most = 1.0, torch.ones(()), {"slope": 1.0}, None, 0.0
+        self.told = {}
         self.register_buffer("gate", torch.ones(()))
 
     def forward(self, x):
         global FACTOR
         self.shown = float(x.detach().mean())
+        self.told["mean"] = x.detach().mean()
         factor = self.slope * self.scale * self.gate * self.box["slope"] * FACTOR * getattr(self, "more", 1.0)
         y = torch.tanh(factor * self.linear(x.clamp(-2, 2)))
         if self.kind == "most":
