@@ -175,8 +175,7 @@ class Stage(Trials):
         self, step: int, micro_batch: int, gradients: Tensors, seed: int | None = None, tell: Telling | None = None
     ) -> Tensors:
         """B: gradients of the inputs that want one, for the previous stage. ``gradients`` is empty on the last stage.
-        ``seed``: of random numbers, if another than that of this micro-batch; ``tell`` is told of its ``progress``, unless
-        weights' gradients are left to W."""
+        ``seed``: of random numbers, if not that of this micro-batch; ``tell``: told of ``progress`` if W has no part."""
         gradients = self._compute.take(gradients)
         flight = self.in_flight[step, micro_batch]
         self.progress.tell = tell if self._deferred is None or flight.whole else None
@@ -216,9 +215,8 @@ class Stage(Trials):
         return self._divisors.scale(step)
 
     def update(self, lr: float, version: int, scale: float = 1.0, clip: Clip | None = None) -> None:
-        """U: one optimizer step with ``scale`` times the gradients. Afterwards the weights are version ``version`` + 1 of
-        the segment. ``clip`` gets the gradients of ``trained`` and returns a factor for all of them. Raises UserError as
-        ``check_settled``."""
+        """U: one optimizer step with ``scale`` times the gradients; afterwards weights are version ``version`` + 1 of the
+        segment. ``clip`` gets the gradients of ``trained`` and returns a factor for all. Raises as ``check_settled``."""
         self.check_settled()
         if self.optimizer is not None:
             if scale != 1.0:
@@ -387,11 +385,8 @@ class Stage(Trials):
         finally:
             if newest is not None:
                 self._weights.leave(newest, flight.weights)
-        if beside and flight.weights.wanting != self._weights.wanting:  # autograd may have seen either
-            raise UserError(
-                f"a forward of layers {self.start} to {self._last} has changed which parameters are trained while a "
-                'backward went on beside it: leave pipeline.lanes = "F+B" out'
-            )
+        if beside:
+            self._weights.check_wanting(flight.weights, f"layers {self.start} to {self._last}")
 
     def _precise(self) -> AbstractContextManager[object]:
         """A context in which forwards compute with the job's precision."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from accept_mpi.errors import UserError
 from accept_mpi.models.shared import common_memory, copies, same_bits
 from accept_mpi.pipeline.kept_values import KeptValues
 
@@ -136,6 +137,14 @@ class Weights:
             tensor.data = data
             _set_version(tensor, max(count, tensor._version))
         self.newest()
+
+    def check_wanting(self, kept: Kept, layers: str) -> None:
+        """After a B beside Fs: raise UserError if one has changed what is trained, since autograd may have seen either."""
+        if kept.wanting != self.wanting:
+            raise UserError(
+                f"a forward of {layers} has changed which parameters are trained while a backward went on beside it: leave "
+                'pipeline.lanes = "F+B" out'
+            )
 
     def _want(self, wanting: list[bool], before: list[bool]) -> None:
         """Have parameters want gradients as they did at some time, where that differs from ``before``."""
