@@ -19,7 +19,7 @@ from accept_mpi.plan import Lanes, StagePlan, at_once, slots_in
 def early_worth(shares_core: bool) -> float:
     """Part of a step that waits for the sum of a group's gradients from which members had better pass gradients on while B
     goes on. ``shares_core``: sums and B have one core, so most of that time is the sum's, and B takes longer meanwhile."""
-    return 0.25 if shares_core else 0.05
+    return 0.3 if shares_core else 0.05
 
 
 class Slot(NamedTuple):
