@@ -194,7 +194,7 @@ def test_a_log_that_tells_enough_of_the_job(tmp_path: Path, capsys: pytest.Captu
 
 def test_zero_bubble_from_a_log_of_another_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What it puts off was not measured then; it is not nothing, which would make it 1F1B."""
-    words = ("--log", str(log_of_a_run(tmp_path, weights=0.0)), "--json")
+    words = ("--log", str(log_of_a_run(tmp_path, weights=0.0)), "--json", "--set", "pipeline.groups=false")
     plain, zero_bubble = (
         json.loads(plan(capsys, tmp_path, *words, "--set", f"pipeline.schedule={kind}"))["plan"]["step_seconds"]
         for kind in ("1f1b", "zero-bubble")
