@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from accept_mpi.pipeline.schedule import Action
+from accept_mpi.job import ScheduleKind
+from accept_mpi.pipeline.schedule import Action, waits_for_sum
 from accept_mpi.plan import Lanes, StagePlan, at_once, slots_in
 
 
@@ -20,6 +21,12 @@ def early_worth(shares_core: bool) -> float:
     """Part of a step that waits for the sum of a group's gradients from which members had better pass gradients on while B
     goes on. ``shares_core``: sums and B have one core, so most of that time is the sum's, and B takes longer meanwhile."""
     return 0.3 if shares_core else 0.05
+
+
+def early_sums(kind: ScheduleKind, last: bool) -> bool:
+    """True if the sum of a group's gradients may begin in a step's last backward: where that leaves nothing to W, and where
+    the update waits for it (``waits_for_sum``; else there is time enough)."""
+    return kind != "zero-bubble" and waits_for_sum(kind, last)
 
 
 class Slot(NamedTuple):

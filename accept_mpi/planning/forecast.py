@@ -16,7 +16,7 @@ from accept_mpi.codecs.coding import bits_of
 from accept_mpi.direction import Crossing, Direction
 from accept_mpi.job import ScheduleKind, flows
 from accept_mpi.logs.format import KINDS, TRACE, Rows
-from accept_mpi.pipeline.deal import Deal, early_worth, of_member
+from accept_mpi.pipeline.deal import Deal, early_sums, early_worth, of_member
 from accept_mpi.pipeline.schedule import Action, actions, max_in_flight, waits_for_sum
 from accept_mpi.pipeline.simulator import PackedSchedule, Simulated, action_seconds, simulate, simulate_packed
 from accept_mpi.planning.message_model import message_seconds
@@ -370,8 +370,8 @@ class Forecast:
         """The part of the seconds of ``sending`` gradients that is left when a step's last backward ends."""
         stage, here = self.groups.stages[device], self.profiles[device]
         computing = self._shares[device] * self._all * (here.forward + here.backward)
-        early = self._waits_for_sum(stage) and self.groups.early and len(self._held_by[stage]) == self._members[stage]
-        if not early or sending <= early_worth(here.shared) * (sending + computing):
+        early = early_sums(self.kind, stage == self._stages - 1) and len(self._held_by[stage]) == self._members[stage]
+        if not early or not self.groups.early or sending <= early_worth(here.shared) * (sending + computing):
             return sending
         return min(sending, max(part * sending - to_go * here.backward for part, to_go in self.groups.early[stage]))
 

@@ -18,7 +18,7 @@ from accept_mpi.codecs.coding import bits_of
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.job import Job
 from accept_mpi.models.losses import counts_known
-from accept_mpi.pipeline.deal import early_worth
+from accept_mpi.pipeline.deal import early_sums, early_worth
 from accept_mpi.pipeline.schedule import waits_for_sum
 from accept_mpi.plan import Plan
 from accept_mpi.planning.codec_choice import AUTO, EXACT, TOLERANCE, gradient_codec, possible_sums
@@ -286,12 +286,12 @@ class _Groups:
         parts = wire * (len(members) - 1) / len(members)
         summing = 2 * parts / min(*pairs, float(links.min()))
         # Where a sum is not waited for, each member takes one more micro-batch meanwhile; else it may begin in B.
-        waits = np.full(len(self._gradients), waits_for_sum(self._job.pipeline.schedule, last=False))
-        waits[-1] = waits_for_sum(self._job.pipeline.schedule, last=True)
+        kind, last = self._job.pipeline.schedule, np.arange(len(self._gradients)) == len(self._gradients) - 1
+        waits, early = (np.where(last, says(kind, True), says(kind, False)) for says in (waits_for_sum, early_sums))
         meanwhile = np.minimum(runs.max(axis=0), ends.max(axis=0))
         shares_core = any(devices[m].shared for m in members)
-        after = np.where(waits, self._after_backward(summing, runs, count * whole, shares_core), summing - meanwhile)
-        summing = np.maximum(0.0, after)
+        at_once = np.where(early, self._after_backward(summing, runs, count * whole, shares_core), summing)
+        summing = np.where(waits, at_once, np.maximum(0.0, summing - meanwhile))
         taken = ends / np.maximum(runs, 1e-15) * count / dealt
         busy = ((parts * (taken + 1) if exact else 2 * parts) / links).max(axis=0)  # ``summing`` included
         return np.maximum(whole + summing / count, busy / count)

@@ -24,7 +24,8 @@ class Focal(nn.CrossEntropyLoss):
 
 def test_mixed_targets_are_classes_again_in_evaluations() -> None:
     """Told before the first step; mse would fail in the first evaluation."""
-    text = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\nloss="mse"\nmix={classes=3,mixup=0.2}\n[output]\ndirectory="r"\n'
+    text = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\nloss="mse"\n[output]\ndirectory="r"\n'
+    text = text.replace("[output]", "mix={classes=3,mixup=0.2}\n[output]")
     assert loss_of(parse(text, "job", ["train.evaluate_every=0"])).name == "mse"
     with pytest.raises(UserError, match=r"^train.mix: evaluations have classes as targets"):
         loss_of(parse(text, "job"))
