@@ -1,7 +1,6 @@
 """Estimates of plans on measured devices: the time of a step, each stage's computing and memory, codecs."""
 
 import itertools
-from bisect import bisect_right
 from statistics import fmean
 from typing import NamedTuple
 
@@ -143,15 +142,16 @@ def _passed_on(cluster: ClusterProfile, plan: Plan, s: int) -> list[tuple[float,
     stage = plan.stages[s]
     layers = cluster.outline.layers[stage.start : stage.stop]
     seconds = cluster.devices[stage.ranks[0]].backward[stage.start : stage.stop]
-    ends = list(itertools.accumulate(layer.trained_bytes for layer in layers))
-    total = max(ends[-1], 1)
-    before = [0.0, *itertools.accumulate(seconds)]
-    starts = range(0, total, max(1, chunk_bytes(total, len(stage.ranks))))
-    # A chunk is there once the first layer with values in it has gone back.
-    return [
-        (min(1.0, (start + starts.step) / total), before[bisect_right(ends, start)] / max(before[-1], 1e-12))
-        for start in starts
-    ]
+    total = max(sum(layer.trained_bytes for layer in layers), 1)
+    chunk = max(1, chunk_bytes(total, len(stage.ranks)))
+    found, end, to_go = [], 0, 0.0
+    for layer, backward in zip(layers, seconds, strict=True):
+        begin, end = end, end + layer.trained_bytes
+        last = (end - 1) // chunk * chunk  # where the last chunk begins that has values of this layer
+        if last >= begin:  # then it is there once this layer has gone back, and so are all later ones
+            found.append((min(1.0, (last + chunk) / total), to_go / max(sum(seconds), 1e-12)))
+        to_go += backward
+    return found or [(1.0, 0.0)]
 
 
 class Replayed(NamedTuple):
