@@ -56,18 +56,18 @@ def data():
 
 
 if __name__ == "__main__":
-    from accept_mpi.comm import channels
+    from accept_mpi.comm import ends
     from accept_mpi.comm.runtime import Runtime
     from accept_mpi.training.run import train
     from accept_mpi.training.start import Options
 
-    send = channels.Sender.send
+    send = ends.Sender.send
 
     def blocking(self, *arguments, **keywords):
         send(self, *arguments, **keywords)
         self.drain(60)
 
-    channels.Sender.send = blocking
+    ends.Sender.send = blocking
     runtime = Runtime.start()
     try:
         train(runtime, Options(Path(sys.argv[1]), quiet=True))
