@@ -106,12 +106,7 @@ def test_a_block_is_called_once() -> None:
     check(Normalized, [torch.randn(3, 4) for _ in range(5)], mean_square, every_cut)
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.normalizer = Normalizer()
-        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
+class Twice(Normalized):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second, last = self.parts
         return last(self.normalizer(second(self.normalizer(first(x)))))
