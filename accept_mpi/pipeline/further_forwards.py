@@ -17,7 +17,8 @@ from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.common import Common, Finder, Seen
 from accept_mpi.models.losses import Loss
 from accept_mpi.models.shared import same_bits
-from accept_mpi.pipeline.micro_batch import InFlight, Key, Outputs
+from accept_mpi.pipeline.grown import Change
+from accept_mpi.pipeline.micro_batch import InFlight, Inputs, Key, Outputs
 from accept_mpi.pipeline.recomputing import Recomputing
 from accept_mpi.pipeline.remembered import THE_LOSS
 from accept_mpi.pipeline.running_statistics import RunningStatistics, batch_norms
@@ -64,6 +65,7 @@ class FurtherForwards(Stateful):
     _written: set[str]
     _changing: Changing
     _settled: list[Settled]
+    _make_again: Callable[[Sequence[Change], Sequence[Inputs]], bool]
     _returned: Tensors = ()
     """Gradients of the inputs that the last further backward gave."""
 
@@ -101,8 +103,13 @@ class FurtherForwards(Stateful):
         """Before the first step, where other ranks or lanes compute, too, or backwards compute forwards again: what forwards
         refer to must stay as it is from now on, but for what trials have seen change."""
         if self.statistics is not None or self.again:
-            self._settled.append(Settled(self._modules, self._seen(), self._changing))
+            self._settled.append(Settled(self._modules, self._seen, self._changing, self._make_again))
         return self._settled
+
+    def note_sizes(self, inputs: Tensors, of: Tree | None) -> None:
+        """A forward begins, of which caches may grow."""
+        if self._settled:
+            self._settled[0].largest.see(inputs, of)
 
     def check_settled(self, deep: bool = False) -> None:
         """Raise UserError if forwards have changed what must stay as it is. ``deep`` as in ``Settled.changed``."""
@@ -121,7 +128,8 @@ class FurtherForwards(Stateful):
     def settle_again(self, late: Collection[str]) -> None:
         """After an evaluation: what it has changed may be so, and need not be kept. It does not decide what is trained.
         ``late``: what was so before."""
-        self._settled = [one.again() for one in self._settled]
+        for one in self._settled:
+            one.look()
         self._remembered.pass_over(self._remembered.late().difference(late))
 
     def _look_again(

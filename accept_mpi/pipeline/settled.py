@@ -5,7 +5,7 @@ first forwards change is found before the first step (``further_forwards``); her
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ from torch import nn
 
 from accept_mpi.models.attributes import CONSTANTS, NO_STATE, Digest, digest
 from accept_mpi.models.common import Common, Place, Seen
+from accept_mpi.pipeline.grown import MISSING, Change, Largest, may_be_cache
+from accept_mpi.pipeline.micro_batch import Inputs
 
 _SHARE = 0.01
 """Share of the time that may be taken for looking into containers."""
@@ -63,61 +65,93 @@ def _trained(module: nn.Module) -> dict[str, bool]:
 
 
 class Settled:
-    """What forwards refer to, as it was when this object was made."""
+    """What forwards refer to, as it was when this object was made, or when it last looked at it."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Module]], seen: Seen, changing: Changing) -> None:
-        """``named``: modules and their names; ``seen``: variables that they refer to; ``changing``: what may change."""
-        self._named, self._seen, self._changing = named, seen, changing
-        every = [(path, module) for root, one in named for path, module in one.named_modules(prefix=root)]
-        self._modules = [_Module.of(path, module, changing) for path, module in every]
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Module]],
+        seen: Callable[[], Seen],
+        changing: Changing,
+        again: Callable[[Sequence[Change], Sequence[Inputs]], bool],
+    ) -> None:
+        """``named``: modules and their names; ``seen`` gives the variables that they refer to; ``changing``: what may
+        change; ``again``: true if forwards of other values make the same changes."""
+        self._named, self._see, self._changing, self._again = named, seen, changing, again
+        self.largest = Largest()
+        self._next = 0.0
+        self.look()
+
+    def look(self) -> None:
+        """From now on what there is now must not change."""
+        self._seen = self._see()
+        every = [(path, module) for root, one in self._named for path, module in one.named_modules(prefix=root)]
+        self._modules = [_Module.of(path, module, self._changing) for path, module in every]
         self._deep: dict[int, tuple[str, Any, Digest]] = {}
         """Containers, objects and tensors in attributes: the name of the first one that has each, and what was in it."""
         for path, module in every:
             for key, value in vars(module).items():
                 name = f"{path}.{key}"
                 looked = id(value) in self._deep or isinstance(value, (*_FIXED, nn.Module))
-                if not looked and key not in NO_STATE and name not in changing:
+                if not looked and key not in NO_STATE and name not in self._changing:
                     self._deep[id(value)] = name, value, digest(value, checked=False)
-        self._next = 0.0
-
-    def again(self) -> "Settled":
-        """The same, as it is now."""
-        return Settled(self._named, self._seen.again(), self._changing)
 
     def changed(self, deep: bool) -> str:
-        """Name of something that has changed; empty: nothing has. ``deep``: look into containers and objects now, not only
-        when that has not been done for a while."""
+        """Name of something that has changed; empty: nothing has, but for caches that have grown. ``deep``: look into
+        containers and objects now, not only when that has not been done for a while."""
+        found = self._changed(deep)
+        if found and self._only_caches():
+            self.look()
+            found = ""
+        self.largest.next_step()
+        return found
+
+    def _changed(self, deep: bool) -> str:
         for one in self._modules:
-            if not one.same and (key := self._key(one)):
-                return f"{one.path}.{key}"
+            if not one.same and (keys := sorted(change.key for change in self._changes(one))):
+                return f"{one.path}.{keys[0]}"
             if one.trained and one.trained != _trained(one.module):
                 return f"which parameters of {one.path} are trained"
         began = time.monotonic()
         if not deep and began < self._next:
             return ""
-        found = next((name for name, value, before in self._deep.values() if _other(before, value)), "")
-        if not found:
-            found = next((one.places[0][1].text for one in self._seen.changed() if place_of(one) not in self._changing), "")
+        found = self._changed_inside()
         now = time.monotonic()
         self._next = now + (now - began) / _SHARE
         return found
 
-    def _key(self, one: _Module) -> str:
+    def _changed_inside(self) -> str:
+        """Name of a container, an object or a variable in which something has changed."""
+        found = next((name for name, value, before in self._deep.values() if _other(before, value)), "")
+        if not found:
+            found = next((one.places[0][1].text for one in self._seen.changed() if place_of(one) not in self._changing), "")
+        return found
+
+    def _only_caches(self) -> bool:
+        """True if all that has changed are caches that have grown."""
+        changes = [change for one in self._modules if not one.same for change in self._changes(one)]
+        trained = all(one.trained == _trained(one.module) for one in self._modules)
+        return trained and may_be_cache(changes) and not self._changed_inside() and self._again(changes, self.largest.given)
+
+    def _changes(self, one: _Module) -> Iterator[Change]:
         """What has changed in a module that is not the same."""
         own, buffers = vars(one.module), one.module._buffers
-        written = [key for key, count in one.writes.items() if buffers.get(key) is None or buffers[key]._version != count]  # type: ignore[union-attr]
-        others = [key for key in {*buffers, *one.buffers} if buffers.get(key) is not one.buffers.get(key)]
-        found = [*written, *others, *(key for key in {*own, *one.own} if self._is_other(key, one.own, own))]
-        return next((key for key in sorted(found) if f"{one.path}.{key}" not in self._changing), "")
+        for key in {*buffers, *one.buffers}:
+            before, now = one.buffers.get(key, MISSING), buffers.get(key, MISSING)
+            written = isinstance(now, torch.Tensor) and key in one.writes and now._version != one.writes[key]
+            if (now is not before or written) and f"{one.path}.{key}" not in self._changing:
+                yield Change(one.path, key, before, now)
+        for key in {*own, *one.own}:
+            before, now = one.own.get(key, MISSING), own.get(key, MISSING)
+            if self._is_other(key, before, now) and f"{one.path}.{key}" not in self._changing:
+                yield Change(one.path, key, before, now)
 
-    def _is_other(self, key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    def _is_other(self, key: str, before: Any, now: Any) -> bool:
         """True if an attribute is another one now."""
-        before, now = old.get(key, self), new.get(key, self)
         if before is now or (key in NO_STATE and not isinstance(now, CONSTANTS)):
             return False
-        if before is self:  # a container may be a cache of what has been computed
+        if before is MISSING:  # a container may be a cache of what has been computed
             return isinstance(now, (torch.Tensor, *CONSTANTS))
-        if now is self:
+        if now is MISSING:
             return True
         known = self._deep.get(id(before))
         return _other(known[2] if known else digest(before, checked=False), now)

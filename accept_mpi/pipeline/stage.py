@@ -152,6 +152,7 @@ class Stage(Trials):
         if self._deferred is not None:
             self._deferred.begin(not whole)
         again = self.again.kept(inputs, of) if self.again else None
+        self.note_sizes(inputs, of)
         boxes, value, taken = self._computed(step, micro_batch, inputs, of)
         result, given = None, tree.LONE
         if self._loss is not None:
@@ -407,8 +408,7 @@ class Stage(Trials):
     ) -> tuple[Result, list[torch.Tensor]]:
         """Result that the loss gives for the last layer's output, and the tensors at which backward begins."""
         assert self._loss is not None
-        samples = len(target) if samples is None else samples
-        before = state() if self._setting_up else ()
+        before, samples = state() if self._setting_up else (), len(target) if samples is None else samples
         judged = self._loss(value, target, samples, self._setting_up)
         if self._setting_up and state() != before:
             self._drawing.add(self._last + 1)

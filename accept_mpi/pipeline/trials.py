@@ -25,6 +25,8 @@ from accept_mpi.models.untouched import untouched
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.further_forwards import FurtherForwards, Given, is_nan
 from accept_mpi.pipeline.graph_edges import Differentiating, cast_twice, finite
+from accept_mpi.pipeline.grown import Change, made_alike, others, same_values, undo
+from accept_mpi.pipeline.micro_batch import Inputs
 from accept_mpi.pipeline.optimizer import make_optimizer, update
 from accept_mpi.pipeline.remembered import LOSS, AtFirst, Remembered
 from accept_mpi.pipeline.running_statistics import batch_norms, lies_apart
@@ -35,6 +37,8 @@ from accept_mpi.pipeline.turns import calls_of_shared, hooked, why_in_turn
 from accept_mpi.pipeline.weight_versions import Writes, may_be_written
 from accept_mpi.seeds import forward_seed, kept, seed_all, state
 from accept_mpi.tree import Tree
+
+_NO_STEP = -1  # in place of a step
 
 
 class Trials(FurtherForwards):
@@ -55,6 +59,8 @@ class Trials(FurtherForwards):
     close: Callable[[], None]
     drawing: Callable[[], AbstractContextManager[None]]
     _seed_layer: Callable[[int, int], None]
+    _precise: Callable[[], AbstractContextManager[object]]
+    _through: Callable[..., Any]
 
     def _know_nothing(self) -> None:
         """Begin with what holds before ``probe`` has found out more."""
@@ -98,9 +104,10 @@ class Trials(FurtherForwards):
         return self.start + len(self.layers) - 1
 
     @contextmanager
-    def trial(self) -> Iterator[Self]:
+    def trial(self, learns: bool = True) -> Iterator[Self]:
         """Within the context: a stage of the same layers to try things on. It shares nothing with this one: whatever a
-        forward does to modules (buffers created, replaced or resized, attributes, counters) happens to copies."""
+        forward does to modules (buffers created, replaced or resized, attributes, counters) happens to copies. ``learns``:
+        this one takes over what the other finds out, as is due before the first step."""
         gradients = [parameter.grad for parameter in self.parameters]
         with kept(), untouched(self.layers, self._loss and self._loss.function):
             try:
@@ -120,7 +127,8 @@ class Trials(FurtherForwards):
             finally:
                 for parameter, gradient in zip(self.parameters, gradients, strict=True):
                     parameter.grad = gradient  # copies of functions refer to the same parameters
-                self._learn(stage)
+                if learns:
+                    self._learn(stage)
                 stage.close()
 
     def probe(
@@ -337,7 +345,7 @@ class Trials(FurtherForwards):
         if self._searches == 0 or not sound:
             return 0
         self._searches -= 1  # a model may intend its infinities (masks), so do not search forever
-        with self.drawing(), torch.no_grad(), self.trial() as trial:
+        with self.drawing(), torch.no_grad(), self.trial(learns=False) as trial:
             value = tree.unflatten(of or tree.packed(len(inputs)), inputs)
             for index, layer in enumerate(trial.layers, self.start):
                 self._seed_layer(index, forward_seed(self._seed, step, micro_batch, index))
@@ -345,3 +353,30 @@ class Trials(FurtherForwards):
                 if not finite(tree.leaves(value)):
                     return index + 2
         return 0  # then it is the loss
+
+    def _make_again(self, changes: Sequence[Change], given: Sequence[Inputs]) -> bool:
+        """True if forwards of other values leave the same in modules that are as they were before ``changes``, and give then
+        what they gave before. ``given``: what may have led to these."""
+        moved = [other for one in given if (other := others(one))]
+        if not moved or len(moved) < len(given):
+            return False
+        try:
+            with self.drawing(), torch.no_grad(), self.trial(learns=False) as trial:
+                parts = zip(trial.names, trial.layers, strict=True)
+                modules = {path: one for name, layer in parts for path, one in layer.named_modules(prefix=name)}
+                before = []
+                for one in moved:  # each from what there was
+                    undo(changes, modules)
+                    before.append(trial._values(one))
+                undo(changes, modules)
+                for one in moved:
+                    trial._values(one)
+                return made_alike(changes, modules) and all(map(same_values, before, map(trial._values, moved)))
+        except Exception:  # also if it is the loss that has changed, or layers cannot be copied
+            return False
+
+    def _values(self, given: Inputs) -> Any:
+        """What a forward of no step gives, with the same random numbers each time. It may write to copies of the inputs."""
+        inputs = [x if x is None else x.clone() for x in given.tensors]
+        with self._precise():
+            return self._through(inputs, given.tree, partial(forward_seed, self._seed, _NO_STEP, 0))
