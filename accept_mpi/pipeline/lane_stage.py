@@ -9,6 +9,7 @@ from accept_mpi.models.copies import copied, why_not_copied
 from accept_mpi.models.layers import Layers
 from accept_mpi.pipeline.recomputing import Recomputing
 from accept_mpi.pipeline.running_statistics import RunningStatistics
+from accept_mpi.pipeline.settling import settle
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.pipeline.weight_versions import LaneWeights
 
@@ -27,14 +28,14 @@ def lane_of(stage: Stage) -> Stage:
         modules = copied(stage.layers, memo)
     except Exception as error:
         raise UserError(f"pipeline.lanes: {why_not_copied(stage.names, stage.layers, error)}") from error
-    lane = Stage(Layers(stage.start, stage.names, modules), stage._job, stage._loss, stage._channels_last)
+    lane = Stage(Layers(stage.start, stage.names, modules), stage.job, stage.loss, stage.channels_last, found=stage.found)
     lane._weights = LaneWeights(stage._weights, lane.parameters)
     lane.optimizer = None
-    if lane._deferred is not None and stage._deferred is not None:
-        lane._deferred.learn(stage._deferred)
-    lane.statistics = RunningStatistics(lane.names, lane.layers, apart=stage.norms_apart)
-    lane._turns, lane._drawing = turns, stage._drawing
+    if lane.deferred is not None and stage.deferred is not None:
+        lane.deferred.learn(stage.deferred)
+    lane.statistics = RunningStatistics(lane.names, lane.layers, apart=stage.found.norms_apart)
+    lane.runner.turns, lane.runner.keeps_casts = turns, False
     lane.again = Recomputing(lane.layers) if stage.again else None
-    lane._changing = stage._changing
-    stage._settled += lane.settle()
+    settle(lane)
+    stage.settled += lane.settled
     return lane

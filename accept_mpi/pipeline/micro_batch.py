@@ -35,9 +35,8 @@ class Outputs(NamedTuple):
     """Tensors for the next stage; empty on the last."""
     result: Result | None
     """Loss and accuracy on the last stage; None on others."""
-    suspect: int
-    """Number, from 2, of the first layer that made NaN or infinity out of finite values of this micro-batch; 1: the data set
-    gave such values; 0: none so far."""
+    sound: bool = True
+    """False if NaN or infinity is among what F has computed."""
     tree: Tree = tree.LONE
     """Tree of which the outputs are the tensors."""
     statistics: torch.Tensor | None = None

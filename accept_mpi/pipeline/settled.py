@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from accept_mpi.errors import UserError
 from accept_mpi.models.attributes import CONSTANTS, NO_STATE, Digest, digest
 from accept_mpi.models.common import Common, Place, Seen
 from accept_mpi.pipeline.grown import MISSING, Change, Largest, may_be_cache
@@ -155,6 +156,20 @@ class Settled:
             return True
         known = self._deep.get(id(before))
         return _other(known[2] if known else digest(before, checked=False), now)
+
+
+def check(settled: Sequence[Settled], layers: str, shared: bool, deep: bool = False) -> None:
+    """Raise UserError if forwards of these ``layers`` have changed what must stay as it is. ``shared``: several ranks or
+    lanes compute them; ``deep`` as in ``Settled.changed``."""
+    for one in settled:
+        if name := one.changed(deep):
+            what = (
+                "ranks and lanes that share micro-batches do so each for themselves; have one rank take them all, "
+                "without lanes (pipeline.ranks, pipeline.groups, pipeline.lanes)"
+                if shared
+                else 'backwards that compute forwards again meet what later ones left; set pipeline.recompute = "off"'
+            )
+            raise UserError(f"a forward of {layers} has changed {name}, which the first ones did not: {what}")
 
 
 def _other(before: Digest, now: Any) -> bool:

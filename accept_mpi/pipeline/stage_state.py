@@ -8,13 +8,15 @@ import torch
 from torch import nn
 
 from accept_mpi.device.compute import here
+from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.averages import Averages
 from accept_mpi.pipeline.correction import Correction
+from accept_mpi.pipeline.findings import Findings
 from accept_mpi.pipeline.kept_values import KeptValues
 from accept_mpi.pipeline.parameters import Parameters, named_state
-from accept_mpi.pipeline.remembered import Remembered
+from accept_mpi.pipeline.remembered import THE_LOSS, Remembered
 from accept_mpi.pipeline.running_statistics import RunningStatistics
-from accept_mpi.pipeline.state import load_layer, state_of
+from accept_mpi.pipeline.state import check_state, load_layer, state_of
 from accept_mpi.pipeline.weight_versions import Weights, may_be_written
 
 
@@ -23,6 +25,7 @@ class Stateful:
 
     names: list[str]
     layers: list[nn.Module]
+    loss: Loss | None
     own: Parameters
     parameters: list[nn.Parameter]
     optimizer: torch.optim.Optimizer | None
@@ -30,11 +33,23 @@ class Stateful:
     statistics: RunningStatistics | None
     _weights: Weights
     _correction: Correction
-    _made: set[str]
-    _written: set[str]
+    found: Findings
     _held: deque[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
-    _remembered: Remembered
+    remembered: Remembered
     check_settled: Callable[[bool], None]
+
+    @property
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """The layers, and a loss that is a module, with their names."""
+        found = [*zip(self.names, self.layers, strict=True)]
+        if self.loss is not None and isinstance(self.loss.function, nn.Module):
+            found.append((THE_LOSS, self.loss.function))
+        return found
+
+    def state_names(self) -> set[str]:
+        """Names of all state of the layers. Raises UserError if some of it cannot be kept."""
+        layers = zip(self.names, self.layers, strict=True)
+        return {f"{name}.{key}" for name, layer in layers for key in check_state(name, layer)}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the newest weights under their names in the whole model."""
@@ -60,7 +75,7 @@ class Stateful:
         if self.statistics is None:
             trained = {name for name, _ in self.own.every_name()}
             untrained = {name: value for name, value in self._now().items() if name not in trained}
-            self._held.append((untrained, self._remembered.state()))
+            self._held.append((untrained, self.remembered.state()))
 
     def release(self) -> None:
         """Forget what ``hold`` has kept for the update that was made."""
@@ -77,7 +92,7 @@ class Stateful:
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """Copies of the optimizer's tensors, and of what ``beside`` names, as "<name of the state>/<parameter's name>";
         and of what forwards have modules remember."""
-        memory = self._held[0][1] if self._held else self._remembered.state()
+        memory = self._held[0][1] if self._held else self.remembered.state()
         if self.optimizer is None:
             return memory
         every, beside = self.optimizer.state, self._beside
@@ -106,13 +121,13 @@ class Stateful:
             for name, layer in zip(self.names, self.layers, strict=True):
                 prefix = f"{name}."
                 own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-                made = {key.removeprefix(prefix) for key in self._made if key.startswith(prefix)}
+                made = {key.removeprefix(prefix) for key in self.found.made if key.startswith(prefix)}
                 load_layer(name, layer, own, made)
             for layer in self.layers:
                 here().hold(layer)  # buffers that forwards make
             self._weights.adopt()
-            self._watch_written()
-            self._remembered.put(optimizer)
+            self.keep_apart()
+            self.remembered.put(optimizer)
             if self.optimizer is None:
                 return
             beside = {kept.name: kept for kept in self._beside}
@@ -125,7 +140,8 @@ class Stateful:
                     else:
                         self.optimizer.state[parameter][what] = kept
 
-    def _watch_written(self) -> None:
-        """Have the weights keep apart what forwards write to, as far as it is there: a forward may make it."""
+    def keep_apart(self) -> None:
+        """Have each micro-batch keep its own values of what forwards write to, as far as it is there: a forward may make
+        it."""
         there = may_be_written(self.parameters, self.layers)
-        self._weights.written = [there[name] for name in sorted(self._written) if name in there]
+        self._weights.written = [there[name] for name in sorted(self.found.written) if name in there]

@@ -12,6 +12,7 @@ from accept_mpi.device.compute import here
 from accept_mpi.device.cpu import computing_takes_all
 from accept_mpi.pipeline.micro_batch import Inputs
 from accept_mpi.pipeline.stage import Stage
+from accept_mpi.pipeline.trials import trial_of
 from accept_mpi.profiling.cluster_profile import StageTimes
 from accept_mpi.profiling.message_costs import MessageCosts
 from accept_mpi.profiling.timed_piece import stretch_of
@@ -41,7 +42,7 @@ def time_stage(
     times: list[tuple[float, float]] = []
     wall = 0.0
     until = time.perf_counter() + budget
-    with stage.trial() as trial:
+    with trial_of(stage) as trial:
         while len(times) < 2 or time.perf_counter() < until:
             given = _given(stage, size, behind, data)
             halfway: list[float] = []

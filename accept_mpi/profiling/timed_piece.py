@@ -19,7 +19,9 @@ from accept_mpi.models import Chain
 from accept_mpi.models.layers import build_layers
 from accept_mpi.models.losses import Loss
 from accept_mpi.models.untouched import untouched
+from accept_mpi.pipeline.sparse_gradients import check_sparse, find_sparse
 from accept_mpi.pipeline.stage import Stage
+from accept_mpi.pipeline.trials import writes_of
 from accept_mpi.profiling.outline import Outline
 from accept_mpi.tree import Tree
 
@@ -150,11 +152,12 @@ class TimedPiece:
         self._given = inputs, target, of, samples
         self._first = self._next = 0
         self._forwards, self._backwards = [], []
-        writes = self.stage.writes()
+        writes = writes_of(self.stage)
         self._forth()
         if written := writes.found():  # as a trial finds for a stage that trains
             self._back()
-            self.stage.keep_apart(written)
+            self.stage.found.written |= written
+            self.stage.keep_apart()
             self._forth()
         for _ in range(micro_batches_in_flight(self._held) - 1):
             self._forth()
@@ -208,8 +211,8 @@ class TimedPiece:
 
     def _updates(self) -> np.ndarray:
         """(layers,) CPU seconds of the optimizer's step, divided among layers in proportion to their parameters."""
-        self.stage.find_sparse()
-        self.stage.check_sparse()
+        find_sparse(self.stage)
+        check_sparse(self.stage)
         self.stage.update(0.0, 0)  # the first step creates the optimizer's state
         for parameter in self.stage.parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

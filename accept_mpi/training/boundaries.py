@@ -30,6 +30,7 @@ from accept_mpi.data import Dataset, fetch
 from accept_mpi.errors import UserError
 from accept_mpi.pipeline.micro_batch import Inputs
 from accept_mpi.pipeline.stage import Stage
+from accept_mpi.pipeline.trials import Trial, trial_of
 from accept_mpi.plan import Place
 from accept_mpi.profiling.outline import LayerOutline, Outline
 from accept_mpi.training.data_here import Data
@@ -112,7 +113,7 @@ def _one_by_one(
 
     # The leaders of groups agree, and the other members listen.
     behind_ranks, ahead_ranks = (list(ranks) if place.leads else [] for ranks in (place.behind, place.ahead))
-    with stage.trial() as trial:
+    with trial_of(stage) as trial:
         for size in dict.fromkeys([*sizes[0], *sizes[1]]):
             gradients = _run(trial, place, data, size, size in sizes[0], (behind, ahead), taken, returned, seed)
             for rank in behind_ranks if size in sizes[0] else ():
@@ -122,7 +123,7 @@ def _one_by_one(
 
 
 def _run(
-    stage: Stage,
+    trial: Trial,
     place: Place,
     data: Dataset | None,
     size: int,
@@ -132,13 +133,14 @@ def _run(
     returned: Callable[[int, bool, Specs, Tree, tuple[bytes, ...]], Specs],
     seed: int | None = 0,
 ) -> Specs:
-    """Run a trial stage on ``size`` samples, and record in ``signatures`` (boundary behind, boundary ahead) what it takes
+    """Run a trial on ``size`` samples, and record in ``signatures`` (boundary behind, boundary ahead) what it takes
     and gives. Returns the specs of the inputs' gradients.
 
     ``taken(size, training)`` returns what arrives over the boundary behind, ``returned(size, training, outputs, tree,
     values)`` what comes back for outputs; ``data``, ``seed``: as for ``fetch``.
     """
     behind, ahead = signatures
+    stage = trial.stage
     target, inputs = None, Inputs((), tree.LONE)
     if data is not None and (place.first or place.last):
         sample = torch.arange(size).numpy() % len(data)
@@ -164,8 +166,8 @@ def _run(
             out = stage.evaluate(inputs.tensors, target, inputs.tree, samples=size)
         gradients_of(out.outputs, out.tree)
         return ()
-    gradients = stage.probe(inputs.tensors, target, gradients_of, inputs.tree, size)
-    stage.try_metrics(inputs.tensors, target, inputs.tree, size)
+    gradients = trial.probe(inputs.tensors, target, gradients_of, inputs.tree, size)
+    trial.try_metrics(inputs.tensors, target, inputs.tree, size)
     if not place.first:
         behind.backward[size] = gradients
     return gradients
@@ -209,7 +211,7 @@ def _all_at_once(
     if outline is not None and not place.idle:
         come = _suggested(outline.layers[stage.start], outline.samples)
         # A mistake of the user's shows again, and is reported, when the stages run one after another.
-        with contextlib.suppress(Exception), stage.trial() as trial:
+        with contextlib.suppress(Exception), trial_of(stage) as trial:
             for size in dict.fromkeys([*sizes[0], *sizes[1]]):
                 _run(trial, place, train, size, size in sizes[0], (behind, ahead), come, _likely)
             tried = behind.forward, ahead.forward, ahead.backward, behind.backward, behind.trees, ahead.trees

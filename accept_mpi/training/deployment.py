@@ -33,6 +33,7 @@ from accept_mpi.models.layers import Layers, build_stage, in_channels_last
 from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.schedule import max_in_flight
+from accept_mpi.pipeline.settling import settle
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Lanes, Place, Plan, StagePlan, with_lanes
 from accept_mpi.planning.codec_choice import codings
@@ -147,7 +148,7 @@ class Deployment:
             )
         self.codecs_why += [no_lanes] if no_lanes else []
         restore(self.stage)  # after the first forward, which may create buffers
-        self.stage.settle()
+        settle(self.stage)
 
     def _prepare_backwards(self) -> None:
         """Raises UserError if the stage's layers do not allow what backwards are to do."""
@@ -159,7 +160,11 @@ class Deployment:
         """Have all ranks say whether their lanes can compute what their stages do. If not, no rank gets lanes; returns the
         reason. Raises Agreed if the job asks for them."""
         stage, lanes = self.stage, self._lanes
-        why = "" if lanes == 1 else stage.in_turn or stage.undivided or (stage.one_forward if lanes != "F+B" else "")
+        why = (
+            ""
+            if lanes == 1
+            else stage.found.in_turn or stage.undivided or (stage.found.one_forward if lanes != "F+B" else "")
+        )
         said = self.runtime.messenger.allgather(why, self.runtime.startup_seconds, "whether lanes can compute the stage")
         if whys := [f"stage {self.plan.place(rank).stage}: {why}" for rank, why in enumerate(said) if why]:
             if self.job.pipeline.lanes != "auto":
@@ -207,7 +212,7 @@ class Deployment:
         if state.speed is None and self.job.pipeline.adapt:
             state.speed = SpeedCheck()
         self._plane.start()
-        if forgets := ", ".join(self.stage.forgets):
+        if forgets := ", ".join(self.stage.found.forgets):
             text = f"forwards change {forgets}, which checkpoints cannot keep: what is resumed begins with other values"
             plane.post(0, Event(runtime.clock.now(), self.course.first, text))
         self._tell_again()

@@ -21,7 +21,7 @@ class EarlyGradients:
 
     def __init__(self, stage: Stage, parameters: Sequence[int], layout: Layout, shares_core: bool) -> None:
         """``parameters``: positions among the stage's trained ones; ``shares_core``: as of the data plane."""
-        self._progress = stage.progress
+        self._progress = stage.runner.progress
         self._trained = [stage.trained[n] for n in parameters]
         self._names = [stage.trained_names[n] for n in parameters]
         self._layout = layout

@@ -127,7 +127,7 @@ def tied_parts(
         group = Group(ranks, ranks.index(rank), 2 * len(plan.stages) + number, dealt, exact, backward.index(mine))
         parameter = _copy_of(one, stage)
         position = places[id(parameter)]
-        if any(stage.parameters[n] is parameter for n in stage.sparse):
+        if any(stage.parameters[n] is parameter for n in stage.found.sparse):
             raise UserError(f"pipeline.cuts: {one.text}, with a sparse gradient (sparse=True), so no cut may part them")
         found.append(Part([position], GroupSum(plane, group, [stage.trained[position]], 0, count_of)))
     return found

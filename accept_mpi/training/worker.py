@@ -34,6 +34,7 @@ from accept_mpi.pipeline.optimizer import learning_rate
 from accept_mpi.pipeline.schedule import Action, forward_only, max_in_flight
 from accept_mpi.pipeline.schedule import walk as schedule_walk
 from accept_mpi.pipeline.stage import Stage
+from accept_mpi.pipeline.suspects import Suspects
 from accept_mpi.plan import Place
 from accept_mpi.recovery.barriers import AHEAD, CHECKPOINT, EXTRA, LOCAL, OVER, REPLAN, SNAPSHOT, Barriers
 from accept_mpi.recovery.checkpoint_writer import chunks
@@ -115,7 +116,7 @@ class Worker:
         self._final: int | None = None
         """Step with which the plan ends, once that is known; and if ``over``, the run."""
         self.over = False
-        self._feed = Feed(batches, data, place, stage.shares, services.drawn, services.table)
+        self._feed, self._suspects = Feed(batches, data, place, stage.shares, services.drawn, services.table), Suspects()
         self._scale = 1.0
         """Scale of the gradients of the present step (``Stage.scale``)."""
         self._results: dict[int, dict[int, Result]] = {}
@@ -246,30 +247,29 @@ class Worker:
                 self._flag(step, message.header.flags)
         flags = self._flags.get(step, 0)
 
-        def compute(stage: Stage) -> Outputs:
+        def compute(stage: Stage) -> tuple[Outputs, int]:
             with self.recorder.span("F", step + 1, k):
-                with stage.drawing():  # one lane at a time, since a data set may draw
+                with stage.runner.drawing():  # one lane at a time, since a data set may draw
                     self._feed.begin(step, samples)
                     data = self._feed.take(step, k, samples[k])
                     share = self._feed.share(step, k)
                 values = given if source else stage.from_data(data.inputs)
-                return stage.forward(
-                    step, k, values.tensors, version, data.targets, share, suspect, whole, values.tree, sizes[k]
-                )
+                out = stage.forward(step, k, values.tensors, version, data.targets, share, whole, values.tree, sizes[k])
+                return out, suspect or (0 if out.sound else self._suspects.find(stage, step, k, values, data.targets))
 
-        def after(out: Outputs) -> None:
+        def after(computed: tuple[Outputs, int]) -> None:
+            out, found = computed
             if self._member:
                 self._member.after_forward(step, k, out)
             if target:
-                target.send(step, k, sizes[k], out.outputs, flags=flags, suspect=out.suspect, tree=out.tree)
+                target.send(step, k, sizes[k], out.outputs, flags=flags, suspect=found, tree=out.tree)
             if out.result:
-                self._note(step, k, out.result, out.suspect)
+                self._note(step, k, out.result, found)
 
         self._computing.do("F", step, k, compute, after)
 
     def _note(self, step: int, k: int, result: Result, suspect: int) -> None:
-        """Note a micro-batch's result on the last stage. ``suspect``: what gave values that are not finite
-        (``Outputs.suspect``). Raises NonFiniteLoss."""
+        """Note a micro-batch's result on the last stage. ``suspect``: as ``Suspects`` names them. Raises NonFiniteLoss."""
         self._results.setdefault(step, {})[k] = result
         if not math.isfinite(result.loss):
             sources = ["the loss", "the data set", *(f'layer {n} "{name}"' for n, name in enumerate(self._layer_names))]

@@ -91,7 +91,7 @@ def train(schedule: str) -> dict[str, torch.Tensor]:
                 stage.drained()
             kept = states(first) | states(last)
             first, last = made()
-            options = first._job.train.optimizer
+            options = first.job.train.optimizer
             for stage in (first, last):
                 load(stage, {n: kept[n] for n in range(stage.start, stage.start + 2)}, options)
     with last.evaluating():

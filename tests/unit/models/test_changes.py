@@ -19,6 +19,7 @@ from accept_mpi.models.fine_tuning import merged
 from accept_mpi.models.layers import build_layers
 from accept_mpi.models.losses import find_loss
 from accept_mpi.pipeline.stage import Stage
+from accept_mpi.pipeline.trials import probe
 from accept_mpi.seeds import seeded
 
 JOB = """
@@ -410,7 +411,7 @@ def tried(name: str, *overrides: str, value: Any) -> None:
     whole = chain.build_range(0, len(chain), 0)
     with torch.no_grad():
         target = torch.zeros_like(reduce(lambda given, layer: layer(given), whole, value))
-    stage.probe(inputs.tensors, target, lambda outputs, of: (), inputs.tree, len(target))
+    probe(stage, inputs.tensors, target, lambda outputs, of: (), inputs.tree, len(target))
 
 
 def test_an_adapter_on_a_module_that_is_not_called() -> None:

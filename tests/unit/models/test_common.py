@@ -15,6 +15,7 @@ from accept_mpi.models.common import Seen
 from accept_mpi.models.layers import build_stage
 from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.stage import Stage
+from accept_mpi.pipeline.trials import probe
 from accept_mpi.profiling.outline import outline
 
 JOB = parse('[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=9\n[output]\ndirectory="r"\n', "job")
@@ -221,8 +222,8 @@ def test_what_a_function_of_one_layer_counts(kind: str, name: str) -> None:
         return [("l0", nn.Linear(4, 4)), ("l1", layer)]
 
     stage = probed(Chain(again(), again), 0, 2)
-    assert stage.alone == f"a forward changes l1.{name}"
-    assert stage.forgets == [f"l1.{name}"]
+    assert stage.found.alone == f"a forward changes l1.{name}"
+    assert stage.found.forgets == [f"l1.{name}"]
 
 
 @pytest.mark.parametrize(
@@ -233,9 +234,9 @@ def test_what_a_function_of_one_layer_counts(kind: str, name: str) -> None:
 def test_what_a_loss_that_is_no_module_counts(loss: Any, name: str) -> None:
     chain = chain_of(Layer, Layer)
     stage = Stage(build_stage(chain, 0, 2, 0, loss), JOB, Loss("own", loss), False)
-    stage.probe((torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
-    assert stage.alone == (f"a forward changes the loss.{name}" if name else "")
-    assert stage.forgets == ([f"the loss.{name}"] if name else [])
+    probe(stage, (torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
+    assert stage.found.alone == (f"a forward changes the loss.{name}" if name else "")
+    assert stage.found.forgets == ([f"the loss.{name}"] if name else [])
 
 
 class Scaling(nn.Module):
@@ -261,7 +262,7 @@ def test_a_module_that_is_in_two_layers(within: bool) -> None:
         probed(chain, 0, 2)
     stage = probed(chain, 0, 3)
     assert stage.layers[0] is stage.layers[2] or within
-    assert not stage._parted
+    assert not stage.found.parted
 
 
 def judged(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -272,14 +273,14 @@ def test_a_loss_may_read_what_a_layer_leaves() -> None:
     chain = chain_of(Noting, Layer)
     stage = Stage(build_stage(chain, 0, 1, 0, judged), JOB, None, False)
     with pytest.raises(UserError, match=r"layers 0 and 2 have \S+NOTES in common"):
-        stage.probe((torch.randn(3, 4),), None, lambda specs, of: (torch.ones(3, 4),))
+        probe(stage, (torch.randn(3, 4),), None, lambda specs, of: (torch.ones(3, 4),))
     whole = Stage(build_stage(chain, 0, 2, 0, judged), JOB, Loss("own", judged), False)
-    whole.probe((torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
+    probe(whole, (torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
 
 
 def probed(chain: Chain, start: int, stop: int) -> Stage:
     stage = Stage(build_stage(chain, start, stop, 0), JOB, None, False)
-    stage.probe((torch.randn(3, 4),), None, lambda specs, of: (torch.ones(3, 4),))
+    probe(stage, (torch.randn(3, 4),), None, lambda specs, of: (torch.ones(3, 4),))
     return stage
 
 
@@ -312,7 +313,7 @@ def test_what_is_only_read_may_be_parted() -> None:
     assert {"inner.context", "random", "parts"} <= texts
     for start in range(4):
         stage = probed(chain, start, start + 1)
-        assert (stage.alone, stage.forgets) == ("", [])
+        assert (stage.found.alone, stage.found.forgets) == ("", [])
     assert not [one for one in outline(chain, 0, (torch.randn(3, 4),)).shared if not one.constant]
 
 
@@ -321,8 +322,8 @@ def test_variables_count_where_nothing_is_parted() -> None:
     before = calls
     stage = probed(chain_of(Counting, Layer), 0, 2)
     assert calls == before
-    assert stage.alone == f"a forward changes {__name__}.calls"
-    assert stage.forgets == [f"{__name__}.calls"]
+    assert stage.found.alone == f"a forward changes {__name__}.calls"
+    assert stage.found.forgets == [f"{__name__}.calls"]
 
 
 def test_a_place_that_is_gone_is_no_change() -> None:

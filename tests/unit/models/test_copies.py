@@ -15,6 +15,7 @@ from accept_mpi.models.layers import Layers, build_stage
 from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.lane_stage import lane_of
 from accept_mpi.pipeline.stage import Stage
+from accept_mpi.pipeline.trials import probe
 
 JOB = parse('[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=9\n[output]\ndirectory="r"\n', "job")
 
@@ -81,7 +82,7 @@ def chain_of(make: Any) -> Chain:
 
 def probed(chain: Chain, start: int, stop: int) -> Stage:
     stage = Stage(build_stage(chain, start, stop, 0), JOB, None, False)
-    stage.probe((torch.randn(3, 4),), None, lambda specs, of: (torch.ones(3, 4),))
+    probe(stage, (torch.randn(3, 4),), None, lambda specs, of: (torch.ones(3, 4),))
     return stage
 
 
@@ -94,9 +95,9 @@ def test_what_hooks_count_in_their_module(kind: str) -> None:
     layer: Any = stage.layers[0]
     first = stage.forward(0, 0, (x,)).outputs[0]
     assert torch.equal(first, nn.functional.linear(x, layer.inner.weight, layer.inner.bias))
-    assert stage.alone
-    assert stage.in_turn
-    assert stage.forgets == (["l0.inner._forward_hooks.0.notes"] if kind == "in_object" else [])
+    assert stage.found.alone
+    assert stage.found.in_turn
+    assert stage.found.forgets == (["l0.inner._forward_hooks.0.notes"] if kind == "in_object" else [])
 
 
 def counting(net: nn.Sequential) -> Any:
@@ -122,8 +123,8 @@ def around(hooks: tuple[int, ...]) -> Chain:
 
 def test_what_hooks_count_around_their_module() -> None:
     stage = probed(around((0,)), 0, 2)
-    assert stage.alone == "a forward changes 0._forward_hooks.0.net"
-    assert stage.forgets == ["0._forward_hooks.0.net"]
+    assert stage.found.alone == "a forward changes 0._forward_hooks.0.net"
+    assert stage.found.forgets == ["0._forward_hooks.0.net"]
     with pytest.raises(UserError, match=r"layers 0 and 2 have _forward_hooks\.0\.net in common, and a forward changes it"):
         probed(around((0, 2)), 0, 2)
     assert not probed(around((0, 2)), 0, 3)._parted
@@ -139,7 +140,7 @@ def test_hooks_that_only_read_what_is_around_them() -> None:
         return list(net.named_children())
 
     stage = probed(chain_of(make), 0, 2)
-    assert (stage.alone, stage.in_turn, stage.forgets) == ("", "", [])
+    assert (stage.found.alone, stage.found.in_turn, stage.found.forgets) == ("", "", [])
 
 
 def test_a_hook_that_takes_itself_away() -> None:
@@ -168,9 +169,9 @@ def test_what_a_loss_counts_in_a_module() -> None:
         return ((output - teacher(target).detach()) ** 2).mean() * teacher.calls
 
     stage = Stage(build_stage(chain_of(lambda: [("l0", nn.Linear(4, 4))]), 0, 1, 0, loss), JOB, Loss("own", loss), False)
-    stage.probe((torch.randn(3, 4),), torch.randn(3, 4), lambda specs, of: ())
+    probe(stage, (torch.randn(3, 4),), torch.randn(3, 4), lambda specs, of: ())
     assert teacher.calls == 0
-    assert stage.alone == "a forward changes the loss.teacher"
+    assert stage.found.alone == "a forward changes the loss.teacher"
 
 
 class Gated(nn.Module):
@@ -210,8 +211,8 @@ def test_pruned_layers_are_told_in_words_of_ours() -> None:
     stage = Stage(
         Layers(0, ["a", "b"], layers), JOB, loss, False, lambda: Layers(0, ["a", "b"], [nn.Linear(4, 4), layers[1]])
     )
-    stage.probe((torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
-    assert stage.in_turn.startswith(
+    probe(stage, (torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
+    assert stage.found.in_turn.startswith(
         'layer "b" has a tensor that is computed from others, "b.0.weight" (as torch.nn.utils.prune'
     )
     with pytest.raises(UserError, match=r"pipeline.lanes: layers 0 to 1: layer .b. has a tensor"):

@@ -18,6 +18,7 @@ from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.remembered import Remembered
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.pipeline.state import packed
+from accept_mpi.pipeline.trials import probe
 from accept_mpi.recovery.layer_state import load, states
 
 BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=9\n[output]\ndirectory="r"\n'
@@ -87,7 +88,7 @@ class Centred(nn.Module):
 def made(layers: list[nn.Module], loss: nn.Module | Loss, more: tuple[str, ...] = ()) -> Stage:
     own = Layers(0, ["a", "b"], copy.deepcopy(layers))
     stage = Stage(own, parse(BASE, "job", list(more)), loss if isinstance(loss, Loss) else Loss("own", loss), False)
-    stage.probe((torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
+    probe(stage, (torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
     return stage
 
 
@@ -129,7 +130,7 @@ def test_a_loss_begins_where_its_run_begins() -> None:
 def test_constants_of_a_loss_are_not_kept() -> None:
     """Whoever changes them means it."""
     stage = made([nn.Linear(4, 4), nn.Tanh()], Centred())
-    assert stage._remembered.names == {"the loss.calls", "the loss.centre", "the loss.quiet"}
+    assert stage.remembered.names == {"the loss.calls", "the loss.centre", "the loss.quiet"}
 
 
 class Late(nn.Module):
@@ -190,7 +191,7 @@ def test_what_evaluations_make_is_not_kept(times: Callable[[int], None]) -> None
     stage = made([Late(), nn.Linear(4, 4)], nn.CrossEntropyLoss())
     with stage.evaluating():
         stage.layers[0].maps = torch.zeros(4)
-    assert not stage._remembered.late()
+    assert not stage.remembered.late()
 
 
 def test_a_loss_that_changes_late(times: Callable[[int], None]) -> None:
@@ -223,8 +224,8 @@ class Handle(nn.Module):
 
 def test_what_cannot_be_kept_is_told() -> None:
     stage = made([nn.Linear(4, 4), Handle()], nn.CrossEntropyLoss())
-    assert stage.forgets == ["b.parts"]
-    assert not stage._remembered.state()
+    assert stage.found.forgets == ["b.parts"]
+    assert not stage.remembered.state()
 
 
 class Turning(nn.Module):

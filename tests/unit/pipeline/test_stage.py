@@ -14,6 +14,7 @@ from accept_mpi.models.layers import Layers, build_layers
 from accept_mpi.models.losses import Loss, find_loss
 from accept_mpi.pipeline.lane_stage import lane_of
 from accept_mpi.pipeline.stage import Stage
+from accept_mpi.pipeline.trials import probe, trial_of
 
 cross_entropy = find_loss("cross_entropy")
 
@@ -195,11 +196,11 @@ def test_lanes_do_not_share_casts_of_parameters(times: int, precision: str, poss
     """Torch keeps them for all threads, so whether a lane cast a parameter again for a second use depended on the others."""
     job = parse(BASE, "job", [f"train.precision={precision}"])
     stage = Stage(Layers(0, ["0"], [Twice(times)]), job, None, False)
-    stage.probe((received(4, 3),), None, lambda given, _: tuple(torch.ones(4, 3, dtype=one.dtype) for one in given))
-    assert (not stage.one_forward) == possible
+    probe(stage, (received(4, 3),), None, lambda given, _: tuple(torch.ones(4, 3, dtype=one.dtype) for one in given))
+    assert (not stage.found.one_forward) == possible
     stage.join_group()
     for one, keeps in ((stage, True), (lane_of(stage), precision == "float32")):
-        with one._precise():
+        with one.runner.precise():
             assert torch.is_autocast_cache_enabled() == keeps
 
 
@@ -207,8 +208,8 @@ def test_a_probe_finds_what_norms_take() -> None:
     """A group replays what their running statistics become, which depends on that."""
     layers = [nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), nn.BatchNorm1d(3)]
     stage = Stage(Layers(0, ["0", "1"], layers), parse(BASE, "job", ["train.precision=bf16"]), None, False)
-    stage.probe((received(4, 3),), None, lambda outputs, _: tuple(torch.ones(4, 3, dtype=one.dtype) for one in outputs))
-    assert stage.norms_take == {"0.0": torch.float32, "1": torch.bfloat16}
+    probe(stage, (received(4, 3),), None, lambda outputs, _: tuple(torch.ones(4, 3, dtype=one.dtype) for one in outputs))
+    assert stage.found.norms_take == {"0.0": torch.float32, "1": torch.bfloat16}
     assert not any(module._forward_pre_hooks for layer in layers for module in layer.modules())
 
 
@@ -216,32 +217,12 @@ def test_probe_leaves_no_trace() -> None:
     stage = make([nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)], last=True)
     before = {k: v.clone() for layer in stage.layers for k, v in layer.state_dict().items()}
     x = TensorSpec.of(torch.randn(2, 3, 8, 8, requires_grad=True)).zeros()
-    specs = stage.probe((x,), torch.tensor([0, 1]), lambda specs, of: ())
+    specs = probe(stage, (x,), torch.tensor([0, 1]), lambda specs, of: ())
     assert specs[0].shape == (2, 3, 8, 8)
     after = {k: v for layer in stage.layers for k, v in layer.state_dict().items()}
     assert all(torch.equal(before[k], after[k]) for k in before)
     assert all(p.grad is None for p in stage.parameters)
     stage.drained()
-
-
-class Blow(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x / 0
-
-
-def test_names_the_layer_that_makes_infinity() -> None:
-    stage = make([nn.Linear(3, 3), Blow(), nn.ReLU()])
-    assert stage.forward(0, 0, (received(2, 3),)).suspect == 3  # layer 1
-    assert stage.forward(0, 1, (received(2, 3),), suspect=9).suspect == 9
-    assert make([nn.Linear(3, 3)]).forward(0, 0, (received(2, 3),)).suspect == 0
-
-
-def test_data_that_are_not_finite_are_named() -> None:
-    """It was the loss that they were said to come out of."""
-    layers, nan, classes = [nn.Linear(3, 3)], torch.full((2, 3), torch.nan), torch.zeros(2, dtype=torch.long)
-    assert make(layers).forward(0, 0, (nan,)).suspect == 1
-    assert make(layers, last=True).forward(0, 0, (nan,), target=classes).suspect == 1
-    assert make(layers, last=True).forward(0, 0, (torch.ones(2, 3),), target=nan).suspect == 1
 
 
 def test_tuples_pass_and_unused_inputs_have_no_gradient() -> None:
@@ -278,7 +259,7 @@ def test_buffers_that_forwards_write_to_are_kept_for_each_micro_batch(late: tupl
     """Also if a forward makes them, which gives those after them other positions."""
     stage = make([Counting(one) for one in late])
     x, (one, two) = received(2, 3), (torch.ones(2, 3), torch.ones(2, 3))
-    with stage.trial() as trial:
+    with trial_of(stage) as trial:
         for _ in range(2):
             trial.probe((x,), None, lambda specs, of: (one,))
     stage.forward(0, 0, (x,))

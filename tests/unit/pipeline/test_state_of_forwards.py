@@ -15,6 +15,7 @@ from accept_mpi.job_file import parse
 from accept_mpi.models.layers import Layers
 from accept_mpi.models.losses import Loss, find_loss
 from accept_mpi.pipeline.stage import Stage
+from accept_mpi.pipeline.trials import probe, trial_of
 
 BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirectory="r"\n'
 
@@ -280,7 +281,7 @@ class Centred(nn.Module):
 def probed(layer: nn.Module, loss: Any = None) -> Stage:
     layers = Layers(0, ["a", "b"], [nn.Linear(4, 4), layer])
     found = Stage(layers, parse(BASE, "job"), Loss("own", loss) if loss else find_loss("cross_entropy"), False)
-    found.probe((torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
+    probe(found, (torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
     return found
 
 
@@ -307,9 +308,9 @@ def probed(layer: nn.Module, loss: Any = None) -> Stage:
 )
 def test_it_is_found(layer: nn.Module, reason: str, remembers: list[str]) -> None:
     stage = probed(layer)
-    assert reason in stage.alone
-    assert stage.in_turn
-    assert (sorted(stage._remembered.names), stage.forgets) == (remembers, [])
+    assert reason in stage.found.alone
+    assert stage.found.in_turn
+    assert (sorted(stage.remembered.names), stage.found.forgets) == (remembers, [])
     with pytest.raises(UserError, match="compute forwards again"):
         stage.compute_again()
 
@@ -319,12 +320,12 @@ def test_it_is_found_whatever_the_last_batch_has(layer: nn.Module) -> None:
     """A trial that goes on with another number of samples: its attributes hold NaN by then."""
     layers = Layers(0, ["a", "b"], [nn.Linear(4, 4), layer])
     stage = Stage(layers, parse(BASE, "job"), find_loss("cross_entropy"), False)
-    with stage.trial() as trial:
+    with trial_of(stage) as trial:
         for size in (3, 2):
             trial.probe((torch.randn(size, 4),), torch.arange(size), lambda specs, of: ())
-    assert stage.alone
-    assert stage.in_turn
-    assert stage._remembered.names
+    assert stage.found.alone
+    assert stage.found.in_turn
+    assert stage.remembered.names
 
 
 @pytest.mark.parametrize(
@@ -332,21 +333,21 @@ def test_it_is_found_whatever_the_last_batch_has(layer: nn.Module) -> None:
 )
 def test_what_nobody_reads_may_be_left(layer: nn.Module) -> None:
     stage = probed(layer)
-    assert (stage.alone, stage.in_turn, stage.forgets) == ("", "", [])
+    assert (stage.found.alone, stage.found.in_turn, stage.found.forgets) == ("", "", [])
     stage.compute_again()
 
 
 def test_zero_bubble_s_own_forwards_are_no_state() -> None:
     layers = Layers(0, ["a", "b"], [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout())])
     stage = Stage(layers, parse(BASE, "job", ["pipeline.schedule=zero-bubble"]), find_loss("cross_entropy"), False)
-    stage.probe((torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
-    assert (stage.alone, stage.in_turn, stage.forgets) == ("", "", [])
+    probe(stage, (torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
+    assert (stage.found.alone, stage.found.in_turn, stage.found.forgets) == ("", "", [])
 
 
 def test_a_loss_has_state_too() -> None:
     stage = probed(nn.ReLU(), Centred())
-    assert 'changes the buffer "the loss.centre"' in stage.alone
-    assert (stage._remembered.names, stage.forgets) == ({"the loss.centre"}, [])
+    assert 'changes the buffer "the loss.centre"' in stage.found.alone
+    assert (stage.remembered.names, stage.found.forgets) == ({"the loss.centre"}, [])
 
 
 @pytest.mark.parametrize("layer", [ByData(), Renormalized(4)], ids=lambda layer: type(layer).__name__)
@@ -355,7 +356,7 @@ def test_a_backward_uses_what_its_forward_saw(layer: nn.Module) -> None:
     plain = nn.Sequential(nn.Linear(4, 4), layer)
     stage = Stage(Layers(0, ["a", "b"], [*copy.deepcopy(plain)]), parse(BASE, "job"), None, False)
     one, two = torch.randn(3, 4), torch.randn(3, 4)
-    stage.probe((one,), None, lambda specs, of: (torch.ones(3, 4),))
+    probe(stage, (one,), None, lambda specs, of: (torch.ones(3, 4),))
     for k, x in enumerate((one, two)):
         stage.forward(0, k, (x,))
     for k in range(2):
@@ -395,7 +396,7 @@ def test_random_numbers_of_a_backward_do_not_depend_on_the_cuts() -> None:
         for first, last in itertools.pairwise(cuts):
             own = Layers(first, list("abcde"[first:last]), copy.deepcopy(layers[first:last]))
             stage = Stage(own, parse(BASE, "job"), None, False)
-            stage.probe(given, None, lambda specs, of: (ones,))
+            probe(stage, given, None, lambda specs, of: (ones,))
             (out,) = stage.forward(2, 1, given).outputs
             given = (out.detach().requires_grad_(),)
             stages.append(stage)
@@ -483,7 +484,7 @@ def unmoved() -> nn.Module:
 def test_statistics_that_cannot_be_replayed(layer: nn.Module, reason: str) -> None:
     """Neither a group nor lanes compute such layers; one rank does, also twice."""
     stage = probed(layer)
-    assert (stage.unreplayed, stage.one_forward) == (reason, reason)
+    assert (stage.found.unreplayed, stage.found.one_forward) == (reason, reason)
     stage.compute_again()
     if reason:
         with pytest.raises(UserError, match=reason):
@@ -505,7 +506,7 @@ def test_usual_norms_cost_no_more_forwards(monkeypatch: pytest.MonkeyPatch) -> N
     layers = Layers(0, ["a", "b"], [nn.Linear(4, 4), nn.BatchNorm1d(4)])
     stage = Stage(layers, parse(BASE, "job"), find_loss("cross_entropy"), False)
     counts = []
-    with stage.trial() as trial:
+    with trial_of(stage) as trial:
         for size in (4, 3, 2):
             made.clear()
             trial.probe((torch.randn(size, 4),), torch.arange(size), lambda specs, of: ())

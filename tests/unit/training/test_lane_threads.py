@@ -144,6 +144,6 @@ def test_weights_are_there_once_and_gradients_apart(tmp_path: Path) -> None:
 
 def test_a_stage_that_computes_again_gets_no_lanes(tmp_path: Path) -> None:
     whole = stage(tmp_path)
-    whole.in_turn = "a layer computes forwards again in its backward"
+    whole.found.in_turn = "a layer computes forwards again in its backward"
     with pytest.raises(UserError, match="computes forwards again"):
         lane_of(whole)
