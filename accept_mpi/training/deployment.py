@@ -159,12 +159,8 @@ class Deployment:
     def _check_lanes(self) -> str:
         """Have all ranks say whether their lanes can compute what their stages do. If not, no rank gets lanes; returns the
         reason. Raises Agreed if the job asks for them."""
-        stage, lanes = self.stage, self._lanes
-        why = (
-            ""
-            if lanes == 1
-            else stage.found.in_turn or stage.undivided or (stage.found.one_forward if lanes != "F+B" else "")
-        )
+        stage, lanes, found = self.stage, self._lanes, self.stage.found
+        why = "" if lanes == 1 else found.in_turn or stage.undivided or ("" if lanes == "F+B" else found.one_forward)
         said = self.runtime.messenger.allgather(why, self.runtime.startup_seconds, "whether lanes can compute the stage")
         if whys := [f"stage {self.plan.place(rank).stage}: {why}" for rank, why in enumerate(said) if why]:
             if self.job.pipeline.lanes != "auto":

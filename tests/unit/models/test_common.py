@@ -163,9 +163,9 @@ def test_what_hooks_change_must_not_be_parted(kind: str) -> None:
     with pytest.raises(UserError, match=r"layers 0 and 2 have _forward_hooks\.0\.\S+ in common, and a forward changes it"):
         probed(hooked(kind), 0, 1)
     together = probed(hooked(kind), 0, 3)
-    assert not together._parted
-    assert together.alone
-    assert together.forgets
+    assert not together.found.parted
+    assert together.found.alone
+    assert together.found.forgets
 
 
 class Counter:
@@ -301,7 +301,7 @@ def test_what_forwards_change_must_not_be_parted(kinds: Any, what: str) -> None:
         UserError, match=rf"layers 0 and {len(kinds) - 1} have \S*{what} in common, and a forward changes it"
     ):
         probed(chain, 0, 1)
-    assert not probed(chain, 0, len(kinds))._parted
+    assert not probed(chain, 0, len(kinds)).found.parted
     shared, *_ = [one for one in outline(chain, 0, (torch.randn(3, 4),)).shared if "in common" in one.text]
     assert (shared.first, shared.last, shared.constant) == (0, len(kinds) - 1, False)
 

@@ -127,7 +127,7 @@ def test_what_hooks_count_around_their_module() -> None:
     assert stage.found.forgets == ["0._forward_hooks.0.net"]
     with pytest.raises(UserError, match=r"layers 0 and 2 have _forward_hooks\.0\.net in common, and a forward changes it"):
         probed(around((0, 2)), 0, 2)
-    assert not probed(around((0, 2)), 0, 3)._parted
+    assert not probed(around((0, 2)), 0, 3).found.parted
 
 
 def test_hooks_that_only_read_what_is_around_them() -> None:

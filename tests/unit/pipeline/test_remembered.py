@@ -112,7 +112,7 @@ def test_another_stage_goes_on_where_one_ended(schedule: str) -> None:
     layers, more = [nn.Linear(4, 4), Counting()], (f"pipeline.schedule={schedule}",)
     whole = trained(made(layers, Centred(), more), range(6))
     first = made(layers, Centred(), more)
-    assert not first.forgets
+    assert not first.found.forgets
     begun = trained(first, range(3))
     second = made(layers, Centred(), more)
     load(second, states(first), parse(BASE, "job").train.optimizer)
@@ -179,12 +179,12 @@ def test_what_forwards_make_late_is_kept(times: Callable[[int], None]) -> None:
     whole = trained(made(layers, loss), range(8))
     first = made(layers, loss)
     begun = trained(first, range(4))
-    assert first._remembered.late() == {"a.centre", "a.slope", "a.factor", "a.pairs"}
-    assert "remembered/a.linear.weight.requires_grad" in first._remembered.state()
+    assert first.remembered.late() == {"a.centre", "a.slope", "a.factor", "a.pairs"}
+    assert "remembered/a.linear.weight.requires_grad" in first.remembered.state()
     second = made(layers, loss)
     load(second, states(first), parse(BASE, "job").train.optimizer)
     assert begun + trained(second, range(4, 8)) == whole
-    assert second._remembered.state().keys() == first._remembered.state().keys()
+    assert second.remembered.state().keys() == first.remembered.state().keys()
 
 
 def test_what_evaluations_make_is_not_kept(times: Callable[[int], None]) -> None:
@@ -202,13 +202,13 @@ def test_a_loss_that_changes_late(times: Callable[[int], None]) -> None:
     times(0)
     first = made(layers, loss)
     whole = trained(first, range(6))
-    kept = {key for key in first._remembered.state() if key.startswith("loss/")}
+    kept = {key for key in first.remembered.state() if key.startswith("loss/")}
     assert kept == {f"loss/b.{name}" for name in ("centre", "slope", "factor", "pairs")}
     snapshot = states(first)
     second = made(layers, loss)
-    assert not second._remembered.state()
+    assert not second.remembered.state()
     load(second, snapshot, parse(BASE, "job").train.optimizer)
-    assert {key for key in second._remembered.state() if key.startswith("loss/")} == kept
+    assert {key for key in second.remembered.state() if key.startswith("loss/")} == kept
     assert trained(made(layers, loss), range(6)) == whole
 
 
@@ -242,7 +242,7 @@ class Turning(nn.Module):
 
 def test_numbers_that_no_file_can_hold_are_told() -> None:
     """Not by a bug's traceback in the first checkpoint."""
-    assert made([nn.Linear(4, 4), Turning()], nn.CrossEntropyLoss()).forgets == ["b.turned"]
+    assert made([nn.Linear(4, 4), Turning()], nn.CrossEntropyLoss()).found.forgets == ["b.turned"]
     layer = nn.Linear(4, 4)
     layer.register_buffer("angles", torch.zeros(2, dtype=torch.complex128))
     with pytest.raises(UserError, match=r'"angles" of its state_dict\(\) is or holds a tensor of complex128, which no file'):

@@ -55,6 +55,7 @@ def warming(monkeypatch: pytest.MonkeyPatch) -> Warming:
     clock = Clock(tick=1e-6)
     for module in ("profiling.stage_timer", "profiling.message_costs", "device.compute"):
         monkeypatch.setattr(f"accept_mpi.{module}.time", clock)
+    monkeypatch.setattr("accept_mpi.profiling.stage_timer.trial_of", Warming.trial)
     return Warming(clock)
 
 
