@@ -190,9 +190,12 @@ def _train(options: argparse.Namespace) -> int:
     outlive_terminal()
     end_by_signals()
     faulthandler.dump_traceback_later(_start_seconds(), exit=True)
-    from accept_mpi.cli.train import main
+    from accept_mpi.comm import runtime  # noqa: F401  # starts MPI
 
     faulthandler.cancel_dump_traceback_later()
+    end_by_signals()  # again, since Open MPI has put a handler of SIGHUP in place of ours, which ignores it
+    from accept_mpi.cli.train import main
+
     return main(options)
 
 

@@ -3,6 +3,7 @@
 import argparse
 
 from accept_mpi.comm.runtime import Runtime
+from accept_mpi.launch.stop_signals import end_undisturbed
 from accept_mpi.training.run import train
 from accept_mpi.training.start import Options
 
@@ -15,4 +16,7 @@ def main(arguments: argparse.Namespace) -> int:
         train(runtime, options)
     except BaseException as error:
         runtime.fail(error)
-    runtime.finish(0)
+    try:
+        runtime.finish(0)
+    finally:
+        end_undisturbed()

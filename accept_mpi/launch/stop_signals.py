@@ -25,6 +25,13 @@ def end_by_signals() -> None:
             signal.signal(number, _end)
 
 
+def end_undisturbed() -> None:
+    """From now on stop signals have no effect: all is done, and Python, which gives up its handlers as it ends, would have
+    them end this process as if it were not."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _end(number: int, frame: FrameType | None) -> None:
     os._exit(ENDED + number)  # without a word: mpirun ends ranks so after another's error, which has been told
 

@@ -155,6 +155,23 @@ def test_a_closed_terminal(tmp_path: Path, how: str) -> None:
     assert 10 <= Checkpoint(tmp_path / "run").manifest.step < 20 * STEPS
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_the_first_plan_ends_a_run_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    """SIGHUP too, which Open MPI ignores from its start on."""
+    (tmp_path / "slow_data.py").write_text(
+        "import pathlib, time\n\ndef data():\n    pathlib.Path('loading').touch()\n    time.sleep(60)\n"
+    )
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN | {"data": 'name = "slow_data:data"'})
+    with terminal(command_of("alone", job), tmp_path) as (process, _):
+        until = time.monotonic() + 60
+        while not (tmp_path / "loading").exists():
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(HANGS) == 128 + number
+
+
 def test_nohup(tmp_path: Path) -> None:
     """Who asks for it goes on when the terminal is closed."""
     job = samples.write_job(tmp_path / "job.toml", samples.CNN, train_steps=60, train_evaluate_every=0)

@@ -40,6 +40,16 @@ def test_a_process_that_signals_end_has_an_exit_code(second: bool) -> None:
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_a_process_that_is_done_changes_nothing(number: signal.Signals) -> None:
+    """Python gives up its handlers before the last of what it tears down."""
+    code = "import os, sys\nfrom accept_mpi.launch.stop_signals import end_by_signals, end_undisturbed\n"
+    code += f"class Late:\n    def __del__(self, kill=os.kill, me=os.getpid()):\n        kill(me, {int(number)})\n"
+    code += "end_by_signals(); end_undisturbed(); sys.late = Late(); sys.exit(0)\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_between_terms_it_is_kept_for_the_next_one(stop: StopSignals) -> None:
     told: list[int] = []
     stop.connect(lambda: told.append(1))
