@@ -14,7 +14,7 @@ from accept_mpi.cli.arguments import byte_size, duration, link_speed, nonnegativ
 from accept_mpi.cli.terminal import last_words, outlive_terminal, printing
 from accept_mpi.errors import INTERRUPTED, UserError, counted, one_line
 from accept_mpi.launch.run_identity import RunIdentity
-from accept_mpi.launch.stop_signals import end_by_signals
+from accept_mpi.launch.stop_signals import end_by_signals, keep_handlers
 from accept_mpi.version import __version__
 
 _START, _LONGEST_START = "ACCEPT_MPI_START_SECONDS", 1e9
@@ -190,10 +190,10 @@ def _train(options: argparse.Namespace) -> int:
     outlive_terminal()
     end_by_signals()
     faulthandler.dump_traceback_later(_start_seconds(), exit=True)
-    from accept_mpi.comm import runtime  # noqa: F401  # starts MPI
+    with keep_handlers():
+        from accept_mpi.comm import runtime  # noqa: F401  # starts MPI
 
     faulthandler.cancel_dump_traceback_later()
-    end_by_signals()  # again, since Open MPI has put a handler of SIGHUP in place of ours, which ignores it
     from accept_mpi.cli.train import main
 
     return main(options)

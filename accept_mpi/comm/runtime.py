@@ -56,16 +56,24 @@ class Runtime:
 
     @staticmethod
     def start() -> "Runtime":
-        """Exchange the facts of each host, create the lifeline and one clock; all ranks call this together. Raises UserError
-        if MPI was built without MPI_THREAD_MULTIPLE."""
-        runtime = Runtime()
-        runtime._meet()
-        return runtime
+        """Exchange the facts of each host, create the lifeline and one clock; all ranks call this together. An error of one
+        rank ends all. Raises UserError if MPI was built without MPI_THREAD_MULTIPLE."""
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise UserError("this MPI library was built without MPI_THREAD_MULTIPLE, which accept_mpi needs")
+        try:
+            runtime = Runtime()
+            runtime._meet()
+            return runtime
+        except BaseException as error:
+            # Without a lifeline nobody would hear of it: the others wait for this rank, and it for them in MPI_Finalize.
+            world = MPI.COMM_WORLD
+            text, exit_code = _told(error, f"rank {world.rank} on host {socket.gethostname()}", world.size > 1)
+            print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
+            world.Abort(exit_code)
+            raise
 
     def _meet(self) -> None:
         _log_format(self.rank, self.size, self.host)
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise UserError("this MPI library was built without MPI_THREAD_MULTIPLE, which accept_mpi needs")
         library = MPI.Get_library_version().split(",")[0].split("\n")[0].strip()
         everyone = self.messenger.allgather(host_facts(self.rank, library), self.startup_seconds, "the facts of each host")
         self.hosts: list[dict[str, Any]] = everyone
@@ -201,14 +209,7 @@ class Runtime:
             if self.rank == 0:
                 print(f"accept_mpi: {error}", file=sys.stderr, flush=True)
             self.finish(error.exit_code)
-        exit_code = getattr(error, "exit_code", 1)
-        if isinstance(error, UserError | UsersBug | NonFiniteLoss | DeadlineError | ProtocolError | Stopped):
-            placed = self.size > 1 or isinstance(error, UsersBug)
-            text = f"{self.who(self.rank)}: {error}" if placed else str(error)
-        elif isinstance(error, KeyboardInterrupt):
-            text, exit_code = "interrupted", INTERRUPTED
-        else:
-            text = f"{self.who(self.rank)} raised:\n{''.join(traceback.format_exception(error))}".rstrip()
+        text, exit_code = _told(error, self.who(self.rank), self.size > 1)
         if self.rank == 0:
             self.lifeline.mute()
             self._end_job(text, exit_code)
@@ -278,6 +279,17 @@ class Runtime:
     def at(self, rank: int) -> str:
         """Name of a rank for messages, such as "rank 2 on host edge2", with the number that it had when the job began."""
         return f"rank {self.members[rank]} on host {self.hosts[rank]['host']}"
+
+
+def _told(error: BaseException, who: str, several: bool) -> tuple[str, int]:
+    """What to tell of an error that ends the job, and the exit code. ``who``: the rank that raised it; ``several``: True if
+    there are others."""
+    exit_code = getattr(error, "exit_code", 1)
+    if isinstance(error, UserError | UsersBug | NonFiniteLoss | DeadlineError | ProtocolError | Stopped):
+        return f"{who}: {error}" if several or isinstance(error, UsersBug) else str(error), exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    return f"{who} raised:\n{''.join(traceback.format_exception(error))}".rstrip(), exit_code
 
 
 def _wait_for_the_end(exit_code: int) -> NoReturn:

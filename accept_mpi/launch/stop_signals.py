@@ -1,9 +1,10 @@
 """Signals that ask a run to end with a checkpoint: SIGTERM (Slurm, before a time limit), SIGUSR1 (which mpirun forwards),
 SIGHUP (a closed terminal) and Ctrl-C."""
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -18,11 +19,23 @@ def heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
 
 
 def end_by_signals() -> None:
-    """From now on SIGTERM, SIGUSR1 and SIGHUP end this process with an exit code, not as signals do: mpirun --with-ft ulfm
-    takes what a signal ends for lost ranks, and where all are lost its own exit code is 0, as if the run were done."""
+    """From now on stop signals end this process with an exit code, not as signals do: mpirun --with-ft ulfm takes what a
+    signal ends for lost ranks, and where all are lost its own exit code is 0, as if the run were done. Nor does Ctrl-C raise
+    KeyboardInterrupt: a rank that ends by an exception waits in MPI_Finalize for the others, who wait for it."""
     for number in heeded(_SIGNALS):
-        if number != signal.SIGINT:  # which Python raises
-            signal.signal(number, _end)
+        signal.signal(number, _end)
+
+
+@contextlib.contextmanager
+def keep_handlers() -> Iterator[None]:
+    """Keep the handlers of ``end_by_signals`` over this block, in which MPI starts: Open MPI puts one of its own, which does
+    nothing, in the place of SIGHUP's. A SIGHUP meanwhile is delivered afterwards."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    try:
+        yield
+    finally:
+        end_by_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
 
 
 def end_undisturbed() -> None:

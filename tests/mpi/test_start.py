@@ -38,3 +38,18 @@ def test_no_home(tmp_path: Path, how: list[str]) -> None:
     command = [sys.executable, "-m", "accept_mpi", *how, str(job)]
     done = subprocess.run(command, cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("error", ["OSError('no more files')", "KeyboardInterrupt"])
+def test_an_error_before_ranks_have_met_ends_all_of_them(mpirun, tmp_path: Path, error: str) -> None:
+    """The others waited for the rank that had raised it, and it for them in MPI_Finalize."""
+    (tmp_path / "fails.py").write_text(
+        "import os\nfrom accept_mpi.comm import runtime\nmeet = runtime.host_facts\n"
+        "def facts(rank, library):\n"
+        f"    if rank == 1:\n        raise {error}\n"
+        "    return meet(rank, library)\n"
+        "runtime.host_facts = facts\nruntime.Runtime.start()\n"
+    )
+    out = mpirun(3, "fails.py", deadline=60, code=None)
+    assert out.code not in (0, 124), out.out
+    assert ("no more files" if "OSError" in error else "interrupted") in out.out

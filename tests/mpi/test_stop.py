@@ -155,7 +155,7 @@ def test_a_closed_terminal(tmp_path: Path, how: str) -> None:
     assert 10 <= Checkpoint(tmp_path / "run").manifest.step < 20 * STEPS
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_before_the_first_plan_ends_a_run_at_once(tmp_path: Path, number: signal.Signals) -> None:
     """SIGHUP too, which Open MPI ignores from its start on."""
     (tmp_path / "slow_data.py").write_text(
