@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 
 _OLD = 7 * 24 * 3600.0  # seconds after which another run's replicas are removed
-_ATTENDED, _SURVEY, _ROOM, _COUNT, _ORIGIN = "attended", "survey", "room", "micro-batches", "origin"
+_ATTENDED, _SURVEY, _ROOM, _COUNT, _ORIGIN, _SAMPLES = "attended", "survey", "room", "micro-batches", "origin", "samples"
 """Names of files: the last start that this host took part in, the cluster profile, the memory of each rank, the number of
-micro-batches, the manifest of the checkpoint that the run began with."""
+micro-batches, the manifest of the checkpoint that the run began with, what some samples were."""
 _STATES = re.compile(r"\d{12}-\d{1,10}")
 """Names of files with states: the step, and the process that has written it."""
 _MOST_DIGITS, _MOST_SURVEY = 20, 64 << 20
@@ -115,6 +115,14 @@ class DiskReplicas:
     def origin(self) -> Any:
         """What ``keep_origin`` stored; None if there is nothing or it is damaged."""
         return self._values_in(_ORIGIN)
+
+    def keep_glimpses(self, values: Any) -> None:
+        """Store what is known of the data (as plain values)."""
+        self._keep_values(_SAMPLES, values)
+
+    def glimpses(self) -> Any:
+        """What ``keep_glimpses`` stored; None if there is nothing or it is damaged."""
+        return self._values_in(_SAMPLES)
 
     def _keep_values(self, name: str, values: Any) -> None:
         data = msgspec.msgpack.encode(values)

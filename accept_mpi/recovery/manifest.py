@@ -45,6 +45,16 @@ class StageFiles(msgspec.Struct, frozen=True):
     optimizer: File
 
 
+class Glimpse(msgspec.Struct, frozen=True):
+    """What a run knows of one training sample, to tell whether another start has the same data."""
+
+    sample: Count
+    digest: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+    """``Checksum.digest`` of inputs and, where the first stage has them, targets."""
+    projection: float
+    norm: float
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Content of ``manifest.json``."""
 
@@ -74,6 +84,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the training set."""
     classes: list[str] = []
     """Names of its classes, in the order of their numbers; empty if it has none."""
+    glimpses: list[Glimpse] = []
+    """Of some training samples; none where a sample is another one whenever it is asked for."""
     job: str
     """The job as JSON."""
     stages: list[StageFiles]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.data import Dataset, classes_of, fetch
+from accept_mpi.data import Dataset, classes_of, fetch, gives_targets
 from accept_mpi.data import of_job as data_of
 from accept_mpi.data.checksums import Checksum, checksum
 from accept_mpi.errors import Agreed, UserError
@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
 
 
 Known = dict[tuple[str, int], tuple[str, Checksum]]
-"""Checksums of inputs, by data set and sample, with who had them."""
+"""Checksums of what the first stage takes, by data set and sample, with who had it."""
 
 _LOOKED_AT = 64
 """Most samples of a data set whose targets are compared before training."""
@@ -80,7 +80,7 @@ def agree_on_data(
     used = {"training": train, **({"test": test} if evaluates else {})}
     if len(sizes) > 1:
         _agree_on_targets(runtime, used)
-    if len(told) > 1 and all(found[2] is None for found in told if found):
+    if all(found[2] is None for found in told if found):
         _agree_on_inputs(runtime, used, inputs_on, {} if known is None else known)
     return Sizes(*sizes[first], tuple(told[first][3]))
 
@@ -108,7 +108,8 @@ def _agree_on_targets(runtime: Runtime, data: dict[str, Dataset | None]) -> None
 
 
 def _agree_on_inputs(runtime: Runtime, data: dict[str, Dataset | None], first: Sequence[int], known: Known) -> None:
-    """Compare the inputs of a few samples on the ranks that take inputs. Raises Agreed if they differ."""
+    """Compare a few samples on the ranks that take inputs, where targets are known to be alike. Raises Agreed if they
+    differ."""
 
     def sums() -> dict[str, dict[int, Checksum]]:
         mine = data.items() if runtime.rank in first else ()
@@ -136,8 +137,9 @@ def _sums(data: Any, which: str) -> dict[int, Checksum]:
 
 @lru_cache(maxsize=2)
 def _input_sums(data: Any, which: str) -> dict[int, Checksum]:
-    seed = 0 if which == "training" else None
-    return {n: checksum(fetch(data, np.array([n]), seed, inputs=True, targets=False).inputs) for n in _some(data)[::_APART]}
+    seed, targets = 0 if which == "training" else None, gives_targets(data)
+    found = {n: fetch(data, np.array([n]), seed, inputs=True, targets=targets) for n in _some(data)[::_APART]}
+    return {n: checksum([one.inputs, one.targets] if targets else one.inputs) for n, one in found.items()}
 
 
 @lru_cache(maxsize=2)

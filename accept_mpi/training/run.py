@@ -40,6 +40,7 @@ from accept_mpi.training.auto_plan import AutoPlan, learn, micro_batches_alone, 
 from accept_mpi.training.deployment import Deployment, RankState
 from accept_mpi.training.resuming import calendar, check, course_of, share_manifest, with_its_micro_batches
 from accept_mpi.training.run_log import RunLog
+from accept_mpi.training.same_data import glimpses, go_on_with_data
 from accept_mpi.training.start import (
     Options,
     known_cluster,
@@ -219,6 +220,10 @@ class _Run:
                 f"--resume: rank 0's host {runtime.hosts[0]['host']} does not have the checkpoint of step "
                 f"{self._origin.step} that the run began with at {self.options.resume}, and there is no later snapshot"
             )
+        if begin.first and snapshot.step:
+            go_on_with_data(runtime, state.inputs, manifest, self._disk, self.options.overrides)
+        if self._disk:
+            self._disk.keep_glimpses(msgspec.to_builtins(glimpses(state.inputs)))
         batches = calendar(deployment.batches, manifest)
         own = snapshot.step > (self._origin.step if self._origin else 0)  # made by this run
         again = own and (self._lost or (begin.first and bool(self.options.supervised)))

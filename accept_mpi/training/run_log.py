@@ -32,6 +32,7 @@ from accept_mpi.training.best import Best
 from accept_mpi.training.controller import Controller
 from accept_mpi.training.deployment import Deployment
 from accept_mpi.training.lineage import Lineage, ancestors, lineage, shared
+from accept_mpi.training.same_data import glimpses
 
 
 class RunLog:
@@ -172,6 +173,7 @@ class RunLog:
                 seed=job.train.seed,
                 samples=batches.samples,
                 classes=list(deployment.classes),
+                glimpses=glimpses(deployment.state.inputs),
                 job=job.to_json(),
             )
 
