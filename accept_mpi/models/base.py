@@ -22,6 +22,7 @@ from accept_mpi.models import common
 from accept_mpi.models.aliases import Aliases
 from accept_mpi.models.fine_tuning import Changes
 from accept_mpi.models.modes import in_training
+from accept_mpi.models.scripted import refuse_scripted
 from accept_mpi.models.shared import Finder, Handed, Shared, refuse_lazy, unfilled
 from accept_mpi.seeds import init_seed, seeded
 
@@ -275,6 +276,7 @@ def _make(names: Sequence[str], index: int, entry: Entry, seed: int) -> nn.Modul
     if not isinstance(layer, nn.Module):
         raise UserError(f"{what} is a {type(layer).__name__}, not an nn.Module")
     refuse_lazy(what, layer)
+    refuse_scripted(what.removeprefix("model: "), layer)
     return in_training(layer)
 
 

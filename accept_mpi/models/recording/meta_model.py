@@ -28,6 +28,7 @@ from accept_mpi.models.recording.kept import (
 )
 from accept_mpi.models.recording.refusals import SPARSE, Unrecordable
 from accept_mpi.models.recording.structure import is_plain, mapped, parts_of
+from accept_mpi.models.scripted import refuse_scripted
 from accept_mpi.models.shared import memory_of, refuse_lazy
 
 _SMALL = 1 << 16
@@ -41,12 +42,7 @@ class MetaModel:
         """``blocks``: names of modules that are recorded as wholes (``[model] blocks``). Raises UserError if parameters have
         no shape yet, or a name is of no module; Unrecordable for a model that is compiled."""
         refuse_lazy("model", model)
-        compiled = (path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule))
-        if (path := next(compiled, None)) is not None:
-            raise UserError(
-                f"model.name: {path or 'the model'} has been compiled by torch.jit.script, so it cannot be divided: "
-                "give the module itself (functions that forward calls may be compiled)"
-            )
+        refuse_scripted("the model", model)
         if model._compiled_call_impl is not None or type(model).__module__.startswith("torch._dynamo."):
             raise Unrecordable(
                 "model.name: the model has been compiled as a whole (torch.compile): give it as it is, or compile its parts"

@@ -473,5 +473,5 @@ def test_a_compiled_part() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.c(self.part(self.a(x)))
 
-    with pytest.raises(UserError, match=r"part has been compiled by torch\.jit\.script"):
+    with pytest.raises(UserError, match=r"^model.name: part, a part of the model, has been compiled by torch\.jit\.script"):
         recorded(Model, torch.randn(4, 6))

@@ -202,7 +202,7 @@ def test_autocast_that_is_off_within_one_that_is_on() -> None:
 
 
 def test_a_compiled_model() -> None:
-    with pytest.raises(UserError, match=r"compiled by torch\.jit\.script"):
+    with pytest.raises(UserError, match=r"^model.name: the model has been compiled by torch\.jit\.script"):
         recorded(lambda: torch.jit.script(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))), torch.randn(4, 6))
 
 

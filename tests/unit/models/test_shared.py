@@ -545,3 +545,11 @@ def test_a_model_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(one) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert list(as_chain([("x", nn.Linear(1, 1))]).whole().state_dict()) == ["x.weight", "x.bias"]
+
+
+def test_a_layer_that_torch_has_compiled() -> None:
+    """Torch's copy of it has parameters that no optimizer takes."""
+    compiled = torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.ReLU()))
+    for layer, which in ((compiled, 'layer 1 "1"'), (nn.Sequential(compiled), 'a part of layer 1 "1",')):
+        with pytest.raises(UserError, match=rf"^model\.name: .*{which} has been compiled by torch\.jit"):
+            Chain([("0", nn.Linear(6, 6)), ("1", layer)], lambda: []).build_range(0, 2, 0)
