@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from accept_mpi.pipeline.common_memory import CommonMemory
 from accept_mpi.pipeline.settled import Changing
 
 
@@ -46,6 +47,8 @@ class Findings:
     """Types of the inputs of BatchNorm layers, by name."""
     sparse: dict[int, torch.Tensor] = field(default_factory=dict)
     """Sparse gradients, by the parameter's place among the stage's."""
+    memory: CommonMemory = field(default_factory=CommonMemory)
+    """What inputs and outputs have in common in memory."""
     passed_by: set[str] = field(default_factory=set)
     """Parameters that a forward uses without calling modules with adapters."""
 
@@ -60,15 +63,7 @@ class Findings:
         self.one_forward = self.one_forward or other.one_forward or other.unreplayed
         self.forgets = self.forgets or other.forgets
         self.partial, self.draws_back = self.partial or other.partial, self.draws_back or other.draws_back
-        for name in (
-            "made",
-            "written",
-            "remembered",
-            "changing",
-            "drawing",
-            "norms_apart",
-            "norms_take",
-            "sparse",
-            "passed_by",
-        ):
+        self.memory.add(other.memory)
+        sets = ("made", "written", "remembered", "changing", "drawing", "norms_apart", "passed_by")
+        for name in (*sets, "norms_take", "sparse"):
             getattr(self, name).update(getattr(other, name))

@@ -11,13 +11,16 @@ import torch
 from torch import nn
 
 from accept_mpi.codecs.tensors import Tensors, TensorSpec
+from accept_mpi.device.compute import here
 from accept_mpi.errors import UserError, UsersBug
 from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.copies import copied, why_not_copied
 from accept_mpi.models.fine_tuning import Uses, check_called
 from accept_mpi.models.graph import parameters_behind
+from accept_mpi.models.held import held
 from accept_mpi.models.layers import Layers
 from accept_mpi.models.untouched import untouched
+from accept_mpi.pipeline.common_memory import HELD, CommonMemory, versions
 from accept_mpi.pipeline.further_forwards import FurtherForwards, Given, is_nan, without_metrics
 from accept_mpi.pipeline.graph_edges import Differentiating, cast_twice
 from accept_mpi.pipeline.remembered import LOSS, AtFirst, Remembered
@@ -114,6 +117,8 @@ class Trial:
         unused = tuple(None if x is None else x.detach().clone() for x in inputs)  # a forward may write to them
         uses = Uses() if stage.job.train.lora else None
         seen = stage.seen()
+        inputs = here().take(inputs)
+        counts = versions(inputs)
         self._calls.clear()
         with calls_of_shared() as shared, uses or nullcontext(), Differentiating() as differentiating:
             try:
@@ -130,6 +135,8 @@ class Trial:
         for note in notes:
             note.remove()
         nan = is_nan(out)
+        memory = CommonMemory()
+        memory.look(inputs, counts, outputs if stage.loss is None else [], dict(_tensors_of(stage)))
         watch.after_forward(stage.divisors)
         # Any thread that ends a forward drops the casts that torch keeps for all threads.
         if cast_twice(outputs):
@@ -154,6 +161,8 @@ class Trial:
         found.unreplayed = found.unreplayed or ("" if found.alone else further.why_unreplayed())
         found.remembered |= {*remembered, *watch.ever_changed - stage.state_names()}
         self._remembered = Remembered(named, found.remembered)
+        memory.keep_only(found.remembered)
+        found.memory.add(memory)
         found.forgets = list(dict.fromkeys([*found.forgets, *self._remembered.lost(), *variables]))
         for parameter in stage.parameters:
             parameter.grad = None
@@ -237,6 +246,14 @@ def writes_of(stage: Stage) -> Writes:
     averages = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     there = may_be_written(stage.parameters, stage.layers)
     return Writes({name: tensor for name, tensor in there.items() if id(tensor) not in averages})
+
+
+def _tensors_of(stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what layers have: parameters, buffers and tensors in attributes, by name."""
+    for name, layer in zip(stage.names, stage.layers, strict=True):
+        for key, one in (*layer.named_parameters(), *layer.named_buffers()):
+            yield f"{name}.{key}", one
+        yield from ((f"{name}.{key}{HELD}", one) for key, one in held(layer))
 
 
 def _begin_loss(stage: Stage) -> None:

@@ -27,7 +27,8 @@ from accept_mpi.codecs.tensors import BoundarySpecs, Specs, Tensors, TensorSpec,
 from accept_mpi.comm.messages import Shapes
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.data import Dataset, fetch
-from accept_mpi.errors import UserError
+from accept_mpi.errors import Agreed, UserError
+from accept_mpi.pipeline.common_memory import CommonMemory, why_parted
 from accept_mpi.pipeline.micro_batch import Inputs
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.pipeline.trials import Trial, trial_of
@@ -68,7 +69,24 @@ def agree_on_shapes(
                 _one_by_one(messenger, stage, place, ((), sizes[1][:1]), test, deadline, seed=None)
             except UserError as error:
                 raise UserError(f"data.name: the test set cannot be evaluated: {error}") from error
+    _agree_on_memory(messenger, stage, place, deadline)
     return found
+
+
+def _agree_on_memory(messenger: Messenger, stage: Stage, place: Place, deadline: float) -> None:
+    """Raise Agreed if a stage writes into a tensor that has values in common with what an earlier one has or gives besides:
+    each arrives in memory of its own."""
+    mine = None if place.idle else [place.stage, stage.start, msgspec.to_builtins(stage.found.memory)]
+    told = messenger.allgather(mine, deadline, "what stages write into")
+    every = {one[0]: (one[1], msgspec.convert(one[2], CommonMemory)) for one in reversed(told) if one}
+    stages = [every[s] for s in sorted(every)]
+    if found := why_parted([memory for _, memory in stages]):
+        first, what = stages[found[0]][0], found[1]
+        raise Agreed(
+            f"pipeline.cuts: layers from {first} on write into a tensor that an earlier layer gives and that has values in "
+            f"common with {what}: behind a cut each lies in memory of its own, so no cut may part them, as {first} does; "
+            "let the earlier layer give a clone()"
+        )
 
 
 def _unlike(place: Place, train: Dataset | None, test: Dataset | None) -> bool:
