@@ -55,6 +55,36 @@ class CommonMemory:
         self.kept |= other.kept
 
 
+class Cuts:
+    """Which cuts would part a layer that writes into what it is given from what else has these values: another value that
+    crosses there, or a parameter or buffer of an earlier layer. Found by one forward, layer by layer."""
+
+    def __init__(self) -> None:
+        self._state: dict[int, list[torch.Tensor]] = {}
+        """What earlier layers have, by its memory."""
+        self._crossing: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        """Of each cut, what has values in common with something else, and its version there."""
+
+    def before(self, layer: int, inputs: Sequence[torch.Tensor], state: Iterable[torch.Tensor]) -> None:
+        """A layer with this ``state`` is given ``inputs``."""
+        plain = [x for x in inputs if x.layout is torch.strided and not x.is_inference()]
+        others = [[*self._of(x), *plain[:n], *plain[n + 1 :]] for n, x in enumerate(plain)]
+        common = [x for x, more in zip(plain, others, strict=True) if any(share_values(x, y) for y in more)]
+        if common and layer > 0:
+            self._crossing[layer] = [(x, x._version) for x in common]
+        for one in state:
+            if (memory := memory_of(one)) is not None:
+                self._state.setdefault(memory._cdata, []).append(one)
+
+    def parted(self) -> list[int]:
+        """After the forward: the layers in front of which no cut may be."""
+        return [cut for cut, crossing in self._crossing.items() if any(x._version != count for x, count in crossing)]
+
+    def _of(self, x: torch.Tensor) -> list[torch.Tensor]:
+        memory = memory_of(x)
+        return [] if memory is None else self._state.get(memory._cdata, [])
+
+
 def versions(inputs: Tensors) -> list[int]:
     """Torch's counts of writes."""
     return [0 if x is None else x._version for x in inputs]

@@ -23,6 +23,7 @@ from accept_mpi.models.common import Common, Seen, with_loss
 from accept_mpi.models.layers import calls_view, has_conv2d, in_channels_last
 from accept_mpi.models.shared import Shared
 from accept_mpi.models.untouched import untouched
+from accept_mpi.pipeline.common_memory import Cuts
 from accept_mpi.pipeline.shareable import Watch
 from accept_mpi.seeds import init_seed, seeded
 from accept_mpi.tree import Tree
@@ -164,6 +165,7 @@ def _outline(
     device = torch.device("meta" if abstract else "cpu")
     layers, held, common = [], _Held(abstract), with_loss(chain.common(), None, len(chain))
     together: dict[Common, Shared] = {}
+    cuts = Cuts()
     for index in range(len(chain)):
         module = built[index] if abstract and built else (chain.abstract if abstract else chain.build)(index, seed)
         if channels_last:
@@ -171,6 +173,7 @@ def _outline(
         tensors, of = taken_apart(index - 1, chain.names[index - 1], value)
         specs = tuple(map(TensorSpec.of, tensors))
         parameters, buffers = list(module.parameters()), list(module.buffers())
+        cuts.before(index, tensors, [*parameters, *buffers])
         held.begin([*parameters, *buffers])
         counter = FlopCounterMode(display=False)
         counter.mod_tracker = _Global()  # type: ignore[assignment]
@@ -206,7 +209,10 @@ def _outline(
                 tree=None if of == tree.packed(len(specs)) else of,
             )
         )
-    return Outline(samples, tuple(chain.names), tuple(layers), channels_last, tuple(together.values()))
+    written = [
+        Shared(cut - 1, cut, f"layers {cut - 1} and {cut} pass on what a later one writes into") for cut in cuts.parted()
+    ]
+    return Outline(samples, tuple(chain.names), tuple(layers), channels_last, (*together.values(), *written))
 
 
 def _as_shared(one: Common) -> Shared:

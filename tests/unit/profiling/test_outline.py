@@ -11,6 +11,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
 from accept_mpi.models import as_chain
 from accept_mpi.models.layers import build_layers
+from accept_mpi.models.shared import uncuttable
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.profiling.outline import Outline, _outline, outline, outline_of
 from accept_mpi.users_code import call_layer
@@ -139,3 +140,39 @@ def test_bf16_crosses_as_bf16_and_has_times_of_its_own() -> None:
     plain = as_chain([nn.ReLU(), nn.ReLU()])  # which nothing is cast for
     assert len({outline_of(plain, job, (torch.zeros(5, 4),)).key for job in jobs}) == 2
     assert single == outline(chain, 0, (torch.zeros(5, 4),))
+
+
+class Giving(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+        self.register_buffer("table", torch.zeros(5, 4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.linear(x)
+        if self.kind == "chunks":
+            return h.chunk(2, 1)
+        return h, {"view": h.t(), "twice": h, "buffer": self.table, "copy": h.clone()}[self.kind]
+
+
+class Passing(nn.Module):
+    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return given
+
+
+class Writing(nn.Module):
+    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        h, more = given
+        more += 1.0
+        return h
+
+
+PARTED = {"view": {1, 2}, "buffer": {1, 2}, "twice": set(), "chunks": set(), "copy": set()}
+"""Of each kind of ``Giving``, where no cut may be. One tensor that is given twice crosses once."""
+
+
+@pytest.mark.parametrize("kind", PARTED)
+def test_what_a_later_layer_writes_into_is_not_cut_off_from_its_other_views(kind: str) -> None:
+    """Automatic cuts parted them, which the deployment then refused."""
+    chain = as_chain([Giving(kind), Passing(), Writing(), nn.Linear(2 if kind == "chunks" else 4, 3)])
+    assert uncuttable(outline(chain, 0, (torch.zeros(5, 4),)).shared, len(chain), True) == PARTED[kind]
