@@ -69,7 +69,10 @@ def calls_of_shared() -> Iterator[list[str]]:
     try:
         yield found
     finally:
-        sys.setprofile(before)
+        if before is None or callable(before):
+            sys.setprofile(before)
+        else:  # cProfile's, which only its own method sets
+            before.enable()
 
 
 def why_in_turn(again: bool, back: bool, loss: bool, writes: bool) -> str:
