@@ -3,7 +3,7 @@
 import argparse
 
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.launch.stop_signals import end_undisturbed
+from accept_mpi.launch.stop_signals import end_undisturbed, tell_before_end
 from accept_mpi.training.run import train
 from accept_mpi.training.start import Options
 
@@ -11,6 +11,7 @@ from accept_mpi.training.start import Options
 def main(arguments: argparse.Namespace) -> int:
     """Run as one rank of the job; ends the process."""
     runtime = Runtime.start()
+    tell_before_end(runtime.end_by_signal)
     options = Options(arguments.job, tuple(arguments.set), arguments.resume, arguments.quiet, arguments.run)
     try:
         train(runtime, options)

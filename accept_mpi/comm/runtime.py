@@ -8,6 +8,7 @@ log and abort the job, so that no rank waits for a dead one.
 import logging
 import math
 import os
+import signal
 import socket
 import sys
 import threading
@@ -217,6 +218,21 @@ class Runtime:
             print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
             MPI.COMM_WORLD.Abort(exit_code)
         _wait_for_the_end(exit_code)
+
+    def end_by_signal(self, number: int) -> None:
+        """Tell the others that a signal is about to end this rank at once, which ends all: mpirun --with-ft ulfm does not
+        count a rank that ends with an exit code as lost, and the others could not regroup."""
+        exit_code = 128 + number
+        if self.size == 1 or self._ended.locked():  # mpirun ends ranks so after another's error, which has been told
+            return
+        threading.Timer(_END_SECONDS, os._exit, [exit_code]).start()  # even if something below hangs
+        text = f"{self.who(self.rank)}: ended by {signal.Signals(number).name}"
+        if self.rank and self.lifeline.report(text, exit_code):
+            return
+        print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
+        if self.rank == 0:
+            self.lifeline.end_all(exit_code)
+        MPI.COMM_WORLD.Abort(exit_code)
 
     def _lifeline(self) -> Lifeline:
         """Create the lifeline; all ranks call this together."""

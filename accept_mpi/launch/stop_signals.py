@@ -18,6 +18,14 @@ def heeded(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 
+_told: list[Callable[[int], None]] = []
+
+
+def tell_before_end(tell: Callable[[int], None]) -> None:
+    """Have ``tell`` called with a signal's number before the signal ends this process at once."""
+    _told[:] = [tell]
+
+
 def end_by_signals() -> None:
     """From now on stop signals end this process with an exit code, not as signals do: mpirun --with-ft ulfm takes what a
     signal ends for lost ranks, and where all are lost its own exit code is 0, as if the run were done. Nor does Ctrl-C raise
@@ -46,7 +54,11 @@ def end_undisturbed() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    os._exit(ENDED + number)  # without a word: mpirun ends ranks so after another's error, which has been told
+    try:
+        for tell in _told:
+            tell(number)
+    finally:
+        os._exit(ENDED + number)
 
 
 class StopSignals:

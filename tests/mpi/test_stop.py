@@ -172,6 +172,33 @@ def test_a_signal_before_the_first_plan_ends_a_run_at_once(tmp_path: Path, numbe
         assert process.wait(HANGS) == 128 + number
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_before_the_first_plan_ends_all_at_once(tmp_path: Path, rank: int) -> None:
+    """mpirun --with-ft ulfm does not count a rank with an exit code as lost: the others tried to regroup for 30 seconds."""
+    (tmp_path / "slow_data.py").write_text(
+        "import os, pathlib, time\n\ndef data():\n    pid, rank = os.getpid(), os.environ['OMPI_COMM_WORLD_RANK']\n"
+        "    pathlib.Path(f'loading-{rank}.tmp').write_text(str(pid))\n"
+        "    pathlib.Path(f'loading-{rank}.tmp').rename(f'loading-{rank}')\n    time.sleep(60)\n"
+    )
+    job = samples.write_job(tmp_path / "job.toml", samples.CNN | {"data": 'name = "slow_data:data"'}, pipeline_cuts="auto")
+    mpirun, *count = mpirun_command(3)
+    process = subprocess.Popen(
+        [mpirun, "--with-ft", "ulfm", *count, *python(), "-m", "accept_mpi", "train", str(job)], cwd=tmp_path,
+        env=environment() | {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    loading = [tmp_path / f"loading-{n}" for n in range(3)]
+    until = time.monotonic() + HANGS
+    while not all(path.exists() for path in loading):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    os.kill(int(loading[rank].read_text()), signal.SIGTERM)
+    out, _ = process.communicate(timeout=HANGS)
+    assert process.returncode == 128 + signal.SIGTERM, out
+    assert "regroup" not in out
+
+
 def test_nohup(tmp_path: Path) -> None:
     """Who asks for it goes on when the terminal is closed."""
     job = samples.write_job(tmp_path / "job.toml", samples.CNN, train_steps=60, train_evaluate_every=0)
