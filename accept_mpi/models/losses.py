@@ -6,6 +6,7 @@ forward, so each mean is multiplied by its share of the step at once. Only a use
 says so later: its sums are divided by an estimate first, and gradients are corrected before the update (``Stage.update``).
 """
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from accept_mpi.errors import UserError, counted
 from accept_mpi.job import Job
 from accept_mpi.models.copies import copied
 from accept_mpi.models.graph import parameters_behind
+from accept_mpi.models.separable import separable
 from accept_mpi.registry import call, find_function
 from accept_mpi.users_code import blame, does_not_fit, in_words
 
@@ -77,6 +79,8 @@ class Loss:
         """What it remembered before the first step (``pipeline.remembered``), once that is known."""
         self.put_back: Callable[[], None] | None = None
         """Sets its constants to what they were then."""
+        self.looked_at: list[bool] = []
+        """Whether its mean over samples is that of each sample's (``models.separable``), once that is known."""
         self.ignored = getattr(function, "ignore_index", IGNORED)
         """Class of targets that count neither in the loss nor in accuracy."""
         self._weigh, self._main = next((known for one, known in _KNOWN.items() if one is function), (None, False))
@@ -123,7 +127,21 @@ class Loss:
                 f'train.loss: "{self.name}" uses a parameter of shape {tuple(strange[0].shape)} beside what the model '
                 f'gives, and would not train it: let the model compute its loss (model.output = "{OWN}"), or freeze it'
             )
+        if setting_up and not self.looked_at and self._weigh is None and self.function is not _own:
+            self.looked_at.append(self._separable(output, target, samples))
         return judged
+
+    def _separable(self, output: Any, target: Any, samples: int) -> bool:
+        """``models.separable``, of a copy, which may count."""
+        with contextlib.suppress(Exception):
+            (function,) = copied([self.function])
+
+            def judge(output: Any, target: Any, samples: int) -> tuple[float, float]:
+                judged = _judgement(function(output, target), samples)
+                return judged.total, judged.count
+
+            return separable(judge, output, target, samples)
+        return True
 
     def _judged(self, output: Any, target: Any, samples: int) -> Judgement:
         if self._weigh is None:
@@ -143,7 +161,7 @@ class Loss:
         """Copy for a trial, so that what the loss counts or keeps comes from training alone."""
         try:
             apart = Loss(self.name, copied([self.function])[0])
-            apart.metrics, apart._on_trial = self.metrics, True
+            apart.metrics, apart._on_trial, apart.looked_at = self.metrics, True, self.looked_at
             return apart
         except Exception:  # some modules cannot be copied
             return self

@@ -14,6 +14,7 @@ Test samples that look unlike training's are evaluated once, too, so that nobody
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -36,6 +37,8 @@ from accept_mpi.plan import Place
 from accept_mpi.profiling.outline import LayerOutline, Outline
 from accept_mpi.training.data_here import Data
 from accept_mpi.tree import Tree
+
+log = logging.getLogger(__name__)
 
 Taken = tuple[Specs, Tree, tuple[bytes, ...]]
 """Content of a forward message: the specs of its tensors, the tree that they belong to, and ``whole_values``, if known."""
@@ -70,7 +73,20 @@ def agree_on_shapes(
             except UserError as error:
                 raise UserError(f"data.name: the test set cannot be evaluated: {error}") from error
     _agree_on_memory(messenger, stage, place, deadline)
+    if place.last and place.leads and stage.loss and stage.loss.looked_at == [False] and stage.job.train.micro_batches != 1:
+        _warn(stage.loss.name)
     return found
+
+
+@lru_cache
+def _warn(loss: str) -> None:
+    """Say once that results depend on which samples are in a micro-batch together."""
+    log.warning(
+        'train.loss: "%s" of several samples is not the mean of what it is of each: if it compares samples with others, '
+        "it does so within micro-batches (train.micro_batches = 1: within the whole batch); if some count more than "
+        "others, have it return (sum, count), of which a step's loss is the mean",
+        loss,
+    )
 
 
 def _agree_on_memory(messenger: Messenger, stage: Stage, place: Place, deadline: float) -> None:
