@@ -124,11 +124,12 @@ class Remembered:
         """Have modules remember what ``state`` gave. What they do not remember is passed over. Raises UserError if it is
         damaged."""
         kept = [self._name(key) for key in state if key.startswith((f"{LAYERS}/", f"{LOSS}/"))]
+        new: _Same = {}
         for module, table, key, name in self._places(kept):
             if (packed_value := state.get(self._key(name))) is not None:
                 value = unpacked(packed_value)
                 if name in self.names or (_is_simple(value, 0) and _may_be_set(module, key)):
-                    table[key] = _merged(table.get(key), value, 0)
+                    table[key] = _merged(table.get(key), value, 0, new)
         for name, parameter, _ in self._at_first.trained:
             if (wanted := state.get(self._key(name))) is not None:
                 parameter.requires_grad_(unpacked(wanted) is True)
@@ -173,6 +174,10 @@ class Remembered:
     def _last(self) -> str:
         """Name of the last layer."""
         return [name for name in self._named if name != THE_LOSS][-1]
+
+
+_Same = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""Tensors that have come in the place of others, with those, by the others' ids."""
 
 
 def _is_simple(value: Any, depth: int) -> bool:
@@ -222,26 +227,30 @@ def _plain(value: Any, depth: int) -> Any:
     return value  # ``packed`` knows it, or refuses it
 
 
-def _merged(there: Any, value: Any, depth: int) -> Any:
-    """A value that ``_plain`` gave, put into what is in its place, as far as that can change."""
+def _merged(there: Any, value: Any, depth: int, new: _Same) -> Any:
+    """A value that ``_plain`` gave, put into what is in its place, as far as that can change. ``new``: tensors that have
+    come in the place of others, to which is added: parts of a record share buffers."""
     if isinstance(there, torch.Generator):
         return there.set_state(value)
     if isinstance(value, torch.Tensor):
-        return value.to(there.device if isinstance(there, torch.Tensor) else here().device)
+        if not isinstance(there, torch.Tensor):
+            return value.to(here().device)
+        _, known = new.setdefault(id(there), (there, value.to(there.device)))
+        return known if known.dtype == value.dtype and torch.equal(known.to(value.device), value) else value.to(there.device)
     if isinstance(value, list) and isinstance(there, list | deque | set | frozenset):
         if isinstance(there, frozenset):
             return frozenset(value)
         old = [*there] if not isinstance(there, set) else []
-        new = [_merged(old[n] if n < len(old) else None, one, depth + 1) for n, one in enumerate(value)]
+        found = [_merged(old[n] if n < len(old) else None, one, depth + 1, new) for n, one in enumerate(value)]
         there.clear()
-        there.update(new) if isinstance(there, set) else there.extend(new)
+        there.update(found) if isinstance(there, set) else there.extend(found)
         return there
     if isinstance(value, tuple):
         old = [*there] if isinstance(there, tuple) else []
-        return tuple(_merged(old[n] if n < len(old) else None, one, depth + 1) for n, one in enumerate(value))
+        return tuple(_merged(old[n] if n < len(old) else None, one, depth + 1, new) for n, one in enumerate(value))
     if isinstance(value, dict) and there is not None and not isinstance(there, (*_PLAIN, torch.Tensor)):
         table = there if isinstance(there, dict) else vars(there)
-        parts = {key: _merged(table.get(key), one, depth + 1) for key, one in value.items()}
+        parts = {key: _merged(table.get(key), one, depth + 1, new) for key, one in value.items()}
         table.clear()
         table.update(parts)
         return there

@@ -202,3 +202,48 @@ def test_what_only_backwards_read(trained: Any, tmp_path: Path, monkeypatch: pyt
     same(weights(tmp_path, "resumed"), expected)
     (refused,) = trained(3, tmp_path, [(*job, "pipeline.ranks=[[0, 1], 2]")], code=2)
     assert 'cannot be held by several ranks: a forward changes "1.size", and reads it' in refused.out
+
+
+CUT = """
+import torch
+from torch import nn
+from remembering import data
+class Warming(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("step", torch.zeros((), dtype=torch.long), persistent=False)
+    def forward(self, x):
+        if self.training:
+            self.step += 1
+        return self.linear(x) * torch.cos(self.step / 10.0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.warming, self.last = nn.Linear(6, 6), Warming(), nn.Linear(6, 3)
+    def forward(self, x):
+        return self.last(torch.relu(self.warming(self.first(x))))
+def net():
+    return Net()
+"""
+
+
+def test_a_record_that_is_cut_within_a_module(
+    trained: Any, folder: Path, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its buffer is in two layers, one of which counts, and the other reads that."""
+    (folder / "warming.py").write_text(CUT)
+    path = folder / "warming.toml"
+    path.write_text(JOB.replace("remembering:net", "warming:net").replace("remembering:loss", "cross_entropy"))
+    monkeypatch.syspath_prepend(folder)
+    for name in ("remembering", "warming"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    expected, _ = plain_loop(path)
+    trained(1, folder, [(path, "train.steps=5", "output.directory=begun")])
+    trained(2, folder, [(path, "output.directory=resumed", "pipeline.cuts=[2]", "--resume", "begun")])
+    same(weights(folder, "resumed"), expected)
+    keys = ["pipeline.cuts=[2]", "output.directory=lost", "output.checkpoint_every=0"]
+    arguments = ["-m", "accept_mpi", "train", "warming.toml", *(word for key in keys for word in ("--set", key))]
+    code, out = run(folder, arguments, "1@forward:13", 2)
+    assert code == 0, out
+    same(weights(folder, "lost"), expected)

@@ -275,3 +275,38 @@ def test_only_what_is_remembered_can_be_put() -> None:
     assert (module.calls, "forward" in vars(module)) == (7, False)
     with pytest.raises(UserError, match="cannot be read"):
         names.put({"remembered/b.calls": state["remembered/b.calls"][:-3]})
+
+
+class Half(nn.Module):
+    """One of two parts of a module that a record has cut."""
+
+    def __init__(self, buffer: torch.Tensor, other: torch.Tensor, counts: bool) -> None:
+        super().__init__()
+        self.register_buffer("count", buffer, persistent=False)
+        self.shown, self.counts, self.zero = other, counts, other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.count += 1
+            return x
+        self.shown = self.shown + x.detach().mean(0)
+        return x * self.count + self.shown + self.zero
+
+
+def test_what_parts_share_they_share_again() -> None:
+    """A buffer that one of them writes and the other reads; but not what was only the same at first."""
+
+    def stage() -> Stage:
+        count, zero = torch.zeros(()), torch.zeros(4)
+        torch.manual_seed(2)
+        layers = [nn.Linear(4, 4), Half(count, zero, True), Half(count, zero, False)]
+        made = Stage(Layers(0, ["a", "b", "c"], layers), parse(BASE, "job", []), Loss("own", Centred()), False)
+        made.probe((torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
+        return made
+
+    whole, first, second = trained(stage(), range(6)), stage(), stage()
+    begun = trained(first, range(3))
+    load(second, states(first), parse(BASE, "job").train.optimizer)
+    assert second.layers[1].count is second.layers[2].count
+    assert not second.layers[2].zero.any()
+    assert begun + trained(second, range(3, 6)) == whole
