@@ -7,21 +7,20 @@ function and taken by ``_Run.deploy``.
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.data.calendar import Calendar
+from accept_mpi.data.calendar import Calendar, Milestones
 from accept_mpi.device.allocator import give_back_memory
 from accept_mpi.errors import Agreed, GroupRefused, OutOfMemory, UserError
 from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
 from accept_mpi.launch.ownership import Ownership
 from accept_mpi.models import Chain
-from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Plan, held_alike
 from accept_mpi.planning.adaptation import Adapter
 from accept_mpi.planning.job_plan import plan_from_job
@@ -30,17 +29,16 @@ from accept_mpi.planning.tables import weights_age
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.disk_replicas import DiskReplicas
-from accept_mpi.recovery.layer_state import load
 from accept_mpi.recovery.manifest import Manifest, made_by, same
 from accept_mpi.recovery.regroup import PlanInForce, newest_plan, next_plan, plan_after_loss, regroup
 from accept_mpi.recovery.replicas import Replicas
-from accept_mpi.recovery.restore import CheckpointStore, fetch, newest_snapshot
-from accept_mpi.training.alike import agree_on_code, agree_on_copies
+from accept_mpi.training.alike import agree_on_code
 from accept_mpi.training.auto_plan import AutoPlan, learn, micro_batches_alone, plan_by_measuring, with_best_lanes
 from accept_mpi.training.deployment import Deployment, RankState
 from accept_mpi.training.resuming import calendar, check, course_of, share_manifest, with_its_micro_batches
 from accept_mpi.training.run_log import RunLog
 from accept_mpi.training.same_data import glimpses, go_on_with_data
+from accept_mpi.training.source import Restoring, Source
 from accept_mpi.training.start import (
     Options,
     known_cluster,
@@ -199,35 +197,13 @@ class _Run:
         """Build a deployment, the first one if ``begin`` is None, and train with it. Returns the beginning of the next one;
         None at the end of the run."""
         state = self._state = self._state or prepare(runtime, self.job, self.options)
-        if self.options.resume:
-            self._began_with(shared_origin(runtime, self._origin, self._disk))
-        stored = runtime.agree("the checkpoint", lambda: self._checkpoint(runtime) if runtime.rank == 0 else None)
-        manifest = share_manifest(runtime, stored) or self._origin
-        if manifest:
-            self._began_with(self._origin or (manifest if manifest.run != self._ownership.run else None))
-            self._goes_on_with(with_its_micro_batches(self.job, manifest))
+        checkpoint, manifest = self._newest_checkpoint(runtime)
         begin = self._begun = begin or self._first(runtime, state)
-        if self._deployment:
-            self._deployment.close()
-        self._deployment = deployment = Deployment.start(runtime, state, begin.plan)
-        agree_on_code(runtime)  # again, since data may have been loaded only now
-        if not begin.first and runtime.ranks_on_host > 1:
-            give_back_memory()  # other ranks on this host may need the previous deployment's memory
-        on_disk = stored.manifest.step if stored else 0
-        snapshot = newest_snapshot(runtime, state.replicas, on_disk, len(state.chain))
-        if self._origin and snapshot.step < self._origin.step:
-            raise Agreed(
-                f"--resume: rank 0's host {runtime.hosts[0]['host']} does not have the checkpoint of step "
-                f"{self._origin.step} that the run began with at {self.options.resume}, and there is no later snapshot"
-            )
-        if begin.first and snapshot.step:
-            go_on_with_data(runtime, state.inputs, manifest, self._disk, self.options.overrides)
-        if self._disk:
-            self._disk.keep_glimpses(msgspec.to_builtins(glimpses(state.inputs)))
+        deployment = self._start(runtime, state, begin)
+        source = Source.newest(runtime, state, checkpoint, manifest)
+        self._check(runtime, state, begin, source)
         batches = calendar(deployment.batches, manifest)
-        own = snapshot.step > (self._origin.step if self._origin else 0)  # made by this run
-        again = own and (self._lost or (begin.first and bool(self.options.supervised)))
-        course = course_of(self.job, batches, snapshot.step, again)
+        course = self._course(batches, begin, source)
         changes: list[str] = []
         if manifest and begin.first:
             if manifest.run == self._ownership.run and manifest.step == course.last:
@@ -236,51 +212,86 @@ class _Run:
                 self._planned = None
                 return None
             changes = self._changes(runtime, state.chain, manifest, batches, deployment.classes)
-        took: dict[str, float] = {}
-        fits = not snapshot.step
-
-        def restore(stage: Stage) -> None:
-            nonlocal fits
-            took["planned"] = time.monotonic()
-            if snapshot.step:
-                store = CheckpointStore(stored) if snapshot.on_disk and stored else state.replicas
-                blobs = fetch(runtime.messenger, begin.plan, snapshot, store, runtime.startup_seconds)
-                runtime.agree("the checkpoint's weights", lambda: load(stage, blobs, self.job.train.optimizer))
-                fits = True
-            else:
-                agree_on_copies(runtime, stage, begin.plan, state.chain)
-            state.replicas.back_to(snapshot.step)
-            took["had their layers' state"] = time.monotonic()
-
+        restoring = Restoring(runtime, state, begin.plan, source, self.job.train.optimizer)
         try:
-            deployment.build(course, batches, restore)
+            deployment.build(course, batches, restoring)
         except GroupRefused as refused:
             if begin.first and self.job.pipeline.cuts != "auto":
                 raise
             return self._without_groups(runtime, state, begin, refused)
         except Agreed as mistake:
-            if fits or snapshot.on_disk or not self.options.supervised:
+            if restoring.fits or source.snapshot.on_disk or not self.options.supervised:
                 raise
-            log.warning("what hosts have kept of step %d is passed over: %s", snapshot.step, mistake)
+            log.warning("what hosts have kept of step %d is passed over: %s", source.step, mistake)
             state.replicas.clear()
             return begin
-        if self._notes:
-            took["could begin"] = time.monotonic()
-            self._notes[-1] += "".join(f", {what} {1e3 * (at - self._since):.0f} ms later" for what, at in took.items())
         self._in_force = PlanInForce(self._number, deployment.plan.renamed(dict(enumerate(runtime.members))))
-        origin = manifest.run if manifest and snapshot.on_disk else self._ownership.run
-        where = str(stored.path) if stored and snapshot.on_disk else "the snapshot that hosts have kept"
-        notes = [f"resumed from {where}", *changes] if course.first and begin.first else []
+        self._open_records(runtime, deployment, begin, source, restoring.took, changes)
+        made = deployment.train()
+        return None if made == course.last or self._is_over(runtime) else self._better(runtime)
+
+    def _newest_checkpoint(self, runtime: Runtime) -> tuple[Checkpoint | None, Manifest | None]:
+        """The newest checkpoint to go on from, on rank 0, and its manifest, or that of the one with which the run began."""
+        if self.options.resume:
+            self._began_with(shared_origin(runtime, self._origin, self._disk))
+        checkpoint = runtime.agree("the checkpoint", lambda: self._checkpoint(runtime) if runtime.rank == 0 else None)
+        manifest = share_manifest(runtime, checkpoint) or self._origin
+        if manifest:
+            self._began_with(self._origin or (manifest if manifest.run != self._ownership.run else None))
+            self._goes_on_with(with_its_micro_batches(self.job, manifest))
+        return checkpoint, manifest
+
+    def _start(self, runtime: Runtime, state: RankState, begin: Begin) -> Deployment:
+        """A deployment in place of the previous one."""
+        if self._deployment:
+            self._deployment.close()
+        self._deployment = Deployment.start(runtime, state, begin.plan)
+        agree_on_code(runtime)  # again, since data may have been loaded only now
+        if not begin.first and runtime.ranks_on_host > 1:
+            give_back_memory()  # other ranks on this host may need the previous deployment's memory
+        return self._deployment
+
+    def _check(self, runtime: Runtime, state: RankState, begin: Begin, source: Source) -> None:
+        """Raise Agreed if the run cannot go on from ``source``."""
+        if self._origin and source.step < self._origin.step:
+            raise Agreed(
+                f"--resume: rank 0's host {runtime.hosts[0]['host']} does not have the checkpoint of step "
+                f"{self._origin.step} that the run began with at {self.options.resume}, and there is no later snapshot"
+            )
+        if begin.first and source.step:
+            go_on_with_data(runtime, state.inputs, source.manifest, self._disk, self.options.overrides)
+        if self._disk:
+            self._disk.keep_glimpses(msgspec.to_builtins(glimpses(state.inputs)))
+
+    def _course(self, batches: Calendar, begin: Begin, source: Source) -> Milestones:
+        """The steps to make."""
+        own = source.step > (self._origin.step if self._origin else 0)  # made by this run
+        again = own and (self._lost or (begin.first and bool(self.options.supervised)))
+        return course_of(self.job, batches, source.step, again)
+
+    def _open_records(
+        self,
+        runtime: Runtime,
+        deployment: Deployment,
+        begin: Begin,
+        source: Source,
+        took: Mapping[str, float],
+        changes: Sequence[str],
+    ) -> None:
+        """Connect a deployment with the log and the observers on rank 0. ``took``: as ``Restoring`` has it; ``changes``:
+        what differs from the run that it goes on from."""
+        if self._notes:
+            times = {**took, "could begin": time.monotonic()}
+            self._notes[-1] += "".join(f", {what} {1e3 * (at - self._since):.0f} ms later" for what, at in times.items())
+        notes = [f"resumed from {source}", *changes] if deployment.course.first and begin.first else []
         runtime.agree(
             "the output directory",
-            lambda: self._log(runtime, deployment, begin, manifest, origin, notes) if runtime.rank == 0 else None,
+            lambda: self._log(runtime, deployment, begin, source, notes) if runtime.rank == 0 else None,
         )
         self._notes = []
         deployment.connect(self._records.controller if self._records else None)
         if self._records:
             self._records.connect(deployment.barriers)
-        made = deployment.train()
-        return None if made == course.last or self._is_over(runtime) else self._better(runtime)
 
     def _without_groups(self, runtime: Runtime, state: RankState, begin: Begin, why: GroupRefused) -> Begin:
         """Plan again without groups, since what the layers do shows only now: of a plan that the job gave, and a loss has
@@ -313,17 +324,8 @@ class _Run:
             if self._disk:
                 self._disk.keep_origin(msgspec.to_builtins(origin))
 
-    def _log(
-        self,
-        runtime: Runtime,
-        deployment: Deployment,
-        begin: Begin,
-        manifest: Manifest | None,
-        origin: str,
-        notes: list[str],
-    ) -> None:
-        """Create the run's directory, log and observers on rank 0, or go on with those that exist. ``origin``: the run that
-        made the state with which the deployment begins."""
+    def _log(self, runtime: Runtime, deployment: Deployment, begin: Begin, source: Source, notes: list[str]) -> None:
+        """Create the run's directory, log and observers on rank 0, or go on with those that exist."""
         if not self._records:
             self._records = RunLog(runtime, self.job, self.options.quiet, self._ownership)
         adapter = None
@@ -333,7 +335,7 @@ class _Run:
                 self.job, deployment.course.last, deployment.plan, cluster, lambda: deployment.barriers.ask_to_replan(),
                 runtime.members,
             )  # fmt: skip
-        number = manifest.number if manifest else 0
+        number, origin = source.manifest.number if source.manifest else 0, source.run(self._ownership.run)
         run = None if begin.first else self._ownership.run
         self._records.begin(deployment, self._planned, number, origin, run, adapter)
         self._records.say(deployment, notes, self._notes)
