@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
+from accept_mpi.contradictions import contradictions
 from accept_mpi.errors import UserError, one_line
 from accept_mpi.files.regular import read_regular
 from accept_mpi.files.values import check_values, loads
-from accept_mpi.job import GOES_WITH, MOST_ENTRIES, Job, Optimizer, flows
+from accept_mpi.job import GOES_WITH, MOST_ENTRIES, Job, Optimizer
 from accept_mpi.registry import nearest
 
 _MOST_BYTES = 1 << 20  # size limit of a job file
@@ -59,6 +60,24 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
         tree = loads(text)
     except ValueError as error:
         raise UserError(f"{source}: not valid TOML: {error}") from error
+    _override_all(tree, overrides)
+    check_values(tree, source, free=_FREE)
+    _check_keys(tree, Job, source, "")
+    try:
+        job = msgspec.convert(tree, Job)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{source}: {_explain(str(error), tree)}") from error
+    if all(_has(tree, key) for key in _EITHER[1]):
+        raise UserError(f"{source}: train: give either lr or optimizer.lr")
+    _check_optimizer(job.train.optimizer, _table(tree, ("train", "optimizer")), source)
+    for mistake in contradictions(job):
+        raise UserError(f"{source}: {mistake}")
+    seconds = {key: min(getattr(job.pipeline, key), _FOR_EVER) for key in _SECONDS}
+    output = msgspec.structs.replace(job.output, directory=os.path.expanduser(job.output.directory))
+    return msgspec.structs.replace(job, pipeline=msgspec.structs.replace(job.pipeline, **seconds), output=output)
+
+
+def _override_all(tree: dict[str, Any], overrides: Iterable[str]) -> None:
     given: dict[str, Any] = {}
     for override in overrides:
         for table in (tree, given):
@@ -67,59 +86,6 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
         for one, other in (pair, pair[::-1]):
             if _has(given, one) and not _has(given, other) and _has(tree, other):
                 del _table(tree, other[:-1])[other[-1]]
-    check_values(tree, source, free=_FREE)
-    _check_keys(tree, Job, source, "")
-    try:
-        job = msgspec.convert(tree, Job)
-    except msgspec.ValidationError as error:
-        raise UserError(f"{source}: {_explain(str(error), tree)}") from error
-    if (job.train.epochs is None) == (job.train.steps is None):
-        raise UserError(f"{source}: train: give either epochs or steps")
-    if all(_has(tree, key) for key in _EITHER[1]):
-        raise UserError(f"{source}: train: give either lr or optimizer.lr")
-    _check_optimizer(job.train.optimizer, _table(tree, ("train", "optimizer")), source)
-    if job.train.optimizer.name != "muon" and any(group.adamw for group in job.train.groups):
-        raise UserError(f'{source}: train.groups: adamw = true goes with train.optimizer.name = "muon" only')
-    if job.train.mix is not None and not job.train.mix.mixup and not job.train.mix.cutmix:
-        raise UserError(f"{source}: train.mix mixes nothing: give it mixup or cutmix, e.g. mixup = 0.2")
-    if isinstance(job.train.micro_batches, str):
-        if job.pipeline.cuts != "auto":
-            raise UserError(f'{source}: train.micro_batches = "auto" goes with pipeline.cuts = "auto" only')
-    elif job.train.micro_batches > job.train.batch_size:
-        raise UserError(
-            f"{source}: train.micro_batches: {job.train.micro_batches} is more than "
-            f"train.batch_size = {job.train.batch_size}; a micro-batch needs at least one sample"
-        )
-    for key, what in (("ranks", "chooses the ranks"), ("speeds", "measures the speeds")):
-        if getattr(job.pipeline, key) and job.pipeline.cuts == "auto":
-            raise UserError(f'{source}: pipeline.{key} goes with given cuts; cuts = "auto" {what}')
-    if job.pipeline.vertical_sync and job.pipeline.schedule != "1f1b-async":
-        raise UserError(f'{source}: pipeline.vertical_sync goes with schedule = "1f1b-async" only')
-    if job.pipeline.recompute == "on" and job.pipeline.schedule == "zero-bubble":
-        raise UserError(
-            f'{source}: pipeline.recompute = "on" does not go with schedule = "zero-bubble", which keeps what weight '
-            "gradients need beyond the backward"
-        )
-    if job.pipeline.lanes == "F+B" and flows(job.pipeline.schedule):
-        raise UserError(
-            f'{source}: pipeline.lanes = "F+B" goes with synchronous schedules: in {job.pipeline.schedule} a backward needs '
-            "the weights of its forward while another forward needs newer ones; a number of lanes goes with all"
-        )
-    if job.pipeline.lanes == "F+B" and job.pipeline.recompute == "on":
-        raise UserError(
-            f'{source}: pipeline.recompute = "on" does not go with lanes = "F+B": a forward that is computed again would '
-            "undo what another one beside it does to running statistics; a number of lanes goes with it"
-        )
-    if job.train.optimizer.correction != "none" and not flows(job.pipeline.schedule):
-        raise UserError(
-            f'{source}: train.optimizer.correction goes with schedule = "1f1b-delayed" or "1f1b-async": in '
-            f"{job.pipeline.schedule} no gradient is older than the weights"
-        )
-    if not job.output.directory:
-        raise UserError(f'{source}: output.directory: expected a directory, such as "runs/first", got ""')
-    seconds = {key: min(getattr(job.pipeline, key), _FOR_EVER) for key in _SECONDS}
-    output = msgspec.structs.replace(job.output, directory=os.path.expanduser(job.output.directory))
-    return msgspec.structs.replace(job, pipeline=msgspec.structs.replace(job.pipeline, **seconds), output=output)
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
