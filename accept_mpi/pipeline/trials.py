@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from accept_mpi.codecs.tensors import Tensors, TensorSpec
 from accept_mpi.device.compute import here
 from accept_mpi.errors import UserError, UsersBug
 from accept_mpi.models.attributes import Attributes
+from accept_mpi.models.common import Seen
 from accept_mpi.models.copies import copied, why_not_copied
 from accept_mpi.models.fine_tuning import Uses, check_called
 from accept_mpi.models.graph import parameters_behind
@@ -23,6 +24,7 @@ from accept_mpi.models.untouched import untouched
 from accept_mpi.pipeline.common_memory import HELD, CommonMemory, versions
 from accept_mpi.pipeline.further_forwards import FurtherForwards, Given, is_nan, without_metrics
 from accept_mpi.pipeline.graph_edges import Differentiating, cast_twice
+from accept_mpi.pipeline.micro_batch import Outputs
 from accept_mpi.pipeline.remembered import LOSS, AtFirst, Remembered
 from accept_mpi.pipeline.running_statistics import batch_norms, lies_apart
 from accept_mpi.pipeline.shareable import Watch
@@ -84,13 +86,30 @@ def probe(
         return trial.probe(inputs, target, gradients_of, of, samples)
 
 
+class _Before(NamedTuple):
+    """What there is before a first forward, to compare with what there is after it."""
+
+    there: dict[str, torch.Tensor]
+    """``may_be_written``."""
+    writes: Writes
+    watch: Watch
+    attributes: Attributes
+    seen: Seen
+
+    @classmethod
+    def of(cls, stage: Stage) -> "_Before":
+        named = stage.modules
+        watch = Watch([name for name, _ in named], [one for _, one in named])
+        there = may_be_written(stage.parameters, stage.layers)
+        return cls(there, writes_of(stage), watch, Attributes(named), stage.seen())
+
+
 class Trial:
     """First forwards and backwards, of a copy of a stage."""
 
     def __init__(self, stage: Stage) -> None:
         """``stage``: the copy."""
         self.stage, self.found = stage, stage.found
-        self._remembered = Remembered([])
         self._calls: Counter[str] = Counter()
         """Calls of BatchNorm layers, by name, in the first forward."""
 
@@ -108,65 +127,74 @@ class Trial:
         send. Returns the specs of the inputs' gradients.
         """
         stage, found = self.stage, self.found
-        there = may_be_written(stage.parameters, stage.layers)
+        given = Given(tuple(None if x is None else x.detach().clone() for x in inputs), of, target, samples)
+        before = _Before.of(stage)
+        inputs = here().take(inputs)  # which a forward may write to
+        counts, memory = versions(inputs), CommonMemory()
+        with calls_of_shared() as shared:
+            out = self._first_forward(given._replace(inputs=inputs))
+        handed = stage.in_flight[0, 0].outputs if stage.loss is None else []
+        memory.look(inputs, counts, handed, dict(_tensors_of(stage)))
+        found.written |= before.writes.found()
+        before.watch.after_forward(stage.divisors)
+        nan = is_nan(out)
+        gradients = gradients_of(out.outputs, out.tree)
+        with calls_of_shared() as shared_back:
+            result = self._first_backward(gradients)
+        found.alone = found.alone or before.watch.after_backward()
+        loss_draws = stage.last + 1 in found.drawing
+        found.in_turn = found.in_turn or why_in_turn(
+            bool(shared or shared_back), found.draws_back, loss_draws, bool(found.written)
+        )
+        find_sparse(stage)
+        further = FurtherForwards(stage, given, gradients, self._calls)
+        remembered, variables = further.look(before.there, before.attributes, before.seen, nan)
+        found.unreplayed = found.unreplayed or ("" if found.alone else further.why_unreplayed())
+        found.remembered |= {*remembered, *before.watch.ever_changed - stage.state_names()}
+        memory.keep_only(found.remembered)
+        found.memory.add(memory)
+        lost = Remembered(stage.modules, found.remembered).lost()
+        found.forgets = list(dict.fromkeys([*found.forgets, *lost, *variables]))
+        for parameter in stage.parameters:
+            parameter.grad = None
+        return tuple(TensorSpec.of(g) for g in result)
+
+    def _first_forward(self, given: Given) -> Outputs:
+        """Run a forward, and take note of how it uses parameters, and of what BatchNorm layers take."""
+        stage, found = self.stage, self.found
         norms = batch_norms(stage.names, stage.layers).items()
-        notes = [norm.register_forward_pre_hook(partial(self._note, name)) for name, norm in norms]
-        writes = writes_of(stage)
-        named = stage.modules
-        watch, attributes = Watch([name for name, _ in named], [one for _, one in named]), Attributes(named)
-        unused = tuple(None if x is None else x.detach().clone() for x in inputs)  # a forward may write to them
-        uses = Uses() if stage.job.train.lora else None
-        seen = stage.seen()
-        inputs = here().take(inputs)
-        counts = versions(inputs)
         self._calls.clear()
-        with calls_of_shared() as shared, uses or nullcontext(), Differentiating() as differentiating:
+        notes = [norm.register_forward_pre_hook(partial(self._note, name)) for name, norm in norms]
+        uses = Uses() if stage.job.train.lora else None
+        with uses or nullcontext(), Differentiating() as differentiating:
             try:
-                out = stage.forward(0, 0, inputs, target=target, of=of, samples=samples)
+                out = stage.forward(0, 0, given.inputs, target=given.target, of=given.of, samples=given.samples)
             except UsersBug as error:
                 raise self._with_hint(error) from None
+        for note in notes:
+            note.remove()
         outputs = stage.in_flight[0, 0].outputs
         if uses:
             found.passed_by |= {name for name, parameter in stage.own.every_name() if uses.passed_by(parameter)}
-        found.written |= writes.found()
         found.partial = differentiating.found
         mine = {id(parameter) for layer in stage.layers for parameter in layer.parameters()}
         found.strange = [one for one in parameters_behind(outputs) if id(one) not in mine]
-        for note in notes:
-            note.remove()
-        nan = is_nan(out)
-        memory = CommonMemory()
-        memory.look(inputs, counts, outputs if stage.loss is None else [], dict(_tensors_of(stage)))
-        watch.after_forward(stage.divisors)
         # Any thread that ends a forward drops the casts that torch keeps for all threads.
         if cast_twice(outputs):
             found.one_forward = "a forward uses a parameter twice in lower precision"
         if stage.deferred is not None:
             stage.deferred.look(outputs)
-        gradients = gradients_of(out.outputs, out.tree)
+        return out
+
+    def _first_backward(self, gradients: Tensors) -> Tensors:
+        """Run the backward, and take note if it draws random numbers."""
         seed_all(0)
         seeded = state()
-        with calls_of_shared() as shared_back:
-            result = stage.backward(0, 0, gradients, seed=0)
-        found.draws_back = state() != seeded
-        found.in_turn = found.in_turn or why_in_turn(
-            bool(shared or shared_back), found.draws_back, stage.last + 1 in found.drawing, bool(found.written)
-        )
-        if stage.deferred is not None:
-            stage.weight_gradient(0, 0)
-        found.alone = found.alone or watch.after_backward()
-        find_sparse(stage)
-        further = FurtherForwards(stage, Given(unused, of, target, samples), gradients, self._calls)
-        remembered, variables = further.look(there, attributes, seen, nan)
-        found.unreplayed = found.unreplayed or ("" if found.alone else further.why_unreplayed())
-        found.remembered |= {*remembered, *watch.ever_changed - stage.state_names()}
-        self._remembered = Remembered(named, found.remembered)
-        memory.keep_only(found.remembered)
-        found.memory.add(memory)
-        found.forgets = list(dict.fromkeys([*found.forgets, *self._remembered.lost(), *variables]))
-        for parameter in stage.parameters:
-            parameter.grad = None
-        return tuple(TensorSpec.of(g) for g in result)
+        result = self.stage.backward(0, 0, gradients, seed=0)
+        self.found.draws_back = state() != seeded
+        if self.stage.deferred is not None:
+            self.stage.weight_gradient(0, 0)
+        return result
 
     def try_metrics(self, inputs: Tensors, target: Any, of: Tree | None, samples: int) -> None:
         """Evaluate a micro-batch, so that a metric that cannot be taken of what the model gives is told before the first

@@ -301,7 +301,7 @@ def test_what_parts_share_they_share_again() -> None:
         torch.manual_seed(2)
         layers = [nn.Linear(4, 4), Half(count, zero, True), Half(count, zero, False)]
         made = Stage(Layers(0, ["a", "b", "c"], layers), parse(BASE, "job", []), Loss("own", Centred()), False)
-        made.probe((torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
+        probe(made, (torch.randn(3, 4),), torch.tensor([0, 1, 2]), lambda specs, of: ())
         return made
 
     whole, first, second = trained(stage(), range(6)), stage(), stage()
