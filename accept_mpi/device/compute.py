@@ -7,6 +7,7 @@ gradients are where it computes. ``take`` and ``give`` carry tensors over; on a 
 import os
 import re
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -142,9 +143,30 @@ class Gpu(Compute):
         torch.cuda.init()
         return [torch.default_generator, torch.cuda.default_generators[self.device.index]]
 
+    @cached_property
+    def _moved(self) -> dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]]:
+        """Buffers on the host that have been moved, and what they are here, by the ids of the former."""
+        return {}
+
     def hold(self, module: Any) -> None:
         if isinstance(module, nn.Module):
+            for part in module.modules():
+                for key, buffer in part._buffers.items():
+                    if buffer is not None and buffer.device != self.device:
+                        part._buffers[key] = self._one_here(buffer)
             module.to(self.device)
+
+    def _one_here(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A buffer on the device; the same one for all modules that share it, since parts of a record do: one of them may
+        write to it, and another read."""
+        old, new = self._moved.get(id(buffer), (None, None))
+        here = new() if new is not None and old is not None and old() is buffer else None
+        if here is None:
+            here = buffer.to(self.device)
+            for gone in [one for one, (was, _) in self._moved.items() if was() is None]:
+                del self._moved[gone]
+            self._moved[id(buffer)] = weakref.ref(buffer), weakref.ref(here)
+        return here
 
     def empty(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, pin_memory=True)
