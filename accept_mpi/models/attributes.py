@@ -3,9 +3,9 @@
 import math
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from accept_mpi.models.held import MOST_INSIDE, OWN
 from accept_mpi.models.shared import checksum, memory_of
 
+_N = TypeVar("_N", int, float)
 CONSTANTS = (bool, int, float, str, type(None))
 NO_STATE = OWN | {"forward"}
 """Names of torch's own attributes, which keep nothing but constants; and of a method that something else has put there."""
@@ -83,11 +84,11 @@ class Attributes:
             if place.name in names:
                 place.table[place.key] = _with_nan(place.value, numbers, {})
 
-    def numbers(self, names: Sequence[str]) -> dict[str, float]:
-        """Those of the named attributes that are floating-point numbers now."""
-        return {place.name: place.value for place in self._places() if place.name in names and type(place.value) is float}
+    def numbers(self, names: Sequence[str], kind: type[_N]) -> dict[str, _N]:
+        """Those of the named attributes that are numbers of a ``kind`` now."""
+        return {place.name: place.value for place in self._places() if place.name in names and type(place.value) is kind}
 
-    def put(self, values: dict[str, float]) -> None:
+    def put(self, values: Mapping[str, float]) -> None:
         """Set attributes."""
         for place in self._places():
             if place.name in values:

@@ -23,6 +23,8 @@ from accept_mpi.pipeline.settled import place_of
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.tree import Tree
 
+_MORE = 7  # than a whole number is; not so much that a table of as many could take all memory
+
 
 class Given(NamedTuple):
     """What a forward takes."""
@@ -75,7 +77,8 @@ class FurtherForwards:
         read = self._reads_statistics(there)
         if again and not counts:
             counts = bool(read) or self._reads(lambda: now.with_nan(again, numbers=False), backwards=True)
-        found = again if counts else self._set_again(now, [name for name in changed if name not in again])
+        once = [name for name in changed if name not in again]
+        found = again if counts else self._set_again(now, once) or self._extremes(now, once)
         why = read or (f'a forward changes "{found[0]}", and reads it' if found else "")
         self._found.compute_in_turn(why)
         return found, variables
@@ -179,14 +182,14 @@ class FurtherForwards:
     def _set_again(self, now: Attributes, names: Sequence[str]) -> list[str]:
         """Attributes that are numbers, and that each forward sets and another reads: the same inputs may give the same
         number, which a cache, made where there is none yet, is not set to again."""
-        numbers = now.numbers(names)
+        numbers = now.numbers(names, float)
         if not numbers:
             return []
         made_once = numbers
         for other in (math.nan, -math.inf, math.inf):  # a largest so far is set again then, or a smallest
             now.put(dict.fromkeys(made_once, other))
             self._gives_nan()
-            left = now.numbers([*made_once])
+            left = now.numbers([*made_once], float)
             made_once = {name: numbers[name] for name, value in left.items() if value == other or value != value}
         now.put(made_once)
         set_again = [name for name in numbers if name not in made_once]
@@ -195,6 +198,33 @@ class FurtherForwards:
         if len(set_again) > 1:  # what is told of is the first
             set_again.sort(key=lambda one: not self._reads(partial(self._only_nan, now, numbers, one)))
         return set_again
+
+    def _extremes(self, now: Attributes, names: Sequence[str]) -> list[str]:
+        """Attributes that are whole numbers, the largest or smallest so far, and decide what a forward gives. The length of
+        a table that is made anew when it is too short decides nothing."""
+        numbers = now.numbers(names, int)
+        found = []
+        for name, value in numbers.items():
+            moved, gave = False, []
+            for other in (value, -1, value + _MORE):
+                now.put({**numbers, name: other})
+                gave.append(self._values())
+                moved = moved or now.numbers([name], int).get(name) != other
+            if moved and not (_alike(gave[0], gave[1]) and _alike(gave[0], gave[2])):
+                found.append(name)
+        now.put(numbers)
+        return found
+
+    def _values(self) -> list[torch.Tensor]:
+        """What a forward gives; nothing if it fails."""
+        try:
+            out = self._forward()
+        except Exception:
+            return []
+        finally:
+            self._stage.in_flight.clear()
+        loss = [torch.tensor(out.result.loss)] if out.result else []
+        return [*loss, *(x.detach() for x in out.outputs if x is not None)]
 
     @staticmethod
     def _only_nan(now: Attributes, numbers: dict[str, float], name: str) -> None:
@@ -254,6 +284,12 @@ def without_metrics(loss: Loss | None) -> Iterator[None]:
     finally:
         if loss:
             loss.metrics = measured
+
+
+def _alike(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return len(one) == len(other) > 0 and all(
+        a.shape == b.shape and same_bits(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def _is_torchs(norm: nn.Module) -> bool:

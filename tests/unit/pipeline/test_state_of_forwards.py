@@ -127,6 +127,34 @@ class Previous(nn.Module):
         return out
 
 
+class Most(nn.Module):
+    """A whole number, the largest or smallest so far, which the same inputs do not change again."""
+
+    def __init__(self, smallest: bool = False) -> None:
+        super().__init__()
+        self.smallest, self.most = smallest, 100 if smallest else 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = int(10 * x.detach().abs().max()) + 1
+        self.most = min(self.most, size) if self.smallest else max(self.most, size)
+        return x / self.most
+
+
+class Long(nn.Module):
+    """A table that is made anew if it is too short, and its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.length, self.shown = torch.arange(2.0), 2, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.shown = int(10 * x.detach().abs().max())
+        if x.shape[1] > self.length:
+            self.length = x.shape[1]
+            self.table = torch.arange(float(self.length))
+        return x + self.table[: x.shape[1]]
+
+
 class OfGradients(nn.Module):
     """Reads in a forward what the backward before it has left."""
 
@@ -297,6 +325,8 @@ def probed(layer: nn.Module, loss: Any = None) -> Stage:
         (InPlace(), 'a forward changes "b.sums"', ["b.sums"]),
         (Hidden(), 'a forward changes "b.hidden"', ["b.hidden"]),
         (Previous(), 'a forward changes "b.spread"', ["b.spread"]),
+        (Most(), 'a forward changes "b.most"', ["b.most"]),
+        (Most(smallest=True), 'a forward changes "b.most"', ["b.most"]),
         (OfGradients(), 'a forward changes "b.size"', ["b.size"]),
         (Dividing(False), 'a forward changes "b.size"', ["b.size"]),
         (Dividing(True), 'a forward changes "b.size"', ["b.size"]),
@@ -329,7 +359,7 @@ def test_it_is_found_whatever_the_last_batch_has(layer: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "layer", [nn.BatchNorm1d(4), Showing(), Table(), nn.Dropout(), Scaled(), Collecting(), Cached(), Noticing()]
+    "layer", [nn.BatchNorm1d(4), Showing(), Table(), Long(), nn.Dropout(), Scaled(), Collecting(), Cached(), Noticing()]
 )
 def test_what_nobody_reads_may_be_left(layer: nn.Module) -> None:
     stage = probed(layer)
