@@ -117,6 +117,11 @@ class Stage(Stateful):
         """Index of the last layer."""
         return self.start + len(self.layers) - 1
 
+    @property
+    def where(self) -> str:
+        """The layers, for the user."""
+        return f"layers {self.start} to {self.last}" if self.last > self.start else f"layer {self.start}"
+
     def seen(self) -> Seen:
         """What layers have in common with those of other stages, and the variables of Python and of functions that forwards
         refer to."""
@@ -261,7 +266,7 @@ class Stage(Stateful):
 
     def check_settled(self, deep: bool = False) -> None:
         """As ``settled.check``."""
-        check(self.settled, f"layers {self.start} to {self.last}", self.statistics is not None, deep)
+        check(self.settled, self.where, self.statistics is not None, deep)
 
     def drained(self) -> None:
         """End a segment: nothing is in flight, and versions count from 0 again."""
@@ -312,7 +317,7 @@ class Stage(Stateful):
         """Have backwards compute forwards again, but not the last stage's. Raises UserError if that were not the same."""
         if self.found.alone or self.found.written or self.deferred is not None:
             why = self.found.alone or "a forward writes into its parameters or buffers, or weight gradients are put off"
-            raise UserError(f"pipeline.recompute: layers {self.start} to {self.last} cannot compute forwards again: {why}")
+            raise UserError(f"pipeline.recompute: {self.where} cannot compute forwards again: {why}")
         self.again = Recomputing(self.layers) if self.loss is None else None
 
     # -- in a group ----------------------------------------------------------------------------------------------------
@@ -324,7 +329,7 @@ class Stage(Stateful):
         writes = "a layer writes into its own parameters in its forward" if changes else ""
         hooks = "a parameter has hooks" if hooked(self.parameters) else ""  # which may count, or remember
         if why := self.undivided or writes or hooks or self.found.unreplayed:
-            raise UserError(f"layers {self.start} to {self.last} cannot be held by several ranks: {why}")
+            raise UserError(f"{self.where} cannot be held by several ranks: {why}")
         self.statistics = RunningStatistics(self.names, self.layers, self.found.norms_take, self.found.norms_apart)
 
     @property
@@ -355,7 +360,7 @@ class Stage(Stateful):
     def take_turns(self) -> Turns:
         """From now on two threads compute, one F and the other B. Raises UserError if they cannot."""
         if self.found.in_turn:
-            raise UserError(f"pipeline.lanes: layers {self.start} to {self.last}: {self.found.in_turn}")
+            raise UserError(f"pipeline.lanes: {self.where}: {self.found.in_turn}")
         self.runner.turns = self.runner.turns or Turns()
         return self.runner.turns
 
@@ -382,12 +387,12 @@ class Stage(Stateful):
         try:
             yield
         except Exception as error:
-            blame(error, f"the backward of layers {self.start} to {self.last}")
+            blame(error, f"the backward of {self.where}")
         finally:
             if newest is not None:
                 self._weights.leave(newest, flight.weights)
         if beside:
-            self._weights.check_wanting(flight.weights, f"layers {self.start} to {self.last}")
+            self._weights.check_wanting(flight.weights, self.where)
 
     def _judge(
         self, step: int, value: Any, target: Any, share: float, samples: int | None

@@ -214,19 +214,19 @@ class Trial:
     def teach(self, stage: Stage) -> None:
         """Have the stage of which this has a copy take over what was found. Raises UserError if that does not go with the
         job."""
-        found, layers = self.found, f"layers {stage.start} to {stage.last}"
+        found = self.found
         mine = {id(parameter) for parameter in stage.parameters}
         if strange := [tuple(one.shape) for one in found.strange if id(one) not in mine]:
             raise UserError(
-                f"{layers} use a parameter of shape {strange[0]} that is "
-                "none of theirs, and would not train it: make the module that has it a part of the layer, too, or freeze it"
+                f"{stage.where}: a forward uses a parameter of shape {strange[0]} that belongs to none of its layers, and "
+                "would not train it: make the module that has it a part of the layer, too, or freeze it"
             )
         if found.parted:
             raise UserError(f"{found.parted}, so they must be in one stage")
         if found.partial:
             raise UserError(
-                f"{layers} differentiate (torch.autograd.grad) by what an "
-                "earlier stage gives, of which they are given more that may depend on it: no cut may part such layers"
+                f"{stage.where}: a forward differentiates (torch.autograd.grad) by what an earlier stage gives, of which it "
+                "is given more that may depend on it: no cut may part such layers"
             )
         found.made = self.stage.state_names() - stage.state_at_first
         stage.found.take(found)

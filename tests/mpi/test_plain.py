@@ -285,7 +285,7 @@ def test_parameters_that_nothing_would_train_are_refused(trained, tmp_path: Path
     loss = write(tmp_path, 1, ("referring", "module", {"loss": "nets:penalty"}))
     for ranks in (1, 2):
         said = trained(ranks, tmp_path, [(job, "pipeline.cuts=[]", "pipeline.ranks=[0]") for job in (layer, loss)], code=2)
-        assert "layers 0 to 5 use a parameter of shape (6, 6) that is none of theirs" in said[0].out
+        assert "layers 0 to 5: a forward uses a parameter of shape (6, 6) that belongs to none" in said[0].out
         assert 'train.loss: "nets:penalty" uses a parameter of shape' in said[1].out
         for one in said:
             assert "Traceback" not in one.out
@@ -297,7 +297,7 @@ def test_no_cut_takes_away_a_part_of_a_derivative(trained, tmp_path: Path) -> No
     path = write(tmp_path, 0, ("differentiating", "", {}))
     expected, _ = plain_loop(path)
     (done,) = trained(2, tmp_path, [(path, "pipeline.cuts=[3]")], code=2)
-    assert "layers 3 to 3 differentiate (torch.autograd.grad) by what an earlier stage gives" in done.out
+    assert "layer 3: a forward differentiates (torch.autograd.grad) by what an earlier stage gives" in done.out
     assert "Traceback" not in done.out
     for ranks, cuts in ((1, "[]"), (2, "[2]")):
         trained(ranks, tmp_path, [(path, f"pipeline.cuts={cuts}", f"output.directory=cut-{ranks}")])
