@@ -95,7 +95,7 @@ class ParameterGroup(Section, frozen=True):
     """An entry of ``train.groups``: parameters with settings of their own. A parameter is of the first group that fits."""
 
     names: Named
-    lr: Positive | None = None
+    lr: Annotated[float, Meta(ge=0, le=_LARGEST)] | None = None
     """Learning rate in place of the optimizer's; its schedule is the same."""
     weight_decay: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     adamw: bool = False

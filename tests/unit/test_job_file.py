@@ -146,7 +146,7 @@ def test_overrides() -> None:
         (["train.mix={classes=3}"], "train.mix mixes nothing: give it mixup or cutmix, e.g. mixup = 0.2"),
         (["train.mix={classes=3, mixup=-1}"], "train.mix.mixup: expected a number >= 0 and <= 1000000.0, got -1"),
         (["train.mix={classes=3, cutmx=1}"], 'unknown key "train.mix.cutmx"; did you mean "cutmix"?'),
-        (["train.groups=[{names=['a'], lr=-1}]"], "train.groups[0].lr: expected a number > 0, got -1"),
+        (["train.groups=[{names=['a'], lr=-1}]"], "train.groups[0].lr: expected a number >= 0 and <= 1e+30, got -1"),
         (["train.groups=[{name=['a']}]"], 'unknown key "train.groups[0].name"; did you mean "names"?'),
         (["train.groups=3"], "train.groups: expected a list of tables, got 3"),
         (

@@ -50,7 +50,7 @@ def test_warmup() -> None:
     assert rates(Optimizer(warmup_steps=4))[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("own", [0.03, 0.007, 0.3])
+@pytest.mark.parametrize("own", [0.0, 0.03, 0.007, 0.3])
 def test_rates_of_groups_are_torch_s_to_the_bit(own: float) -> None:
     """What is left of a rate after a division and a multiplication would differ in its last bit, and so would weights."""
     options, steps = Optimizer(schedule="step", decay_every=3, decay=0.3), 10
