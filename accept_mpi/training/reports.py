@@ -3,6 +3,7 @@
 If a group holds the last stage, its leader collects the results of the other members.
 """
 
+import logging
 import math
 import threading
 import time
@@ -19,6 +20,8 @@ from accept_mpi.logs.observers import Evaluated, StepDone
 from accept_mpi.logs.recorder import Clock
 from accept_mpi.models.losses import Result
 from accept_mpi.models.metrics import Metric
+
+log = logging.getLogger(__name__)
 
 _POLL = 0.002
 
@@ -45,6 +48,8 @@ class Reports:
         self._results: dict[Key, dict[int, Result]] = {}
         self._open: dict[Key, tuple[int, float]] = {}
         """Number of micro-batches and learning rate of what is made but not reported yet."""
+        self._must_count = True
+        """Until it was said once that nothing counts."""
         self._began = clock.now()
         self._lock = threading.Lock()
 
@@ -100,6 +105,10 @@ class Reports:
 
     def _report(self, step: int, evaluation: bool, results: Sequence[Result], lr: float) -> None:
         summary = self._summary(step, results)
+        if self._must_count and not any(result.count for result in results):
+            what = "the test set" if evaluation else f"step {step}"
+            log.warning("no target of %s counts in the loss (all are -100, or padding, or have no weight): it is nan", what)
+            self._must_count = False
         report: StepMade | EvaluationMade
         if evaluation:
             parts = zip(*(result.metrics for result in results), strict=True)
