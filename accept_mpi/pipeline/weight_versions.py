@@ -296,7 +296,8 @@ def may_be_written(parameters: Sequence[torch.Tensor], layers: Sequence[nn.Modul
 
 
 def _may_be_in_graph(buffer: torch.Tensor) -> bool:
-    return buffer.is_floating_point() and buffer.is_leaf and not buffer.requires_grad
+    strided = buffer.layout is torch.strided  # others have no single memory that could be kept apart
+    return strided and buffer.is_floating_point() and buffer.is_leaf and not buffer.requires_grad
 
 
 class Writes:

@@ -249,9 +249,11 @@ class _Held:
         """Start counting for another layer, whose parameters and buffers are ``own``."""
         if not self._connected:
             self._seen.clear()
-        self._own, self.bytes = {_storage(tensor) for tensor in own}, 0
+        self._own, self.bytes = {_storage(tensor) for tensor in own if tensor.layout is torch.strided}, 0
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:  # a constant, such as a graph's edges
+            return tensor
         at = _storage(tensor)
         if at not in self._own and at not in self._seen:
             self._seen[at] = tensor.untyped_storage()
@@ -273,4 +275,11 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(values.numel() * values.element_size() for tensor in tensors for values in _values(tensor))
+
+
+def _values(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What holds a tensor's values: itself, or the parts of a sparse one."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    return (tensor,) if tensor.layout is torch.strided else (tensor.values(),)

@@ -12,6 +12,7 @@ from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data.checksums import Checksum, checksum
 from accept_mpi.errors import Agreed, one_line
 from accept_mpi.models import Chain
+from accept_mpi.models.held import held
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Plan
 from accept_mpi.planning.ties import parted
@@ -63,7 +64,9 @@ def agree_on_copies(runtime: Runtime, stage: Stage, plan: Plan, chain: Chain) ->
     mine: dict[str, Checksum] = {}
     if place.members > 1:
         for index, layer in enumerate(stage.layers, stage.start):
-            mine[f'layer {index} "{stage.names[index - stage.start]}"'] = _checksum(layer.state_dict().values())
+            mine[f'layer {index} "{stage.names[index - stage.start]}"'] = _checksum(
+                [*layer.state_dict().values(), *layer.buffers(), *(one for _, one in held(layer))]
+            )
     for one, stages in parted(chain.shared(), plan) if len(plan.stages) > 1 else ():
         if place.stage in stages:
             index, name = next(at for at in one.places if 0 <= at[0] - stage.start < len(stage.layers))
@@ -82,4 +85,8 @@ def agree_on_copies(runtime: Runtime, stage: Stage, plan: Plan, chain: Chain) ->
 
 
 def _checksum(values: Iterable[object]) -> Checksum:
-    return checksum([value for value in values if isinstance(value, torch.Tensor)])
+    return checksum([value for value in values if isinstance(value, torch.Tensor) and _is_plain(value)])
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    return value.layout is torch.strided and not value.is_quantized and not value.is_nested

@@ -13,6 +13,14 @@ import torch
 from torch import nn
 import parts
 def drawn(layer):
+    if "TABLE" in os.environ:
+        generator = torch.Generator()
+        generator.seed()
+        table = torch.rand(8, generator=generator)
+        if os.environ["TABLE"] == "buffer":
+            layer.register_buffer("table", table, persistent=False)
+        else:
+            layer.tables = [table]
     if "OWN" in os.environ:
         generator = torch.Generator()
         generator.seed()
@@ -114,6 +122,8 @@ def test_a_model_that_depends_on_the_environment(tmp_path: Path, name: str) -> N
 def test_weights_that_members_of_a_group_draw_on_their_own(tmp_path: Path) -> None:
     folders = hosts(tmp_path, 3)
     refused(train(folders, *GROUP, everywhere=("OWN=1",)), 'layer 0 "0": rank 1 on host')
+    for kind in ("buffer", "list"):  # which no checkpoint has
+        refused(train(folders, *GROUP, everywhere=(f"TABLE={kind}",)), 'layer 0 "0": rank 1 on host')
     assert train(folders, "pipeline.cuts=[1,2]", everywhere=("OWN=1",)).code == 0  # each is in one place only
     assert train(folders, *GROUP).code == 0
 
