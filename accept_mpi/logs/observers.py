@@ -56,5 +56,8 @@ class Observer:
     def event(self, seconds: float, step: int, text: str) -> None:
         """Something else happened, at ``seconds`` of the run."""
 
+    def persist(self) -> None:
+        """A checkpoint is on the disk. What has led to it should be, too, for a run that goes on from there."""
+
     def close(self) -> None:
         """The run is over."""

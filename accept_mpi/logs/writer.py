@@ -25,7 +25,7 @@ _TEXT_BYTES = EVENTS["text"].itemsize
 
 
 class LogWriter:
-    """Writes one log. Rows are buffered and written at most once per second, so that few steps wait for the disk.
+    """Writes one log. Rows are buffered, and written once per second and with every checkpoint: few steps wait for the disk.
 
     Methods raise UserError if the disk refuses. The file then stays as it is: HDF5 does not survive another try.
     """
@@ -180,6 +180,9 @@ class LogObserver(Observer):
     def planned(self, seconds: float, step: int, plan: Plan) -> None:
         """A deployment begins with this plan, whose ranks are numbered as in the trace."""
         self._writer.append("plans", plan_rows(plan, seconds, step))
+        self._writer.flush()
+
+    def persist(self) -> None:
         self._writer.flush()
 
     def close(self) -> None:

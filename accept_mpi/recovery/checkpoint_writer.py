@@ -68,6 +68,8 @@ class CheckpointWriter:
         self._held: dict[int, int] = {}
         """Open directories of unfinished checkpoints by step, locked so that no other run removes them."""
         self.error: UserError | None = None
+        self.made = 0
+        """Checkpoints that it has put on the disk."""
         for left in (run / "checkpoints").glob(".*step-*"):  # left by a run that was killed
             with contextlib.suppress(OSError):
                 handle = _lock(left) if re.fullmatch(r"\.(old-\.?)?step-\d{8,}", left.name) else None
@@ -165,6 +167,7 @@ class CheckpointWriter:
             self.error = UserError(f"cannot write the checkpoint of step {step} to {self.run}: {error.strerror or error}")
         finally:
             os.close(self._held.pop(step))
+            self.made += 1
             self._finished[step].set()
 
 

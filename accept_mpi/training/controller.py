@@ -46,6 +46,8 @@ class Controller:
         """True if this deployment has ended the run before its time."""
         self._stop_at: int | None = None
         """Step after which a signal ends the run, with a checkpoint."""
+        self._persisted = 0
+        """Number of checkpoints on the disk when observers last heard of one."""
         self._chunk = 0.0
         """Time (monotonic seconds) at which the newest piece of a checkpoint arrived."""
         self._newest: dict[type[Control], int] = {}
@@ -59,7 +61,7 @@ class Controller:
 
     def renew(self, writer: CheckpointWriter) -> None:
         """Begin another deployment, which writes checkpoints with ``writer``."""
-        self.writer, self._left, self.steps_made, self.over = writer, 0, 0, False
+        self.writer, self._left, self.steps_made, self.over, self._persisted = writer, 0, 0, False, 0
 
     def handle(self, message: Message) -> bool:
         """Take a message on the data-plane thread: checkpoints go to the disk at once, other messages wait for ``deliver``.
@@ -88,6 +90,9 @@ class Controller:
             raise mistake
         while not self._mail.empty():
             self._deliver(self._mail.get())
+        if self.writer.made != self._persisted:
+            self._persisted = self.writer.made
+            self.each("persist")
         at = self._stop_at
         if at is not None and self.writer.has(at) and self.writer.wait(at, 0.0):  # which raises if it failed just now
             raise Stopped(f"stopped by a signal after step {at}; go on with --resume {self.writer.run}")

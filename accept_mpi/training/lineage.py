@@ -29,6 +29,17 @@ def ancestors(log: Path, run: str, step: int) -> Lineage:
     return {name: min(step, known[name]) for name in older}
 
 
+def unevaluated(log: Path, run: str, step: int) -> bool:
+    """True if ``log`` is of the history that ``run`` has made in ``step`` steps, and has no evaluation after the last one: a
+    signal's checkpoint comes before it, and what is killed may have made it in vain."""
+    try:
+        with open_log(log) as old:
+            known = lineage(json.loads(old.attrs["facts"]))
+            return min(step, known.get(run, 0)) == step and step not in old["evals"]["step"][:]
+    except UserError:  # there is no log, or it cannot be read
+        return False
+
+
 def lineage(facts: dict[str, Any]) -> Lineage:
     """The lineage of the run whose log has these facts, itself included."""
     return {**facts.get("ancestors", {}), facts.get("run", ""): _ALL}

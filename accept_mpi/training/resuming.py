@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +24,7 @@ from accept_mpi.pipeline.optimizer import left_behind
 from accept_mpi.planning.micro_batches import settled
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.manifest import Manifest
+from accept_mpi.training.lineage import unevaluated
 
 _OWN_DATA = "data.name"
 """The key of the data set, which must not change, since the checkpoint's position is in the order of its samples."""
@@ -53,6 +55,13 @@ def share_manifest(runtime: Runtime, checkpoint: Checkpoint | None) -> Manifest 
     return msgspec.convert(shared, Manifest) if shared else None
 
 
+def lacks_evaluation(runtime: Runtime, job: Job, manifest: Manifest) -> bool:
+    """True if the log in the output directory lacks an evaluation after the checkpoint with which a run begins. All ranks
+    call this together, and have rank 0's answer."""
+    mine = runtime.rank == 0 and unevaluated(Path(job.output.directory) / "log.h5", manifest.run, manifest.step)
+    return bool(runtime.messenger.broadcast(mine, runtime.startup_seconds, "whether an evaluation is missing"))
+
+
 def calendar(batches: Calendar, manifest: Manifest | None) -> Calendar:
     """The calendar of a run that goes on from a checkpoint: it begins with the first sample not used yet. ``batches``: the
     calendar of the same run from its beginning, returned as it is without a checkpoint."""
@@ -76,9 +85,9 @@ def with_its_micro_batches(job: Job, manifest: Manifest) -> Job:
 _MOST_STEPS = (1 << 63) - 1  # the largest number that a log holds
 
 
-def course_of(job: Job, batches: Calendar, first: int, again: bool = False) -> Milestones:
-    """The steps of a run that goes on after ``first`` steps, and its pauses (``again`` as in ``Milestones``). Raises Agreed
-    if there are too many steps, or no full batch."""
+def course_of(job: Job, batches: Calendar, first: int, again: bool = False, unevaluated: bool = False) -> Milestones:
+    """The steps of a run that goes on after ``first`` steps, and its pauses (``again`` as in ``Milestones``; or, if an
+    evaluation is due then, ``unevaluated``). Raises Agreed if there are too many steps, or no full batch."""
     train, output = job.train, job.output
     last = max(_end_of(job, batches), first)
     if last > _MOST_STEPS:
@@ -88,11 +97,12 @@ def course_of(job: Job, batches: Calendar, first: int, again: bool = False) -> M
             f"train.drop_last leaves out the only batch: train.batch_size = {batches.batch_size}, and the data set has "
             f"{batches.samples} samples"
         )
-    return Milestones(
+    course = Milestones(
         first, last, train.evaluate_every * batches.steps_per_epoch, output.checkpoint_every,
         checkpoint_at_end=output.checkpoint_at_end, evaluate_from=batches.end(0, whole=False),
         checkpoint_evaluated=bool(output.keep_best), again=again,
     )  # fmt: skip
+    return replace(course, again=again or (unevaluated and course.evaluates(first)))
 
 
 def _end_of(job: Job, batches: Calendar) -> int:

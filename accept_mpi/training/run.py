@@ -16,7 +16,7 @@ import msgspec
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data.calendar import Calendar, Milestones
 from accept_mpi.device.allocator import give_back_memory
-from accept_mpi.errors import Agreed, GroupRefused, OutOfMemory, UserError
+from accept_mpi.errors import Agreed, GroupRefused, OutOfMemory
 from accept_mpi.failpoints import failpoint
 from accept_mpi.job import Job
 from accept_mpi.launch.ownership import Ownership
@@ -29,16 +29,23 @@ from accept_mpi.planning.tables import weights_age
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.disk_replicas import DiskReplicas
-from accept_mpi.recovery.manifest import Manifest, made_by, same
+from accept_mpi.recovery.manifest import Manifest
 from accept_mpi.recovery.regroup import PlanInForce, newest_plan, next_plan, plan_after_loss, regroup
 from accept_mpi.recovery.replicas import Replicas
 from accept_mpi.training.alike import agree_on_code
 from accept_mpi.training.auto_plan import AutoPlan, learn, micro_batches_alone, plan_by_measuring, with_best_lanes
 from accept_mpi.training.deployment import Deployment, RankState
-from accept_mpi.training.resuming import calendar, check, course_of, share_manifest, with_its_micro_batches
+from accept_mpi.training.resuming import (
+    calendar,
+    check,
+    course_of,
+    lacks_evaluation,
+    share_manifest,
+    with_its_micro_batches,
+)
 from accept_mpi.training.run_log import RunLog
 from accept_mpi.training.same_data import glimpses, go_on_with_data
-from accept_mpi.training.source import Restoring, Source
+from accept_mpi.training.source import Restoring, Source, newest_checkpoint
 from accept_mpi.training.start import (
     Options,
     known_cluster,
@@ -118,6 +125,8 @@ class _Run:
         """Beginning of the newest deployment."""
         self._notes: list[str] = []
         """Events since the last deployment, for the log."""
+        self._unevaluated = False
+        """True if the evaluation is yet to be made that was due after the checkpoint with which the run has begun."""
         self._since = 0.0
         """Time (monotonic seconds) at which the ranks had regrouped, or a better plan was found."""
         self._records: RunLog | None = None
@@ -203,7 +212,7 @@ class _Run:
         source = Source.newest(runtime, state, checkpoint, manifest)
         self._check(runtime, state, begin, source)
         batches = calendar(deployment.batches, manifest)
-        course = self._course(batches, begin, source)
+        course = self._course(runtime, batches, begin, source)
         changes: list[str] = []
         if manifest and begin.first:
             if manifest.run == self._ownership.run and manifest.step == course.last:
@@ -234,7 +243,11 @@ class _Run:
         """The newest checkpoint to go on from, on rank 0, and its manifest, or that of the one with which the run began."""
         if self.options.resume:
             self._began_with(shared_origin(runtime, self._origin, self._disk))
-        checkpoint = runtime.agree("the checkpoint", lambda: self._checkpoint(runtime) if runtime.rank == 0 else None)
+        run = self._ownership.run if self._lost or self.options.supervised else None
+        where = self.options.resume, Path(self.job.output.directory), run, self._origin
+        checkpoint = runtime.agree(
+            "the checkpoint", lambda: newest_checkpoint(runtime, *where) if runtime.rank == 0 else None
+        )
         manifest = share_manifest(runtime, checkpoint) or self._origin
         if manifest:
             self._began_with(self._origin or (manifest if manifest.run != self._ownership.run else None))
@@ -263,11 +276,13 @@ class _Run:
         if self._disk:
             self._disk.keep_glimpses(msgspec.to_builtins(glimpses(state.inputs)))
 
-    def _course(self, batches: Calendar, begin: Begin, source: Source) -> Milestones:
+    def _course(self, runtime: Runtime, batches: Calendar, begin: Begin, source: Source) -> Milestones:
         """The steps to make."""
         own = source.step > (self._origin.step if self._origin else 0)  # made by this run
         again = own and (self._lost or (begin.first and bool(self.options.supervised)))
-        return course_of(self.job, batches, source.step, again)
+        if source.manifest and begin.first and not own:
+            self._unevaluated = lacks_evaluation(runtime, self.job, source.manifest)
+        return course_of(self.job, batches, source.step, again, self._unevaluated and not own)
 
     def _open_records(
         self,
@@ -368,22 +383,6 @@ class _Run:
     def _disk(self) -> DiskReplicas | None:
         """Snapshots on this host's disk, under ``launch``."""
         return self._state.disk if self._state else None
-
-    def _checkpoint(self, runtime: Runtime) -> Checkpoint | None:
-        """The checkpoint to resume from, on rank 0: after a loss or a restart, the newest one that this run has written.
-        None if there is none."""
-        most = sum({facts["machine_id"]: facts["memory_bytes"] or math.inf for facts in runtime.hosts}.values())
-        where, found = self.options.resume, []
-        if self._lost or self.options.supervised:
-            found += made_by(Path(self.job.output.directory), self._ownership.run)
-        if where and self._origin and (again := same(where, self._origin)):
-            found.append(again)
-        for path in found:
-            try:
-                return Checkpoint(path, most)
-            except UserError as mistake:
-                log.warning("passed over: %s", mistake)
-        return Checkpoint(where, most) if where and not self._origin else None
 
     def _changes(
         self, runtime: Runtime, chain: Chain, manifest: Manifest, batches: Calendar, classes: Sequence[str]

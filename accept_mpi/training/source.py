@@ -1,18 +1,24 @@
 """Where the state with which a deployment begins comes from: a checkpoint, a snapshot in the ranks' memories, or nowhere."""
 
+import logging
+import math
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 from accept_mpi.comm.runtime import Runtime
+from accept_mpi.errors import UserError
 from accept_mpi.job import Optimizer
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import Plan
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.layer_state import load
-from accept_mpi.recovery.manifest import Manifest
+from accept_mpi.recovery.manifest import Manifest, made_by, same
 from accept_mpi.recovery.restore import CheckpointStore, Origin, fetch, newest_snapshot
 from accept_mpi.training.alike import agree_on_copies
 from accept_mpi.training.deployment import RankState
+
+log = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
@@ -75,3 +81,20 @@ class Restoring:
             agree_on_copies(runtime, stage, self._plan, self._state.chain)
         replicas.back_to(source.step)
         self.took["had their layers' state"] = time.monotonic()
+
+
+def newest_checkpoint(
+    runtime: Runtime, resume: Path | None, directory: Path, run: str | None, origin: Manifest | None
+) -> Checkpoint | None:
+    """The checkpoint to go on from, on rank 0; None if there is none. ``resume``: where the user has it; ``run``: after a
+    loss or a restart, the run whose newest one in the output ``directory`` counts first; ``origin``: with which it began."""
+    most = sum({facts["machine_id"]: facts["memory_bytes"] or math.inf for facts in runtime.hosts}.values())
+    found = made_by(directory, run) if run else []
+    if resume and origin and (again := same(resume, origin)):
+        found.append(again)
+    for path in found:
+        try:
+            return Checkpoint(path, most)
+        except UserError as mistake:
+            log.warning("passed over: %s", mistake)
+    return Checkpoint(resume, most) if resume and not origin else None

@@ -63,6 +63,26 @@ def test_asynchronous_adam_resumes_and_keeps_its_log(mpirun, tmp_path: Path) -> 
     assert (tmp_path / "run" / "log.1.h5").is_file()
 
 
+def test_an_evaluation_that_was_due_is_made_when_the_run_goes_on(mpirun, tmp_path: Path) -> None:
+    """A signal's checkpoint comes before the evaluation after its step, and the run ends without it."""
+    path = samples.write_job(
+        tmp_path / "job.toml", samples.CNN | {"train": samples.CNN["train"] | {"batch_size": 500}}, train_steps=9,
+    )  # fmt: skip
+
+    def evaluations(directory: str) -> list[tuple[int, float]]:
+        with open_log(tmp_path / directory / "log.h5") as log:
+            return list(zip(log["evals"]["step"].tolist(), log["evals"]["loss"].tolist(), strict=True))
+
+    best = ("--set", "output.keep_best=loss")
+    mpirun(2, "-m", "accept_mpi", "train", path, *best, "--set", "output.directory=straight")
+    mpirun(2, "-m", "accept_mpi", "train", path, "--set", "train.steps=3", "--set", "train.evaluate_every=0")
+    assert evaluations("run") == []
+    for steps in (6, 9):
+        mpirun(2, "-m", "accept_mpi", "train", path, *best, "--resume", "run", "--set", f"train.steps={steps}")
+    assert evaluations("run") == evaluations("straight")
+    assert len(evaluations("run")) == 3
+
+
 def test_a_run_may_end_without_a_checkpoint(mpirun, tmp_path: Path) -> None:
     path = samples.write_job(tmp_path / "job.toml", samples.CNN, output_checkpoint_at_end=False)
     out = mpirun(2, "-m", "accept_mpi", "train", path).out

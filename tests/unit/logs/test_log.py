@@ -17,6 +17,7 @@ from conftest import environment
 
 from accept_mpi.errors import UserError
 from accept_mpi.logs.format import STEPS, TRACE
+from accept_mpi.logs.observers import StepDone
 from accept_mpi.logs.reader import open_log, read_facts
 from accept_mpi.logs.writer import LogObserver, LogWriter
 from accept_mpi.plan import make_plan
@@ -51,6 +52,16 @@ def test_round_trip(tmp_path: Path) -> None:
         assert len(file["trace"]) == 3
         assert file["events"][0]["text"].decode() == "something happened: naïve"
     assert [p.name for p in tmp_path.iterdir()] == ["log.h5"]
+
+
+def test_what_a_checkpoint_follows_is_on_the_disk(tmp_path: Path) -> None:
+    log = LogObserver(LogWriter(tmp_path / "log.h5", JOB, PLAN, {}))
+    log.step(StepDone(1, 0, 8, 0.5, 0.5, 0.1, 1.0, 8.0))
+    log.persist()
+    shutil.copy(tmp_path / "log.h5", tmp_path / "then.h5")
+    with open_log(tmp_path / "then.h5") as found:
+        assert found["steps"]["step"].tolist() == [1]
+    log.close()
 
 
 def test_a_plan_is_on_the_disk_when_it_begins(tmp_path: Path) -> None:

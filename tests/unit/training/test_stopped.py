@@ -1,4 +1,4 @@
-"""The end of a run that a signal has asked for."""
+"""Checkpoints as rank 0 hears of them: the end of a run that a signal has asked for, and what goes to the disk with each."""
 
 from typing import Any
 from unittest.mock import Mock
@@ -24,3 +24,17 @@ def test_a_checkpoint_that_fails_while_it_is_looked_for_is_none() -> None:
     writer.has = has
     with pytest.raises(UserError, match="no space"):
         controller.deliver()
+
+
+def test_observers_hear_of_each_checkpoint_once() -> None:
+    """The log's rows go to the disk with it: a run that goes on after kill -9 lacked those of the last second."""
+    writer: Any = Mock(error=None, made=0)
+    observer: Any = Mock()
+    controller = Controller({"log": observer}, writer)
+    for made, heard in ((0, 0), (1, 1), (1, 1), (2, 2)):
+        writer.made = made
+        controller.deliver()
+        assert observer.persist.call_count == heard
+    controller.renew(Mock(error=None, made=1))
+    controller.deliver()
+    assert observer.persist.call_count == 3
