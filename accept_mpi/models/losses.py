@@ -6,7 +6,6 @@ forward, so each mean is multiplied by its share of the step at once. Only a use
 says so later: its sums are divided by an estimate first, and gradients are corrected before the update (``Stage.update``).
 """
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable, Sequence
@@ -132,16 +131,14 @@ class Loss:
         return judged
 
     def _separable(self, output: Any, target: Any, samples: int) -> bool:
-        """``models.separable``, of a copy, which may count."""
-        with contextlib.suppress(Exception):
+        """``models.separable``, of copies, which may count."""
+
+        def judge(output: Any, target: Any, samples: int) -> tuple[float, float]:
             (function,) = copied([self.function])
+            judged = _judgement(function(output, target), samples)
+            return judged.total, judged.count
 
-            def judge(output: Any, target: Any, samples: int) -> tuple[float, float]:
-                judged = _judgement(function(output, target), samples)
-                return judged.total, judged.count
-
-            return separable(judge, output, target, samples)
-        return True
+        return separable(judge, output, target, samples)
 
     def _judged(self, output: Any, target: Any, samples: int) -> Judgement:
         if self._weigh is None:
