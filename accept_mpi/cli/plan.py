@@ -86,7 +86,7 @@ def _added(personas: list[str]) -> list[Host]:
     for text in personas:
         name, _, count = text.partition(":")
         if count and not re.fullmatch("[1-9][0-9]?", count):
-            raise UserError(f'--add {text}: expected a persona and how many, such as "pi5:2"')
+            raise UserError(f'--add {text}: expected a persona and how many, from 1 to 99, such as "pi5:2"')
         for _ in range(int(count or 1)):
             counts[name] += 1
             hosts.append({"persona": name, "name": f"{name}-new{counts[name]}"})

@@ -63,7 +63,8 @@ def cluster_of_log(path: Path, job: Job) -> ClusterProfile:
     """
     with open_log(path) as log:
         if "survey" not in log:
-            raise UserError(f'{path}: this run was not planned by measuring (pipeline.cuts = "auto")')
+            why = 'as runs with pipeline.cuts = "auto" on several ranks are'
+            raise UserError(f"{path}: this run was not planned by measuring, {why}")
         cluster, ran = ClusterProfile.read(log["survey"]), msgspec.json.decode(log.attrs["job"])
     timed = cluster.outline.samples
     job = of_size(job, timed)
