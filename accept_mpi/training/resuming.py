@@ -125,9 +125,11 @@ def check(
     Raises UserError if the checkpoint belongs to another model, other data or another job, or is already at the last step.
     """
     if manifest.layers != chain.names:
+        pairs = enumerate(zip_longest(manifest.layers, chain.names, fillvalue="none"))
+        n, (old, new) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
         raise UserError(
             f"--resume: the checkpoint holds another model ({shown(manifest.model)}, {len(manifest.layers)} layers) "
-            f"than the job names ({job.model.name}, {len(chain)} layers)"
+            f"than the job names ({job.model.name}, {len(chain)} layers): layer {n} was {shown(old)}, and is {new} now"
         )
     if manifest.samples != batches.samples:
         raise UserError(

@@ -266,3 +266,15 @@ def test_a_run_that_is_over() -> None:
         assert course_of(over, batches, 4).last == 4
         with pytest.raises(UserError, match=f"is at step 4, and the job ends at step {last}"):
             check(manifest(parsed()), over, [], CHAIN, batches)
+
+
+def test_layers_in_another_order_are_another_model() -> None:
+    """As parts in the order of a set may be; what differs first is named."""
+    names = [*CHAIN.names]
+    names[1:3] = names[2:0:-1]
+    before = manifest(parsed(), layers=names)
+    with pytest.raises(UserError, match=rf"another model .*: layer 1 was {names[1]}, and is {names[2]} now$"):
+        check(before, parsed(), (), CHAIN, calendar(BATCHES, before))
+    longer = manifest(parsed(), layers=[*CHAIN.names, "more"])
+    with pytest.raises(UserError, match=rf"another model .*: layer {len(CHAIN.names)} was more, and is none now$"):
+        check(longer, parsed(), (), CHAIN, calendar(BATCHES, longer))
