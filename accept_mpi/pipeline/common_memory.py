@@ -34,7 +34,7 @@ class CommonMemory:
     ) -> None:
         """Add what a forward has shown. ``counts``: the inputs' ``versions`` before it; ``state``: what modules have after
         it, by name."""
-        self.written |= {n for n, x in enumerate(inputs) if x is not None and x._version != counts[n]}
+        self.written |= {n for n, count in enumerate(versions(inputs)) if count != counts[n]}
         for k, out in enumerate(outputs):
             self.pairs |= {(j, k) for j in range(k) if share_values(outputs[j], out)}
             self.through |= {(n, k) for n, x in enumerate(inputs) if x is not None and share_values(x, out)}
@@ -86,8 +86,8 @@ class Cuts:
 
 
 def versions(inputs: Tensors) -> list[int]:
-    """Torch's counts of writes."""
-    return [0 if x is None else x._version for x in inputs]
+    """Torch's counts of writes; 0 for what torch does not count (``torch.inference_mode``)."""
+    return [0 if x is None or x.is_inference() else x._version for x in inputs]
 
 
 def share_values(one: torch.Tensor, other: torch.Tensor) -> bool:

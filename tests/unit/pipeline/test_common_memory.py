@@ -17,7 +17,9 @@ def test_only_values_in_common_count() -> None:
 
 
 def test_a_forward_is_looked_at() -> None:
-    inputs = (torch.zeros(3), None, torch.zeros(3), torch.zeros(3))
+    with torch.inference_mode():
+        uncounted = torch.zeros(3)
+    inputs = (torch.zeros(3), None, torch.zeros(3), uncounted)
     counts, memory, buffer, shown = versions(inputs), CommonMemory(), torch.zeros(3), torch.zeros(3)
     inputs[2].add_(1)
     outputs = [inputs[0].view(3, 1), buffer, inputs[0], shown]
