@@ -5,6 +5,10 @@
 #   bash jobs/sweep.sh SWEEP.toml [-- mpirun flags, e.g. -hostfile edges]
 set -euo pipefail
 sweep="$(realpath "${1:?which sweep? bash jobs/sweep.sh SWEEP.toml}")"
+if [[ ! -f "$sweep" ]]; then # before minutes of installing
+    echo "sweep: $sweep: there is no such file" >&2
+    exit 2
+fi
 flags=()
 for word in "${@:2}"; do
     [[ ! -f "$word" ]] || word="$(realpath "$word")" # a host file

