@@ -46,7 +46,6 @@ def predict(source: Path, folder: Path | None, average: bool, top: int, to: Text
     else:
         data, rows = test, [str(n) for n in range(len(test))]
     out = csv.writer(to, lineterminator="\n")
-    out.writerow(["sample", *(text for n in range(1, top + 1) for text in (f"class {n}", f"probability {n}"))])
     for begin in range(0, len(rows), _AT_ONCE):
         indices = np.arange(begin, min(len(rows), begin + _AT_ONCE))
         inputs = fetch(data, indices, None, inputs=True, targets=False).inputs
@@ -55,7 +54,10 @@ def predict(source: Path, folder: Path | None, average: bool, top: int, to: Text
         if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.shape[1] < 2 or amounts:
             what = f'with train.loss = "{job.train.loss}" the model gives {tree.describe(given)}'
             raise UserError(f"{what}, and predict shows scores of classes (samples, classes); export gives the weights")
-        values, classes = given.float().softmax(-1).topk(min(top, given.shape[-1]), dim=-1)
+        shown = min(top, given.shape[-1])
+        if not begin:
+            out.writerow(["sample", *(text for n in range(1, shown + 1) for text in (f"class {n}", f"probability {n}"))])
+        values, classes = given.float().softmax(-1).topk(shown, dim=-1)
         for name, some, which in zip(rows[begin:], values.tolist(), classes.tolist(), strict=False):
             cells = [(names[k] if k < len(names) else k, f"{value:.4f}") for value, k in zip(some, which, strict=True)]
             out.writerow([name, *(cell for pair in cells for cell in pair)])

@@ -16,11 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from accept_mpi.errors import UserError
+from accept_mpi.launch.ownership import is_held
 from accept_mpi.logs.live import Live
 from accept_mpi.logs.progress import duration
 from accept_mpi.logs.reader import log_in
 
 _EVERY = 1.0  # seconds
+_SILENT = 60.0  # seconds after which a log that no process writes is of a run that has ended
+_GONE = "ended before its last step"
 _LEAST, _BESIDE = 20, 52  # characters of a timeline, at least, and of what stands beside it
 _COLOURS = {"F": "blue", "B": "yellow", "W": "magenta", "U": "green", "E": "white"}
 
@@ -28,7 +31,8 @@ _COLOURS = {"F": "blue", "B": "yellow", "W": "magenta", "U": "green", "E": "whit
 def serve(path: Path, port: int) -> int:
     """Serve the page until Ctrl-C. ``port``: 0 takes a free one. Raises UserError if there is no log, or the port is
     taken."""
-    live = Live(log_in(path))
+    log = log_in(path)
+    live = Live(log)
     page = (files("accept_mpi.logs") / "watch.html").read_bytes()
 
     class Handler(BaseHTTPRequestHandler):
@@ -37,7 +41,7 @@ def serve(path: Path, port: int) -> int:
                 self._answer(page, "text/html; charset=utf-8")
             elif self.path == "/state":
                 try:
-                    found: Any = live.state()
+                    found: Any = _state(live, log)
                 except (UserError, OSError) as error:
                     found = {"error": str(error)}
                 self._answer(json.dumps(found).encode(), "application/json")
@@ -71,36 +75,44 @@ def serve(path: Path, port: int) -> int:
 def on_terminal(path: Path) -> int:
     """Show the run on the terminal until it is over, or Ctrl-C. Where the output is no terminal, shows it once. Raises
     UserError if there is no log."""
-    live = Live(log_in(path))
+    log = log_in(path)
+    live = Live(log)
     try:
         console = Console()
         if not sys.stdout.isatty():
-            console.print(_shown(live.state(), console.width))
+            console.print(_shown(_state(live, log), console.width))
             return 0
         with LiveDisplay(console=console, refresh_per_second=4) as display:
             shown = Group()
             while True:
                 try:
-                    state = live.state()
+                    state = _state(live, log)
                 except (UserError, OSError) as error:  # another run is about to begin under the same name
                     display.update(Group(shown, Text(str(error))))
                 else:
                     shown = _shown(state, console.width)
                     display.update(shown)
-                    if state["over"]:
+                    if state["over"] or state["gone"]:
                         return 0
                 time.sleep(_EVERY)
     finally:
         live.close()
 
 
+def _state(live: Live, log: Path) -> dict[str, Any]:
+    """``Live.state``, and whether the run is ``gone``: it has not come to its end, and no process of it is left."""
+    state = live.state()
+    silent = time.time() - os.stat(log).st_mtime > _SILENT
+    return state | {"gone": not state["over"] and silent and not is_held(log.parent)}
+
+
 def _shown(state: dict[str, Any], columns: int) -> Group:
     width = max(_LEAST, columns - _BESIDE)
     loss = state["loss"][-1][1] if state["loss"] else None
     left = "done" if state["over"] else f"{duration(state['left'])} left" if state["left"] is not None else ""
-    head = Text.assemble(
-        (state["title"], "bold"), f"  {state['schedule']}, step {state['step']} of {state['steps']}, {left}"
-    )
+    left = _GONE if state["gone"] else left
+    at = f"  {state['schedule']}, step {state['step']} of {state['steps']}{', ' if left else ''}{left}"
+    head = Text.assemble((state["title"], "bold"), at)
     figures = Text(f"{_text(state['rate'], 1)} samples/s   loss {_text(loss)}")
     if state["test"]:
         _, value, accuracy = state["test"][-1]

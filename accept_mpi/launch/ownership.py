@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import socket
+import struct
 import sys
 import time
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 _MOST_BYTES = 4096
 _GONE_SECONDS = 5.0
+_FLOCK = "hhqqi"  # Linux's struct flock: kind, whence, start, length (0: all), process
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -109,6 +111,27 @@ class Ownership:
         """Release the locks that this process holds."""
         for lock in self._locks:
             lock.release()
+
+
+def is_held(directory: Path) -> bool:
+    """True if another process has a run's directory, or if that cannot be told. It disturbs nobody who is about to take
+    it."""
+    found = False
+    for what in ("launch", "run"):
+        try:
+            file = os.open(Lock(directory, what).path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        found = True
+        try:
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            if struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK:
+                return True
+        except OSError:
+            return True
+        finally:
+            os.close(file)
+    return not found
 
 
 def _owner(file: int) -> Owner | None:

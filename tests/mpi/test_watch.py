@@ -1,6 +1,7 @@
 """A run is watched while it trains: as a page in a browser, on the terminal, as frames in a notebook."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import h5py
 import pytest
 from conftest import HANGS, environment, mpirun_command, python
 from samples import CNN, write_job
@@ -83,6 +85,22 @@ def test_on_the_terminal(run: Path) -> None:
     done = subprocess.run(command, env=more, capture_output=True, text=True, timeout=HANGS, check=True)
     assert f"cnn on digits  1f1b, step {STEPS} of {STEPS}, done" in done.stdout
     assert re.search(r"1  \S+ \(rank 1\)  2\.\.4 +\d+ %  [█·]{20,}", done.stdout)
+
+
+def test_a_run_of_which_no_process_is_left(run: Path, tmp_path: Path) -> None:
+    """It seemed to go on for ever."""
+    shutil.copytree(run, tmp_path / "run")
+    log = tmp_path / "run" / "log.h5"
+    with h5py.File(log, "r+") as file:
+        events = file["events"][:]
+        events["text"] = b"killed"
+        file["events"][:] = events
+    for seconds, words in ((0, f"step {STEPS} of {STEPS}, 0:00 left"), (100, "ended before its last step")):
+        os.utime(log, (time.time() - seconds,) * 2)
+        command = [sys.executable, "-m", "accept_mpi", "watch", str(log), "--terminal"]
+        more = environment() | {"COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
+        done = subprocess.run(command, env=more, capture_output=True, text=True, timeout=HANGS, check=True)
+        assert words in done.stdout
 
 
 def test_a_growing_log(tmp_path: Path) -> None:

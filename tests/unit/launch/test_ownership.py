@@ -13,7 +13,7 @@ import pytest
 
 from accept_mpi.errors import UserError
 from accept_mpi.launch import ownership
-from accept_mpi.launch.ownership import Lock, Ownership
+from accept_mpi.launch.ownership import Lock, Ownership, is_held
 
 HOLD = """
 import sys
@@ -63,6 +63,16 @@ def test_a_supervisor_owns_it_also_between_its_starts(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path), "two", "alone"], capture_output=True, text=True)
     assert "is in use by process" in done.stderr
     lock.release()
+
+
+def test_whether_a_run_is_left_is_seen_from_outside(tmp_path: Path) -> None:
+    assert is_held(tmp_path)  # there are no locks, so nobody can tell
+    for supervised in (True, False):
+        with held(tmp_path, "one", supervised) as other:
+            assert is_held(tmp_path)
+            other.kill()
+            other.wait()
+            assert not is_held(tmp_path)
 
 
 def test_one_of_the_same_run_is_about_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
