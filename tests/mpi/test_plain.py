@@ -310,7 +310,7 @@ def test_a_users_bug_is_his_traceback(trained, tmp_path: Path) -> None:
             ("buggy", "forward", {}),
             ["in _look_up", "return x * table.scale", "'NoneType' object has no attribute 'scale'"],
         ),
-        "backward": (("buggy", "backward", {}), ["in _look_up", "the backward of layers", "AttributeError"]),
+        "backward": (("buggy", "backward", {}), ["in _look_up", "the backward of layer", "AttributeError"]),
         "memory": (("buggy", "memory", {}), ["in _look_up", "ran out of memory", "torch.empty(1 << 50)"]),
         "loss": (("buggy", "none", {"loss": "nets:buggy_loss"}), ["in buggy_loss", "KeyError: 'no such class'"]),
         "data": (("buggy", "none", {"data": "buggy_data"}), ["in _read", "a scratch on the disk", "samples "]),
