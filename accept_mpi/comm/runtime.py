@@ -50,6 +50,8 @@ class Runtime:
         self._before_end: Callable[[str], None] = lambda text: None
         self._describe: Callable[[int], str] = lambda rank: ""
         self._ended = threading.Lock()
+        self._ending = False
+        """True once this rank ends by itself."""
         self._left_behind: list[object] = []
         self._leaving: Circle | None = None
         """The circle in which this rank has come to the end."""
@@ -189,6 +191,7 @@ class Runtime:
 
     def finish(self, exit_code: int) -> NoReturn:
         """End the process with ``exit_code``; all ranks call this together."""
+        self._ending = True
         if not self.survives:
             # Without a deadline: those that still send or write a checkpoint have theirs, and the lifeline tells of a loss.
             self.messenger.allgather(None, math.inf, "the end of the run")
@@ -206,6 +209,7 @@ class Runtime:
 
         If ``error`` is Agreed, all ranks have raised it, and ``finish`` together.
         """
+        self._ending = True
         if isinstance(error, Agreed):
             if self.rank == 0:
                 print(f"accept_mpi: {error}", file=sys.stderr, flush=True)
@@ -223,7 +227,8 @@ class Runtime:
         """Tell the others that a signal is about to end this rank at once, which ends all: mpirun --with-ft ulfm does not
         count a rank that ends with an exit code as lost, and the others could not regroup."""
         exit_code = 128 + number
-        if self.size == 1 or self._ended.locked():  # mpirun ends ranks so after another's error, which has been told
+        # mpirun ends ranks so, too, after another's error, which has been told.
+        if self.size == 1 or self._ending or self._ended.locked():
             return
         threading.Timer(_END_SECONDS, os._exit, [exit_code]).start()  # even if something below hangs
         text = f"{self.who(self.rank)}: ended by {signal.Signals(number).name}"

@@ -243,3 +243,22 @@ def test_ranks_end_with_mpirun(tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=60)
     until_all_have_ended(tmp_path)
+
+
+def test_a_signal_while_a_rank_ends_by_itself_says_nothing_more(tmp_path: Path) -> None:
+    """A mistake was told, and then "ended by SIGTERM": mpirun ends those who are a little later than the first."""
+    code = (
+        "import threading\n"
+        "from accept_mpi.comm.runtime import Runtime\n"
+        "from accept_mpi.errors import Agreed\n"
+        "class Messenger:\n"
+        "    def allgather(self, *_):\n"
+        "        runtime.end_by_signal(15)\n"
+        "        raise SystemExit(7)\n"
+        "runtime = object.__new__(Runtime)\n"
+        "runtime.rank, runtime.size, runtime.survives, runtime.messenger = 0, 2, False, Messenger()\n"
+        "runtime._ended, runtime._ending = threading.Lock(), False\n"
+        "runtime.fail(Agreed('a mistake'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=HANGS)
+    assert (done.returncode, done.stderr) == (7, "accept_mpi: a mistake\n")
