@@ -31,8 +31,7 @@ _COLOURS = {"F": "blue", "B": "yellow", "W": "magenta", "U": "green", "E": "whit
 def serve(path: Path, port: int) -> int:
     """Serve the page until Ctrl-C. ``port``: 0 takes a free one. Raises UserError if there is no log, or the port is
     taken."""
-    log = log_in(path)
-    live = Live(log)
+    live = Live(log_in(path))
     page = (files("accept_mpi.logs") / "watch.html").read_bytes()
 
     class Handler(BaseHTTPRequestHandler):
@@ -41,7 +40,7 @@ def serve(path: Path, port: int) -> int:
                 self._answer(page, "text/html; charset=utf-8")
             elif self.path == "/state":
                 try:
-                    found: Any = _state(live, log)
+                    found: Any = _state(live)
                 except (UserError, OSError) as error:
                     found = {"error": str(error)}
                 self._answer(json.dumps(found).encode(), "application/json")
@@ -75,18 +74,17 @@ def serve(path: Path, port: int) -> int:
 def on_terminal(path: Path) -> int:
     """Show the run on the terminal until it is over, or Ctrl-C. Where the output is no terminal, shows it once. Raises
     UserError if there is no log."""
-    log = log_in(path)
-    live = Live(log)
+    live = Live(log_in(path))
     try:
         console = Console()
         if not sys.stdout.isatty():
-            console.print(_shown(_state(live, log), console.width))
+            console.print(_shown(_state(live), console.width))
             return 0
         with LiveDisplay(console=console, refresh_per_second=4) as display:
             shown = Group()
             while True:
                 try:
-                    state = _state(live, log)
+                    state = _state(live)
                 except (UserError, OSError) as error:  # another run is about to begin under the same name
                     display.update(Group(shown, Text(str(error))))
                 else:
@@ -99,11 +97,11 @@ def on_terminal(path: Path) -> int:
         live.close()
 
 
-def _state(live: Live, log: Path) -> dict[str, Any]:
+def _state(live: Live) -> dict[str, Any]:
     """``Live.state``, and whether the run is ``gone``: it has not come to its end, and no process of it is left."""
     state = live.state()
-    silent = time.time() - os.stat(log).st_mtime > _SILENT
-    return state | {"gone": not state["over"] and silent and not is_held(log.parent)}
+    silent = time.time() - os.stat(live.path).st_mtime > _SILENT
+    return state | {"gone": not state["over"] and silent and not is_held(live.path.parent)}
 
 
 def _shown(state: dict[str, Any], columns: int) -> Group:

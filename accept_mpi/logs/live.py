@@ -30,7 +30,7 @@ class Live:
 
     def __init__(self, path: Path) -> None:
         """Raises UserError if there is no such log."""
-        self._path = path
+        self.path = path
         self._lock = threading.Lock()
         self._file = open_log(path)
         self._inode = os.stat(path).st_ino
@@ -38,9 +38,9 @@ class Live:
     def state(self) -> dict[str, Any]:
         """What a page or a terminal shows: plain values. Raises UserError if the log is gone."""
         with self._lock:
-            if os.stat(self._path).st_ino != self._inode:  # another run has begun under the same name
+            if os.stat(self.path).st_ino != self._inode:  # another run has begun under the same name
                 self._file.close()
-                self._file, self._inode = open_log(self._path), os.stat(self._path).st_ino
+                self._file, self._inode = open_log(self.path), os.stat(self.path).st_ino
             return _state(self._file)
 
     def close(self) -> None:

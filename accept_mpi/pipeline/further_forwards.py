@@ -17,6 +17,7 @@ from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.common import Common, Seen
 from accept_mpi.models.losses import Loss
 from accept_mpi.models.shared import same_bits
+from accept_mpi.pipeline.grown import same_values
 from accept_mpi.pipeline.micro_batch import Outputs
 from accept_mpi.pipeline.running_statistics import RunningStatistics, batch_norms
 from accept_mpi.pipeline.settled import place_of
@@ -210,7 +211,7 @@ class FurtherForwards:
                 now.put({**numbers, name: other})
                 gave.append(self._values())
                 moved = moved or now.numbers([name], int).get(name) != other
-            if moved and not (_alike(gave[0], gave[1]) and _alike(gave[0], gave[2])):
+            if moved and not (same_values(gave[0], gave[1]) and same_values(gave[0], gave[2])):
                 found.append(name)
         now.put(numbers)
         return found
@@ -284,12 +285,6 @@ def without_metrics(loss: Loss | None) -> Iterator[None]:
     finally:
         if loss:
             loss.metrics = measured
-
-
-def _alike(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    return len(one) == len(other) > 0 and all(
-        a.shape == b.shape and same_bits(a, b) for a, b in zip(one, other, strict=True)
-    )
 
 
 def _is_torchs(norm: nn.Module) -> bool:

@@ -73,19 +73,6 @@ def trial_of(stage: Stage) -> Iterator["Trial"]:
             trial.teach(stage)
 
 
-def probe(
-    stage: Stage,
-    inputs: Tensors,
-    target: Any,
-    gradients_of: Callable[[Tensors, Tree], Tensors],
-    of: Tree | None = None,
-    samples: int | None = None,
-) -> tuple[TensorSpec, ...]:
-    """``Trial.probe`` in a trial of its own."""
-    with trial_of(stage) as trial:
-        return trial.probe(inputs, target, gradients_of, of, samples)
-
-
 class _Before(NamedTuple):
     """What there is before a first forward, to compare with what there is after it."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from probing import probe
 from recorded_nets import Language
 from safetensors.torch import save_file
 from torch import nn
@@ -19,7 +20,6 @@ from accept_mpi.models.fine_tuning import merged
 from accept_mpi.models.layers import build_layers
 from accept_mpi.models.losses import find_loss
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.pipeline.trials import probe
 from accept_mpi.seeds import seeded
 
 JOB = """

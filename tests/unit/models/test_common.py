@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from probing import probe
 from torch import nn
 
 from accept_mpi.errors import UserError
@@ -15,7 +16,6 @@ from accept_mpi.models.common import Seen
 from accept_mpi.models.layers import build_stage
 from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.pipeline.trials import probe
 from accept_mpi.profiling.outline import outline
 
 JOB = parse('[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=9\n[output]\ndirectory="r"\n', "job")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from probing import probe
 from torch import nn
 from torch.nn.utils import prune
 
@@ -15,7 +16,6 @@ from accept_mpi.models.layers import Layers, build_stage
 from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.lane_stage import lane_of
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.pipeline.trials import probe
 
 JOB = parse('[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=9\n[output]\ndirectory="r"\n', "job")
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from probing import probe
 from torch import nn
 from torch.nn import functional
 
@@ -18,7 +19,6 @@ from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.remembered import Remembered
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.pipeline.state import packed
-from accept_mpi.pipeline.trials import probe
 from accept_mpi.recovery.layer_state import load, states
 
 BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=9\n[output]\ndirectory="r"\n'

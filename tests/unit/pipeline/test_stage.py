@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from probing import probe
 from torch import nn
 
 from accept_mpi.codecs.tensors import TensorSpec
@@ -14,7 +15,7 @@ from accept_mpi.models.layers import Layers, build_layers
 from accept_mpi.models.losses import Loss, find_loss
 from accept_mpi.pipeline.lane_stage import lane_of
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.pipeline.trials import probe, trial_of
+from accept_mpi.pipeline.trials import trial_of
 
 cross_entropy = find_loss("cross_entropy")
 

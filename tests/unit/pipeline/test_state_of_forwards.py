@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from probing import probe
 from torch import nn
 from torch.nn import functional
 
@@ -15,7 +16,7 @@ from accept_mpi.job_file import parse
 from accept_mpi.models.layers import Layers
 from accept_mpi.models.losses import Loss, find_loss
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.pipeline.trials import probe, trial_of
+from accept_mpi.pipeline.trials import trial_of
 
 BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirectory="r"\n'
 
