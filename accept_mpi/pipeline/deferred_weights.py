@@ -97,9 +97,14 @@ class DeferredWeights:
             if any(counts[id(parameter)] > 1 for parameter in part._parameters.values()):
                 self._never.add(number)
 
-    def learn(self, trial: "DeferredWeights") -> None:
-        """Take over what ``trial``, from copies of the same modules, has found."""
-        self._never |= trial._never
+    @property
+    def never(self) -> frozenset[int]:
+        """Numbers of the modules that never defer."""
+        return frozenset(self._never)
+
+    def learn(self, never: frozenset[int]) -> None:
+        """Take over what a trial, of copies of the same modules, has found."""
+        self._never |= never
 
     @property
     def anchor(self) -> torch.Tensor:

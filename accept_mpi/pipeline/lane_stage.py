@@ -32,7 +32,7 @@ def lane_of(stage: Stage) -> Stage:
     lane._weights = LaneWeights(stage._weights, lane.parameters)
     lane.optimizer = None
     if lane.deferred is not None and stage.deferred is not None:
-        lane.deferred.learn(stage.deferred)
+        lane.deferred.learn(stage.deferred.never)
     lane.statistics = RunningStatistics(lane.names, lane.layers, apart=stage.found.norms_apart)
     lane.runner.turns, lane.runner.keeps_casts = turns, False
     lane.again = Recomputing(lane.layers) if stage.again else None

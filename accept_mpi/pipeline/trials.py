@@ -22,6 +22,7 @@ from accept_mpi.models.held import held
 from accept_mpi.models.layers import Layers
 from accept_mpi.models.untouched import untouched
 from accept_mpi.pipeline.common_memory import HELD, CommonMemory, versions
+from accept_mpi.pipeline.findings import Findings
 from accept_mpi.pipeline.further_forwards import FurtherForwards, Given, is_nan, without_metrics
 from accept_mpi.pipeline.graph_edges import Differentiating, cast_twice
 from accept_mpi.pipeline.micro_batch import Outputs
@@ -216,27 +217,7 @@ class Trial:
                 "is given more that may depend on it: no cut may part such layers"
             )
         found.made = self.stage.state_names() - stage.state_at_first
-        stage.found.take(found)
-        _begin_loss(stage)
-        if hooked(stage.parameters):  # which a trial's copies have not
-            stage.found.in_turn = stage.found.in_turn or "a parameter has hooks"
-        check_sparse(stage)
-        job = stage.job
-        if job.train.lora:
-            check_called(job.train.lora, map(stage.own.in_model.__getitem__, found.passed_by))
-        if stage.found.written and job.pipeline.vertical_sync:
-            raise UserError(
-                "pipeline.vertical_sync: a layer writes into its own parameters or buffers in its forward, which would be "
-                "those of an older version; leave vertical_sync out"
-            )
-        if job.pipeline.schedule == "1f1b-delayed" and any(name.startswith("parameter ") for name in stage.found.written):
-            raise UserError(
-                "pipeline.schedule: a layer writes into its own parameters in its forward, which 1f1b-delayed "
-                "would lose: they are not the newest; take another schedule"
-            )
-        stage.keep_apart()
-        if stage.deferred is not None and self.stage.deferred is not None:
-            stage.deferred.learn(self.stage.deferred)
+        learn(stage, found, self.stage.deferred.never if self.stage.deferred else frozenset())
 
     def _with_hint(self, error: UsersBug) -> UsersBug:
         """The error of a layer that may miss what a layer of another stage has left for it."""
@@ -253,6 +234,32 @@ class Trial:
             self.found.norms_take[name] = given[0].dtype
             if lies_apart(given[0]):
                 self.found.norms_apart.add(name)
+
+
+def learn(stage: Stage, found: Findings, never: frozenset[int]) -> None:
+    """Have a stage take over what trials of the same layers have found; ``never``: as of ``DeferredWeights``. Raises
+    UserError if that does not go with the job."""
+    stage.found.take(found)
+    _begin_loss(stage)
+    if hooked(stage.parameters):  # which a trial's copies have not
+        stage.found.in_turn = stage.found.in_turn or "a parameter has hooks"
+    check_sparse(stage)
+    job = stage.job
+    if job.train.lora:
+        check_called(job.train.lora, map(stage.own.in_model.__getitem__, found.passed_by))
+    if stage.found.written and job.pipeline.vertical_sync:
+        raise UserError(
+            "pipeline.vertical_sync: a layer writes into its own parameters or buffers in its forward, which would be "
+            "those of an older version; leave vertical_sync out"
+        )
+    if job.pipeline.schedule == "1f1b-delayed" and any(name.startswith("parameter ") for name in stage.found.written):
+        raise UserError(
+            "pipeline.schedule: a layer writes into its own parameters in its forward, which 1f1b-delayed "
+            "would lose: they are not the newest; take another schedule"
+        )
+    stage.keep_apart()
+    if stage.deferred is not None:
+        stage.deferred.learn(never)
 
 
 def writes_of(stage: Stage) -> Writes:

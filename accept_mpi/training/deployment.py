@@ -43,7 +43,6 @@ from accept_mpi.recovery.disk_replicas import DiskReplicas
 from accept_mpi.recovery.layer_state import states
 from accept_mpi.recovery.replicas import Replicas
 from accept_mpi.recovery.replication import Replication, Route
-from accept_mpi.training.boundaries import agree_on_shapes
 from accept_mpi.training.clipping import Clipping
 from accept_mpi.training.codec_selection import select_codecs
 from accept_mpi.training.controller import Controller, Follower
@@ -52,6 +51,7 @@ from accept_mpi.training.lanes import Computing, InTurn, LaneThreads, threads_of
 from accept_mpi.training.reports import Reports
 from accept_mpi.training.stage_channels import Neighbour, StageChannels
 from accept_mpi.training.summing import check_hooks, summed_gradients, updates_late
+from accept_mpi.training.tried import Tried
 from accept_mpi.training.worker import Services, Worker
 
 _TOLD, _IN_FLIGHT = 4096, 8  # reports kept; more than can be in flight
@@ -81,6 +81,7 @@ class RankState:
     """The newest reports to rank 0, to be repeated in case they were in flight when a rank was lost, or rank 0 was."""
     outline: Outline | None = None
     """Outline of the model, if devices have been measured."""
+    tried: Tried = field(default_factory=Tried)
     speed: SpeedCheck | None = None
     """Measures whether this device has become slower, if plans adapt."""
     stop: StopSignals = field(default_factory=StopSignals)
@@ -128,9 +129,8 @@ class Deployment:
         counts = runtime.messenger.allgather(self.stage.size, runtime.startup_seconds, "the number of parameters")
         self.parameters = sum(counts[rank] for rank in self.plan.leaders)
         sizes = _sizes(self.batches, self.test_samples if course.evaluate_every else 0)
-        self._signatures = agree_on_shapes(
-            runtime.messenger, self.stage, self.place, sizes, self._data, job.pipeline.startup_timeout, self.state.outline
-        )
+        tried = runtime.messenger, self.stage, self.place, self.plan.stages, sizes, self._data
+        self._signatures = self.state.tried.agree_on_shapes(*tried, job.pipeline.startup_timeout, self.state.outline)
         if self.plan.hybrid:
             try:
                 runtime.agree("the groups", lambda: self.stage.join_group() if self.place.members > 1 else None)
