@@ -15,7 +15,7 @@ from accept_mpi.profiling.outline import Outline
 from accept_mpi.training.boundaries import Sizes, agree_on_shapes
 from accept_mpi.training.data_here import Data
 
-Specs = tuple[BoundarySpecs, BoundarySpecs]
+BothSpecs = tuple[BoundarySpecs, BoundarySpecs]
 """Of the boundaries before and after a stage."""
 
 
@@ -33,7 +33,7 @@ class _Shown(NamedTuple):
     """What they have shown."""
 
     of: _Of
-    specs: Specs
+    specs: BothSpecs
     found: Findings
     never: frozenset[int]
     """``DeferredWeights.never``."""
@@ -55,7 +55,7 @@ class Tried:
         data: Data,
         deadline: float,
         outline: Outline | None = None,
-    ) -> Specs:
+    ) -> BothSpecs:
         """As ``boundaries.agree_on_shapes``. If all ranks have tried what they hold, in a plan with the cuts of these
         ``stages``, none tries it again; all of them call this together."""
         cuts = tuple(one.start for one in stages)
