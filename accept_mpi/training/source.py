@@ -65,13 +65,13 @@ class Restoring:
         self._optimizer = optimizer
         self.fits = not source.step
         """False until the state has turned out to fit the model."""
-        self.took: dict[str, float] = {}
+        self.took = {"planned": time.monotonic()}
         """When (monotonic seconds) what was done."""
 
     def __call__(self, stage: Stage) -> None:
         """Raises Agreed if the state does not fit."""
         runtime, source, replicas = self._runtime, self._source, self._state.replicas
-        self.took["planned"] = time.monotonic()
+        self.took["tried stages"] = time.monotonic()
         if source.step:
             store = CheckpointStore(source.stored) if source.stored else replicas
             blobs = fetch(runtime.messenger, self._plan, source.snapshot, store, runtime.startup_seconds)

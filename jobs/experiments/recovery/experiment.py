@@ -9,6 +9,7 @@ import re
 import signal
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ _FOLDER = Path(__file__).resolve().parent
 _JOB = parse((_FOLDER / "job.toml").read_text(), "job.toml")
 _EVERY = _JOB.recovery.replicate_every
 _OUT = Path("runs/experiments/recovery")
-_PARTS = ("detect", "regroup", "plan", "move state", "build", "replay, and the new step")
+_PARTS = ("detect", "regroup", "plan", "try stages", "move state", "build", "replay, and the new step")
 _KILL_AFTER, _VICTIM = (17, 22, 27), 2  # steps; host
 _GROUP, _MEMBER = {"pipeline.cuts": "[21, 38]", "pipeline.ranks": "[[0, 1], 2, 3]", "recovery.replicate_every": '"auto"'}, 1
 """The same job with a stage held by two hosts, and the one of them that is killed; snapshots are minutes apart."""
@@ -153,12 +154,14 @@ def alone(lab: Laboratory, directory: Path, last: int) -> float:
 def parts(found: dict[str, Any]) -> list[float]:
     """Seconds of a recovery's parts, in the order of ``_PARTS``."""
     numbers = re.search(
-        r"regrouped in (\d+) ms, planned (\d+) ms later, had their layers' state (\d+) ms later, could begin (\d+) ms",
+        r"regrouped in (\d+) ms, planned (\d+) ms later, tried stages (\d+) ms later, "
+        r"had their layers' state (\d+) ms later, could begin (\d+) ms",
         found["told"],
     )
     assert numbers
-    shrunk, planned, moved, built = (int(number) / 1e3 for number in numbers.groups())
-    return [found["ready"] - shrunk - built, shrunk, planned, moved - planned, built - moved, found["step"] - found["ready"]]
+    regrouped, *later = (int(number) / 1e3 for number in numbers.groups())
+    between = [end - start for start, end in pairwise([0, *later])]
+    return [found["ready"] - regrouped - later[-1], regrouped, *between, found["step"] - found["ready"]]
 
 
 def both(lab: Laboratory, what: str, victim: int, *more: str) -> list[list[dict[str, Any]]]:
