@@ -90,17 +90,20 @@ def begin(lab: Laboratory, command: Sequence[object], drain: bool = False) -> Ru
 
 
 def wait_for_step(directory: Path, step: int) -> int:
-    """Wait until a growing log has at least ``step``; returns its last step. Raises UserError if it does not get there."""
+    """Wait until a growing log has at least ``step``; returns its last step. Raises UserError if no step comes for
+    ``SECONDS``."""
     until, made = time.monotonic() + SECONDS, 0
     while made < step:
         if time.monotonic() > until:
-            raise UserError(f"{directory}: no step {step}")
+            raise UserError(f"{directory}: no step after {made}, and {step} were awaited")
         time.sleep(0.1)
         try:
             with open_log(directory / "log.h5") as log:
-                made = int(log["steps"]["step"][-1]) if len(log["steps"]) else 0
+                last = int(log["steps"]["step"][-1]) if len(log["steps"]) else 0
         except (UserError, OSError):
             continue
+        if last > made:
+            until, made = time.monotonic() + SECONDS, last
     return made
 
 
