@@ -4,6 +4,7 @@ baseline, which restarts the job from its last checkpoint. Job, lab and moment a
 All times (of the kill, and of the lines that the run prints) are seconds on one clock.
 """
 
+import math
 import os
 import re
 import signal
@@ -121,10 +122,11 @@ def cost(lab: Laboratory, often: float) -> str:
     steps, snapshots = _with_snapshots(_OUT / "auto")
     moments = steps["end"][np.searchsorted(steps["step"], snapshots)]
     period = float(np.diff(moments)[-1]) if len(moments) > 1 else float(steps["end"][-1] - moments[-1])
-    one = statistics.fmean(extra)
+    one, error = statistics.fmean(extra), statistics.stdev(extra) / math.sqrt(len(extra))
     return (
-        f"\nA snapshot makes the steps beside it {one:.2f} s longer (mean of {len(extra)}; a step takes {usual:.2f} s); "
-        f'"auto" makes one every {period:.0f} s: {100 * one / period:.1f} % of the time. '
+        f"\nA snapshot makes the steps beside it {one:.2f} s longer (mean of {len(extra)}, standard error {error:.2f}; a "
+        f'step takes {usual:.2f} s); "auto" makes one every {period:.0f} s, '
+        f"{100 * max(one, 0.0) / period:.1f} % of the time. "
         f"Where a loss is to cost {_EVERY} steps at most, a step takes {often:.2f} s.\n"
     )
 
