@@ -21,15 +21,19 @@ def order(value: np.float32) -> tuple[float, bool]:
 
 def random_bits(number: int, key: int) -> int:
     """16 bits of a hash for value ``number``; two values share one, half each."""
-    mask = 0xFFFFFFFF
     block, place = divmod(number, 16384)
     half, place = divmod(place, 8192)
-    h = ((16384 * block + place + key) & mask) * 0x9E3779B1 & mask
-    h = (h ^ h >> 15) ^ (key >> 32)
+    return whole_hash(16384 * block + place + key, key >> 32) >> 16 * half & 0xFFFF
+
+
+def whole_hash(number: int, key: int) -> int:
+    """32 bits of a hash."""
+    mask = 0xFFFFFFFF
+    h = (number & mask) * 0x9E3779B1 & mask
+    h = (h ^ h >> 15) ^ key
     h = h * 0x85EBCA77 & mask
     h = (h ^ h >> 13) * 0xC2B2AE3D & mask
-    h ^= h >> 16
-    return h >> 16 * half & 0xFFFF
+    return h ^ h >> 16
 
 
 def uniform(x: np.ndarray, bits: int, group: int, key: int | None = None) -> tuple[bytes, np.ndarray]:
@@ -138,8 +142,9 @@ def entropy(data: bytes, count: int) -> np.ndarray:
     """The ``count`` values that ``kernels/entropy.py`` has coded in ``data``."""
     step, offset = np.frombuffer(data[:8], np.float32)
     states = np.frombuffer(data[8:16], np.uint32).tolist()
-    first, last = data[16], data[17]
-    table = data[18 : 18 + last - first + 1]
+    number, key = np.frombuffer(data[16:24], np.uint32).tolist()
+    first, last = data[24], data[25]
+    table = data[26 : 26 + last - first + 1]
     eighths = [256, 279, 304, 332, 362, 395, 431, 470]
     weights = {first + n: eighths[(b - 1) % 8] << (b - 1) // 8 for n, b in enumerate(table) if b}
     total = sum(weights.values())
@@ -147,7 +152,7 @@ def entropy(data: bytes, count: int) -> np.ndarray:
     best = max(frequencies, key=lambda s: (frequencies[s], -s))
     frequencies[best] += 4096 - sum(frequencies.values())
     slots = [s for s, f in frequencies.items() for _ in range(f)]
-    at = 18 + -(-len(table) // 2) * 2
+    at = 26 + -(-len(table) // 2) * 2
 
     def refilled(state: int) -> int:
         nonlocal at
@@ -168,5 +173,8 @@ def entropy(data: bytes, count: int) -> np.ndarray:
             size = (2 + size % 2 << plain) + state % (1 << plain)
             state = refilled(state >> plain)
         states[n % 2] = state
-        values.append(offset + step * np.float32(size if symbol > 35 else -size))
+        level = np.float32(size if symbol > 35 else -size)
+        if number or key:
+            level += np.float32(0.5) - np.float32((whole_hash(n + number, key) >> 8) / 2**24)
+        values.append(offset + step * level)
     return np.array(values, np.float32)

@@ -82,6 +82,25 @@ def test_stochastic_rounding_is_unbiased() -> None:
     assert np.abs(sums / 40).max() < 6 * step / np.sqrt(4 * 40)
 
 
+@pytest.mark.parametrize("bits", [1.5, 2, 3, 4.5])
+def test_dither_halves_the_square_error(bits: float) -> None:
+    """1/12 of a step's square, as of rounding to nearest; of stochastic rounding alone it is 1/6."""
+    x = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32)
+    out, back = there_and_back(x, bits, 12345)
+    step = float(out[:4].view(np.float32)[0])
+    assert 0.98 < 12 * np.square((x - back) / step).mean() < 1.02
+    assert abs(np.corrcoef(x, x - back)[0, 1]) < 0.02  # as nothing that depends on x
+
+
+def test_no_dither_where_it_would_add_noise() -> None:
+    """Where few values are not zero, zeros stay zero."""
+    rng = np.random.default_rng(0)
+    x = np.where(rng.random(1 << 14) < 0.1, rng.standard_normal(1 << 14), 0).astype(np.float32)
+    out, back = there_and_back(x, 2.0, 12345)
+    assert (back[x == 0] == 0).all()
+    assert abs((x - back).sum()) < 6 * float(out[:4].view(np.float32)[0]) / 2 * np.sqrt((x != 0).sum())
+
+
 def test_random_bits_come_from_the_key_alone() -> None:
     x = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
     one, same, other, high = (there_and_back(x, 3.0, key)[0].tobytes() for key in (1, 1, 2, 1 << 40 | 1))
@@ -107,16 +126,16 @@ def test_extremes_of_float32() -> None:
 
 def test_bits_on_the_wire() -> None:
     assert entropy.encoded_bytes(4096, 4.5) == 4096 * 4.5 / 8
-    assert entropy.encoded_bytes(1, 4.5) == entropy.encoded_bytes(170, 4.5) == 96
+    assert entropy.encoded_bytes(1, 4.5) == entropy.encoded_bytes(170, 4.5) == 104
     assert entropy.encoded_bytes(0, 4.5) == 0
 
 
 def test_wrong_arguments() -> None:
-    x, out = np.zeros(64, np.float32), np.zeros(96, np.uint8)
+    x, out = np.zeros(64, np.float32), np.zeros(104, np.uint8)
     for wrong, arguments in {
         "contiguous 1-D float32": (np.zeros(64), 4, 0, out),
         "bits must be": (x, 11, 0, out),
-        "take 96 bytes, got 95": (x, 4, 0, out[:95]),
+        "take 104 bytes, got 103": (x, 4, 0, out[:103]),
     }.items():
         with pytest.raises(ValueError, match=wrong):
             entropy.encode(*arguments)
