@@ -1,19 +1,21 @@
 """Uniform quantization with one step for a whole tensor, entropy-coded: what is frequent takes few bits.
 
 A value x becomes q = floor((x - offset) / step + 1/2), or + u with u uniform in [0, 1) for stochastic rounding, and
-|q| <= 16383. Decoded it is offset + step * q, without bias either way. Where values are mostly not whole steps, though, the
-decoder draws the same u and makes offset + step * (q - u + 1/2) of it (subtractive dither: Schuchman 1964; Gray and Stockham
-1993): the error is then uniform within half a step, whatever x is, and half as large in the square. The step is the smallest found with which all fits into the bytes that the tensor may take, so that the length
+|q| <= 16383. The step is the smallest found with which all fits into the bytes that the tensor may take, so that the length
 of a message is known beforehand. Of normally distributed values the error at 4.5 bits is a third of that of ``uniform:4``,
 which takes as many, since rare values far out do not widen the step.
+
+Decoded it is offset + step * q. After stochastic rounding, the decoder may draw the same u and make it offset + step *
+(q - u + 1/2) (subtractive dither: Schuchman 1964; Gray and Stockham 1993): the error is then uniform within half a step,
+whatever x is, and half as large in the square. Only where most values are near whole steps, as zeros are, it would be more.
 
 q is coded in a symbol, its sign and size up to 15, or the half octave in which it lies, and the latter's plain low bits.
 Symbols are coded by asymmetric numeral systems (Duda 2013, arXiv 1311.2540; rANS), with probabilities of 12 bits: values
 with even numbers by one state of 32 bits, those with odd numbers by another, which hides half of the latency.
 
-Layout: float32 step and offset, the two states (uint32), the key of u (two uint32; 0 if the decoder needs none), the first and
-the last symbol that occurs (uint8 each) and a byte for each of these and those between, then words of 16 bits as the decoder
-needs them. A byte is a probability's logarithm in eighths of an octave, 0 for none.
+Layout: float32 step and offset, the two states (uint32), the key of u (two uint32; 0 if the decoder needs none), the first
+and the last symbol that occurs (uint8 each) and a byte for each of these and those between, then words of 16 bits as the
+decoder needs them. A byte is a probability's logarithm in eighths of an octave, 0 for none.
 """
 
 import math
