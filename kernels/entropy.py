@@ -30,7 +30,7 @@ from accept_mpi.kernels.options import INNER, NJIT
 LEAST_BYTES = 104
 """Bytes that even a single value takes: header, a table of all symbols, and room to spare."""
 LEAST_BITS, MOST_BITS = 1.5, 10.0
-_KEY, _ENDS, _HEADER = 16, 24, 26
+_KEY, _ENDS, _HEADER = 16, 24, 26  # bytes before the key, before the first symbol and the last, before the table
 _DIRECT = 16  # sizes with a symbol of their own
 _SIDE = 36  # symbols of one sign, with that of zero
 _SYMBOLS = 2 * _SIDE - 1
@@ -148,9 +148,9 @@ def _tabulate(counts, values, out):  # type: ignore[no-untyped-def]
     return last - first + 1
 
 
-@nb.njit("void(float32[::1], float64, uint32, uint32, boolean, float32[::1])", **INNER)
-def _choose(x, bits, number, key, stochastic, chosen):  # type: ignore[no-untyped-def]
-    """Step and offset with which a sample of the values takes ``bits`` each."""
+@nb.njit("float32[::1](float32[::1])", **INNER)
+def _sample(x):  # type: ignore[no-untyped-def]
+    """Up to some thousand of the values, in runs from all over."""
     skip = max(1, x.size // (_RUNS * _RUN))
     some = np.empty(min(x.size, (_RUNS + 1) * _RUN), np.float32)
     taken = 0
@@ -160,7 +160,13 @@ def _choose(x, bits, number, key, stochastic, chosen):  # type: ignore[no-untype
             for i in range(part.size):  # Numba takes 1.5 s to compile an assignment to a slice
                 some[taken + i] = part[i]
             taken += part.size
-    some = some[:taken]
+    return some[:taken]
+
+
+@nb.njit("void(float32[::1], float64, uint32, uint32, boolean, float32[::1])", **INNER)
+def _choose(some, bits, number, key, stochastic, chosen):  # type: ignore[no-untyped-def]
+    """Step and offset with which a sample of the values takes ``bits`` each."""
+    taken = some.size
     mean = square = 0.0
     for i in range(taken):
         mean += np.float64(some[i])
@@ -183,17 +189,15 @@ def _choose(x, bits, number, key, stochastic, chosen):  # type: ignore[no-untype
 
 
 @nb.njit("boolean(float32[::1], float32, float32)", **INNER)
-def _gains_by_dither(x, offset, inverse):  # type: ignore[no-untyped-def]
-    """True if stochastic rounding by itself, whose square error is f * (1 - f) where f is what a value has beyond a whole
-    number of steps, has a larger one than the 1/12 that is left where the decoder subtracts the same u again. Decided on up
-    to 4096 of the values."""
-    skip, square, taken = max(1, x.size // 4096) | 1, 0.0, 0  # odd, so that it does not meet one channel alone
-    for i in range(0, x.size, skip):
-        value = np.float64((x[i] - offset) * inverse)
+def _gains_by_dither(some, offset, inverse):  # type: ignore[no-untyped-def]
+    """True if stochastic rounding by itself, whose square error is f * (1 - f) where f is what a value of the sample has
+    beyond a whole number of steps, has a larger one than the 1/12 that is left where the decoder subtracts u again."""
+    square = 0.0
+    for i in range(some.size):
+        value = np.float64((some[i] - offset) * inverse)
         beyond = value - np.floor(value)
         square += beyond * (1.0 - beyond)
-        taken += 1
-    return square * 12.0 > taken
+    return square * 12.0 > some.size
 
 
 @nb.njit("int64(int16[::1], uint8[::1], int64[::1], int64[::1], uint16[::1], uint32[::1])", **INNER)
@@ -249,9 +253,10 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
     number, high_key = np.uint32(key & np.uint64(0xFFFFFFFF)), np.uint32(key >> np.uint64(32))
     flat = most - least < _TINY
     step, offset = np.float32(0.0), least
+    some = _sample(x)
     if not flat:
         chosen = np.empty(2, np.float32)
-        _choose(x, min(bits, (out.size - _HEADER - 40) * 8.0 / x.size), number, high_key, stochastic, chosen)
+        _choose(some, min(bits, (out.size - _HEADER - 40) * 8.0 / x.size), number, high_key, stochastic, chosen)
         offset = chosen[1]
         step = max(chosen[0], max(most - offset, offset - least) / np.float32(_MOST))
     q, symbols, counts = np.empty(x.size, np.int16), np.empty(x.size, np.uint8), np.empty(_SYMBOLS, np.int64)
@@ -279,7 +284,7 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
                 if out.size & 1:
                     out[out.size - 1] = np.uint8(0)
                 head[0], head[1] = step, offset
-                dithered = stochastic and not flat and _gains_by_dither(x, offset, inverse)
+                dithered = stochastic and not flat and _gains_by_dither(some, offset, inverse)
                 keys[0] = number if dithered else np.uint32(0)
                 keys[1] = high_key if dithered else np.uint32(0)
                 return CODED
