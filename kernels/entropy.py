@@ -10,10 +10,10 @@ Decoded it is offset + step * q. After stochastic rounding, the decoder may draw
 whatever x is, and half as large in the square. Only where most values are near whole steps, as zeros are, it would be more.
 
 q is coded in a symbol, its sign and size up to 15, or the half octave in which it lies, and the latter's plain low bits.
-Symbols are coded by asymmetric numeral systems (Duda 2013, arXiv 1311.2540; rANS), with probabilities of 12 bits: values
-with even numbers by one state of 32 bits, those with odd numbers by another, which hides half of the latency.
+Symbols are coded by asymmetric numeral systems (Duda 2013, arXiv 1311.2540; rANS), with probabilities of 12 bits, and
+with eight states of 32 bits that take turns, a value each, which hides the latency (Giesen 2014, arXiv 1402.3392).
 
-Layout: float32 step and offset, the two states (uint32), the key of u (two uint32; 0 if the decoder needs none), the first
+Layout: float32 step and offset, the states (uint32), the key of u (two uint32; 0 if the decoder needs none), the first
 and the last symbol that occurs (uint8 each) and a byte for each of these and those between, then words of 16 bits as the
 decoder needs them. A byte is a probability's logarithm in eighths of an octave, 0 for none.
 """
@@ -27,10 +27,12 @@ from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_K
 from accept_mpi.kernels.hashing import WEYL, random_bits
 from accept_mpi.kernels.options import INNER, NJIT
 
-LEAST_BYTES = 104
+LEAST_BYTES = 128
 """Bytes that even a single value takes: header, a table of all symbols, and room to spare."""
 LEAST_BITS, MOST_BITS = 1.5, 10.0
-_KEY, _ENDS, _HEADER = 16, 24, 26  # bytes before the key, before the first symbol and the last, before the table
+_STATES = 8  # a power of two
+# Bytes before the key, before the first symbol and the last, before the table.
+_KEY, _ENDS, _HEADER = 8 + 4 * _STATES, 16 + 4 * _STATES, 18 + 4 * _STATES
 _DIRECT = 16  # sizes with a symbol of their own
 _SIDE = 36  # symbols of one sign, with that of zero
 _SYMBOLS = 2 * _SIDE - 1
@@ -40,7 +42,9 @@ _TOTAL = 4096  # sum of the frequencies
 _LOW = 1 << 16  # least value of a state
 _TINY = np.float32(1e-30)  # values closer to each other than this count as equal
 _HUGE = np.float32(1e37)
-_RUN, _RUNS = 64, 64  # values of a sample that lie side by side, and how many times as many
+_RUN, _RUNS = 16, 256  # values of a sample that lie side by side, and how many times as many
+_SPARE = 0.01  # bits a value that a message may leave unused, if an even smaller step can be tried
+_TRIES = 3  # of smaller steps
 _EIGHTHS = np.array([256, 279, 304, 332, 362, 395, 431, 470], np.int64)  # 256 times powers of 2 ** (1 / 8)
 
 
@@ -150,8 +154,8 @@ def _tabulate(counts, values, out):  # type: ignore[no-untyped-def]
 
 @nb.njit("float32[::1](float32[::1])", **INNER)
 def _sample(x):  # type: ignore[no-untyped-def]
-    """Up to some thousand of the values, in runs from all over."""
-    skip = max(1, x.size // (_RUNS * _RUN))
+    """Up to a quarter of the values, and some thousand at most, in runs from all over."""
+    skip = max(1, x.size // (_RUNS * _RUN), min(4, x.size // (8 * _RUN)))
     some = np.empty(min(x.size, (_RUNS + 1) * _RUN), np.float32)
     taken = 0
     for begin in range(0, x.size, skip * _RUN):
@@ -165,7 +169,8 @@ def _sample(x):  # type: ignore[no-untyped-def]
 
 @nb.njit("void(float32[::1], float64, uint32, uint32, boolean, float32[::1])", **INNER)
 def _choose(some, bits, number, key, stochastic, chosen):  # type: ignore[no-untyped-def]
-    """Step and offset with which a sample of the values takes ``bits`` each."""
+    """Step and offset with which a sample of the values takes about ``bits`` each, and the bits that a step twice as large
+    saves."""
     taken = some.size
     mean = square = 0.0
     for i in range(taken):
@@ -176,16 +181,19 @@ def _choose(some, bits, number, key, stochastic, chosen):  # type: ignore[no-unt
     spread = np.sqrt(square / taken)
     offset = np.float32(0.0) if abs(mean) < 4.0 * spread else np.float32(mean)  # 0 stays 0 where many values are
     q, symbols, counts = np.empty(taken, np.int16), np.empty(taken, np.uint8), np.empty(_SYMBOLS, np.int64)
-    step = spread * 2.0 ** (2.05 - bits)
+    step = max(spread * 2.0 ** (2.05 - bits), np.float64(_TINY) / 1000)
+    slope, change, before = 1.0, 0.0, 0.0
     for _ in range(6):
-        step = max(step, np.float64(_TINY) / 1000)
         _quantize(some, offset, np.float32(1.0 / step), number, key, stochastic, q)
         _count(q, symbols, counts)
         over = _bits(counts, counts, taken) / taken - bits
-        if abs(over) < 0.01:
+        if change != 0.0:
+            slope = min(max((before - over) / change, 0.1), 1.0)
+        if abs(over) < 0.03:
             break
-        step *= 2.0 ** min(max(over, -4.0), 4.0)
-    chosen[0], chosen[1] = np.float32(step), offset
+        change, before = min(max(over / slope, -4.0), 4.0), over
+        step = max(step * 2.0**change, np.float64(_TINY) / 1000)
+    chosen[0], chosen[1], chosen[2] = np.float32(step), offset, np.float32(slope)
 
 
 @nb.njit("boolean(float32[::1], float32, float32)", **INNER)
@@ -207,38 +215,35 @@ def _write(q, symbols, frequency, start, words, states):  # type: ignore[no-unty
     inverse = np.empty(_SYMBOLS, np.float64)
     for s in range(_SYMBOLS):
         inverse[s] = 1.0 / max(frequency[s], 1)
+    now = np.full(_STATES, _LOW, np.int64)
     at = words.size
-    even = odd = _LOW
     for i in range(q.size - 1, -1, -1):
         if at < 2:
             return -1
-        state = odd if i & 1 else even
+        state = now[i & (_STATES - 1)]
         s = np.int64(symbols[i])
         if not _FIRST <= s <= _LAST:
             plain = _plain_bits(s)
-            if state >= _LOW << (16 - plain):
-                at -= 1
-                words[at] = np.uint16(state & 0xFFFF)
-                state >>= 16
+            words[at - 1] = np.uint16(state & 0xFFFF)
+            full = np.int64(state >= _LOW << (16 - plain))
+            at -= full
+            state >>= full << 4
             state = (state << plain) | (abs(np.int64(q[i])) & ((1 << plain) - 1))
         f = frequency[s]
-        if state >= f << 20:
-            at -= 1
-            words[at] = np.uint16(state & 0xFFFF)
-            state >>= 16
+        words[at - 1] = np.uint16(state & 0xFFFF)
+        full = np.int64(state >= f << 20)
+        at -= full
+        state >>= full << 4
         quotient = np.int64((state + 0.5) * inverse[s])
-        state = (quotient << 12) + (state - quotient * f) + start[s]
-        if i & 1:
-            odd = state
-        else:
-            even = state
-    states[0], states[1] = np.uint32(even), np.uint32(odd)
+        now[i & (_STATES - 1)] = state + quotient * (_TOTAL - f) + start[s]
+    for n in range(_STATES):
+        states[n] = np.uint32(now[n])
     return at
 
 
 @nb.njit("int64(float32[::1], float64, boolean, uint64, uint8[::1])", **NJIT)
 def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
-    head, states, words = out[:8].view(np.float32), out[8:16].view(np.uint32), out[: out.size // 2 * 2].view(np.uint16)
+    head, states, words = out[:8].view(np.float32), out[8:_KEY].view(np.uint32), out[: out.size // 2 * 2].view(np.uint16)
     keys = out[_KEY:_ENDS].view(np.uint32)
     low, high = np.empty(1, np.int32), np.empty(1, np.int32)
     extremes(x.view(np.int32), x.size, low, high)
@@ -252,13 +257,14 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
         return TOO_LARGE
     number, high_key = np.uint32(key & np.uint64(0xFFFFFFFF)), np.uint32(key >> np.uint64(32))
     flat = most - least < _TINY
-    step, offset = np.float32(0.0), least
+    step, offset, least_step, slope = np.float32(0.0), least, np.float32(0.0), 1.0
     some = _sample(x)
     if not flat:
-        chosen = np.empty(2, np.float32)
+        chosen = np.empty(3, np.float32)
         _choose(some, min(bits, (out.size - _HEADER - 40) * 8.0 / x.size), number, high_key, stochastic, chosen)
-        offset = chosen[1]
-        step = max(chosen[0], max(most - offset, offset - least) / np.float32(_MOST))
+        offset, slope = chosen[1], np.float64(chosen[2])
+        least_step = max(most - offset, offset - least) / np.float32(_MOST)
+        step = max(chosen[0], least_step)
     q, symbols, counts = np.empty(x.size, np.int16), np.empty(x.size, np.uint8), np.empty(_SYMBOLS, np.int64)
     frequency, start = np.empty(_SYMBOLS, np.int64), np.empty(_SYMBOLS, np.int64)
     attempt = 0
@@ -269,9 +275,8 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
         length = _tabulate(counts, x.size, out)
         _frequencies(out[_HEADER : _HEADER + length], np.int64(out[_ENDS]), frequency, start)
         begin = (_HEADER + length + 1) // 2
-        expected = _bits(counts, frequency, _TOTAL)
-        room = (words.size - begin) * 16.0 - 32.0
-        if expected <= room:
+        spare = ((words.size - begin) * 16.0 - 32.0 - _bits(counts, frequency, _TOTAL)) / x.size
+        if spare >= 0.0 and (spare < _SPARE or attempt >= _TRIES or step <= least_step):
             place = _write(q, symbols, frequency, start, words[begin:], states)
             if place >= 0:
                 count = words.size - begin - place
@@ -289,13 +294,14 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
                 keys[1] = high_key if dithered else np.uint32(0)
                 return CODED
         attempt += 1
-        more = max(0.002, (expected - room) / x.size) if attempt < 20 else 0.5
-        step = np.float32(step * 2.0 ** min(more, 8.0))
+        at_least = -2.0 if attempt <= _TRIES else 0.002 if attempt < 20 else 0.5
+        larger = min(max((0.25 * _SPARE - spare) / slope, at_least), 8.0)  # octaves
+        step = max(np.float32(step * 2.0**larger), least_step)
 
 
 @nb.njit("void(uint8[::1], float32[::1])", **NJIT)
 def _decode(data, x):  # type: ignore[no-untyped-def]
-    head, states, words = data[:8].view(np.float32), data[8:16].view(np.uint32), data[: data.size // 2 * 2].view(np.uint16)
+    head, states, words = data[:8].view(np.float32), data[8:_KEY].view(np.uint32), data[: data.size // 2 * 2].view(np.uint16)
     keys = data[_KEY:_ENDS].view(np.uint32)
     step, offset, number, high_key = head[0], head[1], keys[0], keys[1]
     dithered = number != np.uint32(0) or high_key != np.uint32(0)
@@ -305,37 +311,39 @@ def _decode(data, x):  # type: ignore[no-untyped-def]
     if not _frequencies(data[_HEADER : _HEADER + last - first + 1], first, frequency, start):
         x[:] = np.float32(0.0)
         return
-    symbols = np.empty(_TOTAL, np.uint8)
+    slots = np.empty(_TOTAL, np.uint32)  # the symbol, its frequency, and how far into it a state's low bits reach
     for s in range(_SYMBOLS):
-        symbols[start[s] : start[s] + frequency[s]] = np.uint8(s)
-    at = (_HEADER + last - first + 2) // 2
-    even, odd = np.int64(states[0]), np.int64(states[1])
+        for n in range(frequency[s]):
+            slots[start[s] + n] = np.uint32((n << 20) | ((frequency[s] - 1) << 8) | s)
+    at, final = (_HEADER + last - first + 2) // 2, words.size - 1
+    now = np.empty(_STATES, np.int64)
+    for n in range(_STATES):
+        now[n] = np.int64(states[n])
     for i in range(x.size):
-        state = odd if i & 1 else even
-        slot = state & (_TOTAL - 1)
-        s = np.int64(symbols[slot])
-        state = frequency[s] * (state >> 12) + slot - start[s]
-        if state < _LOW and at < words.size:
-            state = (state << 16) | np.int64(words[at])
-            at += 1
-        q = s - (_SIDE - 1)
+        state = now[i & (_STATES - 1)]
+        slot = np.int64(slots[state & (_TOTAL - 1)])
+        state = (((slot >> 8) & 0xFFF) + 1) * (state >> 12) + (slot >> 20)
+        few = np.int64(state < _LOW)
+        state = (state << (few << 4)) | (np.int64(words[min(at, final)]) & -few)
+        at += few
+        q = (slot & 0xFF) - (_SIDE - 1)
         size = abs(q)
         if size >= _DIRECT:
-            plain = _plain_bits(s)
+            plain = _plain_bits(slot & 0xFF)
             size = (2 + (size & 1)) << plain | (state & ((1 << plain) - 1))
             state >>= plain
-            if state < _LOW and at < words.size:
-                state = (state << 16) | np.int64(words[at])
-                at += 1
+            few = np.int64(state < _LOW)
+            state = (state << (few << 4)) | (np.int64(words[min(at, final)]) & -few)
+            at += few
             q = size if q > 0 else -size
-        level = np.float32(q)
-        if dithered:
-            level += np.float32(0.5) - _drawn(i, number, high_key)
-        x[i] = offset + step * level
-        if i & 1:
-            odd = state
-        else:
-            even = state
+        now[i & (_STATES - 1)] = state
+        x[i] = np.float32(q)
+    if dithered:
+        for i in range(x.size):
+            x[i] = offset + step * (x[i] + (np.float32(0.5) - _drawn(i, number, high_key)))
+    else:
+        for i in range(x.size):
+            x[i] = offset + step * x[i]
 
 
 def encoded_bytes(values: int, bits: float, group: int = 0) -> int:

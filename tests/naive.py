@@ -141,10 +141,10 @@ def mbq(x: np.ndarray, bits: int, group: int) -> tuple[bytes, np.ndarray]:
 def entropy(data: bytes, count: int) -> np.ndarray:
     """The ``count`` values that ``kernels/entropy.py`` has coded in ``data``."""
     step, offset = np.frombuffer(data[:8], np.float32)
-    states = np.frombuffer(data[8:16], np.uint32).tolist()
-    number, key = np.frombuffer(data[16:24], np.uint32).tolist()
-    first, last = data[24], data[25]
-    table = data[26 : 26 + last - first + 1]
+    states = np.frombuffer(data[8:40], np.uint32).tolist()
+    number, key = np.frombuffer(data[40:48], np.uint32).tolist()
+    first, last = data[48], data[49]
+    table = data[50 : 50 + last - first + 1]
     eighths = [256, 279, 304, 332, 362, 395, 431, 470]
     weights = {first + n: eighths[(b - 1) % 8] << (b - 1) // 8 for n, b in enumerate(table) if b}
     total = sum(weights.values())
@@ -152,7 +152,7 @@ def entropy(data: bytes, count: int) -> np.ndarray:
     best = max(frequencies, key=lambda s: (frequencies[s], -s))
     frequencies[best] += 4096 - sum(frequencies.values())
     slots = [s for s, f in frequencies.items() for _ in range(f)]
-    at = 26 + -(-len(table) // 2) * 2
+    at = 50 + -(-len(table) // 2) * 2
 
     def refilled(state: int) -> int:
         nonlocal at
@@ -163,7 +163,7 @@ def entropy(data: bytes, count: int) -> np.ndarray:
 
     values = []
     for n in range(count):
-        state = states[n % 2]
+        state = states[n % 8]
         symbol = slots[state % 4096]
         below = sum(f for s, f in frequencies.items() if s < symbol)
         state = refilled(frequencies[symbol] * (state // 4096) + state % 4096 - below)
@@ -172,7 +172,7 @@ def entropy(data: bytes, count: int) -> np.ndarray:
             plain = 3 + (size - 16) // 2
             size = (2 + size % 2 << plain) + state % (1 << plain)
             state = refilled(state >> plain)
-        states[n % 2] = state
+        states[n % 8] = state
         level = np.float32(size if symbol > 35 else -size)
         if number or key:
             level += np.float32(0.5) - np.float32((whole_hash(n + number, key) >> 8) / 2**24)
