@@ -9,7 +9,9 @@ says so later: its sums are divided by an estimate first, and gradients are corr
 import copy
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,6 +72,7 @@ class Loss:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         """``function(output, target)`` returns a mean over samples, or (sum, count)."""
+        function = _as_module(function)
         self.name, self.function = name, function
         self._on_trial = False
         self.metrics: list[Any] = []
@@ -90,7 +93,7 @@ class Loss:
                 f'train.loss: "{name}" has reduction="sum", and a step\'s loss is a mean over what counts: use "mean", or a '
                 "function that gives (sum, count)"
             )
-        torchs = type(function) in (nn.CrossEntropyLoss, nn.NLLLoss)  # subclasses may count otherwise
+        torchs = _computes_as(function, nn.CrossEntropyLoss, nn.NLLLoss)
         self._second = torchs or function in (nn.functional.cross_entropy, nn.functional.nll_loss)
         """True if the scores of classes lie along dimension 1, as torch's losses have it, not along the last one."""
         owner = getattr(function, "__self__", function)  # a module's method, too
@@ -102,7 +105,7 @@ class Loss:
         if getattr(function, "reduction", None) == "mean":
             if torchs:
                 self._weigh = self._classes
-            elif type(function) in _ELEMENTWISE:
+            elif _computes_as(function, *_ELEMENTWISE.values()):
                 self._weigh = _elements
 
     def __call__(self, output: Any, target: Any, samples: int, setting_up: bool = False) -> Judgement:
@@ -354,6 +357,21 @@ def _scalar(value: Any) -> torch.Tensor:
     return value.reshape(())
 
 
+def _as_module(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's module for one of its functions with options (``functools.partial``), which then are known."""
+    if isinstance(function, partial) and not function.args and function.func in _MODULES:
+        with suppress(TypeError):  # an option that only the function has
+            return _MODULES[function.func](**function.keywords)
+    return function
+
+
+def _computes_as(function: Callable[..., Any], *kinds: type[nn.Module]) -> bool:
+    """True if it is a module of one of these kinds, or of a class that sets other options only: with a forward of its own,
+    it may count otherwise."""
+    of = type(function)
+    return any(issubclass(of, kind) and (of.forward, of.__call__) == (kind.forward, kind.__call__) for kind in kinds)
+
+
 def _sum_of(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     """The same loss, but summed."""
     if isinstance(function, nn.Module):
@@ -381,23 +399,21 @@ def _elements(target: torch.Tensor) -> float:
     return float(target.numel())
 
 
-_ELEMENTWISE = (
-    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss,
-    nn.KLDivLoss, nn.SoftMarginLoss, nn.HingeEmbeddingLoss,
-)  # fmt: skip
-"""Torch's losses that are means over the elements of targets."""
-_MEANS_OF_ELEMENTS = (
-    nn.functional.mse_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss,
-    nn.functional.binary_cross_entropy, nn.functional.binary_cross_entropy_with_logits,
-    nn.functional.poisson_nll_loss, nn.functional.kl_div, nn.functional.soft_margin_loss,
-    nn.functional.hinge_embedding_loss,
-)  # fmt: skip
+_F = nn.functional
+_ELEMENTWISE: dict[Any, type[nn.Module]] = {
+    _F.mse_loss: nn.MSELoss, _F.l1_loss: nn.L1Loss, _F.smooth_l1_loss: nn.SmoothL1Loss, _F.huber_loss: nn.HuberLoss,
+    _F.binary_cross_entropy: nn.BCELoss, _F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    _F.poisson_nll_loss: nn.PoissonNLLLoss, _F.kl_div: nn.KLDivLoss, _F.soft_margin_loss: nn.SoftMarginLoss,
+    _F.hinge_embedding_loss: nn.HingeEmbeddingLoss,
+}  # fmt: skip
+"""Torch's losses that are means over the elements of targets: functions, and the modules that call them."""
+_MODULES = {_F.cross_entropy: nn.CrossEntropyLoss, _F.nll_loss: nn.NLLLoss, **_ELEMENTWISE}
 _KNOWN: dict[Any, tuple[Callable[[torch.Tensor], float] | None, bool]] = {
     cross_entropy: (_not_ignored, True),
     mse: (_elements, True),
     nn.functional.cross_entropy: (_torchs_targets, False),
     nn.functional.nll_loss: (_not_ignored, False),
-    **dict.fromkeys(_MEANS_OF_ELEMENTS, (_elements, False)),
+    **dict.fromkeys(_ELEMENTWISE, (_elements, False)),
 }
 """Known losses: the function that counts a target (None if unknown), and True if the loss uses a model's scores alone."""
 _LOSSES: dict[str, Callable[..., torch.Tensor]] = {"cross_entropy": cross_entropy, "mse": mse}

@@ -272,11 +272,10 @@ class Worker:
         """Note a micro-batch's result on the last stage. ``suspect``: as ``Suspects`` names them. Raises NonFiniteLoss."""
         self._results.setdefault(step, {})[k] = result
         if not math.isfinite(result.loss):
-            sources = ["the loss", "the data set", *(f'layer {n} "{name}"' for n, name in enumerate(self._layer_names))]
-            raise NonFiniteLoss(
-                f"the loss is {result.loss} in step {step + 1}, micro-batch {k}; "
-                f"the first values that are not finite come out of {sources[suspect]}"
-            )
+            names = [f'layer {n} "{name}"' for n, name in enumerate(self._layer_names)]
+            source = ["the loss (if no target counts, have it give (sum, count))", "the data set", *names][suspect]
+            where = f"step {step + 1}, micro-batch {k}; the first values that are not finite come out of {source}"
+            raise NonFiniteLoss(f"the loss is {result.loss} in {where}")
 
     def backward(self, step: int, k: int, samples: int) -> None:
         """B of micro-batch ``k``: get its outputs' gradients, run the stage backward, send its inputs' gradients."""

@@ -1,6 +1,7 @@
 """What of targets counts in torch's losses, and in those that inherit from them."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -77,9 +78,42 @@ def test_two_losses_are_no_sum_and_count() -> None:
         Loss("own", adversarial)(torch.ones(2, requires_grad=True), torch.ones(2), 2)
 
 
+class Weighted(nn.CrossEntropyLoss):
+    def __init__(self) -> None:
+        super().__init__(weight=torch.tensor([1.0, 3.0, 9.0]), ignore_index=2)
+
+
+class Called(Weighted):
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return 2 * super().__call__(output, target)
+
+
+@pytest.mark.parametrize(
+    "loss", [Weighted(), partial(nn.functional.cross_entropy, weight=torch.tensor([1.0, 3.0, 9.0]), ignore_index=2)]
+)
+def test_options_count_wherever_they_are_set(loss: Any) -> None:
+    """In a class that inherits all but them, or in a function of which they are a part."""
+    targets = [torch.tensor([0, 2, 2]), torch.tensor([1, 2, 1]), torch.tensor([2, 2, 2])]
+    known = Loss("own", loss)
+    assert known.shares(targets, [3, 3, 3]) == [1 / 7, 6 / 7, 0.0]
+    assert known.ignored == 2
+    assert known(torch.randn(3, 3), targets[2], 3).total == 0.0  # torch's mean would be NaN
+
+
+def test_options_of_functions_alone() -> None:
+    weights = torch.ones(2, 3)
+    loss = Loss("own", partial(nn.functional.huber_loss, delta=0.5))
+    assert float(loss(torch.ones(2, 3), 0 * weights, 2).value) == 0.5 * (1 - 0.25)
+    for other in (partial(nn.functional.mse_loss, weight=weights), partial(Focal(), reduction=1)):
+        assert Loss("own", other).function is other
+    with pytest.raises(UserError, match=r'has reduction="sum"'):
+        Loss("own", partial(nn.functional.mse_loss, reduction="sum"))
+
+
 def test_whoever_inherits_may_count_otherwise() -> None:
     targets, weight = [torch.tensor([0, 0]), torch.tensor([1, 1])], torch.tensor([1.0, 3.0])
-    assert Loss("own", Focal(weight=weight)).shares(targets, [2, 2]) == [0.5, 0.5]
+    for own in (Focal(weight=weight), Called()):
+        assert Loss("own", own).shares(targets, [2, 2]) == [0.5, 0.5]
     assert Loss("torch's", nn.CrossEntropyLoss(weight=weight)).shares(targets, [2, 2]) == [0.25, 0.75]
 
 
