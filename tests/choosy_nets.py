@@ -1,4 +1,4 @@
-"""Chains of layers that do not take just any values: lengths, indices from 1 on, matrices that have an inverse."""
+"""Chains of layers that do not take just any values: lengths, indices from 1 on, matrices that have an inverse or a root."""
 
 from typing import Any
 
@@ -54,6 +54,42 @@ class Inverse(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         square = x[:, :4].view(-1, 2, 2)
         return self.linear(F.pad(torch.linalg.inv(square).flatten(1).tanh(), (0, 4)))
+
+
+class FloatLengths(nn.Module):
+    """Lengths as floating-point numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 8)
+
+    def forward(self, given: Any) -> Any:
+        return self.table(given["ids"] - 1), given["lengths"].float()
+
+
+class Square(nn.Module):
+    """Matrices that have a root, of sequences that are no shorter than 1."""
+
+    def forward(self, given: Any) -> torch.Tensor:
+        packed = pack_padded_sequence(*given, batch_first=True, enforce_sorted=False)
+        x = pad_packed_sequence(packed, batch_first=True)[0].sum(1)
+        return x[:, :, None] * x[:, None] + torch.eye(8)
+
+
+class Root(nn.Module):
+    def __init__(self, least: float = 0.0) -> None:
+        super().__init__()
+        self.least = least
+
+    def forward(self, square: torch.Tensor) -> torch.Tensor:
+        root = torch.linalg.cholesky(square)
+        if float(root.detach().abs().sum()) < self.least:
+            raise ValueError("the root is too small")
+        return root.sum(1)
+
+
+def roots(least: float = 0.0) -> nn.Sequential:
+    return nn.Sequential(FloatLengths(), Square(), Root(least), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def sentences() -> nn.Sequential:

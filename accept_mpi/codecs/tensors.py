@@ -79,7 +79,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return dense.expand(self.shape).requires_grad_(self.grad)
 
     def made_up(self, values: bytes = b"") -> torch.Tensor | None:
-        """A tensor of this spec for a trial: of these ``values`` (``whole_values``), if there are any, else of numbers
+        """A tensor of this spec for a trial: of these ``values`` (``trial_values``), if there are any, else of numbers
         between 0 and 1, which more functions take than zeros; of zeros if it is of whole numbers."""
         found = self.zeros()
         if found is None or not self.numel or not (values or found.is_floating_point()):
@@ -155,7 +155,7 @@ class BoundarySpecs(msgspec.Struct, frozen=True):
     trees: dict[int, Tree] = {}
     """Trees of the activations. Gradients need none: there is one for each input that wants one."""
     whole: dict[int, tuple[bytes, ...]] = {}
-    """What stages that were tried one after the other have told of activations' values (``whole_values``)."""
+    """What stages that were tried one after the other have told of activations' values (``trial_values``)."""
 
     def made_up(self, size: int) -> Tensors:
         """Activations for a trial."""
@@ -168,14 +168,14 @@ class BoundarySpecs(msgspec.Struct, frozen=True):
         return self.backward if direction is Direction.BACKWARD else self.forward
 
 
-def whole_values(tensor: torch.Tensor | None) -> bytes:
-    """Values of a tensor of whole numbers or booleans, without what is repeated in it; empty for any other. A layer may take
-    lengths or indices, and not just any."""
-    if tensor is None or tensor.is_floating_point() or tensor.is_complex():
+def trial_values(tensor: torch.Tensor | None, true: bool = False) -> bytes:
+    """Values of a tensor, without what is repeated in it, for a trial of the stage that takes it. Empty, so that
+    they are made up, if they are floating-point values and not ``true``: a layer may not take just any whole numbers."""
+    if tensor is None or ((tensor.is_floating_point() or tensor.is_complex()) and not true):
         return b""
     with torch.no_grad():
         sent = torch.as_strided(tensor, _sent_shape(tensor.shape, tensor.stride()), tensor.stride())
-        return sent.cpu().contiguous().numpy().tobytes()
+        return sent.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _spread(count: int) -> torch.Tensor:

@@ -51,7 +51,9 @@ class Shapes(Control, frozen=True):
     """As ``list[TensorSpec]``."""
     tree: Tree
     whole: tuple[bytes, ...] = ()
-    """Of activations, ``whole_values`` of each."""
+    """Of activations, ``trial_values`` of each."""
+    failed: bool = False
+    """A stage's layers have raised: there is nothing to tell of."""
 
 
 class LayerChunks(Control, frozen=True):

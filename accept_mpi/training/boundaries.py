@@ -6,8 +6,10 @@ messages small and their buffers large enough.
 Every stage runs one forward and backward for each size that a micro-batch can have, on data of the right shape. That also
 builds the kernels' caches before the first step is timed. A stage's inputs are known only after the stages before it have
 run, which pass on their whole numbers (lengths, indices), since some layers do not take just any; floating-point values are
-made up. If the model's outline is known, though, all stages run at the same time on the inputs that it suggests and compare
-the results; only if these do not fit do they run one after another.
+made up. Only if a layer raises on these (on what are no probabilities, on a matrix without a root), all stages run once more
+on true values, which takes as long as one micro-batch takes over each link. If the model's outline is known, though, all
+stages run at the same time on the inputs that it suggests and compare the results; only if these do not fit do they run one
+after another.
 
 Test samples that look unlike training's are evaluated once, too, so that nobody learns after an epoch that they cannot be.
 """
@@ -15,7 +17,7 @@ Test samples that look unlike training's are evaluated once, too, so that nobody
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -24,11 +26,11 @@ import numpy as np
 import torch
 
 from accept_mpi import tree
-from accept_mpi.codecs.tensors import BoundarySpecs, Specs, Tensors, TensorSpec, whole_values
+from accept_mpi.codecs.tensors import BoundarySpecs, Specs, Tensors, TensorSpec, trial_values
 from accept_mpi.comm.messages import Shapes
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.data import Dataset, fetch
-from accept_mpi.errors import Agreed, UserError
+from accept_mpi.errors import Agreed, OutOfMemory, UserError, UsersBug
 from accept_mpi.pipeline.common_memory import CommonMemory, why_parted
 from accept_mpi.pipeline.micro_batch import Inputs
 from accept_mpi.pipeline.stage import Stage
@@ -41,7 +43,7 @@ from accept_mpi.tree import Tree
 log = logging.getLogger(__name__)
 
 Taken = tuple[Specs, Tree, tuple[bytes, ...]]
-"""Content of a forward message: the specs of its tensors, the tree that they belong to, and ``whole_values``, if known."""
+"""Content of a forward message: the specs of its tensors, the tree that they belong to, and ``trial_values``, if known."""
 
 Sizes = tuple[Sequence[int], Sequence[int]]
 """Numbers of samples that a micro-batch can have, in training and in evaluation."""
@@ -129,31 +131,111 @@ def _one_by_one(
     deadline: float,
     seed: int | None = 0,
 ) -> tuple[BoundarySpecs, BoundarySpecs]:
-    """As ``agree_on_shapes``: the stages run one after another, on samples of this data set."""
-    behind, ahead = BoundarySpecs({}, {}, {}), BoundarySpecs({}, {}, {})
-    before, after = place.before, place.after
-    if place.idle:
-        return behind, ahead
-
-    def taken(size: int, training: bool) -> Taken:
-        assert before is not None
-        return _hear(messenger, before, "activations", size, deadline)
-
-    def returned(size: int, training: bool, outputs: Specs, of: Tree, whole: tuple[bytes, ...]) -> Specs:
-        assert after is not None
-        for rank in ahead_ranks:
-            _tell(messenger, rank, "activations", outputs, of, whole)
-        return _hear(messenger, after, "gradients", size, deadline)[0] if training else ()
-
-    # The leaders of groups agree, and the other members listen.
-    behind_ranks, ahead_ranks = (list(ranks) if place.leads else [] for ranks in (place.behind, place.ahead))
-    with trial_of(stage) as trial:
-        for size in dict.fromkeys([*sizes[0], *sizes[1]]):
-            gradients = _run(trial, place, data, size, size in sizes[0], (behind, ahead), taken, returned, seed)
-            for rank in behind_ranks if size in sizes[0] else ():
-                _tell(messenger, rank, "gradients", gradients, tree.LONE)
-    messenger.flush(deadline, "the shapes at this stage's boundaries")
+    """As ``agree_on_shapes``: the stages run one after another, on samples of this data set; what raises on values that are
+    made up does so twice, and only what raises on true ones is told."""
+    for true in False, True:
+        turn = _Turn(messenger, place, deadline, true)
+        behind, ahead = BoundarySpecs({}, {}, {}), BoundarySpecs({}, {}, {})
+        with contextlib.nullcontext() if place.idle else trial_of(stage) as trial:
+            for size in dict.fromkeys([*sizes[0], *sizes[1]]) if trial else ():
+                training = size in sizes[0]
+                with turn.of(size, training):
+                    assert trial is not None
+                    turn.end_if_failed()
+                    gradients = _run(trial, place, data, size, training, (behind, ahead), turn.taken, turn.returned, seed)
+                    turn.tell_behind(gradients)
+        messenger.flush(deadline, "the shapes at this stage's boundaries")
+        if not any(messenger.allgather(turn.failed, deadline, "whether layers take values that are made up")):
+            break
     return behind, ahead
+
+
+def _specs_of(tensors: Tensors) -> Specs:
+    return tuple(map(TensorSpec.of, tensors))
+
+
+class _Elsewhere(Exception):
+    """The layers of another stage have raised."""
+
+
+class _Turn:
+    """Messages of a stage that runs after the one before it, and before the one after it. There are the same ones whether
+    layers raise or not. The leaders of groups tell, and the other members listen, too."""
+
+    def __init__(self, messenger: Messenger, place: Place, deadline: float, true: bool) -> None:
+        """``true``: pass on floating-point values, too, and let what layers raise end the run."""
+        self.messenger, self.place, self.deadline, self.true = messenger, place, deadline, true
+        self.failed = False
+        self._behind, self._ahead = (list(ranks) if place.leads else [] for ranks in (place.behind, place.ahead))
+        self._size, self._training = 0, True
+        self._heard = self._told = self._made_up = False
+
+    @contextlib.contextmanager
+    def of(self, size: int, training: bool) -> Iterator[None]:
+        """What is done in here is about micro-batches of ``size``."""
+        self._size, self._training = size, training
+        self._heard = self._told = self._made_up = False
+        try:
+            yield
+        except _Elsewhere:
+            self._fail()
+        except UsersBug as error:
+            if self.true or not self._made_up or isinstance(error, OutOfMemory):
+                raise
+            self._fail()
+
+    def end_if_failed(self) -> None:
+        """Raise _Elsewhere if a micro-batch of another size has failed already."""
+        if self.failed:
+            raise _Elsewhere
+
+    def taken(self, size: int, training: bool) -> Taken:
+        """Hear what the stage before gives."""
+        assert self.place.before is not None
+        self._heard = True
+        specs, of, values = self._hear(self.place.before, "activations")
+        self._made_up = not all(values)
+        return specs, of, values
+
+    def returned(self, size: int, training: bool, outputs: Tensors, of: Tree) -> Specs:
+        """Tell the stage after what this one gives, and hear which gradients come back."""
+        assert self.place.after is not None
+        self._told = True
+        values = tuple(trial_values(one, self.true) for one in outputs)
+        self._tell(self._ahead, Shapes("activations", msgspec.to_builtins(_specs_of(outputs)), of, values))
+        return self._hear(self.place.after, "gradients")[0] if training else ()
+
+    def tell_behind(self, gradients: Specs) -> None:
+        """Tell the stage before which gradients it gets."""
+        if self._training:
+            self._tell(self._behind, Shapes("gradients", msgspec.to_builtins(gradients), tree.LONE))
+
+    def _fail(self) -> None:
+        """Have the neighbours fail as well, in what messages of this size are left."""
+        self.failed = True
+        if self.place.before is not None and not self._heard:
+            with contextlib.suppress(_Elsewhere):
+                self._hear(self.place.before, "activations")
+        if self.place.after is not None and not self._told:
+            self._tell(self._ahead, Shapes("activations", (), tree.LONE, failed=True))
+            if self._training:
+                with contextlib.suppress(_Elsewhere):
+                    self._hear(self.place.after, "gradients")
+        if self._training:
+            self._tell(self._behind, Shapes("gradients", (), tree.LONE, failed=True))
+
+    def _tell(self, ranks: list[int], shapes: Shapes) -> None:
+        for rank in ranks:
+            self.messenger.send(rank, shapes)
+
+    def _hear(self, peer: int, what: str) -> Taken:
+        """Receive the specs of ``what`` ("activations" or "gradients"). Raises _Elsewhere, DeadlineError."""
+        awaited = f"the shapes of {what} for {self._size} samples"
+        shapes = self.messenger.expect(Shapes, {peer}, self.deadline, awaited)[peer]
+        assert shapes.of == what
+        if shapes.failed:
+            raise _Elsewhere
+        return msgspec.convert(shapes.specs, tuple[TensorSpec, ...]), shapes.tree, shapes.whole
 
 
 def _run(
@@ -164,14 +246,14 @@ def _run(
     training: bool,
     signatures: tuple[BoundarySpecs, BoundarySpecs],
     taken: Callable[[int, bool], Taken],
-    returned: Callable[[int, bool, Specs, Tree, tuple[bytes, ...]], Specs],
+    returned: Callable[[int, bool, Tensors, Tree], Specs],
     seed: int | None = 0,
 ) -> Specs:
     """Run a trial on ``size`` samples, and record in ``signatures`` (boundary behind, boundary ahead) what it takes
     and gives. Returns the specs of the inputs' gradients.
 
-    ``taken(size, training)`` returns what arrives over the boundary behind, ``returned(size, training, outputs, tree,
-    values)`` what comes back for outputs; ``data``, ``seed``: as for ``fetch``.
+    ``taken(size, training)`` returns what arrives over the boundary behind, ``returned(size, training, outputs, tree)`` what
+    comes back for outputs; ``data``, ``seed``: as for ``fetch``.
     """
     behind, ahead = signatures
     stage = trial.stage
@@ -189,8 +271,8 @@ def _run(
     def gradients_of(outputs: Tensors, of: Tree) -> Tensors:
         if place.last:
             return ()
-        ahead.forward[size], ahead.trees[size] = tuple(map(TensorSpec.of, outputs)), of
-        back = returned(size, training, ahead.forward[size], of, tuple(map(whole_values, outputs)))
+        ahead.forward[size], ahead.trees[size] = _specs_of(outputs), of
+        back = returned(size, training, outputs, of)
         if training:
             ahead.backward[size] = back
         return tuple(spec.made_up() for spec in back)  # zeros would leave what a backward counts as it was
@@ -276,23 +358,6 @@ def _suggested(layer: LayerOutline, samples: int) -> Callable[[int, bool], Taken
     return taken
 
 
-def _likely(size: int, training: bool, outputs: Specs, of: Tree, whole: tuple[bytes, ...]) -> Specs:
+def _likely(size: int, training: bool, outputs: Tensors, of: Tree) -> Specs:
     """Likely gradients of outputs: they mostly have the same layout as the outputs."""
-    return tuple(msgspec.structs.replace(spec, grad=False) for spec in outputs if spec.grad)
-
-
-# -- one after the other ---------------------------------------------------------------------------------------------------
-
-
-def _tell(
-    messenger: Messenger, peer: int, what: str, specs: Sequence[TensorSpec], of: Tree, whole: tuple[bytes, ...] = ()
-) -> None:
-    """Send the specs of ``what`` ("activations" or "gradients") to a neighbouring stage's rank."""
-    messenger.send(peer, Shapes(what, msgspec.to_builtins(list(specs)), of, whole))
-
-
-def _hear(messenger: Messenger, peer: int, what: str, size: int, deadline: float) -> Taken:
-    """Receive the specs of ``what`` from a neighbouring stage's rank. Raises DeadlineError."""
-    shapes = messenger.expect(Shapes, {peer}, deadline, f"the shapes of {what} for {size} samples")[peer]
-    assert shapes.of == what
-    return msgspec.convert(shapes.specs, tuple[TensorSpec, ...]), shapes.tree, shapes.whole
+    return tuple(msgspec.structs.replace(spec, grad=False) for spec in _specs_of(outputs) if spec.grad)

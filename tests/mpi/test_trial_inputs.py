@@ -36,3 +36,27 @@ def test_layers_that_do_not_take_zeros(trained, tmp_path: Path, ranks: int) -> N
     trained(ranks, tmp_path, [(path, f"output.directory={name}", *keys) for name, keys in runs.items()])
     for name in runs.keys() - {"codec"}:
         assert not differences(Checkpoint(tmp_path / name).whole(), expected), name
+
+
+def test_layers_that_do_not_take_what_is_made_up(trained, tmp_path: Path) -> None:
+    """They are tried on true values, once others have raised an error, and train in any stage."""
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.replace("sentences", "roots"))
+    expected, _ = plain_loop(path)
+    runs: dict[str, tuple[str, ...]] = {f"cut{n}": (f"pipeline.cuts=[{n}]",) for n in range(1, 4)}
+    runs |= {"auto": ("pipeline.cuts=auto",), "zb": ("pipeline.cuts=[2]", "pipeline.schedule=zero-bubble")}
+    trained(2, tmp_path, [(path, f"output.directory={name}", *keys) for name, keys in runs.items()])
+    more = {"three": ("pipeline.cuts=[1,2]",), "two": ("pipeline.cuts=[2]", "pipeline.ranks=[0,[1,2]]")}
+    trained(3, tmp_path, [(path, f"output.directory={name}", *keys) for name, keys in more.items()])
+    for name in runs.keys() | {"three"}:
+        assert not differences(Checkpoint(tmp_path / name).whole(), expected), name
+
+
+def test_what_raises_on_true_values_is_told(mpirun, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        JOB.replace('model.name = "choosy_nets:sentences"', 'model = { name = "choosy_nets:roots", args = { least = 1e9 } }')
+    )
+    done = mpirun(3, "-m", "accept_mpi", "train", path, "--set", "pipeline.cuts=[1,2]", code=1)
+    assert "the root is too small" in done.out
+    assert "positive-definite" not in done.out
