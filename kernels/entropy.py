@@ -208,6 +208,23 @@ def _gains_by_dither(some, offset, inverse):  # type: ignore[no-untyped-def]
     return square * 12.0 > some.size
 
 
+@nb.njit("UniTuple(int64, 2)(int64, int64, uint16[::1], int64)", **INNER)
+def _spill(state, limit, words, at):  # type: ignore[no-untyped-def]
+    """Where a state has reached its limit, its low bits become the word before ``at``. Returns the state, and the place of
+    the last word that is written. There is no branch: which states are full is not to be foreseen."""
+    words[at - 1] = np.uint16(state & 0xFFFF)
+    full = np.int64(state >= limit)
+    return state >> (full << 4), at - full
+
+
+@nb.njit("UniTuple(int64, 2)(int64, uint16[::1], int64)", **INNER)
+def _refill(state, words, at):  # type: ignore[no-untyped-def]
+    """Where a state has too few bits left, the word ``at`` fills it (the last one, if a message is damaged). Returns the
+    state, and the place of the next word."""
+    few = np.int64(state < _LOW)
+    return (state << (few << 4)) | (np.int64(words[min(at, words.size - 1)]) & -few), at + few
+
+
 @nb.njit("int64(int16[::1], uint8[::1], int64[::1], int64[::1], uint16[::1], uint32[::1])", **INNER)
 def _write(q, symbols, frequency, start, words, states):  # type: ignore[no-untyped-def]
     """Code values from the last to the first, into ``words`` from its end on. Returns the place of the first word, or -1 if
@@ -224,16 +241,10 @@ def _write(q, symbols, frequency, start, words, states):  # type: ignore[no-unty
         s = np.int64(symbols[i])
         if not _FIRST <= s <= _LAST:
             plain = _plain_bits(s)
-            words[at - 1] = np.uint16(state & 0xFFFF)
-            full = np.int64(state >= _LOW << (16 - plain))
-            at -= full
-            state >>= full << 4
+            state, at = _spill(state, _LOW << (16 - plain), words, at)
             state = (state << plain) | (abs(np.int64(q[i])) & ((1 << plain) - 1))
         f = frequency[s]
-        words[at - 1] = np.uint16(state & 0xFFFF)
-        full = np.int64(state >= f << 20)
-        at -= full
-        state >>= full << 4
+        state, at = _spill(state, f << 20, words, at)
         quotient = np.int64((state + 0.5) * inverse[s])
         now[i & (_STATES - 1)] = state + quotient * (_TOTAL - f) + start[s]
     for n in range(_STATES):
@@ -315,7 +326,7 @@ def _decode(data, x):  # type: ignore[no-untyped-def]
     for s in range(_SYMBOLS):
         for n in range(frequency[s]):
             slots[start[s] + n] = np.uint32((n << 20) | ((frequency[s] - 1) << 8) | s)
-    at, final = (_HEADER + last - first + 2) // 2, words.size - 1
+    at = (_HEADER + last - first + 2) // 2
     now = np.empty(_STATES, np.int64)
     for n in range(_STATES):
         now[n] = np.int64(states[n])
@@ -323,18 +334,14 @@ def _decode(data, x):  # type: ignore[no-untyped-def]
         state = now[i & (_STATES - 1)]
         slot = np.int64(slots[state & (_TOTAL - 1)])
         state = (((slot >> 8) & 0xFFF) + 1) * (state >> 12) + (slot >> 20)
-        few = np.int64(state < _LOW)
-        state = (state << (few << 4)) | (np.int64(words[min(at, final)]) & -few)
-        at += few
+        state, at = _refill(state, words, at)
         q = (slot & 0xFF) - (_SIDE - 1)
         size = abs(q)
         if size >= _DIRECT:
             plain = _plain_bits(slot & 0xFF)
             size = (2 + (size & 1)) << plain | (state & ((1 << plain) - 1))
             state >>= plain
-            few = np.int64(state < _LOW)
-            state = (state << (few << 4)) | (np.int64(words[min(at, final)]) & -few)
-            at += few
+            state, at = _refill(state, words, at)
             q = size if q > 0 else -size
         now[i & (_STATES - 1)] = state
         x[i] = np.float32(q)

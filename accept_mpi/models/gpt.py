@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import nn
-from torch.nn import functional
+from torch.nn import functional as F
 
 from accept_mpi.models.base import Chain, Named
 from accept_mpi.models.blocks import positive, share
@@ -44,7 +44,7 @@ class _Attention(nn.Module):
             part.view(n, t, self.heads, width // self.heads).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)
         )
         drop = self.dropout.p if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=drop)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=drop)
         result: torch.Tensor = x + self.dropout(self.project(mixed.transpose(1, 2).reshape(n, t, width)))
         return result
 
@@ -60,7 +60,7 @@ class _Mlp(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = functional.gelu(self.widen(self.norm(x)), approximate="tanh")
+        hidden = F.gelu(self.widen(self.norm(x)), approximate="tanh")
         result: torch.Tensor = x + self.dropout(self.project(hidden))
         return result
 

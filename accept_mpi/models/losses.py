@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from accept_mpi import tree
 from accept_mpi.errors import UserError, counted
@@ -94,7 +95,7 @@ class Loss:
                 "function that gives (sum, count)"
             )
         torchs = _computes_as(function, nn.CrossEntropyLoss, nn.NLLLoss)
-        self._second = torchs or function in (nn.functional.cross_entropy, nn.functional.nll_loss)
+        self._second = torchs or function in (F.cross_entropy, F.nll_loss)
         """True if the scores of classes lie along dimension 1, as torch's losses have it, not along the last one."""
         owner = getattr(function, "__self__", function)  # a module's method, too
         if isinstance(owner, nn.Module) and any(parameter.requires_grad for parameter in owner.parameters()):
@@ -154,7 +155,7 @@ class Loss:
     @property
     def of_amounts(self) -> bool:
         """True if it compares what the model gives with amounts, or with one bit each: these are no scores of classes."""
-        of_classes = self.function is nn.functional.kl_div or isinstance(self.function, nn.KLDivLoss)
+        of_classes = self.function is F.kl_div or isinstance(self.function, nn.KLDivLoss)
         return self._weigh is _elements and not of_classes
 
     def apart(self) -> "Loss":
@@ -320,7 +321,7 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor, reduction: str = "
             raise ValueError("the shapes differ")  # in another order, rows would get each other's classes
         target = target.reshape(-1)
         target = widened(target)
-    return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), target, reduction=reduction, **options)
+    return F.cross_entropy(output.reshape(-1, output.shape[-1]), target, reduction=reduction, **options)
 
 
 def mse(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
@@ -328,7 +329,7 @@ def mse(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> 
     shapes differ."""
     if output.shape != target.shape:
         raise ValueError("the shapes differ")  # torch would broadcast
-    return nn.functional.mse_loss(output, target, reduction=reduction)
+    return F.mse_loss(output, target, reduction=reduction)
 
 
 class _Unfit(ValueError):
@@ -399,20 +400,19 @@ def _elements(target: torch.Tensor) -> float:
     return float(target.numel())
 
 
-_F = nn.functional
 _ELEMENTWISE: dict[Any, type[nn.Module]] = {
-    _F.mse_loss: nn.MSELoss, _F.l1_loss: nn.L1Loss, _F.smooth_l1_loss: nn.SmoothL1Loss, _F.huber_loss: nn.HuberLoss,
-    _F.binary_cross_entropy: nn.BCELoss, _F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
-    _F.poisson_nll_loss: nn.PoissonNLLLoss, _F.kl_div: nn.KLDivLoss, _F.soft_margin_loss: nn.SoftMarginLoss,
-    _F.hinge_embedding_loss: nn.HingeEmbeddingLoss,
+    F.mse_loss: nn.MSELoss, F.l1_loss: nn.L1Loss, F.smooth_l1_loss: nn.SmoothL1Loss, F.huber_loss: nn.HuberLoss,
+    F.binary_cross_entropy: nn.BCELoss, F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.poisson_nll_loss: nn.PoissonNLLLoss, F.kl_div: nn.KLDivLoss, F.soft_margin_loss: nn.SoftMarginLoss,
+    F.hinge_embedding_loss: nn.HingeEmbeddingLoss,
 }  # fmt: skip
 """Torch's losses that are means over the elements of targets: functions, and the modules that call them."""
-_MODULES = {_F.cross_entropy: nn.CrossEntropyLoss, _F.nll_loss: nn.NLLLoss, **_ELEMENTWISE}
+_MODULES = {F.cross_entropy: nn.CrossEntropyLoss, F.nll_loss: nn.NLLLoss, **_ELEMENTWISE}
 _KNOWN: dict[Any, tuple[Callable[[torch.Tensor], float] | None, bool]] = {
     cross_entropy: (_not_ignored, True),
     mse: (_elements, True),
-    nn.functional.cross_entropy: (_torchs_targets, False),
-    nn.functional.nll_loss: (_not_ignored, False),
+    F.cross_entropy: (_torchs_targets, False),
+    F.nll_loss: (_not_ignored, False),
     **dict.fromkeys(_ELEMENTWISE, (_elements, False)),
 }
 """Known losses: the function that counts a target (None if unknown), and True if the loss uses a model's scores alone."""

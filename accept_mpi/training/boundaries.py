@@ -17,8 +17,8 @@ Test samples that look unlike training's are evaluated once, too, so that nobody
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import msgspec
@@ -134,18 +134,17 @@ def _one_by_one(
     """As ``agree_on_shapes``: the stages run one after another, on samples of this data set; what raises on values that are
     made up does so twice, and only what raises on true ones is told."""
     for true in False, True:
-        turn = _Turn(messenger, place, deadline, true)
+        failed = False
         behind, ahead = BoundarySpecs({}, {}, {}), BoundarySpecs({}, {}, {})
         with contextlib.nullcontext() if place.idle else trial_of(stage) as trial:
             for size in dict.fromkeys([*sizes[0], *sizes[1]]) if trial else ():
-                training = size in sizes[0]
-                with turn.of(size, training):
-                    assert trial is not None
-                    turn.end_if_failed()
-                    gradients = _run(trial, place, data, size, training, (behind, ahead), turn.taken, turn.returned, seed)
-                    turn.tell_behind(gradients)
+                assert trial is not None
+                turn = _Turn(messenger, place, deadline, size, size in sizes[0], true)
+                if failed or not turn.run(trial, data, (behind, ahead), seed):
+                    turn.fail()
+                    failed = True
         messenger.flush(deadline, "the shapes at this stage's boundaries")
-        if not any(messenger.allgather(turn.failed, deadline, "whether layers take values that are made up")):
+        if not any(messenger.allgather(failed, deadline, "whether layers take values that are made up")):
             break
     return behind, ahead
 
@@ -159,37 +158,49 @@ class _Elsewhere(Exception):
 
 
 class _Turn:
-    """Messages of a stage that runs after the one before it, and before the one after it. There are the same ones whether
-    layers raise or not. The leaders of groups tell, and the other members listen, too."""
+    """A trial of a stage on micro-batches of one size, after that of the stage before, and before that of the stage after.
+    The same messages are exchanged whether layers raise or not. The leaders of groups tell, and the other members listen,
+    too."""
 
-    def __init__(self, messenger: Messenger, place: Place, deadline: float, true: bool) -> None:
+    def __init__(self, messenger: Messenger, place: Place, deadline: float, size: int, training: bool, true: bool) -> None:
         """``true``: pass on floating-point values, too, and let what layers raise end the run."""
-        self.messenger, self.place, self.deadline, self.true = messenger, place, deadline, true
-        self.failed = False
+        self.messenger, self.place, self.deadline = messenger, place, deadline
+        self.size, self.training, self.true = size, training, true
         self._behind, self._ahead = (list(ranks) if place.leads else [] for ranks in (place.behind, place.ahead))
-        self._size, self._training = 0, True
         self._heard = self._told = self._made_up = False
 
-    @contextlib.contextmanager
-    def of(self, size: int, training: bool) -> Iterator[None]:
-        """What is done in here is about micro-batches of ``size``."""
-        self._size, self._training = size, training
-        self._heard = self._told = self._made_up = False
+    def run(
+        self, trial: Trial, data: Dataset | None, signatures: tuple[BoundarySpecs, BoundarySpecs], seed: int | None
+    ) -> bool:
+        """Arguments as of ``_run``. Returns False if layers of this or another stage have raised, and ``fail`` is next."""
         try:
-            yield
+            gradients = _run(
+                trial, self.place, data, self.size, self.training, signatures, self._taken, self._returned, seed
+            )
         except _Elsewhere:
-            self._fail()
+            return False
         except UsersBug as error:
             if self.true or not self._made_up or isinstance(error, OutOfMemory):
                 raise
-            self._fail()
+            return False
+        if self.training:
+            self._tell(self._behind, Shapes("gradients", msgspec.to_builtins(gradients), tree.LONE))
+        return True
 
-    def end_if_failed(self) -> None:
-        """Raise _Elsewhere if a micro-batch of another size has failed already."""
-        if self.failed:
-            raise _Elsewhere
+    def fail(self) -> None:
+        """Have the neighbours fail as well, in what messages are left."""
+        if self.place.before is not None and not self._heard:
+            with contextlib.suppress(_Elsewhere):
+                self._hear(self.place.before, "activations")
+        if self.place.after is not None and not self._told:
+            self._tell(self._ahead, Shapes("activations", (), tree.LONE, failed=True))
+            if self.training:
+                with contextlib.suppress(_Elsewhere):
+                    self._hear(self.place.after, "gradients")
+        if self.training:
+            self._tell(self._behind, Shapes("gradients", (), tree.LONE, failed=True))
 
-    def taken(self, size: int, training: bool) -> Taken:
+    def _taken(self) -> Taken:
         """Hear what the stage before gives."""
         assert self.place.before is not None
         self._heard = True
@@ -197,32 +208,13 @@ class _Turn:
         self._made_up = not all(values)
         return specs, of, values
 
-    def returned(self, size: int, training: bool, outputs: Tensors, of: Tree) -> Specs:
+    def _returned(self, outputs: Tensors, of: Tree) -> Specs:
         """Tell the stage after what this one gives, and hear which gradients come back."""
         assert self.place.after is not None
         self._told = True
         values = tuple(trial_values(one, self.true) for one in outputs)
         self._tell(self._ahead, Shapes("activations", msgspec.to_builtins(_specs_of(outputs)), of, values))
-        return self._hear(self.place.after, "gradients")[0] if training else ()
-
-    def tell_behind(self, gradients: Specs) -> None:
-        """Tell the stage before which gradients it gets."""
-        if self._training:
-            self._tell(self._behind, Shapes("gradients", msgspec.to_builtins(gradients), tree.LONE))
-
-    def _fail(self) -> None:
-        """Have the neighbours fail as well, in what messages of this size are left."""
-        self.failed = True
-        if self.place.before is not None and not self._heard:
-            with contextlib.suppress(_Elsewhere):
-                self._hear(self.place.before, "activations")
-        if self.place.after is not None and not self._told:
-            self._tell(self._ahead, Shapes("activations", (), tree.LONE, failed=True))
-            if self._training:
-                with contextlib.suppress(_Elsewhere):
-                    self._hear(self.place.after, "gradients")
-        if self._training:
-            self._tell(self._behind, Shapes("gradients", (), tree.LONE, failed=True))
+        return self._hear(self.place.after, "gradients")[0] if self.training else ()
 
     def _tell(self, ranks: list[int], shapes: Shapes) -> None:
         for rank in ranks:
@@ -230,7 +222,7 @@ class _Turn:
 
     def _hear(self, peer: int, what: str) -> Taken:
         """Receive the specs of ``what`` ("activations" or "gradients"). Raises _Elsewhere, DeadlineError."""
-        awaited = f"the shapes of {what} for {self._size} samples"
+        awaited = f"the shapes of {what} for {self.size} samples"
         shapes = self.messenger.expect(Shapes, {peer}, self.deadline, awaited)[peer]
         assert shapes.of == what
         if shapes.failed:
@@ -245,15 +237,15 @@ def _run(
     size: int,
     training: bool,
     signatures: tuple[BoundarySpecs, BoundarySpecs],
-    taken: Callable[[int, bool], Taken],
-    returned: Callable[[int, bool, Tensors, Tree], Specs],
+    taken: Callable[[], Taken],
+    returned: Callable[[Tensors, Tree], Specs],
     seed: int | None = 0,
 ) -> Specs:
     """Run a trial on ``size`` samples, and record in ``signatures`` (boundary behind, boundary ahead) what it takes
     and gives. Returns the specs of the inputs' gradients.
 
-    ``taken(size, training)`` returns what arrives over the boundary behind, ``returned(size, training, outputs, tree)`` what
-    comes back for outputs; ``data``, ``seed``: as for ``fetch``.
+    ``taken()`` returns what arrives over the boundary behind, ``returned(outputs, tree)`` what comes back for outputs;
+    ``data``, ``seed``: as for ``fetch``.
     """
     behind, ahead = signatures
     stage = trial.stage
@@ -265,14 +257,14 @@ def _run(
         if place.first:
             inputs = stage.from_data(found.inputs)
     if not place.first:
-        behind.forward[size], behind.trees[size], behind.whole[size] = taken(size, training)
+        behind.forward[size], behind.trees[size], behind.whole[size] = taken()
         inputs = Inputs(behind.made_up(size), behind.trees[size])
 
     def gradients_of(outputs: Tensors, of: Tree) -> Tensors:
         if place.last:
             return ()
         ahead.forward[size], ahead.trees[size] = _specs_of(outputs), of
-        back = returned(size, training, outputs, of)
+        back = returned(outputs, of)
         if training:
             ahead.backward[size] = back
         return tuple(spec.made_up() for spec in back)  # zeros would leave what a backward counts as it was
@@ -325,11 +317,12 @@ def _all_at_once(
     behind, ahead = BoundarySpecs({}, {}, {}), BoundarySpecs({}, {}, {})
     mine: Any = _IDLE if place.idle else None
     if outline is not None and not place.idle:
-        come = _suggested(outline.layers[stage.start], outline.samples)
         # A mistake of the user's shows again, and is reported, when the stages run one after another.
         with contextlib.suppress(Exception), trial_of(stage) as trial:
             for size in dict.fromkeys([*sizes[0], *sizes[1]]):
-                _run(trial, place, train, size, size in sizes[0], (behind, ahead), come, _likely)
+                training = size in sizes[0]
+                come = partial(_suggested, outline.layers[stage.start], outline.samples, size, training)
+                _run(trial, place, train, size, training, (behind, ahead), come, _likely)
             tried = behind.forward, ahead.forward, ahead.backward, behind.backward, behind.trees, ahead.trees
             mine = msgspec.to_builtins(_Tried(place.stage, *tried))
     told = messenger.allgather(mine, deadline, "the shapes at all boundaries")
@@ -344,20 +337,15 @@ def _all_at_once(
     return (behind, ahead) if fits else None
 
 
-def _suggested(layer: LayerOutline, samples: int) -> Callable[[int, bool], Taken]:
-    """A function that gives the inputs of a layer for any number of samples, from its outline for ``samples`` of them, which
-    are the first dimension."""
-
-    def taken(size: int, training: bool) -> Taken:
-        found = []
-        for spec in layer.inputs:
-            shape = (size, *spec.shape[1:]) if spec.shape[:1] == (samples,) else spec.shape
-            found.append(msgspec.structs.replace(spec, shape=shape, grad=spec.grad and training))
-        return tuple(found), layer.tree or tree.packed(len(found)), ()
-
-    return taken
+def _suggested(layer: LayerOutline, samples: int, size: int, training: bool) -> Taken:
+    """Inputs of a layer for ``size`` samples, from its outline for ``samples`` of them, which are the first dimension."""
+    found = []
+    for spec in layer.inputs:
+        shape = (size, *spec.shape[1:]) if spec.shape[:1] == (samples,) else spec.shape
+        found.append(msgspec.structs.replace(spec, shape=shape, grad=spec.grad and training))
+    return tuple(found), layer.tree or tree.packed(len(found)), ()
 
 
-def _likely(size: int, training: bool, outputs: Tensors, of: Tree) -> Specs:
+def _likely(outputs: Tensors, of: Tree) -> Specs:
     """Likely gradients of outputs: they mostly have the same layout as the outputs."""
     return tuple(msgspec.structs.replace(spec, grad=False) for spec in _specs_of(outputs) if spec.grad)
