@@ -16,6 +16,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
 from xxhash import xxh3_64_intdigest
 
@@ -92,8 +94,7 @@ def parts(layer: nn.Module) -> Iterator[Part]:
     """Yield the parameters and buffers of each module in a layer."""
     changing = layer.__dict__.get("_changing", frozenset())  # names that a recorded forward was seen to write to
     for prefix, module in layer.named_modules():
-        # Running statistics are written in forward; other buffers hardly ever, which ``watched`` checks.
-        statistics = isinstance(module, _NormBase) and module.training
+        statistics = _writes(module)
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in tensors.items():
                 if tensor is not None:
@@ -104,12 +105,17 @@ def parts(layer: nn.Module) -> Iterator[Part]:
                     yield Part(whole, tensor, kind, written, identity, isinstance(module, TABLES))
 
 
+def _writes(module: nn.Module) -> bool:
+    """True if forwards in training are known to write to a module's buffers. Others hardly ever do; ``watched`` checks."""
+    spectral = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+    return module.training and (spectral or isinstance(module, _NormBase | _SpectralNorm))
+
+
 def refuse_lazy(what: str, layer: nn.Module) -> None:
     """Raise UserError if parameters or buffers of a layer have no shape yet."""
     for module in layer.modules():
-        if any(
-            is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
-        ):
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        if any(is_lazy(tensor) for tensor in tensors if tensor is not None):
             raise UserError(
                 f"{what} has parameters without a shape yet ({type(module).__name__}): run the model once on a sample "
                 f"inside your function, before it returns"
@@ -278,11 +284,11 @@ class Finder:
                     tied.append(Shared(min(layers), max(layers), text, False, places, True, nbytes, casts))
                 else:
                     by_layers.setdefault((constant, min(layers), max(layers)), []).append(tie.places)
-        others = tuple(
-            Shared(first, last, self._text(first, last, all_places), constant, _places(all_places) if constant else ())
-            for (constant, first, last), all_places in sorted(by_layers.items(), key=lambda item: item[0])
-        )
-        return tuple(sorted(tied, key=lambda one: (one.first, one.last))) + others
+        others = []
+        for (constant, begin, end), every in sorted(by_layers.items(), key=lambda item: item[0]):
+            named = {(index, part.name) for tied_places in every if constant for index, part in tied_places}
+            others.append(Shared(begin, end, self._text(begin, end, every), constant, tuple(sorted(named))))
+        return (*sorted(tied, key=lambda one: (one.first, one.last)), *others)
 
     def _is_tied(self, tie: _Tie) -> bool:
         """True if all places have the same trained parameter."""
@@ -296,10 +302,6 @@ class Finder:
         kind = ends[0][1].kind
         more = f" and {len(all_places) - 1} more" if len(all_places) > 1 else ""
         return f'layers {first} "{names[first]}" and {last} "{names[last]}" share a {kind} ({called}){more}'
-
-
-def _places(all_places: list[list[tuple[int, Part]]]) -> tuple[tuple[int, str], ...]:
-    return tuple(sorted({(index, part.name) for places in all_places for index, part in places}))
 
 
 class Handed:

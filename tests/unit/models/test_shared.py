@@ -159,6 +159,19 @@ def test_norms_statistics_are_trained_unless_they_are_frozen() -> None:
     assert not uncuttable([one], 3, False)
 
 
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_what_spectral_norms_iterate_is_trained(norm: Callable[..., nn.Module]) -> None:
+    """Even where its weights are frozen or tied."""
+
+    def twice() -> nn.Sequential:
+        layer = norm(nn.Linear(4, 4))
+        return nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh(), layer, nn.Linear(4, 4))
+
+    chain = of(twice)
+    assert uncuttable(chain.shared(), 5, ties=True) == {2, 3}
+    assert [stage.start for stage in plan_from_job(job("pipeline.cuts=even"), 5, 2, chain.shared).stages] in ([0, 1], [0, 4])
+
+
 def test_found_without_holding_the_model_or_filling_it() -> None:
     """Layers made by functions are looked at one after another, and their weights take no time to draw."""
     alive: list[weakref.ref[nn.Module]] = []
