@@ -143,16 +143,23 @@ def entropy(data: bytes, count: int) -> np.ndarray:
     step, offset = np.frombuffer(data[:8], np.float32)
     states = np.frombuffer(data[8:40], np.uint32).tolist()
     number, key = np.frombuffer(data[40:48], np.uint32).tolist()
-    first, last = data[48], data[49]
-    table = data[50 : 50 + last - first + 1]
+    classes, dithered, at = [0] * -(-count // 64), data[48] >> 4, 49
+    if (of := data[48] & 15) > 1:
+        classes = [data[at + b // 4] >> 2 * (b % 4) & 3 for b in range(len(classes))]
+        at += -(-len(classes) // 4)
     eighths = [256, 279, 304, 332, 362, 395, 431, 470]
-    weights = {first + n: eighths[(b - 1) % 8] << (b - 1) // 8 for n, b in enumerate(table) if b}
-    total = sum(weights.values())
-    frequencies = {s: max(1, w * 4096 // total) for s, w in weights.items()}
-    best = max(frequencies, key=lambda s: (frequencies[s], -s))
-    frequencies[best] += 4096 - sum(frequencies.values())
-    slots = [s for s, f in frequencies.items() for _ in range(f)]
-    at = 50 + -(-len(table) // 2) * 2
+    tables = []
+    for _ in range(of):
+        first, last = data[at], data[at + 1]
+        table = data[at + 2 : at + 3 + last - first]
+        at += 2 + len(table)
+        weights = {first + n: eighths[(b - 1) % 8] << (b - 1) // 8 for n, b in enumerate(table) if b}
+        total = sum(weights.values())
+        frequencies = {s: max(1, w * 4096 // total) for s, w in weights.items()}
+        best = max(frequencies, key=lambda s: (frequencies[s], -s))
+        frequencies[best] += 4096 - sum(frequencies.values())
+        tables.append((frequencies, [s for s, f in frequencies.items() for _ in range(f)]))
+    at += at % 2
 
     def refilled(state: int) -> int:
         nonlocal at
@@ -163,7 +170,7 @@ def entropy(data: bytes, count: int) -> np.ndarray:
 
     values = []
     for n in range(count):
-        state = states[n % 8]
+        state, (frequencies, slots) = states[n % 8], tables[classes[n // 64]]
         symbol = slots[state % 4096]
         below = sum(f for s, f in frequencies.items() if s < symbol)
         state = refilled(frequencies[symbol] * (state // 4096) + state % 4096 - below)
@@ -174,7 +181,7 @@ def entropy(data: bytes, count: int) -> np.ndarray:
             state = refilled(state >> plain)
         states[n % 8] = state
         level = np.float32(size if symbol > 35 else -size)
-        if number or key:
+        if dithered >> classes[n // 64] & 1:
             level += np.float32(0.5) - np.float32((whole_hash(n + number, key) >> 8) / 2**24)
         values.append(offset + step * level)
     return np.array(values, np.float32)

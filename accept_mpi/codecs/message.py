@@ -24,7 +24,7 @@ from accept_mpi.seeds import mix
 from accept_mpi.tree import LONE, Tree
 
 MAGIC = 0x4D41  # "AM"
-VERSION = 7
+VERSION = 8
 ALIGN = 64
 
 _HEADER = struct.Struct("<HBBHHIQIIIQddQ")

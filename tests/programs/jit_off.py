@@ -31,7 +31,7 @@ def lines(code: types.CodeType) -> Iterator[int]:
 
 def check() -> None:
     """Every kernel on sizes around a block, with all bits."""
-    from accept_mpi.kernels import entropy, half, mbq, uniform, uniform_decoder
+    from accept_mpi.kernels import entropy, half, mbq, rans, uniform, uniform_decoder
 
     np.seterr(all="raise", over="ignore", under="ignore")
     rng = np.random.default_rng(1)
@@ -69,10 +69,21 @@ def check() -> None:
         special = np.array([1.5, value], np.float32)
         assert half.to_bf16(special.view(np.uint32), short[:2]) == well
     zeros, ones = np.zeros(71, np.int64), np.ones(71, np.int64)
-    no_room = entropy._write(np.zeros(9, np.int16), np.full(9, 35, np.uint8), ones, zeros, short[:1], back[:2])
+    no_class = np.zeros(1, np.uint8)
+    no_room = rans.write(np.zeros(9, np.int16), np.full(9, 35, np.uint8), no_class, ones, zeros, short[:1], back[:2])
     assert no_room == -1
-    entropy._decode(np.zeros(96, np.uint8), y)
-    assert not y.any()
+    cut_off = np.full(96, 255, np.uint8)
+    cut_off[48:52] = 2, 0, 0, 43  # two classes, and the first one's table fills the rest
+    for damaged in (np.zeros(96, np.uint8), np.full(96, 255, np.uint8), cut_off):
+        y = np.ones(9, np.float32)
+        entropy._decode(damaged, y)
+        assert not y.any()
+    rows = (np.arange(1219, dtype=np.float32) % 7 - 3) * np.repeat(np.float32([1, 4, 16, 64] * 5), 64)[:1219]
+    out, y = np.zeros(entropy.encoded_bytes(1219, 2.5), np.uint8), np.zeros(1219, np.float32)
+    assert entropy.encode(rows, 2.5, 0, out, 99) == 0
+    assert out[48] & 15 > 1
+    entropy.decode(out, 2.5, 0, y)
+    assert y.tobytes() == naive.entropy(out.tobytes(), 1219).tobytes()
     big = np.full(64, 3e38, np.float32)
     big[::2] *= -1
     near = np.full(64, 2e37, np.float32)  # its extent is fine, what it is made of is not

@@ -12,6 +12,7 @@ VALUES = (
     st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-1.0, 1.0, width=32) | st.sampled_from([0.0, -0.0, 1e-45, -1e-40])
 )
 ARRAYS = hnp.arrays(np.float32, st.integers(0, 200), elements=VALUES)
+SIZES = st.lists(st.sampled_from([0.0, 1e-30, 1e-3, 0.1, 1.0, 1.5, 1e3]), min_size=16, max_size=40)
 BITS = (1.5, 2.5, 4.0, 4.5, 7.3, 10.0)
 
 
@@ -36,6 +37,15 @@ def check(x: np.ndarray, bits: float, key: int | None) -> None:
 @given(ARRAYS.filter(len), st.sampled_from(BITS), st.none() | st.integers(0, 2**64 - 1))
 def test_a_naive_decoder_reads_the_same(x: np.ndarray, bits: float, key: int | None) -> None:
     check(x, bits, key)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.integers(0, 63), st.sampled_from(BITS), st.none() | st.integers(0, 2**64 - 1), st.integers(0, 2**32))
+def test_a_naive_decoder_reads_blocks_of_unlike_size(
+    sizes: list[float], more: int, bits: float, key: int | None, seed: int
+) -> None:
+    x = np.random.default_rng(seed).standard_normal((len(sizes), 64)) * np.array(sizes)[:, None]
+    check(np.concatenate([x.ravel(), np.ones(more)]).astype(np.float32), bits, key)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -80,6 +90,34 @@ def test_the_bytes_are_used_where_rows_are_of_unlike_size(seed: int, values: int
     for bits, key in (4.5, None), (3.5, 7):
         out, _ = there_and_back(rows.ravel().astype(np.float32), bits, key)
         assert out.size - np.flatnonzero(out)[-1] < 0.015 * values / 8 + 24  # of these up to 16 are in the states
+
+
+def rows_of_unlike_size(seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((256, 64)) * np.exp(1.5 * rng.standard_normal((256, 1)))).astype(np.float32).ravel()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4.5])
+def test_blocks_of_unlike_size_are_coded_by_classes(bits: float) -> None:
+    """Each with the probabilities of its size: 30 to 60 % less square error than in any other order."""
+    x = rows_of_unlike_size()
+    mixed = np.random.default_rng(1).permutation(x)
+    for key in None, 7:
+        (out, back), (_, other) = there_and_back(x, bits, key), there_and_back(mixed, bits, key)
+        assert out[48] & 15 > 1
+        assert np.square(x - back).mean() < 0.7 * np.square(mixed - other).mean()
+
+
+def test_classes_have_dither_or_not() -> None:
+    """Tokens whose gradients are a small part of a step are mostly zero, and get no noise of a whole step."""
+    x = rows_of_unlike_size().reshape(-1, 64)
+    x[::2] *= 1e-3
+    out, back = there_and_back(x.ravel(), 2.0, 7)
+    step = float(out[:4].view(np.float32)[0])
+    errors = np.square((x - back.reshape(x.shape)) / step)
+    assert out[48] >> 4 not in (0, (1 << (out[48] & 15)) - 1)
+    assert errors[::2].mean() < 0.02
+    assert errors.mean() < min(0.9 / 12, np.mean(errors[1::2]))
 
 
 def test_stochastic_rounding_is_unbiased() -> None:
