@@ -18,16 +18,14 @@ class Layers(NamedTuple):
     modules: list[nn.Module]
     own_names: bool = False
     """True if the model's names of state do not begin with their layer's."""
-    ties: tuple[tuple[tuple[int, str], ...], ...] = ()
-    """Parameters that several layers have in common: these layers, and its names in them."""
+    ties: tuple[dict[tuple[int, str], str], ...] = ()
+    """Parameters that several layers have in common: for each of its names in these layers the one in the whole model."""
     common: tuple[Common, ...] = ()
     """What else these layers and those of other stages have in common."""
 
     def name(self, layer: int, key: str) -> str:
-        """Name in the whole model of a part of a layer, which need not be among these."""
-        if self.own_names or not self.start <= layer < self.start + len(self.names):
-            return key
-        return f"{self.names[layer - self.start]}.{key}"
+        """Name in the whole model of a part of a layer."""
+        return key if self.own_names else f"{self.names[layer - self.start]}.{key}"
 
     @property
     def likes_channels_last(self) -> tuple[bool, bool]:
@@ -75,7 +73,7 @@ def build_stage(chain: Chain, start: int, stop: int, seed: int, loss: Any = None
     judges the last layer's outputs."""
     parted = 0 < stop - start < len(chain)
     shared = chain.shared() if parted else ()
-    ties = tuple(one.places for one in shared if one.tied)
+    ties = tuple({place: chain.name_of(*place) for place in one.places} for one in shared if one.tied)
     here = range(start, stop + (stop == len(chain)))  # the loss, too
     every = with_loss(chain.common(), loss, len(chain)) if parted else []
     common = [one for one in every if {layer in here for layer in one.layers} == {False, True}]

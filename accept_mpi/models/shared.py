@@ -48,7 +48,7 @@ class Shared(msgspec.Struct, frozen=True):
     """True if nothing trains it: buffers, frozen parameters. Layers that share it may be in different stages, as long as
     none writes to it."""
     places: tuple[tuple[int, str], ...] = ()
-    """Layers in which it occurs and its names there, if it is constant or ``tied``."""
+    """Layers in which it occurs and all its names there, in order, if it is constant or ``tied``."""
     tied: bool = False
     """True if it is one trained parameter that layers have in common. Layers in different stages may each have a copy of it,
     if their gradients are added up before every update (``training.summing``)."""
@@ -61,7 +61,7 @@ class Shared(msgspec.Struct, frozen=True):
     def apart(self) -> range:
         """Layers in front of which a cut would part uses of a tied parameter so that its gradients could not be added in
         the order of one process: autograd adds those of a stage's uses first, so only the first use may be apart."""
-        layers = sorted(layer for layer, _ in self.places)
+        layers = sorted({layer for layer, _ in self.places})
         return range(layers[1] + 1, layers[-1] + 1) if self.tied and len(layers) > 2 else range(0)
 
 
@@ -90,10 +90,10 @@ class Part(NamedTuple):
     """True if its module is one of ``TABLES``."""
 
 
-def parts(layer: nn.Module) -> Iterator[Part]:
-    """Yield the parameters and buffers of each module in a layer."""
+def parts(layer: nn.Module, once: bool = True) -> Iterator[Part]:
+    """Yield the parameters and buffers of each module in a layer, of a module with several names ``once``."""
     changing = layer.__dict__.get("_changing", frozenset())  # names that a recorded forward was seen to write to
-    for prefix, module in layer.named_modules():
+    for prefix, module in layer.named_modules(remove_duplicate=once):
         statistics = _writes(module)
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in tensors.items():
@@ -241,7 +241,7 @@ class Finder:
         """Inspect a layer, which may be freed afterwards. Raises UserError if it has no shape yet."""
         refuse_lazy(f'model: layer {index} "{self._names[index]}"', layer)
         others = (Part(name, tensor, _HELD, False) for name, tensor in held(layer))
-        for part in (*parts(layer), *others):
+        for part in (*parts(layer, once=False), *others):
             storage = memory_of(part.tensor)
             if storage is None:
                 alive: Any = weakref.ref(part.tensor)
@@ -278,8 +278,7 @@ class Finder:
                 if not constant and len(ties) == 1 and self._is_tied(tie):
                     text = self._text(min(layers), max(layers), [tie.places])
                     nbytes = tie.span[1] - tie.span[0]
-                    first = {index: part.name for index, part in reversed(tie.places)}  # one name in each layer
-                    places = tuple(sorted(first.items()))
+                    places = tuple((index, part.name) for index, part in sorted(tie.places, key=lambda place: place[0]))
                     casts = len({index for index, part in tie.places if not part.table})
                     tied.append(Shared(min(layers), max(layers), text, False, places, True, nbytes, casts))
                 else:

@@ -40,10 +40,11 @@ class Parameters:
         """The name in the whole model of each name."""
         for names in self.aliases:
             places = [(index[layer], key) for layer, _, key in (name.partition(".") for name in names)]
-            self.in_model |= {name: layers.name(*place) for name, place in zip(names, places, strict=True)}
-            tie = next((tie for tie in layers.ties if places[0] in tie), None)
-            self.whole.append([layers.name(*place) for place in tie or places])
-            self.first.append(not tie or tie[0][0] >= layers.start)
+            found = [layers.name(*place) for place in places]
+            self.in_model |= dict(zip(names, found, strict=True))
+            tie = next((tie for tie in layers.ties if places[0] in tie), {})
+            self.whole.append(list(dict.fromkeys([*tie.values(), *found])))
+            self.first.append(all(layer >= layers.start for layer, _ in tie))
 
     def every_name(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each parameter under all its names."""
