@@ -75,7 +75,8 @@ class Loss:
         """``function(output, target)`` returns a mean over samples, or (sum, count)."""
         function = _as_module(function)
         self.name, self.function = name, function
-        self._on_trial = False
+        self.on_trial = False
+        """True for a copy that trials and timings use (``apart``)."""
         self.metrics: list[Any] = []
         """Metrics (``models.metrics``) of an evaluation."""
         self.beginning: dict[str, torch.Tensor] | None = None
@@ -114,14 +115,16 @@ class Loss:
         for any other exception in it."""
         if self._main:
             output = scores(output)
+        looks = setting_up and not self.looked_at and self._weigh is None and self.function is not _own
+        given = [tree.replace(one, torch.clone) for one in (output, target)] if looks else []  # a loss may work in place
         try:
             judged = self._judged(output, target, samples)
         except Exception as error:
-            if self._main or ((setting_up or self._on_trial) and (isinstance(error, _Unfit) or does_not_fit(error))):
-                given = f"outputs {tree.describe(output)} and targets {tree.describe(target)}"
+            if self._main or ((setting_up or self.on_trial) and (isinstance(error, _Unfit) or does_not_fit(error))):
+                took = f"outputs {tree.describe(output)} and targets {tree.describe(target)}"
                 reason = str(error) if isinstance(error, _Unfit) else in_words(error)
                 wants = _WANTS if self.function is cross_entropy or isinstance(self.function, CrossEntropy) else ""
-                raise UserError(f'train.loss: "{self.name}" cannot take {given}{wants}: {reason}') from error
+                raise UserError(f'train.loss: "{self.name}" cannot take {took}{wants}: {reason}') from error
             if isinstance(error, _Unfit):
                 raise UserError(f'train.loss: "{self.name}": {error}') from error
             blame(error, f'the loss "{self.name}"')
@@ -130,8 +133,8 @@ class Loss:
                 f'train.loss: "{self.name}" uses a parameter of shape {tuple(strange[0].shape)} beside what the model '
                 f'gives, and would not train it: let the model compute its loss (model.output = "{OWN}"), or freeze it'
             )
-        if setting_up and not self.looked_at and self._weigh is None and self.function is not _own:
-            self.looked_at.append(self._separable(output, target, samples))
+        if looks:
+            self.looked_at.append(self._separable(given[0], given[1], samples))
         return judged
 
     def _separable(self, output: Any, target: Any, samples: int) -> bool:
@@ -162,7 +165,7 @@ class Loss:
         """Copy for a trial, so that what the loss counts or keeps comes from training alone."""
         try:
             apart = Loss(self.name, copied([self.function])[0])
-            apart.metrics, apart._on_trial, apart.looked_at = self.metrics, True, self.looked_at
+            apart.metrics, apart.on_trial, apart.looked_at = self.metrics, True, self.looked_at
             return apart
         except Exception:  # some modules cannot be copied
             return self
@@ -209,34 +212,6 @@ class Loss:
         classes = widened(target)
         counting = classes[classes != self.ignored]
         return float(counting.numel()) if weight is None else float(weight[counting].sum())
-
-
-class Divisors:
-    """Divisors of summed losses, by step: an estimate, until everything that counts in a step is known."""
-
-    def __init__(self) -> None:
-        self._assumed: dict[int, float] = {}
-        self._counted: dict[int, float] = {}
-
-    @property
-    def used(self) -> bool:
-        """True if a loss was summed."""
-        return bool(self._assumed)
-
-    def share(self, step: int, count: float, samples: int, share: float) -> float:
-        """Factor for the loss sum of a micro-batch in which ``count`` counts, and whose samples are ``share`` of the step's.
-        The step's other micro-batches are assumed to count as much as its first."""
-        for old in [known for known in self._assumed if known < step - 1]:
-            del self._assumed[old], self._counted[old]
-        assumed = self._assumed.setdefault(step, (count or samples) / share)
-        self._counted[step] = self._counted.get(step, 0.0) + count
-        return 1 / assumed
-
-    def scale(self, step: int) -> float:
-        """Factor by which the step's gradients must be multiplied, as far as it is known."""
-        if step not in self._assumed:
-            return 1.0
-        return self._assumed[step] / self._counted[step] if self._counted[step] else 0.0
 
 
 def scores(output: Any) -> Any:

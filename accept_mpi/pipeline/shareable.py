@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from accept_mpi.models.losses import Divisors
+from accept_mpi.models.divisors import Divisors
 from accept_mpi.models.shared import same_bits
 from accept_mpi.pipeline.running_statistics import batch_norms
 

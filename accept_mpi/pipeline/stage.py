@@ -15,9 +15,10 @@ from accept_mpi.device.compute import here
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, flows
 from accept_mpi.models.common import Finder, Seen
+from accept_mpi.models.divisors import Divisors
 from accept_mpi.models.held import held
 from accept_mpi.models.layers import Layers
-from accept_mpi.models.losses import Divisors, Loss, Result
+from accept_mpi.models.losses import Loss, Result
 from accept_mpi.models.modes import restore_modes
 from accept_mpi.models.shared import lay_out
 from accept_mpi.pipeline.averages import Averages
@@ -400,6 +401,8 @@ class Stage(Stateful):
         """Result that the loss gives for the last layer's output, and the tensors at which backward begins."""
         assert self.loss is not None
         before, samples = self.runner.drawn(), len(target) if samples is None else samples
+        if self.loss.on_trial:  # the same targets come again, and a loss may write into them
+            target = tree.replace(target, torch.clone)
         judged = self.loss(value, target, samples, self.runner.setting_up)
         self.runner.note_draws(self.last + 1, before)
         if judged.summed:

@@ -1,5 +1,6 @@
 """Stages are tried before training with what may be there: layers that do not take zeros train in any stage."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,23 @@ def test_what_raises_on_true_values_is_told(mpirun, tmp_path: Path) -> None:
     done = mpirun(3, "-m", "accept_mpi", "train", path, "--set", "pipeline.cuts=[1,2]", code=1)
     assert "the root is too small" in done.out
     assert "positive-definite" not in done.out
+
+
+@pytest.mark.parametrize("loss", ["marks", "counts_from_one"])
+def test_a_loss_that_writes_into_its_target(trained, tmp_path: Path, loss: str) -> None:
+    """Trials and timings give it the same target more than once."""
+    path = tmp_path / "job.toml"
+    job = JOB.replace("sentences", "plain").replace("choosy_nets:data", f"choosy_nets:{loss}_data")
+    path.write_text(job + f'train.loss = "choosy_nets:{loss}"\n')
+    expected, losses = plain_loop(path)
+    runs: dict[str, tuple[str, ...]] = {
+        "cut": ("pipeline.cuts=[2]",),
+        "auto": ("pipeline.cuts=auto",),
+        "adapt": ("pipeline.cuts=[2]", "pipeline.adapt=2"),
+        "recompute": ("pipeline.cuts=[2]", "pipeline.recompute=on"),
+        "zb": ("pipeline.cuts=[2]", "pipeline.schedule=zero-bubble"),
+    }
+    trained(2, tmp_path, [(path, f"output.directory={name}", *keys) for name, keys in runs.items()])
+    assert all(map(math.isfinite, losses))
+    for name in runs:
+        assert not differences(Checkpoint(tmp_path / name).whole(), expected), name
