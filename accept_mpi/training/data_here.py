@@ -15,6 +15,7 @@ from accept_mpi.data import of_job as data_of
 from accept_mpi.data.checksums import Checksum, checksum
 from accept_mpi.errors import Agreed, UserError
 from accept_mpi.job import Job
+from accept_mpi.seeds import state
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def agree_on_data(
     told = runtime.messenger.allgather(mine, runtime.startup_seconds, "the sizes of the data")
     sizes = {rank: (found[0], found[1]) for rank, found in enumerate(told) if found}
     if runtime.rank == 0:
-        _warn(next((found[2] for found in told if found and found[2] is not None), None))
+        _warn(*next((found[2] for found in told if found and found[2] is not None), ()))
     first = min(sizes)
     for rank, (samples, tests) in sizes.items():
         if sizes[rank] != sizes[first]:
@@ -142,26 +143,35 @@ def _input_sums(data: Any, which: str) -> dict[int, Checksum]:
     return {n: checksum([one.inputs, one.targets] if targets else one.inputs) for n, one in found.items()}
 
 
+_ANOTHER = "is another one whenever it is asked for: the data set draws random numbers of its own"
+_ONCE = "is drawn at random when it is first asked for, and kept: each rank keeps what it has asked for first"
+
+
 @lru_cache(maxsize=2)
-def _changing(data: Any) -> int | None:
-    """Number of a training sample that is another one when it is asked for again; None if there is none."""
+def _changing(data: Any) -> tuple[int, str] | None:
+    """Number of a training sample that is another one when it is asked for again, or that is drawn at random only once, and
+    which of these it is; None if there is none."""
     with contextlib.suppress(Exception):  # which is told where training asks for it
-        for n in _some(data)[:_ASKED_TWICE]:
-            once, again = (fetch(data, np.array([n]), 0, inputs=True, targets=True) for _ in range(2))
+        asked = _some(data)[:_ASKED_TWICE]
+        for n in asked:
+            (once, drawn), (again, drawn_again) = (
+                (fetch(data, np.array([n]), 0, inputs=True, targets=True), state()) for _ in range(2)
+            )
             if any(checksum(a) != checksum(b) for a, b in zip(once, again, strict=True)):
-                return n
+                return n, _ANOTHER
+            if drawn != drawn_again and n == asked[-1]:  # the first one may have made something ready
+                return n, _ONCE
     return None
 
 
 @lru_cache
-def _warn(sample: int | None) -> None:
-    """Say once on rank 0 that results depend on who asks for samples, and how often."""
-    if sample is not None:
+def _warn(*found: int | str) -> None:
+    """Say once on rank 0 that results depend on who asks for samples, and how often. ``found``: as of ``_changing``."""
+    if found:
         log.warning(
-            "data.name: training sample %d is another one whenever it is asked for: the data set draws random numbers of "
-            "its own, so results depend on the ranks and differ from one process's; torch's, NumPy's and Python's global "
-            "random numbers are seeded for each sample",
-            sample,
+            "data.name: training sample %d %s, so results depend on the ranks and differ from one process's; torch's, "
+            "NumPy's and Python's global random numbers are seeded for each sample",
+            *found,
         )
 
 

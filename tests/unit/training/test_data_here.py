@@ -96,9 +96,33 @@ def test_samples_that_change_are_told_once(caplog: pytest.LogCaptureFixture, own
 
     data = MapDataset(Noisy())
     for _ in range(2):
-        assert agreed([(data, rows(torch.arange(3))), (data, rows(torch.arange(3)))]) == {(8, 3, ())}
+        assert agreed([(data, rows(torch.arange(3)))]) == {(8, 3, ())}  # ranks here are threads, with the same generators
     said = [one.message for one in caplog.records if "is another one whenever it is asked for" in one.message]
     assert len(said) == own
+
+
+@pytest.mark.parametrize("kind", ["kept", "made ready", "anew"])
+def test_samples_that_are_drawn_once_are_told(caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    """A data set that keeps what it has drawn has other samples on each rank: whoever asks first draws."""
+
+    class Noisy(torch.utils.data.Dataset[Any]):
+        def __init__(self) -> None:
+            self.kept: dict[int, torch.Tensor] = {}
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, n: int) -> Any:
+            if kind == "kept" and n not in self.kept:
+                self.kept[n] = torch.randn(4)
+            if kind == "made ready" and not self.kept:
+                self.kept[0] = torch.randn(4)
+            return self.kept[n if kind == "kept" else 0] if self.kept else torch.randn(4), n % 2
+
+    data = MapDataset(Noisy())
+    agreed([(data, rows(torch.arange(3)))])
+    said = [one.message for one in caplog.records if "is drawn at random when it is first asked for" in one.message]
+    assert len(said) == (kind == "kept")
 
 
 def test_other_lengths_are_no_matter_of_random_numbers() -> None:
