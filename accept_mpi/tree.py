@@ -80,16 +80,27 @@ def describe(value: Any) -> str:
 
 def stack(values: Sequence[Any], tensor: Callable[[Any], torch.Tensor] | None = None) -> Any:
     """Combine samples into one value: each of their tensors, arrays or numbers is stacked along a new first dimension.
-    ``tensor`` converts an array or number (default: ``as_tensor``).
+    ``tensor`` converts an array or number (default: ``as_tensor``). Parts of dicts go by their keys, in any order.
 
     Raises ValueError, RuntimeError or TypeError if samples differ in structure, shape or type.
     """
     if _is_structure(values[0]):
-        parts, tree = zip(*map(_parts, values), strict=True)
+        parts, tree = zip(*(_parts(_in_order_of(values[0], value)) for value in values), strict=True)
         if len(set(tree)) > 1:
             raise ValueError("some samples are made up of other parts than others")
         return _build(_nodes(tree[0]), [stack(part, tensor) for part in zip(*parts, strict=True)], True)
     return torch.stack([(tensor or as_tensor)(value) for value in values])
+
+
+def _in_order_of(first: Any, value: Any) -> Any:
+    """A sample whose dicts have their keys in the order of another's, if they have the same ones."""
+    if type(value) is not type(first):
+        return value
+    if type(value) in (dict, OrderedDict) and value.keys() == first.keys():
+        return type(value)((key, _in_order_of(one, value[key])) for key, one in first.items())
+    if type(value) in (tuple, list) and len(value) == len(first) and _is_structure(value):
+        return type(value)(map(_in_order_of, first, value))
+    return value
 
 
 def _is_structure(sample: Any) -> bool:

@@ -207,3 +207,34 @@ class Mixture(nn.Module):
 
 def mixture(**args: Any) -> Mixture:
     return Mixture(**args)
+
+
+class Choice(nn.Module):
+    """Takes one sample by another way than several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) if x.shape[0] > 1 else self.b(x)
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.i, self.x, self.o = nn.Linear(6, 16), Choice(), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o(torch.relu(self.x(torch.relu(self.i(x)))))
+
+
+def choosing() -> nn.Module:
+    return Choosing()
+
+
+def few() -> tuple[TensorDataset, TensorDataset]:
+    """22 samples: an epoch's last batch has four, its last micro-batch one."""
+    x = torch.randn(31, 6, generator=torch.Generator().manual_seed(1))
+    y = x[:, :3].argmax(1)
+    return TensorDataset(x[:22], y[:22]), TensorDataset(x[22:], y[22:])

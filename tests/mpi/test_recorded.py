@@ -170,3 +170,17 @@ def test_a_forward_that_cannot_be_recorded(mpirun, tmp_path: Path) -> None:
     found = mpirun(2, "-m", "accept_mpi", "train", path, "--set", "model.name=branching:Net", code=2)
     assert "forward depends on the values of its data (bool() of a tensor)" in found.out
     assert "branching.py, line 8" in found.out
+
+
+def test_a_part_that_small_batches_alone_use(trained, tmp_path: Path) -> None:
+    """What chooses between parts by its input's shape is told to be a block, and as one trains as in plain PyTorch."""
+    path = tmp_path / "job.toml"
+    path.write_text(
+        JOB.format(**USUAL, model="choosing", data="few", name="run").replace("batch_size = 8", "batch_size = 9")
+    )
+    (refused,) = trained(1, tmp_path, [(path, "train.micro_batches=3")], code=2)
+    assert 'model.blocks = ["x"] keeps in one layer what chooses between them' in refused.out
+    keys = "train.micro_batches=3", 'model.blocks=["x"]'
+    expected, _ = plain_loop(path, *keys)
+    trained(2, tmp_path, [(path, *keys)])
+    assert not differences(Checkpoint(tmp_path / "run").whole(), expected)

@@ -105,26 +105,29 @@ class RecordedLayer(nn.Module):
 
     def _part(self, path: str) -> nn.Module:
         """The model's module of this name."""
-        found: nn.Module = self._found(path, lambda: self.get_submodule(path))
+        found: nn.Module = self._found(path, path, lambda: self.get_submodule(path))
         if type(found) is nn.Module:  # it holds those of the module's tensors that are used directly
-            raise UserError(_elsewhere(path))
+            raise UserError(_elsewhere(path, path))
         return found
 
     def _state(self, name: str) -> torch.Tensor:
         path, _, last = name.rpartition(".")
-        return self._found(name, lambda: getattr(self.get_submodule(path), last))
+        return self._found(name, path, lambda: getattr(self.get_submodule(path), last))
 
-    def _found(self, name: str, find: Callable[[], Any]) -> Any:
+    def _found(self, name: str, module: str, find: Callable[[], Any]) -> Any:
         try:
             return find()
         except AttributeError as error:
-            raise UserError(_elsewhere(name)) from error
+            raise UserError(_elsewhere(name, module)) from error
 
 
-def _elsewhere(name: str) -> str:
+def _elsewhere(name: str, module: str) -> str:
+    """A sentence on a module, or something of its, that forward uses for some shapes only."""
+    around = module.rpartition(".")[0]
+    remedy = f'; model.blocks = ["{around}"] keeps in one layer what chooses between them' if around else ""
     return (
         f"model.name: for inputs of this shape forward uses {name}, which it does not use there for those of the usual "
-        "shape, so that another layer has it"
+        f"shape, so that another layer has it{remedy}"
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from accept_mpi import data
+from accept_mpi import data, tree
 from accept_mpi.data.base import adapt, fetch
 from accept_mpi.errors import UserError
 from accept_mpi.job import Model
@@ -215,6 +215,20 @@ def test_arrays_of_any_byte_order_and_width() -> None:
         assert found.inputs(indices).tolist() == [[4.0, 5.0], [0.0, 1.0]]
         assert found.inputs(indices).dtype == torch.float64
         assert (found.targets(indices).tolist(), found.targets(indices).dtype) == ([2, 0], torch.int32)
+
+
+def test_parts_of_dicts_go_by_their_keys() -> None:
+    """As torch's default_collate has it."""
+    one = {"x": torch.zeros(2), "m": {"p": 1.0, "q": torch.ones(1)}}
+    other = {"m": {"q": torch.zeros(1), "p": 2.0}, "x": torch.ones(2)}
+    found = tree.stack([(one, 3), (other, 4)])[0]
+    assert list(found) == ["x", "m"]
+    assert found["x"].tolist() == [[0, 0], [1, 1]]
+    assert found["m"]["p"].tolist() == [1, 2]
+    assert found["m"]["q"].tolist() == [[1], [0]]
+    for bad in ([one, {"x": torch.zeros(2)}], [(one, 1), (one,)], [one, (1, 2)]):
+        with pytest.raises(ValueError, match="made up of other parts"):
+            tree.stack(bad)
 
 
 def test_samples_of_different_shapes() -> None:
