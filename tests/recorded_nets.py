@@ -238,3 +238,10 @@ def few() -> tuple[TensorDataset, TensorDataset]:
     x = torch.randn(31, 6, generator=torch.Generator().manual_seed(1))
     y = x[:, :3].argmax(1)
     return TensorDataset(x[:22], y[:22]), TensorDataset(x[22:], y[22:])
+
+
+def frozen(head: bool) -> nn.Sequential:
+    """Layers that are not trained, but perhaps the last one."""
+    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).requires_grad_(False)
+    net[2].requires_grad_(head)
+    return net

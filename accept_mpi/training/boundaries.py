@@ -74,7 +74,7 @@ def agree_on_shapes(
                 _one_by_one(messenger, stage, place, ((), sizes[1][:1]), test, deadline, seed=None)
             except UserError as error:
                 raise UserError(f"data.name: the test set cannot be evaluated: {error}") from error
-    _agree_on_memory(messenger, stage, place, deadline)
+    _agree_on_stages(messenger, stage, place, deadline)
     if place.last and place.leads and stage.loss and stage.loss.looked_at == [False] and stage.job.train.micro_batches != 1:
         _warn(stage.loss.name)
     return found
@@ -91,11 +91,18 @@ def _warn(loss: str) -> None:
     )
 
 
-def _agree_on_memory(messenger: Messenger, stage: Stage, place: Place, deadline: float) -> None:
+@lru_cache
+def _warn_of_frozen() -> None:
+    log.warning("model: no parameter is trained: each has requires_grad = False")
+
+
+def _agree_on_stages(messenger: Messenger, stage: Stage, place: Place, deadline: float) -> None:
     """Raise Agreed if a stage writes into a tensor that has values in common with what an earlier one has or gives besides:
-    each arrives in memory of its own."""
-    mine = None if place.idle else [place.stage, stage.start, msgspec.to_builtins(stage.found.memory)]
+    each arrives in memory of its own. Warn if no stage trains anything."""
+    mine = None if place.idle else [place.stage, stage.start, msgspec.to_builtins(stage.found.memory), bool(stage.trained)]
     told = messenger.allgather(mine, deadline, "what stages write into")
+    if place.last and place.leads and not any(one[3] for one in told if one):
+        _warn_of_frozen()
     every = {one[0]: (one[1], msgspec.convert(one[2], CommonMemory)) for one in reversed(told) if one}
     stages = [every[s] for s in sorted(every)]
     if found := why_parted([memory for _, memory in stages]):

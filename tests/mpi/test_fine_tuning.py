@@ -292,3 +292,15 @@ def test_mixed_samples(mpirun, tmp_path: Path, ranks: int, how: str) -> None:
         optimizer.zero_grad()
     assert len(set(drawn)) > 10
     same(Checkpoint(tmp_path / "ours").whole(), net.state_dict())
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_a_model_that_is_frozen_whole_is_told(trained, tmp_path: Path, head: bool) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f'model = {{ name = "recorded_nets:frozen", args = {{ head = {str(head).lower()} }} }}\n'
+        'data.name = "recorded_nets:few"\ntrain = { batch_size = 8, steps = 2 }\n'
+        'pipeline = { cuts = [2], latency_db = "none" }\noutput.directory = "run"\n'
+    )
+    (done,) = trained(2, tmp_path, [path])
+    assert ("model: no parameter is trained" in done.out) == (not head)
