@@ -5,7 +5,7 @@ share a zero point and a scale (kernels/uniform.py); ``uniform:B/G`` sets the gr
 rounds stochastically (unbiased; the default for gradients, AccEPT), ``+nr`` to nearest (the default for activations).
 ``mbq:B``, ``mbq:B/G``: in B = 1..4 bits per value by multi-bit quantization (kernels/mbq.py). ``entropy:R``: in R = 1.5..10
 bits per value, all included, such as 4.5, by uniform quantization and an entropy code (kernels/entropy.py); rounding as in
-``uniform``.
+``uniform``. ``entropy:R+basis``, of activations: the same, of components in a basis that is learned (``codecs.basis``).
 """
 
 import re
@@ -40,6 +40,8 @@ class Coding(msgspec.Struct, frozen=True):
     """Values that share parameters; 0: the whole tensor."""
     stochastic: bool = False
     """True: round stochastically, without bias."""
+    basis: bool = False
+    """True: code components in a basis that is learned, which comes with the first message that uses it."""
 
     @property
     def number(self) -> int:
@@ -87,9 +89,9 @@ def parse(text: str, gradients: bool) -> Coding:
     """Codec with this name; ``gradients`` sets the default rounding. Raises ValueError with a sentence."""
     if text in ("none", "bf16", "fp16"):
         return Coding(text)  # type: ignore[arg-type]
-    found = re.fullmatch(r"(uniform|mbq|entropy):(\d+(?:\.\d+)?)(?:/(\d+))?(\+sr|\+nr)?", text)
-    kind, digits, size, rounding = found.groups() if found else ("", "", None, None)
-    if not found or (size is not None if kind == "entropy" else "." in digits):
+    found = re.fullmatch(r"(uniform|mbq|entropy):(\d+(?:\.\d+)?)(?:/(\d+))?(\+sr|\+nr)?(\+basis)?", text)
+    kind, digits, size, rounding, basis = found.groups() if found else ("", "", None, None, None)
+    if not found or (size is not None if kind == "entropy" else "." in digits or basis):
         kind = text.partition(":")[0]
         hint = "" if kind in KINDS else nearest(kind, list(KINDS))
         raise ValueError(f'unknown codec "{text}"{hint} (examples: {_EXAMPLES})')
@@ -104,8 +106,10 @@ def parse(text: str, gradients: bool) -> Coding:
         )
     if kind == "mbq" and rounding:
         raise ValueError(f'codec "{text}": mbq always takes the nearest level, without {rounding}')
+    if basis and gradients:
+        raise ValueError(f'codec "{text}": a basis is for activations')
     stochastic = kind != "mbq" and (gradients if rounding is None else rounding == "+sr")
-    return Coding(kind, bits, group, stochastic)  # type: ignore[arg-type]
+    return Coding(kind, bits, group, stochastic, bool(basis))  # type: ignore[arg-type]
 
 
 def _kernels(kind: CodecKind, which: int) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
+from accept_mpi.codecs.basis import Bases, Basis, packed, unpacked, width_of
 from accept_mpi.codecs.coding import KINDS, NONE, Bytes, Coding
 from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
 from accept_mpi.errors import ProtocolError
@@ -183,9 +184,11 @@ def aligned(nbytes: int) -> Bytes:
     return block[offset : offset + nbytes]
 
 
-def describe(specs: Specs, tree: Tree) -> bytes:
-    """Description that precedes the tensors in a message that is not as agreed."""
-    return msgspec.msgpack.encode((tree, specs))
+def describe(specs: Specs, tree: Tree, bases: Bases = MappingProxyType({})) -> bytes:
+    """Description that precedes the tensors in a message that is not as agreed, or that brings new ``bases``: its length
+    without these (u32), the format of the tensors, and the bases."""
+    found = msgspec.msgpack.encode((tree, specs))
+    return struct.pack("<I", len(found)) + found + (packed(bases) if bases else b"")
 
 
 @lru_cache(maxsize=1024)
@@ -206,18 +209,21 @@ def encode(
     *,
     now: Callable[[], float],
     description: bytes = b"",
+    bases: Bases = MappingProxyType({}),
 ) -> Header:
     """Write a message of ``flat`` tensors (from ``TensorSpec.flatten``) into ``buffer``, and return its header.
 
     ``key`` determines stochastic rounding; ``now`` is called for the header's ``sent`` when everything is coded;
-    ``description`` comes from ``describe`` if the message is not as agreed. A message with values that cannot be coded (not
-    finite) goes uncoded, and its header says so.
+    ``description`` comes from ``describe`` if the message is not as agreed; ``bases`` are those in use. A message with
+    values that cannot be coded (not finite) goes uncoded, and its header says so.
     """
     layout, offset = _layout(specs, coding), _padded(len(description))
     for number, (tensor, part) in enumerate(zip(flat, layout.parts, strict=True)):
         into = buffer[offset + part.start : offset + part.end]
         if part.coded:
             assert tensor is not None
+            if basis := _basis_of(bases, number, specs[number]):
+                tensor = basis.turned(tensor.float())
             if not _coded_into(tensor, into, coding, mix(key, number)):
                 return encode(label, specs, flat, buffer, NONE, key, now=now, description=description)
         elif tensor is not None and tensor.numel():
@@ -265,16 +271,20 @@ class Decoded(NamedTuple):
 
 def decode(
     by_samples: dict[int, Specs], message: Bytes, agreed: Coding = NONE, trees: Mapping[int, Tree] = MappingProxyType({}),
-    in_place: bool = False,
+    in_place: bool = False, bases: dict[int, Basis] | None = None,
 ) -> Decoded:  # fmt: skip
-    """Decode a received message. With ``in_place``, tensors that came uncoded share its memory. Raises ProtocolError with a
-    sentence if it is invalid."""
+    """Decode a received message. With ``in_place``, tensors that came uncoded share its memory. ``bases``: those in use, to
+    which new ones are added. Raises ProtocolError with a sentence if it is invalid."""
     header = Header.unpack(message)
     offset, tree = _padded(header.described), trees.get(header.samples, LONE)
     if header.described:
         if header.described > header.length:
             raise ProtocolError(f"a message of {header.length} bytes has a description of {header.described}")
-        tree, specs = _described(message[HEADER_BYTES : HEADER_BYTES + header.described].tobytes())
+        description = message[HEADER_BYTES : HEADER_BYTES + header.described].tobytes()
+        length = 4 + int.from_bytes(description[:4], "little")
+        tree, specs = _described(description[4:length])
+        if bases is not None and description[length:]:
+            bases |= unpacked(description[length:])
     elif header.samples in by_samples:
         specs = by_samples[header.samples]
     else:
@@ -292,7 +302,18 @@ def decode(
         spec.unflatten(message[offset + part.start : offset + part.end], coding if part.coded else NONE, in_place)
         for spec, part in zip(specs, layout.parts, strict=True)
     )
-    return Decoded(header, tuple(tensors), tree, layout.raw)
+    found = tuple(tensors)
+    for n, (spec, part, tensor) in enumerate(zip(specs, layout.parts, found, strict=True)):
+        if part.coded and tensor is not None and (basis := _basis_of(bases or {}, n, spec)):
+            flat = tensor.detach().as_strided((spec.numel,), (1,))
+            flat.copy_(basis.returned(flat.float()))
+    return Decoded(header, found, tree, layout.raw)
+
+
+def _basis_of(bases: Bases, n: int, spec: TensorSpec) -> Basis | None:
+    """The basis in which the rows of a message's tensor ``n`` are coded."""
+    basis = bases.get(n)
+    return basis if basis is not None and width_of(spec) == len(basis.mean) else None
 
 
 def as_decoded(values: torch.Tensor, coding: Coding) -> torch.Tensor | None:

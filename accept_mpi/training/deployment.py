@@ -344,11 +344,11 @@ class Deployment:
             if place.idle or not 0 <= s < len(plan.stages):
                 return None
             ranks, go = plan.stages[s].ranks, Direction(1 - come)
-            return Neighbour(
-                self._tables[s],
-                [plane.incoming(end(rank, boundary, come, signature)) for rank in ranks],
-                [plane.outgoing(end(rank, boundary, go, signature)) for rank in ranks],
-            )
+            coming = [plane.incoming(end(rank, boundary, come, signature)) for rank in ranks]
+            going = [plane.outgoing(end(rank, boundary, go, signature)) for rank in ranks]
+            for one, other in zip(coming, going, strict=True):
+                one.learner = other.learner
+            return Neighbour(self._tables[s], coming, going)
 
         s, (behind, ahead) = place.stage, self._signatures
         return StageChannels(
