@@ -69,3 +69,32 @@ def test_a_codec_for_each_boundary_and_wrong_ones(mpirun, tmp_path: Path) -> Non
     ):
         out = mpirun(3, "-m", "accept_mpi", "train", job, "--set", keys, code=2).out
         assert out.count(message) == 1, out
+
+
+def test_a_basis_of_activations(trained, tmp_path: Path) -> None:
+    """It is learned in step 9, comes with step 13's first message, and repeats bit for bit, in any synchronous schedule."""
+    keys = {"pipeline_backward": "entropy:3", "train_steps": 20, "train_evaluate_every": 10}
+    path = samples.write_job(tmp_path / "job.toml", samples.GPT, "run", pipeline_forward="entropy:3+basis", **keys)
+    runs: dict[str, tuple[str, ...]] = {
+        "one": (),
+        "again": (),
+        "zb": ("pipeline.schedule=zero-bubble",),
+        "short": ("train.steps=12",),
+        "short_plain": ("train.steps=12", "pipeline.forward=entropy:3"),
+        "plain": ("pipeline.forward=entropy:3",),
+        "async": ("pipeline.schedule=1f1b-async",),
+        "lanes": ("pipeline.lanes=2",),
+    }
+    trained(3, tmp_path, [(path, f"output.directory={name}", *more) for name, more in runs.items()])
+    trained(4, tmp_path, [(path, "output.directory=groups", "pipeline.ranks=[0,[1,2],3]", "pipeline.cuts=[2,4]")])
+    trained(2, tmp_path, [(path, "output.directory=resumed", "--resume", "one", "train.steps=24")])
+    weights = {name: Checkpoint(tmp_path / name).whole() for name in runs}
+    for name in "again", "zb":
+        samples.assert_equal(weights[name], weights["one"])
+    samples.assert_equal(weights["short"], weights["short_plain"])
+    assert any(not value.equal(weights["plain"][key]) for key, value in weights["one"].items())
+    with open_log(tmp_path / "one" / "log.h5") as log:
+        sends = log["trace"][:]
+    sends = sends[(sends["kind"] == KINDS.index("send")) & (sends["direction"] == 0) & (sends["step"] > 0)]
+    usual = sends[sends["step"] == 2]["bytes_wire"].max()
+    assert set(sends[sends["bytes_wire"] > usual]["step"]) == {13}
