@@ -12,6 +12,7 @@ has to be kept at both ends; what is lost with a rank is learned anew.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -50,6 +51,7 @@ Bases = Mapping[int, Basis]
 """Bases of a message's tensors, by position."""
 
 
+@lru_cache(maxsize=1024)
 def width_of(spec: TensorSpec) -> int:
     """Components of a tensor's rows; 0 if it has none that are worth a basis."""
     if spec.dtype == "absent" or not spec.torch_dtype.is_floating_point or len(spec.shape) < 2:
@@ -125,8 +127,9 @@ class Learner:
         for n, (spec, values) in enumerate(zip(specs, flat, strict=True)):
             if values is None or not (width := width_of(spec)):
                 continue
-            seen = self._seen.setdefault(n, _Seen(width))
-            if len(seen.sum) == width:
+            if n not in self._seen:
+                self._seen[n] = _Seen(width)
+            if len((seen := self._seen[n]).sum) == width:
                 rows = values.view(-1, width).double()
                 seen.rows += len(rows)
                 seen.sum += rows.sum(0)

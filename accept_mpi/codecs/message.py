@@ -222,7 +222,7 @@ def encode(
         into = buffer[offset + part.start : offset + part.end]
         if part.coded:
             assert tensor is not None
-            if basis := _basis_of(bases, number, specs[number]):
+            if bases and (basis := _basis_of(bases, number, specs[number])):
                 tensor = basis.turned(tensor.float())
             if not _coded_into(tensor, into, coding, mix(key, number)):
                 return encode(label, specs, flat, buffer, NONE, key, now=now, description=description)
@@ -303,11 +303,17 @@ def decode(
         for spec, part in zip(specs, layout.parts, strict=True)
     )
     found = tuple(tensors)
-    for n, (spec, part, tensor) in enumerate(zip(specs, layout.parts, found, strict=True)):
-        if part.coded and tensor is not None and (basis := _basis_of(bases or {}, n, spec)):
+    if bases:
+        _turn_back(found, specs, layout, bases)
+    return Decoded(header, found, tree, layout.raw)
+
+
+def _turn_back(tensors: Tensors, specs: Specs, layout: _Layout, bases: Bases) -> None:
+    """Replace components in a message's tensors by the rows that they are of."""
+    for n, (spec, part, tensor) in enumerate(zip(specs, layout.parts, tensors, strict=True)):
+        if part.coded and tensor is not None and (basis := _basis_of(bases, n, spec)):
             flat = tensor.detach().as_strided((spec.numel,), (1,))
             flat.copy_(basis.returned(flat.float()))
-    return Decoded(header, found, tree, layout.raw)
 
 
 def _basis_of(bases: Bases, n: int, spec: TensorSpec) -> Basis | None:
