@@ -104,14 +104,19 @@ class Slurm:
     def wait(self, number: str, seconds: float) -> tuple[str, int]:
         """A job's last state and exit code, as soon as it has ended: "sbatch --wait" looks after 2, 10 and 42 s."""
         deadline = time.monotonic() + seconds
-        while True:
-            shown = self.run(["scontrol", "show", "job", number, "--oneliner"], 20)
-            fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
-            if fields["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-                return fields["JobState"], int(fields["ExitCode"].partition(":")[0])
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"Slurm's job {number} is still {fields['JobState']} after {seconds:.0f} s")
+        state = "unknown"
+        while time.monotonic() < deadline:
+            try:
+                shown = self.run(["scontrol", "show", "job", number, "--oneliner"], 20)
+            except subprocess.CalledProcessError as error:  # its daemons may drop one question (a SIGPIPE, under load)
+                state = f"not known ({error})"
+            else:
+                fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+                state = fields["JobState"]
+                if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+                    return state, int(fields["ExitCode"].partition(":")[0])
             time.sleep(0.3)
+        raise TimeoutError(f"after {seconds:.0f} s the state of Slurm's job {number} is still {state}")
 
     def _start(self) -> None:
         for name in ("state", "spool"):
