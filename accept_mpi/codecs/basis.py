@@ -7,22 +7,22 @@ Thomas, chapter 10). The fourth root stands between no importance at all and all
 one step's gradients say is of that step. Components lie one after the other, so that each block of values
 (``kernels.blocks``) is of one.
 
-Who sends learns a basis of one step in ``_EVERY``, and sends it in front of the first message that uses it. Nothing else
-has to be kept at both ends; what is lost with a rank is learned anew.
+Who sends learns a basis of one step in ``EVERY`` (``training.basis_learning``), and keeps it with its stage's state; it
+comes in front of the first message that uses it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
 import torch
 
-from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
+from accept_mpi.codecs.tensors import Specs, TensorSpec
 from accept_mpi.errors import ProtocolError
 
 _EVERY, _FIRST = 32, 8
-_LATER = 4  # steps after which all gradients of a step have come, in an asynchronous schedule, too
 _LEAST, _MOST = 16, 1024  # components
 _FLOOR = 0.01  # of the mean importance, that all components have
 
@@ -49,6 +49,12 @@ class Basis(NamedTuple):
 
 Bases = Mapping[int, Basis]
 """Bases of a message's tensors, by position."""
+NO_BASES: Bases = MappingProxyType({})
+
+
+def no_bases(step: int) -> Bases:
+    """Those of what needs none."""
+    return NO_BASES
 
 
 @lru_cache(maxsize=1024)
@@ -60,6 +66,14 @@ def width_of(spec: TensorSpec) -> int:
     dense = spec.sent_shape == spec.shape and spec.stride == spec.sent_stride and spec.stride[-1] == 1
     in_order = list(spec.stride) == sorted(spec.stride, reverse=True)
     return width if dense and in_order and _LEAST <= width <= _MOST and 8 * spec.numel >= width * width else 0
+
+
+def widths_of(agreed: Iterable[Specs]) -> dict[int, int]:
+    """Components of a message's tensors, by position, where there are any. ``agreed``: specs of all usual messages."""
+    found: dict[int, int] = {}
+    for specs in agreed:
+        found |= {n: width for n, spec in enumerate(specs) if (width := width_of(spec))}
+    return found
 
 
 def packed(bases: Bases) -> bytes:
@@ -82,73 +96,46 @@ def unpacked(data: bytes) -> dict[int, Basis]:
         raise ProtocolError(f"a message's bases cannot be read: {error}") from error
 
 
-class _Seen:
-    """Sums over the rows of a step."""
-
-    def __init__(self, width: int) -> None:
-        self.rows = self.returned = 0
-        self.sum = torch.zeros(width, dtype=torch.float64)
-        self.squares, self.gradients = (torch.zeros(width, width, dtype=torch.float64) for _ in range(2))
-
-    def basis(self) -> Basis | None:
-        """None if there is nothing to tell of."""
-        mean = self.sum / self.rows
-        covariance = self.squares / self.rows - torch.outer(mean, mean)
-        trace, width = float(self.gradients.trace()), len(mean)
-        importance = self.gradients * (width / trace) if trace > 0 else torch.zeros_like(self.gradients)
-        importance.diagonal().add_(_FLOOR)
-        if not (covariance.isfinite().all() and importance.isfinite().all()):
-            return None
-        values, vectors = torch.linalg.eigh(importance)
-        root, inverse = ((vectors * values**power) @ vectors.T for power in (0.25, -0.25))
-        turns = torch.linalg.eigh(root @ covariance @ root)[1]
-        back = (inverse @ turns).half().float()
-        return Basis(mean.float(), back, (turns.T @ root).float().contiguous()) if back.isfinite().all() else None
+def learns(step: int) -> bool:
+    """True for steps (from 0) of which bases are learned: one soon after the beginning, and then one in many."""
+    return step % _EVERY == _FIRST
 
 
-class Learner:
-    """Learns the bases of a channel's activations, where they are sent."""
+def seen(values: torch.Tensor, gradient: torch.Tensor | None, width: int) -> torch.Tensor:
+    """What a micro-batch says of a basis: (2 width + 2, width) float64, which add up over micro-batches. ``values``,
+    ``gradient``: of the same shape, rows of ``width``."""
+    found = torch.zeros(2 * width + 2, width, dtype=torch.float64)
+    rows = values.detach().reshape(-1, width).to("cpu", torch.float64)
+    torch.mm(rows.T, rows, out=found[:width])
+    if gradient is not None:
+        back = gradient.detach().reshape(-1, width).to("cpu", torch.float64)
+        torch.mm(back.T, back, out=found[width : 2 * width])
+    torch.sum(rows, 0, out=found[2 * width])
+    found[-1] = len(rows)
+    return found
 
-    def __init__(self) -> None:
-        self.bases: dict[int, Basis] = {}
-        """Those in use."""
-        self._step = -1
-        self._seen: dict[int, _Seen] = {}
-        self._wanting: list[int] = []
-        """Positions of the tensors for which gradients come."""
 
-    def look(self, step: int, specs: Specs, flat: Tensors) -> None:
-        """See the activations (1-D) of a micro-batch in training."""
-        if step % _EVERY != _FIRST:
-            return
-        if step != self._step:
-            self._step, self._seen = step, {}
-        self._wanting = [n for n, spec in enumerate(specs) if spec.grad]
-        for n, (spec, values) in enumerate(zip(specs, flat, strict=True)):
-            if values is None or not (width := width_of(spec)):
-                continue
-            if n not in self._seen:
-                self._seen[n] = _Seen(width)
-            if len((seen := self._seen[n]).sum) == width:
-                rows = values.view(-1, width).double()
-                seen.rows += len(rows)
-                seen.sum += rows.sum(0)
-                seen.squares += rows.T @ rows
+def basis_of(sums: torch.Tensor) -> Basis | None:
+    """The basis that sums of ``seen`` tell of; None if they are not finite."""
+    width = sums.shape[1]
+    rows = sums[-1, 0]
+    mean = sums[-2] / rows
+    covariance = sums[:width] / rows - torch.outer(mean, mean)
+    importance = sums[width : 2 * width]
+    trace = float(importance.trace())
+    importance = importance * (width / trace) if trace > 0 else torch.zeros_like(importance)
+    importance.diagonal().add_(_FLOOR)
+    if not (covariance.isfinite().all() and importance.isfinite().all()):
+        return None
+    values, vectors = torch.linalg.eigh(importance)
+    root, inverse = ((vectors * values**power) @ vectors.T for power in (0.25, -0.25))
+    back = (inverse @ torch.linalg.eigh(root @ covariance @ root)[1]).half().float()
+    return with_inverse(Basis(mean.float(), back)) if back.isfinite().all() else None
 
-    def look_back(self, step: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """See the gradients that came for a micro-batch."""
-        for n, gradient in zip(self._wanting, gradients, strict=False) if step == self._step else ():
-            if (seen := self._seen.get(n)) is not None and gradient is not None and gradient.shape[-1] == len(seen.sum):
-                rows = gradient.detach().reshape(-1, len(seen.sum)).double()
-                seen.returned += len(rows)
-                seen.gradients += rows.T @ rows
 
-    def due(self, step: int) -> dict[int, Basis]:
-        """The bases that are new from this step on."""
-        if self._step < 0 or step < self._step + _LATER:
-            return {}
-        seen, self._seen, self._step = self._seen, {}, -1
-        complete = {n: one for n, one in seen.items() if one.rows == one.returned or n not in self._wanting}
-        found = {n: basis for n, one in complete.items() if (basis := one.basis()) is not None}
-        self.bases |= found
-        return found
+def with_inverse(basis: Basis) -> Basis:
+    """The basis as who sends needs it. Raises ProtocolError if there is no inverse."""
+    try:
+        return basis._replace(to=torch.linalg.inv(basis.back.double()).float())
+    except RuntimeError as error:
+        raise ProtocolError(f"a basis has no inverse: {error}") from error

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
-from accept_mpi.codecs.basis import Bases, Basis, packed, unpacked, width_of
+from accept_mpi.codecs.basis import NO_BASES, Bases, Basis, packed, unpacked, width_of
 from accept_mpi.codecs.coding import KINDS, NONE, Bytes, Coding
 from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
 from accept_mpi.errors import ProtocolError
@@ -184,7 +184,7 @@ def aligned(nbytes: int) -> Bytes:
     return block[offset : offset + nbytes]
 
 
-def describe(specs: Specs, tree: Tree, bases: Bases = MappingProxyType({})) -> bytes:
+def describe(specs: Specs, tree: Tree, bases: Bases = NO_BASES) -> bytes:
     """Description that precedes the tensors in a message that is not as agreed, or that brings new ``bases``: its length
     without these (u32), the format of the tensors, and the bases."""
     found = msgspec.msgpack.encode((tree, specs))
@@ -209,7 +209,7 @@ def encode(
     *,
     now: Callable[[], float],
     description: bytes = b"",
-    bases: Bases = MappingProxyType({}),
+    bases: Bases = NO_BASES,
 ) -> Header:
     """Write a message of ``flat`` tensors (from ``TensorSpec.flatten``) into ``buffer``, and return its header.
 

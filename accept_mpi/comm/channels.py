@@ -5,10 +5,11 @@ Messages have the format that both ends agreed on, or describe how they differ.
 
 import contextlib
 import queue
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
+from accept_mpi.codecs.basis import Bases, no_bases
 from accept_mpi.codecs.coding import NONE, Coding
 from accept_mpi.codecs.message import (
     Header,
@@ -65,6 +66,8 @@ class Channel(NamedTuple):
     """The job's seed, for stochastic rounding."""
     trees: Mapping[int, Tree] = MappingProxyType({})
     """Structures of activations, by the number of samples."""
+    bases: Callable[[int], Bases] = no_bases
+    """Those in which the activations of a step are coded, where they are sent."""
     in_group: bool = False
     """True for messages between members of a group, which cross no boundary (``group_sum``)."""
 

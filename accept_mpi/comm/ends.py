@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from mpi4py import MPI
 
-from accept_mpi.codecs.basis import Basis, Learner
+from accept_mpi.codecs.basis import NO_BASES, Bases, Basis
 from accept_mpi.codecs.message import (
     HEADER_BYTES,
     Bytes,
@@ -56,8 +56,7 @@ class _Item(NamedTuple):
     """Format of the tensors; empty if it is the one agreed on."""
     ready: Callable[[], bool] | None = None
     """Tells when the tensors have arrived from a device (``Given``)."""
-    tree: Tree | None = None
-    in_training: bool = True
+    bases: Bases = NO_BASES
 
     @property
     def is_ready(self) -> bool:
@@ -93,7 +92,8 @@ class Sender:
 
     def __init__(self, plane: Plane, end: Channel) -> None:
         self.end = end
-        self.learner = Learner() if end.coding.basis else None
+        self._told = NO_BASES
+        """The bases that the receiver knows, once it has all that is queued."""
         self._plane = plane
         self._room = threading.Semaphore(end.limit + _SENDS_POSTED)
         self.waiting: deque[_Item] = deque()
@@ -139,10 +139,14 @@ class Sender:
             raise DeadlineError(f"waited {deadline:.0f} s for rank {self.end.peer} to take {self.end}")
         self._plane.check()
         specs, description = self._specs(samples, tensors, tree, training=deadline is None)
+        if (bases := self.end.bases(step)) is not self._told:
+            self._told = bases
+            usual = self.end.trees.get(samples, LONE) if tree is None else tree
+            description = describe(specs, usual, bases)
         ready = tensors.ready if isinstance(tensors, Given) else None
         flat = tuple(self._values(spec, tensor, ready is None) for spec, tensor in zip(specs, tensors, strict=True))
         label = Label(self.end.direction, self.end.boundary, step, micro_batch, samples, flags, suspect, scale)
-        self.waiting.append(_Item(label, specs, flat, description, ready, tree, deadline is None))
+        self.waiting.append(_Item(label, specs, flat, description, ready, bases))
         self._plane.wake()
 
     def _values(self, spec: TensorSpec, tensor: torch.Tensor | None, of_stage: bool) -> torch.Tensor | None:
@@ -196,15 +200,13 @@ class Sender:
             item, buffer = self.waiting[0], self.free.pop()
             start = recorder.clock.now()
             label, specs, coding = item.label, item.specs, self.end.coding
-            description = self._with_bases(item) if self.learner else item.description
-            if (needed := buffer_bytes(specs, coding, description)) > buffer.size:
+            if (needed := buffer_bytes(specs, coding, item.description)) > buffer.size:
                 buffer = aligned(needed)
             found = encode_in_place(label, item.flat, buffer, now=recorder.clock.now) if self.end.in_place else None
             if found is not None:
                 header, parts = found[0], [buffer[:HEADER_BYTES], found[1]]
             else:
                 key = mix(CODE, self.end.seed, label.step, label.micro_batch, self.end.tag)
-                bases = self.learner.bases if self.learner else {}
                 header = encode(
                     label,
                     specs,
@@ -213,8 +215,8 @@ class Sender:
                     coding,
                     key,
                     now=recorder.clock.now,
-                    description=description,
-                    bases=bases,
+                    description=item.description,
+                    bases=item.bases,
                 )
                 parts = [buffer[: HEADER_BYTES + header.length]]
             if not self.end.in_group:
@@ -224,17 +226,6 @@ class Sender:
             self.waiting.popleft()
             moved = True
         return moved
-
-    def _with_bases(self, item: _Item) -> bytes:
-        """A message's description, with the bases that are new, if there are any."""
-        assert self.learner is not None
-        new = self.learner.due(item.label.step) if item.in_training else {}
-        if item.in_training:
-            self.learner.look(item.label.step, item.specs, item.flat)
-        if not new:
-            return item.description
-        tree = self.end.trees.get(item.label.samples, LONE) if item.tree is None else item.tree
-        return describe(item.specs, tree, new)
 
     def _begin(self, comm: MPI.Intracomm, header: Header, parts: list[Bytes]) -> list[MPI.Request]:
         """Start to send a message, which may lie in several parts, in synchronous mode: it completes when the peer receives
@@ -270,8 +261,6 @@ class Receiver:
         self.arrived: MPI.Status | None = None
         """Status of the first request of ``requests``, once the data plane has found it done."""
         self._bases: dict[int, Basis] = {}
-        self.learner: Learner | None = None
-        """Of the activations whose gradients these are."""
         self.brings_bulk = True
         """True if the last message was larger than the kernel's receive buffer. The next one probably is, too, and then
         arrives only as fast as this side polls."""
@@ -334,8 +323,6 @@ class Receiver:
         self.brings_bulk = message.size > _BUFFERED_BYTES
         decoded = decode(self.end.specs, message, self.end.coding, self.end.trees, self.end.in_place, self._bases)
         header = decoded.header
-        if self.learner:
-            self.learner.look_back(header.step, decoded.tensors)
         if (header.boundary, header.direction) != (self.end.boundary, self.end.direction):
             raise ProtocolError(f"a message for boundary {header.boundary} came as {self.end}")
         if header.codec != self.end.coding.number:

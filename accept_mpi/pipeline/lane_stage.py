@@ -30,7 +30,7 @@ def lane_of(stage: Stage) -> Stage:
         raise UserError(f"pipeline.lanes: {why_not_copied(stage.names, stage.layers, error)}") from error
     lane = Stage(Layers(stage.start, stage.names, modules), stage.job, stage.loss, stage.channels_last, found=stage.found)
     lane._weights = LaneWeights(stage._weights, lane.parameters)
-    lane.optimizer = None
+    lane.optimizer, lane.bases = None, stage.bases
     if lane.deferred is not None and stage.deferred is not None:
         lane.deferred.learn(stage.deferred.never)
     lane.statistics = RunningStatistics(lane.names, lane.layers, apart=stage.found.norms_apart)

@@ -26,6 +26,7 @@ from accept_mpi.pipeline.correction import Correction
 from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.findings import Findings
 from accept_mpi.pipeline.graph_edges import Box, Seeded, Telling, apart, finite
+from accept_mpi.pipeline.kept_bases import KeptBases
 from accept_mpi.pipeline.layer_runner import LayerRunner
 from accept_mpi.pipeline.micro_batch import InFlight, Inputs, Key, Outputs
 from accept_mpi.pipeline.muon import matrices
@@ -102,6 +103,7 @@ class Stage(Stateful):
         """BatchNorm's running statistics, if a group holds the stage."""
         self.remembered = Remembered([])
         """What forwards have modules remember."""
+        self.bases = KeptBases()
         self.settled: list[Settled] = []
         """What else forwards refer to, where several ranks or lanes compute: of this stage and of its lanes."""
         self._held: deque[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = deque()
@@ -213,6 +215,7 @@ class Stage(Stateful):
         if self.loss is not None:
             gradients = tuple(map(torch.ones_like, wanting))
         pairs = [(out, g) for out, g in zip(wanting, gradients, strict=True) if g is not None]
+        self.bases.see(step, micro_batch, flight.outputs, pairs)
         if pairs:
             if self.runner.turns is None:  # else nothing draws
                 after = self.last + 1  # the loss, or what is not of this stage

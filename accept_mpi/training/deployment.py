@@ -9,9 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from accept_mpi.codecs.basis import widths_of
 from accept_mpi.codecs.coding import kernels_of, parse
-from accept_mpi.codecs.tensors import BoundarySpecs
-from accept_mpi.comm.channels import Channel
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.machine_code import compile_together
 from accept_mpi.comm.messages import EvaluationMade, Event, Leaving, Message, PlanOver, Speed, StepMade, TargetsDrawn
@@ -22,7 +21,6 @@ from accept_mpi.data.checksums import Checksum
 from accept_mpi.data.feed import Drawn
 from accept_mpi.device.cpu import computing_takes_all
 from accept_mpi.device.speed_check import SpeedCheck
-from accept_mpi.direction import Direction
 from accept_mpi.errors import Agreed, DeadlineError, GroupRefused
 from accept_mpi.failpoints import failpoint
 from accept_mpi.job import LOCAL_KEPT, Job, flows
@@ -32,6 +30,7 @@ from accept_mpi.models import Chain
 from accept_mpi.models.layers import Layers, build_stage, in_channels_last
 from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.deal import Deal, widths
+from accept_mpi.pipeline.kept_bases import KeptBases
 from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.pipeline.settling import settle
 from accept_mpi.pipeline.stage import Stage
@@ -43,13 +42,14 @@ from accept_mpi.recovery.disk_replicas import DiskReplicas
 from accept_mpi.recovery.layer_state import states
 from accept_mpi.recovery.replicas import Replicas
 from accept_mpi.recovery.replication import Replication, Route
+from accept_mpi.training.basis_learning import BasisLearning
 from accept_mpi.training.clipping import Clipping
 from accept_mpi.training.codec_selection import select_codecs
 from accept_mpi.training.controller import Controller, Follower
 from accept_mpi.training.data_here import Data, Known, agree_on_data
 from accept_mpi.training.lanes import Computing, InTurn, LaneThreads, threads_of
 from accept_mpi.training.reports import Reports
-from accept_mpi.training.stage_channels import Neighbour, StageChannels
+from accept_mpi.training.stage_channels import channels_to
 from accept_mpi.training.summing import check_hooks, summed_gradients, updates_late
 from accept_mpi.training.tried import Tried
 from accept_mpi.training.worker import Services, Worker
@@ -147,6 +147,9 @@ class Deployment:
                 f"{self._lanes} micro-batches at a time, each with {each} of {self.state.threads} threads"
             )
         self.codecs_why += [no_lanes] if no_lanes else []
+        place, ahead = self.place, self._signatures[1].forward
+        if not (place.idle or place.last) and parse(self.plan.boundaries[place.stage].forward, False).basis:
+            self.stage.bases = KeptBases(self.stage.names[-1], widths_of(ahead.values()))
         restore(self.stage)  # after the first forward, which may create buffers
         settle(self.stage)
 
@@ -196,12 +199,19 @@ class Deployment:
             state.replicas, route, copying, self.barriers, plane.post, lambda: plane.background.busy, self.course.first
         )
         self._tables = [self._table(stage) for stage in self.plan.stages]
-        self._channels = self._channels_to(self._plane)
+        agreed, bases = self._signatures, self.stage.bases
+        self._channels = channels_to(plane, self.job, self.plan, place, self._tables, self.batches.most, *agreed, bases.at)
         late = updates_late(self.plan, self.job, state.chain.shared)
+
+        def count_of(step: int) -> int:
+            return len(self.batches.sizes(step))
+
         self._member = summed_gradients(
             plane, self.stage, self.plan, runtime.rank, self._tables, self.job, state.chain.shared,
-            lambda step: len(self.batches.sizes(step)), late,
+            count_of, late,
         )  # fmt: skip
+        flow = self._late if flows(self.job.pipeline.schedule) else 0
+        self._learn = BasisLearning(plane, bases, self.plan, place, self._tables, count_of, flow)
         self._clipping = self._clips(plane, late)
         leader = None if self.place.leads else self.plan.stages[-1].leader
         self._reports = Reports(self.batches, runtime.clock, leader, plane.post, state.told, state.loss.metrics)
@@ -231,7 +241,8 @@ class Deployment:
             services = Services(
                 self._channels, self._plane, self.recorder, self.barriers, self.replication, self._drawn,
                 self.runtime.lifeline.begin_step, self._reports, self.state.speed, self._tables[self.place.stage],
-                widths(self.plan.stages), self.plan.slack, self._member, computing, self._clipping, self.state.chain.order,
+                widths(self.plan.stages), self.plan.slack, self._member, computing, self._clipping, self._learn,
+                self.state.chain.order,
                 (lambda step: self.barriers.tell_all(step, self.runtime.size)) if self.plan.hybrid else None,
             )  # fmt: skip
             names = self.state.chain.names
@@ -324,36 +335,6 @@ class Deployment:
     def _table(self, stage: StagePlan) -> list[int]:
         """The member of a stage's group that takes each micro-batch, for the longest step and the evaluation."""
         return Deal.of(stage).table(max(self.batches.most, -(-self.test_samples // self.batches.micro)))
-
-    def _channels_to(self, plane: DataPlane) -> StageChannels:
-        """Channels to all ranks of both neighbouring stages. A channel holds at most as many messages as the stage before
-        it has micro-batches in flight."""
-        job, place, plan = self.job, self.place, self.plan
-
-        def end(peer: int, boundary: int, direction: Direction, signature: BoundarySpecs) -> Channel:
-            kind, slack = job.pipeline.schedule, plan.slack
-            most = 1 << 30 if flows(kind) else self.batches.most
-            limit = max_in_flight(kind, boundary, len(plan.stages), most, slack, widths(plan.stages))
-            limit += max(widths(plan.stages)) if plan.laned else 0  # lanes need not end in order
-            names = plan.boundaries[boundary]
-            coding = parse(names.backward, True) if direction is Direction.BACKWARD else parse(names.forward, False)
-            trees = signature.trees if direction is Direction.FORWARD else {}
-            return Channel(peer, boundary, direction, signature.direction(direction), limit, coding, job.train.seed, trees)
-
-        def neighbour(s: int, boundary: int, come: Direction, signature: BoundarySpecs) -> Neighbour | None:
-            if place.idle or not 0 <= s < len(plan.stages):
-                return None
-            ranks, go = plan.stages[s].ranks, Direction(1 - come)
-            coming = [plane.incoming(end(rank, boundary, come, signature)) for rank in ranks]
-            going = [plane.outgoing(end(rank, boundary, go, signature)) for rank in ranks]
-            for one, other in zip(coming, going, strict=True):
-                one.learner = other.learner
-            return Neighbour(self._tables[s], coming, going)
-
-        s, (behind, ahead) = place.stage, self._signatures
-        return StageChannels(
-            neighbour(s - 1, s - 1, Direction.FORWARD, behind), neighbour(s + 1, s, Direction.BACKWARD, ahead)
-        )
 
     def _end(self, plane: DataPlane, made: int, over: bool) -> int:
         """Wait until everything is sent and the last checkpoint is on the disk; returns the number of steps made. An idle

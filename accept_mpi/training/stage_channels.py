@@ -1,9 +1,19 @@
 """A rank's channels to the stages before and after its own: one to each of their members."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from accept_mpi.codecs.basis import Bases, no_bases
+from accept_mpi.codecs.coding import parse
+from accept_mpi.codecs.tensors import BoundarySpecs
+from accept_mpi.comm.channels import Channel
+from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.ends import Receiver, Sender
+from accept_mpi.direction import Direction
+from accept_mpi.job import Job
+from accept_mpi.pipeline.deal import widths
+from accept_mpi.pipeline.schedule import flows, max_in_flight
+from accept_mpi.plan import Place, Plan
 
 
 @dataclass(frozen=True)
@@ -43,3 +53,45 @@ class StageChannels:
         """Wait until all activations have been received. Raises DeadlineError after ``deadline`` seconds."""
         for sender in self.ahead.go if self.ahead else ():
             sender.drain(deadline)
+
+
+def channels_to(
+    plane: DataPlane,
+    job: Job,
+    plan: Plan,
+    place: Place,
+    tables: Sequence[Sequence[int]],
+    most: int,
+    behind: BoundarySpecs,
+    ahead: BoundarySpecs,
+    bases: Callable[[int], Bases],
+) -> StageChannels:
+    """Channels to all ranks of both neighbouring stages. A channel holds at most as many messages as the stage before it has
+    micro-batches in flight.
+
+    ``tables``: the member of each stage's group that takes each micro-batch; ``most``: of a step; ``behind``, ``ahead``:
+    agreements about the boundaries; ``bases(step)``: those of this stage's outputs.
+    """
+
+    def end(peer: int, boundary: int, direction: Direction, signature: BoundarySpecs) -> Channel:
+        kind, slack = job.pipeline.schedule, plan.slack
+        count = 1 << 30 if flows(kind) else most
+        limit = max_in_flight(kind, boundary, len(plan.stages), count, slack, widths(plan.stages))
+        limit += max(widths(plan.stages)) if plan.laned else 0  # lanes need not end in order
+        names = plan.boundaries[boundary]
+        coding = parse(names.backward, True) if direction is Direction.BACKWARD else parse(names.forward, False)
+        trees = signature.trees if direction is Direction.FORWARD else {}
+        specs, seed = signature.direction(direction), job.train.seed
+        of = bases if coding.basis else no_bases
+        return Channel(peer, boundary, direction, specs, limit, coding, seed, trees, of)
+
+    def neighbour(s: int, boundary: int, come: Direction, signature: BoundarySpecs) -> Neighbour | None:
+        if place.idle or not 0 <= s < len(plan.stages):
+            return None
+        ranks, go = plan.stages[s].ranks, Direction(1 - come)
+        coming = [plane.incoming(end(rank, boundary, come, signature)) for rank in ranks]
+        going = [plane.outgoing(end(rank, boundary, go, signature)) for rank in ranks]
+        return Neighbour(tables[s], coming, going)
+
+    s = place.stage
+    return StageChannels(neighbour(s - 1, s - 1, Direction.FORWARD, behind), neighbour(s + 1, s, Direction.BACKWARD, ahead))

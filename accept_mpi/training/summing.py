@@ -123,8 +123,8 @@ def tied_parts(
         backward = list(reversed(stages))
         ranks = [rank for s in backward for rank in plan.stages[s].ranks]
         dealt = [[ranks.index(plan.stages[s].ranks[member]) for member in tables[s]] for s in backward]
-        # Numbers beyond those of the stages' groups.
-        group = Group(ranks, ranks.index(rank), 2 * len(plan.stages) + number, dealt, exact, backward.index(mine))
+        # Numbers beyond those of the stages' groups, and of what these learn of bases.
+        group = Group(ranks, ranks.index(rank), 3 * len(plan.stages) + number, dealt, exact, backward.index(mine))
         parameter = _copy_of(one, stage)
         position = places[id(parameter)]
         if any(stage.parameters[n] is parameter for n in stage.found.sparse):

@@ -39,6 +39,7 @@ from accept_mpi.plan import Place
 from accept_mpi.recovery.barriers import AHEAD, CHECKPOINT, EXTRA, LOCAL, OVER, REPLAN, SNAPSHOT, Barriers
 from accept_mpi.recovery.checkpoint_writer import chunks
 from accept_mpi.recovery.replication import Replication
+from accept_mpi.training.basis_learning import BasisLearning
 from accept_mpi.training.clipping import Clipping, positions
 from accept_mpi.training.gradient_sums import GradientSums
 from accept_mpi.training.lanes import Computing, InTurn
@@ -78,6 +79,7 @@ class Services:
     """How this rank computes its actions."""
     clipping: Clipping | None
     """If gradients are clipped."""
+    learn: BasisLearning
     order: dict[str, int]
     """Positions of the model's parameters (``Chain.order``)."""
     tell_flags: Callable[[int], None] | None
@@ -104,7 +106,7 @@ class Worker:
         self.links, self.plane, self.recorder = services.channels, services.plane, services.recorder
         self._barriers, self._replication = services.barriers, services.replication
         self._begin_step, self._reports, self._speed = services.begin_step, services.reports, services.speed
-        self._table, self._widths, self._slack = services.table, services.widths, services.slack
+        self._table, self._widths, self._slack, self._learn = services.table, services.widths, services.slack, services.learn
         self._member, self._computing, self._clipping = services.member, services.computing, services.clipping
         self._positions = positions(services.order, self.s, stage.trained_names, stage.trained_first)
         self._tell_flags = services.tell_flags
@@ -338,6 +340,7 @@ class Worker:
             began = self.recorder.clock.now()
             self._member.wait(step, self._deadline)
             self.recorder.add("wait", began, Subject(step + 1))
+        self._learn(step, self._deadline)
         with self.recorder.span("U", step + 1):
             clip = partial(self._clip, step) if self._clipping else None
             if self._member:
@@ -361,8 +364,7 @@ class Worker:
         results = {}
         with self._computing.alone(), self.stage.evaluating():
             for _, _, k, *_ in of_member(forward_only(len(micro)), self._table, self.place.member):
-                result = self.forward_test(step, k, micro[k])
-                if result:
+                if result := self.forward_test(step, k, micro[k]):
                     results[k] = result
         self._feed.end_test(step)
         self.links.drain(self._deadline)
@@ -373,8 +375,7 @@ class Worker:
     def forward_test(self, step: int, k: int, samples: Any) -> Result | None:
         """E of micro-batch ``k`` of the test set, after ``step`` steps. Returns the result on the last stage, else None."""
         failpoint("evaluate")
-        given = Inputs((), LONE)
-        source, target = self.links.activations_in(k), self.links.activations_out(k)
+        given, source, target = Inputs((), LONE), self.links.activations_in(k), self.links.activations_out(k)
         if source:
             message = source.receive(step - 1, k, self._deadline, self.recorder)
             given = Inputs(message.tensors, message.tree)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import samples
 from conftest import ROOT
+from lost_ranks import run
 
 from accept_mpi.logs.format import KINDS
 from accept_mpi.logs.reader import open_log, read_facts
@@ -71,14 +72,18 @@ def test_a_codec_for_each_boundary_and_wrong_ones(mpirun, tmp_path: Path) -> Non
         assert out.count(message) == 1, out
 
 
+BASIS = {"pipeline_forward": "entropy:3+basis", "pipeline_backward": "entropy:3"}
+
+
 def test_a_basis_of_activations(trained, tmp_path: Path) -> None:
     """It is learned in step 9, comes with step 13's first message, and repeats bit for bit, in any synchronous schedule."""
-    keys = {"pipeline_backward": "entropy:3", "train_steps": 20, "train_evaluate_every": 10}
-    path = samples.write_job(tmp_path / "job.toml", samples.GPT, "run", pipeline_forward="entropy:3+basis", **keys)
+    keys = {"train_steps": 20, "train_evaluate_every": 10}
+    path = samples.write_job(tmp_path / "job.toml", samples.GPT, "run", **BASIS, **keys)
     runs: dict[str, tuple[str, ...]] = {
         "one": (),
         "again": (),
         "zb": ("pipeline.schedule=zero-bubble",),
+        "recomputed": ("pipeline.recompute=on",),
         "short": ("train.steps=12",),
         "short_plain": ("train.steps=12", "pipeline.forward=entropy:3"),
         "plain": ("pipeline.forward=entropy:3",),
@@ -86,10 +91,8 @@ def test_a_basis_of_activations(trained, tmp_path: Path) -> None:
         "lanes": ("pipeline.lanes=2",),
     }
     trained(3, tmp_path, [(path, f"output.directory={name}", *more) for name, more in runs.items()])
-    trained(4, tmp_path, [(path, "output.directory=groups", "pipeline.ranks=[0,[1,2],3]", "pipeline.cuts=[2,4]")])
-    trained(2, tmp_path, [(path, "output.directory=resumed", "--resume", "one", "train.steps=24")])
     weights = {name: Checkpoint(tmp_path / name).whole() for name in runs}
-    for name in "again", "zb":
+    for name in "again", "zb", "recomputed", "lanes":
         samples.assert_equal(weights[name], weights["one"])
     samples.assert_equal(weights["short"], weights["short_plain"])
     assert any(not value.equal(weights["plain"][key]) for key, value in weights["one"].items())
@@ -98,3 +101,39 @@ def test_a_basis_of_activations(trained, tmp_path: Path) -> None:
     sends = sends[(sends["kind"] == KINDS.index("send")) & (sends["direction"] == 0) & (sends["step"] > 0)]
     usual = sends[sends["step"] == 2]["bytes_wire"].max()
     assert set(sends[sends["bytes_wire"] > usual]["step"]) == {13}
+
+
+def test_groups_learn_one_basis(trained, tmp_path: Path) -> None:
+    """Whoever takes which micro-batches: that of one rank a stage."""
+    path = samples.write_job(tmp_path / "job.toml", samples.GPT, "run", **BASIS, train_steps=20, pipeline_cuts=[2, 4])
+    trained(3, tmp_path, [(path, "output.directory=one")])
+    grouped = ("pipeline.gradients=exact", "pipeline.ranks=[[0,3],[1,2],4]")
+    trained(5, tmp_path, [(path, "output.directory=groups", *grouped)])
+    samples.assert_equal(Checkpoint(tmp_path / "groups").whole(), Checkpoint(tmp_path / "one").whole())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-delayed"])
+def test_a_basis_is_part_of_the_state(trained, tmp_path: Path, schedule: str) -> None:
+    """Going on from a checkpoint before and after its first use, in the step that it is learned of, and with other cuts."""
+    keys = {"pipeline_schedule": schedule, "train_steps": 46, "output_checkpoint_every": 1, "output_keep": 50}
+    path = samples.write_job(tmp_path / "job.toml", samples.GPT, "run", **BASIS, **keys)
+    starts = [(path, f"output.directory=from{step}", "--resume", f"one/checkpoints/step-{step:08}") for step in (8, 9, 11, 20, 43)]
+    cut = path, "output.directory=cut", "--resume", "one", "train.steps=50", "pipeline.cuts=[2,3]"
+    trained(3, tmp_path, [(path, "output.directory=one"), *starts, cut])
+    whole = Checkpoint(tmp_path / "one").whole()
+    for step in (8, 9, 11, 20, 43):
+        samples.assert_equal(Checkpoint(tmp_path / f"from{step}").whole(), whole)
+
+
+@pytest.mark.parametrize("faults", ["1@update:12", "3@update:16"])
+def test_a_basis_outlives_who_learned_it(tmp_path: Path, faults: str) -> None:
+    """The others of a group go on with what they have learned with the lost one."""
+    keys = {"pipeline_cuts": [3], "pipeline_ranks": [[0, 1], [2, 3]], "pipeline_gradients": "exact", "train_steps": 20}
+    ends = []
+    for name, killed in (("whole", ""), ("run", faults)):
+        job = samples.write_job(tmp_path / f"{name}.toml", samples.GPT, name, **BASIS, **keys)
+        code, out = run(tmp_path, ["-m", "accept_mpi", "train", job, "--quiet"], killed, 4)
+        assert code == 0, out
+        assert ("2 stages go on" in out) == bool(killed), out
+        ends.append(Checkpoint(tmp_path / name).whole())
+    samples.assert_equal(*ends)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from accept_mpi.codecs.basis import Basis, Learner, packed, unpacked, width_of
+from accept_mpi.codecs.basis import NO_BASES, Bases, Basis, basis_of, packed, seen, unpacked, width_of, with_inverse
 from accept_mpi.codecs.coding import parse
 from accept_mpi.codecs.message import Label, aligned, buffer_bytes, decode, describe, encode
 from accept_mpi.codecs.tensors import TensorSpec
@@ -26,16 +26,13 @@ def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.view(8, -1, WIDTH).requires_grad_(), g.view(8, -1, WIDTH)
 
 
-def learned() -> tuple[Learner, dict[int, Basis]]:
-    learner = Learner()
-    for seed in range(4):
-        x, g = rows(seed)
-        learner.look(8, (TensorSpec.of(x),), (x.detach().view(-1),))
-        learner.look_back(8, (g,))
-    return learner, learner.due(12)
+def learned() -> dict[int, Basis]:
+    found = basis_of(sum(seen(*rows(seed), WIDTH) for seed in range(4)))
+    assert found is not None
+    return {0: found}
 
 
-def sent(x: torch.Tensor, bases: dict[int, Basis], new: dict[int, Basis], known: dict[int, Basis]) -> torch.Tensor:
+def sent(x: torch.Tensor, bases: Bases, new: Bases, known: dict[int, Basis]) -> torch.Tensor:
     """What arrives of activations that are sent with these bases, of which some are new; ``known``: by who receives."""
     specs = (TensorSpec.of(x),)
     description = describe(specs, LONE, new) if new else b""
@@ -49,13 +46,14 @@ def sent(x: torch.Tensor, bases: dict[int, Basis], new: dict[int, Basis], known:
 
 
 def test_components_are_turned_back() -> None:
-    basis = learned()[1][0]
+    basis = learned()[0]
     x = rows(5)[0].detach()
     assert torch.allclose(basis.returned(basis.turned(x.view(-1))).view_as(x), x, atol=0.02)
     (again,) = unpacked(packed({3: basis})).items()
     assert again[0] == 3
     assert again[1].back.equal(basis.back)
     assert again[1].mean.equal(basis.mean)
+    assert with_inverse(again[1]).to.equal(basis.to)
     for damaged in (b"", b"\xff", packed({3: basis})[:-1], packed({3: basis._replace(mean=basis.mean[:-1])})):
         with pytest.raises(ProtocolError, match="bases cannot be read"):
             unpacked(damaged)
@@ -63,7 +61,7 @@ def test_components_are_turned_back() -> None:
 
 def test_errors_are_where_they_matter_least() -> None:
     """Weighted by the gradients, they are a third of those without a basis, in as many bytes; without weights, too."""
-    learner, new = learned()
+    bases = learned()
     known: dict[int, Basis] = {}
     x, g = rows(7)
     weights = g.reshape(-1, WIDTH).T @ g.reshape(-1, WIDTH)
@@ -72,54 +70,39 @@ def test_errors_are_where_they_matter_least() -> None:
         e = (found - x.detach()).reshape(-1, WIDTH)
         return float((e @ weights * e).sum()), float(e.square().sum())
 
-    plain = errors(sent(x, {}, {}, {}))
-    first = errors(sent(x, learner.bases, new, known))
+    plain = errors(sent(x, NO_BASES, {}, {}))
+    first = errors(sent(x, bases, bases, known))
     assert known.keys() == {0}
-    assert errors(sent(x, learner.bases, {}, known)) == first
+    assert errors(sent(x, bases, {}, known)) == first
     assert first[0] < plain[0] / 3
     assert first[1] < plain[1] / 2
 
 
 def test_what_is_not_finite_comes_uncoded() -> None:
-    learner, new = learned()
+    bases = learned()
     known: dict[int, Basis] = {}
     x = rows(7)[0].detach().clone()
     x[0, 0, 0] = torch.inf
-    assert sent(x, learner.bases, new, known).equal(x)
+    assert sent(x, bases, bases, known).equal(x)
     assert known.keys() == {0}
 
 
 def test_half_precision() -> None:
-    learner, new = learned()
+    bases = learned()
     x = rows(7)[0].detach().bfloat16()
-    found = sent(x, learner.bases, new, {})
+    found = sent(x, bases, bases, {})
     assert found.dtype == torch.bfloat16
     assert float((found - x).square().mean() / x.float().var()) < 0.02
 
 
-def test_one_step_is_learned_of_and_only_if_its_gradients_came() -> None:
+def test_what_tells_of_no_basis() -> None:
     x, g = rows(0)
-    specs, flat = (TensorSpec.of(x),), (x.detach().view(-1),)
-    learner = Learner()
-    learner.look(9, specs, flat)
-    learner.look_back(9, (g,))
-    assert not learner.due(100)
-    learner.look(40, specs, flat)
-    learner.look(40, specs, flat)
-    learner.look_back(40, (g,))
-    assert not learner.due(43)
-    assert not learner.due(44)
-    learner.look(72, specs, flat)
-    learner.look_back(72, (g,))
-    assert not learner.due(75)
-    assert learner.due(76).keys() == {0}
-    assert not learner.due(77)
-    constant = TensorSpec.of(x.detach())  # no gradient will come
-    learner.look(104, (constant,), flat)
-    assert learner.due(108).keys() == {0}
-    learner.look(136, specs, (flat[0] * np.inf,))
-    learner.look_back(136, (g,))
-    assert not learner.due(140)
+    assert basis_of(seen(x * np.inf, g, WIDTH)) is None
+    alike = basis_of(seen(x, None, WIDTH))  # no gradient came: all directions are alike
+    assert alike is not None
+    assert torch.allclose(alike.back.T @ alike.back, torch.eye(WIDTH) * alike.back.square().sum(0), atol=1e-2)
+    with pytest.raises(ProtocolError, match="no inverse"):
+        with_inverse(Basis(torch.zeros(WIDTH), torch.zeros(WIDTH, WIDTH)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""Bases in which a stage's activations are sent on (``codecs.basis``), as part of its state: learned anew, a run would go on
+otherwise than without a loss."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+
+from accept_mpi.codecs.basis import NO_BASES, Bases, learns, packed, seen, unpacked, with_inverse
+from accept_mpi.errors import ProtocolError, UserError, shown
+from accept_mpi.pipeline.micro_batch import Key
+
+BASES = "bases"
+"""What a stage's state calls them: "bases/<last layer's name>.@<first step>"."""
+
+Values = Sequence[torch.Tensor | None]
+
+
+class KeptBases:
+    """The bases of a stage's outputs, by the step (from 0) from which on they are used; and what is seen for more."""
+
+    def __init__(self, layer: str = "", widths: Mapping[int, int] = MappingProxyType({})) -> None:
+        """``layer``: the name of the stage's last one; ``widths``: of the outputs that have a basis, by position."""
+        self.widths = widths
+        self._prefix = f"{BASES}/{layer}.@"
+        self._sets: dict[int, Bases] = {}
+        self._seen: dict[Key, list[torch.Tensor | None]] = {}
+
+    def see(
+        self,
+        step: int,
+        k: int,
+        outputs: Sequence[torch.Tensor | None],
+        gradients: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Look at a micro-batch in B, if its step is one to learn of. ``gradients``: outputs with what came for them."""
+        if self.widths and learns(step):
+            came = {id(out): gradient for out, gradient in gradients}
+            self._seen[step, k] = [self._look(n, outputs, came) for n in self.widths]
+
+    def _look(self, n: int, outputs: Values, came: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+        out, width = outputs[n] if n < len(outputs) else None, self.widths[n]
+        if out is None or not out.is_floating_point() or not out.dim() or out.shape[-1] != width:
+            return None
+        return seen(out, came.get(id(out)), width)
+
+    def saw(self, step: int, k: int) -> list[torch.Tensor | None]:
+        """What ``see`` has found, in the order of ``widths``; only once."""
+        return self._seen.pop((step, k))
+
+    def add(self, step: int, new: Bases) -> None:
+        """Use these from ``step`` on, and those before for all other tensors."""
+        before = self._sets[max(self._sets)] if self._sets else NO_BASES
+        self._sets = dict([*self._sets.items()][-1:])  # steps under way may have those before
+        self._sets[step] = {**before, **new}
+
+    def at(self, step: int) -> Bases:
+        """Those with which a step's activations are sent."""
+        return next((self._sets[first] for first in sorted(self._sets, reverse=True) if first <= step), NO_BASES)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """As named tensors."""
+        return {
+            f"{self._prefix}{step}": torch.frombuffer(bytearray(packed(bases)), dtype=torch.uint8)
+            for step, bases in self._sets.items()
+        }
+
+    def put(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take what ``state`` gave; those of another layer are passed over, as the model has been cut elsewhere. Raises
+        UserError if they are damaged."""
+        for key in [key for key in state if key.startswith(self._prefix) and self.widths]:
+            try:
+                found = unpacked(state[key].numpy().tobytes())
+                self._sets[int(key.removeprefix(self._prefix))] = {n: with_inverse(basis) for n, basis in found.items()}
+            except (ProtocolError, ValueError) as error:
+                raise UserError(f'"{shown(key)}" of the checkpoint is damaged: {error}') from error
+        self._sets = dict(sorted(self._sets.items()))

@@ -1,0 +1,68 @@
+"""Learns the bases in which a stage's activations are sent on (``codecs.basis``).
+
+In some steps each backward sees activations and what came back for them. Who holds the stage adds that up as gradients are:
+in the order of the micro-batches, over all members of a group. So bases are the same on all of them, and in every plan that
+cuts the model there.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from accept_mpi.codecs.basis import basis_of, learns
+from accept_mpi.comm.data_plane import DataPlane
+from accept_mpi.comm.group_sum import Group, GroupSum
+from accept_mpi.pipeline.kept_bases import KeptBases
+from accept_mpi.plan import Place, Plan
+
+_LATER = 4  # steps after which bases are used, in all schedules whose updates are not later
+
+
+class BasisLearning:
+    """One rank's part in it."""
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        bases: KeptBases,
+        plan: Plan,
+        place: Place,
+        tables: Sequence[Sequence[int]],
+        count_of: Callable[[int], int],
+        late: int,
+    ) -> None:
+        """``tables``: the member of each stage's group that takes each micro-batch; ``count_of(step)``: number of its
+        micro-batches; ``late``: most steps by which updates are late. Creates channels, before the plane starts."""
+        self._bases, self._member, self._count_of = bases, place.member, count_of
+        self._later = max(_LATER, late)
+        self._sums: GroupSum | None = None
+        if bases.widths:
+            self._table = tables[place.stage]
+        if place.members > 1 and bases.widths:
+            # Numbers beyond those of the stages' groups.
+            group = Group(plan.stages[place.stage].ranks, place.member, 2 * place.stages + place.stage, [self._table], True)
+            like = [torch.empty(2 * width + 2, width, dtype=torch.float64) for width in bases.widths.values()]
+            self._sums = GroupSum(plane, group, like, 0, count_of)
+
+    def __call__(self, step: int, deadline: float) -> None:
+        """Learn of a step, before its update. Raises DeadlineError."""
+        if not self._bases.widths or not learns(step):
+            return
+        total: list[torch.Tensor | None] = []
+        for k in range(self._count_of(step)):
+            if self._table[k] != self._member:
+                continue
+            found = self._bases.saw(step, k)
+            if self._sums:
+                self._sums.contribute(step, k, found, 1.0)
+            else:
+                total = [_plus(*pair) for pair in zip(total, found, strict=True)] if total else found
+        if self._sums:
+            total, _ = self._sums.take(step, deadline)
+        told = zip(self._bases.widths, total, strict=True)
+        if found_bases := {n: basis for n, sums in told if sums is not None and (basis := basis_of(sums)) is not None}:
+            self._bases.add(step + self._later, found_bases)
+
+
+def _plus(one: torch.Tensor | None, two: torch.Tensor | None) -> torch.Tensor | None:
+    return two if one is None else one if two is None else one.add_(two)

@@ -1,0 +1,67 @@
+"""Bases as part of a stage's state."""
+
+import pytest
+import torch
+
+from accept_mpi.codecs.basis import NO_BASES, basis_of
+from accept_mpi.errors import UserError
+from accept_mpi.pipeline.kept_bases import KeptBases
+
+WIDTH = 16
+
+
+def saw(kept: KeptBases, step: int, seed: int) -> list[torch.Tensor | None]:
+    out = torch.randn(4, 32, WIDTH, generator=torch.Generator().manual_seed(seed))
+    kept.see(step, 0, [torch.zeros(3, dtype=torch.int64), out], [(out, out.flip(0))])
+    return kept.saw(step, 0)
+
+
+def learned(kept: KeptBases, seed: int) -> dict:
+    (sums,) = saw(kept, 8, seed)
+    assert sums is not None
+    found = basis_of(sums)
+    assert found is not None
+    return {1: found}
+
+
+def test_the_newest_two_are_kept() -> None:
+    kept = KeptBases("h-3", {1: WIDTH})
+    assert kept.at(100) is NO_BASES
+    every = [learned(kept, seed) for seed in range(3)]
+    for n, new in enumerate(every):
+        kept.add(12 + 32 * n, new)
+    assert [kept.at(step)[1] is every[n][1] for step, n in ((44, 1), (75, 1), (76, 2), (1000, 2))] == [True] * 4
+    assert kept.at(43) is NO_BASES
+    state = kept.state()
+    assert sorted(state) == ["bases/h-3.@44", "bases/h-3.@76"]
+    again = KeptBases("h-3", {1: WIDTH})
+    again.put(state)
+    for step in (44, 76):
+        for mine, its in zip(kept.at(step)[1], again.at(step)[1], strict=True):
+            assert mine.equal(its)
+    again.add(108, {})
+    assert again.at(108)[1].back.equal(every[2][1].back)
+    assert not again.at(75)
+
+
+def test_those_of_other_layers_and_codecs_are_passed_over() -> None:
+    kept = KeptBases("h-3", {1: WIDTH})
+    kept.add(12, learned(kept, 0))
+    for other in (KeptBases("h-4", {1: WIDTH}), KeptBases("h-3", {})):
+        other.put(kept.state())
+        assert other.at(12) is NO_BASES
+    with pytest.raises(UserError, match="is damaged"):
+        KeptBases("h-3", {1: WIDTH}).put({"bases/h-3.@12": torch.zeros(5, dtype=torch.uint8)})
+    with pytest.raises(UserError, match="is damaged"):
+        KeptBases("h-3", {1: WIDTH}).put({"bases/h-3.@x": kept.state()["bases/h-3.@12"]})
+
+
+def test_what_is_looked_at() -> None:
+    kept = KeptBases("h-3", {1: WIDTH})
+    out = torch.zeros(4, WIDTH)
+    kept.see(9, 0, [out, out], [])
+    with pytest.raises(KeyError):
+        kept.saw(9, 0)
+    for outputs in ([out], [out, None], [out, out[:, 1:]], [out, out.long()], [out, torch.tensor(1.0)]):
+        kept.see(40, 0, outputs, [])
+        assert kept.saw(40, 0) == [None]
