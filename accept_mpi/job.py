@@ -238,7 +238,8 @@ class Pipeline(Section, frozen=True):
     min_bits: Annotated[int, Meta(ge=1, le=8)] = 2
     """Fewest bits per value that "auto" codecs may use."""
     entropy: bool = False
-    """Whether "auto" codecs may be entropy codes: fewer errors in as many bytes, for much more CPU time."""
+    """Whether "auto" codecs may be entropy codes, activations' in a basis: fewer errors in as many bytes, for much more CPU
+    time."""
     vertical_sync: bool = False
     """1f1b-async: a micro-batch uses the same weight version at all stages (PipeDream, section 3.3)."""
     timeout: Positive = 300.0

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from accept_mpi.codecs.coding import Coding, parse
-from accept_mpi.direction import Crossing
+from accept_mpi.direction import Crossing, Direction
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, Pipeline
 from accept_mpi.plan import Plan
@@ -29,9 +29,10 @@ LINK_SHARE = 0.6
 _MANY = 64  # with more crossings than this, all that are free get the same codec
 
 # Codecs and their bits per value, from the mildest to the strongest. Entropy codes take many times the CPU time of others,
-# and seconds to compile, so a job must ask for them.
-_LADDER = (("none", 32), ("bf16", 16), ("uniform:8", 8), ("uniform:6", 6), ("entropy:4.5", 4.5), ("uniform:4", 4),
-           ("entropy:3.5", 3.5), ("uniform:3", 3), ("entropy:2.5", 2.5), ("uniform:2", 2), ("mbq:1", 1))  # fmt: skip
+# and seconds to compile, so a job must ask for them. Those with a basis are for activations.
+_LADDER = (("none", 32), ("bf16", 16), ("uniform:8", 8), ("uniform:6", 6), ("entropy:4.5+basis", 4.5), ("entropy:4.5", 4.5),
+           ("uniform:4", 4), ("entropy:3.5+basis", 3.5), ("entropy:3.5", 3.5), ("uniform:3", 3),
+           ("entropy:2.5+basis", 2.5), ("entropy:2.5", 2.5), ("uniform:2", 2), ("mbq:1", 1))  # fmt: skip
 # The same for sums of gradients: fewer bits leave out so much that most of a sum would be what earlier ones left.
 _SUMS = (("none", 32), ("bf16", 16), ("uniform:8", 8), ("uniform:4", 4))
 
@@ -58,6 +59,11 @@ def ladder_of(pipeline: Pipeline) -> dict[str, Coding]:
     return ladder(pipeline.min_bits, pipeline.entropy)
 
 
+def way_of(name: str, way: Direction) -> str:
+    """The codec of a ladder as it is for one direction: gradients have no basis."""
+    return name if way is Direction.FORWARD else name.removesuffix("+basis")
+
+
 def choose(forecast: Forecast, fixed: dict[Crossing, str], names: Sequence[str]) -> tuple[dict[Crossing, Choice], float]:
     """Codecs for all crossings, and the seconds that a step should take with them.
 
@@ -68,12 +74,13 @@ def choose(forecast: Forecast, fixed: dict[Crossing, str], names: Sequence[str])
         return _choose_alike(forecast, fixed, names)
     real, forecast = forecast, forecast.with_links(LINK_SHARE)
     free = [crossing for crossing in forecast.crossings if crossing not in fixed]
-    fastest = {c: min(names, key=lambda name, c=c: forecast.message(c, name)) for c in free}  # type: ignore[misc]
+    every = {c: list(dict.fromkeys(way_of(name, c[1]) for name in names)) for c in free}
+    fastest = {c: min(every[c], key=lambda name, c=c: forecast.message(c, name)) for c in free}  # type: ignore[misc]
     chosen = {**fixed, **fastest}
     best = forecast.step(chosen)
     for crossing in free:
         # On fast links the time of the core decides, and with it the bytes to move and the values to code.
-        for name in names:
+        for name in every[crossing]:
             if (found := forecast.step(chosen | {crossing: name})) < best:
                 best, chosen[crossing] = found, name
     limit = best * (1 + TOLERANCE)
@@ -82,8 +89,8 @@ def choose(forecast: Forecast, fixed: dict[Crossing, str], names: Sequence[str])
     while moved:
         moved = False
         for crossing in free:
-            index = names.index(chosen[crossing])
-            for milder in reversed(names[:index]):
+            index = every[crossing].index(chosen[crossing])
+            for milder in reversed(every[crossing][:index]):
                 if forecast.step(chosen | {crossing: milder}) <= limit:
                     chosen[crossing] = milder
                     moved = True
@@ -96,10 +103,10 @@ def _choose_alike(
 ) -> tuple[dict[Crossing, Choice], float]:
     """Choose one codec for all free crossings: the mildest that is within ``TOLERANCE`` of the best."""
     loaded = forecast.with_links(LINK_SHARE)
-    steps = {name: loaded.step({c: fixed.get(c, name) for c in forecast.crossings}) for name in names}
+    each = {name: {c: fixed.get(c, way_of(name, c[1])) for c in forecast.crossings} for name in names}
+    steps = {name: loaded.step(codecs) for name, codecs in each.items()}
     best = min(steps.values())
-    name = next(name for name in names if steps[name] <= best * (1 + TOLERANCE))
-    chosen = {c: fixed.get(c, name) for c in forecast.crossings}
+    chosen = each[next(name for name in names if steps[name] <= best * (1 + TOLERANCE))]
     return _choices(forecast, chosen), forecast.step(chosen)
 
 
@@ -169,7 +176,10 @@ def codec_pairs(pipeline: Pipeline) -> tuple[list[str], list[tuple[str, str]]]:
     if not isinstance(pipeline.forward, str) or not isinstance(pipeline.backward, str):
         raise UserError('pipeline.forward and backward: a list has one codec per boundary, which cuts = "auto" may change')
     options = list(ladder_of(pipeline))
-    forward, backward = (options if name == AUTO else [name] for name in (pipeline.forward, pipeline.backward))
+    forward, backward = (
+        [way_of(option, way) for option in options] if name == AUTO else [name]
+        for way, name in zip(Direction, (pipeline.forward, pipeline.backward), strict=True)
+    )
     length = max(len(forward), len(backward))
     pairs = [(forward[min(k, len(forward) - 1)], backward[min(k, len(backward) - 1)]) for k in range(length)]
     return ["/".join(dict.fromkeys(pair)) for pair in pairs], pairs

@@ -10,12 +10,14 @@ import msgspec
 import numpy as np
 import torch
 
+from accept_mpi.codecs.basis import NO_BASES, Bases, Basis
 from accept_mpi.codecs.coding import NONE, Coding
 from accept_mpi.codecs.message import HEADER_BYTES, Bytes, Label, aligned, buffer_bytes, decode, encode
 from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
 from accept_mpi.direction import Direction
 
 _CODEC_VALUES = 1 << 21  # more than the caches hold: in training, tensors have left these by the time they are coded
+_COMPONENTS = 256  # of rows that are coded in a basis, whose seconds are proportional to it
 _CODEC_ROUNDS = 5
 _SAMPLES = 8  # number of samples in the label of a message
 _MESSAGES = 20
@@ -52,16 +54,19 @@ def codec_costs(codings: Mapping[str, Coding]) -> dict[str, tuple[float, float]]
     They include the checksum and, with "none", copying, which costs as much as coding with few bits. Codecs take turns, so
     that a slow moment of the machine affects all of them.
     """
-    specs = (TensorSpec((_CODEC_VALUES,), (1,), "float32"),)
+    specs = (TensorSpec((_CODEC_VALUES // _COMPONENTS, _COMPONENTS), (_COMPONENTS, 1), "float32"),)
+    same = torch.eye(_COMPONENTS)
+    basis = {0: Basis(torch.zeros(_COMPONENTS), same, same)}
     values = (torch.randn(_CODEC_VALUES, generator=torch.Generator().manual_seed(0)),)
     buffer = aligned(max((buffer_bytes(specs, coding) for coding in codings.values()), default=0))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in codings}
     for _ in range(_CODEC_ROUNDS):
         for name, coding in codings.items():
+            bases = basis if coding.basis else {}
             began = time.thread_time()
-            wire = _encoded(specs, values, buffer, coding)
+            wire = _encoded(specs, values, buffer, coding, bases)
             halfway = time.thread_time()
-            decode({_SAMPLES: specs}, buffer[:wire], coding)
+            decode({_SAMPLES: specs}, buffer[:wire], coding, bases=bases)
             times[name].append((halfway - began, time.thread_time() - halfway))
     ways = {name: list(zip(*each, strict=True)) for name, each in times.items()}
     return {name: (_each(encoding), _each(decoding)) for name, (encoding, decoding) in ways.items()}
@@ -72,10 +77,10 @@ def _each(times: Sequence[float]) -> float:
     return statistics.median(times) / _CODEC_VALUES
 
 
-def _encoded(specs: Specs, values: Tensors, buffer: Bytes, coding: Coding) -> int:
+def _encoded(specs: Specs, values: Tensors, buffer: Bytes, coding: Coding, bases: Bases = NO_BASES) -> int:
     """Encode a message into ``buffer``; returns its length in bytes."""
     label = Label(direction=Direction.FORWARD, boundary=0, step=0, micro_batch=0, samples=_SAMPLES)
-    header = encode(label, specs, values, buffer, coding, now=time.monotonic)
+    header = encode(label, specs, values, buffer, coding, now=time.monotonic, bases=bases)
     return HEADER_BYTES + header.length
 
 

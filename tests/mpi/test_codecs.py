@@ -117,11 +117,12 @@ def test_a_basis_is_part_of_the_state(trained, tmp_path: Path, schedule: str) ->
     """Going on from a checkpoint before and after its first use, in the step that it is learned of, and with other cuts."""
     keys = {"pipeline_schedule": schedule, "train_steps": 46, "output_checkpoint_every": 1, "output_keep": 50}
     path = samples.write_job(tmp_path / "job.toml", samples.GPT, "run", **BASIS, **keys)
-    starts = [(path, f"output.directory=from{step}", "--resume", f"one/checkpoints/step-{step:08}") for step in (8, 9, 11, 20, 43)]
+    folders = {step: f"one/checkpoints/step-{step:08}" for step in (8, 9, 11, 20, 43)}
+    starts = [(path, f"output.directory=from{step}", "--resume", folder) for step, folder in folders.items()]
     cut = path, "output.directory=cut", "--resume", "one", "train.steps=50", "pipeline.cuts=[2,3]"
     trained(3, tmp_path, [(path, "output.directory=one"), *starts, cut])
     whole = Checkpoint(tmp_path / "one").whole()
-    for step in (8, 9, 11, 20, 43):
+    for step in folders:
         samples.assert_equal(Checkpoint(tmp_path / f"from{step}").whole(), whole)
 
 

@@ -59,11 +59,17 @@ def test_bits_fall_with_the_rate_and_stop_at_the_floor(kind: ScheduleKind) -> No
 def test_entropy_codes_are_milder_than_even_bits_and_cost_more() -> None:
     """Only where a job allows them, and not where a device has no time for them."""
     link, free = crossings(1e3), profiles(0.06, 0.06)
-    assert set(names("1f1b", free, link, entropy=True).values()) == {"entropy:2.5"}  # as many as "uniform:2"
-    assert set(names("1f1b", free, link, 4, entropy=True).values()) == {"entropy:4.5"}
+    every = names("1f1b", free, link, entropy=True)  # as many bits as "uniform:2"
+    assert every == {(0, Direction.FORWARD): "entropy:2.5+basis", (0, Direction.BACKWARD): "entropy:2.5"}
+    milder = {way: name for (_, way), name in names("1f1b", free, link, 4, entropy=True).items()}
+    assert milder == {Direction.FORWARD: "entropy:4.5+basis", Direction.BACKWARD: "entropy:4.5"}
+    no_basis = profiles(0.06, 0.06, coding=FREE | {f"entropy:{bits}+basis": 5e-7 for bits in (4.5, 3.5, 2.5)})
+    assert names("1f1b", no_basis, crossings(1.3e6), entropy=True)[0, Direction.FORWARD].startswith("entropy:")
+    many = names("1f1b", profiles(*[0.06] * 34), crossings(*[1e3] * 33), entropy=True)
+    assert {name for (_, way), name in many.items() if way is Direction.BACKWARD} == {"entropy:2.5"}
     some = crossings(1.7e6)
     assert any(name.startswith("entropy") for name in names("1f1b-async", free, some, entropy=True).values())
-    slow = FREE | {f"entropy:{bits}": 5e-7 for bits in (4.5, 3.5, 2.5)}
+    slow = FREE | {f"entropy:{bits}{basis}": 5e-7 for bits in (4.5, 3.5, 2.5) for basis in ("", "+basis")}
     chosen = names("1f1b-async", profiles(0.06, 0.06, coding=slow), some, entropy=True)
     assert not any(name.startswith("entropy") for name in chosen.values())
 
