@@ -27,7 +27,19 @@ from accept_mpi.kernels.blocks import BLOCK, classify, read_classes, write_class
 from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, extremes
 from accept_mpi.kernels.hashing import WEYL, random_bits
 from accept_mpi.kernels.options import INNER, NJIT
-from accept_mpi.kernels.rans import MOST, STATES, SYMBOLS, TOTAL, bits_of, count, frequencies_of, read, tabulate, write
+from accept_mpi.kernels.rans import (
+    BLOCK_WORDS,
+    MOST,
+    STATES,
+    SYMBOLS,
+    TOTAL,
+    bits_of,
+    count,
+    frequencies_of,
+    read,
+    tabulate,
+    write,
+)
 
 LEAST_BYTES = 128
 """Bytes that even a single value takes: header, a table of all symbols, and room to spare."""
@@ -84,13 +96,13 @@ def _sample(x):  # type: ignore[no-untyped-def]
 @nb.njit("UniTuple(float64, 2)(float32[::1])", **INNER)
 def _moments(some):  # type: ignore[no-untyped-def]
     """Mean and standard deviation."""
-    mean = square = 0.0
+    sums, squares = np.zeros(8, np.float64), np.zeros(8, np.float64)  # since each addition waits for the one before
     for i in range(some.size):
-        mean += np.float64(some[i])
-    mean /= some.size
+        sums[i & 7] += np.float64(some[i])
+    mean = sums.sum() / some.size
     for i in range(some.size):
-        square += (np.float64(some[i]) - mean) ** 2
-    return mean, np.sqrt(square / some.size)
+        squares[i & 7] += (np.float64(some[i]) - mean) ** 2
+    return mean, np.sqrt(squares.sum() / some.size)
 
 
 @nb.njit(
@@ -177,9 +189,9 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
         step = max(np.float32(chosen[0]), least_step)
     q, symbols = np.empty(x.size, np.int16), np.empty(x.size, np.uint8)
     counts, frequency = np.empty(of * SYMBOLS, np.int64), np.empty(of * SYMBOLS, np.int64)
-    start = np.empty(of * SYMBOLS, np.int64)
+    start, coded = np.empty(of * SYMBOLS, np.int64), np.empty(words.size + BLOCK_WORDS, np.uint16)
     tables = write_classes(classes, of, out, _CLASSES)
-    attempt = 0
+    attempt, larger, before = 0, 0.0, 0.0
     while True:
         inverse = np.float32(0.0) if flat else np.float32(1.0) / step
         _quantize(x, offset, inverse, number, high_key, stochastic and not flat, q)
@@ -191,11 +203,11 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
         begin = (end + 1) // 2
         spare = ((words.size - begin) * 16.0 - 32.0 - bits_of(counts, frequency, TOTAL)) / x.size
         if spare >= 0.0 and (spare < _SPARE or attempt >= _TRIES or step <= least_step):
-            place = write(q, symbols, classes, frequency, start, words[begin:], states)
-            if place >= 0:
-                taken = words.size - begin - place
+            place = write(q, symbols, classes, frequency, start, coded, states)
+            taken = coded.size - place
+            if place >= 0 and taken <= words.size - begin:
                 for i in range(taken):
-                    words[begin + i] = words[begin + place + i]
+                    words[begin + i] = coded[place + i]
                 for i in range(begin + taken, words.size):
                     words[i] = np.uint16(0)
                 if end & 1:
@@ -207,6 +219,9 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
                 out[_CLASSES] |= np.uint8(dithered << 4)
                 keys[0], keys[1] = number, high_key
                 return CODED
+        if larger != 0.0:
+            slope = min(max((spare - before) / larger, 0.3 * slope), 3.0 * slope)
+        before = spare
         attempt += 1
         at_least = -2.0 if attempt <= _TRIES else 0.002 if attempt < 20 else 0.5
         larger = min(max((0.25 * _SPARE - spare) / slope, at_least), 8.0)  # octaves
@@ -225,13 +240,14 @@ def _decode(data, x):  # type: ignore[no-untyped-def]
         x[:] = np.float32(0.0)
         return
     for b in range(classes.size):
-        begin, end = b * BLOCK, min((b + 1) * BLOCK, x.size)
+        block = x[b * BLOCK : min((b + 1) * BLOCK, x.size)]
+        first = np.uint32(number + np.uint32(b * BLOCK))
         if (dithered >> np.int64(classes[b])) & 1:
-            for i in range(begin, end):
-                x[i] = offset + step * (x[i] + (np.float32(0.5) - _drawn(i, number, high_key)))
+            for i in range(block.size):
+                block[i] = offset + step * (block[i] + (np.float32(0.5) - _drawn(i, first, high_key)))
         else:
-            for i in range(begin, end):
-                x[i] = offset + step * x[i]
+            for i in range(block.size):
+                block[i] = offset + step * block[i]
 
 
 def encoded_bytes(values: int, bits: float, group: int = 0) -> int:

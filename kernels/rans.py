@@ -23,6 +23,9 @@ _SIDE = (SYMBOLS + 1) // 2  # symbols of one sign, with that of zero
 _DIRECT = 16  # sizes with a symbol of their own
 _FIRST, _LAST = _SIDE - _DIRECT, _SIDE + _DIRECT - 2  # symbols without plain bits
 _LOW = 1 << 16  # least value of a state
+BLOCK_WORDS = 2 * BLOCK
+"""Most words that a block takes."""
+_ONE, _FOUR, _TURNS = np.uint64(1), np.uint64(4), np.uint64(STATES - 1)
 _EIGHTHS = np.array([256, 279, 304, 332, 362, 395, 431, 470], np.int64)  # 256 times powers of 2 ** (1 / 8)
 
 
@@ -88,18 +91,27 @@ def count(q, classes, of, run, symbols, counts):  # type: ignore[no-untyped-def]
         symbols[i] = np.uint8(min(max(q[i], -far), far) + middle)
     apart = np.zeros((of, 4, 256), np.int32)  # since adding one to the same place again waits for the last time
     for b in range(classes.size):
-        part, begin = apart[classes[b]], b * run
-        block = symbols[begin : min(begin + run, q.size)]  # of which Numba sees that no index is negative
+        c, begin = np.int64(classes[b]), b * run
+        block = symbols[begin : min(begin + run, q.size)]
+        least, most = np.uint8(255), np.uint8(0)
         for i in range(block.size):
-            s = np.int64(block[i])
-            if not _FIRST <= s <= _LAST:
-                s = _far_symbol(np.int64(q[begin + i]))
-                block[i] = np.uint8(s)
-            part[i & 3, s] += 1
+            least, most = min(least, block[i]), max(most, block[i])
+        if least < _FIRST or most > _LAST:
+            for i in range(block.size):
+                if not _FIRST <= block[i] <= _LAST:
+                    block[i] = np.uint8(_far_symbol(np.int64(q[begin + i])))
+        one, two, three, four = apart[c, 0], apart[c, 1], apart[c, 2], apart[c, 3]
+        for i in range(block.size // 4):
+            one[block[4 * i]] += 1
+            two[block[4 * i + 1]] += 1
+            three[block[4 * i + 2]] += 1
+            four[block[4 * i + 3]] += 1
+        for i in range(block.size // 4 * 4, block.size):
+            one[block[i]] += 1
     for c in range(of):
         for s in range(SYMBOLS):
-            one = np.int64(apart[c, 0, s]) + np.int64(apart[c, 1, s])
-            counts[c * SYMBOLS + s] = one + np.int64(apart[c, 2, s]) + np.int64(apart[c, 3, s])
+            pair = np.int64(apart[c, 0, s]) + np.int64(apart[c, 1, s])
+            counts[c * SYMBOLS + s] = pair + np.int64(apart[c, 2, s]) + np.int64(apart[c, 3, s])
 
 
 @nb.njit("float64(int64[::1], int64[::1], int64)", **INNER)
@@ -135,50 +147,58 @@ def tabulate(counts, out, at):  # type: ignore[no-untyped-def]
     return at + 3 + last - first
 
 
-@nb.njit("UniTuple(int64, 2)(int64, int64, uint16[::1], int64)", **INNER)
+# Below, indices are unsigned, or into a slice: else Numba asks each time whether they count from the end, and a third of the
+# time goes there.
+
+
+@nb.njit("UniTuple(uint64, 2)(uint64, uint64, uint16[::1], uint64)", **INNER)
 def _spill(state, limit, words, at):  # type: ignore[no-untyped-def]
     """Where a state has reached its limit, its low bits become the word before ``at``. Returns the state, and the place of
     the last word that is written. There is no branch: which states are full is not to be foreseen."""
-    words[at - 1] = np.uint16(state & 0xFFFF)
-    full = np.int64(state >= limit)
-    return state >> (full << 4), at - full
+    words[at - _ONE] = np.uint16(state)
+    full = np.uint64(state >= limit)
+    return state >> (full << _FOUR), at - full
 
 
-@nb.njit("UniTuple(int64, 2)(int64, uint16[::1], int64)", **INNER)
+@nb.njit("UniTuple(uint64, 2)(uint64, uint16[::1], uint64)", **INNER)
 def _refill(state, words, at):  # type: ignore[no-untyped-def]
     """Where a state has too few bits left, the word ``at`` fills it (the last one, if a message is damaged). Returns the
     state, and the place of the next word."""
-    few = np.int64(state < _LOW)
-    return (state << (few << 4)) | (np.int64(words[min(at, words.size - 1)]) & -few), at + few
+    few = np.uint64(state < np.uint64(_LOW))
+    word = np.uint64(words[min(at, np.uint64(words.size - 1))])
+    return (state << (few << _FOUR)) | (word & (np.uint64(0) - few)), at + few
 
 
 @nb.njit("int64(int16[::1], uint8[::1], uint8[::1], int64[::1], int64[::1], uint16[::1], uint32[::1])", **INNER)
 def write(q, symbols, classes, frequency, start, words, states):  # type: ignore[no-untyped-def]
     """Code values from the last to the first, into ``words`` from its end on. Returns the place of the first word, or -1 if
-    there is no room."""
+    there may be no room for another block, which takes ``BLOCK_WORDS`` at most."""
     inverse = np.empty(frequency.size, np.float64)
     for s in range(frequency.size):
         inverse[s] = 1.0 / max(frequency[s], 1)
-    now = np.full(STATES, _LOW, np.int64)
-    at = words.size
+    now = np.full(STATES, _LOW, np.uint64)
+    at = np.uint64(words.size)
     for b in range(classes.size - 1, -1, -1):
-        of_class = np.int64(classes[b]) * SYMBOLS
-        for i in range(min((b + 1) * BLOCK, q.size) - 1, b * BLOCK - 1, -1):
-            if at < 2:
-                return -1
-            state = now[i & (STATES - 1)]
-            s = np.int64(symbols[i])
+        if at <= np.uint64(BLOCK_WORDS):
+            return -1
+        begin, first = b * BLOCK, np.int64(classes[b]) * SYMBOLS
+        own, block = q[begin : min(begin + BLOCK, q.size)], symbols[begin : min(begin + BLOCK, q.size)]
+        frequencies, starts = frequency[first : first + SYMBOLS], start[first : first + SYMBOLS]
+        inverses = inverse[first : first + SYMBOLS]
+        for n in range(block.size):
+            i = np.uint64(block.size - 1 - n)
+            state, s = now[i & _TURNS], block[i]
             if not _FIRST <= s <= _LAST:
-                plain = _plain_bits(s)
-                state, at = _spill(state, _LOW << (16 - plain), words, at)
-                state = (state << plain) | (abs(np.int64(q[i])) & ((1 << plain) - 1))
-            f = frequency[of_class + s]
-            state, at = _spill(state, f << 20, words, at)
-            quotient = np.int64((state + 0.5) * inverse[of_class + s])
-            now[i & (STATES - 1)] = state + quotient * (TOTAL - f) + start[of_class + s]
+                plain = np.uint64(_plain_bits(np.int64(s)))
+                state, at = _spill(state, np.uint64(_LOW << 16) >> plain, words, at)
+                state = (state << plain) | (np.uint64(abs(np.int64(own[i]))) & ((_ONE << plain) - _ONE))
+            f = np.uint64(frequencies[s])
+            state, at = _spill(state, f << np.uint64(20), words, at)
+            quotient = np.uint64(np.int64((np.int64(state) + 0.5) * inverses[s]))
+            now[i & _TURNS] = state + quotient * (np.uint64(TOTAL) - f) + np.uint64(starts[s])
     for n in range(STATES):
         states[n] = np.uint32(now[n])
-    return at
+    return np.int64(at)
 
 
 @nb.njit("boolean(uint8[::1], int64, uint8[::1], int64, uint32[::1], float32[::1])", **INNER)
@@ -192,29 +212,31 @@ def read(data, at, classes, of, states, x):  # type: ignore[no-untyped-def]
         at = frequencies_of(data, at, c, frequency, start)
         if at < 0:
             return False
-        for s in range(c * SYMBOLS, (c + 1) * SYMBOLS):
-            for n in range(frequency[s]):
-                slots[c * TOTAL + start[s] + n] = np.uint32((n << 20) | ((frequency[s] - 1) << 8) | (s - c * SYMBOLS))
-    at = (at + 1) // 2
-    now = np.empty(STATES, np.int64)
+        for s in range(SYMBOLS):
+            f, begin = frequency[c * SYMBOLS + s], c * TOTAL + start[c * SYMBOLS + s]
+            own = slots[begin : begin + f]
+            for n in range(own.size):
+                own[n] = np.uint32((n << 20) | ((f - 1) << 8) | s)
+    place = np.uint64((at + 1) // 2)
+    now = np.empty(STATES, np.uint64)
     for n in range(STATES):
-        now[n] = np.int64(states[n])
+        now[n] = np.uint64(states[n])
     for b in range(classes.size):
         of_class = np.int64(classes[b]) * TOTAL
-        block = x[b * BLOCK : min((b + 1) * BLOCK, x.size)]
-        for i in range(block.size):
-            state = now[i & (STATES - 1)]
-            slot = np.int64(slots[of_class + (state & (TOTAL - 1))])
-            state = (((slot >> 8) & 0xFFF) + 1) * (state >> 12) + (slot >> 20)
-            state, at = _refill(state, words, at)
-            q = (slot & 0xFF) - (_SIDE - 1)
+        table, block = slots[of_class : of_class + TOTAL], x[b * BLOCK : min((b + 1) * BLOCK, x.size)]
+        for n in range(block.size):
+            i = np.uint64(n)
+            state = now[i & _TURNS]
+            slot = np.uint64(table[state & np.uint64(TOTAL - 1)])
+            f = ((slot >> np.uint64(8)) & np.uint64(0xFFF)) + _ONE
+            state, place = _refill(f * (state >> np.uint64(12)) + (slot >> np.uint64(20)), words, place)
+            q = np.int64(slot & np.uint64(0xFF)) - (_SIDE - 1)
             size = abs(q)
             if size >= _DIRECT:
-                plain = _plain_bits(slot & 0xFF)
-                size = (2 + (size & 1)) << plain | (state & ((1 << plain) - 1))
-                state >>= plain
-                state, at = _refill(state, words, at)
+                plain = np.uint64(_plain_bits(q + _SIDE - 1))
+                size = np.int64((np.uint64(2 + (size & 1)) << plain) | (state & ((_ONE << plain) - _ONE)))
+                state, place = _refill(state >> plain, words, place)
                 q = size if q > 0 else -size
-            now[i & (STATES - 1)] = state
+            now[i & _TURNS] = state
             block[i] = np.float32(q)
     return True
