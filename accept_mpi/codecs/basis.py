@@ -7,7 +7,7 @@ Thomas, chapter 10). The fourth root stands between no importance at all and all
 one step's gradients say is of that step. Components lie one after the other, so that each block of values
 (``kernels.blocks``) is of one.
 
-Who sends learns a basis of one step in ``EVERY`` (``training.basis_learning``), and keeps it with its stage's state; it
+Who sends learns a basis of one step in 32 (``training.basis_learning``), and keeps it with its stage's state; it
 comes in front of the first message that uses it.
 """
 

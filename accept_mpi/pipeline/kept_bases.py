@@ -26,13 +26,7 @@ class KeptBases:
         self._sets: dict[int, Bases] = {}
         self._seen: dict[Key, list[torch.Tensor | None]] = {}
 
-    def see(
-        self,
-        step: int,
-        k: int,
-        outputs: Sequence[torch.Tensor | None],
-        gradients: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
+    def see(self, step: int, k: int, outputs: Values, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Look at a micro-batch in B, if its step is one to learn of. ``gradients``: outputs with what came for them."""
         if self.widths and learns(step):
             came = {id(out): gradient for out, gradient in gradients}
@@ -68,7 +62,7 @@ class KeptBases:
     def put(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take what ``state`` gave; those of another layer are passed over, as the model has been cut elsewhere. Raises
         UserError if they are damaged."""
-        for key in [key for key in state if key.startswith(self._prefix) and self.widths]:
+        for key in [key for key in state if key.startswith(self._prefix)] if self.widths else ():
             try:
                 found = unpacked(state[key].numpy().tobytes())
                 self._sets[int(key.removeprefix(self._prefix))] = {n: with_inverse(basis) for n, basis in found.items()}

@@ -36,8 +36,7 @@ class BasisLearning:
         self._bases, self._member, self._count_of = bases, place.member, count_of
         self._later = max(_LATER, late)
         self._sums: GroupSum | None = None
-        if bases.widths:
-            self._table = tables[place.stage]
+        self._table = tables[place.stage] if bases.widths else ()
         if place.members > 1 and bases.widths:
             # Numbers beyond those of the stages' groups.
             group = Group(plan.stages[place.stage].ranks, place.member, 2 * place.stages + place.stage, [self._table], True)
