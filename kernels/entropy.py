@@ -87,8 +87,9 @@ def _sample(x):  # type: ignore[no-untyped-def]
     for begin in range(0, x.size, skip * _RUN):
         part = x[begin : min(begin + _RUN, x.size)]
         if taken + part.size <= some.size:
+            into = some[taken : taken + part.size]
             for i in range(part.size):  # Numba takes 1.5 s to compile an assignment to a slice
-                some[taken + i] = part[i]
+                into[i] = part[i]
             taken += part.size
     return some[:taken]
 
@@ -152,11 +153,15 @@ def _gain_by_dither(some, classes, of, offset, inverse):  # type: ignore[no-unty
     """The classes, as bits, in which stochastic rounding by itself, whose square error is f * (1 - f) where f is what a
     value of the sample has beyond a whole number of steps, has a larger one than the 1/12 that is left where the decoder
     subtracts u again."""
-    squares = np.zeros(of, np.float64)
-    for i in range(some.size):
-        value = np.float64((some[i] - offset) * inverse)
-        beyond = value - np.floor(value)
-        squares[classes[i // _RUN]] += beyond * (1.0 - beyond) - 1.0 / 12.0
+    squares, apart = np.zeros(of, np.float64), np.zeros(_RUN, np.float64)
+    for n in range(classes.size):
+        run = some[n * _RUN : min((n + 1) * _RUN, some.size)]
+        for i in range(run.size):
+            value = np.float64((run[i] - offset) * inverse)
+            beyond = value - np.floor(value)
+            apart[i] = beyond * (1.0 - beyond) - 1.0 / 12.0
+        for i in range(run.size):
+            squares[classes[n]] += apart[i]
     found = 0
     for c in range(of):
         found |= np.int64(squares[c] > 0.0) << c
