@@ -49,8 +49,10 @@ _WORTHWHILE = 1024  # values of which there are classes at least
 _TINY = np.float32(1e-30)  # values closer to each other than this count as equal
 _HUGE = np.float32(1e37)
 _RUN, _RUNS = 16, 256  # values of a sample that lie side by side, and how many times as many
-_SPARE = 0.01  # bits a value that a message may leave unused, if an even smaller step can be tried
-_TRIES = 3  # of smaller steps
+_SPARE = 0.01  # bits a value that a message may leave unused; twice as many after each try beyond the first three
+_TRIES, _MOST_TRIES = 3, 20
+_WANTED = _SPARE / 4
+_APART = 0.1  # octaves between two steps that tell how bits depend on them
 
 
 @nb.njit("float32(int64, uint32, uint32)", **INNER)
@@ -119,7 +121,7 @@ def _find_step(some, runs, of, bits, offset, step, number, key, stochastic):  # 
         _quantize(some, offset, np.float32(1.0 / step), number, key, stochastic, q)
         count(q, runs, of, _RUN, symbols, counts)
         over = bits_of(counts, counts, 0) / some.size - bits
-        if change != 0.0:
+        if abs(change) > _APART:
             slope = min(max((before - over) / change, 0.1), 1.0)
         if abs(over) < 0.03:
             break
@@ -168,6 +170,27 @@ def _gain_by_dither(some, classes, of, offset, inverse):  # type: ignore[no-unty
     return found
 
 
+@nb.njit("float64(float64[::1], float64, float64, float64, int64)", **INNER)
+def _next(tried, octave, spare, slope, attempts):  # type: ignore[no-untyped-def]
+    """The logarithm of the next step to try. ``tried``: those of the largest step that is too small and of the smallest that
+    is not (infinite if there is none), each with the bits a value that it left. The last step, which is made one of them,
+    left ``spare``; a step twice as large leaves ``slope`` more."""
+    before, bits_before = tried[0], tried[1]
+    side = 2 if spare >= 0.0 else 0
+    tried[side], tried[side + 1] = octave, spare
+    if attempts > _MOST_TRIES:
+        return octave + 0.5 if side == 0 else octave
+    if np.isfinite(tried[0]) and np.isfinite(tried[2]):
+        if attempts == _MOST_TRIES:
+            return tried[2]
+        share = min(max((_WANTED - tried[1]) / (tried[3] - tried[1]), 0.02), 0.98) if attempts < 6 else 0.5
+        return tried[0] + share * (tried[2] - tried[0])
+    if side == 0 and octave - before > _APART:
+        slope = (spare - bits_before) / (octave - before)
+    larger = (_WANTED - spare) / min(max(slope, 0.3), 1.2)
+    return octave + (max(larger, 0.002 * 2.0**attempts) if side == 0 else larger)
+
+
 @nb.njit("int64(float32[::1], float64, boolean, uint64, uint8[::1])", **NJIT)
 def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
     head, states, words = out[:8].view(np.float32), out[8:_KEY].view(np.uint32), out[: out.size // 2 * 2].view(np.uint16)
@@ -196,7 +219,7 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
     counts, frequency = np.empty(of * SYMBOLS, np.int64), np.empty(of * SYMBOLS, np.int64)
     start, coded = np.empty(of * SYMBOLS, np.int64), np.empty(words.size + BLOCK_WORDS, np.uint16)
     tables = write_classes(classes, of, out, _CLASSES)
-    attempt, larger, before = 0, 0.0, 0.0
+    attempts, tried = 0, np.array([-np.inf, 0.0, np.inf, 0.0])
     while True:
         inverse = np.float32(0.0) if flat else np.float32(1.0) / step
         _quantize(x, offset, inverse, number, high_key, stochastic and not flat, q)
@@ -207,7 +230,8 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
             end = frequencies_of(out, end, c, frequency, start)
         begin = (end + 1) // 2
         spare = ((words.size - begin) * 16.0 - 32.0 - bits_of(counts, frequency, TOTAL)) / x.size
-        if spare >= 0.0 and (spare < _SPARE or attempt >= _TRIES or step <= least_step):
+        enough = spare < _SPARE * 2.0 ** max(attempts - _TRIES, 0) or attempts > _MOST_TRIES or step <= least_step
+        if spare >= 0.0 and enough:
             place = write(q, symbols, classes, frequency, start, coded, states)
             taken = coded.size - place
             if place >= 0 and taken <= words.size - begin:
@@ -224,13 +248,9 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
                 out[_CLASSES] |= np.uint8(dithered << 4)
                 keys[0], keys[1] = number, high_key
                 return CODED
-        if larger != 0.0:
-            slope = min(max((spare - before) / larger, 0.3 * slope), 3.0 * slope)
-        before = spare
-        attempt += 1
-        at_least = -2.0 if attempt <= _TRIES else 0.002 if attempt < 20 else 0.5
-        larger = min(max((0.25 * _SPARE - spare) / slope, at_least), 8.0)  # octaves
-        step = max(np.float32(step * 2.0**larger), least_step)
+            spare = -_SPARE
+        attempts += 1
+        step = max(np.float32(2.0 ** _next(tried, np.log2(step), spare, slope, attempts)), least_step)
 
 
 @nb.njit("void(uint8[::1], float32[::1])", **NJIT)
