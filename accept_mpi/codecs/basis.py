@@ -91,6 +91,8 @@ def unpacked(data: bytes) -> dict[int, Basis]:
             width = len(mean) // 4
             turns = torch.frombuffer(bytearray(back), dtype=torch.float16).view(width, width).float()
             found[n] = Basis(torch.frombuffer(bytearray(mean), dtype=torch.float32), turns)
+            if not (turns.isfinite().all() and found[n].mean.isfinite().all()):
+                raise ValueError("they are not finite")
         return found
     except (msgspec.DecodeError, ValueError, RuntimeError) as error:
         raise ProtocolError(f"a message's bases cannot be read: {error}") from error
@@ -116,7 +118,7 @@ def seen(values: torch.Tensor, gradient: torch.Tensor | None, width: int) -> tor
 
 
 def basis_of(sums: torch.Tensor) -> Basis | None:
-    """The basis that sums of ``seen`` tell of; None if they are not finite."""
+    """The basis that sums of ``seen`` tell of; None if they are not finite, or too large to reckon with."""
     width = sums.shape[1]
     rows = sums[-1, 0]
     mean = sums[-2] / rows
@@ -127,10 +129,14 @@ def basis_of(sums: torch.Tensor) -> Basis | None:
     importance.diagonal().add_(_FLOOR)
     if not (covariance.isfinite().all() and importance.isfinite().all()):
         return None
-    values, vectors = torch.linalg.eigh(importance)
-    root, inverse = ((vectors * values**power) @ vectors.T for power in (0.25, -0.25))
-    back = (inverse @ torch.linalg.eigh(root @ covariance @ root)[1]).half().float()
-    return with_inverse(Basis(mean.float(), back)) if back.isfinite().all() else None
+    try:
+        values, vectors = torch.linalg.eigh(importance)
+        root, inverse = ((vectors * values**power) @ vectors.T for power in (0.25, -0.25))
+        back = (inverse @ torch.linalg.eigh(root @ covariance @ root)[1]).half().float()
+    except torch.linalg.LinAlgError:  # float64's range does not do
+        return None
+    mean = mean.float()
+    return with_inverse(Basis(mean, back)) if back.isfinite().all() and mean.isfinite().all() else None
 
 
 def with_inverse(basis: Basis) -> Basis:

@@ -184,11 +184,11 @@ def aligned(nbytes: int) -> Bytes:
     return block[offset : offset + nbytes]
 
 
-def describe(specs: Specs, tree: Tree, bases: Bases = NO_BASES) -> bytes:
-    """Description that precedes the tensors in a message that is not as agreed, or that brings new ``bases``: its length
-    without these (u32), the format of the tensors, and the bases."""
+def describe(specs: Specs, tree: Tree, bases: Bases | None = None) -> bytes:
+    """Description that precedes the tensors in a message that is not as agreed, or from which on other ``bases`` are in use
+    (or none): its length without these (u32), the format of the tensors, and the bases."""
     found = msgspec.msgpack.encode((tree, specs))
-    return struct.pack("<I", len(found)) + found + (packed(bases) if bases else b"")
+    return struct.pack("<I", len(found)) + found + (b"" if bases is None else packed(bases))
 
 
 @lru_cache(maxsize=1024)
@@ -273,8 +273,8 @@ def decode(
     by_samples: dict[int, Specs], message: Bytes, agreed: Coding = NONE, trees: Mapping[int, Tree] = MappingProxyType({}),
     in_place: bool = False, bases: dict[int, Basis] | None = None,
 ) -> Decoded:  # fmt: skip
-    """Decode a received message. With ``in_place``, tensors that came uncoded share its memory. ``bases``: those in use, to
-    which new ones are added. Raises ProtocolError with a sentence if it is invalid."""
+    """Decode a received message. With ``in_place``, tensors that came uncoded share its memory. ``bases``: those in use,
+    which change to those that it brings. Raises ProtocolError with a sentence if it is invalid."""
     header = Header.unpack(message)
     offset, tree = _padded(header.described), trees.get(header.samples, LONE)
     if header.described:
@@ -284,7 +284,9 @@ def decode(
         length = 4 + int.from_bytes(description[:4], "little")
         tree, specs = _described(description[4:length])
         if bases is not None and description[length:]:
-            bases |= unpacked(description[length:])
+            new = unpacked(description[length:])
+            bases.clear()
+            bases |= new
     elif header.samples in by_samples:
         specs = by_samples[header.samples]
     else:
@@ -298,22 +300,13 @@ def decode(
         raise ProtocolError(
             f"a message has {message.size} bytes where its {header.samples} samples make {layout.wire + offset}"
         )
-    tensors = (
-        spec.unflatten(message[offset + part.start : offset + part.end], coding if part.coded else NONE, in_place)
-        for spec, part in zip(specs, layout.parts, strict=True)
-    )
-    found = tuple(tensors)
-    if bases:
-        _turn_back(found, specs, layout, bases)
-    return Decoded(header, found, tree, layout.raw)
-
-
-def _turn_back(tensors: Tensors, specs: Specs, layout: _Layout, bases: Bases) -> None:
-    """Replace components in a message's tensors by the rows that they are of."""
-    for n, (spec, part, tensor) in enumerate(zip(specs, layout.parts, tensors, strict=True)):
-        if part.coded and tensor is not None and (basis := _basis_of(bases, n, spec)):
-            flat = tensor.detach().as_strided((spec.numel,), (1,))
-            flat.copy_(basis.returned(flat.float()))
+    tensors = []
+    for n, (spec, part) in enumerate(zip(specs, layout.parts, strict=True)):
+        values = message[offset + part.start : offset + part.end]
+        basis = _basis_of(bases, n, spec) if bases and part.coded else None
+        turn = basis.returned if basis else None
+        tensors.append(spec.unflatten(values, coding if part.coded else NONE, in_place, turn))
+    return Decoded(header, tuple(tensors), tree, layout.raw)
 
 
 def _basis_of(bases: Bases, n: int, spec: TensorSpec) -> Basis | None:

@@ -1,6 +1,7 @@
 """Tensors without their values: shape, strides and dtype, and what crosses a boundary."""
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 import msgspec
@@ -116,9 +117,15 @@ class TensorSpec(msgspec.Struct, frozen=True):
             tensor = torch.empty_strided(self.sent_shape, dense, dtype=tensor.dtype).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
-    def unflatten(self, data: Bytes, coding: Coding = NONE, in_place: bool = False) -> torch.Tensor | None:
+    def unflatten(
+        self,
+        data: Bytes,
+        coding: Coding = NONE,
+        in_place: bool = False,
+        turn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor | None:
         """New tensor of this spec, from its values' bytes as ``coding`` wrote them; with ``in_place`` in their memory, if
-        they are not coded."""
+        they are not coded. ``turn``: makes values (1-D float32) of what was coded."""
         if self.dtype == "absent":
             return None
         stride = self.sent_stride
@@ -129,15 +136,16 @@ class TensorSpec(msgspec.Struct, frozen=True):
         if coding.kind == "none":
             if dense.numel():
                 np.copyto(flat.view(torch.uint8).numpy(), data)
-        elif dense.dtype == torch.float32:
+        elif dense.dtype == torch.float32 and turn is None:
             coding.decode(data, flat.numpy())
         else:
-            values = np.empty(dense.numel(), np.float32)
-            coding.decode(data, values)
-            if dense.dtype.itemsize < values.itemsize:  # the highest level may lie beyond the narrower type
+            values = torch.empty(dense.numel(), dtype=torch.float32)
+            coding.decode(data, values.numpy())
+            values = turn(values) if turn else values
+            if dense.dtype.itemsize < values.itemsize:  # what is decoded may lie beyond the narrower type
                 most = torch.finfo(dense.dtype)
-                np.clip(values, most.min, most.max, out=values)
-            flat.copy_(torch.from_numpy(values))
+                values.clamp_(most.min, most.max)
+            flat.copy_(values)
         if not _same_layout(self.sent_shape, stride, self.stride):
             dense = torch.empty_strided(self.sent_shape, self.stride, dtype=dense.dtype).copy_(dense)
         return dense.expand(self.shape).requires_grad_(self.grad)

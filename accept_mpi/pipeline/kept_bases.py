@@ -42,10 +42,12 @@ class KeptBases:
         """What ``see`` has found, in the order of ``widths``; only once."""
         return self._seen.pop((step, k))
 
-    def add(self, step: int, new: Bases) -> None:
-        """Use these from ``step`` on, and those before for all other tensors."""
+    def add(self, step: int, new: Bases, now: int) -> None:
+        """Use these from ``step`` on, and those before for all other tensors. ``now``: the step that ends; none before it is
+        sent any more."""
         before = self._sets[max(self._sets)] if self._sets else NO_BASES
-        self._sets = dict([*self._sets.items()][-1:])  # steps under way may have those before
+        in_use = max((first for first in self._sets if first <= now), default=0)
+        self._sets = {first: bases for first, bases in self._sets.items() if first >= in_use}
         self._sets[step] = {**before, **new}
 
     def at(self, step: int) -> Bases:
@@ -64,8 +66,9 @@ class KeptBases:
         UserError if they are damaged."""
         for key in [key for key in state if key.startswith(self._prefix)] if self.widths else ():
             try:
-                found = unpacked(state[key].numpy().tobytes())
-                self._sets[int(key.removeprefix(self._prefix))] = {n: with_inverse(basis) for n, basis in found.items()}
-            except (ProtocolError, ValueError) as error:
+                found = unpacked(state[key].view(torch.uint8).numpy().tobytes())
+                fitting = {n: with_inverse(basis) for n, basis in found.items() if len(basis.mean) == self.widths.get(n)}
+                self._sets[int(key.removeprefix(self._prefix))] = fitting
+            except (ProtocolError, ValueError, RuntimeError) as error:
                 raise UserError(f'"{shown(key)}" of the checkpoint is damaged: {error}') from error
         self._sets = dict(sorted(self._sets.items()))

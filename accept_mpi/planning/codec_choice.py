@@ -147,6 +147,8 @@ def gradient_codec(name: str) -> str:
         coding = parse(name, False)
     except ValueError as error:
         raise UserError(f'pipeline.gradients: {error}, "{EXACT}" or "{AUTO}"') from error
+    if coding.basis:
+        raise UserError(f'pipeline.gradients: codec "{name}": a basis is for activations')
     if coding.stochastic:  # all ranks must know what the others decode
         raise UserError(
             f'pipeline.gradients: "{name}" rounds at random, but what coding leaves out is carried over: no "+sr"'

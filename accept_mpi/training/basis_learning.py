@@ -60,7 +60,7 @@ class BasisLearning:
             total, _ = self._sums.take(step, deadline)
         told = zip(self._bases.widths, total, strict=True)
         if found_bases := {n: basis for n, sums in told if sums is not None and (basis := basis_of(sums)) is not None}:
-            self._bases.add(step + self._later, found_bases)
+            self._bases.add(step + self._later, found_bases, step)
 
 
 def _plus(one: torch.Tensor | None, two: torch.Tensor | None) -> torch.Tensor | None:

@@ -32,10 +32,11 @@ def learned() -> dict[int, Basis]:
     return {0: found}
 
 
-def sent(x: torch.Tensor, bases: Bases, new: Bases, known: dict[int, Basis]) -> torch.Tensor:
-    """What arrives of activations that are sent with these bases, of which some are new; ``known``: by who receives."""
+def sent(x: torch.Tensor, bases: Bases, new: Bases | None, known: dict[int, Basis]) -> torch.Tensor:
+    """What arrives of activations that are sent with these bases. ``new``: what the message
+    tells of; ``known``: by who receives."""
     specs = (TensorSpec.of(x),)
-    description = describe(specs, LONE, new) if new else b""
+    description = b"" if new is None else describe(specs, LONE, new)
     buffer = aligned(buffer_bytes(specs, CODING, description))
     flat = (specs[0].flatten(x),)
     label = Label(0, 0, 1, 0, len(x))
@@ -70,12 +71,14 @@ def test_errors_are_where_they_matter_least() -> None:
         e = (found - x.detach()).reshape(-1, WIDTH)
         return float((e @ weights * e).sum()), float(e.square().sum())
 
-    plain = errors(sent(x, NO_BASES, {}, {}))
+    plain = errors(sent(x, NO_BASES, None, {}))
     first = errors(sent(x, bases, bases, known))
     assert known.keys() == {0}
-    assert errors(sent(x, bases, {}, known)) == first
+    assert errors(sent(x, bases, None, known)) == first
     assert first[0] < plain[0] / 3
     assert first[1] < plain[1] / 2
+    assert errors(sent(x, NO_BASES, NO_BASES, known)) == plain  # from here on without
+    assert not known
 
 
 def test_what_is_not_finite_comes_uncoded() -> None:
@@ -95,8 +98,23 @@ def test_half_precision() -> None:
     assert float((found - x).square().mean() / x.float().var()) < 0.02
 
 
+def test_half_precision_stays_within_its_range() -> None:
+    """Where errors would carry values beyond it, and components are larger than any of them."""
+    mask = torch.zeros(ROWS, WIDTH)
+    mask[ROWS // 2 :] = -65504
+    x = mask.half()
+    noise = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    basis = basis_of(seen(mask + noise, noise, WIDTH))
+    assert basis is not None
+    found = sent(x, {0: basis}, {0: basis}, {})
+    assert found.isfinite().all()
+    assert float((found.float() - mask).abs().max()) < 1000
+
+
 def test_what_tells_of_no_basis() -> None:
     x, g = rows(0)
+    assert basis_of(seen(x.double() * 1e154, g.double(), WIDTH)) is None
+    assert basis_of(seen(x.double() * 1e100, g.double(), WIDTH)) is None
     assert basis_of(seen(x * np.inf, g, WIDTH)) is None
     alike = basis_of(seen(x, None, WIDTH))  # no gradient came: all directions are alike
     assert alike is not None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from accept_mpi.codecs.basis import NO_BASES, basis_of
+from accept_mpi.codecs.basis import NO_BASES, basis_of, packed
 from accept_mpi.errors import UserError
 from accept_mpi.pipeline.kept_bases import KeptBases
 
@@ -29,7 +29,7 @@ def test_the_newest_two_are_kept() -> None:
     assert kept.at(100) is NO_BASES
     every = [learned(kept, seed) for seed in range(3)]
     for n, new in enumerate(every):
-        kept.add(12 + 32 * n, new)
+        kept.add(12 + 32 * n, new, 8 + 32 * n)
     assert [kept.at(step)[1] is every[n][1] for step, n in ((44, 1), (75, 1), (76, 2), (1000, 2))] == [True] * 4
     assert kept.at(43) is NO_BASES
     state = kept.state()
@@ -39,21 +39,40 @@ def test_the_newest_two_are_kept() -> None:
     for step in (44, 76):
         for mine, its in zip(kept.at(step)[1], again.at(step)[1], strict=True):
             assert mine.equal(its)
-    again.add(108, {})
+    again.add(108, {}, 104)
     assert again.at(108)[1].back.equal(every[2][1].back)
     assert not again.at(75)
 
 
+def test_those_of_steps_under_way_are_kept() -> None:
+    """In an asynchronous pipeline in which more steps are under way than lie between two bases."""
+    kept = KeptBases("h-3", {1: WIDTH})
+    every = [learned(kept, seed) for seed in range(4)]
+    for n, new in enumerate(every):
+        kept.add(68 + 32 * n, new, 8 + 32 * n)
+    assert [kept.at(step)[1] is every[n][1] for step, n in ((105, 1), (132, 2), (164, 3))] == [True] * 3
+    assert sorted(kept.state()) == ["bases/h-3.@100", "bases/h-3.@132", "bases/h-3.@164"]
+
+
 def test_those_of_other_layers_and_codecs_are_passed_over() -> None:
     kept = KeptBases("h-3", {1: WIDTH})
-    kept.add(12, learned(kept, 0))
+    kept.add(12, learned(kept, 0), 8)
     for other in (KeptBases("h-4", {1: WIDTH}), KeptBases("h-3", {})):
         other.put(kept.state())
         assert other.at(12) is NO_BASES
     with pytest.raises(UserError, match="is damaged"):
         KeptBases("h-3", {1: WIDTH}).put({"bases/h-3.@12": torch.zeros(5, dtype=torch.uint8)})
-    with pytest.raises(UserError, match="is damaged"):
-        KeptBases("h-3", {1: WIDTH}).put({"bases/h-3.@x": kept.state()["bases/h-3.@12"]})
+    whole = kept.state()["bases/h-3.@12"]
+    infinite = packed({1: kept.at(12)[1]._replace(mean=torch.full((WIDTH,), torch.inf))})
+    for key, value in (
+        ("x", whole), ("12", torch.zeros(5, dtype=torch.bfloat16)), ("12", torch.tensor(1.0)),
+        ("12", torch.frombuffer(bytearray(infinite), dtype=torch.uint8)),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="is damaged"):
+            KeptBases("h-3", {1: WIDTH}).put({f"bases/h-3.@{key}": value})
+    wider = KeptBases("h-3", {1: 2 * WIDTH})
+    wider.put(kept.state())
+    assert not wider.at(12)
 
 
 def test_what_is_looked_at() -> None:

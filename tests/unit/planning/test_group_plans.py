@@ -105,6 +105,8 @@ def test_a_plan_says_how_gradients_are_summed_only_where_the_job_leaves_it_open(
         check_codecs(job("pipeline.gradients=float7").pipeline)
     with pytest.raises(UserError, match=r'carried over: no "\+sr"'):
         check_codecs(job("pipeline.gradients=uniform:4+sr").pipeline)
+    with pytest.raises(UserError, match="a basis is for activations"):
+        check_codecs(job("pipeline.gradients=entropy:3+basis").pipeline)
 
 
 _LUMPY = [4.27, 1.62, 1.08, 0.34, 1.19, 6.77, 0.73, 5.04, 0.09, 0.56, 0.32, 0.15]
