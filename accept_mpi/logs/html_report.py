@@ -86,7 +86,10 @@ def _page(
         _picture("Loss", pictures.get("loss"), "", "No step was finished, so there is no loss."),
         "<h2>Stages</h2>",
         _stages(facts, tables, shown),
-        "<p class=note>Bubbles and what was sent are those of the steps in the timeline.</p>" if count else "",
+        "<p class=note>Bubbles and what was sent are those of the steps in the timeline; coding: the seconds of making "
+        "messages and reading them, as a share of those of computing.</p>"
+        if count
+        else "",
         _reasons(facts),
         "<h2>Hosts</h2>",
         _hosts(facts),
@@ -154,10 +157,11 @@ def _stages(facts: dict[str, Any], tables: dict[str, Rows], shown: tuple[float, 
             row: list[object] = ["" if number else s, rank, "" if number else layers]
             if (s, rank) in use:
                 u = use[s, rank]
-                row += [_percent(u.bubble), *(_bytes(u.bytes_raw[way], u.bytes_wire[way]) for way in Direction)]
+                row += [_percent(u.bubble), _percent(u.coding / u.busy if u.busy else math.nan)]
+                row += [*(_bytes(u.bytes_raw[way], u.bytes_wire[way]) for way in Direction)]
                 row += [_bytes(u.bytes_sum, u.bytes_sum)] if groups else []
             rows.append(row)
-    head = ("stage", "rank", "layers", "bubble", "sent forward", "sent backward", *(["summed"] if groups else []))
+    head = ("stage", "rank", "layers", "bubble", "coding", "sent forward", "sent backward", *(["summed"] if groups else []))
     return _table(head, rows)
 
 

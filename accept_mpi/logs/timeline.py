@@ -79,6 +79,8 @@ class RankUse:
     stage: int
     busy: float
     """Seconds of computing."""
+    coding: float
+    """Seconds in which its data plane coded and decoded messages, beside computing or in turn with it."""
     bubble: float
     """Share of the window in which the rank does not compute."""
     bytes_raw: tuple[int, int]
@@ -96,14 +98,14 @@ def rank_use(trace: Rows, start: float, end: float) -> list[RankUse]:
     result = []
     for stage, rank in np.unique(np.stack([rows["stage"], rows["rank"]], axis=1), axis=0).tolist():
         mine = rows[(rows["stage"] == stage) & (rows["rank"] == rank)]
-        busy = busy_seconds(of_kind(mine, *COMPUTE), start, end)
+        busy, coding = (busy_seconds(of_kind(mine, *kinds), start, end) for kinds in (COMPUTE, ("encode", "decode")))
         sent = of_kind(mine, "send")
         raw, wire = (
             tuple(int(sent[column][sent["direction"] == direction].sum()) for direction in Direction)
             for column in ("bytes_raw", "bytes_wire")
         )
         summed = int(of_kind(mine, "sum")["bytes_wire"].sum())
-        result.append(RankUse(rank, stage, busy, 1 - busy / span, (raw[0], raw[1]), (wire[0], wire[1]), summed))
+        result.append(RankUse(rank, stage, busy, coding, 1 - busy / span, (raw[0], raw[1]), (wire[0], wire[1]), summed))
     return result
 
 

@@ -79,9 +79,10 @@ def write_log(tmp_path: Path, *events: str) -> Path:
 def test_bubble_and_bytes() -> None:
     trace = rows(
         (0.0, 4.0, 0, "F"), (4.5, 6.0, 0, "B"), (5.0, 8.0, 1, "F"), (1.0, 4.5, 1, "B"),
-        (4.0, 5.0, 0, "send", 0, 0, 1, 0, 1000),
+        (4.0, 5.0, 0, "send", 0, 0, 1, 0, 1000), (3.5, 4.0, 0, "encode", 0, 0, 1, 0), (6.0, 6.2, 0, "decode", 0, 1, 1, 0),
     )  # fmt: skip
     first, second = rank_use(trace, 0.0, 10.0)
+    assert (first.coding, second.coding) == (pytest.approx(0.7), 0)
     assert (first.busy, first.bubble) == (5.5, pytest.approx(0.45))
     assert (second.busy, second.bytes_raw, first.bytes_raw, first.bytes_wire) == (6.5, (0, 0), (1000, 0), (500, 0))
     assert busy_seconds(trace, 0.0, 5.0) == 5.0
