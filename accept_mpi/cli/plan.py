@@ -35,6 +35,8 @@ def main(options: argparse.Namespace) -> int:
     """Print the plan that a job would get on the devices of a run or a fleet, with added devices and changed links."""
     job = parse_job(read_text(options.job), str(options.job), options.set)
     check_codecs(job.pipeline)
+    if any(not isinstance(names, str) for names in (job.pipeline.forward, job.pipeline.backward)):
+        raise UserError('plan compares cuts, which a list of codecs by boundary fits once: name one codec, or "auto"')
     hosts = _added(options.add)
     if options.log is not None:
         cluster = cluster_of_log(options.log, job)

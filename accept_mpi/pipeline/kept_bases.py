@@ -1,46 +1,49 @@
 """Bases in which a stage's activations are sent on (``codecs.basis``), as part of its state: learned anew, a run would go on
 otherwise than without a loss."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 
 from accept_mpi.codecs.basis import NO_BASES, Bases, learns, packed, seen, unpacked, with_inverse
 from accept_mpi.errors import ProtocolError, UserError, shown
-from accept_mpi.pipeline.micro_batch import Key
 
 BASES = "bases"
 """What a stage's state calls them: "bases/<last layer's name>.@<first step>"."""
 
 Values = Sequence[torch.Tensor | None]
+Seen = list[torch.Tensor | None]
+
+
+def _nobody(step: int, k: int, found: Seen) -> None:
+    pass
 
 
 class KeptBases:
-    """The bases of a stage's outputs, by the step (from 0) from which on they are used; and what is seen for more."""
+    """The bases of a stage's outputs, by the step (from 0) from which on they are used; and what is seen for more.
+
+    Several lanes may ``see`` at a time."""
 
     def __init__(self, layer: str = "", widths: Mapping[int, int] = MappingProxyType({})) -> None:
         """``layer``: the name of the stage's last one; ``widths``: of the outputs that have a basis, by position."""
         self.widths = widths
+        self.tell: Callable[[int, int, Seen], None] = _nobody
+        """Gets the step, the micro-batch and what it says of the bases, in the order of ``widths``."""
         self._prefix = f"{BASES}/{layer}.@"
         self._sets: dict[int, Bases] = {}
-        self._seen: dict[Key, list[torch.Tensor | None]] = {}
 
     def see(self, step: int, k: int, outputs: Values, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Look at a micro-batch in B, if its step is one to learn of. ``gradients``: outputs with what came for them."""
         if self.widths and learns(step):
             came = {id(out): gradient for out, gradient in gradients}
-            self._seen[step, k] = [self._look(n, outputs, came) for n in self.widths]
+            self.tell(step, k, [self._look(n, outputs, came) for n in self.widths])
 
     def _look(self, n: int, outputs: Values, came: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         out, width = outputs[n] if n < len(outputs) else None, self.widths[n]
         if out is None or not out.is_floating_point() or not out.dim() or out.shape[-1] != width:
             return None
         return seen(out, came.get(id(out)), width)
-
-    def saw(self, step: int, k: int) -> list[torch.Tensor | None]:
-        """What ``see`` has found, in the order of ``widths``; only once."""
-        return self._seen.pop((step, k))
 
     def add(self, step: int, new: Bases, now: int) -> None:
         """Use these from ``step`` on, and those before for all other tensors. ``now``: the step that ends; none before it is

@@ -5,6 +5,7 @@ in the order of the micro-batches, over all members of a group. So bases are the
 cuts the model there.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,8 +13,9 @@ import torch
 from accept_mpi.codecs.basis import basis_of, learns
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.group_sum import Group, GroupSum
-from accept_mpi.pipeline.kept_bases import KeptBases
+from accept_mpi.pipeline.kept_bases import KeptBases, Seen
 from accept_mpi.plan import Place, Plan
+from accept_mpi.training.gradient_sums import OrderedSum
 
 _LATER = 4  # steps after which bases are used, in all schedules whose updates are not later
 
@@ -33,35 +35,36 @@ class BasisLearning:
     ) -> None:
         """``tables``: the member of each stage's group that takes each micro-batch; ``count_of(step)``: number of its
         micro-batches; ``late``: most steps by which updates are late. Creates channels, before the plane starts."""
-        self._bases, self._member, self._count_of = bases, place.member, count_of
+        self._bases, self._count_of = bases, count_of
         self._later = max(_LATER, late)
         self._sums: GroupSum | None = None
-        self._table = tables[place.stage] if bases.widths else ()
+        self._alone: dict[int, OrderedSum] = {}
+        """Sums by step, where no group holds the stage."""
+        self._lock = threading.Lock()
         if place.members > 1 and bases.widths:
             # Numbers beyond those of the stages' groups.
-            group = Group(plan.stages[place.stage].ranks, place.member, 2 * place.stages + place.stage, [self._table], True)
+            group = Group(
+                plan.stages[place.stage].ranks, place.member, 2 * place.stages + place.stage, [tables[place.stage]], True
+            )
             like = [torch.empty(2 * width + 2, width, dtype=torch.float64) for width in bases.widths.values()]
             self._sums = GroupSum(plane, group, like, 0, count_of)
+        bases.tell = self._take
+
+    def _take(self, step: int, k: int, found: Seen) -> None:
+        """Take what a micro-batch says, in any order and in any thread."""
+        if self._sums:
+            self._sums.contribute(step, k, found, 1.0)
+            return
+        with self._lock:
+            if step not in self._alone:
+                self._alone[step] = OrderedSum(list(reversed(range(self._count_of(step)))))
+            self._alone[step].add(k, found, 1.0)
 
     def __call__(self, step: int, deadline: float) -> None:
         """Learn of a step, before its update. Raises DeadlineError."""
         if not self._bases.widths or not learns(step):
             return
-        total: list[torch.Tensor | None] = []
-        for k in range(self._count_of(step)):
-            if self._table[k] != self._member:
-                continue
-            found = self._bases.saw(step, k)
-            if self._sums:
-                self._sums.contribute(step, k, found, 1.0)
-            else:
-                total = [_plus(*pair) for pair in zip(total, found, strict=True)] if total else found
-        if self._sums:
-            total, _ = self._sums.take(step, deadline)
+        total = self._sums.take(step, deadline)[0] if self._sums else self._alone.pop(step).gradients
         told = zip(self._bases.widths, total, strict=True)
-        if found_bases := {n: basis for n, sums in told if sums is not None and (basis := basis_of(sums)) is not None}:
-            self._bases.add(step + self._later, found_bases, step)
-
-
-def _plus(one: torch.Tensor | None, two: torch.Tensor | None) -> torch.Tensor | None:
-    return two if one is None else one if two is None else one.add_(two)
+        if found := {n: basis for n, sums in told if sums is not None and (basis := basis_of(sums)) is not None}:
+            self._bases.add(step + self._later, found, step)

@@ -114,7 +114,7 @@ class _PartSums:
 
     def __init__(self, part: Part, mine: Callable[[int], Sequence[int]]) -> None:
         self.parameters, self._sums, self._early, self._taken = *part, mine
-        self._mine: dict[int, _Sum] = {}
+        self._mine: dict[int, OrderedSum] = {}
         """Sums of this rank's gradients, by step."""
 
     def in_backward(self, step: int, k: int, scale: float, layer: int) -> None:
@@ -144,10 +144,10 @@ class _PartSums:
             del self._mine[step]
             self._sums.contribute(step, k, here().on_host(mine.gradients), mine.scale, given)
 
-    def _of(self, step: int) -> "_Sum":
+    def _of(self, step: int) -> "OrderedSum":
         """The sum of a step."""
         if step not in self._mine:
-            self._mine[step] = _Sum(list(reversed(self._taken(step))))
+            self._mine[step] = OrderedSum(list(reversed(self._taken(step))))
         return self._mine[step]
 
     def whole(self, step: int) -> Gradients | None:
@@ -174,7 +174,7 @@ class _PartSums:
         return mine.gradients, mine.scale
 
 
-class _Sum:
+class OrderedSum:
     """Sum of a rank's gradients in a step, added up in the order of the micro-batches, in whatever order they come."""
 
     def __init__(self, left: list[int]) -> None:
@@ -186,6 +186,7 @@ class _Sum:
         self._waiting: dict[int, tuple[Gradients, float]] = {}
 
     def add(self, k: int, gradients: Gradients, scale: float) -> None:
+        """Add those of a micro-batch, as soon as all before it are there."""
         self._waiting[k] = gradients, scale
         while self.left and self.left[-1] in self._waiting:
             found, self.scale = self._waiting.pop(self.left.pop())

@@ -237,6 +237,7 @@ def test_what_a_users_code_prints_is_no_part_of_its_times(
         (["--add", "pi5:many"], "expected a persona and how many"),
         (["--log", "none.h5"], "no such log"),
         (["--add", "pi5", "--link", "edge=5"], "no such host"),
+        (["--add", "pi4:2", "--set", 'pipeline.forward=["bf16"]', "--set", "pipeline.cuts=[2]"], "name one codec"),
     ],
 )
 def test_mistakes(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
