@@ -10,16 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accept_mpi import models
+from accept_mpi.codecs.basis import basis_of, seen
 from accept_mpi.comm.messages import Committed, Control, Copied, Message, ReplicaChunks, StopAsked, Stopping
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, Optimizer, Recovery
 from accept_mpi.job_file import parse
 from accept_mpi.models.layers import build_layers
+from accept_mpi.pipeline.kept_bases import KeptBases
 from accept_mpi.pipeline.optimizer import left_behind
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import BoundaryCodecs, make_plan, recomputing
 from accept_mpi.recovery.barriers import CHECKPOINT, EXTRA, LOCAL, SNAPSHOT, Barriers, LocalCopies
-from accept_mpi.recovery.layer_state import Arriving, chunked, copies, load, pack, states
+from accept_mpi.recovery.layer_state import Arriving, chunked, copies, fitting, load, pack, states
 from accept_mpi.recovery.replicas import Replicas, newest, sources
 from accept_mpi.recovery.replication import Replication, Route
 
@@ -107,6 +109,25 @@ def test_another_optimizer_takes_over_state_of_its_own_kind_or_none(before: Opti
         both = {"muon"} & {before.name, now.name}
         expected = (True in lost, False in lost) if both else (bool(lost), bool(lost))
         assert left_behind(before, now) == expected
+
+
+def test_bases_go_with_the_last_layer() -> None:
+    """To whoever holds it next, if it is the last one there, too; also by way of a host's disk."""
+    one, same, longer = updated(stage(0, 2, 1)), stage(0, 2, 2), stage(0, 3, 2)
+    for each in (one, same, longer):
+        each.bases = KeptBases(each.names[-1], {0: 16})
+    values = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    basis = basis_of(seen(values, values.flip(0), 16))
+    assert basis is not None
+    one.bases.add(12, {0: basis}, 8)
+    blobs = states(one)
+    names = models.load("cnn", {"width": 4}, 1).names
+    assert fitting(blobs, names) == blobs
+    options = JOB.train.optimizer
+    assert load(same, blobs, options) == 0
+    assert same.bases.at(12)[0].back.equal(basis.back)
+    assert load(longer, blobs | states(stage(2, 3, 1)), options) == 0
+    assert not longer.bases.at(12)
 
 
 def test_a_part_of_an_optimizers_state_is_not_taken_for_another_kind() -> None:
