@@ -50,7 +50,7 @@ _TINY = np.float32(1e-30)  # values closer to each other than this count as equa
 _HUGE = np.float32(1e37)
 _RUN, _RUNS = 16, 256  # values of a sample that lie side by side, and how many times as many
 _SPARE = 0.01  # bits a value that a message may leave unused; twice as many after each try beyond the first three
-_TRIES, _MOST_TRIES = 3, 20
+_TRIES = 3
 _WANTED = _SPARE / 4
 _APART = 0.1  # octaves between two steps that tell how bits depend on them
 
@@ -178,14 +178,11 @@ def _next(tried, octave, spare, slope, attempts):  # type: ignore[no-untyped-def
     before, bits_before = tried[0], tried[1]
     side = 2 if spare >= 0.0 else 0
     tried[side], tried[side + 1] = octave, spare
-    if attempts > _MOST_TRIES:
-        return octave + 0.5 if side == 0 else octave
+    tried[2] = tried[2] if tried[0] < tried[2] else np.inf  # what seemed to fit did not
     if np.isfinite(tried[0]) and np.isfinite(tried[2]):
-        if attempts == _MOST_TRIES:
-            return tried[2]
         share = min(max((_WANTED - tried[1]) / (tried[3] - tried[1]), 0.02), 0.98) if attempts < 6 else 0.5
-        return tried[0] + share * (tried[2] - tried[0])
-    if side == 0 and octave - before > _APART:
+        return tried[0] + (share if attempts < 12 else 1.0) * (tried[2] - tried[0])
+    if side == 0 and _APART < octave - before < np.inf:
         slope = (spare - bits_before) / (octave - before)
     larger = (_WANTED - spare) / min(max(slope, 0.3), 1.2)
     return octave + (max(larger, 0.002 * 2.0**attempts) if side == 0 else larger)
@@ -230,8 +227,8 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
             end = frequencies_of(out, end, c, frequency, start)
         begin = (end + 1) // 2
         spare = ((words.size - begin) * 16.0 - 32.0 - bits_of(counts, frequency, TOTAL)) / x.size
-        enough = spare < _SPARE * 2.0 ** max(attempts - _TRIES, 0) or attempts > _MOST_TRIES or step <= least_step
-        if spare >= 0.0 and enough:
+        if spare >= 0.0 and (spare < _SPARE * 2.0 ** max(attempts - _TRIES, 0) or step <= least_step):
+            spare = -_SPARE  # if it turns out not to fit
             place = write(q, symbols, classes, frequency, start, coded, states)
             taken = coded.size - place
             if place >= 0 and taken <= words.size - begin:
@@ -248,7 +245,6 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
                 out[_CLASSES] |= np.uint8(dithered << 4)
                 keys[0], keys[1] = number, high_key
                 return CODED
-            spare = -_SPARE
         attempts += 1
         step = max(np.float32(2.0 ** _next(tried, np.log2(step), spare, slope, attempts)), least_step)
 
