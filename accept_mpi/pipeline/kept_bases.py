@@ -74,4 +74,3 @@ class KeptBases:
                 self._sets[int(key.removeprefix(self._prefix))] = fitting
             except (ProtocolError, ValueError, RuntimeError) as error:
                 raise UserError(f'"{shown(key)}" of the checkpoint is damaged: {error}') from error
-        self._sets = dict(sorted(self._sets.items()))

@@ -32,7 +32,7 @@ class GradientSums:
         """``parts``: all trained parameters, in the first place the stage's own; ``mine(step)``: the micro-batches of a step
         that this rank takes, in order."""
         self._stage, self._taken = stage, mine
-        self._parts = [_PartSums(part, mine) for part in parts]
+        self._parts = [PartSums(part, mine) for part in parts]
         self._group = parts[0].sums
         """The sums of the group that holds the stage, if one does."""
         self._left: dict[Key, Gradients] = {}
@@ -109,12 +109,12 @@ class GradientSums:
             self._stage.statistics.replay(self._seen)
 
 
-class _PartSums:
-    """Sums of the gradients of some parameters."""
+class PartSums:
+    """Sums of the gradients of some parameters, or of what else adds up over micro-batches."""
 
     def __init__(self, part: Part, mine: Callable[[int], Sequence[int]]) -> None:
         self.parameters, self._sums, self._early, self._taken = *part, mine
-        self._mine: dict[int, OrderedSum] = {}
+        self._mine: dict[int, _Sum] = {}
         """Sums of this rank's gradients, by step."""
 
     def in_backward(self, step: int, k: int, scale: float, layer: int) -> None:
@@ -144,10 +144,10 @@ class _PartSums:
             del self._mine[step]
             self._sums.contribute(step, k, here().on_host(mine.gradients), mine.scale, given)
 
-    def _of(self, step: int) -> "OrderedSum":
+    def _of(self, step: int) -> "_Sum":
         """The sum of a step."""
         if step not in self._mine:
-            self._mine[step] = OrderedSum(list(reversed(self._taken(step))))
+            self._mine[step] = _Sum(list(reversed(self._taken(step))))
         return self._mine[step]
 
     def whole(self, step: int) -> Gradients | None:
@@ -174,7 +174,7 @@ class _PartSums:
         return mine.gradients, mine.scale
 
 
-class OrderedSum:
+class _Sum:
     """Sum of a rank's gradients in a step, added up in the order of the micro-batches, in whatever order they come."""
 
     def __init__(self, left: list[int]) -> None:
