@@ -217,7 +217,7 @@ class Trial:
                 "is given more that may depend on it: no cut may part such layers"
             )
         found.made = self.stage.state_names() - stage.state_at_first
-        learn(stage, found, self.stage.deferred.never if self.stage.deferred else frozenset())
+        learn(stage, found, never_deferred(self.stage))
 
     def _with_hint(self, error: UsersBug) -> UsersBug:
         """The error of a layer that may miss what a layer of another stage has left for it."""
@@ -234,6 +234,11 @@ class Trial:
             self.found.norms_take[name] = given[0].dtype
             if lies_apart(given[0]):
                 self.found.norms_apart.add(name)
+
+
+def never_deferred(stage: Stage) -> frozenset[int]:
+    """Numbers of a stage's modules that never defer (``DeferredWeights.never``); none where nothing defers."""
+    return stage.deferred.never if stage.deferred else frozenset()
 
 
 def learn(stage: Stage, found: Findings, never: frozenset[int]) -> None:

@@ -9,7 +9,7 @@ from accept_mpi.comm.messenger import Messenger
 from accept_mpi.job import Job
 from accept_mpi.pipeline.findings import Findings
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.pipeline.trials import learn
+from accept_mpi.pipeline.trials import learn, never_deferred
 from accept_mpi.plan import Place, StagePlan
 from accept_mpi.profiling.outline import Outline
 from accept_mpi.training.boundaries import Sizes, agree_on_shapes
@@ -36,7 +36,7 @@ class _Shown(NamedTuple):
     specs: BothSpecs
     found: Findings
     never: frozenset[int]
-    """``DeferredWeights.never``."""
+    """``trials.never_deferred``."""
 
 
 class Tried:
@@ -68,6 +68,5 @@ class Tried:
             return shown.specs if shown else (BoundarySpecs({}, {}), BoundarySpecs({}, {}))
         specs = agree_on_shapes(messenger, stage, place, sizes, data, deadline, outline)
         if not place.idle:
-            never = stage.deferred.never if stage.deferred else frozenset()
-            self._newest = _Shown(mine, specs, stage.found, never)
+            self._newest = _Shown(mine, specs, stage.found, never_deferred(stage))
         return specs

@@ -144,8 +144,8 @@ def _with_snapshots(directory: Path) -> tuple[Rows, list[int]]:
 
 
 def alone(lab: Laboratory, directory: Path, last: int) -> float:
-    """samples/s of a job that these hosts start and that runs undisturbed until step ``last``."""
-    with start(lab, _FOLDER / "job.toml", directory, "--set", f"train.steps={last}", ulfm=False) as running:
+    """samples/s of a job that these hosts start and that runs undisturbed, with its snapshots, until step ``last``."""
+    with start(lab, _FOLDER / "job.toml", directory, "--set", f"train.steps={last}", ulfm=True) as running:
         running.process.communicate(timeout=SECONDS)
     with open_log(directory / "log.h5") as log:
         steps = log["steps"][:]
