@@ -254,8 +254,7 @@ class Supervisor:
                 _say(f"mpirun ended with exit code {code} before the job was done")
                 return "ended"
             if self._signals:
-                self._end(start, checkpoint=True)
-                return "stopped"
+                return self._end_with_checkpoint(start, "stopped")
             if start.last_word is not None and time.monotonic() - start.last_word > _DONE_SECONDS:
                 _say("mpirun does not end")
                 self._end(start)
@@ -280,10 +279,14 @@ class Supervisor:
                 more = [host.name for host in there if host not in start.hosts]
                 if more and start.steps:
                     _say(f"{', '.join(more)} answers again")
-                    self._end(start, checkpoint=True)
-                    start.close()
-                    return "done" if start.done else "back"  # its last step may have been under way
+                    return self._end_with_checkpoint(start, "back")
             time.sleep(_POLL)
+
+    def _end_with_checkpoint(self, start: _Start, why: str) -> str:
+        """End a start with a checkpoint; returns ``why``, or "done": its last step may have been under way."""
+        self._end(start, checkpoint=True)
+        start.close()
+        return "done" if start.done else why
 
     def _end(self, start: _Start, checkpoint: bool = False, seconds: float = _END_SECONDS) -> None:
         """End a start: with ``checkpoint`` by SIGUSR1, which mpirun forwards and ranks answer with a checkpoint; then by

@@ -255,6 +255,26 @@ def test_a_stop_waits_for_its_checkpoint_as_long_as_the_run_goes_on(
     assert "another signal ends the run without it" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_stop_in_the_last_step_is_of_a_job_that_is_done(tmp_path: Path, mpirun: Path, signals: int) -> None:
+    """There is no step left that a checkpoint could end; the run comes to its own end. It was called failed."""
+    script(
+        mpirun,
+        'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi',
+        f'echo "$*" >> {tmp_path}/calls',
+        "trap 'asked=1' USR1",
+        "echo step 4/5  epoch 0",
+        "kill -TERM $PPID",
+        'until [ "$asked" ]; do sleep 0.05; done',
+        'echo "step 5  done: no evaluation"',
+        f"[ {signals} = 2 ] && sleep 0.2 && kill -TERM $PPID && sleep 5",
+        "exit 0",
+    )
+    code, calls = supervised(tmp_path, [])
+    assert code == 0
+    assert len(calls) == 1
+
+
 def test_a_job_that_is_done_while_it_is_to_begin_again(
     tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
