@@ -67,13 +67,16 @@ def calendar(batches: Calendar, manifest: Manifest | None) -> Calendar:
     calendar of the same run from its beginning, returned as it is without a checkpoint."""
     if manifest is None:
         return batches
-    order = manifest.seed if manifest.order is None else manifest.order
     if manifest.seen is not None:
-        return replace(batches, since=Position(manifest.step, manifest.epoch, manifest.seen, order))
-    size, drop_last = (_get(manifest.settings(), f"train.{key}") for key in ("batch_size", "drop_last"))
-    known = type(size) is int and size > 0
-    before = replace(batches, batch_size=size if known else batches.batch_size, drop_last=drop_last is True)
-    return replace(batches, since=before.position(manifest.step)._replace(order=order))
+        at = Position(manifest.step, manifest.epoch, manifest.seen)
+    else:
+        size, drop_last = (_get(manifest.settings(), f"train.{key}") for key in ("batch_size", "drop_last"))
+        known = type(size) is int and size > 0
+        before = replace(batches, batch_size=size if known else batches.batch_size, drop_last=drop_last is True)
+        at = before.position(manifest.step)
+    if at.seen:  # else the epoch to come has the order of this run
+        at = at._replace(order=manifest.seed if manifest.order is None else manifest.order)
+    return replace(batches, since=at)
 
 
 def with_its_micro_batches(job: Job, manifest: Manifest) -> Job:

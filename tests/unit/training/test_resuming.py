@@ -242,6 +242,16 @@ def test_another_seed_begins_with_the_next_epoch() -> None:
     assert seen(after, range(4, 8)) == seen(Calendar(64, 16, 2, 7), range(4, 8))
 
 
+@pytest.mark.parametrize("seen", [0, None])
+def test_another_seed_begins_at_once_where_an_epoch_has_ended(seen: int | None) -> None:
+    """The first epoch of a run that goes on had the order of the run before. ``seen`` is None in early checkpoints."""
+    text = JOB.replace("batch_size = 8", "batch_size = 16")
+    fields = {"step": 8, "epoch": 2, "seen": seen, "samples": 64}
+    after = calendar(Calendar(64, 16, 2, 7), manifest(parsed("train.seed=1", text=text), **fields))
+    for step in range(8, 16):
+        assert np.array_equal(after.indices(step), Calendar(64, 16, 2, 7).indices(step))
+
+
 def test_drop_last_drops_what_is_too_few() -> None:
     for seen_before, rest in ((0, 3), (20, 2), (48, 0)):
         since = manifest(parsed(), samples=64, step=9, epoch=3, seen=seen_before)
