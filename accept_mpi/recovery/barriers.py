@@ -15,7 +15,7 @@ Where groups hold stages, local copies are made in between, as often as a given 
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from accept_mpi.comm.messages import Control, Copied, ReplanAsked, StepFlags, StopAsked, Stopping
@@ -95,11 +95,11 @@ class Barriers:
             flags |= CHECKPOINT
         return flags
 
-    def tell_all(self, step: int, ranks: int) -> None:
-        """Decide how ``step``, which is to begin ``AHEAD`` steps from now, will end, and tell all ``ranks`` ranks; on the
-        first stage's leader."""
+    def tell_all(self, step: int, ranks: Iterable[int]) -> None:
+        """Decide how ``step``, which is to begin ``AHEAD`` steps from now, will end, and tell all ``ranks`` that hold a
+        stage, which take it by ``told``; on the first stage's leader."""
         flags = self.flags(step)
-        for rank in range(ranks):
+        for rank in ranks:
             self._post(rank, StepFlags(step, flags), False)
 
     def told(self, step: int, deadline: float, check: Callable[[], None]) -> int:

@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from accept_mpi.codecs.basis import widths_of
 from accept_mpi.codecs.coding import kernels_of, parse
@@ -238,12 +239,13 @@ class Deployment:
         made, over = 0, False
         if not self.place.idle:
             computing = self._computing(self._plane)
+            holders = [rank for _, rank in self.plan.holders]
             services = Services(
                 self._channels, self._plane, self.recorder, self.barriers, self.replication, self._drawn,
                 self.runtime.lifeline.begin_step, self._reports, self.state.speed, self._tables[self.place.stage],
                 widths(self.plan.stages), self.plan.slack, self._member, computing, self._clipping, self._learn,
                 self.state.chain.order,
-                (lambda step: self.barriers.tell_all(step, self.runtime.size)) if self.plan.hybrid else None,
+                partial(self.barriers.tell_all, ranks=holders) if self.plan.hybrid else None,
             )  # fmt: skip
             names = self.state.chain.names
             worker = Worker(self.job, self.place, self.stage, self.batches, self._data, names, services)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from accept_mpi import models
 from accept_mpi.codecs.basis import basis_of, seen
-from accept_mpi.comm.messages import Committed, Control, Copied, Message, ReplicaChunks, StopAsked, Stopping
+from accept_mpi.comm.messages import Committed, Control, Copied, Message, ReplicaChunks, StepFlags, StopAsked, Stopping
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, Optimizer, Recovery
 from accept_mpi.job_file import parse
@@ -386,6 +386,16 @@ def test_young_s_period_follows_what_a_snapshot_takes(monkeypatch: pytest.Monkey
     assert not ranks.step(1)
     now[0] += 2.0
     assert ranks.step(2) & SNAPSHOT
+
+
+def test_ranks_without_a_stage_are_told_nothing_of_steps() -> None:
+    """They take nothing of it, so in a run of weeks what they were told took ever more of their memory."""
+    posted: list[tuple[int, Control]] = []
+    barriers = Barriers(Recovery(), 0, False, lambda rank, control, _: posted.append((rank, control)))
+    plan = make_plan(4, [2], ranks=[[0, 3], 2])
+    for step in range(3):
+        barriers.tell_all(step, [rank for _, rank in plan.holders])
+    assert posted == [(rank, StepFlags(step, 0)) for step in range(3) for rank in (0, 3, 2)]
 
 
 def test_a_signal_flags_one_checkpoint() -> None:
