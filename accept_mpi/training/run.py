@@ -227,7 +227,7 @@ class _Run:
         except GroupRefused as refused:
             if begin.first and self.job.pipeline.cuts != "auto":
                 raise
-            return self._without_groups(runtime, state, begin, refused)
+            return self._without_groups(runtime, begin, refused)
         except Agreed as mistake:
             if restoring.fits or source.snapshot.on_disk or not self.options.supervised:
                 raise
@@ -308,7 +308,7 @@ class _Run:
         if self._records:
             self._records.connect(deployment.barriers)
 
-    def _without_groups(self, runtime: Runtime, state: RankState, begin: Begin, why: GroupRefused) -> Begin:
+    def _without_groups(self, runtime: Runtime, begin: Begin, why: GroupRefused) -> Begin:
         """Plan again without groups, since what the layers do shows only now: of a plan that the job gave, and a loss has
         changed, only their leaders go on."""
         log.warning("%s; the plan is made again without groups", why)
