@@ -182,7 +182,7 @@ class ReplanAsked(Control, frozen=True):
 
 
 class StepFlags(Control, frozen=True):
-    """The first stage's leader to all ranks, if groups hold stages: how a step will end (``recovery.barriers``), some steps
+    """The first stage's leader to all that hold one, if groups do: how a step will end (``recovery.barriers``), some steps
     before it begins."""
 
     urgent: ClassVar[bool] = True

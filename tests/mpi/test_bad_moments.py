@@ -9,6 +9,7 @@ from lost_ranks import expected, run
 
 from accept_mpi.logs.reader import open_log
 from accept_mpi.recovery.checkpoint import Checkpoint
+from accept_mpi.recovery.manifest import complete
 
 PAUSES = 20  # of bad_moments.py
 
@@ -56,6 +57,20 @@ def test_training_does_not_wait_for_a_checkpoint(mpirun, tmp_path: Path) -> None
         ends = log["steps"]["end"][:]
     assert len(ends) == 8
     assert ends[-1] - ends[2] < 6.0
+
+
+def test_checkpoints_that_are_made_faster_than_sent_do_not_pile_up(mpirun, tmp_path: Path) -> None:
+    """Each was a copy of the state that waited in memory: a device ran out of it, however small the model."""
+    job = samples.write_job(
+        tmp_path / "job.toml", samples.CNN, "run", train_steps=6, train_evaluate_every=0, pipeline_cuts=[3],
+        output_checkpoint_every=1, output_keep=0,
+    )  # fmt: skip
+    mpirun(2, ROOT / "tests" / "programs" / "slow_checkpoint.py", job, 1.0, 12)
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        ends, events = log["steps"]["end"][:], log["events"]["text"][:]
+    assert ends[-1] - ends[0] > 6.0  # the sixth step waits for the fourth checkpoint; each takes two seconds
+    assert 1 <= sum(b"made faster than they are sent" in text for text in events) <= 2
+    assert len(complete(tmp_path / "run")) == 6
 
 
 def test_the_last_checkpoint_has_time_as_long_as_it_arrives(mpirun, tmp_path: Path) -> None:
