@@ -204,7 +204,7 @@ class TargetsDrawn(Control, frozen=True):
 
 
 class GradientNorms(Control, frozen=True):
-    """A stage to all others: norms of its parameters' gradients in a step (``clipping.Norms``)."""
+    """A stage to all others: norms of its parameters' gradients in a step (``kept_norms.Norms``)."""
 
     urgent: ClassVar[bool] = True
     step: int

@@ -27,6 +27,7 @@ from accept_mpi.pipeline.deferred_weights import DeferredWeights
 from accept_mpi.pipeline.findings import Findings
 from accept_mpi.pipeline.graph_edges import Box, Seeded, Telling, apart, finite
 from accept_mpi.pipeline.kept_bases import KeptBases
+from accept_mpi.pipeline.kept_norms import KeptNorms
 from accept_mpi.pipeline.layer_runner import LayerRunner
 from accept_mpi.pipeline.micro_batch import InFlight, Inputs, Key, Outputs
 from accept_mpi.pipeline.muon import matrices
@@ -103,7 +104,7 @@ class Stage(Stateful):
         """BatchNorm's running statistics, if a group holds the stage."""
         self.remembered = Remembered([])
         """What forwards have modules remember."""
-        self.bases = KeptBases()
+        self.bases, self.norms = KeptBases(), KeptNorms()
         self.settled: list[Settled] = []
         """What else forwards refer to, where several ranks or lanes compute: of this stage and of its lanes."""
         self._held: deque[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = deque()

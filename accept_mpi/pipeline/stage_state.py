@@ -13,6 +13,7 @@ from accept_mpi.pipeline.averages import Averages
 from accept_mpi.pipeline.correction import Correction
 from accept_mpi.pipeline.findings import Findings
 from accept_mpi.pipeline.kept_bases import KeptBases
+from accept_mpi.pipeline.kept_norms import KeptNorms
 from accept_mpi.pipeline.kept_values import KeptValues
 from accept_mpi.pipeline.parameters import Parameters, named_state
 from accept_mpi.pipeline.remembered import THE_LOSS, Remembered
@@ -38,6 +39,7 @@ class Stateful:
     _held: deque[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
     remembered: Remembered
     bases: KeptBases
+    norms: KeptNorms
     check_settled: Callable[[bool], None]
 
     @property
@@ -93,9 +95,10 @@ class Stateful:
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """Copies of the optimizer's tensors, and of what ``beside`` names, as "<name of the state>/<parameter's name>";
-        of what forwards have modules remember, and of the bases in which activations are sent on."""
+        of what forwards have modules remember, of the bases in which activations are sent on, and of the norms of the last
+        gradients."""
         memory = self._held[0][1] if self._held else self.remembered.state()
-        memory = memory | self.bases.state()
+        memory = memory | self.bases.state() | self.norms.state()
         if self.optimizer is None:
             return memory
         every, beside = self.optimizer.state, self._beside
@@ -132,6 +135,7 @@ class Stateful:
             self.keep_apart()
             self.remembered.put(optimizer)
             self.bases.put(optimizer)
+            self.norms.put(optimizer)
             if self.optimizer is None:
                 return
             beside = {kept.name: kept for kept in self._beside}

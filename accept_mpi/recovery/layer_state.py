@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from accept_mpi.errors import UserError, shown
 from accept_mpi.job import Optimizer
 from accept_mpi.pipeline.kept_bases import BASES
+from accept_mpi.pipeline.kept_norms import NORMS
 from accept_mpi.pipeline.optimizer import SCALARS, STATES, state_names
 from accept_mpi.pipeline.remembered import LAYERS, LOSS
 from accept_mpi.pipeline.stage import Stage
@@ -95,7 +96,7 @@ def load(stage: Stage, blobs: Mapping[int, bytes], options: Optimizer) -> int:
         another = name in wanted and there[name] in STATES and there[name] != needed
         if (what in needed and not another) or what in beside:
             ours[key] = value
-    memory = {key: value for key, value in optimizer.items() if key.partition("/")[0] in (LAYERS, LOSS, BASES)}
+    memory = {key: value for key, value in optimizer.items() if key.partition("/")[0] in (LAYERS, LOSS, BASES, NORMS)}
     _check_weights(stage, weights)
     _check_optimizer(stage, ours, wanted)
     stage.load(weights, ours | memory)

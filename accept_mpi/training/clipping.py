@@ -13,7 +13,7 @@ can be repeated.
 
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
@@ -22,13 +22,12 @@ from accept_mpi.codecs.gradient_chunks import Gradients
 from accept_mpi.comm.channels import wait_for
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.messages import Control, GradientNorms
+from accept_mpi.comm.messenger import Messenger
 from accept_mpi.errors import DeadlineError
+from accept_mpi.pipeline.kept_norms import KeptNorms, Norms
 
 _EPSILON = 1e-6  # as torch's
 _LOOK = 0.2  # seconds between two looks at whether the run goes on
-
-Norms = list[tuple[int, float, str]]
-"""Positions of parameters in the model, the norms of their gradients, and what the gradients are of (torch's name)."""
 
 
 class Clipping:
@@ -44,16 +43,21 @@ class Clipping:
         delay: int,
         steps: range,
         early: bool,
+        kept: KeptNorms,
+        known: Collection[int],
     ) -> None:
         """``most``: norm that gradients may have; ``stage`` of ``stages``: this rank's; ``ranks``: those of the other
         stages, if this rank tells them; ``delay``: steps by which their norms are older; ``steps``: the deployment's;
-        ``early``: norms are told some time before the update."""
+        ``early``: norms are told some time before the update; ``kept``: this stage's last norms; ``known``: steps before the
+        deployment's of which all stages have kept theirs. Tells those."""
         self.early = early
         self._most, self._plane, self._stage, self._stages, self._ranks = most, plane, stage, stages, ranks
-        self._delay, self._steps = delay, steps
+        self._delay, self._steps, self._kept, self._of = delay, steps, kept, {*steps, *known}
         self._told: dict[int, Norms] = {}
         self._heard: queue.SimpleQueue[GradientNorms] = queue.SimpleQueue()
         self._norms: dict[int, dict[int, Norms]] = {}
+        for step in sorted(known):
+            self._tell(step, kept.of[step])
 
     def handle(self, control: Control) -> bool:
         """Take a message of another stage; False if it is of another kind. Called on the data-plane thread."""
@@ -71,6 +75,10 @@ class Clipping:
         norms = torch.stack([torch.linalg.vector_norm(g).double() for _, g in counted]).tolist() if counted else []
         mine = [(at, norm, str(g.dtype).removeprefix("torch.")) for (at, g), norm in zip(counted, norms, strict=True)]
         self._told[step] = mine
+        self._kept.keep(step, mine)
+        self._tell(step, mine)
+
+    def _tell(self, step: int, mine: Norms) -> None:
         # What nobody waits for might come when this deployment is over, and be taken for the next one's.
         for rank in self._ranks if step + self._delay in self._steps else ():
             self._plane.post(rank, GradientNorms(step, self._stage, mine))
@@ -82,7 +90,7 @@ class Clipping:
         mine = self._told.pop(step)
         of = step - self._delay
         others: dict[int, Norms] = {}
-        if of in self._steps:
+        if of in self._of:
             until = time.monotonic() + deadline
             while len(self._norms.get(of, ())) < self._stages - 1:
                 self._wait(of, until, deadline)
@@ -104,6 +112,15 @@ class Clipping:
                 ) from None
             return
         self._norms.setdefault(found.step, {})[found.stage] = found.norms
+
+
+def known_to_all(messenger: Messenger, kept: KeptNorms | None, steps: range, deadline: float) -> set[int]:
+    """Those of ``steps`` of which all stages have kept their norms; all ranks call this together, those without a stage with
+    None. Raises DeadlineError."""
+    if not steps:
+        return set()
+    told = messenger.allgather(None if kept is None else sorted(kept.of), deadline, "the last norms of gradients")
+    return set(steps).intersection(*(mine for mine in told if mine is not None))
 
 
 def _as_torch_adds_them(norms: Norms) -> list[torch.Tensor]:

@@ -32,6 +32,7 @@ from accept_mpi.models.layers import Layers, build_stage, in_channels_last
 from accept_mpi.models.losses import Loss
 from accept_mpi.pipeline.deal import Deal, widths
 from accept_mpi.pipeline.kept_bases import KeptBases
+from accept_mpi.pipeline.kept_norms import KeptNorms
 from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.pipeline.settling import settle
 from accept_mpi.pipeline.stage import Stage
@@ -44,7 +45,7 @@ from accept_mpi.recovery.layer_state import states
 from accept_mpi.recovery.replicas import Replicas
 from accept_mpi.recovery.replication import Replication, Route
 from accept_mpi.training.basis_learning import BasisLearning
-from accept_mpi.training.clipping import Clipping
+from accept_mpi.training.clipping import Clipping, known_to_all
 from accept_mpi.training.codec_selection import select_codecs
 from accept_mpi.training.controller import Controller, Follower
 from accept_mpi.training.data_here import Data, Known, agree_on_data
@@ -151,6 +152,8 @@ class Deployment:
         place, ahead = self.place, self._signatures[1].forward
         if not (place.idle or place.last) and parse(self.plan.boundaries[place.stage].forward, False).basis:
             self.stage.bases = KeptBases(self.stage.names[-1], widths_of(ahead.values()))
+        if not place.idle:
+            self.stage.norms = KeptNorms(self.stage.names, self._older)
         restore(self.stage)  # after the first forward, which may create buffers
         settle(self.stage)
 
@@ -318,14 +321,20 @@ class Deployment:
     def _clips(self, plane: DataPlane, early: bool) -> Clipping | None:
         """This rank's part in the clipping of gradients, if the job asks for that. ``early``: as for ``Clipping``."""
         most, place, plan = self.job.train.clip_norm, self.place, self.plan
-        if most is None or place.idle:
+        kept = None if place.idle else self.stage.norms
+        before = range(self.course.first - self._older, self.course.first)
+        known = known_to_all(self.runtime.messenger, kept, before, self.runtime.startup_seconds)
+        if most is None or kept is None:
             return None
         others = [rank for stage in plan.stages for rank in stage.ranks if rank not in plan.stages[place.stage].ranks]
-        older = self._late if self.job.pipeline.schedule == "1f1b-async" else 0
-        told = others if place.leads else []
-        return Clipping(
-            most, plane, place.stage, place.stages, told, older, range(self.course.first, self.course.last), early
-        )
+        told, steps = others if place.leads else [], range(self.course.first, self.course.last)
+        return Clipping(most, plane, place.stage, place.stages, told, self._older, steps, early, kept, known)
+
+    @property
+    def _older(self) -> int:
+        """Steps by which the other stages' norms are older in clipping, where none waits for them."""
+        clips = self.job.train.clip_norm is not None and self.job.pipeline.schedule == "1f1b-async"
+        return self._late if clips else 0
 
     @property
     def _late(self) -> int:

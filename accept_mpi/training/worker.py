@@ -6,7 +6,6 @@ outputs on; ``backward`` sends the gradients back the same way.
 
 import math
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ from accept_mpi.codecs.message import Decoded
 from accept_mpi.codecs.tensors import Tensors
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.ends import Receiver
-from accept_mpi.comm.messages import Event, Speed, TraceRows
+from accept_mpi.comm.messages import Speed, TraceRows
 from accept_mpi.data import Dataset
 from accept_mpi.data.calendar import Calendar, Milestones, in_order, segments
 from accept_mpi.data.feed import Drawn, Feed
@@ -38,9 +37,9 @@ from accept_mpi.pipeline.stage import Stage
 from accept_mpi.pipeline.suspects import Suspects
 from accept_mpi.plan import Place
 from accept_mpi.recovery.barriers import AHEAD, CHECKPOINT, EXTRA, LOCAL, OVER, REPLAN, SNAPSHOT, Barriers
-from accept_mpi.recovery.checkpoint_writer import chunks
 from accept_mpi.recovery.replication import Replication
 from accept_mpi.training.basis_learning import BasisLearning
+from accept_mpi.training.checkpoint_sender import CheckpointSender
 from accept_mpi.training.clipping import Clipping, positions
 from accept_mpi.training.gradient_sums import GradientSums
 from accept_mpi.training.lanes import Computing, InTurn
@@ -51,7 +50,6 @@ from accept_mpi.tree import LONE
 _COPIES = SNAPSHOT | EXTRA | LOCAL | CHECKPOINT
 """Flags of a step after which the state is copied."""
 _TRACE_SECONDS = 1.0  # between two messages with trace rows
-_POLL, _LONG = 0.01, 1.0  # seconds between two looks at whether a checkpoint has been sent; a wait that is told
 
 
 @dataclass(frozen=True)
@@ -112,6 +110,7 @@ class Worker:
         self._member, self._computing, self._clipping = services.member, services.computing, services.clipping
         self._positions = positions(services.order, self.s, stage.trained_names, stage.trained_first)
         self._tell_flags = services.tell_flags
+        self._checkpoints = CheckpointSender(self.plane, self.recorder, self.s)
         self._flags: dict[int, int] = {}
         """Flags of steps that end with a barrier (``recovery.barriers``), by step."""
         self._said = -1
@@ -126,9 +125,6 @@ class Worker:
         self._results: dict[int, dict[int, Result]] = {}
         """Results on the last stage, by step and micro-batch."""
         self._waited, self._traced, self._since = 0.0, time.monotonic(), time.monotonic()
-        self._sent: Callable[[], Any] = lambda: None
-        """The last piece of the newest checkpoint, until it has been sent."""
-        self._said_slow = False
 
     def train(self, course: Milestones, deliver: Callable[[], None], test_samples: int) -> int:
         """Make the course's steps. ``deliver`` is called after each of them, for the observers on rank 0. Returns the number
@@ -396,25 +392,8 @@ class Worker:
     def checkpoint(self, step: int) -> None:
         """Copy the stage's state, and send it to rank 0 in the background; on the stage's leader."""
         failpoint("checkpoint")
-        if not self.place.leads:
-            return
-        with self.recorder.span("checkpoint", step):
-            self._wait_for_checkpoint(step)
-            for chunk in chunks(step, self.s, self.stage.weights(), self.stage.optimizer_state()):
-                self.plane.post(0, chunk)
-            self._sent = weakref.ref(chunk.data)
-
-    def _wait_for_checkpoint(self, step: int) -> None:
-        """Wait until the checkpoint before has been sent, so that copies of the state do not pile up in memory. After half
-        of the deadline it goes on with one more: others wait meanwhile."""
-        began = time.monotonic()
-        while self._sent() is not None and time.monotonic() - began < self._deadline / 2:
-            self.plane.check()
-            time.sleep(_POLL)
-        if time.monotonic() - began > _LONG and not self._said_slow:
-            self._said_slow = True
-            text = f"stage {self.s} waits for its checkpoint before to reach rank 0: they are made faster than they are sent"
-            self.plane.post(0, Event(self.recorder.clock.now(), step, text))
+        if self.place.leads:
+            self._checkpoints.send(step, self.stage, self._deadline)
 
     def ship_trace(self) -> None:
         """Send the trace rows gathered so far to rank 0."""

@@ -48,9 +48,12 @@ def test_four_ranks_checkpoint_continues_on_two(mpirun, tmp_path: Path, name: st
     samples.assert_equal(straight, plain)
 
 
-def test_asynchronous_adam_resumes_and_keeps_its_log(mpirun, tmp_path: Path) -> None:
-    """The pipeline drains at checkpoints, so a resumed run equals one that went on; optimizer state comes along."""
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_asynchronous_adam_resumes_and_keeps_its_log(mpirun, tmp_path: Path, clip: float | None) -> None:
+    """The pipeline drains at checkpoints, so a resumed run equals one that went on; optimizer state comes along, and the
+    norms that other stages' gradients had before."""
     keys = {"train_evaluate_every": 0, "output_checkpoint_every": 3, "pipeline_schedule": "1f1b-async"}
+    keys |= {"train_clip_norm": clip} if clip else {}
     path = samples.write_job(tmp_path / "job.toml", samples.GPT | {"train": samples.GPT["train"] | {"steps": 6}}, **keys)
     adam = ("--set", 'train.optimizer={name="adamw", lr=1e-3, schedule="cosine", warmup_steps=2}')
     mpirun(3, "-m", "accept_mpi", "train", path, *adam)

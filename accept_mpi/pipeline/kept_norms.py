@@ -1,0 +1,51 @@
+"""Norms of a stage's last gradients, as part of its state: where gradients are clipped and no stage waits, later steps need
+them (``training.clipping``)."""
+
+from collections.abc import Mapping
+
+import msgspec
+import torch
+
+from accept_mpi.errors import UserError, shown
+
+NORMS = "norms"
+"""What a stage's state calls them: "norms/<last layer's name>.@<step>"."""
+
+Norms = list[tuple[int, float, str]]
+"""Positions of parameters in the model, the norms of their gradients, and what the gradients are of (torch's name)."""
+
+
+class KeptNorms:
+    """Those of the newest steps (from 0)."""
+
+    def __init__(self, names: list[str] | None = None, most: int = 0) -> None:
+        """``names``: those of the stage's layers; ``most``: steps to keep."""
+        self._most = most
+        self._prefix, self._layers = f"{NORMS}/{names[-1] if names else ''}.@", len(names or ())
+        self.of: dict[int, Norms] = {}
+        """By step."""
+
+    def keep(self, step: int, norms: Norms) -> None:
+        """Keep a step's, and those of the steps before it that are still needed."""
+        self.of = {at: found for at, found in (self.of | {step: norms}).items() if step - self._most < at}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """As named tensors."""
+        return {
+            f"{self._prefix}{step}": torch.frombuffer(
+                bytearray(msgspec.msgpack.encode((self._layers, norms))), dtype=torch.uint8
+            )
+            for step, norms in self.of.items()
+        }
+
+    def put(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take what ``state`` gave; those of other layers are passed over, as the model has been cut elsewhere. Raises
+        UserError if they are damaged."""
+        for key in [key for key in state if key.startswith(self._prefix)] if self._most else ():
+            try:
+                data = state[key].view(torch.uint8).numpy().tobytes()
+                layers, norms = msgspec.msgpack.decode(data, type=tuple[int, Norms])
+                if layers == self._layers:
+                    self.of[int(key.removeprefix(self._prefix))] = norms
+            except (msgspec.DecodeError, ValueError, RuntimeError) as error:
+                raise UserError(f'"{shown(key)}" of the checkpoint is damaged: {error}') from error
