@@ -50,6 +50,8 @@ def steady_window(trace: Rows, steps: int = 3) -> tuple[float, float]:
     spans = ends - begins
     usual = 3 * np.median(spans)  # a step that was repeated after a loss spans both attempts
     candidates = [first for first in candidates if spans[first : first + count].max() <= usual] or candidates
+    together = [first for first in candidates if numbers[first + count - 1] - numbers[first] < count]
+    candidates = together or candidates  # a long run's trace lacks steps
     for first in candidates:
         start, end = float(begins[first]), float(ends[first + count - 1])
         if not ((evaluations >= start) & (evaluations <= end)).any():

@@ -22,6 +22,9 @@ from accept_mpi.logs.timeline import plan_rows
 from accept_mpi.plan import Plan
 
 _TEXT_BYTES = EVENTS["text"].itemsize
+_WHOLE = 4_000_000
+"""Rows of the trace, of 57 bytes each, after which it gets a tenth of the steps from then on; and so again."""
+_TOGETHER = 10  # consecutive steps that it gets then
 
 
 class LogWriter:
@@ -49,6 +52,8 @@ class LogWriter:
         with _writing(path):
             self._file = self._created(job, plan, facts, earlier, more)
             self._tables = {name: self._file[name] for name in TABLES}
+            self.rows = {name: len(table) for name, table in self._tables.items()}
+            """Number of each table's rows, on the disk or not yet."""
             self._place = os.stat(path)
         self._open = True
 
@@ -94,6 +99,7 @@ class LogWriter:
         """Add rows (of the table's dtype) to ``table``; they reach the disk with the next flush."""
         if len(rows):
             self._pending[table].append(np.atleast_1d(rows))
+            self.rows[table] += self._pending[table][-1].shape[0]
         if time.monotonic() - self._last_flush > 1.0:
             self.flush()
 
@@ -159,6 +165,7 @@ class LogObserver(Observer):
     def __init__(self, writer: LogWriter) -> None:
         self._writer = writer
         self._known, self._evaluated = writer.newest("steps"), writer.newest("evals")
+        self._period = _TOGETHER
 
     def step(self, done: StepDone) -> None:
         if done.step > self._known:  # else told again, since rank 0 was lost
@@ -172,7 +179,13 @@ class LogObserver(Observer):
         self._writer.append("metrics", np.array(named, METRICS))
 
     def trace(self, rows: Rows) -> None:
-        self._writer.append("trace", rows)
+        """Of a run of weeks the trace gets some consecutive steps now and then: it would fill the disk."""
+        period = _TOGETHER * 10 ** (self._writer.rows["trace"] // _WHOLE)
+        if period > self._period and len(rows):
+            step = int(rows["step"].max())
+            self.event(float(rows["start"].max()), step, f"the trace has {_TOGETHER} of {period} steps from now on")
+            self._period = period
+        self._writer.append("trace", rows[rows["step"] % period < _TOGETHER])
 
     def event(self, seconds: float, step: int, text: str) -> None:
         self._writer.event(seconds, step, text)

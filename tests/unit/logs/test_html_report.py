@@ -96,6 +96,8 @@ def test_the_window_avoids_evaluations() -> None:
     start, end = steady_window(evaluated)
     assert not start < PERIOD * 5 - 0.3 < end
     assert steady_window(trace[:0]) == (0.0, 0.0)
+    start, end = steady_window(trace[~np.isin(trace["step"], [4, 5, 6])])  # of a long run: steps that lie side by side
+    assert end - start < 3 * PERIOD
 
 
 def test_chrome_trace(log: Path, tmp_path: Path) -> None:

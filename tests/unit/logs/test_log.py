@@ -64,6 +64,26 @@ def test_what_a_checkpoint_follows_is_on_the_disk(tmp_path: Path) -> None:
     log.close()
 
 
+def test_a_run_of_weeks_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trace grew by a gigabyte a day."""
+    monkeypatch.setattr("accept_mpi.logs.writer._WHOLE", 600)
+    log = LogObserver(LogWriter(tmp_path / "log.h5", JOB, PLAN, {}))
+    rows = np.zeros(20, TRACE)
+    for step in range(1, 3001):
+        rows["step"], rows["start"] = step, step + 0.5
+        log.trace(rows)
+    log.close()
+    with open_log(tmp_path / "log.h5") as file:
+        steps = sorted(set(file["trace"]["step"].tolist()))
+        events = [(event["step"], event["text"].decode()) for event in file["events"]]
+    assert steps[:30] == [*range(1, 31)]
+    assert steps[30:60] == [*range(100, 110), *range(200, 210), *range(300, 310)]
+    assert steps[60:] == [*range(1000, 1010), *range(2000, 2010), 3000]
+    assert events == [
+        (31, "the trace has 10 of 100 steps from now on"), (310, "the trace has 10 of 1000 steps from now on"),
+    ]  # fmt: skip
+
+
 def test_a_plan_is_on_the_disk_when_it_begins(tmp_path: Path) -> None:
     """Whoever is rank 0 may be lost in the next moment, and the plan's steps live on in copies of others."""
     log = LogWriter(tmp_path / "log.h5", JOB, PLAN, {})
