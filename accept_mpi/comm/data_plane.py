@@ -48,7 +48,7 @@ _SWITCH_SECONDS = 0.0005
 _UNCODED_REPORTED = 10
 
 
-class DataPlane(threading.Thread):
+class DataPlane:
     """The data-plane thread, with its channels and the control messages that it sends and handles."""
 
     def __init__(
@@ -63,7 +63,7 @@ class DataPlane(threading.Thread):
         computing one have one core together. ``handle``: called on this thread with each control message, must be quick, and
         returns True if it took the message; others go back to the messenger when the thread ends.
         """
-        super().__init__(name="data plane", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="data plane", daemon=True)
         self._comm = comm
         self._messenger = messenger
         self._recorder = recorder
@@ -89,6 +89,10 @@ class DataPlane(threading.Thread):
         self._error: BaseException | None = None
         self._failed: BaseException | None = None
         self._awaited = False
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
 
     def outgoing(self, end: Channel) -> Sender:
         """Add the sending end of a channel (before ``start``)."""
@@ -145,11 +149,11 @@ class DataPlane(threading.Thread):
         self._stopping = True
         self.wake()
         arrived = -1
-        while self.is_alive() and arrived < self._messenger.arrived:
+        while self._thread.is_alive() and arrived < self._messenger.arrived:
             arrived = self._messenger.arrived
-            self.join(deadline)
+            self._thread.join(deadline)
         self.check()
-        if self.is_alive():
+        if self._thread.is_alive():
             raise DeadlineError(f"waited {deadline:.0f} s for the other ranks to take the last messages")
         for incoming in self._incoming:
             incoming.close()
@@ -159,11 +163,11 @@ class DataPlane(threading.Thread):
         MPI may still read from it and write to it."""
         self._abandoned = True
         self.wake()
-        if self.is_alive():
-            self.join(_ABANDON_SECONDS)
+        if self._thread.is_alive():
+            self._thread.join(_ABANDON_SECONDS)
         return [*(one.under_way for one in self._outgoing), *(one.under_way for one in self._incoming)]
 
-    def run(self) -> None:
+    def _run(self) -> None:
         """Move all transfers until ``stop`` or ``abandon``; an error is kept for ``check``."""
         try:
             changed = True

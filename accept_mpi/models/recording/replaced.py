@@ -28,8 +28,11 @@ def replaced(call: Instead, apply: Instead, script: Instead, seed: Instead) -> I
     def in_script(function: Any, *args: Any, **kwargs: Any) -> Any:
         return script(plain_script, function, *args, **kwargs)
 
+    def unreplaced(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain_apply.__get__(None, cls)(*args, **kwargs)
+
     def of_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return apply(plain_apply.__func__, cls, *args, **kwargs)
+        return apply(unreplaced, cls, *args, **kwargs)
 
     def set_seeds(functions: dict[str, Any]) -> None:
         for name, function in functions.items():
