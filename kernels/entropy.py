@@ -35,10 +35,9 @@ from accept_mpi.kernels.rans import (
     TOTAL,
     bits_of,
     count,
-    frequencies_of,
     read,
-    tabulate,
     write,
+    write_tables,
 )
 
 LEAST_BYTES = 128
@@ -52,6 +51,7 @@ _RUN, _RUNS = 16, 256  # values of a sample that lie side by side, and how many 
 _SPARE = 0.01  # bits a value that a message may leave unused; twice as many after each try beyond the first three
 _TRIES = 3
 _WANTED = _SPARE / 4
+_NO_TABLES = -1.0  # bits a value that count as lacking where not even the tables fit
 _APART = 0.1  # octaves between two steps that tell how bits depend on them
 
 
@@ -221,12 +221,10 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
         inverse = np.float32(0.0) if flat else np.float32(1.0) / step
         _quantize(x, offset, inverse, number, high_key, stochastic and not flat, q)
         count(q, classes, of, BLOCK, symbols, counts)
-        end = tables
-        for c in range(of):
-            tabulate(counts[c * SYMBOLS : (c + 1) * SYMBOLS], out, end)
-            end = frequencies_of(out, end, c, frequency, start)
-        begin = (end + 1) // 2
-        spare = ((words.size - begin) * 16.0 - 32.0 - bits_of(counts, frequency, TOTAL)) / x.size
+        end = write_tables(counts, of, out, tables, frequency, start)
+        begin, spare = (end + 1) // 2, _NO_TABLES
+        if end >= 0:
+            spare = ((words.size - begin) * 16.0 - 32.0 - bits_of(counts, frequency, TOTAL)) / x.size
         if spare >= 0.0 and (spare < _SPARE * 2.0 ** max(attempts - _TRIES, 0) or step <= least_step):
             spare = -_SPARE  # if it turns out not to fit
             place = write(q, symbols, classes, frequency, start, coded, states)

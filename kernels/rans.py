@@ -132,12 +132,15 @@ def bits_of(counts, frequencies, total):  # type: ignore[no-untyped-def]
 
 @nb.njit("int64(int64[::1], uint8[::1], int64)", **INNER)
 def tabulate(counts, out, at):  # type: ignore[no-untyped-def]
-    """Write a class's first symbol, the last one and the table of those between into a message. Returns where it ends."""
+    """Write a class's first symbol, the last one and the table of those between into a message. Returns where it ends, -1 if
+    there is no room."""
     first, last, values = 0, SYMBOLS - 1, 0
     while counts[first] == 0:
         first += 1
     while counts[last] == 0:
         last -= 1
+    if at + 3 + last - first > out.size:
+        return -1
     for s in range(first, last + 1):
         values += counts[s]
     out[at], out[at + 1] = np.uint8(first), np.uint8(last)
@@ -145,6 +148,17 @@ def tabulate(counts, out, at):  # type: ignore[no-untyped-def]
         share = max(1.0, counts[s] * 32768.0 / values)
         out[at + 2 + s - first] = np.uint8(1 + np.round(8 * np.log2(share))) if counts[s] else np.uint8(0)
     return at + 3 + last - first
+
+
+@nb.njit("int64(int64[::1], int64, uint8[::1], int64, int64[::1], int64[::1])", **INNER)
+def write_tables(counts, of, out, at, frequencies, starts):  # type: ignore[no-untyped-def]
+    """Write the tables of all classes into a message, and find the frequencies that they stand for. Returns where they end,
+    -1 if there is no room: rare values of all sizes take few bits, but a byte each in a table."""
+    for c in range(of):
+        if tabulate(counts[c * SYMBOLS : (c + 1) * SYMBOLS], out, at) < 0:
+            return -1
+        at = frequencies_of(out, at, c, frequencies, starts)
+    return at
 
 
 # Below, indices are unsigned, or into a slice: else Numba asks each time whether they count from the end, and a third of the

@@ -84,6 +84,12 @@ def check() -> None:
     assert out[48] & 15 > 1
     entropy.decode(out, 2.5, 0, y)
     assert y.tobytes() == naive.entropy(out.tobytes(), 1219).tobytes()
+    wide = rng.standard_normal((16, 64)) * np.tile([1e-3, 1], 8)[:, None]
+    wide[:, 17], wide[:, 19] = 21000, -21000  # at first its tables do not fit
+    x, out, y = wide.ravel().astype(np.float32), np.zeros(192, np.uint8), np.zeros(1024, np.float32)
+    assert entropy.encode(x, 1.5, 0, out) == 0
+    entropy.decode(out, 1.5, 0, y)
+    assert y.tobytes() == naive.entropy(out.tobytes(), 1024).tobytes()
     big = np.full(64, 3e38, np.float32)
     big[::2] *= -1
     near = np.full(64, 2e37, np.float32)  # its extent is fine, what it is made of is not

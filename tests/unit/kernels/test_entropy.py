@@ -108,6 +108,16 @@ def test_the_bytes_are_used_where_rows_are_of_unlike_size(seed: int, values: int
         assert out.size - np.flatnonzero(out)[-1] < 0.015 * values / 8 + 24  # of these up to 16 are in the states
 
 
+@pytest.mark.parametrize("key", [None, 7])
+def test_tables_that_would_not_fit(key: int | None) -> None:
+    """Two classes with values of every size: their tables alone took 199 of 192 bytes, and what was decoded were NaN."""
+    rng = np.random.default_rng(27)
+    x = rng.standard_normal((16, 64)) * rng.permuted(np.repeat([1e-3, 1.0], 8))[:, None]
+    for factor in np.exp2(np.arange(-2, 2, 0.1)):
+        x[:, 17], x[:, 19] = 16383 * factor, -16383 * factor  # where no sample looks
+        check(x.ravel().astype(np.float32), 1.5, key)
+
+
 def rows_of_unlike_size(seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     return (rng.standard_normal((256, 64)) * np.exp(1.5 * rng.standard_normal((256, 1)))).astype(np.float32).ravel()
