@@ -6,7 +6,8 @@ import numpy as np
 
 from accept_mpi.logs.format import KINDS, Rows
 from accept_mpi.logs.observers import Observer, StepDone
-from accept_mpi.plan import Plan
+from accept_mpi.pipeline.deal import Deal
+from accept_mpi.plan import Plan, StagePlan
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 WARM, STEPS = 3, 10
@@ -20,16 +21,18 @@ class PlanCheck(Observer):
     """Watches the first steps of a run on rank 0, and calls ``say`` once."""
 
     def __init__(
-        self, plan: Plan, cluster: ClusterProfile, foreseen: float, say: Callable[[int, str], None],
+        self, plan: Plan, cluster: ClusterProfile, foreseen: float, micro_batches: int, say: Callable[[int, str], None],
         names: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """``foreseen``: seconds per step; ``say`` gets the step and a line; ``names``: the numbers of ranks 0, 1, ... in the
-        trace, if they differ."""
+        """``foreseen``: seconds per step; ``micro_batches``: per step; ``say`` gets the step and a line; ``names``: the
+        numbers of ranks 0, 1, ... in the trace, if they differ."""
         self._plan, self._cluster, self._foreseen, self._say = plan, cluster, foreseen, say
         self._names = names
         self._ends: list[float] = []
         self._first: int | None = None
         self._rows: list[Rows] = []
+        self._missing = {self._name(rank) for stage in plan.stages for rank in _computing(stage, micro_batches)}
+        """Ranks that have not computed the last of the steps yet."""
         self._done = False
 
     def step(self, done: StepDone) -> None:
@@ -48,9 +51,10 @@ class PlanCheck(Observer):
             return
         first, last = self._first + WARM, self._first + WARM + STEPS - 1
         found = np.concatenate(self._rows)
+        self._missing -= set(found["rank"][found["step"] >= last].tolist())
         here = found[(found["step"] >= first) & (found["step"] <= last)]
-        ranks = {self._name(rank) for _, rank in self._plan.holders}
-        if ranks - set(found["rank"][found["step"] >= last].tolist()):
+        self._rows = [here]  # no more than these, however long a rank is missing
+        if self._missing:
             return
         self._done, self._rows = True, []
         took = float(np.median(np.diff(self._ends[WARM - 1 :])))
@@ -79,3 +83,8 @@ class PlanCheck(Observer):
         expected = device.in_lane(stage.lanes_of(rank)) * sum(device.forward[i] + device.backward[i] for i in layers)
         count = np.count_nonzero(mine["kind"] == KINDS.index("F"))
         return float((mine["end"] - mine["start"]).sum()) / count / expected if count and expected else 1.0
+
+
+def _computing(stage: StagePlan, micro_batches: int) -> set[int]:
+    """The ranks of a stage that take any of a step's micro-batches: a far slower member of a group may get none."""
+    return {stage.ranks[member] for member in Deal.of(stage).table(micro_batches)}

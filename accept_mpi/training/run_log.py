@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.data.calendar import Milestones
+from accept_mpi.data.calendar import Milestones, micro_batches_of
 from accept_mpi.errors import UserError, counted
 from accept_mpi.job import Job
 from accept_mpi.launch.ownership import Ownership, unwritable
@@ -72,6 +72,7 @@ class RunLog:
         writer = CheckpointWriter(self.directory, edges, self._manifest_of(deployment), job.output.keep, number)
         if self.controller:
             self.controller.renew(writer)
+            self.controller.watch("plan", Observer())  # of this plan nothing was foreseen
         else:
             before = ancestors(self.directory / "log.h5", origin, course.first)
             facts = facts_of(
@@ -86,7 +87,9 @@ class RunLog:
             self._log = LogObserver(begin_log(self.directory, job, plan, facts, course.first, cluster, run))
             self.controller = Controller(self._observers(facts, course, self._log), writer)
             if planned and cluster and planned.step:
-                self.controller.watch("plan", PlanCheck(plan, cluster, planned.step, self._compare))
+                count = micro_batches_of(job)
+                check = PlanCheck(plan, cluster, planned.step, count, self._compare, runtime.members)
+                self.controller.watch("plan", check)
             runtime.call_before_end(self._before_end)
             if job.output.keep_best:
                 keep, patience = job.output.keep_best, job.train.patience

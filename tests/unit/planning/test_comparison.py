@@ -4,10 +4,26 @@ import numpy as np
 import pytest
 from clusters import LAYERS, cluster
 
-from accept_mpi.logs.format import KINDS, TRACE
+from accept_mpi.logs.format import KINDS, TRACE, Rows
 from accept_mpi.logs.observers import StepDone
 from accept_mpi.plan import make_plan
 from accept_mpi.planning.comparison import STEPS, WARM, PlanCheck
+
+
+def rows_of(number: int, step: float, factors: dict[int, float], stages: int = 2) -> Rows:
+    """What each rank computes in one step, its layers ``factors`` times as slow as foreseen."""
+    rows = []
+    for rank, factor in factors.items():
+        for k in range(4):
+            for kind, seconds in (("F", 6e-3), ("B", 12e-3)):
+                start = step * number
+                place = (rank, rank % stages, KINDS.index(kind), -1, -1, number, k, 0, 0, 0)
+                rows.append((start, start + factor * seconds, *place))
+    return np.array(rows, TRACE)
+
+
+def done(number: int, step: float = 0.1) -> StepDone:
+    return StepDone(number, 0, 8, 1.0, 0.5, 0.1, (3 if number < WARM else 1) * step * number, 80.0)
 
 
 @pytest.mark.parametrize(
@@ -23,16 +39,27 @@ from accept_mpi.planning.comparison import STEPS, WARM, PlanCheck
 def test_one_line(step: float, slow: float, said: str) -> None:
     lines: list[tuple[int, str]] = []
     plan = make_plan(LAYERS, [6], None, [0, 1])
-    check = PlanCheck(plan, cluster(1, 1), 0.1, lambda at, text: lines.append((at, text)))
+    check = PlanCheck(plan, cluster(1, 1), 0.1, 4, lambda at, text: lines.append((at, text)))
     for number in range(1, 30):
-        rows = []
-        for rank in (0, 1):
-            factor = slow if rank else 1.0
-            for k in range(4):
-                for kind, seconds in (("F", 6e-3), ("B", 12e-3)):
-                    start = step * number
-                    place = (rank, rank, KINDS.index(kind), -1, -1, number, k, 0, 0, 0)
-                    rows.append((start, start + factor * seconds, *place))
-        check.step(StepDone(number, 0, 8, 1.0, 0.5, 0.1, (3 if number < WARM else 1) * step * number, 80.0))
-        check.trace(np.array(rows, TRACE))
+        check.step(done(number, step))
+        check.trace(rows_of(number, step, {0: 1.0, 1: slow}))
     assert lines == [(WARM + STEPS, said)]
+
+
+def test_a_member_without_micro_batches_is_not_waited_for() -> None:
+    lines: list[str] = []
+    plan = make_plan(LAYERS, [], None, [[0, 1]], [[1.0, 20.0]])
+    check = PlanCheck(plan, cluster(1, 20), 0.1, 4, lambda at, text: lines.append(text))
+    for number in range(1, 30):
+        check.step(done(number))
+        check.trace(rows_of(number, 0.1, {0: 2.0}, 1))
+    assert lines == ["a step takes 100 ms, 100 ms were foreseen"]
+
+
+def test_rows_do_not_pile_up_where_a_rank_is_gone() -> None:
+    plan = make_plan(LAYERS, [6], None, [0, 1])
+    check = PlanCheck(plan, cluster(1, 1), 0.1, 4, lambda at, text: None)
+    for number in range(1, 300):
+        check.step(done(number))
+        check.trace(rows_of(number, 0.1, {0: 1.0} if number > WARM else {0: 1.0, 1: 1.0}))
+    assert sum(map(len, check._rows)) <= 2 * 8 * (WARM + STEPS)
