@@ -170,10 +170,8 @@ class Adapter(Observer):
         found = {rank: self._change(rank) for rank in self._beats}
         for s, rank in self._plan.holders:
             stage = self._plan.stages[s]
-            device, mine = self._cluster.devices[rank], slice(stage.start, stage.stop)
-            forwards = 2 if stage.recompute else 1
-            expected = float(forwards * sum(device.forward[mine]) + sum(device.backward[mine]))
-            expected *= device.in_lane(stage.lanes_of(rank))
+            device = self._cluster.devices[rank]
+            expected = sum(device.passes(stage, rank))
             rows = window[window["stage"] == s]
             if len(stage.ranks) > 1:
                 rows = rows[rows["rank"] == (self._names[rank] if self._names else rank)]

@@ -78,9 +78,8 @@ class PlanCheck(Observer):
     def _factor(self, rank: int, rows: Rows) -> float:
         """Time that a rank computes per micro-batch, as a multiple of what its device was measured to take."""
         mine = rows[rows["rank"] == self._name(rank)]
-        device, layers = self._cluster.devices[rank], self._plan.layers_of(rank)
         stage = next(stage for stage in self._plan.stages if rank in stage.ranks)
-        expected = device.in_lane(stage.lanes_of(rank)) * sum(device.forward[i] + device.backward[i] for i in layers)
+        expected = sum(self._cluster.devices[rank].passes(stage, rank))
         count = np.count_nonzero(mine["kind"] == KINDS.index("F"))
         return float((mine["end"] - mine["start"]).sum()) / count / expected if count and expected else 1.0
 

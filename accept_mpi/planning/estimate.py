@@ -100,17 +100,17 @@ def forecast_of(cluster: ClusterProfile, job: Job, plan: Plan) -> Forecast:
     for s, rank, _ in plan.slots:
         stage = plan.stages[s]
         device, mine = cluster.devices[rank], slice(stage.start, stage.stop)
-        longer = device.in_lane(stage.lanes_of(rank))
+        forward, backward = device.passes(stage, rank)
         profiles.append(
             StageTimes(
-                forward=longer * sum(device.forward[mine]),
-                backward=longer * (sum(device.backward[mine]) + (sum(device.forward[mine]) if stage.recompute else 0.0)),
+                forward=forward,
+                backward=backward,
                 encode=device.encode,
                 decode=device.decode,
                 seconds_per_byte=device.seconds_per_byte,
                 seconds_per_message=device.seconds_per_message,
                 shared=device.shared,
-                weight_gradient=longer * sum(device.weight_gradient[mine]),
+                weight_gradient=device.in_lane(stage.lanes_of(rank)) * sum(device.weight_gradient[mine]),
                 update=sum(device.update[mine]),
             )
         )

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from accept_mpi.errors import UserError
 from accept_mpi.files.hdf5 import Damaged, number_in, values_in
-from accept_mpi.plan import Lanes, slots_in
+from accept_mpi.plan import Lanes, StagePlan, slots_in
 from accept_mpi.profiling.outline import Outline
 
 _MOST_DEVICES, _MOST_LAYERS = 4096, 1 << 16
@@ -64,6 +64,13 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, rename=_NAMES):
     def in_lane(self, lanes: Lanes) -> float:
         """Seconds of a micro-batch in one of so many lanes, all of them busy, as a multiple of those with one."""
         return slots_in(lanes) * self._gain(lanes)
+
+    def passes(self, stage: StagePlan, rank: int) -> tuple[float, float]:
+        """Seconds of a micro-batch's forward and backward through a stage, on this device as one of its ranks, with all its
+        lanes busy."""
+        mine, longer = slice(stage.start, stage.stop), self.in_lane(stage.lanes_of(rank))
+        forward, backward = sum(self.forward[mine]), sum(self.backward[mine])
+        return longer * forward, longer * (backward + (forward if stage.recompute else 0.0))
 
     def with_lanes(self, lanes: Lanes) -> "DeviceProfile":
         """A copy whose times are those of all its lanes together: as if it were that much faster."""

@@ -279,6 +279,7 @@ def learn(job: Job, planned: AutoPlan, plan: Plan, log: Path) -> None:
             took = means.get(rank, {})
             if {"F", "B"} <= took.keys():
                 longer = planned.cluster.devices[rank].in_lane(stage.lanes_of(rank))  # than one pass after another
-                times = took["F"] / longer, (took["B"] + took.get("W", 0.0)) / longer
+                again = took["F"] if stage.recompute else 0.0  # in each backward
+                times = took["F"] / longer, max(0.0, took["B"] + took.get("W", 0.0) - again) / longer
                 runs.setdefault(planned.keys[rank], []).append((stage.start, stage.stop, *times))
     observe(path, planned.cluster.outline, runs)

@@ -6,16 +6,16 @@ from clusters import LAYERS, cluster
 
 from accept_mpi.logs.format import KINDS, TRACE, Rows
 from accept_mpi.logs.observers import StepDone
-from accept_mpi.plan import make_plan
+from accept_mpi.plan import make_plan, recomputing
 from accept_mpi.planning.comparison import STEPS, WARM, PlanCheck
 
 
-def rows_of(number: int, step: float, factors: dict[int, float], stages: int = 2) -> Rows:
-    """What each rank computes in one step, its layers ``factors`` times as slow as foreseen."""
+def rows_of(number: int, step: float, factors: dict[int, float], stages: int = 2, back: float = 12e-3) -> Rows:
+    """What each rank computes in one step, its layers ``factors`` times as slow as foreseen. ``back``: seconds of a B."""
     rows = []
     for rank, factor in factors.items():
         for k in range(4):
-            for kind, seconds in (("F", 6e-3), ("B", 12e-3)):
+            for kind, seconds in (("F", 6e-3), ("B", back)):
                 start = step * number
                 place = (rank, rank % stages, KINDS.index(kind), -1, -1, number, k, 0, 0, 0)
                 rows.append((start, start + factor * seconds, *place))
@@ -54,6 +54,16 @@ def test_a_member_without_micro_batches_is_not_waited_for() -> None:
         check.step(done(number))
         check.trace(rows_of(number, 0.1, {0: 2.0}, 1))
     assert lines == ["a step takes 100 ms, 100 ms were foreseen"]
+
+
+def test_a_stage_that_computes_its_forwards_again_is_not_slow() -> None:
+    lines: list[str] = []
+    plan = recomputing(make_plan(LAYERS, [6], None, [0, 1]), [0, 1])
+    check = PlanCheck(plan, cluster(1, 4 / 3), 0.1, 4, lambda at, text: lines.append(text))
+    for number in range(1, 30):
+        check.step(done(number, 0.15))
+        check.trace(rows_of(number, 0.15, {0: 1.0, 1: 1.0}, back=18e-3))
+    assert "ranks compute as fast as foreseen" in lines[0]
 
 
 def test_rows_do_not_pile_up_where_a_rank_is_gone() -> None:
