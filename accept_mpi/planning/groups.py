@@ -89,7 +89,7 @@ def _divisions(cluster: ClusterProfile, problem: Problem) -> Iterator[Division]:
     kinds = _kinds(cluster, problem)
     order = sorted(range(problem.devices), key=lambda n: (float(np.minimum(problem.layer_seconds[n], NEVER).sum()), n))
     some = itertools.chain(_runs(order), _with_one_group(order))
-    every = _partitions(order) if problem.devices <= 6 or len(set(kinds)) <= 2 else some
+    every = _partitions(order, kinds) if problem.devices <= 6 or len(set(kinds)) <= 2 else some
     seen: set[tuple[tuple[int, ...], ...]] = set()
     for division in every:
         looks = tuple(sorted(tuple(sorted(kinds[n] for n in group)) for group in division))
@@ -101,16 +101,22 @@ def _divisions(cluster: ClusterProfile, problem: Problem) -> Iterator[Division]:
             return
 
 
-def _partitions(devices: Sequence[int]) -> Iterator[Division]:
-    """Yield all ways to divide devices into groups."""
+def _partitions(devices: Sequence[int], kinds: Sequence[int] = ()) -> Iterator[Division]:
+    """Yield all ways to divide devices into groups. ``kinds``: a number for each device; of ways that differ only in devices
+    of one kind most are left out, since of twelve there are four million."""
     if not devices:
         yield ()
         return
     first, rest = devices[0], devices[1:]
     for size in range(len(rest) + 1):
+        seen: set[tuple[int, ...]] = set()
         for others in itertools.combinations(rest, size):
+            looks = tuple(sorted(kinds[n] if kinds else n for n in others))
+            if looks in seen:
+                continue
+            seen.add(looks)
             left = [n for n in rest if n not in others]
-            for division in _partitions(left):
+            for division in _partitions(left, kinds):
                 yield ((first, *others), *division)
 
 

@@ -128,6 +128,18 @@ def test_not_all_divisions_of_many_unlike_devices_need_be_tried(
     assert 0.99 * best.expected <= tried.expected <= 1.05 * best.expected
 
 
+@pytest.mark.parametrize("kinds", [[0] * 7, [0, 1, 0, 0, 1, 1, 0], [0, 1, 2, 0, 1, 2, 3]])
+def test_divisions_of_equal_devices_are_not_all_listed(kinds: list[int]) -> None:
+    """There are four million of twelve devices, and as many went by for 77 that differ."""
+
+    def looks(division: groups_of.Division) -> tuple[tuple[int, ...], ...]:
+        return tuple(sorted(tuple(sorted(kinds[n] for n in group)) for group in division))
+
+    every = dict.fromkeys(map(looks, _partitions(range(7))))
+    assert list(dict.fromkeys(map(looks, _partitions(range(7), kinds)))) == list(every)
+    assert sum(1 for _ in _partitions(range(12), [0] * 12)) == 2**11
+
+
 def test_a_layer_that_must_be_alone_is_not_shared() -> None:
     fleet = uneven(1, 1, 1, layers=[0.5] * 6 + [6.0] + [0.5] * 5)
     layers = list(fleet.outline.layers)
