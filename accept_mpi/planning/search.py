@@ -65,7 +65,7 @@ def solve(problem: Problem, ordered: bool = False) -> Solution:
     best = _least_bottleneck(problem, searches[0], searches[-1], exact)
     order = tuple(range(problem.devices)) if ordered else best.devices
     if problem.fill and len(order) <= MOST_ORDERED:
-        best = min((best, _synchronous(problem, order)), key=lambda plan: cost(problem, plan).step)
+        best = _synchronous(problem, order, best)
     return best
 
 
@@ -107,25 +107,25 @@ def _bisected(problem: Problem, below: _Below, best: Solution, exact: bool) -> S
     return best
 
 
-def _synchronous(problem: Problem, order: tuple[int, ...]) -> Solution:
+def _synchronous(problem: Problem, order: tuple[int, ...], best: Solution) -> Solution:
     """The solution with the shortest step for devices in this order: of those that fill and drain fastest below lower and
-    lower caps on the bottleneck."""
-    mine = problem.take(order)
-    find, cap, plans = _Exact(mine, True), np.inf, []
-    floor = lower_bound(mine)
-    for _ in range(_SWEEPS):
-        plan = find.below(cap, problem.fill)
+    lower caps on the bottleneck. ``best``: one that is known."""
+    mine, least = problem.take(order), cost(problem, best).step
+    find, floor, many = _Exact(mine, True), lower_bound(mine), max(problem.micro_batches - problem.fill, 1e-12)
+    filling = problem.fill * float(mine.layer_seconds.min(axis=0).sum())
+    cap = np.inf
+    for sweep in range(_SWEEPS):
+        # Below this cap filling takes at least ``filling``, so that only with a bottleneck below the next a step is shorter.
+        cap = min(cap, (least - filling) / many)
+        plan = find.below(cap, problem.fill) if cap >= floor else None
         if plan is None:
             break
-        plans.append(plan)
-        reached = cost(mine, plan).bottleneck
-        best = min(cost(mine, p).step for p in plans)
-        step = cost(mine, plan).step
-        if step - (problem.micro_batches - problem.fill) * (reached - floor) >= best:
-            break  # lower caps only make filling slower, and the bottleneck cannot fall below ``floor``
-        cap = reached * (1 - 1e-9) if len(plans) < _SWEEPS // 2 else reached * 0.98
-    best_plan = min(plans, key=lambda plan: cost(mine, plan).step)
-    return replace(best_plan, devices=tuple(order[n] for n in best_plan.devices))
+        reached = cost(mine, plan)
+        if reached.step < least:
+            least, best = reached.step, replace(plan, devices=tuple(order[n] for n in plan.devices))
+        filling = reached.step - many * reached.bottleneck
+        cap = reached.bottleneck * (1 - 1e-9 if sweep < _SWEEPS // 2 else 0.98)
+    return best
 
 
 def _why(problem: Problem) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from accept_mpi.planning import search
 from accept_mpi.planning.balance import balance
 from accept_mpi.planning.problem import Cost, NoPlan, Problem, Solution, cost, lower_bound
 from accept_mpi.planning.search import solve
@@ -91,6 +92,23 @@ def test_equals_trying_everything() -> None:
             kept += not problem.uncuttable.isdisjoint(solve(replace(problem, uncuttable=frozenset()), ordered).edges)
     seen = (none / 50, idle / 200, coded / 200, kept / 30)
     assert min(seen) > 1, "the instances exercise memory, idle devices, codecs and layers that stay together"
+
+
+def test_a_synchronous_search_begins_near_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans with caps far above the least bottleneck are most of the work, and none of them can be best."""
+    caps: list[float] = []
+    below = search._Exact.below
+
+    def counted(find: search._Exact, cap: float, fill: float = 0.0) -> Solution | None:
+        caps.extend([cap] if fill else [])
+        return below(find, cap, fill)
+
+    problem = replace(
+        random_problem(np.random.default_rng(11), 4, 40, 3), fill=1.0, micro_batches=8.0, capacity=np.ones(4) * 1e9
+    )
+    monkeypatch.setattr(search._Exact, "below", counted)
+    best = cost(problem, solve(problem, True))
+    assert max(caps) < 2 * best.bottleneck
 
 
 def test_what_is_not_at_the_bottleneck_is_spread_evenly() -> None:
