@@ -200,5 +200,5 @@ def _crossings(cluster: ClusterProfile, plan: Plan) -> dict[Crossing, Traffic]:
         sizes = cluster.outline.crossing(stage.start), cluster.outline.returning(stage.start)
         for way, size, (source, target) in zip(Direction, sizes, ((a, b), (b, a)), strict=True):
             rate = max(cluster.rate[source][target], 1.0)
-            found[boundary, way] = Traffic(*size, rate, cluster.latency[source][target])
+            found[boundary, way] = Traffic.of(size, rate, cluster.latency[source][target])
     return found

@@ -22,6 +22,7 @@ from accept_mpi.pipeline.simulator import PackedSchedule, Simulated, action_seco
 from accept_mpi.planning.message_model import message_seconds
 from accept_mpi.polling import POLL_AWAITED, POLL_IDLE
 from accept_mpi.profiling.cluster_profile import DeviceProfile, StageTimes
+from accept_mpi.profiling.outline import Sizes
 
 F64 = npt.NDArray[np.float64]
 
@@ -42,9 +43,18 @@ class Traffic(msgspec.Struct, frozen=True):
     """Bytes/s from one end to the other, with both directions busy."""
     latency: float = 0.0
     """Seconds that a short message takes."""
+    uncoded: int | None = None
+    """Bytes of the values without a codec; None: four each."""
+
+    @staticmethod
+    def of(sizes: Sizes, rate: float, latency: float = 0.0) -> "Traffic":
+        """Messages of these sizes."""
+        return Traffic(sizes.values, sizes.other, rate, latency, sizes.uncoded)
 
     def nbytes(self, name: str) -> float:
         """Bytes of a message with codec ``name``."""
+        if name == "none" and self.uncoded is not None:
+            return self.uncoded + self.other_bytes
         return self.values * bits_of(name) / 8 + self.other_bytes
 
 

@@ -32,9 +32,12 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[P
     for n, device in enumerate(devices):
         if not device.data:
             seconds[n, [0, -1]] = NEVER
-    crossings = [outline.crossing(layer) for layer in range(layers)] + [(0, 0)]
-    values, other = np.array(crossings, float).T.copy()
+    values, uncoded, other = np.array([outline.crossing(layer) for layer in range(layers + 1)], float).T.copy()
     names, pairs = codec_pairs(job.pipeline)
+    if all(name == "none" for pair in pairs for name in pair):
+        values = uncoded / 4
+    # Uncoded, all values count as those of mean width, since a problem has one number of bytes per value for all boundaries.
+    width = float(uncoded.sum() / values.sum()) if values.any() else 4.0
     host_links = share * np.array([min(cluster.host_link(n), 1e15) for n in range(count)])
     rate = np.array(cluster.rate, float)
     np.fill_diagonal(rate, 1e15)
@@ -49,8 +52,8 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[P
         rate=share * np.minimum(rate, 1e15),
         host_link=host_links,
         codecs=tuple(names),
-        bytes_per_value=np.array([max(map(bits_of, pair)) / 8 for pair in pairs]),
-        messages=_messages(devices, values, other, host_links, pairs),
+        bytes_per_value=np.array([max(_bytes_of(name, width) for name in pair) for pair in pairs]),
+        messages=_messages(devices, values, other, host_links, pairs, width),
         state=np.array([needs.state(layer) for layer in outline.layers]),
         fixed=np.array([needs.fixed(layer) for layer in outline.layers]) + summed_in(lanes) * gradients,
         least=np.array([needs.least(layer) for layer in outline.layers]),
@@ -67,7 +70,12 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[P
 
 
 def _messages(
-    devices: Sequence[DeviceProfile], values: F64, other: F64, host_links: F64, pairs: Sequence[tuple[str, str]]
+    devices: Sequence[DeviceProfile],
+    values: F64,
+    other: F64,
+    host_links: F64,
+    pairs: Sequence[tuple[str, str]],
+    width: float,
 ) -> F64 | None:
     """Seconds of a device's computing core per micro-batch (devices, layers + 1, codecs) for the messages of a boundary in
     front of a layer; None if the data plane has a core of its own on all devices.
@@ -83,7 +91,12 @@ def _messages(
         fixed = device.seconds_per_byte, device.seconds_per_message
         for k, pair in enumerate(pairs):
             for name in pair:
-                nbytes = values * bits_of(name) / 8 + other
+                nbytes = values * _bytes_of(name, width) + other
                 out = message_seconds(values, nbytes, device.encode[name], *fixed, nbytes / host_links[n])
                 seconds[n, :, k] += (out + message_seconds(values, nbytes, device.decode[name], *fixed)) / 2
     return seconds
+
+
+def _bytes_of(name: str, width: float) -> float:
+    """Bytes that a codec takes for a value that takes ``width`` bytes without one."""
+    return width if name == "none" else min(bits_of(name) / 8, width)

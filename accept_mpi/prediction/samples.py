@@ -65,8 +65,8 @@ def features(outline: Outline) -> F64:
     """(layers, 8): features of each layer that do not depend on the device, scaled to about -1 to 1."""
     rows = []
     for index, layer in enumerate(outline.layers):
-        ahead = outline.crossing(index + 1)[0] if index + 1 < len(outline.layers) else 0
-        values = outline.crossing(index)[0]
+        ahead = outline.crossing(index + 1).values if index + 1 < len(outline.layers) else 0
+        values = outline.crossing(index).values
         work = guess(layer.operations, layer.saved_bytes, layer.parameter_bytes)
         rows.append([
             math.log(work), math.log1p(layer.operations), math.log1p(layer.saved_bytes), math.log1p(layer.parameter_bytes),

@@ -7,7 +7,7 @@ model too big for this machine. If a layer needs values (a user's own may), laye
 import hashlib
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -29,6 +29,19 @@ from accept_mpi.seeds import init_seed, seeded
 from accept_mpi.tree import Tree
 from accept_mpi.users_code import call_layer, taken_apart
 from accept_mpi.without_compiler import leave_the_compiler_out
+
+_CODED = ("float64", "float32", "float16", "bfloat16")
+
+
+class Sizes(NamedTuple):
+    """Sizes of a message."""
+
+    values: int
+    """Number of values that a codec can code."""
+    uncoded: int
+    """Bytes of these values without a codec."""
+    other: int
+    """Bytes of everything else, header included."""
 
 
 class LayerOutline(msgspec.Struct, frozen=True, omit_defaults=True, rename={"saved_bytes": "held"}):
@@ -81,29 +94,27 @@ class Outline(msgspec.Struct, frozen=True, omit_defaults=True):
         """Hash of the outline: equal exactly for equal layers, shapes, micro-batch size, memory format and precision."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
-    def crossing(self, layer: int) -> tuple[int, int]:
-        """Number of float values, and bytes of everything else (header included), in a message of activations if the model
-        is cut in front of ``layer``; (0, 0) at the ends."""
-        return crossing_sizes(self.layers[layer].inputs) if 0 < layer < len(self.layers) else (0, 0)
+    def crossing(self, layer: int) -> Sizes:
+        """Sizes of a message of activations if the model is cut in front of ``layer``; zeros at the ends."""
+        return crossing_sizes(self.layers[layer].inputs) if 0 < layer < len(self.layers) else Sizes(0, 0, 0)
 
     def arriving(self, layer: int) -> int:
         """Bytes of memory that a message of activations takes where it arrives in front of ``layer``; 0 at the ends."""
         if not 0 < layer < len(self.layers):
             return 0
-        values, other = self.crossing(layer)
-        return 4 * values + other + sum(spec.memory - spec.nbytes for spec in self.layers[layer].inputs)
+        return HEADER_BYTES + sum(spec.memory for spec in self.layers[layer].inputs)
 
-    def returning(self, layer: int) -> tuple[int, int]:
-        """Number of float values, and bytes of everything else, in the message of gradients that comes back in front of
-        ``layer``; inputs that need no gradient do not count."""
+    def returning(self, layer: int) -> Sizes:
+        """Sizes of the message of gradients that comes back in front of ``layer``; inputs that need no gradient do not
+        count."""
         return crossing_sizes(tuple(spec for spec in self.layers[layer].inputs if spec.grad))
 
 
-def crossing_sizes(specs: Specs) -> tuple[int, int]:
-    """Number of values in a message that a codec can code, and bytes of everything else (header included)."""
-    values = sum(spec.numel for spec in specs if spec.dtype in ("float32", "float64"))
-    other = sum(spec.nbytes for spec in specs if spec.dtype not in ("float32", "float64"))
-    return values, HEADER_BYTES + other
+def crossing_sizes(specs: Specs) -> Sizes:
+    """Sizes of a message."""
+    coded = [spec for spec in specs if spec.dtype in _CODED]
+    uncoded = sum(spec.nbytes for spec in coded)
+    return Sizes(sum(spec.numel for spec in coded), uncoded, HEADER_BYTES + sum(spec.nbytes for spec in specs) - uncoded)
 
 
 def outline_of(chain: Chain, job: Job, inputs: Tensors, of: Tree | None = None, samples: int | None = None) -> Outline:

@@ -87,7 +87,7 @@ def select_codecs(
 
 def _crossing(specs: Specs, rate: float) -> Traffic:
     """Traffic of messages with these specs on a link of ``rate`` bytes/s."""
-    return Traffic(*crossing_sizes(specs), max(rate, 1.0))
+    return Traffic.of(crossing_sizes(specs), max(rate, 1.0))
 
 
 def _reasons(

@@ -77,9 +77,8 @@ class _Model:
     def transfer(self, group: Sequence[int], other: Sequence[int], layer: int) -> Block:
         """The messages of a boundary in front of ``layer``."""
         rate = min(self.cluster.rate[a][b] for a in group for b in other)
-        sizes = (4 * values + more for values, more in (
-            self.cluster.outline.crossing(layer), self.cluster.outline.returning(layer)))  # fmt: skip
-        return Block(*(size / rate for size in sizes))
+        sizes = self.cluster.outline.crossing(layer), self.cluster.outline.returning(layer)
+        return Block(*((size.uncoded + size.other) / rate for size in sizes))
 
     def fits(self, group: Sequence[int], start: int, stop: int, in_flight: int) -> bool:
         """True if each device of a group has the memory."""

@@ -3,11 +3,15 @@
 import msgspec
 import pytest
 
+from accept_mpi.codecs.coding import parse
+from accept_mpi.codecs.message import wire_bytes
+from accept_mpi.codecs.tensors import TensorSpec
 from accept_mpi.direction import Crossing, Direction
 from accept_mpi.pipeline.schedule import ScheduleKind
 from accept_mpi.planning.codec_choice import choose, ladder
 from accept_mpi.planning.forecast import Forecast, Traffic
 from accept_mpi.profiling.cluster_profile import StageTimes
+from accept_mpi.profiling.outline import crossing_sizes
 
 NAMES = [*ladder(1, entropy=True), "fp16"]
 FREE = dict.fromkeys(NAMES, 0.0)
@@ -124,3 +128,11 @@ def test_where_the_core_is_shared_moving_bytes_costs_time() -> None:
     _, uncoded = choose(forecast, dict.fromkeys(link, "none"), list(ladder(2)))
     _, chosen_step = choose(forecast, {}, list(ladder(2)))
     assert uncoded > 1.3 * chosen_step
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int64"])
+@pytest.mark.parametrize("name", ["none", "bf16", "fp16", "uniform:8", "uniform:4", "entropy:4.5", "mbq:1"])
+def test_traffic_has_the_bytes_of_messages(dtype: str, name: str) -> None:
+    specs = TensorSpec((1 << 14,), (1,), dtype), TensorSpec((1 << 10,), (1,), "int32"), TensorSpec.of(None)
+    found = Traffic.of(crossing_sizes(specs), 1e6).nbytes(name)
+    assert found == pytest.approx(wire_bytes(specs, parse(name, False)), rel=1e-3)

@@ -249,13 +249,27 @@ def test_partitioner_and_forecast_agree_on_what_messages_take(size: int) -> None
         seconds_per_message=1e-3,
         shared=True,
     )
-    other = fleet.outline.crossing(5)[1]
+    other = fleet.outline.crossing(5).other
     traffic = {(0, way): Traffic(values, other, 2e6) for way in Direction}
     forecast = Forecast("1f1b", 8, 2, [times, times], traffic, host_links=[2e6, 2e6])
     for k, (forward, backward) in enumerate(pairs):
         codecs = {(0, Direction.FORWARD): forward, (0, Direction.BACKWARD): backward}
         both = sum(forecast.handling(stage, way, codecs) for stage in (0, 1) for way in Direction)
         assert messages[:, 5, k].sum() == pytest.approx(both), names[k]
+
+
+def test_half_precision_is_coded_where_links_are_slow() -> None:
+    """What crosses in bf16 counted as bytes that no codec makes fewer: one device seemed faster than three."""
+    chain = as_chain([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    found = []
+    for precision in ("float32", "bf16"):
+        asked = job(*AUTO_CODECS, f"train.precision={precision}")
+        model = outline(chain, 0, (torch.zeros(512, WIDTH),), precision=precision)
+        fleet = msgspec.structs.replace(cluster(1, 1, 1, rate=2e6, of=asked), outline=model)
+        found.append(plan_for(fleet, asked))
+    assert [len(one.plan.stages) for one in found] == [3, 3]
+    assert found[0].step == pytest.approx(found[1].step)
+    assert {choice.name for choice in found[1].choices.values()} < {"uniform:4", "uniform:3", "uniform:2"}
 
 
 def test_uneven_batches_have_fewer_micro_batches() -> None:

@@ -136,7 +136,7 @@ def test_bf16_crosses_as_bf16_and_has_times_of_its_own() -> None:
         given = stage.forward(0, 0, (torch.zeros(5, 4),)).outputs
         assert half.layers[last].inputs == tuple(TensorSpec.of(x) for x in given)
     assert [layer.inputs[0].dtype for layer in half.layers[:2]] == ["float32", "bfloat16"]
-    assert half.crossing(1) == (0, HEADER_BYTES + 2 * 5 * 8)
+    assert half.crossing(1) == (5 * 8, 2 * 5 * 8, HEADER_BYTES)
     plain = as_chain([nn.ReLU(), nn.ReLU()])  # which nothing is cast for
     assert len({outline_of(plain, job, (torch.zeros(5, 4),)).key for job in jobs}) == 2
     assert single == outline(chain, 0, (torch.zeros(5, 4),))
