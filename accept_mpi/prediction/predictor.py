@@ -216,11 +216,8 @@ class Predictor:
             chosen.append(int(left[np.argmax(doubt)]))
         return chosen
 
-    def next_probe(self, known: DeviceSamples, candidates: Intervals) -> int:
-        """Index of the candidate to measure next: the one where the networks disagree by the most seconds."""
-        return int(self._doubt(known, candidates).argmax())
-
     def _doubt(self, known: DeviceSamples, candidates: Intervals) -> F64:
+        """(k,) seconds by which the networks differ on each candidate."""
         seconds, spread = self.predict(known, candidates)
         return (seconds * spread).sum(axis=1)
 

@@ -109,16 +109,6 @@ def test_adapting_helps_and_forgets_nothing(trained: tuple[Predictor, list[Devic
     assert np.mean([error(adapted.predict(k, k.intervals)[0], k) for k in data]) < old + 0.01
 
 
-def test_the_next_probe_is_where_the_networks_disagree(trained: tuple[Predictor, list[DeviceSamples]]) -> None:
-    predictor, _ = trained
-    known, _ = device(400, model())
-    candidates = np.array([[n, n + 1] for n in range(known.layers)])
-    seconds, spread = predictor.predict(known, candidates)
-    chosen = predictor.next_probe(known, candidates)
-    assert (seconds * spread).sum(axis=1)[chosen] == (seconds * spread).sum(axis=1).max()
-    assert (spread > 0).any()
-
-
 def test_it_comes_back_from_hdf5(trained: tuple[Predictor, list[DeviceSamples]], tmp_path: Path) -> None:
     predictor, data = trained
     with h5py.File(tmp_path / "x.h5", "w") as file:
