@@ -1,6 +1,6 @@
 """What forward and backward side by side on one device can give, in closed form (after Duan and Wu, ICPADS 2022).
 
-The paper's equations are not public; these are our reconstruction (``shared/PAPERS.md``), checked by grid search and by the
+The paper's equations are not public; these are our reconstruction, checked by grid search and by the
 simulator (``jobs/experiments/lanes``). P equal stages train M micro-batches, each stage on a resource of which a share r
 computes forwards and 1 - r backwards, at the same time. f, b: seconds of a pass on the whole resource; c: seconds of a
 transfer that nothing hides; g: a pass on a share x of the resource takes x^-g of the time (1: linearly separable).
