@@ -23,7 +23,7 @@ from accept_mpi.job import Job
 from accept_mpi.logs.format import KINDS, Rows
 from accept_mpi.logs.observers import Observer
 from accept_mpi.plan import Plan
-from accept_mpi.planning.estimate import estimate, with_codecs
+from accept_mpi.planning.estimate import estimate, fits, with_codecs
 from accept_mpi.planning.planner import moving, plan_for
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
@@ -215,9 +215,9 @@ class Adapter(Observer):
             best = plan_for(cluster, self._job, held)
         except UserError:
             return None
-        # Another deal of the same groups moves nothing.
+        # Another deal of the same groups moves nothing, but one to unlike members has more micro-batches in flight.
         dealt = estimate(cluster, self._job, redealt(self._plan, factors)) if self._plan.hybrid else None
-        if dealt and dealt.expected <= _NEARLY * best.expected:
+        if dealt and fits(cluster, dealt) and dealt.expected <= _NEARLY * best.expected:
             best = dealt
         if best.step > (1 - _MIN_SAVING) * now.step:
             return None

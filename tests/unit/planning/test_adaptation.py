@@ -8,7 +8,7 @@ from clusters import cluster, job
 from accept_mpi.logs.format import KINDS, TRACE, Rows
 from accept_mpi.plan import BoundaryCodecs, Plan, make_plan, recomputing
 from accept_mpi.planning.adaptation import WINDOW, Adapter
-from accept_mpi.planning.estimate import forecast_of
+from accept_mpi.planning.estimate import estimate, fits, forecast_of
 from accept_mpi.planning.planner import plan_for
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
@@ -254,3 +254,14 @@ def test_computing_a_forward_again_does_not_look_slow() -> None:
     rows = forecast_of(fleet, asked, plan).trace(plan.codecs, [0, 1, 2])
     computing = rows[np.isin(rows["kind"], [KINDS.index(kind) for kind in "FB"])]
     assert adapter.factors(computing) == pytest.approx({0: 1.0, 1: 1.0, 2: 1.0})
+
+
+def test_another_deal_must_fit() -> None:
+    """A group with a far slower member has more micro-batches in flight."""
+    asked = job("pipeline.groups=true", "pipeline.adapt=true")
+    plan = make_plan(12, [8], None, [[0, 1], 2], [[1.0, 1.0], [1.0]])
+    room = [1.02 * need for need in estimate(cluster(1, 1, 1), asked, plan).memory]
+    fleet = cluster(1, 1, 1, of=asked, rate=1e7, memory=room)
+    found = Adapter(asked, STEPS, plan, fleet, lambda: None).propose({0: 1.0, 1: 6.0, 2: 1.0}, 10**6)
+    assert found
+    assert fits(found.cluster, estimate(found.cluster, asked, found.plan))
