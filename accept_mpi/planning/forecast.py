@@ -141,6 +141,10 @@ class Forecast:
         self._tables = tables
         self._shares = [tables[s].count(self._held_by[s].index(d)) / micro_batches for d, s in enumerate(self.groups.stages)]
         """Share of the micro-batches that each device takes."""
+        self._rank_shares = dict.fromkeys(self._ranks, 0.0)
+        """The same for each rank, in all its lanes."""
+        for rank, share in zip(self._ranks, self._shares, strict=True):
+            self._rank_shares[rank] += share
         self._packed: dict[int, PackedSchedule] = {}
         self._steps = _STEPS if self._micro_batches == micro_batches else 1
 
@@ -206,7 +210,7 @@ class Forecast:
 
     def _share(self, device: int) -> float:
         """Share of the micro-batches that a device's rank takes, in all its lanes."""
-        return sum(share for d, share in enumerate(self._shares) if self._ranks[d] == self._ranks[device])
+        return self._rank_shares[self._ranks[device]]
 
     def _summed(self, device: int) -> float:
         """Bytes that a device sends for its group's gradients, per micro-batch that it takes; it receives about as many."""
