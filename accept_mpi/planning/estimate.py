@@ -16,8 +16,9 @@ from accept_mpi.logs.replay import mean_times, rerun
 from accept_mpi.pipeline.deal import Deal
 from accept_mpi.plan import BoundaryCodecs, Plan
 from accept_mpi.planning.codec_choice import AUTO, EXACT, LINK_SHARE, Choice, choose, gradient_codec, ladder_of, sums_of
-from accept_mpi.planning.forecast import Forecast, Groups, Traffic
+from accept_mpi.planning.forecast import Forecast, Groups
 from accept_mpi.planning.memory import memory_of
+from accept_mpi.planning.message_model import Traffic
 from accept_mpi.planning.ties import with_ties
 from accept_mpi.profiling.cluster_profile import ClusterProfile, StageTimes
 

@@ -19,10 +19,9 @@ from accept_mpi.logs.format import KINDS, TRACE, Rows
 from accept_mpi.pipeline.deal import Deal, early_sums, early_worth, of_member
 from accept_mpi.pipeline.schedule import Action, actions, max_in_flight, waits_for_sum
 from accept_mpi.pipeline.simulator import PackedSchedule, Simulated, action_seconds, simulate, simulate_packed
-from accept_mpi.planning.message_model import message_seconds
+from accept_mpi.planning.message_model import Traffic, message_seconds
 from accept_mpi.polling import POLL_AWAITED, POLL_IDLE
 from accept_mpi.profiling.cluster_profile import DeviceProfile, StageTimes
-from accept_mpi.profiling.outline import Sizes
 
 F64 = npt.NDArray[np.float64]
 
@@ -30,32 +29,6 @@ _PASSES = 3  # over a group's gradients, apart from sending them
 _STEPS = 3  # steps that are simulated
 _MANY = 20_000  # above this many (stages x micro-batches), simulate only the start of a step and extrapolate
 _STEADY = 4  # steps of a pipeline that flows that count, between those that fill it and those that drain it
-
-
-class Traffic(msgspec.Struct, frozen=True):
-    """The messages of one boundary in one direction, and the link that carries them."""
-
-    values: int
-    """Number of values per micro-batch that a codec can code."""
-    other_bytes: int
-    """Further bytes per message, header included."""
-    rate: float
-    """Bytes/s from one end to the other, with both directions busy."""
-    latency: float = 0.0
-    """Seconds that a short message takes."""
-    uncoded: int | None = None
-    """Bytes of the values without a codec; None: four each."""
-
-    @staticmethod
-    def of(sizes: Sizes, rate: float, latency: float = 0.0) -> "Traffic":
-        """Messages of these sizes."""
-        return Traffic(sizes.values, sizes.other, rate, latency, sizes.uncoded)
-
-    def nbytes(self, name: str) -> float:
-        """Bytes of a message with codec ``name``."""
-        if name == "none" and self.uncoded is not None:
-            return self.uncoded + self.other_bytes
-        return self.values * bits_of(name) / 8 + self.other_bytes
 
 
 class Groups(NamedTuple):

@@ -1,7 +1,7 @@
-"""The computing core's time for a message if the data plane has no core of its own: the only model of it.
+"""What crosses a boundary, and what it takes of the computing core if the data plane has no core of its own.
 
-The partitioner uses it for every boundary that a plan could have (``formulation``), forecasts use it for those that a plan
-has (``forecast``). Both get the same seconds for the same message on the same link.
+The partitioner uses this model, the only one, for every boundary that a plan could have (``formulation``), forecasts use it
+for those that a plan has (``forecast``). Both get the same seconds for the same message on the same link.
 
 A poll costs a share of a message's fixed cost. The share and the number of polls are from the CPU time of data-plane threads
 and their numbers of polls and messages: a poll takes 0.04 ms, a message 0.36 ms besides coding, where the measurement before
@@ -10,9 +10,12 @@ a run says 0.4 (comm/README.md).
 
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 
+from accept_mpi.codecs.coding import bits_of
 from accept_mpi.polling import SENDING_SECONDS, SOCKET_BYTES
+from accept_mpi.profiling.outline import Sizes
 
 N = TypeVar("N", float, np.ndarray)
 
@@ -21,6 +24,32 @@ _POLL = 0.1
 _POLLS = 4.0
 """Polls per message of any size: the thread that hands it over or waits for it wakes the data plane, which later polls
 again to find it done."""
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """The messages of one boundary in one direction, and the link that carries them."""
+
+    values: int
+    """Number of values per micro-batch that a codec can code."""
+    other_bytes: int
+    """Further bytes per message, header included."""
+    rate: float
+    """Bytes/s from one end to the other, with both directions busy."""
+    latency: float = 0.0
+    """Seconds that a short message takes."""
+    uncoded: int | None = None
+    """Bytes of the values without a codec; None: four each."""
+
+    @staticmethod
+    def of(sizes: Sizes, rate: float, latency: float = 0.0) -> "Traffic":
+        """Messages of these sizes."""
+        return Traffic(sizes.values, sizes.other, rate, latency, sizes.uncoded)
+
+    def nbytes(self, name: str) -> float:
+        """Bytes of a message with codec ``name``."""
+        if name == "none" and self.uncoded is not None:
+            return self.uncoded + self.other_bytes
+        return self.values * bits_of(name) / 8 + self.other_bytes
 
 
 def message_seconds(

@@ -18,7 +18,8 @@ from accept_mpi.job import Job
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import BoundaryCodecs, Plan
 from accept_mpi.planning.codec_choice import AUTO, Choice, choose, codings, is_open, ladder_of
-from accept_mpi.planning.forecast import Forecast, Traffic
+from accept_mpi.planning.forecast import Forecast
+from accept_mpi.planning.message_model import Traffic
 from accept_mpi.planning.tables import aligned
 from accept_mpi.profiling.cluster_profile import StageTimes
 from accept_mpi.profiling.message_costs import message_costs

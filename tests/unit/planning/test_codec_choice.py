@@ -9,7 +9,8 @@ from accept_mpi.codecs.tensors import TensorSpec
 from accept_mpi.direction import Crossing, Direction
 from accept_mpi.pipeline.schedule import ScheduleKind
 from accept_mpi.planning.codec_choice import choose, ladder
-from accept_mpi.planning.forecast import Forecast, Traffic
+from accept_mpi.planning.forecast import Forecast
+from accept_mpi.planning.message_model import Traffic
 from accept_mpi.profiling.cluster_profile import StageTimes
 from accept_mpi.profiling.outline import crossing_sizes
 

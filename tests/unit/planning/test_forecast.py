@@ -14,8 +14,8 @@ from accept_mpi.pipeline.schedule import KINDS, ScheduleKind
 from accept_mpi.plan import Lanes, make_plan, with_lanes
 from accept_mpi.planning import forecast as module
 from accept_mpi.planning.estimate import forecast_of, replayed
-from accept_mpi.planning.forecast import Forecast, Traffic
-from accept_mpi.planning.message_model import message_seconds
+from accept_mpi.planning.forecast import Forecast
+from accept_mpi.planning.message_model import Traffic, message_seconds
 from accept_mpi.planning.planner import plan_for
 from accept_mpi.polling import SENDING_SECONDS
 from accept_mpi.profiling.cluster_profile import StageTimes

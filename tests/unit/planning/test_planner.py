@@ -16,9 +16,9 @@ from accept_mpi.plan import make_plan
 from accept_mpi.planning import planner
 from accept_mpi.planning.codec_choice import codec_pairs, codings_of
 from accept_mpi.planning.estimate import estimate
-from accept_mpi.planning.forecast import Forecast, Traffic
+from accept_mpi.planning.forecast import Forecast
 from accept_mpi.planning.formulation import problem_of
-from accept_mpi.planning.message_model import message_seconds
+from accept_mpi.planning.message_model import Traffic, message_seconds
 from accept_mpi.planning.planner import even_plan, plan_for, plans_for
 from accept_mpi.planning.problem import NoPlan, Problem, Solution, lower_bound
 from accept_mpi.planning.search import solve
