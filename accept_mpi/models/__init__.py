@@ -13,6 +13,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.job import Job, Model
 from accept_mpi.models.base import Chain, Entry, unfilled_if_possible
 from accept_mpi.models.cnn import cnn
+from accept_mpi.models.common import HOOKS
 from accept_mpi.models.copies import copied
 from accept_mpi.models.fine_tuning import Changes, check_patterns, is_adapter
 from accept_mpi.models.gpt import gpt
@@ -252,7 +253,9 @@ def entries_of(model: object) -> list[tuple[str, Entry]]:
         return list(model.layers)
     if isinstance(model, nn.Sequential):
         if not _is_sequence(model):
-            raise TypeError(f"{type(model).__name__} has a forward of its own, so its layers cannot be run one by one")
+            raise TypeError(
+                f"{type(model).__name__} has a forward, hooks or state of its own, so its layers cannot be run one by one"
+            )
         model = list(model._modules.items())  # named_children() leaves out repeated modules
     if not isinstance(model, list | tuple):
         raise TypeError(f"expected an nn.Module or a list of layers, got {type(model).__name__}")
@@ -286,8 +289,16 @@ def _look(module: nn.Module, recurse: bool) -> str:
 
 
 def _is_sequence(model: nn.Module) -> bool:
-    """True if a module does no more than call its parts in order."""
-    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+    """True if a module does no more than call its parts in order, and has nothing beside them: hooks of its own would not be
+    called, and parameters and buffers of its own would be in no layer."""
+    kind, own = type(model), vars(model)
+    if not isinstance(model, nn.Sequential) or "forward" in own or any(own.get(name) for name in HOOKS):
+        return False
+    state = (*own["_parameters"].values(), *own["_buffers"].values())
+    return (kind.forward, kind.__call__, kind.get_extra_state) == _CALLS and all(one is None for one in state)
+
+
+_CALLS = (nn.Sequential.forward, nn.Module.__call__, nn.Module.get_extra_state)
 
 
 def _is_named(entry: object) -> bool:

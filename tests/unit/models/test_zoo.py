@@ -138,7 +138,7 @@ class _Branches(nn.Sequential):
 
 def test_as_chain_refuses() -> None:
     linear = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="_Branches has a forward of its own"):
+    with pytest.raises(TypeError, match="_Branches has a forward, hooks or state of its own"):
         as_chain(_Branches(nn.Linear(2, 2), nn.Linear(2, 2)))
     with pytest.raises(TypeError, match='layer "1" is a int'):
         as_chain([linear, 3])
