@@ -6,6 +6,7 @@ A tensor is identified by its memory, so that a repeated tensor is found as well
 one after another, since shared memory lives as long as one of the layers that share it.
 """
 
+import ctypes
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -358,8 +359,9 @@ def checksum(storage: torch.UntypedStorage | None) -> int | None:
     """Checksum of a storage's values; None if they cannot be read here."""
     if storage is None or storage.device.type != "cpu":
         return None
-    values = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return xxh3_64_intdigest(values.numpy().data)
+    size = storage.nbytes()
+    # Not by way of an array: torch would refuse to resize the storage from then on, and a forward may do that.
+    return xxh3_64_intdigest((ctypes.c_char * size).from_address(storage.data_ptr()) if size else b"")
 
 
 class Watch:

@@ -257,6 +257,13 @@ def test_pieces_that_share_nothing_come_from_one_call() -> None:
     assert calls == 4
 
 
+def test_a_layer_may_resize_its_buffers() -> None:
+    """As observers of quantization do."""
+    chain = of(lambda: nn.Sequential(nn.Linear(4, 4), Masked(torch.ones(4))))
+    for _ in range(2):
+        chain.build(1, 0).get_buffer("table").resize_(8)
+
+
 def test_what_is_left_over_is_let_go() -> None:
     alive: list[weakref.ref[nn.Module]] = []
 
