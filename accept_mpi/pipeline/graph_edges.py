@@ -141,6 +141,8 @@ def seeded_backward(value: Any, seed: int) -> Any:
 def finite(values: Sequence[torch.Tensor]) -> bool:
     """True if all values are finite. Their sum is checked first, in one pass, and single values only if it is not finite."""
     for value in values:
+        if value.is_floating_point() and value.element_size() == 1:
+            value = value.detach().float()  # torch adds up no numbers of 8 bits
         if value.is_floating_point() and not torch.isfinite(value.detach().sum()) and not value.isfinite().all():
             return False
     return True

@@ -13,6 +13,7 @@ from accept_mpi.job_file import parse
 from accept_mpi.models import as_chain
 from accept_mpi.models.layers import Layers, build_layers
 from accept_mpi.models.losses import Loss, find_loss
+from accept_mpi.pipeline.graph_edges import finite
 from accept_mpi.pipeline.lane_stage import lane_of
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.pipeline.trials import trial_of
@@ -364,3 +365,11 @@ def test_losses_are_torchs() -> None:
     found = find_loss("cross_entropy")(output, classes, 4)
     assert torch.equal(found.value, nn.functional.cross_entropy(output, classes))
     assert found.count == 3
+
+
+def test_values_of_8_bits_are_looked_at() -> None:
+    """Torch adds up none of them."""
+    values = torch.tensor([1.0, -2.0, 448.0] * 4)
+    for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
+        assert finite([values.to(kind)])
+        assert not finite([torch.cat([values, torch.tensor([torch.nan])]).to(kind)])
