@@ -37,10 +37,13 @@ def tensor_of(values: npt.NDArray[Any], asked: np.dtype[Any] | None = None, floa
     """Tensor from an array, of dtype ``asked`` or by default as in ``dtype_of``. Raises TypeError or ValueError with a
     sentence."""
     wanted = asked if asked is not None else dtype_of(values.dtype, floats)
-    if wanted.kind in "iu" and not np.can_cast(values.dtype, wanted):
+    narrow = wanted.kind in "iub" and not np.can_cast(values.dtype, wanted)
+    if narrow and wanted.kind != "b":
         check_fits(values, wanted)
     with np.errstate(over="ignore"):
         plain = np.ascontiguousarray(values, wanted).reshape(values.shape)
+    if narrow and (lost := values[plain != values]).size:
+        raise ValueError(f"holds {lost[0].item()}, which {wanted} cannot hold")
     return torch.from_numpy(plain if plain.flags.writeable else plain.copy())
 
 
