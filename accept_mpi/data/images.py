@@ -54,8 +54,8 @@ def images(path: str, size: int = 32, augment: bool = True, test_fraction: float
     """Training and test set from ``path/train/CLASS/*.jpg`` and ``path/test/CLASS/*.jpg`` (or .png, ...), or from
     ``path/CLASS/*`` split by a fixed shuffle.
 
-    Images are scaled so that the shorter side is ``size``, and cropped in the middle. Raises UserError if folders are
-    missing or empty, and later for an image that cannot be decoded.
+    Images are scaled so that the shorter side is ``size``, and cropped in the middle. Hidden folders and files do not
+    count. Raises UserError if folders are missing or empty, and later for an image that cannot be decoded.
     """
     _pillow()
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST_SIZE:
@@ -63,10 +63,14 @@ def images(path: str, size: int = 32, augment: bool = True, test_fraction: float
     root = Path(path)
     if (root / "train").is_dir() and (root / "test").is_dir():
         classes = _classes(root / "train")
-        train, test = _listing(root / "train", classes), _listing(root / "test", classes)
+        if strange := sorted(set(_classes(root / "test")) - set(classes)):
+            raise UserError(
+                f"data.args: {root / 'test' / strange[0]} is a class of which there is no folder in {root / 'train'}"
+            )
+        train, test = _listing(root / "train", classes, every=True), _listing(root / "test", classes)
     else:
         classes = _classes(root)
-        found = _listing(root, classes)
+        found = _listing(root, classes, every=True)
         if not 0 < test_fraction < 1:
             raise ValueError(f"test_fraction must lie between 0 and 1, got {test_fraction}")
         order = np.random.default_rng(mix(ORDER, 0)).permutation(len(found))
@@ -79,7 +83,7 @@ def pictures_in(folder: Path) -> list[Path]:
     """The images in a folder and the folders in it, in order. Raises UserError if there are none."""
     if not os.path.isdir(folder):
         raise UserError(f"{folder}: there is no such folder")
-    found = sorted(file for file in folder.rglob("*") if file.suffix.lower() in _ENDINGS and is_regular(file))
+    found = sorted(file for file in folder.rglob("*") if _is_image(file.relative_to(folder)) and is_regular(file))
     if not found:
         raise UserError(f"{folder}: no images there; expected {', '.join(sorted(_ENDINGS))}")
     return found
@@ -88,19 +92,28 @@ def pictures_in(folder: Path) -> list[Path]:
 def _classes(root: Path) -> list[str]:
     if not root.is_dir():
         raise UserError(f"data.args: there is no directory {root}")
-    classes = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
+    classes = sorted(one.name for one in root.iterdir() if one.is_dir() and not one.name.startswith("."))
     if not classes:
         raise UserError(f"data.args: {root} holds no folders; expected one per class")
     return classes
 
 
-def _listing(root: Path, classes: list[str]) -> _Listing:
+def _is_image(file: Path) -> bool:
+    """True if a file, given from where one looks for it, has an image's name, and is not hidden."""
+    return file.suffix.lower() in _ENDINGS and not any(part.startswith(".") for part in file.parts)
+
+
+def _listing(root: Path, classes: list[str], every: bool = False) -> _Listing:
+    """``every``: each class must have images. Raises UserError."""
     found = [
         (file, number)
         for number, name in enumerate(classes)
         for file in sorted((root / name).glob("*"))
-        if file.suffix.lower() in _ENDINGS
+        if _is_image(Path(file.name))
     ]
+    there = {number for _, number in found}
+    if without := [name for number, name in enumerate(classes) if every and there and number not in there]:
+        raise UserError(f"data.args: no images in {root / without[0]}; expected {', '.join(sorted(_ENDINGS))}")
     for file, _ in found:
         if not is_regular(file):
             raise UserError(f"data.args: {file} is not a file, though it has an image's name")

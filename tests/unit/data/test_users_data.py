@@ -12,6 +12,7 @@ import torch
 
 from accept_mpi import data
 from accept_mpi.data.base import ArrayDataset, adapt, fetch
+from accept_mpi.data.images import pictures_in
 from accept_mpi.data.mixing import Mixed
 from accept_mpi.errors import UserError
 from accept_mpi.job import Mix
@@ -110,6 +111,17 @@ def test_numbers_that_do_not_fit_the_dtype_asked_for_are_refused(tmp_path: Path)
         fetch(train, np.arange(1), 0, True, True)
 
 
+def test_fractions_are_no_whole_numbers(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"], file["y"] = np.array([0.0, 1.0, 1.5]), np.array([0, 1, 2])
+    for which, dtypes in (("x", {"x_dtype": "int64"}), ("x", {"x_dtype": "bool"}), ("y", {"y_dtype": "bool"})):
+        train, _ = data.ZOO["hdf5"](str(tmp_path / "a.h5"), test_x="x", test_y="y", **dtypes)
+        with pytest.raises(UserError, match=rf'"{which}" of .* holds (1\.5|2), which (int64|bool) cannot hold$'):
+            fetch(train, np.arange(3), 0, which == "x", which == "y")
+        found = fetch(train, np.arange(2), 0, True, True)
+        assert (found.inputs.tolist(), found.targets.tolist()) == ([0, 1], [0, 1])
+
+
 def test_grey_of_16_bits_is_scaled(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     for folder, grey in (("a", 0), ("b", 0x8080), ("c", 0xFFFF)):
@@ -120,3 +132,35 @@ def test_grey_of_16_bits_is_scaled(tmp_path: Path) -> None:
     found = fetch(train, np.arange(len(train)), None, True, True)
     for x, y in zip(found.inputs, found.targets, strict=True):
         torch.testing.assert_close(x, torch.full((3, 4, 4), [-1.0, 128 / 127.5 - 1, 1.0][y]))
+
+
+def _pictures(root: Path, *names: str) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        image.new("RGB", (4, 4)).save(root / name)
+
+
+def test_hidden_folders_are_no_classes(tmp_path: Path) -> None:
+    """Notebooks leave such folders, other systems such files."""
+    _pictures(tmp_path, "cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png", ".ipynb_checkpoints/1-checkpoint.png")
+    (tmp_path / "dog" / "._1.png").write_bytes(b"\0\5\26\7")
+    train, test = data.ZOO["images"](str(tmp_path), size=4, test_fraction=0.25)
+    assert data.classes_of(train) == ["cat", "dog"]
+    assert sorted([*train.targets(np.arange(3)).tolist(), *test.targets(np.arange(1)).tolist()]) == [0, 0, 1, 1]
+    found = sorted(str(file.relative_to(tmp_path)) for file in pictures_in(tmp_path))
+    assert found == ["cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png"]
+    assert len(pictures_in(tmp_path / ".ipynb_checkpoints")) == 1
+
+
+def test_a_class_without_images_is_told(tmp_path: Path) -> None:
+    _pictures(tmp_path, "train/cat/1.png", "test/cat/1.png", "train/dog/1.png")
+    _, test = data.ZOO["images"](str(tmp_path), size=4)
+    assert test.targets(np.arange(1)).tolist() == [0]
+    _pictures(tmp_path, "test/emu/1.png")
+    with pytest.raises(UserError, match=r"emu.* is a class of which there is no folder in .*train$"):
+        data.ZOO["images"](str(tmp_path), size=4)
+    (tmp_path / "train" / "emu").mkdir()
+    (tmp_path / "train" / "emu" / "1.tif").write_bytes(b"")
+    with pytest.raises(UserError, match=r"no images in .*emu; expected .*\.png"):
+        data.ZOO["images"](str(tmp_path), size=4)
