@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from accept_mpi.codecs.basis import NO_BASES, Bases, Basis, packed, unpacked, width_of
 from accept_mpi.codecs.coding import KINDS, NONE, Bytes, Coding
-from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
+from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec, codable
 from accept_mpi.errors import ProtocolError
 from accept_mpi.seeds import mix
 from accept_mpi.tree import LONE, Tree
@@ -154,8 +154,8 @@ class _Layout(NamedTuple):
 @lru_cache(maxsize=4096)
 def _layout(specs: Specs, coding: Coding) -> _Layout:
     parts, at = [], HEADER_BYTES
-    for spec in specs:
-        coded = _is_coded(spec, coding)
+    for spec, may_be in zip(specs, codable(specs), strict=True):
+        coded = may_be and _is_coded(spec, coding)
         end = at + (coding.nbytes(spec.numel) if coded else spec.nbytes)
         parts.append(_Part(at, end, at + _padded(end - at), coded))
         at = parts[-1].padded

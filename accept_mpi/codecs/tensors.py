@@ -221,5 +221,21 @@ def _closed(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(found)
 
 
+def codable(specs: Specs) -> list[bool]:
+    """For each tensor of a message, False if no codec may change its values: beside tensors that want a gradient, one that
+    wants none is a mask, a position or the like, in which a rounded zero may outweigh all else."""
+    some = any(spec.grad for spec in specs)
+    return [spec.grad or not some for spec in specs]
+
+
+def as_in_training(specs: Specs, usual: Specs) -> Specs:
+    """The specs of tensors in an evaluation, where none wants a gradient, with the marks of those in training (``usual``):
+    what is ``codable`` is the same."""
+    if len(specs) != len(usual):
+        return specs
+    pairs = zip(specs, usual, strict=True)
+    return tuple(msgspec.structs.replace(one, grad=known.grad and one.dtype == known.dtype) for one, known in pairs)
+
+
 def _same_layout(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     return all(x == y for sh, x, y in zip(shape, a, b, strict=True) if sh > 1)

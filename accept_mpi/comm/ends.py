@@ -30,7 +30,7 @@ from accept_mpi.codecs.message import (
     encode_in_place,
     raw_bytes,
 )
-from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
+from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec, as_in_training
 from accept_mpi.comm.channels import Channel, Plane, wait_for
 from accept_mpi.device.compute import Given, here
 from accept_mpi.direction import Direction
@@ -163,8 +163,10 @@ class Sender:
         as_usual = specs is not None and len(specs) == len(tensors) and tree in (None, self.end.trees.get(samples))
         if as_usual and all(spec.fits(tensor, training) for spec, tensor in zip(specs or (), tensors, strict=True)):
             return specs or (), b""
-        specs = tuple(map(TensorSpec.of, tensors))
-        return specs, describe(specs, LONE if tree is None else tree)
+        found = tuple(map(TensorSpec.of, tensors))
+        if not training:
+            found = as_in_training(found, next(iter(self.end.specs.values()), ()))
+        return found, describe(found, LONE if tree is None else tree)
 
     def fail(self) -> None:
         """Wake a thread that waits for room, since the data plane ends with an error. Called on the data-plane thread."""

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accept_mpi import tree
 from accept_mpi.codecs.message import HEADER_BYTES
-from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec
+from accept_mpi.codecs.tensors import Specs, Tensors, TensorSpec, codable
 from accept_mpi.job import Job
 from accept_mpi.models.base import Chain
 from accept_mpi.models.common import Common, Seen, with_loss
@@ -112,7 +112,7 @@ class Outline(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def crossing_sizes(specs: Specs) -> Sizes:
     """Sizes of a message."""
-    coded = [spec for spec in specs if spec.dtype in _CODED]
+    coded = [spec for spec, may_be in zip(specs, codable(specs), strict=True) if may_be and spec.dtype in _CODED]
     uncoded = sum(spec.nbytes for spec in coded)
     return Sizes(sum(spec.numel for spec in coded), uncoded, HEADER_BYTES + sum(spec.nbytes for spec in specs) - uncoded)
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from accept_mpi import tree
-from accept_mpi.codecs.tensors import BoundarySpecs, Specs, Tensors, TensorSpec, trial_values
+from accept_mpi.codecs.tensors import BoundarySpecs, Specs, Tensors, TensorSpec, as_in_training, trial_values
 from accept_mpi.comm.messages import Shapes
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.data import Dataset, fetch
@@ -67,6 +67,9 @@ def agree_on_shapes(
     train, test = data
     found = _all_at_once(messenger, stage, place, sizes, train, deadline, outline)
     found = found or _one_by_one(messenger, stage, place, sizes, train, deadline)
+    for one in found:
+        usual = next((one.forward[size] for size in sizes[0] if size in one.forward), ())
+        one.forward.update({n: as_in_training(specs, usual) for n, specs in one.forward.items() if n not in sizes[0]})
     if sizes[1]:
         unlike = messenger.allgather(_unlike(place, train, test), deadline, "whether test samples are like the others")
         if any(unlike):

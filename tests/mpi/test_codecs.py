@@ -138,3 +138,48 @@ def test_a_basis_outlives_who_learned_it(tmp_path: Path, faults: str) -> None:
         assert ("2 stages go on" in out) == bool(killed), out
         ends.append(Checkpoint(tmp_path / name).whole())
     samples.assert_equal(*ends)
+
+
+MASKED = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(128, 128)
+    def forward(self, x):
+        return 9 * self.linear(x), torch.where(torch.arange(128) < 40, -1e9, 0.0).expand(len(x), -1).clone()
+class Second(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(128, 3)
+    def forward(self, given):
+        return 9 * self.linear((given[0] + given[1]).softmax(-1))
+def model():
+    return nn.Sequential(First(), Second())
+def data():
+    x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x[:64], x[:64, :3].argmax(1)), TensorDataset(x[:37], x[:37, :3].argmax(1))
+"""
+MASKED_JOB = """
+model.name = "net:model"
+data.name = "net:data"
+train = { batch_size = 32, micro_batches = 2, steps = 6, lr = 0.1 }
+pipeline.cuts = [1]
+output.directory = "none"
+"""
+
+
+def test_masks_cross_as_they_are(trained, tmp_path: Path) -> None:
+    """In training and evaluations, whose last micro-batch is a short one."""
+    (tmp_path / "net.py").write_text(MASKED)
+    (tmp_path / "job.toml").write_text(MASKED_JOB)
+    codecs = ("none", "uniform:4", "uniform:8")
+    trained(2, tmp_path, [("job.toml", f"pipeline.forward={one}", f"output.directory={one}") for one in codecs])
+    found = {}
+    for one in codecs:
+        with open_log(tmp_path / one / "log.h5") as log:
+            found[one] = [*log["steps"]["loss"][:].tolist(), *log["evals"]["loss"][:].tolist()]
+    for one in codecs[1:]:
+        assert found[one] == pytest.approx(found["none"], abs=0.1)

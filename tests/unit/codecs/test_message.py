@@ -118,6 +118,29 @@ def test_gradient_marks_cross() -> None:
     assert back.is_leaf
 
 
+@pytest.mark.parametrize("name", ["bf16", "uniform:4", "mbq:2"])
+def test_masks_beside_activations_are_not_rounded(name: str) -> None:
+    """0 of -1e9 rounded to that would be some 1e5, beside which scores do not count."""
+    coding = parse(name, gradients=False)
+    mask, scores = torch.zeros(64, 64), torch.randn(64, 64)
+    mask[:, 40:] = -1e9
+
+    def received(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        specs = tuple(map(TensorSpec.of, tensors))
+        buffer = aligned(buffer_bytes(specs, coding))
+        flat = tuple(spec.flatten(one) for spec, one in zip(specs, tensors, strict=True))
+        header = encode(LABEL, specs, flat, buffer, coding, now=now)
+        assert header.codec == coding.number
+        return decode({4: specs}, buffer[: HEADER_BYTES + header.length], coding).tensors
+
+    coded, same = received(scores.requires_grad_(), mask)
+    assert not coded.equal(scores)
+    assert same.equal(mask)
+    coded, also = received(scores.detach(), mask)  # what does not train may be large, too
+    assert not coded.equal(scores.detach())
+    assert not also.equal(mask)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, HEADER_BYTES + 47), st.integers(1, 255))
 def test_any_changed_byte_is_noticed(at: int, flip: int) -> None:
