@@ -29,6 +29,8 @@ class Lion(torch.optim.Optimizer):
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 mean = state["exp_avg"]
+                if parameter.is_complex():  # two real numbers each, as in torch's optimizers
+                    parameter, gradient, mean = map(torch.view_as_real, (parameter, gradient, mean))
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(torch.lerp(gradient, mean, one).sign_(), alpha=-group["lr"])
                 mean.lerp_(gradient, 1 - two)

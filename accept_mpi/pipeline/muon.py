@@ -75,7 +75,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = wide / wide.norm().clamp(min=1e-7)
     for _ in range(_ITERATIONS):
-        gram = x @ x.T
+        gram = x @ x.mH
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.T if wide is not matrix else x).contiguous()
 

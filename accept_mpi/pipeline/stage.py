@@ -294,8 +294,8 @@ class Stage(Stateful):
         try:
             yield
         finally:
+            restore_modes(modes)  # a user's own ``train`` takes out of the weights what ``eval`` has put in
             self.averages.hide(trained, shown)
-            restore_modes(modes)
             for one in self.settled:
                 one.look()
             self.remembered.pass_over(self.remembered.late().difference(late))

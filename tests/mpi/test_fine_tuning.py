@@ -304,3 +304,43 @@ def test_a_model_that_is_frozen_whole_is_told(trained, tmp_path: Path, head: boo
     )
     (done,) = trained(2, tmp_path, [path])
     assert ("model: no parameter is trained" in done.out) == (not head)
+
+
+MERGING = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+class Merging(nn.Linear):  # as loralib's layers
+    def __init__(self, n, m):
+        super().__init__(n, m)
+        self.weight.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(2, n)), nn.Parameter(torch.randn(m, 2))
+        self.merged = False
+    def train(self, mode=True):
+        if self.merged == mode:
+            self.weight.data += (-1 if mode else 1) * self.up @ self.down
+            self.merged = not mode
+        return super().train(mode)
+    def forward(self, x):
+        return super().forward(x) if self.merged else super().forward(x) + x @ self.down.t() @ self.up.t()
+def model():
+    return nn.Sequential(Merging(6, 6), nn.Tanh(), Merging(6, 3))
+def data():
+    x = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :3].argmax(1)), TensorDataset(x[:8], x[:8, :3].argmax(1))
+"""
+
+
+def test_what_evaluation_merges_it_takes_out_again(trained, tmp_path: Path) -> None:
+    """The averages with which the model is evaluated, not the newest weights."""
+    (tmp_path / "net.py").write_text(MERGING)
+    path = tmp_path / "job.toml"
+    path.write_text(
+        'model.name = "net:model"\ndata.name = "net:data"\n'
+        "train = { batch_size = 8, micro_batches = 2, steps = 9, lr = 0.1 }\n"
+        'pipeline.cuts = [1]\noutput.directory = "plain"\n'
+    )
+    trained(2, tmp_path, [path, (path, "train.ema=0.9", "output.directory=average")])
+    expected, found = (Checkpoint(tmp_path / name).whole() for name in ("plain", "average"))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=0.0)

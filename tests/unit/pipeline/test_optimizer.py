@@ -104,11 +104,24 @@ def test_lion() -> None:
         assert x.tolist() == pytest.approx(expected)
 
 
+def test_lion_takes_complex_numbers_as_two_real_ones() -> None:
+    values = torch.randn(2, 3, 2)
+    x, pairs = nn.Parameter(torch.view_as_complex(values.clone())), nn.Parameter(values.clone())
+    optimizers = [Lion([one], lr=0.1, betas=(0.5, 0.75), weight_decay=0.5) for one in (x, pairs)]
+    for _ in range(3):
+        pairs.grad = torch.randn(2, 3, 2)
+        x.grad = torch.view_as_complex(pairs.grad.clone())
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(torch.view_as_real(x), pairs)
+
+
 def test_muon_makes_updates_orthogonal() -> None:
     for shape in (6, 9), (9, 6), (1, 4), (5, 1):
-        found = torch.linalg.svdvals(orthogonal(torch.randn(shape)))
-        assert found.min() > 0.5
-        assert found.max() < 1.3
+        for kind in (torch.float32, torch.complex64):
+            found = torch.linalg.svdvals(orthogonal(torch.randn(shape, dtype=kind)))
+            assert found.min() > 0.5
+            assert found.max() < 1.3
     assert orthogonal(torch.zeros(3, 4)).tolist() == torch.zeros(3, 4).tolist()
 
 
