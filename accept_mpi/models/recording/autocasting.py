@@ -28,6 +28,11 @@ _FUNCTIONS = frozenset((
     "scaled_dot_product_attention",
 ))  # fmt: skip
 """Functions in lower precision that compare the types of their arguments before they come to any operation."""
+_SINGLE_FUNCTIONS = frozenset((
+    "fft_fft", "fft_ifft", "fft_fft2", "fft_ifft2", "fft_fftn", "fft_ifftn", "fft_rfft", "fft_irfft", "fft_rfft2",
+    "fft_irfft2", "fft_rfftn", "fft_irfftn", "fft_hfft", "fft_ihfft",
+))  # fmt: skip
+"""Functions in single precision that refuse lower ones before they come to any operation."""
 _PRODUCTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -95,7 +100,7 @@ def lower() -> torch.dtype | None:
 
 def casting(function: Callable[..., Any], name: str, lower: torch.dtype | None) -> Callable[..., Any]:
     """The function ``name``, or what casts the arguments that it compares as autocast does."""
-    if lower is None or name not in _FUNCTIONS:
+    if lower is None or name not in _FUNCTIONS | _SINGLE_FUNCTIONS:
         return function
 
     def cast_first(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +112,7 @@ def casting(function: Callable[..., Any], name: str, lower: torch.dtype | None) 
 
 def cast(name: str, args: Any, kwargs: Any, lower: torch.dtype) -> tuple[Any, Any]:
     """The arguments of an operation on tensors of the meta device, cast as autocast casts those on the CPU."""
-    to = lower if name in _LOWER | _FUNCTIONS else torch.float32 if name in _SINGLE else None
+    to = lower if name in _LOWER | _FUNCTIONS else torch.float32 if name in _SINGLE | _SINGLE_FUNCTIONS else None
     if to is None or not all(tensor.is_meta for tensor in tensors_in((args, kwargs))):
         return args, kwargs
 

@@ -50,6 +50,7 @@ STEPS: dict[str, Step] = {
     "cell": lambda net, x: torch.stack([net.cell(part) for part in x]),
     "normed": lambda net, x: net.norm(x) + F.layer_norm(x, (8,)),
     "product": lambda net, x: torch.einsum("btd,bsd->bts", x, x) @ x + x.prod(-1, keepdim=True),
+    "spectrum": lambda net, x: torch.fft.irfft(torch.fft.rfft(x) * torch.arange(5), n=8),
     "block": lambda net, x: net.choosing(x),
 }
 
