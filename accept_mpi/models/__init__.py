@@ -161,7 +161,7 @@ def _load(asked: Model, seed: int, changes: Changes | None) -> Chain | Whole:
 
     def again() -> Any:
         made = call(function, asked.args, "model.args", seed)
-        return in_training(made) if isinstance(made, nn.Module) else made
+        return in_training(made, whole=True) if isinstance(made, nn.Module) else made
 
     def whole() -> Any:
         made = again()

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 from torch import nn
 
 
-def in_training(model: nn.Module) -> nn.Module:
+def in_training(model: nn.Module, whole: bool = False) -> nn.Module:
     """A new model, after its own ``train`` has been called, which may do more than set the mode: norms keep their
-    statistics, parts are frozen. A plain loop calls it before it begins. What is in evaluation mode stays there."""
+    statistics, parts are frozen. A plain loop calls it before it begins. What is in evaluation mode stays there, unless it
+    is the ``whole`` model and all of it is: so libraries give models that are trained already."""
+    if whole and not any(module.training for module in model.modules()):
+        return model.train()
     modes = [(module, module.training) for module in model.modules()]
     for module, training in modes:
         if training and type(module).train is not nn.Module.train:

@@ -47,6 +47,15 @@ def sequence() -> nn.Sequential:
     return nn.Sequential(KeepsStatistics(), nn.Linear(6, 3))
 
 
+def pretrained() -> nn.Module:
+    """As libraries give models that are trained already."""
+    return Around().eval()
+
+
+def pretrained_sequence() -> nn.Module:
+    return sequence().eval()
+
+
 def functions() -> list[Callable[[], nn.Module]]:
     return [KeepsStatistics, lambda: nn.Linear(6, 3)]
 
@@ -58,7 +67,12 @@ output.directory = "run"
 """
 
 
-@pytest.mark.parametrize("kind", ["Around", "KeepsStatistics", "sequence", "functions", "with_a_part_in_evaluation"])
+KINDS = (
+    "Around", "KeepsStatistics", "sequence", "functions", "with_a_part_in_evaluation", "pretrained", "pretrained_sequence",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_models_own_train_is_called(kind: str) -> None:
     chain = chain_of(parse(JOB, "job", [f"model.name=test_modes:{kind}"]), lambda: torch.randn(4, 6))
     layers: list[Any] = chain.build_range(0, len(chain), 0)
