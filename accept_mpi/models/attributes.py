@@ -2,9 +2,11 @@
 
 import math
 import random
+import types
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -161,8 +163,24 @@ def digest(value: Any, seen: dict[int, Any] | None = None, checked: bool = True)
         return Digest(tuple(value) if constants else None, parts)
     if isinstance(value, set | frozenset):
         return Digest(frozenset(value) if constants else len(value))
+    if isinstance(value, Iterator):
+        return Digest(*_position(value, seen, checked))
     inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
     return Digest(None, {key: digest(one, seen, checked) for key, one in list(inside.items())}, grows=True)
+
+
+def _position(value: Iterator[Any], seen: dict[int, Any], checked: bool) -> tuple[Any, dict[Any, Digest]]:
+    """How far an iterator has come, as far as that can be seen: kind and parts of its digest."""
+    kind: Any = None
+    inside = getattr(value, "__dict__", {})
+    if isinstance(value, types.GeneratorType) and value.gi_frame is not None:
+        kind, inside = value.gi_frame.f_lasti, value.gi_frame.f_locals
+    elif type(value).__module__ in ("builtins", "itertools"):
+        kind = repr(value)
+        with warnings.catch_warnings(), suppress(Exception):
+            warnings.simplefilter("ignore")  # Python is to lose this for some of them
+            inside = dict(enumerate(value.__reduce__()[1:]))
+    return kind, {key: digest(one, seen, checked) for key, one in list(inside.items())}
 
 
 def _generator(value: Any) -> Any:

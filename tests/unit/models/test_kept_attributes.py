@@ -1,6 +1,7 @@
 """Forwards that set attributes of their model train as they do in one process, where what an earlier forward has left does
 not matter; otherwise they are refused."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -218,9 +219,25 @@ class Keeps(Net):
         return self.scores(x - self.seen)
 
 
+class AsksAnIterator(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = itertools.cycle([1.0, 0.5])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scores(x * next(self.seen))
+
+
+class AsksAGenerator(AsksAnIterator):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = (0.1 * n for n in range(1, 100))
+
+
 @pytest.mark.parametrize(
     "net",
     [
+        AsksAnIterator, AsksAGenerator,
         Counts, CountsInATensor, OnlyAtFirst, Alternates, Recurrent, RecurrentWithoutInit, MaskOfTheFirstBatch,
         ReadInEvaluation, CollectsInAList, FadesAConstant, Keeps,
     ],
