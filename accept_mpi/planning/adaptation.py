@@ -39,6 +39,8 @@ _SAME_STATE = math.log(1.6)
 """Logarithm of a factor: two windows, or two speed checks, that differ by more lie before and after a change."""
 _NOISE = math.log(1.15)
 """Logarithm of a factor: smaller changes are noise, such as that of a stage timed alone and then training with messages."""
+_STILL = math.log(1.05)
+"""Logarithm of a factor: a search that has found nothing is not made again until a device has changed by more since."""
 _LIGHT = 0.5
 """A stage that computes for a smaller share of the time does not show how fast it would be with more to do."""
 _STEEPEST = 2.0
@@ -91,6 +93,8 @@ class Adapter(Observer):
         """Step until which a sudden change must last before it has lost as much as a new plan costs."""
         self._from: int | None = None
         self._before: dict[int, float] | None = None
+        self._in_vain: ClusterProfile | None = None
+        """Present speeds with which no plan paid."""
         self._lost = 0.0
         """Seconds that the present plan has lost in consecutive windows."""
         self._seen: set[int] = set()
@@ -209,6 +213,13 @@ class Adapter(Observer):
     def propose(self, factors: dict[int, float], steps: int) -> Proposal | None:
         """The best plan for devices that take ``factors`` times as long, if it pays within ``steps`` steps; else None."""
         cluster = self._scaled(factors)
+        if self._in_vain is not None and _alike(cluster, self._in_vain):
+            return None  # fewer steps are left than then; a search takes this thread seconds for many devices
+        found = self._searched(cluster, factors, steps)
+        self._in_vain = None if found else cluster
+        return found
+
+    def _searched(self, cluster: ClusterProfile, factors: dict[int, float], steps: int) -> Proposal | None:
         now = estimate(cluster, self._job, self._plan)
         held = [self._plan.layers_of(rank) for rank in range(len(cluster.devices))]
         try:
@@ -244,6 +255,12 @@ class Adapter(Observer):
             assumed = device.assumed and rank not in self._seen
             devices[rank] = msgspec.structs.replace(device.slowed(factor), assumed=assumed)
         return msgspec.structs.replace(self._cluster, devices=devices)
+
+
+def _alike(one: ClusterProfile, other: ClusterProfile) -> bool:
+    """True if a search in vain with one profile is in vain with the other, too."""
+    pairs = [*zip(one.devices, other.devices, strict=True)]
+    return all(a.assumed == b.assumed and abs(math.log(a.factor / b.factor)) <= _STILL for a, b in pairs)
 
 
 def redealt(plan: Plan, factors: Mapping[int, float]) -> Plan:

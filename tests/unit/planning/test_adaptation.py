@@ -240,6 +240,15 @@ def test_a_period_begins_with_the_plan() -> None:
     assert layers(run.steps(WINDOW + 2, 1, 3, 1))[1] < 4
 
 
+def test_nothing_is_sought_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan was sought every five steps, on the thread that computes rank 0's stage."""
+    run, sought = Run(1, 1, 1), []
+    monkeypatch.setattr("accept_mpi.planning.adaptation.plan_for", lambda *given: sought.append(1) or plan_for(*given))
+    assert run.steps(40 * WINDOW, 1, 1, 1, noise=0.05) is None
+    assert len(sought) <= 3
+    assert run.steps(3 * WINDOW, 1, 10, 1) is not None
+
+
 def test_a_fixed_period() -> None:
     """FTPipeHD: at once when it is time, and not before."""
     run = Run(1, 1, 1, adapt="30")
