@@ -1,6 +1,9 @@
 """Finds out what a forward changes among the attributes of modules."""
 
+import array
+import ctypes
 import math
+import numbers
 import random
 import types
 import warnings
@@ -19,6 +22,7 @@ from accept_mpi.models.shared import checksum, memory_of
 
 _N = TypeVar("_N", int, float)
 CONSTANTS = (bool, int, float, str, type(None))
+_NO_SLOTS = ("__dict__", "__weakref__")
 NO_STATE = OWN | {"forward"}
 """Names of torch's own attributes, which keep nothing but constants; and of a method that something else has put there."""
 
@@ -165,8 +169,20 @@ def digest(value: Any, seen: dict[int, Any] | None = None, checked: bool = True)
         return Digest(frozenset(value) if constants else len(value))
     if isinstance(value, Iterator):
         return Digest(*_position(value, seen, checked))
-    inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    if isinstance(value, numbers.Number):  # of Python's other kinds
+        return Digest((type(value), repr(value)))
+    if isinstance(value, bytearray | array.array | memoryview | ctypes._SimpleCData | ctypes.Array | ctypes.Structure):
+        return Digest(bytes(value))
+    inside = value if isinstance(value, dict) else _inside(value)
     return Digest(None, {key: digest(one, seen, checked) for key, one in list(inside.items())}, grows=True)
+
+
+def _inside(value: Any) -> dict[str, Any]:
+    """What an object has, in slots, too."""
+    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for some in slots for name in ((some,) if isinstance(some, str) else tuple(some))]
+    there = {name: getattr(value, name) for name in names if name not in _NO_SLOTS and hasattr(value, name)}
+    return there | getattr(value, "__dict__", {})
 
 
 def _position(value: Iterator[Any], seen: dict[int, Any], checked: bool) -> tuple[Any, dict[Any, Digest]]:

@@ -61,17 +61,18 @@ class FurtherForwards:
 
         Returns the names of attributes that are changed and read, and of variables of Python that are changed.
         """
-        changed, outside = attributes.changed(), seen.changed(grown=True)
-        self._found.changing.update(attributes.changed(grown=True), map(place_of, outside))
+        changed, grown, outside = attributes.changed(), attributes.changed(grown=True), seen.changed(grown=True)
+        self._found.changing.update(grown, map(place_of, outside))
         again: list[str] = []
         variables: list[str] = []
         counts = False
-        now = attributes.again() if changed else attributes
-        if changed or outside:
+        now = attributes.again() if grown else attributes
+        if grown or outside:
             seen = seen.again()
             failed = self._once_more()
             variables = self._judge_outside([one for one in seen.changed() if one in outside])
-            again = [name for name in changed if failed or name in now.changed()]
+            # What was not there may be a cache; or a counter, which is another one each time.
+            again = [name for name in grown if (failed and name in changed) or name in now.changed()]
             counts = failed or not set(again).isdisjoint(now.changed(but_floating=True))
         if nan:
             return (again if counts else []), variables

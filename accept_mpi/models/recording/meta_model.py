@@ -95,6 +95,8 @@ class MetaModel:
         """Names of attributes that forwards set (``kept``)."""
         self._values: Values = {}
         """What was in the modules' attributes before the forward that runs."""
+        self.grown = False
+        """True if the last forward has put something new into collections of the model, or into attributes."""
         self.changing: frozenset[str] = frozenset()
         """Names of those to which a recorded forward has written."""
 
@@ -183,6 +185,7 @@ class MetaModel:
         try:
             yield
             changed = list(dict.fromkeys([*before.changed(), *self._new()]))
+            self.grown = not set(before.changed(grown=True)) <= {*changed, *self.sets}
             if changed := [name for name in changed if name not in self.sets]:
                 raise Sets(self.set_anew(changed), SETS.format(changed[0]))
         finally:

@@ -165,6 +165,8 @@ class RecordedModel:
 
     def _record(self, key: bytes, training: bool) -> Flow:
         record = self._once(key, training)
+        if self._meta.grown:  # with what a cache keeps, or with a count, which is another one now
+            self._once(key, training)
         if self._meta.sets:
             self._check_kept(record, key, training)
         tape = record.tape

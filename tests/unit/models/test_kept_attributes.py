@@ -219,6 +219,31 @@ class Keeps(Net):
         return self.scores(x - self.seen)
 
 
+class CountsUnderAKey(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen["forwards"] = self.seen.get("forwards", 0) + 1
+        return self.scores(x) * self.seen.get("forwards", 0)
+
+
+class CountsInSlots(Net):
+    class Count:
+        __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = self.Count()
+        self.seen.n = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.n += self.training
+        return self.scores(x) * self.seen.n
+
+
 class AsksAnIterator(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +262,7 @@ class AsksAGenerator(AsksAnIterator):
 @pytest.mark.parametrize(
     "net",
     [
-        AsksAnIterator, AsksAGenerator,
+        AsksAnIterator, AsksAGenerator, CountsUnderAKey, CountsInSlots,
         Counts, CountsInATensor, OnlyAtFirst, Alternates, Recurrent, RecurrentWithoutInit, MaskOfTheFirstBatch,
         ReadInEvaluation, CollectsInAList, FadesAConstant, Keeps,
     ],

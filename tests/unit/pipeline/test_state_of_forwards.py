@@ -1,7 +1,10 @@
 """State that a forward changes and the next one reads, in whatever way: one rank must compute the micro-batches in turn."""
 
+import array
 import copy
+import decimal
 import itertools
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -344,6 +347,55 @@ def test_it_is_found(layer: nn.Module, reason: str, remembers: list[str]) -> Non
     assert (sorted(stage.remembered.names), stage.found.forgets) == (remembers, [])
     with pytest.raises(UserError, match="compute forwards again"):
         stage.compute_again()
+
+
+class Slotted:
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
+class Counts(nn.Module):
+    """Counts its forwards, in something of this kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        start: dict[str, Any] = {
+            "slots": Slotted, "array": lambda: array.array("d", [0]), "bytes": lambda: bytearray(1), "complex": complex,
+            "decimal": decimal.Decimal, "key": dict, "counter": Counter, "default": lambda: defaultdict(int),
+            "iterator": itertools.count,
+        }  # fmt: skip
+        self.count = start[kind]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "slots":
+            self.count.n += 1
+            now = self.count.n
+        elif self.kind in ("array", "bytes"):
+            self.count[0] += 1
+            now = self.count[0]
+        elif self.kind in ("complex", "decimal"):
+            self.count += 1
+            now = float(self.count.real)
+        elif self.kind == "iterator":
+            now = next(self.count)
+        else:
+            self.count["forwards"] = self.count.get("forwards", 0) + 1
+            now = self.count["forwards"]
+        return x * min(1.0, now / 3)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["slots", "array", "bytes", "complex", "decimal", "key", "counter", "default", "iterator"],
+)
+def test_a_count_of_any_kind_is_found(kind: str) -> None:
+    """A key that the first forward makes may be what a cache has; it is not if the next one changes its value."""
+    stage = probed(Counts(kind))
+    assert 'a forward changes "b.count"' in stage.found.alone
+    assert stage.found.in_turn
 
 
 @pytest.mark.parametrize("layer", [Warm(), Moving(), Previous()], ids=lambda layer: type(layer).__name__)
