@@ -18,6 +18,7 @@ from accept_mpi.models.fine_tuning import check_patterns
 from accept_mpi.models.recording.counting import Counting, place_of
 from accept_mpi.models.recording.refusals import Varies
 from accept_mpi.models.recording.structure import fixed_in, mapped
+from accept_mpi.models.untouched import untouched
 from accept_mpi.seeds import seeded
 
 _CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
@@ -92,7 +93,7 @@ class Trials:
             args, kwargs = mapped((args, kwargs), values_of, (torch.Tensor,))
             own, tensors = self._filled()
             attributes = Attributes([("", own)])
-            with Counting() as counting:
+            with Counting() as counting, untouched([own]):  # what it counts outside, it counts in training
                 result = self._call(own, *args, **kwargs)
             self._changed.update(attributes.changed())
         if any(values._version != writes for _, values, writes in given.values()):

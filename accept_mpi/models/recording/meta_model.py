@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from accept_mpi.errors import UserError
 from accept_mpi.models.attributes import Attributes
+from accept_mpi.models.common import Finder, Seen
 from accept_mpi.models.modes import restore_modes
 from accept_mpi.models.recording.blocks import blocks_of
 from accept_mpi.models.recording.kept import (
@@ -95,6 +96,10 @@ class MetaModel:
         """Names of attributes that forwards set (``kept``)."""
         self._values: Values = {}
         """What was in the modules' attributes before the forward that runs."""
+        finder = Finder()
+        finder.show(0, self.model)
+        self._variables = finder.variables()
+        """Variables of Python's and of functions that forwards refer to."""
         self.grown = False
         """True if the last forward has put something new into collections of the model, or into attributes."""
         self.changing: frozenset[str] = frozenset()
@@ -178,7 +183,7 @@ class MetaModel:
             self.model.eval()
         self._values = plain_attributes(self.model)
         put(self.model, attributes or {})
-        before = Attributes([("", self.model)])
+        before, seen = Attributes([("", self.model)]), Seen([self.model], 0, self._variables)
         leaves = [(path, module) for path, module in self.model.named_modules() if self.is_leaf(module)]
         self._leaves = {id(module): Attributes([(path, module)]) for path, module in leaves}
         self._plain = {id(module): _plain_tensors(module) for _, module in leaves}
@@ -188,6 +193,8 @@ class MetaModel:
             self.grown = not set(before.changed(grown=True)) <= {*changed, *self.sets}
             if changed := [name for name in changed if name not in self.sets]:
                 raise Sets(self.set_anew(changed), SETS.format(changed[0]))
+            if outside := seen.changed():
+                raise Sets({}, SETS.format(f"{outside[0].places[0][1].text}, a variable outside"))
         finally:
             put(self.model, dict.fromkeys(self._new(), MISSING))
             put(self.model, {name: old for name, old in self._values.items() if get(self.model, name) is not old})

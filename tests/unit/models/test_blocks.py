@@ -141,3 +141,31 @@ def test_shapes_that_depend_on_buffers() -> None:
 
     assert recorded(Model, torch.randn(3, 4)).undivided == ["largest"]
     check(Model, [torch.randn(3, 4)], mean_square, every_cut)
+
+
+class CountingBlock(nn.Module):
+    """Counts its calls in its class, and takes a way that depends on values."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CountingBlock.calls += 1
+        return self.one(x) if x.mean() > 0 else self.other(x)
+
+
+class AroundIt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(6, 6), CountingBlock(), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.block(self.first(x)).tanh())
+
+
+def test_what_a_block_counts_outside_it_counts_in_training_alone() -> None:
+    assert len(recorded(AroundIt, torch.randn(4, 6))) == 3
+    assert CountingBlock.calls == 0

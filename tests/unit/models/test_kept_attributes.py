@@ -272,6 +272,48 @@ def test_what_matters_later(net: type[Net]) -> None:
         recorded(net, torch.randn(2, 4, 6))
 
 
+_forwards = 0
+
+
+class CountsInAVariable(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global _forwards
+        _forwards += 1
+        return self.scores(x) * min(1.0, _forwards / 10)
+
+
+class CountsInItsClass(Net):
+    forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CountsInItsClass.forwards += 1
+        return self.scores(x) * min(1.0, self.forwards / 10)
+
+
+class AsksAFunction(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        count = 0
+
+        def share() -> float:
+            nonlocal count
+            count += 1
+            return min(1.0, count / 10)
+
+        self.share = share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scores(x) * self.share()
+
+
+@pytest.mark.parametrize(
+    ("net", "name"), [(CountsInAVariable, "_forwards"), (CountsInItsClass, "forwards"), (AsksAFunction, r"share\.count")]
+)
+def test_what_is_counted_outside_of_modules(net: type[Net], name: str) -> None:
+    with pytest.raises(UserError, match=f"forward sets .*{name}, a variable outside of the model"):
+        recorded(net, torch.randn(2, 4, 6))
+
+
 class OfTheFirstLength(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.seen is None:
