@@ -9,6 +9,7 @@ from torch import nn
 
 from accept_mpi.job_file import parse
 from accept_mpi.models import chain_of
+from accept_mpi.models.modes import _tell
 
 
 class KeepsStatistics(nn.Module):
@@ -73,8 +74,11 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_models_own_train_is_called(kind: str) -> None:
-    chain = chain_of(parse(JOB, "job", [f"model.name=test_modes:{kind}"]), lambda: torch.randn(4, 6))
+def test_a_models_own_train_is_called(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    _tell.cache_clear()
+    with caplog.at_level("INFO"):
+        chain = chain_of(parse(JOB, "job", [f"model.name=test_modes:{kind}"]), lambda: torch.randn(4, 6))
+    assert ("is in evaluation mode" in caplog.text) == kind.startswith("pretrained")
     layers: list[Any] = chain.build_range(0, len(chain), 0)
     modes = {type(part).__name__: part.training for layer in layers for part in layer.modules()}
     assert not modes["BatchNorm1d"]
