@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 
 from accept_mpi.codecs.basis import NO_BASES, Bases, learns, packed, seen, unpacked, with_inverse
-from accept_mpi.errors import ProtocolError, UserError, shown
+from accept_mpi.pipeline.kept_bytes import as_tensors, prefix, read_from
 
 BASES = "bases"
 """What a stage's state calls them: "bases/<last layer's name>.@<first step>"."""
@@ -30,7 +30,7 @@ class KeptBases:
         self.widths = widths
         self.tell: Callable[[int, int, Seen], None] = _nobody
         """Gets the step, the micro-batch and what it says of the bases, in the order of ``widths``."""
-        self._prefix = f"{BASES}/{layer}.@"
+        self._prefix = prefix(BASES, layer)
         self._sets: dict[int, Bases] = {}
 
     def see(self, step: int, k: int, outputs: Values, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -59,18 +59,15 @@ class KeptBases:
 
     def state(self) -> dict[str, torch.Tensor]:
         """As named tensors."""
-        return {
-            f"{self._prefix}{step}": torch.frombuffer(bytearray(packed(bases)), dtype=torch.uint8)
-            for step, bases in self._sets.items()
-        }
+        return as_tensors(self._prefix, {step: packed(bases) for step, bases in self._sets.items()})
 
     def put(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take what ``state`` gave; those of another layer are passed over, as the model has been cut elsewhere. Raises
         UserError if they are damaged."""
-        for key in [key for key in state if key.startswith(self._prefix)] if self.widths else ():
-            try:
-                found = unpacked(state[key].view(torch.uint8).numpy().tobytes())
-                fitting = {n: with_inverse(basis) for n, basis in found.items() if len(basis.mean) == self.widths.get(n)}
-                self._sets[int(key.removeprefix(self._prefix))] = fitting
-            except (ProtocolError, ValueError, RuntimeError) as error:
-                raise UserError(f'"{shown(key)}" of the checkpoint is damaged: {error}') from error
+        if self.widths:
+            self._sets |= read_from(state, self._prefix, self._fitting)
+
+    def _fitting(self, data: bytes) -> Bases:
+        """Those that ``packed`` made bytes of, and that fit the outputs."""
+        found = unpacked(data).items()
+        return {n: with_inverse(basis) for n, basis in found if len(basis.mean) == self.widths.get(n)}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import msgspec
 import torch
 
-from accept_mpi.errors import UserError, shown
+from accept_mpi.pipeline.kept_bytes import as_tensors, prefix, read_from
 
 NORMS = "norms"
 """What a stage's state calls them: "norms/<last layer's name>.@<step>"."""
@@ -21,7 +21,7 @@ class KeptNorms:
     def __init__(self, names: list[str] | None = None, most: int = 0) -> None:
         """``names``: those of the stage's layers; ``most``: steps to keep."""
         self._most = most
-        self._prefix, self._layers = f"{NORMS}/{names[-1] if names else ''}.@", len(names or ())
+        self._prefix, self._layers = prefix(NORMS, names[-1] if names else ""), len(names or ())
         self.of: dict[int, Norms] = {}
         """By step."""
 
@@ -31,21 +31,11 @@ class KeptNorms:
 
     def state(self) -> dict[str, torch.Tensor]:
         """As named tensors."""
-        return {
-            f"{self._prefix}{step}": torch.frombuffer(
-                bytearray(msgspec.msgpack.encode((self._layers, norms))), dtype=torch.uint8
-            )
-            for step, norms in self.of.items()
-        }
+        return as_tensors(self._prefix, {at: msgspec.msgpack.encode((self._layers, norms)) for at, norms in self.of.items()})
 
     def put(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take what ``state`` gave; those of other layers are passed over, as the model has been cut elsewhere. Raises
         UserError if they are damaged."""
-        for key in [key for key in state if key.startswith(self._prefix)] if self._most else ():
-            try:
-                data = state[key].view(torch.uint8).numpy().tobytes()
-                layers, norms = msgspec.msgpack.decode(data, type=tuple[int, Norms])
-                if layers == self._layers:
-                    self.of[int(key.removeprefix(self._prefix))] = norms
-            except (msgspec.DecodeError, ValueError, RuntimeError) as error:
-                raise UserError(f'"{shown(key)}" of the checkpoint is damaged: {error}') from error
+        if self._most:
+            found = read_from(state, self._prefix, lambda data: msgspec.msgpack.decode(data, type=tuple[int, Norms]))
+            self.of |= {step: norms for step, (layers, norms) in found.items() if layers == self._layers}
