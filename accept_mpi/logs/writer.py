@@ -99,7 +99,7 @@ class LogWriter:
         """Add rows (of the table's dtype) to ``table``; they reach the disk with the next flush."""
         if len(rows):
             self._pending[table].append(np.atleast_1d(rows))
-            self.rows[table] += self._pending[table][-1].shape[0]
+            self.rows[table] += len(self._pending[table][-1])
         if time.monotonic() - self._last_flush > 1.0:
             self.flush()
 

@@ -7,6 +7,7 @@ import msgspec
 import torch
 
 from accept_mpi.errors import ProtocolError, UserError, shown
+from accept_mpi.pipeline.state import bytes_as_tensor
 
 _T = TypeVar("_T")
 
@@ -18,7 +19,7 @@ def prefix(what: str, layer: str) -> str:
 
 def as_tensors(begin: str, found: Mapping[int, bytes]) -> dict[str, torch.Tensor]:
     """As named tensors. ``begin``: their ``prefix``."""
-    return {f"{begin}{step}": torch.frombuffer(bytearray(data), dtype=torch.uint8) for step, data in found.items()}
+    return {f"{begin}{step}": bytes_as_tensor(data) for step, data in found.items()}
 
 
 def read_from(state: Mapping[str, torch.Tensor], begin: str, read: Callable[[bytes], _T]) -> dict[int, _T]:

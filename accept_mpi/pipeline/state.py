@@ -64,11 +64,11 @@ def packed(value: Any) -> torch.Tensor:
         raise tree.NotATree(f"a tensor of {str(strange[0]).removeprefix('torch.')}, which no file can hold")
     named = {str(n): here().copied(tensor) for n, tensor in enumerate(tensors)}
     try:
-        data = safetensors.torch.save({_TREE: _bytes(of), **named})
+        data = safetensors.torch.save({_TREE: bytes_as_tensor(of), **named})
     except SafetensorError as error:
         raise tree.NotATree(str(error)) from error
     tree.unflatten(of, tensors, classes=False)
-    return _bytes(_MAGIC + data)
+    return bytes_as_tensor(_MAGIC + data)
 
 
 def unpacked(value: torch.Tensor) -> Any:
@@ -122,7 +122,8 @@ def _packed(name: str, key: str, value: Any) -> torch.Tensor:
         ) from error
 
 
-def _bytes(data: bytes) -> torch.Tensor:
+def bytes_as_tensor(data: bytes) -> torch.Tensor:
+    """Bytes as a tensor of uint8."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

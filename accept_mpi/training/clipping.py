@@ -52,7 +52,7 @@ class Clipping:
         deployment's of which all stages have kept theirs. Tells those."""
         self.early = early
         self._most, self._plane, self._stage, self._stages, self._ranks = most, plane, stage, stages, ranks
-        self._delay, self._steps, self._kept, self._of = delay, steps, kept, {*steps, *known}
+        self._delay, self._steps, self._kept, self._known = delay, steps, kept, frozenset(known)
         self._told: dict[int, Norms] = {}
         self._heard: queue.SimpleQueue[GradientNorms] = queue.SimpleQueue()
         self._norms: dict[int, dict[int, Norms]] = {}
@@ -90,7 +90,7 @@ class Clipping:
         mine = self._told.pop(step)
         of = step - self._delay
         others: dict[int, Norms] = {}
-        if of in self._of:
+        if of in self._steps or of in self._known:
             until = time.monotonic() + deadline
             while len(self._norms.get(of, ())) < self._stages - 1:
                 self._wait(of, until, deadline)

@@ -18,12 +18,20 @@ def script(path: Path, *lines: str) -> Path:
     return path
 
 
+VERSION = 'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi'
+
+
+def asked_for_a_checkpoint(mpirun: Path, tmp_path: Path, *lines: str) -> None:
+    """An mpirun that notes how it was called, and has ``asked`` set once it is asked for a checkpoint."""
+    script(mpirun, VERSION, f'echo "$*" >> {tmp_path}/calls', "trap 'asked=1' USR1", *lines)
+
+
 @pytest.fixture
 def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An mpirun that notes how it was called and ends with the next of the exit codes in ``codes``."""
     found = script(
         tmp_path / "mpirun",
-        'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi',
+        VERSION,
         f'echo "$*" >> {tmp_path}/calls',
         f"code=$(head -1 {tmp_path}/codes); sed -i 1d {tmp_path}/codes",
         f'[ -e {tmp_path}/steps ] && echo "step 3/5  epoch 0"',
@@ -147,7 +155,7 @@ def test_what_ranks_print_without_an_end_of_line(tmp_path: Path, mpirun: Path) -
     assert (code, len(calls)) == (0, 5)
     script(
         mpirun,
-        'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi',
+        VERSION,
         "trap 'asked=1' USR1",
         "kill -TERM $PPID",
         'until [ "$asked" ]; do sleep 0.05; done',
@@ -236,11 +244,9 @@ def test_a_stop_waits_for_its_checkpoint_as_long_as_the_run_goes_on(
 ) -> None:
     """Over slow links it takes a minute, and there may be no other. A second signal ends the run at once."""
     monkeypatch.setattr(supervisor, "_CHECKPOINT_SECONDS", 0.1)
-    script(
+    asked_for_a_checkpoint(
         mpirun,
-        'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi',
-        f'echo "$*" >> {tmp_path}/calls',
-        "trap 'asked=1' USR1",
+        tmp_path,
         "echo step 3/50  epoch 0",
         "kill -TERM $PPID",
         'until [ "$asked" ]; do sleep 0.05; done',
@@ -258,11 +264,9 @@ def test_a_stop_waits_for_its_checkpoint_as_long_as_the_run_goes_on(
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_stop_in_the_last_step_is_of_a_job_that_is_done(tmp_path: Path, mpirun: Path, signals: int) -> None:
     """There is no step left that a checkpoint could end; the run comes to its own end. It was called failed."""
-    script(
+    asked_for_a_checkpoint(
         mpirun,
-        'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi',
-        f'echo "$*" >> {tmp_path}/calls',
-        "trap 'asked=1' USR1",
+        tmp_path,
         "echo step 4/5  epoch 0",
         "kill -TERM $PPID",
         'until [ "$asked" ]; do sleep 0.05; done',
@@ -282,11 +286,9 @@ def test_a_job_that_is_done_while_it_is_to_begin_again(
     agent = script(tmp_path / "agent", f"[ $1 != pi2 -o -e {tmp_path}/calls ] || exit 255")
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(agent))
     monkeypatch.setattr(supervisor, "_ASK_EVERY", 0.0)
-    script(
+    asked_for_a_checkpoint(
         mpirun,
-        'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.11"; exit; fi',
-        f'echo "$*" >> {tmp_path}/calls',
-        "trap 'asked=1' USR1",
+        tmp_path,
         "echo step 4/5  epoch 0",
         'until [ "$asked" ]; do sleep 0.05; done',
         'echo "step 5  done: no evaluation"',
