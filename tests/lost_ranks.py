@@ -1,6 +1,7 @@
 """What the tests that kill ranks share."""
 
 import contextlib
+import time
 from functools import cache
 from pathlib import Path
 
@@ -28,8 +29,8 @@ def run(folder: Path, arguments: list[object], faults: str, ranks: int, deadline
     return found.code, found.out
 
 
-def left_behind(folder: Path) -> list[int]:
-    """Processes that still run in ``folder``."""
+def processes(folder: Path) -> list[int]:
+    """Processes that run in ``folder``."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -41,10 +42,21 @@ def left_behind(folder: Path) -> list[int]:
     return found
 
 
+def left_behind(folder: Path, seconds: float = 10.0) -> list[int]:
+    """Processes that run in ``folder`` and go on doing so.
+
+    mpirun has ended when what it started has, and that stands for forked ranks: they are killed a moment later.
+    """
+    until = time.monotonic() + seconds
+    while (found := processes(folder)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
 def ranks_of(folder: Path) -> dict[int, int]:
     """Rank -> process id of the forked ranks (tests/programs/template.py) that run in ``folder``."""
     found = {}
-    for pid in left_behind(folder):
+    for pid in processes(folder):
         with contextlib.suppress(OSError):
             name = Path(f"/proc/{pid}/comm").read_text().split()
             if name[0] == "rank" and name[1].isdigit():
