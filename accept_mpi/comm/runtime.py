@@ -221,7 +221,10 @@ class Runtime:
         if not self.lifeline.report(text, exit_code):
             print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
             MPI.COMM_WORLD.Abort(exit_code)
-        _wait_for_the_end(exit_code)
+        time.sleep(2 * _END_SECONDS)
+        # Rank 0 has not ended this one: it hangs itself, and has not told of the error.
+        print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
+        os._exit(exit_code)
 
     def end_by_signal(self, number: int) -> None:
         """Tell the others that a signal is about to end this rank at once, which ends all: mpirun --with-ft ulfm does not
@@ -311,11 +314,6 @@ def _told(error: BaseException, who: str, several: bool) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     return f"{who} raised:\n{''.join(traceback.format_exception(error))}".rstrip(), exit_code
-
-
-def _wait_for_the_end(exit_code: int) -> NoReturn:
-    time.sleep(2 * _END_SECONDS)
-    os._exit(exit_code)
 
 
 def _log_format(rank: int, size: int, host: str) -> None:

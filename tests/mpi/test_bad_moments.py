@@ -1,11 +1,13 @@
 """What few runs would ever meet: ranks that lose each other, or end, at a bad moment."""
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import samples
-from conftest import ROOT
-from lost_ranks import expected, run
+from conftest import HANGS, ROOT, finish, mpirun_command
+from lost_ranks import expected, left_behind, run
 
 from accept_mpi.logs.reader import open_log
 from accept_mpi.recovery.checkpoint import Checkpoint
@@ -81,3 +83,30 @@ def test_the_last_checkpoint_has_time_as_long_as_it_arrives(mpirun, tmp_path: Pa
     )  # fmt: skip
     mpirun(3, ROOT / "tests" / "programs" / "slow_checkpoint.py", job, 10.0, 2)
     samples.assert_equal(Checkpoint(tmp_path / "run").whole(), expected())
+
+
+@pytest.mark.parametrize("options", [[], ["--with-ft", "ulfm"]])
+def test_a_rank_that_hangs_ends_the_run_with_a_sentence(tmp_path: Path, options: list[str]) -> None:
+    """Rank 0 hangs here, to whom the others had told why they end: nobody said it."""
+    (tmp_path / "own.py").write_text(
+        "import os, signal\nfrom torch import nn\n\n"
+        "class Hangs(nn.Linear):\n"
+        "    calls = 0\n\n"
+        "    def forward(self, x):\n"
+        "        Hangs.calls += 1\n"
+        "        if Hangs.calls == 40:\n"
+        "            os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "        return super().forward(x)\n\n"
+        "def model():\n"
+        "    return nn.Sequential(nn.Flatten(), Hangs(3 * 8 * 8, 8), nn.Linear(8, 10))\n"
+    )
+    job = samples.write_job(
+        tmp_path / "job.toml", samples.CNN | {"model": 'name = "own:model"'}, train_steps=400, train_evaluate_every=0,
+        pipeline_cuts=[2], pipeline_timeout=3.0, pipeline_startup_timeout=8.0,
+    )  # fmt: skip
+    mpirun, *count = mpirun_command(2)
+    command = [mpirun, *options, *count, sys.executable, "-m", "accept_mpi", "train", str(job), "--quiet"]
+    found = finish(command, tmp_path, {}, HANGS)
+    assert found.code == 1, found.out
+    assert re.search(r"accept_mpi: rank 1 on host .*: waited 3 s for ", found.out), found.out
+    assert not left_behind(tmp_path)
