@@ -352,7 +352,7 @@ class _Run:
             )  # fmt: skip
         number, origin = source.manifest.number if source.manifest else 0, source.run(self._ownership.run)
         run = None if begin.first else self._ownership.run
-        self._records.begin(deployment, self._planned, number, origin, run, adapter)
+        self._records.begin(deployment, self._planned, number, origin, run, adapter, cluster)
         self._records.say(deployment, notes, self._notes)
 
     # -- ends ----------------------------------------------------------------------------------------------------------

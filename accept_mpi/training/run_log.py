@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data.calendar import Milestones, micro_batches_of
@@ -58,11 +58,13 @@ class RunLog:
         origin: str,
         run: str | None,
         adapter: Adapter | None,
+        cluster: ClusterProfile | None,
     ) -> None:
         """Begin a deployment. ``number``: that of the checkpoint that it goes on from; ``origin``: the run that made the
-        state with which it begins; ``run``: after the first deployment, the run's name, by which its own log is recognized.
-        Raises UserError if the directory cannot be written."""
+        state with which it begins; ``run``: after the first deployment, the run's name, by which its own log is recognized;
+        ``cluster``: what is known of the devices. Raises UserError if the directory cannot be written."""
         job, plan, course, runtime = self._job, deployment.plan, deployment.course, self._runtime
+        named = plan.renamed(dict(enumerate(runtime.members)))  # as in the log
         prepare_directory(self.directory)
         self._ownership.take()
         if self.controller:
@@ -76,19 +78,18 @@ class RunLog:
         else:
             before = ancestors(self.directory / "log.h5", origin, course.first)
             facts = facts_of(
-                runtime.hosts, plan, deployment.state.chain.names, deployment.parameters, threads=deployment.state.threads,
+                runtime.hosts, named, deployment.state.chain.names, deployment.parameters, threads=deployment.state.threads,
                 first_step=course.first, last_step=course.last, compile_s=deployment.compile_seconds,
                 plan_why=planned.lines if planned and planned.lines else weights_age(plan, job),
                 forecast_step_s=planned.step if planned else None,
                 codecs_why=deployment.codecs_why, run=self._ownership.run, ancestors=before,
                 created_s=runtime.clock.now(),
             )  # fmt: skip
-            cluster = planned.cluster if planned else None
-            self._log = LogObserver(begin_log(self.directory, job, plan, facts, course.first, cluster, run))
+            self._log = LogObserver(begin_log(self.directory, job, named, facts, course.first, cluster, run))
             self.controller = Controller(self._observers(facts, course, self._log), writer)
-            if planned and cluster and planned.step:
+            if planned and planned.cluster and planned.step:
                 count = micro_batches_of(job)
-                check = PlanCheck(plan, cluster, planned.step, count, self._compare, runtime.members)
+                check = PlanCheck(plan, planned.cluster, planned.step, count, self._compare, runtime.members)
                 self.controller.watch("plan", check)
             runtime.call_before_end(self._before_end)
             if job.output.keep_best:
@@ -99,7 +100,7 @@ class RunLog:
         assert self._log
         if self.best is not None:
             writer.best = self.best
-        self._log.planned(runtime.clock.now(), course.first, plan.renamed(dict(enumerate(runtime.members))))
+        self._log.planned(runtime.clock.now(), course.first, named)
         self.adapter = adapter
         if adapter:
             self.controller.watch("adapter", adapter)
@@ -223,16 +224,20 @@ def begin_log(
     An existing log is kept under another name. A resumed run's log begins with the steps, evaluations and metrics up to
     ``resumed_step``, as far as the existing log has the same history (``training.lineage``). ``run``, after a loss: this
     run's name. An existing log that bears it is the run's own, whose writer was lost, so its trace, events and plans are
-    continued, too.
+    continued, too, and it keeps what it says of how the run began: all its hosts, the first plan, and the ``cluster``.
     """
     path = directory / "log.h5"
     earlier: dict[str, Rows] = {}
+    first = plan.to_json()
     kept: Path | None = None
     try:
         if path.exists():
             if resumed_step or run:
                 with contextlib.suppress(UserError):  # an unreadable log is only renamed
-                    earlier = _earlier(path, resumed_step, run, lineage(facts))
+                    earlier, own = _earlier(path, resumed_step, run, lineage(facts))
+                    if own:
+                        first, cluster = own.plan, own.cluster or cluster
+                        facts = own.facts | {"created_s": facts["created_s"]}
             number = 1
             while (free := directory / f"log.{number}.h5").exists():
                 number += 1
@@ -243,7 +248,7 @@ def begin_log(
                 cluster.write(file.create_group("survey"))
 
         try:
-            return LogWriter(path, job.to_json(), plan.to_json(), facts, earlier, more)
+            return LogWriter(path, job.to_json(), first, facts, earlier, more)
         except UserError:
             if kept:  # another start, once there is room, is to find in it what it goes on from
                 kept.rename(path)
@@ -252,23 +257,33 @@ def begin_log(
         raise UserError(f"output.directory: cannot write {path}: {error.strerror or error}") from error
 
 
-def _earlier(path: Path, step: int, run: str | None, mine: Lineage) -> dict[str, Rows]:
+class _Own(NamedTuple):
+    """What a run's own log says of how the run began."""
+
+    plan: str
+    facts: dict[str, Any]
+    cluster: ClusterProfile | None
+
+
+def _earlier(path: Path, step: int, run: str | None, mine: Lineage) -> tuple[dict[str, Rows], _Own | None]:
     """Rows of an old log: steps, evaluations and metrics up to ``step`` that belong to the history of the run at hand, whose
-    lineage is ``mine``, and if the log is this ``run``'s own, its trace, events and plans. Raises UserError if it cannot be
-    read."""
+    lineage is ``mine``, and if the log is this ``run``'s own, its trace, events and plans, and how the run began. Raises
+    UserError if it cannot be read."""
     with open_log(path) as old:
         facts = json.loads(old.attrs["facts"])
         step = min(step, shared(lineage(facts), mine))
         all_rows = {name: rows_of(old, name) for name in ("steps", "evals", "metrics")}
         earlier = {name: rows[rows["step"] <= step] for name, rows in all_rows.items()}
         if run and facts.get("run") == run:
-            return earlier | {name: old[name][:] for name in ("trace", "events", "plans") if name in old}
+            earlier |= {name: old[name][:] for name in ("trace", "events", "plans") if name in old}
+            cluster = ClusterProfile.read(old["survey"]) if "survey" in old else None
+            return earlier, _Own(old.attrs["plan"], facts, cluster)
     # Times count from the beginning of this run, so those of earlier rows become negative.
     timed = [earlier["steps"], earlier["evals"]]
     ends = [rows["end"].max() for rows in timed if len(rows)]
     for rows in timed:
         rows["end"] -= max(ends, default=0.0)
-    return earlier
+    return earlier, None
 
 
 def summary_line(result: Evaluated | None) -> str:

@@ -3,6 +3,8 @@
 from pathlib import Path
 from unittest.mock import Mock
 
+import clusters
+import msgspec
 import numpy as np
 import pytest
 
@@ -10,9 +12,10 @@ from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
 from accept_mpi.logs.format import METRICS, STEPS, TRACE
 from accept_mpi.logs.observers import Evaluated
-from accept_mpi.logs.reader import open_log
+from accept_mpi.logs.reader import open_log, read_facts
 from accept_mpi.logs.writer import LogWriter
-from accept_mpi.plan import make_plan
+from accept_mpi.plan import Plan, make_plan
+from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.checkpoint import directory_of
 from accept_mpi.training import run_log
 from accept_mpi.training.best import Best
@@ -39,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 def begun(folder: Path, step: int, run: str | None, origin: str = "this") -> tuple[list[int], list[float], int, int]:
     """Steps and their ends, and numbers of rows of the trace and the events, of the log that goes on from a state of the run
     ``origin``."""
-    facts = {"run": run or "new", "ancestors": ancestors(folder / "log.h5", origin, step)}
+    facts = {"run": run or "new", "ancestors": ancestors(folder / "log.h5", origin, step), "created_s": 0.0}
     begin_log(folder, JOB, PLAN, facts, step, None, run).close()
     assert (folder / "log.1.h5").is_file()
     with open_log(folder / "log.h5") as log:
@@ -57,6 +60,20 @@ def test_after_a_resume_earlier_steps_have_negative_times(folder: Path) -> None:
 
 def test_after_its_writer_was_lost_all_goes_on(folder: Path) -> None:
     assert begun(folder, 3, "this") == ([1, 2, 3], [11.0, 12.0, 13.0], 7, 1)
+
+
+def test_after_its_writer_was_lost_it_says_how_the_run_began(tmp_path: Path) -> None:
+    """It had the hosts that were left, with the stages of others, and no survey: plan took the run for one of given cuts."""
+    cluster = clusters.cluster(1.0, 2.0)
+    facts = {"run": "this", "first_step": 0, "created_s": 0.5, "hosts": [{"rank": 0, "stage": 0}, {"rank": 1, "stage": 1}]}
+    begin_log(tmp_path, JOB, PLAN, facts, 0, cluster).close()
+    later = {"run": "this", "first_step": 3, "created_s": 20.0, "hosts": [{"rank": 1, "stage": 0}]}
+    begin_log(tmp_path, JOB, make_plan(4, []).renamed({0: 1}), later, 3, cluster.only([1]), "this").close()
+    with open_log(tmp_path / "log.h5") as log:
+        said = read_facts(log)
+        assert ClusterProfile.read(log["survey"]) == cluster
+    assert Plan.from_json(msgspec.json.encode(said.pop("plan")).decode()) == PLAN
+    assert said == facts | {"created_s": 20.0, "job": said["job"]}
 
 
 def test_a_full_disk_takes_no_steps_from_a_later_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
