@@ -33,6 +33,8 @@ class ProgressObserver(Observer):
             self._bar.start()
 
     def step(self, done: StepDone) -> None:
+        if done.step <= self._first:
+            return  # told again, since rank 0 was lost
         # A moving average over about ten steps: the raw figure changes too fast to read.
         self._rate = done.samples_per_s if not self._rate else 0.9 * self._rate + 0.1 * done.samples_per_s
         text = f"loss {done.loss:.4f}" + ("" if self._narrow else f"  {self._rate:.1f} samples/s")

@@ -34,3 +34,14 @@ def test_a_terminals_line(monkeypatch: pytest.MonkeyPatch, width: int, parts: li
     at = [last.find(part) for part in parts]
     assert -1 not in at, last
     assert at == sorted(at), last
+
+
+def test_steps_before_a_loss_are_not_printed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage tells a new rank 0 of all of them: "step 1" came after "step 16  lost rank 0"."""
+    monkeypatch.setattr(progress, "on_terminal", lambda: False)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    observer = ProgressObserver(80, 16)
+    observer.event(4.0, 16, "lost rank 0")
+    for step in (1, 15, 16, 17):
+        observer.step(StepDone(step, 3, 8, 1.2345, 0.5, 0.1, 2.0, 12345.6))
+    assert [line.split()[1] for line in progress.sys.stdout.getvalue().splitlines()] == ["16", "17/80"]
