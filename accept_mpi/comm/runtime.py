@@ -5,6 +5,7 @@ the lifeline's callback if another rank raised or died. The last two print the o
 log and abort the job, so that no rank waits for a dead one.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -39,7 +40,8 @@ class Runtime:
     """This process as a rank of the job; ``start`` creates it."""
 
     def __init__(self) -> None:
-        self.circle = Circle.of(MPI.COMM_WORLD)
+        with _within(_AGREE_SECONDS, _not_met):
+            self.circle = Circle.of(MPI.COMM_WORLD)
         self.rank, self.size = self.world.rank, self.world.size
         self.members = list(range(self.size))
         """The ranks that ranks 0, 1, ... had when the job began; they differ after a loss."""
@@ -137,13 +139,8 @@ class Runtime:
         Returns the lost ranks, as numbered when the job began. Ends the process after ``_REGROUP_SECONDS``: if a host has
         lost its cable, regrouping would take for ever.
         """
-        guard = threading.Timer(_REGROUP_SECONDS, self._give_up)
-        guard.daemon = True
-        guard.start()
-        try:
+        with _within(_REGROUP_SECONDS, self._give_up):
             return self._regroup()
-        finally:
-            guard.cancel()
 
     def leave_behind(self, used: object) -> None:
         """Keep what MPI may still read from and write to after a loss."""
@@ -303,6 +300,29 @@ class Runtime:
     def at(self, rank: int) -> str:
         """Name of a rank for messages, such as "rank 2 on host edge2", with the number that it had when the job began."""
         return f"rank {self.members[rank]} on host {self.hosts[rank]['host']}"
+
+
+@contextlib.contextmanager
+def _within(seconds: float, give_up: Callable[[], None]) -> Iterator[None]:
+    """Have ``give_up`` called on a thread if the block, which may wait within MPI, takes longer than ``seconds``."""
+    guard = threading.Timer(seconds, give_up)
+    guard.daemon = True
+    guard.start()
+    try:
+        yield
+    finally:
+        guard.cancel()
+
+
+def _not_met() -> None:
+    text = f"the ranks could not reach each other through MPI within {_AGREE_SECONDS:.0f} s: one hangs, or several networks"
+    who = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}"
+    print(
+        f'accept_mpi: {who}: {text} or a firewall are in the way; see README, "Before the first run"',
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
 
 
 def _told(error: BaseException, who: str, several: bool) -> tuple[str, int]:

@@ -53,3 +53,16 @@ def test_an_error_before_ranks_have_met_ends_all_of_them(mpirun, tmp_path: Path,
     out = mpirun(3, "fails.py", deadline=60, code=None)
     assert out.code not in (0, 124), out.out
     assert ("no more files" if "OSError" in error else "interrupted") in out.out
+
+
+def test_ranks_that_do_not_meet_say_so(mpirun, tmp_path: Path) -> None:
+    """They waited within MPI for ever: for one that hangs, or over a network that carries none of its messages."""
+    (tmp_path / "hangs.py").write_text(
+        "import os, signal\nfrom accept_mpi.comm import runtime\nruntime._AGREE_SECONDS = 3.0\n"
+        "if runtime.MPI.COMM_WORLD.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "runtime.Runtime.start()\n"
+    )
+    out = mpirun(2, "hangs.py", deadline=60, code=None, fresh=True)
+    assert out.code == 1, out.out
+    assert "rank 0 on host" in out.out
+    assert "could not reach each other through MPI within 3 s" in out.out
