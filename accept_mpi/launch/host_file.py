@@ -32,7 +32,8 @@ _KEYS = {
     **dict.fromkeys(("user", "username", "user_name", "user-name"), "user"),
     "port": "port",
 }
-_MISSING = 1  # exit code of ``test -x`` for a missing file
+_MISSING = 77
+"""Exit code that a host gives for a missing file. By no text: ssh and the host's shell may add warnings to every command."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def ask(hosts: Sequence[Host]) -> dict[Host, str | None]:
     """
     agent = shlex.split(os.environ.get(_AGENT, "ssh -o BatchMode=yes -o ConnectTimeout=8"))
     agent += shlex.split(os.environ.get(_AGENT_FLAGS, ""))
-    question = ["test", "-x", shlex.quote(sys.executable)]
+    question = ["test", "-x", shlex.quote(sys.executable), "||", "exit", str(_MISSING)]
     asked = []
     with ExitStack() as files:
         for host in hosts:
@@ -133,11 +134,11 @@ def _answer(process: "subprocess.Popen[bytes]", said: IO[bytes], until: float) -
         return f"no answer within {ASK_SECONDS:.0f} s"
     if code == 0:
         return None
+    if code == _MISSING:
+        return f"it has no {sys.executable}"
     said.seek(0)
     lines = said.read().decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    if code == _MISSING and not last:
-        return f"it has no {sys.executable}"
     return last[:200] or "no answer"
 
 

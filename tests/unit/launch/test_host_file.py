@@ -92,16 +92,19 @@ def test_what_hosts_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     agent.write_text(
         f"#!/bin/sh\nls {temporary} >> {seen}\n"
-        'case "$1" in typo) echo "ssh: Could not resolve hostname typo" >&2; exit 255 ;; bare) exit 1 ;;\n'
+        'case "$1" in typo) echo "ssh: Could not resolve hostname typo" >&2; exit 255 ;;\n'
+        'bare) echo "warning: cannot change locale" >&2; exit "$7" ;;\n'  # HOST test -x PYTHON || exit CODE
+        'barred) echo "This account is currently not available." >&2; exit 1 ;;\n'
         f'dead) exit 255 ;; joe@pi1) [ "$2 $3" = "-p 2222" ] && [ "$6" = {sys.executable} ] ;; *) exit 9 ;; esac\n'
     )
     agent.chmod(0o755)
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(agent))
-    found = ask(read(tmp_path, "typo\nbare\ndead\njoe@pi1 port=2222\nlocalhost\n"))
+    found = ask(read(tmp_path, "typo\nbare\nbarred\ndead\njoe@pi1 port=2222\nlocalhost\n"))
     told = {host.name: why for host, why in found.items()}
     assert told == {
         "typo": "ssh: Could not resolve hostname typo",
         "bare": f"it has no {sys.executable}",
+        "barred": "This account is currently not available.",
         "dead": "no answer",
         "pi1": None,
         "localhost": None,

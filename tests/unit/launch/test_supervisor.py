@@ -77,7 +77,8 @@ def test_one_rank_a_line_on_its_own_host(tmp_path: Path, mpirun: Path, monkeypat
 
 
 def test_a_host_without_the_checkout(tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", "false")  # exit code 1, as of "test -x"
+    agent = script(tmp_path / "agent", 'exit "$7"')  # HOST test -x PYTHON || exit CODE
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(agent))
     (tmp_path / "edges").write_text("pi1\n")
     with pytest.raises(UserError, match=r"pi1 answers, but it has no .*same path on all hosts"):
         supervised(tmp_path, [0], hostfile=tmp_path / "edges", ranks=None)
@@ -186,7 +187,7 @@ def test_restarts_have_a_limit(tmp_path: Path, mpirun: Path, capfd: pytest.Captu
 
 
 def test_hosts_that_do_not_answer_are_left_out(tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    agent = script(tmp_path / "agent", 'case "$1" in dead) exit 255 ;; silent) exec sleep 60 ;; *) shift; exec "$@" ;; esac')
+    agent = script(tmp_path / "agent", 'case "$1" in dead) exit 255 ;; silent) exec sleep 60 ;; *) shift; eval "$*" ;; esac')
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(agent))
     monkeypatch.setattr(host_file, "ASK_SECONDS", 2.0)
     hosts = tmp_path / "edges"
