@@ -126,7 +126,7 @@ def _now(trace: Rows, steps: Rows, plans: Rows, facts: dict[str, Any]) -> dict[s
              int(row["micro_batch"]), int(lane)]
             for row, lane in zip(bars, lanes, strict=True)
         ],
-        "links": _links(of_kind(shown, "send"), end - begin),
+        "links": _links(of_kind(shown, "send"), begin, end),
     }  # fmt: skip
 
 
@@ -140,15 +140,18 @@ def _complete_until(actions: Rows, plan: Rows) -> float:
     return min(end for end in newest if end >= max(newest) - _SILENT)
 
 
-def _links(sent: Rows, seconds: float) -> list[dict[str, Any]]:
+def _links(sent: Rows, begin: float, end: float) -> list[dict[str, Any]]:
+    """What each link carries between ``begin`` and ``end``; of a message that is under way at either, its part."""
     found = []
+    took = np.maximum(sent["end"] - sent["start"], 1e-9)
+    parts = np.clip((np.minimum(sent["end"], end) - np.maximum(sent["start"], begin)) / took, 0.0, 1.0)
     for boundary in np.unique(sent["boundary"]).tolist():
         for way in Direction:
-            mine = sent[(sent["boundary"] == boundary) & (sent["direction"] == way)]
-            if len(mine) and seconds > 0:
-                wire, raw = int(mine["bytes_wire"].sum()), int(mine["bytes_raw"].sum())
+            of_link = (sent["boundary"] == boundary) & (sent["direction"] == way)
+            if of_link.any() and end > begin:
+                wire, raw = (float((parts * sent[column])[of_link].sum()) for column in ("bytes_wire", "bytes_raw"))
                 found.append({
-                    "boundary": int(boundary), "way": way.name.lower(), "mbit": _number(8e-6 * wire / seconds),
+                    "boundary": int(boundary), "way": way.name.lower(), "mbit": _number(8e-6 * wire / (end - begin)),
                     "share": _number(wire / raw) if raw else None,
                 })  # fmt: skip
     return found

@@ -137,6 +137,22 @@ def test_ranks_that_have_not_told_yet_are_not_idle(tmp_path: Path) -> None:
         assert state["ranks"][0]["busy"]
 
 
+def test_a_full_link_carries_no_more_than_it_can(tmp_path: Path) -> None:
+    """Messages that were only partly in the time that is shown counted whole: 2.5 Mbit/s on a link of 2.1."""
+    path = write_log(tmp_path)
+    busy = [(float(t), t + 1.0, s, "F", -1, -1, 1 + t // 8, t) for t in range(40) for s in (0, 1)]
+    sent = [(t + 0.5, t + 4.5, 0, "send", 0, 0, 1 + t // 8, t, 2 << 20) for t in range(0, 40, 4)]  # half of it on the wire
+    with h5py.File(path, "r+") as file:
+        trace = rows(*busy, *sent)
+        file["trace"].resize((len(trace),))
+        file["trace"][:] = trace
+    live = Live(path)
+    (link,) = live.state()["links"]
+    live.close()
+    assert link["mbit"] == pytest.approx(8e-6 * (1 << 20) / 4)
+    assert link["share"] == 0.5
+
+
 def test_the_terminal_goes_on_while_a_log_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_log(tmp_path)
     real, looks = Live.state, iter([FileNotFoundError("no such file"), UserError("no such log"), None])
