@@ -17,14 +17,27 @@ from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
 
 NEVER = 1e9
 """Seconds per micro-batch that mark a layer which a device must not get."""
+_TOO_MANY = 1e15
+"""Micro-batches in flight, and versions of weights, that fit on no device."""
 _FILL = {"1f1b-async": 0.0, "1f1b-delayed": 0.0, "1f1b": 1.0, "gpipe": 1.0, "zero-bubble": 1 / 3}
 """``Problem.fill`` by schedule (zero-bubble: ZB-H1, Qi et al. 2023, section 2.2)."""
 
 
-def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[Problem, list[str]]:
-    """The partitioner's problem, and the names of its codecs. Links carry ``share`` of their measured rates."""
+def stage_counts(cluster: ClusterProfile, job: Job) -> list[int]:
+    """The most stages for which ``problem_of`` makes problems: all devices; where the memory of a stage depends on how many
+    stages are before it, fewer, too, since a problem counts what the longest pipeline takes."""
+    count = len(cluster.devices)
+    if job.pipeline.schedule == "zero-bubble" or job.pipeline.vertical_sync:
+        return sorted({count, *(1 << n for n in range(count.bit_length()))})
+    return [count]
+
+
+def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0, most: int = 0) -> tuple[Problem, list[str]]:
+    """The partitioner's problem, and the names of its codecs. Links carry ``share`` of their measured rates. ``most``:
+    stages that a plan may have (0: as many as devices); others do not fit."""
     outline, devices = cluster.outline, cluster.devices
     count, layers = len(devices), len(outline.layers)
+    most = most or count
     forwards = 2 if job.pipeline.recompute == "on" else 1
     seconds = np.array(
         [forwards * np.array(d.forward) + d.backward + np.array(d.update) / micro_batches_of(job) for d in devices]
@@ -43,7 +56,8 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[P
     np.fill_diagonal(rate, 1e15)
     # Lanes that the job asks for take memory on every device; what those of "auto" take is looked at when there is a plan.
     lanes: Lanes = 1 if job.pipeline.lanes == "auto" or job.pipeline.lanes == "off" else job.pipeline.lanes
-    needs = MemoryModel(cluster, job, count, job.pipeline.slack, [at_once(lanes)] * count)
+    needs = MemoryModel(cluster, job, most, job.pipeline.slack, [at_once(lanes)] * most)
+    whole = None if needs.whole is None else np.minimum(needs.in_flight, at_once(lanes) * needs.whole)
     gradients = np.array([float(layer.trained_bytes) for layer in outline.layers])
     return Problem(
         layer_seconds=seconds,
@@ -60,13 +74,18 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0) -> tuple[P
         saved_bytes=np.array([float(layer.saved_bytes) for layer in outline.layers]),
         uncuttable=uncuttable(outline.shared, layers, job.parts_ties),
         capacity=np.array([device.memory for device in devices], float),
-        in_flight=needs.in_flight,
-        whole=None if needs.whole is None else np.minimum(needs.in_flight, at_once(lanes) * needs.whole),
-        state_copies=needs.state_copies,
+        in_flight=_up_to(count, needs.in_flight),
+        whole=None if whole is None else _up_to(count, whole),
+        state_copies=_up_to(count, needs.state_copies),
         micro_batches=1e9 if flows(job.pipeline.schedule) else float(micro_batches_of(job)),
         real_micro_batches=float(micro_batches_of(job)),
         fill=_FILL[job.pipeline.schedule],
     ), names
+
+
+def _up_to(count: int, each: F64) -> F64:
+    """Numbers by stages behind, for up to ``count``: too many where there cannot be so many."""
+    return np.concatenate([each, np.full(count - len(each), _TOO_MANY)])
 
 
 def _messages(

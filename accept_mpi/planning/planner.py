@@ -6,7 +6,7 @@ Pure: a cluster profile and a job go in, a plan with its estimate comes out. The
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +21,7 @@ from accept_mpi.plan import Lanes, Plan, even_cuts, recomputing, with_lanes
 from accept_mpi.planning.balance import balance
 from accept_mpi.planning.codec_choice import LINK_SHARE
 from accept_mpi.planning.estimate import Estimate, estimate, fits
-from accept_mpi.planning.formulation import NEVER, problem_of
+from accept_mpi.planning.formulation import NEVER, problem_of, stage_counts
 from accept_mpi.planning.groups import hybrid_plans
 from accept_mpi.planning.job_plan import open_plan
 from accept_mpi.planning.problem import NoPlan, Problem, Solution, cost
@@ -213,20 +213,23 @@ def _plans_without_lanes(cluster: ClusterProfile, job: Job, held: Layers) -> tup
 
 def _searched(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate, Estimate]:
     """The best plan that the search finds, and the one with even cuts."""
-    problem, loaded = (problem_of(cluster, job, share)[0] for share in (1.0, LINK_SHARE))
-    candidates: list[Solution] = []
+    counts = stage_counts(cluster, job)
+    problems = [[problem_of(cluster, job, share, most)[0] for share in (1.0, LINK_SHARE)] for most in counts]
+    possible: dict[Solution, Estimate] = {}
     why = ""
-    for one, ordered in itertools.product((loaded, problem), (True, False)):
-        try:  # for many devices in any order, a search may miss plans that exist
-            candidates.append(balance(one, solve(one, ordered)))
-        except NoPlan as error:
-            why = str(error)
-    if problem.devices <= problem.layers - len(problem.uncuttable):
-        candidates.append(_even_solution(problem))
-    candidates += _alone(problem)
-    possible = _possible(problem, candidates, cluster, job)
+    for most, (problem, loaded) in zip(counts, problems, strict=True):
+        candidates: list[Solution] = []
+        for one, ordered in itertools.product((loaded, problem), (True, False)):
+            try:  # for many devices in any order, a search may miss plans that exist
+                candidates.append(balance(one, solve(one, ordered)))
+            except NoPlan as error:
+                why = why or str(error)
+        if problem.devices <= problem.layers - len(problem.uncuttable):
+            candidates.append(_even_solution(problem))
+        candidates += _alone(problem)
+        possible |= _possible(problem, [one for one in candidates if len(one.devices) <= most], cluster, job)
     evenly = even_plan(cluster, job)
-    even = next((found for found, _ in possible if found.plan == evenly), None) or estimate(cluster, job, evenly)
+    even = next((found for found in possible.values() if found.plan == evenly), None) or estimate(cluster, job, evenly)
     if not possible:
         have = ", ".join(device.host for device in cluster.devices if device.data)
         if why:
@@ -237,8 +240,10 @@ def _searched(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate
         raise UserError(
             f"data.name: first and last stage need the data, only {have} has it, and the model does not fit there"
         )
-    best = _spared(problem, _best(possible), cluster, job)
-    both = (loaded, best[0].loaded), (problem, best[0].step)
+    best = _best(possible)
+    problem = next(one for most, (one, _) in zip(counts, problems, strict=True) if most >= len(best[1].devices))
+    best = _spared(problem, best, cluster, job)
+    both = [(one, reached) for pair in problems for one, reached in zip(pair, (best[0].step, best[0].loaded), strict=True)]
     hybrid = next(iter(hybrid_plans(cluster, job, both)), None)
     if hybrid and hybrid.expected < _GROUPS_IMPROVE * best[0].expected:
         return hybrid, even
@@ -251,20 +256,20 @@ def _searched(cluster: ClusterProfile, job: Job, held: Layers) -> tuple[Estimate
 
 def _possible(
     problem: Problem, candidates: Iterable[Solution], cluster: ClusterProfile, job: Job
-) -> list[tuple[Estimate, Solution]]:
-    """The candidates that fit, without duplicates, and their estimates."""
-    found = []
-    for candidate in dict.fromkeys(candidates):
+) -> dict[Solution, Estimate]:
+    """The candidates that fit, and their estimates."""
+    found: dict[Solution, Estimate] = {}
+    for candidate in candidates:
         reached = cost(problem, candidate)
-        if reached.fits and reached.bottleneck < NEVER:
-            found.append((estimate(cluster, job, _as_plan(candidate, job)), candidate))
+        if candidate not in found and reached.fits and reached.bottleneck < NEVER:
+            found[candidate] = estimate(cluster, job, _as_plan(candidate, job))
     return found
 
 
-def _best(possible: Sequence[tuple[Estimate, Solution]]) -> tuple[Estimate, Solution]:
+def _best(possible: Mapping[Solution, Estimate]) -> tuple[Estimate, Solution]:
     """The plan with the best expected time (``Estimate.expected``) among those nearly as fast as the fastest."""
-    longest = _ROOM * min(found.step for found, _ in possible)
-    fast = [one for one in possible if one[0].step <= longest]
+    longest = _ROOM * min(found.step for found in possible.values())
+    fast = [(found, one) for one, found in possible.items() if found.step <= longest]
     best = fast[0]
     for other in fast[1:]:
         # The order in which the user named the hosts may be intended, so only a clear gain justifies another one.

@@ -13,6 +13,7 @@ from accept_mpi.plan import make_plan, with_lanes
 from accept_mpi.planning.formulation import problem_of
 from accept_mpi.planning.job_plan import open_plan
 from accept_mpi.planning.memory import MemoryModel, memory_of
+from accept_mpi.planning.planner import plan_for
 from accept_mpi.planning.problem import Solution, cost
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
@@ -152,3 +153,20 @@ def test_the_search_counts_what_plans_need(schedule: str, lanes: str) -> None:
             rooms = [need + (room if n == most else 1) for n, need in enumerate(needs)]
             problem, _ = problem_of(fleet.within(rooms), asked)
             assert cost(problem, Solution((0, 1, 2), (0, 3, 8, LAYERS), (0, 0))).fits is (room > 0)
+
+
+@pytest.mark.parametrize(
+    "schedule", [("zero-bubble",), ("1f1b-async", "pipeline.vertical_sync=true", "train.micro_batches=1")]
+)
+def test_few_stages_need_no_memory_for_a_longer_pipeline(schedule: tuple[str, ...]) -> None:
+    """What a stage keeps depends on the stages before it there. A device that is enough by itself, or with one other, is
+    used, however many devices there are."""
+    asked = job(f"pipeline.schedule={schedule[0]}", "pipeline.transfer_slack=0", 'pipeline.recompute="off"', *schedule[1:])
+    fleet = cluster(1, 30, 30, 30)
+    alone, both = (open_plan(asked, LAYERS, cuts, ranks) for cuts, ranks in (([], [0]), ([6], [0, 1])))
+    (needs,) = memory_of(fleet, asked, alone)
+    found = plan_for(fleet.within([needs, *[1e9] * 3]), asked)
+    assert found.plan.leaders == [0]
+    needs = max(memory_of(fleet, asked, both))
+    two = cluster(1, 1, 30, 30)
+    assert sorted(plan_for(two.within([needs] * 4), asked).plan.leaders) == [0, 1]
