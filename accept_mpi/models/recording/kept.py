@@ -86,7 +86,8 @@ class Record:
 
     def __init__(self, tape: Tape, constants: Constants, left: Values) -> None:
         self.tape, self._constants, self.left = tape, constants, left
-        self._nodes = [node for node in tape.nodes if not node.constant]
+        slots = constants.slots  # not those that something is written to later
+        self._nodes = [node for node in tape.nodes if not node.constant or not slots.issuperset(node.gives)]
 
     def same(self, other: "Record") -> bool:
         """True if two records compute the same."""

@@ -37,6 +37,14 @@ class ShowsAttention(Net):
         return self.two(self.seen @ x)
 
 
+class WritesIntoWhatItMakes(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.one(x)
+        self.seen = x.mean()
+        sums = torch.zeros(x.shape).index_add_(0, torch.arange(len(x)).flip(0), x)
+        return self.two(sums)
+
+
 class LastLoss(Net):
     """As llama2.c has it."""
 
@@ -121,7 +129,9 @@ def every_cut(layers: int) -> list[list[int]]:
     return [[], *([n] for n in range(1, layers)), list(range(1, layers))]
 
 
-@pytest.mark.parametrize("net", [ShowsAttention, LastLoss, Reversible, MaskOfASize, GrowingTable, GridInEvaluation])
+@pytest.mark.parametrize(
+    "net", [ShowsAttention, LastLoss, WritesIntoWhatItMakes, Reversible, MaskOfASize, GrowingTable, GridInEvaluation]
+)
 def test_what_does_not_matter_later(net: type[Net]) -> None:
     check(net, [torch.randn(2, length, 6) for length in (4, 4, 6, 3, 4)], squares, every_cut)
 
