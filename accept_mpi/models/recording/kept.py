@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from accept_mpi.models.recording.constants import Constants
+from accept_mpi.models.recording.own_hooks import Hooks
 from accept_mpi.models.recording.refusals import Unrecordable
 from accept_mpi.models.recording.structure import is_plain, mapped
 from accept_mpi.models.recording.tape import Node, State, Tape, Value
@@ -82,10 +83,10 @@ def leaves_another(first: Values, again: Values) -> str:
 
 
 class Record:
-    """A tape, its constants, and what the forward has left in attributes."""
+    """A tape, its constants, and what the forward has left in attributes and tables of hooks."""
 
-    def __init__(self, tape: Tape, constants: Constants, left: Values) -> None:
-        self.tape, self._constants, self.left = tape, constants, left
+    def __init__(self, tape: Tape, constants: Constants, left: Values, hooks: Hooks) -> None:
+        self.tape, self._constants, self.left, self.hooks = tape, constants, left, hooks
         slots = constants.slots  # not those that something is written to later
         self._nodes = [node for node in tape.nodes if not node.constant or not slots.issuperset(node.gives)]
 

@@ -27,6 +27,7 @@ from accept_mpi.models.recording.kept import (
     plain_attributes,
     put,
 )
+from accept_mpi.models.recording.own_hooks import Hooks, OwnHooks, is_handle
 from accept_mpi.models.recording.refusals import SPARSE, Unrecordable
 from accept_mpi.models.recording.structure import is_plain, mapped, parts_of
 from accept_mpi.models.scripted import refuse_scripted
@@ -96,6 +97,8 @@ class MetaModel:
         """Names of attributes that forwards set (``kept``)."""
         self._values: Values = {}
         """What was in the modules' attributes before the forward that runs."""
+        self.hooks = OwnHooks(self.model)
+        """Those that forwards find, and put there."""
         finder = Finder()
         finder.show(0, self.model)
         self._variables = finder.variables()
@@ -145,10 +148,11 @@ class MetaModel:
 
     def changed(self, leaf: nn.Module) -> str:
         """Name of what the forward, within ``mode``, has changed of a module that is recorded as a whole; "" for nothing."""
-        return next(iter(self._leaves[id(leaf)].changed()), "")
+        return next(iter(self._leaves[id(leaf)].changed()), "") or self.hooks.changed(leaf)
 
     def settle(self, leaf: nn.Module) -> None:
         """After a call of a module that is recorded as a whole: put back the plain tensors that its hooks have made anew."""
+        self.hooks.settle(leaf)
         for holder, name, tensor in self._plain[id(leaf)]:
             if holder.__dict__.get(name) is not tensor:
                 holder.__dict__[name] = tensor
@@ -172,9 +176,9 @@ class MetaModel:
         return frozenset(found)
 
     @contextmanager
-    def mode(self, training: bool, attributes: Values | None = None) -> Iterator[None]:
+    def mode(self, training: bool, attributes: Values | None = None, hooks: Hooks | None = None) -> Iterator[None]:
         """Within the context the model trains, as the user's function has left it, or is in evaluation mode; its attributes
-        that forwards set (``sets``) have these values, or those that they had at first.
+        that forwards set (``sets``) have these values, or those that they had at first, and its modules these ``hooks``.
 
         Raises Sets if what happens within the context changes others: a record would not do that again.
         """
@@ -183,6 +187,8 @@ class MetaModel:
             self.model.eval()
         self._values = plain_attributes(self.model)
         put(self.model, attributes or {})
+        self.hooks = OwnHooks(self.model)
+        self.hooks.put(hooks or {})
         before, seen = Attributes([("", self.model)]), Seen([self.model], 0, self._variables)
         leaves = [(path, module) for path, module in self.model.named_modules() if self.is_leaf(module)]
         self._leaves = {id(module): Attributes([(path, module)]) for path, module in leaves}
@@ -196,14 +202,15 @@ class MetaModel:
             if outside := seen.changed():
                 raise Sets({}, SETS.format(f"{outside[0].places[0][1].text}, a variable outside"))
         finally:
+            self.hooks.put({})
             put(self.model, dict.fromkeys(self._new(), MISSING))
             put(self.model, {name: old for name, old in self._values.items() if get(self.model, name) is not old})
             restore_modes(modes)
 
     def _new(self) -> list[str]:
-        """Names of the attributes that the forward, within ``mode``, has added, as far as they are plain."""
-        now = plain_attributes(self.model)
-        return [name for name, value in now.items() if name not in self._values and is_plain(value)]
+        """Names of the attributes that the forward, within ``mode``, has added, as far as they are plain or of hooks."""
+        now = {name: value for name, value in plain_attributes(self.model).items() if name not in self._values}
+        return [name for name, value in now.items() if is_plain(value) or is_handle(value)]
 
     def set_anew(self, names: Sequence[str]) -> dict[str, bool]:
         """Whether the forward, within ``mode``, has given these attributes other values, and not changed those they had."""

@@ -21,6 +21,7 @@ from accept_mpi.models.recording.key import keyed, value_of
 from accept_mpi.models.recording.layer import Program, RecordedLayer, program, put_module, put_tensor
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.output import select
+from accept_mpi.models.recording.own_hooks import Hooks
 from accept_mpi.models.recording.recorder import Recorder
 from accept_mpi.models.recording.refusals import ReadsData, ResultVaries, Unrecordable
 from accept_mpi.models.recording.structure import parts_of
@@ -158,8 +159,8 @@ class RecordedModel:
             try:
                 with as_if_compiled():
                     found = self._record(key, training)
-            except UserError:
-                raise error from None
+            except UserError as other:
+                raise _further(error, other) from None
             self._as_if_compiled = True
             return found
 
@@ -167,7 +168,7 @@ class RecordedModel:
         record = self._once(key, training)
         if self._meta.grown:  # with what a cache keeps, or with a count, which is another one now
             self._once(key, training)
-        if self._meta.sets:
+        if self._meta.sets or record.hooks:
             self._check_kept(record, key, training)
         tape = record.tape
         written = tape.written
@@ -175,18 +176,19 @@ class RecordedModel:
         self._meta.changing |= {name for name, memory in tape.memory_of.items() if memory in written}
         return Flow(tape, self._meta.changing)
 
-    def _once(self, key: bytes, training: bool, attributes: Values | None = None) -> Record:
-        """A record of the forward, when the model's attributes that forwards set hold these values."""
+    def _once(self, key: bytes, training: bool, attributes: Values | None = None, hooks: Hooks | None = None) -> Record:
+        """A record of the forward, when the model's attributes that forwards set hold these values, and its modules have
+        these hooks."""
         value, tensors = value_of(key)
         args, kwargs = arguments_of(self._meta.model, value)
         recorder = Recorder(self._meta, tensors, self._autocast)
         try:
-            result = recorder.record(args, kwargs, training, attributes)
+            result = recorder.record(args, kwargs, training, attributes, hooks)
         except Unrecordable as error:
             error.args = (f"{error}{hint(self._meta.model, value, args, str(error))}",)
             raise
         recorder.tape.output = recorder.result(select(result, self._wanted))
-        return Record(recorder.tape, recorder.constants, recorder.left)
+        return Record(recorder.tape, recorder.constants, recorder.left, recorder.hooks)
 
     def _check_kept(self, record: Record, key: bytes, training: bool) -> None:
         """Raise Sets if what earlier forwards, of these shapes or the usual ones, leave in attributes matters to this one,
@@ -197,12 +199,14 @@ class RecordedModel:
         if usual is not own:
             tried += [(own, usual[0], record), (usual, record, usual[0])]
         for (first, of, mode), newest, older in tried:
-            began = later(newest.left, older.left)
+            began, hooks = later(newest.left, older.left), older.hooks | newest.hooks
+            some = min([*began, *(f"{path}.{name}" for path, name in hooks)])
             try:
-                again = self._once(of, mode, began)
+                again = self._once(of, mode, began, hooks)
             except UserError as error:
-                raise Sets({}, SETS.format(min(began))) from error
-            wrong = leaves_another(first.left, again.left) or ("" if first.same(again) else min(began))
+                raise Sets({}, SETS.format(some)) from error
+            same = first.same(again) and again.hooks == hooks
+            wrong = leaves_another(first.left, again.left) or ("" if same else some)
             if wrong:
                 raise Sets({}, SETS.format(wrong))
 
@@ -245,6 +249,14 @@ class RecordedModel:
             same = sum(1 for one in found if one == name or one.startswith(f"{name}~"))
             found.append(f"{name}~{same + 1}" if same else name)
         return found
+
+
+def _further(error: Unrecordable, other: UserError) -> UserError:
+    """What is to be done something about: the ``error`` of a forward, or the ``other`` one that it comes to if it is told to
+    be compiled."""
+    if isinstance(other, Sets) and other.names:
+        return other
+    return other if isinstance(other, Unrecordable) and other.within not in ("", error.within) else error
 
 
 def _laid_out(tape: Tape) -> list[Node]:

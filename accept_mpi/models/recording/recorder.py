@@ -23,6 +23,7 @@ from accept_mpi.models.recording.constants import Constants
 from accept_mpi.models.recording.counting import Counting, place_of
 from accept_mpi.models.recording.kept import UNSET, Sets, Values
 from accept_mpi.models.recording.meta_model import MetaModel
+from accept_mpi.models.recording.own_hooks import Hooks
 from accept_mpi.models.recording.refusals import (
     READS_DATA,
     SPARSE,
@@ -39,7 +40,7 @@ from accept_mpi.models.recording.refusals import (
 from accept_mpi.models.recording.replaced import replaced
 from accept_mpi.models.recording.structure import constants_in, fixed_in, is_plain, mapped, parts_of, tensors_in
 from accept_mpi.models.recording.switches import switches
-from accept_mpi.models.recording.tape import DEVICE, Node, Spec, State, Tape, Value
+from accept_mpi.models.recording.tape import COMPUTING, DEVICE, META, WHERE, Node, Spec, State, Tape, Value
 from accept_mpi.models.untouched import untouched
 from accept_mpi.seeds import kept, state
 
@@ -50,12 +51,6 @@ _READS = (
 )  # fmt: skip
 _ASSIGNED = ("__set__", "__delete__")
 _NEEDS_GRADIENT = vars(torch._C.TensorBase)["requires_grad"].__set__
-_META, _COMPUTING = torch.device("meta"), torch.device("cpu")
-_WHERE: dict[Any, Any] = {
-    vars(torch._C.TensorBase)[name].__get__: value
-    for name, value in (("device", _COMPUTING), ("is_cpu", True), ("is_cuda", False), ("is_meta", False))
-}
-"""What a forward learns of where its tensors are, so that it goes the way that it will go there."""
 
 
 class _Functions(TorchFunctionMode):
@@ -97,21 +92,23 @@ class Recorder:
         """The ``torch.autocast`` contexts of the forward that are open."""
         self.tape = Tape(())
         self.constants = Constants(self.tape)
-        self.left: Values = {}
-        """What the forward has left in attributes that it sets."""
+        self.left, self.hooks = Values(), Hooks()
+        """What the forward has left in attributes that it sets, and in tables of hooks."""
         self.tape.inputs = tuple(self._slot(tensor) for tensor in inputs)
         self.tape.memory_of = {name: self._memory(tensor) for name, tensor in of.tensors.items()}
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, attributes: Values | None = None) -> Any:
+    def record(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, attributes: Values | None, hooks: Hooks | None
+    ) -> Any:
         """Record ``model(*args, **kwargs)``, in which ``inputs`` are the tensors, on the meta device; returns its result.
-        ``attributes`` as in ``MetaModel.mode``. The tape's ``output`` is left to the caller (``result``). Raises
-        Unrecordable, UserError."""
+        ``attributes`` and ``hooks`` as in ``MetaModel.mode``. The tape's ``output`` is left to the caller (``result``).
+        Raises Unrecordable, UserError."""
         outer = torch.enable_grad() if training else torch.no_grad()
         _, *before = state()
         with (
             kept(),
             untouched([self._of.model]),
-            self._of.mode(training, attributes),
+            self._of.mode(training, attributes, hooks),
             outer,
             torch.autocast("cpu", torch.bfloat16, self._bf16, cache_enabled=False),
             torch.device("meta"),
@@ -131,7 +128,7 @@ class Recorder:
                 raise Unrecordable(f"model.name: forward uses {name}, which the module that has it makes anew in each call")
             _, *after = state()  # torch's own does not count: some functions draw from it on the meta device, too
             self._busy = True
-            self.left = self._of.left(attributes or {}, self._constant)
+            self.left, self.hooks = self._of.left(attributes or {}, self._constant), self._of.hooks.left()
             self._busy = False
             if after != before:
                 raise Unrecordable(
@@ -210,6 +207,9 @@ class Recorder:
             self._within[-1] = ""
             said = f"model.name: forward changes {name} before it calls {path}, which no record does ({where()})"
             raise self._failed(partial(Sets, self._of.set_anew([name])), said)
+        if self._of.hooks.around(module):
+            with self._of.hooks.apart(module, lambda *a, **k: self._called(module, path, plain, a, k)):
+                return plain(module, *args, **kwargs)
         block = self._of.is_block(module)
         again, changed = path in self._changed, self._changed.setdefault(path, set())
         call = Trials(module, plain, self._of.known, changed, self._written) if block else partial(plain, module)
@@ -237,8 +237,8 @@ class Recorder:
             raise Unrecordable(f"model.name: forward sets an attribute of a tensor, which cannot be recorded ({where()})")
         if name in _READS and tensors_in(args):
             return self._read(func, name, args, kwargs)
-        if name == "__get__" and func in _WHERE:
-            return _WHERE[func]
+        if name == "__get__" and func in WHERE:
+            return WHERE[func]
         if name == "type" and len(args) == 1 and not kwargs:
             return f"torch.{args[0].type().split('.')[-1]}"  # as on the CPU
         if name == "requires_grad_" and id(args[0]) in self._of.states:
@@ -373,7 +373,7 @@ class Recorder:
     def _stand_in(self, tensor: Any) -> Any:
         """The tensor itself, or one on the meta device for it; that device for the one on which the model will compute."""
         if isinstance(tensor, torch.device):
-            return _META if tensor == _COMPUTING else tensor
+            return META if tensor == COMPUTING else tensor
         if tensor.layout is not torch.strided:
             raise self._failed(Unrecordable, f"model.name: forward uses {SPARSE} ({where()})")
         if tensor.is_meta:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from accept_mpi.models.recording.autocasting import Autocast
 from accept_mpi.models.recording.structure import parts_of
 
@@ -28,6 +30,12 @@ class ComputingDevice:
 
 
 DEVICE = ComputingDevice()
+META, COMPUTING = torch.device("meta"), torch.device("cpu")
+WHERE: dict[Any, Any] = {
+    vars(torch._C.TensorBase)[name].__get__: value
+    for name, value in (("device", COMPUTING), ("is_cpu", True), ("is_cuda", False), ("is_meta", False))
+}
+"""What a forward learns of where its tensors are, so that it goes the way that it will go there."""
 
 
 class Spec(NamedTuple):

@@ -44,6 +44,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, str]] = {
               lambda: {"input_ids": ids(2, 16)}, ""),
     "mixtral": ("MixtralForCausalLM", SMALL | {"num_key_value_heads": 1, "vocab_size": 100, "num_local_experts": 4},
                 lambda: {"input_ids": ids(2, 16)}, ""),
+    "mixtral's own loss": ("MixtralForCausalLM", SMALL | {"num_key_value_heads": 1, "vocab_size": 100,
+                                                           "num_local_experts": 4, "output_router_logits": True},
+                           lambda: {"input_ids": ids(2, 16), "attention_mask": mask(2, 16), "labels": ids(2, 16)}, "loss"),
+    "bert's hidden states": ("BertForSequenceClassification",
+                             SMALL | {"vocab_size": 100, "max_position_embeddings": 32, "output_hidden_states": True},
+                             lambda: {"input_ids": ids(3, 16), "attention_mask": mask(3, 16)}, "hidden_states"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", SMALL | {"num_key_value_heads": 1, "vocab_size": 100, "num_experts": 4,
                                                   "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
                   lambda: {"input_ids": ids(2, 16)}, ""),
@@ -67,6 +73,8 @@ def some_cuts(count: int) -> Sequence[Sequence[int]]:
 
 
 def squares(result: Any) -> torch.Tensor:
+    if isinstance(result, tuple):
+        return torch.stack([(n + 1) * squares(one) for n, one in enumerate(result)]).sum()
     return (result["logits"] if isinstance(result, dict) else result).float().square().mean()
 
 
