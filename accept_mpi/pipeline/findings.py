@@ -33,6 +33,8 @@ class Findings:
     """What a forward writes to, by its name in ``weight_versions.may_be_written``."""
     remembered: set[str] = field(default_factory=set)
     """Names of what forwards have modules remember for later ones (``remembered``)."""
+    anew: set[str] = field(default_factory=set)
+    """Names of switches that a first forward throws as it puts hooks on modules: both begin anew where a run goes on."""
     changing: Changing = field(default_factory=set)
     """What first forwards change."""
     forgets: list[str] = field(default_factory=list)
@@ -64,6 +66,6 @@ class Findings:
         self.forgets = self.forgets or other.forgets
         self.partial, self.draws_back = self.partial or other.partial, self.draws_back or other.draws_back
         self.memory.add(other.memory)
-        sets = ("made", "written", "remembered", "changing", "drawing", "norms_apart", "passed_by")
+        sets = ("made", "written", "remembered", "anew", "changing", "drawing", "norms_apart", "passed_by")
         for name in (*sets, "norms_take", "sparse"):
             getattr(self, name).update(getattr(other, name))

@@ -92,13 +92,14 @@ class Remembered:
         names: Collection[str] = (),
         before: "Remembered | None" = None,
         shown: Collection[Any] = (),
+        anew: Collection[str] = (),
     ) -> None:
         """``named``: modules and their names, a loss as the last one; ``names``: dotted names of what is to be kept;
         ``before``: what was made for the same modules when less was known; ``shown``: names of what forwards change from the
-        first on, and none reads."""
+        first on, and none reads; ``anew``: of what begins anew, since it is thrown when hooks are put on modules."""
         self.names = set(names)
         self._named = dict(named)
-        self._shown = {*shown} - self.names
+        self._shown, self._anew = {*shown} - self.names, {*anew}
         self._at_first: AtFirst = before._at_first if before and before._named else AtFirst(named)
 
     @classmethod
@@ -123,7 +124,7 @@ class Remembered:
     def put(self, state: Mapping[str, torch.Tensor]) -> None:
         """Have modules remember what ``state`` gave. What they do not remember is passed over. Raises UserError if it is
         damaged."""
-        kept = [self._name(key) for key in state if key.startswith((f"{LAYERS}/", f"{LOSS}/"))]
+        kept = {self._name(key) for key in state if key.startswith((f"{LAYERS}/", f"{LOSS}/"))} - self._anew
         new: _Same = {}
         for module, table, key, name in self._places(kept):
             if (packed_value := state.get(self._key(name))) is not None:
@@ -142,7 +143,7 @@ class Remembered:
             if not one.same and (isinstance(one.now, _PLAIN) or (one.name not in self._shown and _is_simple(one.now, 0)))
         }
         new = {name for table, key, name in self._at_first.new() if name not in self._shown and _is_simple(table[key], 0)}
-        return found | new
+        return (found | new) - self._anew
 
     def pass_over(self, names: Collection[str]) -> None:
         """Do not keep these, unless forwards are known to read them: evaluations have made them."""

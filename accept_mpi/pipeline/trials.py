@@ -14,7 +14,7 @@ from accept_mpi.codecs.tensors import Tensors, TensorSpec
 from accept_mpi.device.compute import here
 from accept_mpi.errors import UserError, UsersBug
 from accept_mpi.models.attributes import Attributes
-from accept_mpi.models.common import Seen
+from accept_mpi.models.common import HOOKS, Seen
 from accept_mpi.models.copies import copied, why_not_copied
 from accept_mpi.models.fine_tuning import Uses, check_called
 from accept_mpi.models.graph import parameters_behind
@@ -82,6 +82,7 @@ class _Before(NamedTuple):
     writes: Writes
     watch: Watch
     attributes: Attributes
+    hooks: dict[str, list[int]]
     seen: Seen
 
     @classmethod
@@ -89,7 +90,7 @@ class _Before(NamedTuple):
         named = stage.modules
         watch = Watch([name for name, _ in named], [one for _, one in named])
         there = may_be_written(stage.parameters, stage.layers)
-        return cls(there, writes_of(stage), watch, Attributes(named), stage.seen())
+        return cls(there, writes_of(stage), watch, Attributes(named), _hooks_of(stage), stage.seen())
 
 
 class Trial:
@@ -125,6 +126,9 @@ class Trial:
         memory.look(inputs, counts, handed, dict(_tensors_of(stage)))
         found.written |= before.writes.found()
         before.watch.after_forward(stage.divisors)
+        hooks = [where for where, there in _hooks_of(stage).items() if there != before.hooks[where]]
+        if hooks:
+            found.anew |= before.attributes.numbers(before.attributes.changed(), bool).keys()
         nan = is_nan(out)
         gradients = gradients_of(out.outputs, out.tree)
         with calls_of_shared() as shared_back:
@@ -138,11 +142,12 @@ class Trial:
         further = FurtherForwards(stage, given, gradients, self._calls)
         remembered, variables = further.look(before.there, before.attributes, before.seen, nan)
         found.unreplayed = found.unreplayed or ("" if found.alone else further.why_unreplayed())
-        found.remembered |= {*remembered, *before.watch.ever_changed - stage.state_names()}
+        found.remembered |= {*remembered, *before.watch.ever_changed - stage.state_names()} - found.anew
         memory.keep_only(found.remembered)
         found.memory.add(memory)
         lost = Remembered(stage.modules, found.remembered).lost()
-        found.forgets = list(dict.fromkeys([*found.forgets, *lost, *variables]))
+        hooks = [] if found.anew else hooks
+        found.forgets = list(dict.fromkeys([*found.forgets, *lost, *variables, *hooks]))
         for parameter in stage.parameters:
             parameter.grad = None
         return tuple(TensorSpec.of(g) for g in result)
@@ -275,6 +280,12 @@ def writes_of(stage: Stage) -> Writes:
     return Writes({name: tensor for name, tensor in there.items() if id(tensor) not in averages})
 
 
+def _hooks_of(stage: Stage) -> dict[str, list[int]]:
+    """Numbers of the hooks that modules have, by where these are."""
+    modules = [named for name, one in stage.modules for named in one.named_modules(prefix=name)]
+    return {f"hooks of {path}": [n for name in HOOKS for n in vars(one)[name]] for path, one in modules}
+
+
 def _tensors_of(stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what layers have: parameters, buffers and tensors in attributes, by name."""
     for name, layer in zip(stage.names, stage.layers, strict=True):
@@ -291,7 +302,7 @@ def _begin_loss(stage: Stage) -> None:
         loss.put_back = AtFirst(named[len(stage.layers) :]).put_back
     if loss is not None and loss.put_back is not None:
         loss.put_back()
-    stage.remembered = Remembered(named, stage.found.remembered, stage.remembered, stage.found.changing)
+    stage.remembered = Remembered(named, stage.found.remembered, stage.remembered, stage.found.changing, stage.found.anew)
     if loss is None or not stage.found.remembered:
         return
     now = {key: one for key, one in stage.remembered.state().items() if key.startswith(f"{LOSS}/")}

@@ -247,3 +247,40 @@ def test_a_record_that_is_cut_within_a_module(
     code, out = run(folder, arguments, "1@forward:13", 2)
     assert code == 0, out
     same(weights(folder, "lost"), expected)
+
+
+HOOKED = """
+from remembering import *
+
+
+class Hooked(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
+        self.part, self.there = nn.Linear(6, 6), False
+
+    def forward(self, x):
+        if not self.there:
+            self.part.register_forward_hook(lambda module, given, result: 0.5 * result)
+            self.there = True
+        return super().forward(torch.tanh(self.part(x)))
+
+
+def net():
+    return nn.Sequential(Hooked(), Hooked(), Hooked(), nn.Linear(6, 3))
+"""
+
+
+def test_hooks_that_forwards_put_on_modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that went on had the switch that says that they are there, and not the hooks."""
+    (folder / "hooked.toml").write_text(JOB.replace('"remembering:net"', '"hooked:net"'))
+    (folder / "hooked.py").write_text(HOOKED)
+    monkeypatch.syspath_prepend(folder)
+    for name in ("remembering", "hooked"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    expected, _ = plain_loop(folder / "hooked.toml")
+    arguments = ["-m", "accept_mpi", "train", "hooked.toml", "--set"]
+    assert run(folder, [*arguments, "output.directory=lost"], "1@forward:13", 3)[0] == 0
+    assert run(folder, [*arguments, "output.directory=begun", "--set", "train.steps=5"], "", 2)[0] == 0
+    assert run(folder, [*arguments, "output.directory=resumed", "--resume", "begun"], "", 3)[0] == 0
+    for name in ("lost", "resumed"):
+        same(weights(folder, name), expected)
