@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accept_mpi.errors import UserError
+
 
 @dataclass(frozen=True)
 class Apply:
@@ -31,6 +33,31 @@ class Made:
 
     def __hash__(self) -> int:
         return hash(type(self.module))
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Call of ``as_strided``, which reads a tensor's memory: that is to be laid out as where the model comes from. Images
+    are in channels_last format here, and what has crossed a boundary is contiguous."""
+
+    function: Any
+    stride: tuple[int, ...]
+    offset: int
+    copies: bool
+    """False if something is written there later."""
+
+    def __call__(self, tensor: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+        if tensor.stride() == self.stride or not tensor.numel():
+            moved = 0 if storage_offset is None else tensor.storage_offset() - self.offset
+        elif self.copies:
+            moved = -self.offset
+            tensor = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        else:
+            raise UserError(
+                "model.name: forward writes into what as_strided gives, of a tensor that lies otherwise in memory here; "
+                'set train.memory_format = "contiguous", or cut elsewhere'
+            )
+        return self.function(tensor, size, stride, None if storage_offset is None else storage_offset + moved)
 
 
 def averages(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:

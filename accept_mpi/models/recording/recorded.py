@@ -14,7 +14,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.models.aliases import every_name
 from accept_mpi.models.base import Chain, Entry
 from accept_mpi.models.recording.arguments import arguments_of, hint
-from accept_mpi.models.recording.calls import viewed
+from accept_mpi.models.recording.calls import Strided, viewed
 from accept_mpi.models.recording.cutting import Flow, cut, cut_alike, cuts_in_both
 from accept_mpi.models.recording.kept import SETS, UNSET, Record, Sets, Values, later, leaves_another, put
 from accept_mpi.models.recording.key import keyed, value_of
@@ -260,12 +260,18 @@ def _further(error: Unrecordable, other: UserError) -> UserError:
 
 
 def _laid_out(tape: Tape) -> list[Node]:
-    """A tape's nodes, for whatever memory format images have: ``view`` may copy, unless something is written there later."""
+    """A tape's nodes, for whatever memory format images have: ``view`` and ``as_strided`` may copy, unless something is
+    written there later."""
     found: list[Node] = []
     later: set[int] = set()
     for node in reversed(tape.nodes):
-        free = node.function is torch.Tensor.view and tape.specs[node.gives[0]].memory not in later
-        found.append(dataclasses.replace(node, function=viewed) if free else node)
+        function = node.function
+        if function is torch.Tensor.view and tape.specs[node.gives[0]].memory not in later:
+            function = viewed
+        elif function in (torch.as_strided, torch.Tensor.as_strided) and node.takes:
+            spec = tape.specs[node.takes[0]]
+            function = Strided(function, spec.stride, spec.offset, spec.memory not in later)
+        found.append(dataclasses.replace(node, function=function))
         later |= node.writes
     return found[::-1]
 

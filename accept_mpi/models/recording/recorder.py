@@ -412,8 +412,8 @@ class Recorder:
         if found is None:
             found = self._slots[id(tensor)] = len(self._kept)
             self._kept.append(tensor)
-            nbytes = tensor.numel() * tensor.element_size()
-            self.tape.specs.append(Spec(self._memory(tensor), tensor.requires_grad, nbytes))
+            nbytes, offset = tensor.numel() * tensor.element_size(), int(tensor.storage_offset())
+            self.tape.specs.append(Spec(self._memory(tensor), tensor.requires_grad, nbytes, tensor.stride(), offset))
         return found
 
     def _memory(self, tensor: torch.Tensor) -> int:

@@ -45,6 +45,8 @@ class Spec(NamedTuple):
     """Number of its memory; views of a tensor have its number."""
     grad: bool
     nbytes: int
+    stride: tuple[int, ...]
+    offset: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from recorded_models import recorded
 from torch import nn
 from torch.nn import functional
 
+from accept_mpi.errors import UserError
 from accept_mpi.models.base import Chain
 from accept_mpi.models.layers import build_layers, calls_view
 from accept_mpi.profiling.outline import outline
@@ -36,6 +37,25 @@ class Writes(LeNet):
         x = self.pool(self.pool(self.conv1(x)))
         x.view(len(x), -1).mul_(2)
         return self.fc2(self.fc1(x[:, :, :5, :5].repeat(1, 3, 1, 1)[:, :16].flatten(1)))
+
+
+class Windows(LeNet):
+    """Windows of images by ``as_strided``, with strides that it asks for."""
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.writes = writes
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.relu(self.conv1(x))
+        n, c, h, w = x.shape
+        if self.writes:
+            x.as_strided((n, c), x.stride()[:2]).mul_(2.0)
+        part = x[:, 1:]
+        x = torch.as_strided(x, (n, c, h - 2, w, 3), (*x.stride(), w)).amax(-1)
+        x = x + part.as_strided((n, 1, h - 2, w), part.stride(), part.storage_offset())
+        x = self.pool(self.relu(self.conv2(self.pool(x)[:, :, :13, :14])))
+        return self.fc2(functional.relu(self.fc1(functional.pad(x.flatten(1), (0, 80)))))
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -71,6 +91,26 @@ def test_what_is_written_by_a_view_is_no_copy() -> None:
     plain = Writes()(x)
     assert torch.equal(computed(chain, x, torch.contiguous_format), plain)
     with pytest.raises(RuntimeError, match="view size is not compatible"):
+        computed(chain, x, torch.channels_last)
+
+
+def test_windows_are_those_of_the_plain_model_in_either_format() -> None:
+    """Strides are constants of a record; with them another layout gave other windows, silently."""
+    x = torch.randn(2, 3, 32, 32)
+    chain = recorded(Windows, x)
+    torch.manual_seed(7)
+    plain = Windows()(x)
+    assert torch.equal(computed(chain, x, torch.contiguous_format), plain)
+    assert torch.allclose(computed(chain, x, torch.channels_last), plain, atol=1e-6)
+
+
+def test_what_is_written_by_windows_is_no_copy() -> None:
+    x = torch.randn(2, 3, 32, 32)
+    chain = recorded(lambda: Windows(writes=True), x)
+    torch.manual_seed(7)
+    plain = Windows(writes=True)(x)
+    assert torch.equal(computed(chain, x, torch.contiguous_format), plain)
+    with pytest.raises(UserError, match="as_strided"):
         computed(chain, x, torch.channels_last)
 
 
