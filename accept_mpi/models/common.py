@@ -10,7 +10,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
@@ -193,14 +193,14 @@ class Seen:
         return found
 
 
-def calls(layer: nn.Module, name: str) -> bool:
-    """True if the code of a layer's own classes, or of functions that it calls, has this name."""
+def calls(layer: nn.Module, wanted: Collection[str]) -> bool:
+    """True if the code of a layer's own classes, or of functions that it calls, has one of these names."""
     names: set[str] = set()
     code: set[int] = set()
     for kind in {type(module) for module in layer.modules()}:
         for function in _functions(kind):
             deque(_variables(function, names, code, 0), maxlen=0)
-    return name in names
+    return not names.isdisjoint(wanted)
 
 
 _Reached = Iterator[tuple[Any, Place, Any]]

@@ -9,6 +9,8 @@ from accept_mpi.models.base import Chain
 from accept_mpi.models.common import Common, calls, with_loss
 from accept_mpi.models.shared import watched
 
+_VIEWS = ("view", "view_as_complex", "as_strided")
+
 
 class Layers(NamedTuple):
     """Layers ``start``, ``start`` + 1, ... of a chain, built."""
@@ -48,8 +50,9 @@ def has_conv2d(layers: Iterable[nn.Module]) -> bool:
 
 
 def calls_view(layers: Iterable[nn.Module]) -> bool:
-    """True if a layer's code calls ``view``, which takes no images in channels_last format."""
-    return any(calls(layer, "view") for layer in layers)
+    """True if a layer's code calls ``view`` or the like, which take no images in channels_last format, or take them for
+    others."""
+    return any(calls(layer, _VIEWS) for layer in layers)
 
 
 def may_draw(layer: nn.Module) -> bool:

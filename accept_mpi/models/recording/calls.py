@@ -76,3 +76,11 @@ def viewed(tensor: torch.Tensor, *shape: Any, **how: Any) -> torch.Tensor:
         return tensor.view(*shape, **how)
     except RuntimeError:
         return tensor.contiguous().view(*shape, **how)
+
+
+def as_complex(tensor: torch.Tensor) -> torch.Tensor:
+    """``torch.view_as_complex``, as ``viewed`` is ``Tensor.view``."""
+    try:
+        return torch.view_as_complex(tensor)
+    except RuntimeError:
+        return torch.view_as_complex(tensor.contiguous())

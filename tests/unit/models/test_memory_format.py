@@ -114,12 +114,41 @@ def test_what_is_written_by_windows_is_no_copy() -> None:
         computed(chain, x, torch.channels_last)
 
 
-@pytest.mark.parametrize("flat", [Flat, nn.Flatten])
+class Complex(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_complex(x.unflatten(-1, (-1, 2))).abs().flatten(1)
+
+
+class Diagonals(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.as_strided((len(x), 8), (x[0].numel(), 1))
+
+
+class Halves(LeNet):
+    """Complex numbers."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.pool(self.conv1(x))
+        return self.fc2(self.fc1(torch.view_as_complex(x.unflatten(-1, (-1, 2))).abs().flatten(1)[:, :400]))
+
+
+def test_complex_numbers_in_either_format() -> None:
+    x = torch.randn(2, 3, 32, 32)
+    chain = recorded(Halves, x)
+    torch.manual_seed(7)
+    plain = Halves()(x)
+    assert torch.equal(computed(chain, x, torch.contiguous_format), plain)
+    assert torch.allclose(computed(chain, x, torch.channels_last), plain, atol=1e-6)
+
+
+@pytest.mark.parametrize("flat", [Flat, Complex, Diagonals, nn.Flatten])
 def test_a_chain_whose_code_calls_view_is_contiguous(flat: type[nn.Module]) -> None:
     def again() -> Any:
-        return list(zip("abc", [nn.Conv2d(3, 4, 5), flat(), nn.Linear(16, 10)], strict=True))
+        return list(
+            zip("abc", [nn.Conv2d(3, 4, 5), flat(), nn.Linear(8 if flat in (Complex, Diagonals) else 16, 10)], strict=True)
+        )
 
     chain = Chain(again(), again)
     found = outline(chain, 0, (torch.randn(2, 3, 6, 6),))
     assert found.channels_last == (flat is nn.Flatten)
-    assert build_layers(chain, 0, 3, 0).likes_channels_last == (True, flat is Flat)
+    assert build_layers(chain, 0, 3, 0).likes_channels_last == (True, flat is not nn.Flatten)
