@@ -19,13 +19,15 @@ Hooks = dict[tuple[str, str], _Table]
 
 
 class OwnHooks:
-    """The hooks of a model's modules, as they were when this object was made."""
+    """The hooks of a model's modules, and what else their calls run, as they were when this object was made."""
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = {id(module): path for path, module in model.named_modules()}
         modules = dict(model.named_modules())
         self._tables: Hooks = {(path, name): vars(module)[name] for path, module in modules.items() for name in _TABLES}
         self._first: Hooks = {place: dict(table) for place, table in self._tables.items()}
+        self._calls = {id(one): (one, type(one), one.__dict__.get("forward")) for one in modules.values()}
+        """What their calls run."""
         self._before = dict(self._first)
         """What forwards find, once modules that are recorded as wholes have changed what is theirs."""
 
@@ -37,20 +39,30 @@ class OwnHooks:
         """Have these hooks in place of those that there were."""
         for place, table in self._tables.items():
             _fill(table, hooks.get(place, self._first[place]))
+        for module, kind, forward in self._calls.values():
+            if type(module) is not kind:
+                module.__class__ = kind
+            if module.__dict__.get("forward") is not forward:
+                module.__dict__.pop("forward", None)
+                module.__dict__.update({"forward": forward} if forward else {})
 
     def settle(self, leaf: nn.Module) -> None:
         """After the call of a module that is recorded as a whole: what that changes of its hooks it changes again."""
         self._before.update((place, dict(self._tables[place])) for place in self._places(leaf))
 
     def changed(self, leaf: nn.Module) -> str:
-        """Name of a table of a module that is recorded as a whole, or of its parts, in which the forward has changed more
-        than what may be called around that; "" if there is none."""
+        """Name of a table, or the forward, of a module that is recorded as a whole, or of its parts, of which the forward
+        has changed more than what may be called around it; "" if there is none."""
         for path, name in self._places(leaf):
             now, before = list(self._tables[path, name]), list(self._before[path, name])
             count = len(now) - len(before)
             around = now[count:] == before if "pre" in name else now[: len(before)] == before
             if now != before and (path != self._paths[id(leaf)] or "backward" in name or not around):
                 return f"{path}.{name}"
+        for part in leaf.modules():
+            _, kind, forward = self._calls.get(id(part), (part, type(part), part.__dict__.get("forward")))
+            if type(part) is not kind or part.__dict__.get("forward") is not forward:
+                return f"{self._paths[id(part)]}.forward"
         return ""
 
     def around(self, leaf: nn.Module) -> bool:

@@ -130,6 +130,43 @@ class OnAPart(Net):
         return found
 
 
+class HasAnotherForward(Net):
+    """For its own time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        plain = self.two.forward
+        self.two.forward = lambda given: 0.5 * plain(given)  # type: ignore[method-assign]
+        found = super().forward(x)
+        self.two.forward = plain  # type: ignore[method-assign]
+        return found
+
+
+class PutsAnotherForward(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "forward" not in vars(self.two):
+            plain = self.two.forward
+            self.two.forward = lambda given: 0.5 * plain(given)  # type: ignore[method-assign]
+        return super().forward(x)
+
+
+class Half(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * super().forward(x)
+
+
+class OfAnotherClass(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.two.__class__ = Half
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("model", [HasAnotherForward, PutsAnotherForward, OfAnotherClass])
+def test_other_calls_are_not_recorded(model: type[nn.Module]) -> None:
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"forward changes two.forward before it calls two"):
+            recorded(model, torch.randn(4, 6))
+
+
 @pytest.mark.parametrize("model", [MoreAndMore, BehindAnAttribute, BehindANewAttribute, OfGradients, TakesAway, OnAPart])
 def test_not_recorded(model: type[nn.Module]) -> None:
     with pytest.raises(UserError, match=r"forward (sets|changes)"):
