@@ -10,6 +10,7 @@ nobody would notice.
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from accept_mpi.data import Dataset, Samples, fetch, gives_targets
@@ -102,6 +103,15 @@ class Feed:
 
     def _is_mine(self, k: int) -> bool:
         return not self._table or self._table[k] == self._place.member
+
+    def micro_batch(
+        self, step: int, k: int, indices: Sequence[Indices], drawing: Callable[[], AbstractContextManager[None]]
+    ) -> tuple[Samples, float]:
+        """What ``take`` and ``share`` give of micro-batch ``k``. ``indices``: the samples of each micro-batch of the step;
+        ``drawing``: makes a context in which nothing else draws random numbers, as a data set may."""
+        with drawing():
+            self.begin(step, indices)
+            return self.take(step, k, indices[k]), self.share(step, k)
 
     def begin(self, step: int, indices: Sequence[Indices]) -> None:
         """Prepare a step, before any micro-batch of it; again does nothing. ``indices``: the samples of each micro-batch."""

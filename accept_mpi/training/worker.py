@@ -238,7 +238,7 @@ class Worker:
         """F of micro-batch ``k``: get its inputs, run the stage, send its outputs.
 
         ``samples`` and ``sizes``: indices and number of samples of each micro-batch of the step. Loading data counts as part
-        of F, so that a host slow at that is given fewer layers.
+        of F, so that a host slow at that is given fewer layers; lanes are handed what this thread has loaded.
         """
         failpoint("forward")
         given, suspect = Inputs((), LONE), 0
@@ -249,13 +249,13 @@ class Worker:
             if k == 0 and not self._tell_flags:
                 self._flag(step, message.header.flags)
         flags = self._flags.get(step, 0)
+        load = partial(self._feed.micro_batch, step, k, samples, self.stage.runner.drawing)
+        # A data set may be bound to this thread, as a connection to SQLite is.
+        loaded = None if isinstance(self._computing, InTurn) else load()
 
         def compute(stage: Stage) -> tuple[Outputs, int]:
             with self.recorder.span("F", step + 1, k):
-                with stage.runner.drawing():  # one lane at a time, since a data set may draw
-                    self._feed.begin(step, samples)
-                    data = self._feed.take(step, k, samples[k])
-                    share = self._feed.share(step, k)
+                data, share = loaded or load()
                 values = given if source else stage.from_data(data.inputs)
                 out = stage.forward(step, k, values.tensors, version, data.targets, share, whole, values.tree, sizes[k])
                 return out, suspect or (0 if out.sound else self._suspects.find(stage, step, k, values, data.targets))

@@ -220,3 +220,32 @@ def test_what_lanes_cannot_compute_is_refused(mpirun, tmp_path: Path, kind: str,
     said = mpirun(2, "-m", "accept_mpi", "train", path, code=2).out
     assert why in said, said
     assert "Traceback" not in said
+
+
+ROWS = """
+import sqlite3
+import numpy as np
+from accept_mpi.data import load
+class Rows:
+    def __init__(self, digits):
+        self.digits, self.opened = digits, sqlite3.connect(":memory:")
+    def __len__(self):
+        return len(self.digits)
+    def __getitem__(self, n):
+        (n,) = self.opened.execute("select ?", (n,)).fetchone()
+        return self.digits.inputs(np.array([n]))[0], self.digits.targets(np.array([n]))[0]
+def data():
+    return [Rows(one) for one in load("digits", {"size": 8})]
+"""
+
+
+def test_a_data_set_that_is_bound_to_a_thread(mpirun, tmp_path: Path) -> None:
+    """As one with a connection to SQLite is: all samples are asked for in the thread that made it."""
+    (tmp_path / "rows.py").write_text(ROWS)
+    job = samples.CNN | {"data": 'name = "rows:data"'}
+    cases: list[tuple[object, dict[str, object]]] = [(2, {"pipeline_ranks": [[0, 1]], "pipeline_cuts": []}), ("F+B", {})]
+    for lanes, more in cases:
+        more = keys(lanes, **{"pipeline_cuts": [3], "train_evaluate_every": 1, **more})
+        path = samples.write_job(tmp_path / f"{lanes}.toml", job, str(lanes), **more)
+        mpirun(2, "-m", "accept_mpi", "train", path)
+        samples.assert_equal(Checkpoint(tmp_path / str(lanes)).whole(), expected("cnn"))
