@@ -1,4 +1,4 @@
-"""Conversion of arrays to tensors: any byte order, any width of integers and of floating-point numbers."""
+"""Conversion of arrays to tensors: any byte order, any width of integers, of floating-point and of complex numbers."""
 
 from typing import Any
 
@@ -18,15 +18,16 @@ DTYPES = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "boo
 def dtype_of(found: np.dtype[Any], floats: bool = True) -> np.dtype[Any]:
     """Dtype of the tensor that an array of dtype ``found`` becomes, in this machine's byte order.
 
-    Floating-point numbers become float32, or, if ``floats`` is False, keep a dtype that torch has and else become float64.
-    uint16 becomes int32, uint32 and uint64 become int64; other dtypes stay. Raises TypeError with a sentence for anything
-    but real numbers (texts, records).
+    Floating-point numbers become float32, or, if ``floats`` is False, keep a dtype that torch has and else become float64;
+    complex ones likewise, of twice the size. uint16 becomes int32, uint32 and uint64 become int64; other dtypes stay. Raises
+    TypeError with a sentence for anything but numbers (texts, records).
     """
     plain = found.newbyteorder("=")
-    if plain.kind not in "biuf":
-        raise TypeError(f"holds {found}, not numbers" + (" (real ones)" if plain.kind == "c" else ""))
-    if plain.kind == "f":
-        return np.dtype(np.float32) if floats else np.dtype(np.float64) if plain.itemsize > 8 else plain
+    if plain.kind not in "biufc":
+        raise TypeError(f"holds {found}, not numbers")
+    if plain.kind in "fc":
+        single, double = (np.float32, np.float64) if plain.kind == "f" else (np.complex64, np.complex128)
+        return np.dtype(single) if floats else np.dtype(double) if plain.itemsize > np.dtype(double).itemsize else plain
     if plain == np.uint64:
         return np.dtype(np.int64)
     wider: np.dtype[Any] = _WIDER.get(plain, np.dtype(plain.str))
@@ -37,6 +38,8 @@ def tensor_of(values: npt.NDArray[Any], asked: np.dtype[Any] | None = None, floa
     """Tensor from an array, of dtype ``asked`` or by default as in ``dtype_of``. Raises TypeError or ValueError with a
     sentence."""
     wanted = asked if asked is not None else dtype_of(values.dtype, floats)
+    if values.dtype.kind == "c" and wanted.kind != "c":
+        raise ValueError(f"holds {values.dtype}, complex numbers, which {wanted} cannot hold")
     narrow = wanted.kind in "iub" and not np.can_cast(values.dtype, wanted)
     if narrow and wanted.kind != "b":
         check_fits(values, wanted)

@@ -41,7 +41,8 @@ class Hdf5Dataset:
 
     def targets(self, indices: Indices) -> torch.Tensor:
         read = self._read(self._y, indices, self._dtypes[1])
-        return read if read.is_floating_point() or self._dtypes[1] is not None else read.long()
+        whole = not read.is_floating_point() and not read.is_complex()
+        return read.long() if whole and self._dtypes[1] is None else read
 
     def _read(self, name: str, indices: Indices, asked: np.dtype[Any] | None) -> torch.Tensor:
         rows, back = np.unique(self._rows[indices], return_inverse=True)  # h5py needs distinct rows in increasing order

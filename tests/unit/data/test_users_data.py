@@ -68,6 +68,16 @@ def test_rows_of_a_mapped_file_are_read_when_they_are_asked_for(tmp_path: Path) 
         adapt((mapped, np.array(["a"] * 6)))
 
 
+@pytest.mark.parametrize("kind", ["c8", ">c8", "c16", np.clongdouble])
+def test_arrays_of_complex_numbers(kind: Any) -> None:
+    values = (np.arange(12) - 3j).reshape(6, 2).astype(kind)
+    wanted = torch.from_numpy(values.astype("c8" if np.dtype(kind).itemsize == 8 else "c16"))
+    for given in ((values, np.arange(6)), [(row, 0) for row in values]):
+        found = fetch(adapt(given), np.array([4, 1]), 0, True, False).inputs
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted[[4, 1]])
+
+
 @pytest.mark.parametrize("wide", [torch.uint16, torch.uint32, torch.uint64])
 def test_torch_has_no_arithmetic_for_wide_unsigned_numbers(wide: torch.dtype) -> None:
     classes = torch.arange(4).to(wide)
