@@ -184,6 +184,8 @@ def within(group: Any, path: str, links: int = _MOST_LINKS) -> Any:
 def held_here(dataset: h5py.Dataset, name: str) -> None:
     """Raise Damaged if a data set's values are in other files."""
     how = dataset.id.get_create_plist()
+    if how.get_layout() == h5py.h5d.VIRTUAL:
+        raise Damaged(f'"{name}" is virtual, put together from other data sets')
     if how.get_external_count() or how.get_layout() not in (h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED):
         raise Damaged(f'"{name}" lies in another file')
 

@@ -323,6 +323,13 @@ def test_hdf5_that_leads_elsewhere_or_has_no_end(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match='"/x" lies in another file; copy it'):
         load(shape=(32, 4), dtype="u1", external=[("/etc/passwd", 0, 128)])
+    layout = h5py.VirtualLayout((10,), "f8")
+    layout[:] = h5py.VirtualSource(".", "y", (10,))
+    with h5py.File(tmp_path / "set.h5", "w") as file:
+        file["y"] = np.zeros(10)
+        file.create_virtual_dataset("x", layout)
+    with pytest.raises(UserError, match='"/x" is virtual, put together from other data sets; copy it'):
+        data.load("hdf5", {"path": str(tmp_path / "set.h5")})
     with pytest.raises(UserError, match="has 10000000000000 rows"):
         load(shape=(10**13, 4), dtype="f4", chunks=(64, 4))
     with pytest.raises(UserError, match="has rows of 4000000000000 bytes"):
