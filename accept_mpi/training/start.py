@@ -105,17 +105,19 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
     database = job.pipeline.latency_db if runtime.rank == 0 and job.pipeline.cuts == "auto" else "none"
     runtime.agree("the latency database", lambda: check_database(database))
     threads = set_threads(job.train.threads, facts["cores"], runtime.ranks_on_host)
-    chain, data = _model(runtime, job)
+    begun = job.without_weights() if options.resume else job  # the file may be gone by then
+    chain, data = _model(runtime, begun)
     agree_on_code(runtime)
     agree_on_model(runtime, chain)
-    changed = runtime.agree("the weights", lambda: check_changes(chain, job))
+    changed = runtime.agree("the weights", lambda: check_changes(chain, begun))
+    left = "model.weights is not read: a checkpoint has others" if begun != job else ""
     names = ", ".join(chain.undivided)
     kept = f"not divided, since what they compute depends on values: {names}" if names else ""
     if chain.one_layer:
         kept = f"the model is one layer, which ranks may share but not divide: {chain.one_layer}"
     delayed = job.pipeline.schedule == "1f1b-delayed" and job.train.clip_norm is None
     clip = "gradients are an update old and not clipped: if the loss does not fall, set train.clip_norm" if delayed else ""
-    for line in (kept, changed, clip, _idle_gpus(runtime, job), *without_effect(job, runtime.survives)):
+    for line in (kept, changed, left, clip, _idle_gpus(runtime, job), *without_effect(job, runtime.survives)):
         if line and runtime.rank == 0 and not options.quiet:
             print(line, flush=True)
     loss = runtime.agree("the loss", lambda: loss_of(job))

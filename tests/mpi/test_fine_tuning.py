@@ -111,6 +111,21 @@ def test_weights_that_do_not_fit(mpirun, tmp_path: Path) -> None:
     assert "there is no such file on this host" in found.out
 
 
+def test_a_run_goes_on_without_the_file_that_it_began_with(mpirun, tmp_path: Path) -> None:
+    given = {name: value for name, value in Language().state_dict().items() if name != "head.weight"}
+    save_file(given, tmp_path / "w.safetensors")
+    net = model()
+    net.load_state_dict(given, strict=False)
+    expected = train(net, optimizer_of(net.parameters()))
+    ours(mpirun, tmp_path, 2, "part", model__weights="w.safetensors", train__steps=3)
+    (tmp_path / "w.safetensors").unlink()
+    command = ["-m", "accept_mpi", "train", tmp_path / "part.toml", "--set", "model.weights=w.safetensors"]
+    said = mpirun(3, *command, "--resume", "part").out
+    assert "model.weights is not read: a checkpoint has others" in said, said
+    same(Checkpoint(tmp_path / "part").whole(), expected)
+    assert "there is no such file" in mpirun(1, *command, code=2).out
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_frozen_parts(mpirun, tmp_path: Path, ranks: int) -> None:
     net = model()
