@@ -19,6 +19,8 @@ from accept_mpi.files.regular import is_regular, open_regular
 _SHOWN = 3
 _PLACES, _PLACE = 64, 4096  # places that are looked at in a file, and their bytes
 _INDEX = ".index.json"
+_OURS = "manifest.json", "checkpoints"  # in a checkpoint, and in a run's directory
+_INSIDE = "state_dict", "model", "model_state_dict"
 
 
 class WeightsFile:
@@ -102,7 +104,9 @@ class WeightsFile:
         if path.is_dir():
             found = sorted(path.glob(f"*{_INDEX}")) or sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
             if len(found) != 1:
-                raise UserError(f"model.weights: {path} holds {len(found)} files of weights; name one")
+                ours = any((path / own).exists() for own in _OURS)
+                way = "it is of a run of this program: `export` makes a file of it" if ours else "name one"
+                raise UserError(f"model.weights: {path} holds {len(found)} files of weights; {way}")
             path = found[0]
         if not is_regular(path):
             raise UserError(f"model.weights: {path}: there is no such file on this host")
@@ -173,14 +177,20 @@ class _Torch:
             except Exception as error:
                 if not mapped:
                     reason = str(error).split("\n")[0]
-                    if isinstance(error, UnpicklingError):
+                    if isinstance(error, UnpicklingError) or "TorchScript" in reason:
                         reason = "it is damaged, or holds more than tensors and plain values: save the model's state_dict()"
                     raise UserError(f"model.weights: {path} cannot be read: {reason}") from error
-        for key in ("state_dict", "model", "model_state_dict"):
+        for key in _INSIDE:
             if isinstance(found, dict) and isinstance(found.get(key), dict):
                 found = found[key]
         if not isinstance(found, dict):
             raise UserError(f"model.weights: {path} holds a {type(found).__name__} instead of a state_dict")
+        if not any(map(_is_tensor, found.values())):
+            inside = [key for key, one in found.items() if _is_state(one)]
+            if len(inside) > 1:
+                names = _show([*map(str, inside)])
+                raise UserError(f"model.weights: {path} holds several state_dicts ({names}): save the one that is meant")
+            found = found[inside[0]] if inside else found
         self._path = path
         self._tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
         self.names: Collection[str] = self._tensors.keys()
@@ -196,6 +206,15 @@ class _Torch:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensor(name).shape)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_state(value: Any) -> bool:
+    """True if a value is a state_dict, not an optimizer's."""
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value) and any(map(_is_tensor, value.values()))
 
 
 def _renamed(there: Sequence[str], wanted: Sequence[str]) -> str:

@@ -216,17 +216,19 @@ def test_a_file_of_which_nothing_fits(tmp_path: Path, strict: str) -> None:
     torch.save(given, tmp_path / "w.pt")
     with pytest.raises(UserError, match=r'which the model has not; the model\'s names have "0\." in front'):
         changed("within", *weights)
-    torch.save({"net": given}, tmp_path / "w.pt")
+    torch.save({"net": {"inner": given}}, tmp_path / "w.pt")
     with pytest.raises(UserError, match=r"it lacks 0\.words\.weight, 0\.head\.weight.*; nothing in it fits$"):
         changed("within", *weights)
 
 
-@pytest.mark.parametrize("what", ["model", "settings", "damaged"])
+@pytest.mark.parametrize("what", ["model", "settings", "script", "damaged"])
 def test_a_file_that_holds_more_than_tensors(tmp_path: Path, what: str) -> None:
     path = tmp_path / "w.pt"
     torch.save({"model": Within(), "settings": {"state_dict": {}, "path": Path("x")}}.get(what), path)
     if what == "damaged":
         path.write_bytes(b"weights")
+    if what == "script":
+        torch.jit.script(nn.Linear(2, 2)).save(path)
     with pytest.raises(UserError, match=r"w\.pt cannot be read: .* holds more .*: save the model's state_dict"):
         changed("within", f"model.weights={path}")
 
