@@ -34,6 +34,7 @@ class Stateful:
     averages: Averages
     statistics: RunningStatistics | None
     _weights: Weights
+    _trained: list[int]
     _correction: Correction
     found: Findings
     _held: deque[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
@@ -139,8 +140,9 @@ class Stateful:
             if self.optimizer is None:
                 return
             beside = {kept.name: kept for kept in self._beside}
-            for name, parameter in zip(self.own.names, self._weights.updated, strict=True):
-                for what, value in named_state(optimizer, name):
+            for n in self._trained:  # a parameter that was trained once has nothing, whatever else is in its stage
+                parameter = self._weights.updated[n]
+                for what, value in named_state(optimizer, self.own.names[n]):
                     like = parameter if value.shape == parameter.shape else value
                     kept = torch.empty_like(like, dtype=value.dtype).copy_(value)
                     if what in beside:

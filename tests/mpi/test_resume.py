@@ -249,6 +249,24 @@ def test_another_optimizer_begins_anew(settings: tuple[Path, dict[str, str]], na
     assert state["step/0.weight"].item() == 2
 
 
+def test_what_is_frozen_and_trained_again_begins_anew(trained, tmp_path: Path) -> None:
+    """Whether or not its stage trains something else meanwhile."""
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "job.toml").write_text(SETTINGS)
+    alone, apart = ("pipeline.cuts=[]", "pipeline.ranks=[0]"), ("pipeline.cuts=[1]", "pipeline.ranks=[0, 1]")
+    jobs = [["job.toml", "output.directory=run"]]
+    for name, where in (("alone", alone), ("apart", apart)):
+        frozen = [*where, f"output.directory={name}", "train.steps=7", 'train.freeze=["2.*"]']
+        again = [*apart, f"output.directory={name} again", "train.steps=9", "train.freeze=[]"]
+        jobs += [["job.toml", *frozen, "--resume", "run"], ["job.toml", *again, "--resume", name]]
+    trained(2, tmp_path, jobs, "train.ema=0.9")
+    for name in ("alone", "alone again"):
+        ours, theirs = Checkpoint(tmp_path / name), Checkpoint(tmp_path / name.replace("alone", "apart"))
+        samples.assert_equal(ours.whole(average=True), theirs.whole(average=True))
+        samples.assert_equal(ours.tensors("optimizer", range(3)), theirs.tensors("optimizer", range(3)))
+    assert not any("2." in key for key in Checkpoint(tmp_path / "alone").tensors("optimizer", range(3)))
+
+
 def test_weights_that_do_not_fit_are_a_sentence(settings: tuple[Path, dict[str, str]]) -> None:
     assert 'holds "0.weight" as float32 (6, 6), this model has float32 (8, 6)' in settings[1]["wider"]
 
