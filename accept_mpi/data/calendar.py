@@ -169,7 +169,11 @@ class Milestones:
 
     def evaluates(self, step: int) -> bool:
         """True if the run evaluates after ``step`` steps."""
-        return self.evaluate_every > 0 and ((step - self.evaluate_from) % self.evaluate_every == 0 or step == self.last)
+        return self.evaluates_anyway(step) or (self.evaluate_every > 0 and step == self.last)
+
+    def evaluates_anyway(self, step: int) -> bool:
+        """True if the run evaluates after ``step`` steps even if it does not end there."""
+        return self.evaluate_every > 0 and (step - self.evaluate_from) % self.evaluate_every == 0
 
     def checkpoints(self, step: int) -> bool:
         """True if the run keeps a checkpoint after ``step`` steps."""

@@ -28,13 +28,15 @@ class Best(Observer):
         before: Lineage,
         end: Callable[[str], None],
         first: int = 0,
+        counts: Callable[[int], bool] = lambda step: True,
     ) -> None:
         """``directory``: the run's; ``run``: its name; ``metric``: "loss", "accuracy" or a metric's name; ``patience``:
         evaluations without a better one after which ``end`` is called, once, with the reason; ``before``: what the run goes
         on from, whose best may be its own; ``first``: the step with which it goes on here. Earlier evaluations are told
-        again, and count if their checkpoints are on the disk."""
+        again, and count if their checkpoints are on the disk. ``counts``: whether an evaluation after so many steps counts
+        for ``patience``: one more at a run's end does not, since another run may go on from there."""
         self._directory, self._name, self._metric, self._patience, self._end = directory, run, metric, patience, end
-        self._first = first
+        self._first, self._counts = first, counts
         self.at: int | None = None
         """Step of the best checkpoint; None before the first evaluation."""
         self._value = math.nan
@@ -84,7 +86,7 @@ class Best(Observer):
         with self._lock:
             if self.at is None or better or (math.isnan(self._value) and not math.isnan(value)):
                 self.at, self._value, self._worse, self._by = result.step, value, [], self._name
-            else:
+            elif self._counts(result.step):
                 self._worse.append(result.step)
             self._name_best()
         self.check()

@@ -95,7 +95,8 @@ class RunLog:
             if job.output.keep_best:
                 keep, patience = job.output.keep_best, job.train.patience
                 own = self._ownership.run
-                self.best = Best(self.directory, own, keep, patience, before, self._enough, course.first)
+                counts = course.evaluates_anyway
+                self.best = Best(self.directory, own, keep, patience, before, self._enough, course.first, counts)
                 self.controller.watch("best", self.best)
         assert self._log
         if self.best is not None:

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from accept_mpi.data.calendar import Milestones
 from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
 from accept_mpi.logs.observers import Evaluated
@@ -106,3 +107,27 @@ def test_a_resumed_run_counts_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     end.assert_called_once()
     first.kept(4)
     assert json.loads((tmp_path / BEST).read_text())["step"] == 4
+
+
+def test_one_more_evaluation_at_a_runs_end_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with more patience that goes on from there has as many left as one that went on; but it may be the best one."""
+    monkeypatch.setattr(best, "made_by", lambda run, who: [directory_of(run, 5), directory_of(run, 12)])
+    course = Milestones(0, 100, 5, 0, True)
+
+    def evaluate(found: Best, values: dict[int, float]) -> None:
+        for step, loss in values.items():
+            found.kept(step)
+            found.evaluated(Evaluated(step=step, epoch=0, samples=8, loss=loss, accuracy=math.nan, end=1.0))
+
+    ends = Mock(), Mock()
+    first = Best(tmp_path, "first", "loss", 1, {}, ends[0], 0, course.evaluates_anyway)
+    evaluate(first, {5: 1.0, 10: 2.0, 12: 2.0})
+    ends[0].assert_called_once()
+    second = Best(tmp_path, "second", "loss", 3, {"first": 12}, ends[1], 12, course.evaluates_anyway)
+    second.check()
+    evaluate(second, {15: 2.0})
+    ends[1].assert_not_called()
+    evaluate(second, {20: 2.0})
+    ends[1].assert_called_once()
+    evaluate(second, {22: 0.5})
+    assert second.at == 22
