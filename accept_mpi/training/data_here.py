@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from accept_mpi.comm.runtime import Runtime
-from accept_mpi.data import Dataset, classes_of, fetch, gives_targets
+from accept_mpi.data import ZOO, Dataset, classes_of, fetch, gives_targets
 from accept_mpi.data import of_job as data_of
 from accept_mpi.data.checksums import Checksum, checksum
 from accept_mpi.errors import Agreed, UserError
@@ -45,15 +45,34 @@ def load_here(runtime: Runtime, job: Job, have: Data = (None, None)) -> tuple[Da
     """Load the data if this rank can and does not ``have`` them. Returns them and the first rank that has them. All ranks
     call this together. Raises Agreed if none has."""
     data, error = have, None
-    if data[0] is None:
-        try:
-            data = data_of(job)
-        except UserError as mistake:
-            error = str(mistake)
-    errors = runtime.messenger.allgather(error, runtime.startup_seconds, "the data")
+    errors: list[str | None] = []
+    for mine in turns(runtime, job, data[0] is None):
+        if mine:
+            try:
+                data = data_of(job)
+            except UserError as mistake:
+                error = str(mistake)
+        errors = runtime.messenger.allgather(error, runtime.startup_seconds, "the data")
     if None not in errors:
         raise Agreed(str(errors[0]))
     return data, errors.index(None)
+
+
+def turns(runtime: Runtime, job: Job, loads: bool) -> list[bool]:
+    """Whether this rank, which ``loads`` data or does not, does so in the first turn, in the second one. All ranks call this
+    together, and end a turn together.
+
+    A data set's function may download files or make a cache, and take what is there for whole. So of the ranks of one host
+    one is first.
+    """
+    if job.data.name in ZOO:  # these write nothing
+        return [loads]
+    told = runtime.messenger.allgather(loads, runtime.startup_seconds, "who loads the data")
+    hosts = [facts["machine_id"] if one else None for facts, one in zip(runtime.hosts, told, strict=True)]
+    is_first = [one and hosts.index(host) == rank for rank, (one, host) in enumerate(zip(told, hosts, strict=True))]
+    if is_first == told:
+        return [loads]
+    return [is_first[runtime.rank], loads and not is_first[runtime.rank]]
 
 
 def agree_on_data(

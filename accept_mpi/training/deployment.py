@@ -36,7 +36,7 @@ from accept_mpi.pipeline.kept_norms import KeptNorms
 from accept_mpi.pipeline.schedule import max_in_flight
 from accept_mpi.pipeline.settling import settle
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.plan import Lanes, Place, Plan, StagePlan, with_lanes
+from accept_mpi.plan import Lanes, Plan, StagePlan, with_lanes
 from accept_mpi.planning.codec_choice import codings
 from accept_mpi.profiling.outline import Outline
 from accept_mpi.recovery.barriers import Barriers, LocalCopies
@@ -48,7 +48,7 @@ from accept_mpi.training.basis_learning import BasisLearning
 from accept_mpi.training.clipping import Clipping, known_to_all
 from accept_mpi.training.codec_selection import select_codecs
 from accept_mpi.training.controller import Controller, Follower
-from accept_mpi.training.data_here import Data, Known, agree_on_data
+from accept_mpi.training.data_here import Data, Known, agree_on_data, turns
 from accept_mpi.training.lanes import Computing, InTurn, LaneThreads, threads_of
 from accept_mpi.training.reports import Reports
 from accept_mpi.training.stage_channels import channels_to
@@ -114,7 +114,9 @@ class Deployment:
         told = runtime.messenger.allgather(compiling, runtime.startup_seconds, "compiled kernels")
         new = Deployment(runtime, state, plan, max(told))
         runtime.describe_ranks(lambda rank: _holds(plan, rank))
-        state.data = runtime.agree("the data", lambda: _data_for(state.job, new.place, state.data))
+        needed = state.data[0] is None and (new.place.first or new.place.last)
+        for mine in turns(runtime, state.job, needed):
+            state.data = runtime.agree("the data", partial(data_of, state.job) if mine else lambda: state.data)
         evaluates, first = state.job.train.evaluate_every > 0, plan.stages[0].ranks
         samples, new.test_samples, new.classes = agree_on_data(runtime, new._data, evaluates, first, state.inputs)
         train = state.job.train
@@ -383,13 +385,6 @@ def _holds(plan: Plan, rank: int) -> str:
     """Description of what a rank holds, for messages, such as "stage 2, layers 10..14"."""
     layers = plan.layers_of(rank)
     return f"stage {plan.place(rank).stage}, layers {layers[0]}..{layers[-1]}" if layers else "idle"
-
-
-def _data_for(job: Job, place: Place, loaded: Data) -> Data:
-    """Training and test set, loaded if the stage needs inputs or targets and this has not been done."""
-    if loaded[0] is not None or not (place.first or place.last):
-        return loaded
-    return data_of(job)
 
 
 def _make_stage(runtime: Runtime, state: "RankState", mine: range, loss: Loss | None) -> Stage:

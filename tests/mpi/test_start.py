@@ -66,3 +66,37 @@ def test_ranks_that_do_not_meet_say_so(mpirun, tmp_path: Path) -> None:
     assert out.code == 1, out.out
     assert "rank 0 on host" in out.out
     assert "could not reach each other through MPI within 3 s" in out.out
+
+
+DOWNLOADS = """
+import os, time
+import torch
+from torch import nn
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+def data():
+    if not os.path.exists("rows"):
+        with open("rows", "w") as file:
+            for n in range(16):
+                print(n, file=file, flush=True)
+                time.sleep(0.05)
+    x = torch.tensor([[float(line)] * 4 for line in open("rows")])
+    assert len(x) == 16, len(x)
+    return (x, x[:, 0].long() % 2), (x[:4], x[:4, 0].long() % 2)
+"""
+DOWNLOADING = """
+model.name = "net:model"
+data.name = "net:data"
+train = { batch_size = 8, micro_batches = 2, steps = 2 }
+pipeline.probe_seconds = 0.1
+pipeline.latency_db = "none"
+output.directory = "run"
+"""
+
+
+@pytest.mark.parametrize("plan", ["cuts=[1]", "cuts=auto"])
+def test_a_data_set_that_is_downloaded_first(mpirun, tmp_path: Path, plan: str) -> None:
+    """One rank of a host makes the files, and the others find them whole."""
+    (tmp_path / "net.py").write_text(DOWNLOADS)
+    (tmp_path / "job.toml").write_text(DOWNLOADING)
+    mpirun(2, "-m", "accept_mpi", "train", "job.toml", "--set", f"pipeline.{plan}")

@@ -14,7 +14,10 @@ from accept_mpi.data import ArrayDataset, Dataset, MapDataset
 from accept_mpi.data.mixing import Mixed
 from accept_mpi.errors import Agreed
 from accept_mpi.job import Mix
-from accept_mpi.training.data_here import Sizes, agree_on_data
+from accept_mpi.job_file import parse
+from accept_mpi.training.data_here import Sizes, agree_on_data, turns
+
+JOB = 'model.name = "m:m"\ndata.name = "d:d"\ntrain.steps = 1\noutput.directory = "r"\n'
 
 
 def agreed(
@@ -151,3 +154,22 @@ def test_targets_may_vary_in_length_and_are_not_kept() -> None:
     assert (first.calls, last.calls) == (64 + 4, 64 + 4)  # two of them are asked for twice
     assert agreed([(MapDataset(last), of_last[1])]) == {(1000, 3, ())}
     assert last.calls == 68 + 4  # nobody to compare with
+
+
+@pytest.mark.parametrize(
+    ("hosts", "load", "wanted"),
+    [
+        ("aab", [True, True, True], [[True, False], [False, True], [True, False]]),
+        ("aaab", [False, True, True, True], [[False, False], [True, False], [False, True], [True, False]]),
+        ("aab", [True, False, True], [[True], [False], [True]]),
+        ("ab", [False, False], [[False], [False]]),
+    ],
+)
+def test_one_rank_of_each_host_loads_the_data_first(hosts: str, load: list[bool], wanted: list[list[bool]]) -> None:
+    job = parse(JOB, "job")
+    for rank, mine in enumerate(wanted):
+        runtime: Any = SimpleNamespace(
+            messenger=SimpleNamespace(allgather=lambda *rest: load), startup_seconds=1.0, rank=rank,
+            hosts=[{"machine_id": host} for host in hosts],
+        )  # fmt: skip
+        assert turns(runtime, job, load[rank]) == mine
