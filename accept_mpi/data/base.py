@@ -64,6 +64,13 @@ class Together:
         return self.samples(indices, seed, False, True).targets
 
 
+class Wrapper:
+    """Base of data sets that are made of another one."""
+
+    inside: Any
+    """The other one."""
+
+
 class Samples(NamedTuple):
     """Inputs and targets of a micro-batch."""
 
@@ -89,6 +96,20 @@ def fetch(data: Dataset, indices: Indices, seed: int | None, inputs: bool, targe
         return Samples(x, data.targets(indices) if targets else None)
     except Exception as error:
         blame(error, f"the data set, asked for samples {_some(indices)},")
+
+
+def begin_epoch(data: Dataset, epoch: int, seed: int) -> None:
+    """Call a user's data set's ``set_epoch``, if it has one, as the loops of other libraries do. ``seed`` determines random
+    numbers. Raises UsersBug for exceptions in it."""
+    found: Any = data
+    while isinstance(found, Wrapper):
+        found = found.inside
+    if isinstance(data, Wrapper) and callable(tell := getattr(found, "set_epoch", None)):
+        seed_all(seed)
+        try:
+            tell(epoch)
+        except Exception as error:
+            blame(error, f"the data set's set_epoch({epoch})")
 
 
 def gives_targets(data: Dataset | None) -> bool:
@@ -150,12 +171,12 @@ def _rows(values: Rows, indices: Indices) -> torch.Tensor:
     return tensor_of(values[indices], floats=False)
 
 
-class OwnDataset:
+class OwnDataset(Wrapper):
     """Adapter for a data set of the user's own kind, which may write to the indices that it gets, and give a buffer that it
     uses again or a view of what it holds."""
 
     def __init__(self, data: Dataset) -> None:
-        self.data = data
+        self.data = self.inside = data
 
     def __len__(self) -> int:
         return len(self.data)
@@ -173,13 +194,14 @@ def _own(value: Any) -> Any:
     return tree.unflatten(of, [torch_has(tensor.detach().clone()) for tensor in tensors])
 
 
-class MapDataset(Together):
+class MapDataset(Together, Wrapper):
     """Adapter for a torch-style map data set (``len`` and ``[i] -> (x, y)``, or -> a dict with the target in it). Raises
     UserError for other samples."""
 
     def __init__(self, items: Any, whole: bool = False) -> None:
         """``whole``: the model gets the target of a dict, too, since it computes the loss."""
         self.items, self._whole = items, whole
+        self.inside = items
 
     def __len__(self) -> int:
         return len(self.items)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from accept_mpi.data import Dataset, Samples, fetch, gives_targets
-from accept_mpi.data.base import Indices
+from accept_mpi.data.base import Indices, begin_epoch
 from accept_mpi.data.calendar import Calendar
 from accept_mpi.data.checksums import Checksum, checksum, same
 from accept_mpi.errors import DeadlineError, UserError
@@ -96,6 +96,8 @@ class Feed:
         self._table = table
         either = place.first != place.last and (place.leads or place.first)
         self._compares, self._compares_tests = (either and gives_targets(one) for one in data)
+        self._epoch = -1
+        """The epoch that the training set was last told."""
         self._tested: Sums = {}
         self._steps: dict[int, list[Samples]] = {}
         self._weighed: dict[int, list[float]] = {}
@@ -178,6 +180,10 @@ class Feed:
     def _fetch(self, step: int, indices: Indices, mine: bool = True) -> Samples:
         """The samples of a micro-batch; only the targets if another member takes it."""
         assert self._data is not None
-        seed = mix(AUGMENT, self._batches.seed, self._batches.epoch(step))
+        epoch = self._batches.epoch(step)
+        seed = mix(AUGMENT, self._batches.seed, epoch)
+        if epoch != self._epoch:  # an asynchronous pipeline can be in two at once
+            self._epoch = epoch
+            begin_epoch(self._data, epoch, seed)
         inputs, targets = self._place.first and mine, self._place.last or self._compares
         return fetch(self._data, indices, seed, inputs, targets)

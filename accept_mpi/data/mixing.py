@@ -11,17 +11,18 @@ import numpy as np
 import torch
 
 from accept_mpi import tree
-from accept_mpi.data.base import Dataset, Indices, Samples, Together, classes_of, fetch
+from accept_mpi.data.base import Dataset, Indices, Samples, Together, Wrapper, classes_of, fetch
 from accept_mpi.errors import UserError
 from accept_mpi.job import Mix
 from accept_mpi.seeds import AUGMENT, mix
 
 
-class Mixed(Together):
+class Mixed(Together, Wrapper):
     """A training set whose samples are mixed."""
 
     def __init__(self, data: Dataset, how: Mix) -> None:
         self.data, self._how, self.classes = data, how, classes_of(data)
+        self.inside = data
 
     def __len__(self) -> int:
         return len(self.data)

@@ -12,6 +12,7 @@ import numpy as np
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data import ZOO, Dataset, classes_of, fetch, gives_targets
 from accept_mpi.data import of_job as data_of
+from accept_mpi.data.base import begin_epoch
 from accept_mpi.data.checksums import Checksum, checksum
 from accept_mpi.errors import Agreed, UserError
 from accept_mpi.job import Job
@@ -152,11 +153,13 @@ def _agree_on_inputs(runtime: Runtime, data: dict[str, Dataset | None], first: S
 
 @lru_cache(maxsize=2)  # each deployment asks anew, and a sample may take long
 def _sums(data: Any, which: str) -> dict[int, Checksum]:
+    _at_first(data, which)
     return {n: checksum(_target(data, n, which)) for n in _some(data)}
 
 
 @lru_cache(maxsize=2)
 def _input_sums(data: Any, which: str) -> dict[int, Checksum]:
+    _at_first(data, which)
     seed, targets = 0 if which == "training" else None, gives_targets(data)
     found = {n: fetch(data, np.array([n]), seed, inputs=True, targets=targets) for n in _some(data)[::_APART]}
     return {n: checksum([one.inputs, one.targets] if targets else one.inputs) for n, one in found.items()}
@@ -171,6 +174,7 @@ def _changing(data: Any) -> tuple[int, str] | None:
     """Number of a training sample that is another one when it is asked for again, or that is drawn at random only once, and
     which of these it is; None if there is none."""
     with contextlib.suppress(Exception):  # which is told where training asks for it
+        _at_first(data, "training")
         asked = _some(data)[:_ASKED_TWICE]
         for n in asked:
             (once, drawn), (again, drawn_again) = (
@@ -197,6 +201,12 @@ def _warn(*found: int | str) -> None:
 def _some(data: Dataset) -> list[int]:
     """Samples from everywhere in a data set, which is often sorted."""
     return sorted({round(place) for place in np.linspace(0, len(data) - 1, _LOOKED_AT)})
+
+
+def _at_first(data: Dataset, which: str) -> None:
+    """Have a training set give the samples of its first epoch: this rank may have trained with later ones."""
+    if which == "training":
+        begin_epoch(data, 0, 0)
 
 
 def _target(data: Dataset, index: int, which: str) -> Any:

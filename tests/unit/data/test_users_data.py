@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from accept_mpi import data
-from accept_mpi.data.base import ArrayDataset, adapt, fetch
+from accept_mpi.data.base import ArrayDataset, adapt, begin_epoch, fetch
 from accept_mpi.data.images import pictures_in
 from accept_mpi.data.mixing import Mixed
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, UsersBug
 from accept_mpi.job import Mix
 
 
@@ -174,3 +174,23 @@ def test_a_class_without_images_is_told(tmp_path: Path) -> None:
     (tmp_path / "train" / "emu" / "1.tif").write_bytes(b"")
     with pytest.raises(UserError, match=r"no images in .*emu; expected .*\.png"):
         data.ZOO["images"](str(tmp_path), size=4)
+
+
+class Told(list[Any]):
+    """A data set that keeps what it is told."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.append((torch.rand(3), epoch))
+        if epoch == 9:
+            raise LookupError("nine")
+
+
+def test_a_data_set_is_told_the_epoch_through_all_wrappers() -> None:
+    told = Told([(torch.zeros(3), 0)] * 2)
+    begin_epoch(Mixed(adapt(told), Mix(classes=4, mixup=0.2)), 3, seed=5)
+    begin_epoch(adapt(told), 3, seed=5)
+    assert [epoch for _, epoch in told[2:]] == [3, 3]
+    assert torch.equal(told[2][0], told[3][0])
+    begin_epoch(adapt((torch.zeros(4), torch.zeros(4))), 3, seed=5)
+    with pytest.raises(UsersBug, match=r"the data set's set_epoch\(9\)"):
+        begin_epoch(adapt(told), 9, seed=5)

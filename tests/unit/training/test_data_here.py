@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from accept_mpi.data import ArrayDataset, Dataset, MapDataset
+from accept_mpi.data.base import begin_epoch
 from accept_mpi.data.mixing import Mixed
 from accept_mpi.errors import Agreed
 from accept_mpi.job import Mix
@@ -173,3 +174,22 @@ def test_one_rank_of_each_host_loads_the_data_first(hosts: str, load: list[bool]
             hosts=[{"machine_id": host} for host in hosts],
         )  # fmt: skip
         assert turns(runtime, job, load[rank]) == mine
+
+
+class Shifting(list[Any]):
+    """A data set whose samples depend on the epoch."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, n: Any) -> Any:
+        return torch.full((2,), float(n + self.epoch)), n + self.epoch
+
+
+def test_samples_are_compared_as_they_are_in_the_first_epoch() -> None:
+    """One rank may have trained already, and the other have loaded its data just now."""
+    sets = [MapDataset(Shifting([0] * 9)) for _ in range(2)]
+    begin_epoch(sets[0], 3, 0)
+    assert agreed([(one, one) for one in sets], evaluates=False, first=(0, 1)) == {(9, 9, ())}
