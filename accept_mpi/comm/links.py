@@ -17,6 +17,7 @@ _SECONDS = 120.0  # deadline of one exchange
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 24
 _ENOUGH_SECONDS = 0.05  # a message that takes this long measures bandwidth well
 _BUSY_SECONDS = 0.25  # of traffic: much longer than the burst that a link passes at full speed before it slows down
+_AIM = 1.25  # times as long as it must be at least: what it takes is foreseen from a shorter one
 _REPEATS = 3  # times at most that a pair's exchange is measured: a CPU quota may stop either rank for half of one
 _USUAL = 0.9  # a rate of at least this share of the best that either rank has seen is accepted without a repetition
 
@@ -92,7 +93,7 @@ def neighbour_rates(
     comm = _own(world)
     most = np.zeros(1)
     _wait(comm.Iallreduce(np.array([float(max(weights))]), most, MPI.MAX), comm.rank)
-    nbytes = float(_FIRST_BYTES)
+    nbytes = _FIRST_BYTES
     used: list[tuple[int, float]] = []  # total bytes and CPU seconds of each exchange
     while True:
         sizes = [max(1, int(nbytes * weight / max(most[0], 1.0))) if weight else 0 for weight in weights]
@@ -102,7 +103,7 @@ def neighbour_rates(
         _wait(comm.Iallreduce(np.array([max(seconds)]), slowest, MPI.MAX), comm.rank)
         if slowest[0] > _BUSY_SECONDS or nbytes >= _MOST_BYTES:
             break
-        nbytes *= 4
+        nbytes = _more(nbytes, slowest[0], _BUSY_SECONDS)
     comm.Free()
     from_before, from_after = (n / max(t, 1e-9) if n else 0.0 for n, t in zip(sizes[2:], seconds, strict=True))
     per_byte, per_exchange = _line(used)
@@ -145,7 +146,7 @@ def pair_rates(world: MPI.Intracomm) -> PairRates:
             theirs, theirs_fastest = _swap(comm, peer, [took, fastest])
             slower, seen = max(took, theirs), max(fastest, theirs_fastest)
             if slower <= _BUSY_SECONDS / 2 and nbytes < _MOST_BYTES:
-                nbytes, took, repeats = 4 * nbytes, math.inf, 0
+                nbytes, took, repeats = _more(nbytes, slower, _BUSY_SECONDS / 2), math.inf, 0
             elif nbytes / slower >= _USUAL * seen > 0:
                 break
             else:
@@ -159,7 +160,7 @@ def pair_rates(world: MPI.Intracomm) -> PairRates:
 
 
 def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """CPU seconds per byte and per exchange, by a line through the (bytes, CPU seconds) of the smallest and the largest
+    """CPU seconds per byte and per exchange, by a line through the (bytes, CPU seconds) of the smallest and the large
     exchanges."""
     if not points:
         return 0.0, 0.0
@@ -167,11 +168,17 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
     if not largest:
         return 0.0, 0.0
     small = float(np.median([cpu for size, cpu in points if size == smallest]))
-    large = float(np.median([cpu for size, cpu in points if size == largest]))
     if largest == smallest:
         return small / smallest, 0.0
-    byte = max(0.0, (large - small) / (largest - smallest))
+    slopes = [(cpu - small) / (size - smallest) for size, cpu in points if size > max(smallest, largest / 2)]
+    byte = max(0.0, float(np.median(slopes)))
     return byte, max(0.0, small - byte * smallest)
+
+
+def _more(nbytes: int, seconds: float, least: float) -> int:
+    """Bytes of the next exchange, after one of ``nbytes`` that took ``seconds`` and should have taken ``least``: four times
+    as many at most, since what a short one takes says little about a long one."""
+    return min(4 * nbytes, int(_AIM * nbytes * least / max(seconds, 1e-9)) + 1, _MOST_BYTES)
 
 
 def _opponent(rank: int, turn: int, count: int) -> int:

@@ -229,7 +229,7 @@ def _read(group: Any, layers: int) -> LayerTimes | None:
     if (there != there[0]).any() or not there.any() or impossible:
         raise Damaged("times that there cannot be")
     stretch = number_in(group, "stretch")
-    if not 0 <= stretch < math.inf:
+    if not 1 <= stretch < math.inf:
         raise Damaged("a stretch that there cannot be")
     rows = [tuple(map(float, row)) for row in times]
     runs = []

@@ -33,8 +33,9 @@ _COPIES = 6  # of the weights at most exist at once: two versions, gradients, tw
 _SECOND = 0.4  # share of the budget for retiming
 _SMALL = 2e-3  # seconds of forward, as guessed, below which a model's pieces are measured together
 _LOOKED_AT = 4  # micro-batches of which the largest is measured
-_QUICK = 0.1  # share of the budget for checking a known device
-_SAME = 0.12  # |log(time now / time then)| below which a device counts as unchanged
+_QUICK = 0.2  # share of the budget for checking a known device: some pieces, since one may vary by a tenth
+_SAME = 0.12  # |log(CPU seconds now / then)| below which a device counts as unchanged
+_SAME_STRETCH = 0.25  # the same for wall-clock seconds per CPU second: a check has few of the periods of a CPU quota
 
 
 class Subject(NamedTuple):
@@ -76,7 +77,7 @@ def time_layers(
 ) -> LayerTimes:
     """Measure all layers, for about ``budget`` seconds in total. Layers that it did not reach have NaN.
 
-    ``known``: this device's times from an earlier run. A tenth of the budget checks that they still hold; if they do, the
+    ``known``: this device's times from an earlier run. A fifth of the budget checks that they still hold; if they do, the
     rest goes to layers that they lack.
     ``room``: bytes that a piece may take; larger pieces are not measured.
     ``order``: the order in which to time ``pieces``, in case the budget ends early; by default spread over the model.
@@ -95,7 +96,7 @@ def time_layers(
     if known is not None:
         there = [(a, b) for a, b in every if known.measured[a]]
         some = there if len(_joined(subject, there, room)) == 1 else there[1::4] or there
-        if crowded or _unchanged(measure(some, _QUICK * budget, brief=True)[1], known):
+        if crowded or _unchanged(known, *measure(some, _QUICK * budget, brief=True)[1:]):
             old, wanted = known, [run for run in wanted if run not in there]
     found, runs, stretch = measure(wanted, budget - (time.monotonic() - began)) if wanted else (None, [], 1.0)
     seconds = time.monotonic() - began
@@ -206,11 +207,13 @@ def micro_batch(train: Dataset | None, job: Job) -> MicroBatch:
     return max(found, key=lambda one: sum(x.numel() for x in one.inputs if x is not None))
 
 
-def _unchanged(runs: list[TimedRange], known: LayerTimes) -> bool:
-    """True if the pieces measured now take about as long in total as the known times say."""
-    now = sum(forward + backward for _, _, forward, backward in runs)
-    then = sum(sum(known.forward[a:b]) + sum(known.backward[a:b]) for a, b, _, _ in runs)
-    return now > 0 and then > 0 and abs(math.log(now / then)) < _SAME
+def _unchanged(known: LayerTimes, runs: list[TimedRange], stretch: float) -> bool:
+    """True if the pieces measured now take about as long in total as the known times say, and are stretched as much."""
+    now = sum(forward + backward for _, _, forward, backward in runs) / stretch
+    then = sum(sum(known.forward[a:b]) + sum(known.backward[a:b]) for a, b, _, _ in runs) / known.stretch
+    if not (now > 0 and then > 0):
+        return False
+    return abs(math.log(now / then)) < _SAME and abs(math.log(stretch / known.stretch)) < _SAME_STRETCH
 
 
 def random_inputs(outline: Outline, layer: int) -> Tensors:

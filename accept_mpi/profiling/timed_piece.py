@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -26,8 +26,10 @@ from accept_mpi.profiling.outline import Outline
 from accept_mpi.tree import Tree
 
 _MOST_ROUNDS, _LEAST_PASSES = 40, 3
+_ENOUGH = 5  # rounds from which their spread can be told
 _WINDOW = 0.1  # seconds for which a piece is measured at least: CPU quotas are refilled every 5 to 100 ms
-_PRECISE = 0.005  # relative standard error of the mean at which measuring stops
+_SHORT = 0.3  # the same, unless it is known well before: first rounds take up to half as long again
+_PRECISE = 0.04  # relative standard error of a round's seconds at which measuring stops: machines drift by more
 _MOST_FLIGHT, _CACHE_BYTES = 3, 32 << 20  # micro-batches in flight: enough to exceed the caches
 _FEW = 32  # page faults below this number are noise
 
@@ -62,6 +64,14 @@ def _usual(passes: list[tuple[int, np.ndarray]]) -> np.ndarray:
     most = 1.1 * min(pages for pages, _ in rest) + _FEW
     rows = np.array([row for pages, row in rest if pages <= most])
     return np.sort(rows, axis=0)[(len(rows) - 1) // 2]
+
+
+def _precise(rounds: Sequence[float]) -> bool:
+    """True if the mean of these seconds, but for the first round's, is known well enough."""
+    _, *rest = rounds
+    if len(rounds) < _ENOUGH:
+        return False
+    return statistics.stdev(rest) / math.sqrt(len(rest)) < _PRECISE * statistics.fmean(rest)
 
 
 class TimedPiece:
@@ -135,12 +145,9 @@ class TimedPiece:
             rounds.append(self.round())
             if len(rounds) + self._next - self._first < _LEAST_PASSES:
                 continue
-            if time.monotonic() > began + seconds:
+            took = time.monotonic() - began
+            if took > max(seconds, _SHORT) or (took > _WINDOW and _precise(rounds)):
                 break
-            if len(rounds) > 1 and sum(rounds) > _WINDOW:
-                spread = statistics.stdev(rounds) / math.sqrt(len(rounds)) / statistics.fmean(rounds)
-                if spread < _PRECISE:
-                    break
         while self._first < self._next:  # micro-batches in flight count, too: a slow device has time for little more
             self._back()
         forward, (backward, weights) = _usual(self._forwards), _usual(self._backwards)
@@ -163,11 +170,12 @@ class TimedPiece:
             self._forth()
 
     def round(self) -> float:
-        """Run one micro-batch forward and the oldest backward; returns wall-clock seconds."""
-        began = time.monotonic()
+        """Run one micro-batch forward and the oldest backward; returns the seconds that computing took: a CPU quota makes
+        some rounds far longer, by the wall clock, than others."""
+        began = self._seconds()
         self._forth()
         self._back()
-        return time.monotonic() - began
+        return self._seconds() - began
 
     def lap(self) -> Timed:
         """Run one round; ``Timed.layers`` is (2, layers), a micro-batch's forward and the oldest one's backward."""

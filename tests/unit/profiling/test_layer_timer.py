@@ -17,8 +17,8 @@ from accept_mpi.job_file import parse
 from accept_mpi.models import as_chain
 from accept_mpi.models.losses import find_loss
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.profiling.layer_timer import Subject, retime, time_layers
-from accept_mpi.profiling.layer_times import bit_reversed_order, pieces
+from accept_mpi.profiling.layer_timer import Subject, _unchanged, given_to, piece_of, retime, time_layers
+from accept_mpi.profiling.layer_times import bit_reversed_order, of_layers, pieces
 from accept_mpi.profiling.outline import Outline, outline
 from accept_mpi.profiling.timed_piece import TimedPiece, _usual
 
@@ -109,6 +109,43 @@ def test_layers_that_write_into_their_buffers_are_timed(schedule: str) -> None:
     assert all(time_layers(subject, 0.1).measured)
 
 
+class Stopped(Clock):
+    """That of a process whose quota is used up now and then: by the wall clock some rounds take ten times as long."""
+
+    def thread_time(self) -> float:
+        return self._look()
+
+    def monotonic(self) -> float:
+        self._looked = getattr(self, "_looked", 0) + 1
+        self.now += self.tick
+        return self.now + 100 * self.tick * (self._looked // 7)
+
+
+def test_a_piece_whose_time_is_known_is_not_measured_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses that a quota imposes say nothing about how well the seconds of computing are known."""
+    clock = Stopped(tick=1e-3)
+    for module in ("profiling.layer_timer", "profiling.timed_piece", "device.compute"):
+        monkeypatch.setattr(f"accept_mpi.{module}.time", clock)
+    chain, model, _ = mobile()
+    subject = Subject(chain, model, job(), cross_entropy, (), torch.zeros(4, dtype=torch.int64))
+    start, stop = pieces(model)[3]
+    piece, given = piece_of(subject, start, stop), given_to(subject, start, stop)
+    assert given is not None
+    piece.measure(given.inputs, given.target, 1e6, True, given.tree, given.samples)
+    assert 5 <= len(piece._forwards) < 12
+    piece.close()
+
+
+def test_a_device_that_is_stretched_a_little_more_is_unchanged() -> None:
+    """A short check has few of the periods of a quota, so that its wall-clock time says less than its CPU seconds."""
+    known = of_layers(2.5 * np.full((4, 2), 0.1), 1.0, (), 2.5)
+    seconds = 2 * (0.1 + 0.1)
+    for longer, stretch, same in ((1.05, 2.5, True), (1.15, 2.5, False), (1.0, 3.0, True), (1.0, 4.0, False)):
+        half = stretch * longer * seconds / 2
+        assert _unchanged(known, [(0, 2, half, half)], stretch) == same
+    assert not _unchanged(known, [], 2.5)
+
+
 def test_a_known_device_is_only_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As fast as it was: what was known counts. Four times as fast: all is measured again."""
     clock = Clock(tick=1e-3)
@@ -141,6 +178,7 @@ def test_a_slow_device_does_not_spend_its_budget_on_one_piece(monkeypatch: pytes
 
     for way in ("forward", "backward"):
         monkeypatch.setattr(Stage, way, counted(way))
+    monkeypatch.setattr("accept_mpi.profiling.timed_piece._SHORT", 0.0)  # less than a round takes there
     times = time_layers(Subject(chain, model, job(), cross_entropy, (inputs,), torch.zeros(4, dtype=torch.int64)), 0.0)
     assert [run[:2] for run in times.pieces] == [pieces(model)[bit_reversed_order(len(pieces(model)))[0]]]
     assert passes == ["forward"] * 4 + ["backward"] * 4
