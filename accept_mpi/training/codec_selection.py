@@ -4,6 +4,9 @@ rank 0 decides.
 If rank 0 has found the cuts itself, it has chosen the codecs with them (``planning.estimate.with_codecs``).
 """
 
+import itertools
+from collections.abc import Mapping, Sequence
+
 import msgspec
 
 from accept_mpi.codecs.coding import Coding
@@ -15,10 +18,21 @@ from accept_mpi.data import Dataset
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.direction import Crossing, Direction
 from accept_mpi.job import Job
+from accept_mpi.pipeline.deal import Deal
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.plan import BoundaryCodecs, Plan
-from accept_mpi.planning.codec_choice import AUTO, Choice, choose, codings, is_open, ladder_of
-from accept_mpi.planning.forecast import Forecast
+from accept_mpi.plan import BoundaryCodecs, Plan, slots_in
+from accept_mpi.planning.codec_choice import (
+    AUTO,
+    EXACT,
+    Choice,
+    choose,
+    codings,
+    gradient_codec,
+    is_open,
+    ladder_of,
+    sums_of,
+)
+from accept_mpi.planning.forecast import Forecast, Groups
 from accept_mpi.planning.message_model import Traffic
 from accept_mpi.planning.tables import aligned
 from accept_mpi.profiling.cluster_profile import StageTimes
@@ -55,17 +69,19 @@ def select_codecs(
     weights = (nbytes(ahead, forward), nbytes(behind, backward), nbytes(behind, forward), nbytes(ahead, backward))
     before, after = (place.before, place.after) if place.leads else (None, None)  # leaders measure for their groups
     rates = neighbour_rates(runtime.world, before, after, weights)
-    mine = None
+    mine, gradients = None, 0
     if place.leads:
         costs = message_costs(codings(job, plan) | {"none": Coding()}, rates.seconds_per_byte, rates.seconds_per_message)
         mine = time_stage(stage, size, behind, ahead, train, costs, runtime.cores)
+        gradients = sum(p.numel() * p.element_size() for p in stage.trained)
     # What this rank receives: activations over the boundary behind, gradients over the one ahead.
     coming: list[Traffic | None] = [None, None]
     if before is not None:
         coming[forward] = _crossing(behind.forward[size], rates.before)
     if after is not None:
         coming[backward] = _crossing(ahead.backward[size], rates.after)
-    told = messenger.allgather(msgspec.to_builtins([mine, coming]), seconds, "each stage's compute time and link rates")
+    of_stage = msgspec.to_builtins([mine, coming, gradients])
+    told = messenger.allgather(of_stage, seconds, "each stage's compute time and link rates")
 
     names, lines = None, []
     if runtime.rank == 0:
@@ -75,8 +91,8 @@ def select_codecs(
             for boundary in range(len(plan.boundaries))
             for way in Direction
         }
-        profiles = [msgspec.convert(profiled, StageTimes) for profiled, _ in by_stage]
-        forecast = Forecast(job.pipeline.schedule, micro_batches_of(job), plan.slack, profiles, crossings)
+        profiles = [msgspec.convert(profiled, StageTimes) for profiled, _, _ in by_stage]
+        forecast = forecast_of(job, plan, profiles, crossings, [gradients for _, _, gradients in by_stage])
         fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
         choices, step = choose(forecast, fixed, list(ladder_of(job.pipeline)))
         names = [[choices[boundary, way].name for way in Direction] for boundary in range(len(plan.boundaries))]
@@ -84,6 +100,33 @@ def select_codecs(
     names = messenger.broadcast(names, seconds, "the codecs")
     boundaries = tuple(BoundaryCodecs(forward=forward, backward=backward) for forward, backward in names)
     return msgspec.structs.replace(plan, boundaries=boundaries), lines
+
+
+def forecast_of(
+    job: Job,
+    plan: Plan,
+    profiles: Sequence[StageTimes],
+    crossings: Mapping[Crossing, Traffic],
+    gradients: Sequence[int],
+) -> Forecast:
+    """Forecast for stages whose first ranks have measured them (``profiles``): others that hold the same stage are as fast
+    as its paces say, and have links like theirs. ``gradients``: bytes of each stage's."""
+    slots = plan.slots
+    devices, deals = [], [Deal.of(stage) for stage in plan.stages]
+    for s, rank, _ in slots:
+        stage, paces, alone = plan.stages[s], deals[s].paces, profiles[s]
+        longer = slots_in(stage.lanes_of(rank)) * paces[stage.ranks.index(rank)] / paces[0]
+        devices.append(msgspec.structs.replace(alone, forward=longer * alone.forward, backward=longer * alone.backward))
+    rates = {
+        (d, e): max(((one.rate, one.latency) for (b, _), one in crossings.items() if s in (b, b + 1)), default=(1e12, 0.0))
+        for (d, (s, rank, _)), (e, (t, other, _)) in itertools.permutations(enumerate(slots), 2)
+        if s == t and rank != other
+    }
+    how = sums_of(job, plan)
+    groups = Groups(
+        [s for s, _, _ in slots], deals, gradients, how == EXACT, gradient_codec(how), rates, [rank for _, rank, _ in slots]
+    )
+    return Forecast(job.pipeline.schedule, micro_batches_of(job), plan.slack, devices, crossings, groups=groups)
 
 
 def _crossing(specs: Specs, rate: float) -> Traffic:
