@@ -8,8 +8,9 @@ once, and one that cannot beat the best so far is given up after a single search
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,13 +27,16 @@ from accept_mpi.planning.estimate import Estimate, estimate, fits
 from accept_mpi.planning.forecast import sent_for_sum, sum_handling
 from accept_mpi.planning.formulation import NEVER
 from accept_mpi.planning.job_plan import open_plan
-from accept_mpi.planning.problem import F64, NoPlan, Problem, Solution, cost
+from accept_mpi.planning.problem import F64, NoPlan, Problem, Solution, cost, few_edges, prefix_sums
 from accept_mpi.planning.search import improve
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 MOST_DEVICES = 12  # with more, no groups are tried
 _MOST_DIVISIONS = 400  # divisions that are tried
 _MOST_ESTIMATED = 24  # of the best found, how many are simulated
+_FEW_DIVISIONS, _FEW_LAYERS = 60, 64  # with more of both, all divisions are tried with cuts at few places first
+_COARSE = 48  # runs of layers between these
+_MOST_PROMISING = 8  # divisions that are then tried with cuts at all places
 _ALIKE = 0.08  # relative difference of times up to which two devices count as of one kind
 _BACKWARD = 2 / 3  # part of forward and backward that the backward takes
 _MOST_DEALT = 64  # micro-batches of which the deal is worked out exactly
@@ -58,20 +62,15 @@ def _summed(cluster: ClusterProfile, job: Job, sums: str, problems: Sequence[tup
     found: dict[Plan, Estimate] = {}
     for problem, best in problems:
         maker = _Groups(cluster, job, problem, sums)
+        divisions = list(_divisions(cluster, problem))
         reached = best * 1.02 / problem.real_micro_batches  # seconds per micro-batch
-        solutions: list[tuple[float, Division, Solution]] = []
-        for division in _divisions(cluster, problem):
-            virtual = maker.problem(division)
-            try:
-                solution = improve(virtual, reached)
-            except NoPlan:
-                continue
-            if solution is None or not any(len(division[v]) > 1 for v in solution.devices):
-                continue
-            seconds = cost(virtual, solution).bottleneck
-            solutions.append((seconds, division, solution))
-            reached = min(reached, seconds * 1.05)
-        for seconds, division, solution in sorted(solutions, key=lambda one: one[0])[:_MOST_ESTIMATED]:
+        if len(divisions) > _FEW_DIVISIONS and problem.layers > _FEW_LAYERS:
+            coarse = _Groups(cluster, job, problem, sums, few_edges(problem, _COARSE))
+            promising = _solutions(coarse, divisions, 1.05 * reached, 1.1)
+            # Where a pipeline fills and drains at each step, the shortest step is not that of the least bottleneck.
+            most = _MOST_ESTIMATED if problem.fill else _MOST_PROMISING
+            divisions = [one.division for one in promising[:most]]
+        for seconds, division, solution in _solutions(maker, divisions, reached, 1.05)[:_MOST_ESTIMATED]:
             if seconds * problem.real_micro_batches > best:
                 break  # what is simulated takes at least as long
             plan = maker.plan(division, solution)
@@ -81,6 +80,32 @@ def _summed(cluster: ClusterProfile, job: Job, sums: str, problems: Sequence[tup
                 best = min(best, found[plan].expected)
     fitting = [one for one in found.values() if fits(cluster, one)]
     return sorted(fitting, key=lambda one: one.expected)
+
+
+class _Found(NamedTuple):
+    """The best solution of a division, and its seconds per micro-batch."""
+
+    seconds: float
+    division: Division
+    solution: Solution
+
+
+def _solutions(maker: "_Groups", divisions: Iterable[Division], reached: float, within: float) -> list[_Found]:
+    """Solutions of divisions that may come below ``reached`` seconds per micro-batch, and were ``within`` this multiple of
+    the best before them; the fastest first. Those without a group are left out."""
+    found: list[_Found] = []
+    for division in divisions:
+        virtual = maker.problem(division)
+        try:
+            solution = improve(virtual, reached)
+        except NoPlan:
+            continue
+        if solution is None or not any(len(division[v]) > 1 for v in solution.devices):
+            continue
+        seconds = cost(virtual, solution).bottleneck
+        found.append(_Found(seconds, division, solution))
+        reached = min(reached, seconds * within)
+    return sorted(found, key=lambda one: one.seconds)
 
 
 def _divisions(cluster: ClusterProfile, problem: Problem) -> Iterator[Division]:
@@ -172,14 +197,18 @@ class _Device:
 class _Groups:
     """Makes problems in which groups are devices, and plans out of their solutions."""
 
-    def __init__(self, cluster: ClusterProfile, job: Job, problem: Problem, sums: str) -> None:
-        self._cluster, self._job, self._problem, self._sums = cluster, job, problem, sums
+    def __init__(
+        self, cluster: ClusterProfile, job: Job, problem: Problem, sums: str, edges: Sequence[int] | None = None
+    ) -> None:
+        """``edges``: where stages may begin and end; None: anywhere."""
+        self._cluster, self._job, self._sums = cluster, job, sums
         layers = cluster.outline.layers
-        trained = [float(layer.trained_bytes) for layer in layers]
-        self._gradients = np.concatenate([[0.0], np.cumsum(trained)])
+        at = np.arange(len(layers) + 1) if edges is None else np.array(edges)
+        self._problem = problem if edges is None else problem.coarse(edges)
+        self._gradients = prefix_sums(np.array([float(layer.trained_bytes) for layer in layers]))[at]
         alone = [layer.alone for layer in layers]
         alone[-1] |= not counts_known(job.train.loss)
-        self._alone = np.array(alone)
+        self._alone = np.logical_or.reduceat(alone, at[:-1])
         self._made: dict[Group, _Device] = {}
 
     def problem(self, division: Division) -> Problem:

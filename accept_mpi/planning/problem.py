@@ -105,6 +105,21 @@ class Problem:
         }
         return replace(self, **changed, rate=self.rate[np.ix_(order, order)])
 
+    def coarse(self, edges: Sequence[int]) -> "Problem":
+        """The same problem in which layers are runs of these: layers ``edges[k]`` to ``edges[k+1]`` - 1 stay together."""
+        at = np.array(edges)
+        changed: dict[str, Any] = {
+            name: np.add.reduceat(getattr(self, name), at[:-1], axis=-1)
+            for name in ("layer_seconds", "state", "fixed", "least", "saved_bytes")
+            if getattr(self, name) is not None
+        }
+        if self.extra_seconds is not None:
+            changed["extra_seconds"] = self.extra_seconds[:, at[:, None], at]
+        if self.messages is not None:
+            changed["messages"] = self.messages[:, at]
+        apart = frozenset(k for k, edge in enumerate(edges) if edge in self.uncuttable)
+        return replace(self, **changed, values=self.values[at], other=self.other[at], uncuttable=apart)
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -173,6 +188,19 @@ def lower_bound(problem: Problem) -> float:
     speed = 1 / np.maximum(clipped(problem.layer_seconds).sum(axis=1), 1e-300)
     shared = float(((speed / speed.sum())[:, None] * problem.layer_seconds).min(axis=0).sum())
     return max(shared, float(problem.layer_seconds.min(axis=0).max()))
+
+
+def few_edges(problem: Problem, most: int) -> list[int]:
+    """Edges of ``most`` runs of layers of about equal work, at most; where least crosses, and where cuts are allowed."""
+    seconds = clipped(problem.layer_seconds)
+    work = prefix_sums((seconds / np.maximum(seconds.sum(axis=1, keepdims=True), 1e-300)).mean(axis=0))
+    crossing = 4 * problem.values + problem.other
+    best: dict[int, int] = {}
+    for edge in range(1, problem.layers):
+        part = int((most - 1) * work[edge])
+        if edge not in problem.uncuttable and crossing[edge] < (crossing[best[part]] if part in best else np.inf):
+            best[part] = edge
+    return [0, *sorted(best.values()), problem.layers]
 
 
 def clipped(seconds: F64) -> F64:

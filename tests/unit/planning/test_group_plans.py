@@ -18,7 +18,7 @@ from accept_mpi.planning.formulation import problem_of
 from accept_mpi.planning.groups import _kinds, _partitions
 from accept_mpi.planning.job_plan import plan_from_job
 from accept_mpi.planning.planner import even_plan, plan_for
-from accept_mpi.planning.problem import Solution, cost
+from accept_mpi.planning.problem import Problem, Solution, cost
 from accept_mpi.planning.tables import table
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.recovery.regroup import plan_after_loss
@@ -285,3 +285,25 @@ def test_a_sum_between_steps_takes_the_links_once(sums: str) -> None:
     nbytes = 40_000
     there_and_back = 2 * 1e-6 * 6 * nbytes / 2 * (0.5 if sums == "bf16" else 1.0)  # of half a stage's gradients
     assert step(nbytes) - step(0) == pytest.approx(there_and_back, rel=0.1)
+
+
+def test_of_many_divisions_only_promising_ones_are_cut_at_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 layers on eight unlike devices took a minute and more; what is found takes hardly longer."""
+    fleet = uneven(1, 1.3, 1.7, 2.2, layers=[0.5] * 6 + [6.0] + [0.5] * 5)
+    whole = plan_for(fleet, job(ON))
+    assert whole.plan.hybrid
+    sizes: list[int] = []
+
+    def improve(problem: Problem, most: float) -> Solution | None:
+        sizes.append(problem.layers)
+        return original(problem, most)
+
+    original = groups_of.improve
+    monkeypatch.setattr(groups_of, "improve", improve)
+    for name, few in (("_FEW_DIVISIONS", 4), ("_FEW_LAYERS", 8), ("_COARSE", 8), ("_MOST_PROMISING", 3)):
+        monkeypatch.setattr(groups_of, name, few)
+    found = plan_for(fleet, job(ON))
+    assert found.expected <= 1.03 * whole.expected
+    assert sizes.count(LAYERS) <= 2 * 3  # at both loads of the links
+    assert len(sizes) > 2 * 10
+    assert set(sizes) - {LAYERS} <= set(range(4, 9))

@@ -9,7 +9,7 @@ import pytest
 
 from accept_mpi.planning import search
 from accept_mpi.planning.balance import balance
-from accept_mpi.planning.problem import Cost, NoPlan, Problem, Solution, cost, lower_bound
+from accept_mpi.planning.problem import Cost, NoPlan, Problem, Solution, cost, few_edges, lower_bound
 from accept_mpi.planning.search import solve
 
 INSTANCES = 2000
@@ -221,3 +221,34 @@ def test_a_stage_holds_what_it_received() -> None:
     assert cost(problem, Solution((0, 1), (0, 1, 2), (0,))).fits
     assert not cost(replace(problem, capacity=np.array([0.0, 407.0])), Solution((0, 1), (0, 1, 2), (0,))).fits
     assert solve(problem).edges == (0, 1, 2)
+
+
+def test_layers_that_stay_together_cost_what_they_cost_apart() -> None:
+    """A coarse problem is the same one with fewer places to cut."""
+    rng = np.random.default_rng(7)
+    for _ in range(200):
+        layers = int(rng.integers(3, 12))
+        fine = random_problem(rng, 4, layers, 3)
+        inside = np.flatnonzero(rng.random(layers) < 0.6)[1:]
+        edges = [0, *sorted({int(edge) for edge in inside} - {0}), layers]
+        coarse = fine.coarse(edges)
+        count = int(rng.integers(1, min(4, len(edges) - 1) + 1))
+        cuts = sorted(rng.choice(np.arange(1, len(edges) - 1), count - 1, replace=False).tolist())
+        devices, codecs = tuple(rng.permutation(4)[:count].tolist()), tuple(rng.integers(0, 3, count - 1).tolist())
+        mine = Solution(devices, (0, *cuts, len(edges) - 1), codecs)
+        same = Solution(devices, tuple(edges[cut] for cut in mine.edges), codecs)
+        there, here = cost(coarse, mine), cost(fine, same)
+        assert there.fits == here.fits
+        assert (there.step, *there.stages, *there.links) == pytest.approx((here.step, *here.stages, *here.links))
+
+
+def test_few_edges_are_where_least_crosses() -> None:
+    problem = random_problem(np.random.default_rng(3), 3, 40, 1)
+    narrow = [3, 8, 13, 18, 23, 28, 33, 38]  # between blocks, as in a transformer
+    values = np.where(np.isin(np.arange(41), narrow), 10.0, 1000.0)
+    even = replace(problem, layer_seconds=np.ones((3, 40)), values=values, other=np.zeros(41), uncuttable=frozenset())
+    assert few_edges(even, 8) == [0, 3, 8, 13, 18, 23, 33, 38, 40]  # one for each seventh of the work
+    kept = few_edges(replace(even, uncuttable=frozenset({8, 18})), 8)
+    assert len(kept) == 9
+    assert not {8, 18} & set(kept)
+    assert len(few_edges(replace(even, uncuttable=frozenset(range(1, 40))), 8)) == 2
