@@ -34,7 +34,7 @@ from accept_mpi.profiling.cluster_profile import ClusterProfile
 MOST_DEVICES = 12  # with more, no groups are tried
 _MOST_DIVISIONS = 400  # divisions that are tried
 _MOST_ESTIMATED = 24  # of the best found, how many are simulated
-_FEW_DIVISIONS, _FEW_LAYERS = 60, 64  # with more of both, all divisions are tried with cuts at few places first
+_MUCH = 1e7  # divisions x layers x layers x codecs, above which all divisions are tried with cuts at few places first
 _COARSE = 48  # runs of layers between these
 _MOST_PROMISING = 8  # divisions that are then tried with cuts at all places
 _ALIKE = 0.08  # relative difference of times up to which two devices count as of one kind
@@ -64,7 +64,7 @@ def _summed(cluster: ClusterProfile, job: Job, sums: str, problems: Sequence[tup
         maker = _Groups(cluster, job, problem, sums)
         divisions = list(_divisions(cluster, problem))
         reached = best * 1.02 / problem.real_micro_batches  # seconds per micro-batch
-        if len(divisions) > _FEW_DIVISIONS and problem.layers > _FEW_LAYERS:
+        if len(divisions) * problem.layers**2 * len(problem.bytes_per_value) > _MUCH:
             coarse = _Groups(cluster, job, problem, sums, few_edges(problem, _COARSE))
             promising = _solutions(coarse, divisions, 1.05 * reached, 1.1)
             # Where a pipeline fills and drains at each step, the shortest step is not that of the least bottleneck.
