@@ -92,7 +92,7 @@ def select_codecs(
             for way in Direction
         }
         profiles = [msgspec.convert(profiled, StageTimes) for profiled, _, _ in by_stage]
-        forecast = forecast_of(job, plan, profiles, crossings, [gradients for _, _, gradients in by_stage])
+        forecast = forecast_from_leaders(job, plan, profiles, crossings, [gradients for _, _, gradients in by_stage])
         fixed = {crossing: name for crossing, name in plan.codecs.items() if name != AUTO}
         choices, step = choose(forecast, fixed, list(ladder_of(job.pipeline)))
         names = [[choices[boundary, way].name for way in Direction] for boundary in range(len(plan.boundaries))]
@@ -102,7 +102,7 @@ def select_codecs(
     return msgspec.structs.replace(plan, boundaries=boundaries), lines
 
 
-def forecast_of(
+def forecast_from_leaders(
     job: Job,
     plan: Plan,
     profiles: Sequence[StageTimes],

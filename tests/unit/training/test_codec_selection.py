@@ -7,7 +7,7 @@ from accept_mpi.job_file import parse
 from accept_mpi.plan import BoundaryCodecs, Lanes, Plan, StagePlan
 from accept_mpi.planning.message_model import Traffic
 from accept_mpi.profiling.cluster_profile import StageTimes
-from accept_mpi.training.codec_selection import forecast_of
+from accept_mpi.training.codec_selection import forecast_from_leaders
 
 JOB = """
 model.name = "m"
@@ -30,7 +30,9 @@ def step(paces: tuple[float, ...], lanes: tuple[Lanes, ...] = (), gradients: int
     profiles = [StageTimes(t / 3, 2 * t / 3, FREE, FREE) for t in (0.03, 0.006)]
     crossings = {(0, way): Traffic(1000, 64, 1e7) for way in Direction}
     job = parse(JOB, "job", [f"train.micro_batches={micro_batches}"])
-    return forecast_of(job, plan, profiles, crossings, [gradients, 0]).step({(0, way): "none" for way in Direction})
+    return forecast_from_leaders(job, plan, profiles, crossings, [gradients, 0]).step(
+        {(0, way): "none" for way in Direction}
+    )
 
 
 def test_who_holds_a_stage_together_shares_its_micro_batches() -> None:
