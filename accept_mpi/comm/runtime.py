@@ -73,7 +73,7 @@ class Runtime:
             # Without a lifeline nobody would hear of it: the others wait for this rank, and it for them in MPI_Finalize.
             world = MPI.COMM_WORLD
             text, exit_code = _told(error, f"rank {world.rank} on host {socket.gethostname()}", world.size > 1)
-            print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
+            _say(text)
             world.Abort(exit_code)
             raise
 
@@ -176,12 +176,8 @@ class Runtime:
 
     def _give_up(self) -> None:
         at = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])[-1]
-        print(
-            f"accept_mpi: {self.who(self.rank)}: the surviving ranks could not regroup "
-            f"(waits in {Path(at.filename).name}:{at.lineno}, {at.name})",
-            file=sys.stderr,
-            flush=True,
-        )
+        where = f"{Path(at.filename).name}:{at.lineno}, {at.name}"
+        _say(f"{self.who(self.rank)}: the surviving ranks could not regroup (waits in {where})")
         os._exit(1)
 
     # -- ends ----------------------------------------------------------------------------------------------------------
@@ -209,18 +205,18 @@ class Runtime:
         self._ending = True
         if isinstance(error, Agreed):
             if self.rank == 0:
-                print(f"accept_mpi: {error}", file=sys.stderr, flush=True)
+                _say(error)
             self.finish(error.exit_code)
         text, exit_code = _told(error, self.who(self.rank), self.size > 1)
         if self.rank == 0:
             self.lifeline.mute()
             self._end_job(text, exit_code)
         if not self.lifeline.report(text, exit_code):
-            print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
+            _say(text)
             MPI.COMM_WORLD.Abort(exit_code)
         time.sleep(2 * _END_SECONDS)
         # Rank 0 has not ended this one: it hangs itself, and has not told of the error.
-        print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
+        _say(text)
         os._exit(exit_code)
 
     def end_by_signal(self, number: int) -> None:
@@ -234,7 +230,7 @@ class Runtime:
         text = f"{self.who(self.rank)}: ended by {signal.Signals(number).name}"
         if self.rank and self.lifeline.report(text, exit_code):
             return
-        print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
+        _say(text)
         if self.rank == 0:
             self.lifeline.end_all(exit_code)
         MPI.COMM_WORLD.Abort(exit_code)
@@ -257,7 +253,7 @@ class Runtime:
         elif error is None:  # rank 0 died, which would have printed the message, so rank 1 does
             if self.rank == 1:
                 text = f"{self.who(0)} ended unexpectedly; the run is over"
-                print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
+                _say(text)
             time.sleep(_END_SECONDS / 5)  # mpirun usually ends us first
             threading.Timer(_END_SECONDS, os._exit, [exit_code]).start()
             MPI.COMM_WORLD.Abort(exit_code)
@@ -268,7 +264,7 @@ class Runtime:
     def _end_job(self, text: str, exit_code: int) -> NoReturn:
         """On rank 0: print the reason, close the log, end all ranks."""
         with self._ended:
-            print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
+            _say(text)
             threading.Timer(_END_SECONDS, os._exit, [exit_code]).start()  # even if something below hangs
             try:
                 self._before_end(text)
@@ -314,14 +310,14 @@ def _within(seconds: float, give_up: Callable[[], None]) -> Iterator[None]:
         guard.cancel()
 
 
+def _say(text: object) -> None:
+    print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
+
+
 def _not_met() -> None:
     text = f"the ranks could not reach each other through MPI within {_AGREE_SECONDS:.0f} s: one hangs, or several networks"
     who = f"rank {MPI.COMM_WORLD.rank} on host {socket.gethostname()}"
-    print(
-        f'accept_mpi: {who}: {text} or a firewall are in the way; see README, "Before the first run"',
-        file=sys.stderr,
-        flush=True,
-    )
+    _say(f'{who}: {text} or a firewall are in the way; see README, "Before the first run"')
     os._exit(1)
 
 

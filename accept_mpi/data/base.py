@@ -101,15 +101,19 @@ def fetch(data: Dataset, indices: Indices, seed: int | None, inputs: bool, targe
 def begin_epoch(data: Dataset, epoch: int, seed: int) -> None:
     """Call a user's data set's ``set_epoch``, if it has one, as the loops of other libraries do. ``seed`` determines random
     numbers. Raises UsersBug for exceptions in it."""
-    found: Any = data
-    while isinstance(found, Wrapper):
-        found = found.inside
-    if isinstance(data, Wrapper) and callable(tell := getattr(found, "set_epoch", None)):
+    if isinstance(data, Wrapper) and callable(tell := getattr(_innermost(data), "set_epoch", None)):
         seed_all(seed)
         try:
             tell(epoch)
         except Exception as error:
             blame(error, f"the data set's set_epoch({epoch})")
+
+
+def _innermost(data: Any) -> Any:
+    """The data set that all others are made of."""
+    while isinstance(data, Wrapper):
+        data = data.inside
+    return data
 
 
 def gives_targets(data: Dataset | None) -> bool:
@@ -122,8 +126,7 @@ def classes_of(data: Dataset) -> list[str]:
     """Names of the classes of a data set, in the order of their numbers, as its ``classes`` says (torchvision's have that,
     too); empty if it does not."""
     with contextlib.suppress(Exception):  # it may be a user's own code
-        found = data.items if isinstance(data, MapDataset) else data.data if isinstance(data, OwnDataset) else data
-        names = getattr(found, "classes", ())
+        names = getattr(_innermost(data), "classes", ())
         if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
             return [os.fsencode(name).decode(errors="replace") for name in names]  # folders' names may be any bytes
     return []
@@ -176,16 +179,16 @@ class OwnDataset(Wrapper):
     uses again or a view of what it holds."""
 
     def __init__(self, data: Dataset) -> None:
-        self.data = self.inside = data
+        self.inside = data
 
     def __len__(self) -> int:
-        return len(self.data)
+        return len(self.inside)
 
     def inputs(self, indices: Indices, seed: int | None = None) -> Any:
-        return _own(self.data.inputs(indices.copy(), seed))
+        return _own(self.inside.inputs(indices.copy(), seed))
 
     def targets(self, indices: Indices) -> Any:
-        return _own(self.data.targets(indices.copy()))
+        return _own(self.inside.targets(indices.copy()))
 
 
 def _own(value: Any) -> Any:
@@ -200,11 +203,10 @@ class MapDataset(Together, Wrapper):
 
     def __init__(self, items: Any, whole: bool = False) -> None:
         """``whole``: the model gets the target of a dict, too, since it computes the loss."""
-        self.items, self._whole = items, whole
-        self.inside = items
+        self.inside, self._whole = items, whole
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.inside)
 
     def samples(self, indices: Indices, seed: int | None = None, inputs: bool = True, targets: bool = True) -> Samples:
         """Inputs and targets, as far as they are wanted, from one call per sample."""
@@ -216,7 +218,7 @@ class MapDataset(Together, Wrapper):
         return Samples(_stack(x, "x") if inputs else None, _stack(y, "y") if targets else None)
 
     def _sample(self, index: int) -> Any:
-        sample = self.items[index]
+        sample = self.inside[index]
         if isinstance(sample, Mapping) and (name := next((one for one in TARGETS if one in sample), None)):
             inputs = {key: value for key, value in sample.items() if key != name or self._whole}
             return inputs, sample[name]

@@ -21,16 +21,15 @@ class Mixed(Together, Wrapper):
     """A training set whose samples are mixed."""
 
     def __init__(self, data: Dataset, how: Mix) -> None:
-        self.data, self._how, self.classes = data, how, classes_of(data)
-        self.inside = data
+        self.inside, self._how, self.classes = data, how, classes_of(data)
 
     def __len__(self) -> int:
-        return len(self.data)
+        return len(self.inside)
 
     def samples(self, indices: Indices, seed: int | None, inputs: bool, targets: bool) -> Samples:
         """Inputs and targets, as far as they are wanted; targets are probabilities (samples, classes). Raises UserError for
         samples that cannot be mixed."""
-        found = fetch(self.data, indices, seed, inputs, targets)
+        found = fetch(self.inside, indices, seed, inputs, targets)
         draw = np.random.Generator(np.random.Philox(mix(AUGMENT, seed or 0, *indices.tolist())))
         how = self._how
         cuts = how.cutmix > 0 and (how.mixup == 0 or draw.random() < 0.5)
@@ -63,7 +62,7 @@ class Mixed(Together, Wrapper):
 
     def _size(self, indices: Indices) -> tuple[int, int]:
         """Height and width of the images, where only targets are wanted."""
-        image = fetch(self.data, indices[:1], None, True, False).inputs
+        image = fetch(self.inside, indices[:1], None, True, False).inputs
         height, width = image.shape[-2:]
         return int(height), int(width)
 

@@ -1,6 +1,7 @@
 """Estimates of plans on measured devices: the time of a step, each stage's computing and memory, codecs."""
 
 import itertools
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -132,9 +133,20 @@ def _groups(cluster: ClusterProfile, job: Job, plan: Plan) -> Groups:
         float(sum(layer.trained_bytes for layer in cluster.outline.layers[stage.start : stage.stop]))
         for stage in plan.stages
     ]
-    deals, how = [Deal.of(stage) for stage in plan.stages], sums_of(job, plan)
-    stages, ranks = [s for s, _, _ in slots], [rank for _, rank, _ in slots]
     early = [_passed_on(cluster, plan, s) for s in range(len(plan.stages))]
+    return groups_of(job, plan, gradients, rates, early)
+
+
+def groups_of(
+    job: Job,
+    plan: Plan,
+    gradients: Sequence[float],
+    rates: Mapping[tuple[int, int], tuple[float, float]],
+    early: Sequence[Sequence[tuple[float, float]]] = (),
+) -> Groups:
+    """The groups of a plan, for the forecast of this job. ``gradients``, ``rates``, ``early``: as in ``Groups``."""
+    deals, how, slots = [Deal.of(stage) for stage in plan.stages], sums_of(job, plan), plan.slots
+    stages, ranks = [s for s, _, _ in slots], [rank for _, rank, _ in slots]
     return Groups(stages, deals, gradients, how == EXACT, gradient_codec(how), rates, ranks, early)
 
 

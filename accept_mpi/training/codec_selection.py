@@ -21,18 +21,9 @@ from accept_mpi.job import Job
 from accept_mpi.pipeline.deal import Deal
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.plan import BoundaryCodecs, Plan, slots_in
-from accept_mpi.planning.codec_choice import (
-    AUTO,
-    EXACT,
-    Choice,
-    choose,
-    codings,
-    gradient_codec,
-    is_open,
-    ladder_of,
-    sums_of,
-)
-from accept_mpi.planning.forecast import Forecast, Groups
+from accept_mpi.planning.codec_choice import AUTO, Choice, choose, codings, is_open, ladder_of
+from accept_mpi.planning.estimate import groups_of
+from accept_mpi.planning.forecast import Forecast
 from accept_mpi.planning.message_model import Traffic
 from accept_mpi.planning.tables import aligned
 from accept_mpi.profiling.cluster_profile import StageTimes
@@ -112,9 +103,9 @@ def forecast_from_leaders(
     """Forecast for stages whose first ranks have measured them (``profiles``): others that hold the same stage are as fast
     as its paces say, and have links like theirs. ``gradients``: bytes of each stage's."""
     slots = plan.slots
-    devices, deals = [], [Deal.of(stage) for stage in plan.stages]
+    devices = []
     for s, rank, _ in slots:
-        stage, paces, alone = plan.stages[s], deals[s].paces, profiles[s]
+        stage, paces, alone = plan.stages[s], Deal.of(plan.stages[s]).paces, profiles[s]
         longer = slots_in(stage.lanes_of(rank)) * paces[stage.ranks.index(rank)] / paces[0]
         devices.append(msgspec.structs.replace(alone, forward=longer * alone.forward, backward=longer * alone.backward))
     rates = {
@@ -122,10 +113,7 @@ def forecast_from_leaders(
         for (d, (s, rank, _)), (e, (t, other, _)) in itertools.permutations(enumerate(slots), 2)
         if s == t and rank != other
     }
-    how = sums_of(job, plan)
-    groups = Groups(
-        [s for s, _, _ in slots], deals, gradients, how == EXACT, gradient_codec(how), rates, [rank for _, rank, _ in slots]
-    )
+    groups = groups_of(job, plan, gradients, rates)
     return Forecast(job.pipeline.schedule, micro_batches_of(job), plan.slack, devices, crossings, groups=groups)
 
 

@@ -69,18 +69,15 @@ def averages(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [one for one in both if isinstance(one, torch.Tensor)] if given.get("training") else []
 
 
-def viewed(tensor: torch.Tensor, *shape: Any, **how: Any) -> torch.Tensor:
-    """``Tensor.view``, also of a tensor whose memory is laid out otherwise than where the model comes from: images are in
-    channels_last format here. Nothing may be written to the result."""
-    try:
-        return tensor.view(*shape, **how)
-    except RuntimeError:
-        return tensor.contiguous().view(*shape, **how)
+@dataclass(frozen=True)
+class Viewed:
+    """Call of a function that gives a view of a tensor, also of one whose memory is laid out otherwise than where the model
+    comes from: images are in channels_last format here. Nothing may be written to the result."""
 
+    function: Any
 
-def as_complex(tensor: torch.Tensor) -> torch.Tensor:
-    """``torch.view_as_complex``, as ``viewed`` is ``Tensor.view``."""
-    try:
-        return torch.view_as_complex(tensor)
-    except RuntimeError:
-        return torch.view_as_complex(tensor.contiguous())
+    def __call__(self, tensor: torch.Tensor, *args: Any, **how: Any) -> Any:
+        try:
+            return self.function(tensor, *args, **how)
+        except RuntimeError:
+            return self.function(tensor.contiguous(), *args, **how)

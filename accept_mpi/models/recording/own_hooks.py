@@ -22,8 +22,8 @@ class OwnHooks:
     """The hooks of a model's modules, and what else their calls run, as they were when this object was made."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._paths = {id(module): path for path, module in model.named_modules()}
         modules = dict(model.named_modules())
+        self._paths = {id(module): path for path, module in modules.items()}
         self._tables: Hooks = {(path, name): vars(module)[name] for path, module in modules.items() for name in _TABLES}
         self._first: Hooks = {place: dict(table) for place, table in self._tables.items()}
         self._calls = {id(one): (one, type(one), one.__dict__.get("forward")) for one in modules.values()}

@@ -14,7 +14,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.models.aliases import every_name
 from accept_mpi.models.base import Chain, Entry
 from accept_mpi.models.recording.arguments import arguments_of, hint
-from accept_mpi.models.recording.calls import Strided, as_complex, viewed
+from accept_mpi.models.recording.calls import Strided, Viewed
 from accept_mpi.models.recording.cutting import Flow, cut, cut_alike, cuts_in_both
 from accept_mpi.models.recording.kept import SETS, UNSET, Record, Sets, Values, later, leaves_another, put
 from accept_mpi.models.recording.key import keyed, value_of
@@ -29,7 +29,7 @@ from accept_mpi.models.recording.switches import as_if_compiled
 from accept_mpi.models.recording.tape import Node, State, Tape
 
 _MOST_RECORDS = 256
-_VIEWS: dict[Any, Any] = {torch.Tensor.view: viewed, torch.view_as_complex: as_complex}
+_VIEWS = (torch.Tensor.view, torch.view_as_complex)
 _RECORDING = threading.RLock()
 """Held while a forward is recorded, since all modules' calls pass through the recorder then."""
 Key = tuple[bytes, bool]
@@ -268,7 +268,7 @@ def _laid_out(tape: Tape) -> list[Node]:
     for node in reversed(tape.nodes):
         function = node.function
         if function in _VIEWS and tape.specs[node.gives[0]].memory not in later:
-            function = _VIEWS[function]
+            function = Viewed(function)
         elif function in (torch.as_strided, torch.Tensor.as_strided) and node.takes:
             spec = tape.specs[node.takes[0]]
             function = Strided(function, spec.stride, spec.offset, spec.memory not in later)

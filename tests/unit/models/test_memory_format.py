@@ -1,5 +1,6 @@
 """Models that call ``view`` on images, as most tutorials do: channels_last must not keep them from training."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,44 +75,14 @@ def computed(chain: Chain, x: torch.Tensor, memory_format: Any) -> torch.Tensor:
     return value  # type: ignore[no-any-return]
 
 
-def test_a_recorded_model_is_viewed_in_either_format() -> None:
+def check_either_format(model: Callable[[], nn.Module]) -> tuple[Chain, torch.Tensor, torch.Tensor]:
+    """A recorded model gives in the contiguous format what the plain one gives; returns its chain, images and that."""
     x = torch.randn(2, 3, 32, 32)
-    chain = recorded(LeNet, x)
+    chain = recorded(model, x)
     torch.manual_seed(7)
-    plain = LeNet()(x)
+    plain = model()(x)
     assert torch.equal(computed(chain, x, torch.contiguous_format), plain)
-    assert torch.allclose(computed(chain, x, torch.channels_last), plain, atol=1e-6)
-    assert not calls_view(build_layers(chain, 0, len(chain), 0).modules)
-
-
-def test_what_is_written_by_a_view_is_no_copy() -> None:
-    x = torch.randn(2, 3, 32, 32)
-    chain = recorded(Writes, x)
-    torch.manual_seed(7)
-    plain = Writes()(x)
-    assert torch.equal(computed(chain, x, torch.contiguous_format), plain)
-    with pytest.raises(RuntimeError, match="view size is not compatible"):
-        computed(chain, x, torch.channels_last)
-
-
-def test_windows_are_those_of_the_plain_model_in_either_format() -> None:
-    """Strides are constants of a record; with them another layout gave other windows, silently."""
-    x = torch.randn(2, 3, 32, 32)
-    chain = recorded(Windows, x)
-    torch.manual_seed(7)
-    plain = Windows()(x)
-    assert torch.equal(computed(chain, x, torch.contiguous_format), plain)
-    assert torch.allclose(computed(chain, x, torch.channels_last), plain, atol=1e-6)
-
-
-def test_what_is_written_by_windows_is_no_copy() -> None:
-    x = torch.randn(2, 3, 32, 32)
-    chain = recorded(lambda: Windows(writes=True), x)
-    torch.manual_seed(7)
-    plain = Windows(writes=True)(x)
-    assert torch.equal(computed(chain, x, torch.contiguous_format), plain)
-    with pytest.raises(UserError, match="as_strided"):
-        computed(chain, x, torch.channels_last)
+    return chain, x, plain
 
 
 class Complex(nn.Module):
@@ -132,13 +103,22 @@ class Halves(LeNet):
         return self.fc2(self.fc1(torch.view_as_complex(x.unflatten(-1, (-1, 2))).abs().flatten(1)[:, :400]))
 
 
-def test_complex_numbers_in_either_format() -> None:
-    x = torch.randn(2, 3, 32, 32)
-    chain = recorded(Halves, x)
-    torch.manual_seed(7)
-    plain = Halves()(x)
-    assert torch.equal(computed(chain, x, torch.contiguous_format), plain)
+@pytest.mark.parametrize("model", [LeNet, Windows, Halves])
+def test_a_recorded_model_is_viewed_in_either_format(model: type[nn.Module]) -> None:
+    """Of windows, strides are constants of a record; with them another layout gave other windows, silently."""
+    chain, x, plain = check_either_format(model)
     assert torch.allclose(computed(chain, x, torch.channels_last), plain, atol=1e-6)
+    assert not calls_view(build_layers(chain, 0, len(chain), 0).modules)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "said"),
+    [(Writes, RuntimeError, "view size is not compatible"), (lambda: Windows(writes=True), UserError, "as_strided")],
+)
+def test_what_is_written_by_a_view_is_no_copy(model: Callable[[], nn.Module], error: type[Exception], said: str) -> None:
+    chain, x, _ = check_either_format(model)
+    with pytest.raises(error, match=said):
+        computed(chain, x, torch.channels_last)
 
 
 @pytest.mark.parametrize("flat", [Flat, Complex, Diagonals, nn.Flatten])
