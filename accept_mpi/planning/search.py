@@ -12,6 +12,7 @@ follows a beam.
 
 from collections.abc import Callable
 from dataclasses import replace
+from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,9 @@ _ROOM = 160  # points that a table has room for at first, per set of devices
 _NOTHING = 1e-12  # seconds below which no bisection goes
 _CLOSE = 1e-3  # relative distance of the bounds at which the bisection ends
 _GUESSES = (1.05, 1.1, 1.2, 1.35, 1.6, 2, 3, 5)  # first caps, as multiples of the lower bound
+_NEXT = 1e-9  # relative distance to the next bottleneck that is tried after one
 _SWEEPS = 60  # most caps tried for a synchronous schedule
+_LONG = 1e6  # (devices x layers)^2 x codecs, above which a synchronous schedule's step is found to ``_CLOSE``
 
 _Below = Callable[[float], "Solution | None"]
 """A search for a solution whose bottleneck is at most a cap."""
@@ -65,7 +68,8 @@ def solve(problem: Problem, ordered: bool = False) -> Solution:
     best = _least_bottleneck(problem, searches[0], searches[-1], exact)
     order = tuple(range(problem.devices)) if ordered else best.devices
     if problem.fill and len(order) <= MOST_ORDERED:
-        best = _synchronous(problem, order, best)
+        low = cost(problem, best).bottleneck * (1 - _NEXT) if exact else lower_bound(problem)
+        best = _synchronous(problem, order, best, low)
     return best
 
 
@@ -99,7 +103,7 @@ def _bisected(problem: Problem, below: _Below, best: Solution, exact: bool) -> S
         else:
             best, high = found, min(middle, cost(problem, found).bottleneck)
     # Bottlenecks are discrete: the few that are left below the best one are soon tried.
-    while exact and (found := below(high * (1 - 1e-9))) is not None:
+    while exact and (found := below(high * (1 - _NEXT))) is not None:
         reached = cost(problem, found).bottleneck
         if reached >= high:  # the kernel's prefix sums and the sums in ``cost`` differ in their last digits
             break
@@ -107,24 +111,33 @@ def _bisected(problem: Problem, below: _Below, best: Solution, exact: bool) -> S
     return best
 
 
-def _synchronous(problem: Problem, order: tuple[int, ...], best: Solution) -> Solution:
-    """The solution with the shortest step for devices in this order: of those that fill and drain fastest below lower and
-    lower caps on the bottleneck. ``best``: one that is known."""
+def _synchronous(problem: Problem, order: tuple[int, ...], best: Solution, low: float) -> Solution:
+    """The solution with the shortest step for devices in this order, for a long search within ``_CLOSE`` of it: of those
+    that fill and drain fastest below caps on the bottleneck, which halve the range that could hold a better one. ``best``:
+    a solution that is known; ``low``: no solution has a bottleneck below it."""
     mine, least = problem.take(order), cost(problem, best).step
-    find, floor, many = _Exact(mine, True), lower_bound(mine), max(problem.micro_batches - problem.fill, 1e-12)
+    find, many = _Exact(mine, True), max(problem.micro_batches - problem.fill, 1e-12)
+    closer = _CLOSE if (mine.devices * mine.layers) ** 2 * len(mine.bytes_per_value) > _LONG else _NEXT
     filling = problem.fill * float(mine.layer_seconds.min(axis=0).sum())
-    cap = np.inf
-    for sweep in range(_SWEEPS):
-        # Below this cap filling takes at least ``filling``, so that only with a bottleneck below the next a step is shorter.
-        cap = min(cap, (least - filling) / many)
-        plan = find.below(cap, problem.fill) if cap >= floor else None
-        if plan is None:
+    # Ranges of bottlenecks: the step of any plan in it is at least the first; low; high; filling takes at least the last.
+    ranges = [(0.0, low, np.inf, filling)]
+    for _ in range(_SWEEPS):
+        if not ranges:
             break
-        reached = cost(mine, plan)
-        if reached.step < least:
-            least, best = reached.step, replace(plan, devices=tuple(order[n] for n in plan.devices))
-        filling = reached.step - many * reached.bottleneck
-        cap = reached.bottleneck * (1 - 1e-9 if sweep < _SWEEPS // 2 else 0.98)
+        _, low, high, filling = heappop(ranges)
+        # Filling takes at least ``filling``, so that only with a bottleneck below the next a step is shorter.
+        most = min(high, (least * (1 - closer) - filling) / many)
+        if most < low:
+            break
+        cap = (low + most) / 2 if low * (1 + _CLOSE) < most and high < np.inf else most
+        if cap < most:
+            heappush(ranges, (many * cap + filling, cap, most, filling))
+        if (plan := find.below(cap, problem.fill)) is not None:
+            reached = cost(mine, plan)
+            if reached.step < least:
+                least, best = reached.step, replace(plan, devices=tuple(order[n] for n in plan.devices))
+            filling = reached.step - many * reached.bottleneck
+            heappush(ranges, (many * low + filling, low, reached.bottleneck * (1 - _NEXT), filling))
     return best
 
 
