@@ -178,7 +178,10 @@ def test_a_signal_to_one_rank_before_the_first_plan_ends_all_at_once(tmp_path: P
     (tmp_path / "slow_data.py").write_text(
         "import os, pathlib, time\n\ndef data():\n    pid, rank = os.getpid(), os.environ['OMPI_COMM_WORLD_RANK']\n"
         "    pathlib.Path(f'loading-{rank}.tmp').write_text(str(pid))\n"
-        "    pathlib.Path(f'loading-{rank}.tmp').rename(f'loading-{rank}')\n    time.sleep(60)\n"
+        "    pathlib.Path(f'loading-{rank}.tmp').rename(f'loading-{rank}')\n"
+        "    if all(pathlib.Path(f'loading-{n}').exists() for n in range(3)):  # ranks of one host take turns\n"
+        "        time.sleep(60)\n"
+        "    return [(0.0, 0)] * 64, [(0.0, 0)] * 64\n"
     )
     job = samples.write_job(tmp_path / "job.toml", samples.CNN | {"data": 'name = "slow_data:data"'}, pipeline_cuts="auto")
     mpirun, *count = mpirun_command(3)
