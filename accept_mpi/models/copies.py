@@ -100,7 +100,7 @@ class _Functions:
         cells = [self._cell(cell) for cell in old.__closure__ or ()]
         new = types.FunctionType(old.__code__, old.__globals__, old.__name__, closure=tuple(new for _, new in cells))
         self._made[id(old)] = new  # before it is filled, since it may refer to itself
-        for name in ("__module__", "__qualname__", "__doc__", "__annotations__"):
+        for name in ("__module__", "__qualname__", "__doc__"):  # annotations may name what does not exist
             setattr(new, name, getattr(old, name))
         vars(new).update(vars(old))
         new.__defaults__ = self._copy(old.__defaults__)

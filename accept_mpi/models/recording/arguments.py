@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from typing import Any
 
 from torch import nn
@@ -25,7 +26,7 @@ def arguments_of(model: nn.Module, value: Any) -> tuple[tuple[Any, ...], dict[st
         return parts if plain else alone
     if not plain and not _unfit(model, *parts):
         return parts
-    if plain and len(inspect.signature(model.forward).parameters) == 1 and not _unfit(model, *alone):
+    if plain and len(_signature(model).parameters) == 1 and not _unfit(model, *alone):
         return alone
     raise UserError(
         f"model.name: forward does not take what the data set gives ({wrong}): what is in a dict becomes its keyword "
@@ -38,14 +39,24 @@ def hint(model: nn.Module, value: Any, args: tuple[Any, ...], error: str) -> str
     empty otherwise."""
     if type(value) is not dict or not args or args[0] is not value or not re.search(r"\bdict\b", error):
         return ""
-    name = next(iter(inspect.signature(model.forward).parameters))
+    name = next(iter(_signature(model).parameters))
     return f'; its only argument, "{name}", is given all of {tree.describe(value)}, since nothing there has that name'
+
+
+def _signature(model: nn.Module) -> inspect.Signature:
+    """The forward's parameters. Annotations may name what there is for type checkers only: from Python 3.14 on they are
+    looked up when they are asked for."""
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        return inspect.signature(model.forward, annotation_format=Format.STRING)
+    return inspect.signature(model.forward)
 
 
 def _unfit(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Why the model's forward cannot be called so; "" if it can, or if hooks might change the arguments."""
     try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
+        _signature(model).bind(*args, **kwargs)
     except TypeError as error:
         return "" if model._forward_pre_hooks else str(error)
     except ValueError:  # it has no signature
