@@ -20,13 +20,11 @@ def _scale(codes, shift, mask, group, zero, scale, x):  # type: ignore[no-untype
             part[i] = z + s * np.float32(np.int32(np.int32(np.int32(mine[i]) >> shift) & mask))
 
 
-@nb.njit("void(uint32[::1], uint8[::1], int64, int64, float32[::1])", **NJIT)
-def _decode(parameters, packed, bits, group, x):  # type: ignore[no-untyped-def]
-    codes = np.empty(BLOCK, np.uint8)
+@nb.njit("void(uint32[::1], uint8[::1], int64, int64, float32[::1], uint8[::1], uint32[:, ::1], float32[:, ::1])", **NJIT)
+def _decode(parameters, packed, bits, group, x, codes, scratch, floats):  # type: ignore[no-untyped-def]
+    """``floats`` is ``scratch`` (2, groups of a block) as another type: made here, both would take longer to compile."""
     whole = group >= x.size
-    groups = parameters.size if whole else BLOCK // group
-    zero, scale = np.empty(groups, np.uint32), np.empty(groups, np.uint32)
-    zeros, scales = zero.view(np.float32), scale.view(np.float32)
+    zero, scale, zeros, scales = scratch[0], scratch[1], floats[0], floats[1]
     at = 0
     for begin in range(0, x.size, BLOCK):
         block = x[begin : min(begin + BLOCK, x.size)]
@@ -53,4 +51,6 @@ def _decode(parameters, packed, bits, group, x):  # type: ignore[no-untyped-def]
 def decode(data: npt.NDArray[np.uint8], bits: int, group: int, x: npt.NDArray[np.float32]) -> None:
     """Decode the values that ``uniform.encode`` wrote into ``x`` (float32, 1-D, contiguous)."""
     parameters, codes, size = parts(x, data, bits, group, _PER_GROUP, 8)
-    _decode(parameters.view(np.uint32), codes, bits, size, x)
+    numbers = parameters.view(np.uint32)
+    scratch = np.empty((2, numbers.size if size >= x.size else BLOCK // size), np.uint32)
+    _decode(numbers, codes, bits, size, x, np.empty(BLOCK, np.uint8), scratch, scratch.view(np.float32))
