@@ -174,7 +174,8 @@ def digest(value: Any, seen: dict[int, Any] | None = None, checked: bool = True)
     if isinstance(value, bytearray | array.array | memoryview | ctypes._SimpleCData | ctypes.Array | ctypes.Structure):
         return Digest(bytes(value))
     inside = value if isinstance(value, dict) else _inside(value)
-    return Digest(None, {key: digest(one, seen, checked) for key, one in list(inside.items())}, grows=True)
+    kind = None if inside or isinstance(value, dict) else _text(value)
+    return Digest(kind, {key: digest(one, seen, checked) for key, one in list(inside.items())}, grows=True)
 
 
 def _inside(value: Any) -> dict[str, Any]:
@@ -185,6 +186,13 @@ def _inside(value: Any) -> dict[str, Any]:
     return there | getattr(value, "__dict__", {})
 
 
+def _text(value: Any) -> str | None:
+    """What an object shows of its value (a range, bytes, a date); None if it shows only which one it is."""
+    with suppress(Exception):
+        return text if " at 0x" not in (text := repr(value)) else None
+    return None
+
+
 def _position(value: Iterator[Any], seen: dict[int, Any], checked: bool) -> tuple[Any, dict[Any, Digest]]:
     """How far an iterator has come, as far as that can be seen: kind and parts of its digest."""
     kind: Any = None
@@ -192,10 +200,13 @@ def _position(value: Iterator[Any], seen: dict[int, Any], checked: bool) -> tupl
     if isinstance(value, types.GeneratorType) and value.gi_frame is not None:
         kind, inside = value.gi_frame.f_lasti, value.gi_frame.f_locals
     elif type(value).__module__ in ("builtins", "itertools"):
-        kind = repr(value)
-        with warnings.catch_warnings(), suppress(Exception):
-            warnings.simplefilter("ignore")  # Python is to lose this for some of them
-            inside = dict(enumerate(value.__reduce__()[1:]))
+        kind = _text(value)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                inside = dict(enumerate(value.__reduce__()[1:]))
+        except Exception:  # from Python 3.14 on most of itertools keep it to themselves
+            kind = kind or object()  # it may have gone on
     return kind, {key: digest(one, seen, checked) for key, one in list(inside.items())}
 
 

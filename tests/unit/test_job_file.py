@@ -250,7 +250,7 @@ def test_what_is_no_job_file(tmp_path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(UserError, match="a device or a pipe, not a file"):
         read_text(path)
-    for other, message in (("/dev/zero", "a device or a pipe"), (tmp_path, "a directory"), ("a\0b", "null byte")):
+    for other, message in (("/dev/zero", "a device or a pipe"), (tmp_path, "a directory"), ("a\0b", "embedded null")):
         with pytest.raises(UserError, match=message):
             read_text(Path(other))
 

@@ -263,6 +263,22 @@ class AsksAnIterator(Net):
         return self.scores(x * next(self.seen))
 
 
+class AsksARange(AsksAnIterator):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = iter(range(1, 100))
+
+
+class CountsInBytes(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = b""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += b"."
+        return self.scores(x * len(self.seen))
+
+
 class AsksAGenerator(AsksAnIterator):
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +288,7 @@ class AsksAGenerator(AsksAnIterator):
 @pytest.mark.parametrize(
     "net",
     [
-        AsksAnIterator, AsksAGenerator, CountsUnderAKey, CountsInSlots,
+        AsksAnIterator, AsksARange, CountsInBytes, AsksAGenerator, CountsUnderAKey, CountsInSlots,
         Counts, CountsInATensor, OnlyAtFirst, Alternates, Recurrent, RecurrentWithoutInit, MaskOfTheFirstBatch,
         ReadInEvaluation, CollectsInAList, FadesAConstant, Keeps,
     ],
