@@ -239,8 +239,13 @@ def counts_known(name: str) -> bool:
 
 def loss_of(job: Job) -> Loss:
     """Loss that a job asks for. Raises UserError with one sentence."""
-    train = job.train
-    if job.model.output == OWN:
+    train, own = job.train, job.model.output == OWN
+    if own and (train.label_smoothing or train.class_weights):
+        raise UserError(
+            f'train.label_smoothing and train.class_weights do not go with model.output = "{OWN}": the model computes its '
+            "loss itself"
+        )
+    if own:
         return Loss("the model's own", _own)
     if train.mix and train.loss == "mse" and train.evaluate_every:
         raise UserError('train.mix: evaluations have classes as targets, not probabilities, which loss = "mse" cannot take')

@@ -203,3 +203,12 @@ def test_classes_that_all_count_nothing_are_refused() -> None:
     text = '[model]\nname = "m"\n[data]\nname = "d"\n[train]\nsteps = 1\n[output]\ndirectory = "r"\n'
     with pytest.raises(UserError, match=r"^train\.class_weights: one of them must be more than 0"):
         loss_of(parse(text, "job", ["train.class_weights=[0,0.0]"]))
+
+
+def test_what_does_not_go_with_a_models_own_loss() -> None:
+    """It was left out without a word."""
+    text = '[model]\nname="m"\noutput="loss"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirectory="r"\n'
+    assert loss_of(parse(text, "job")).name == "the model's own"
+    for shaped in ("train.label_smoothing=0.1", "train.class_weights=[1, 2]"):
+        with pytest.raises(UserError, match=r'do not go with model\.output = "loss"'):
+            loss_of(parse(text, "job", [shaped]))
