@@ -1,6 +1,6 @@
 """Tells which settings of a job have no effect beside its other ones, so that nobody waits for one."""
 
-from accept_mpi.job import Job, Optimizer, Pipeline, Recovery
+from accept_mpi.job import Job, Optimizer, Pipeline, Recovery, Train
 
 
 def without_effect(job: Job, survives: bool) -> list[str]:
@@ -10,10 +10,18 @@ def without_effect(job: Job, survives: bool) -> list[str]:
     groups = any(isinstance(one, list) and len(one) > 1 for one in pipeline.ranks) if given else pipeline.groups
     codecs = [pipeline.forward, pipeline.backward]
     chosen = "auto" in [*codecs, *(name for one in codecs if isinstance(one, list) for name in one)]
+    chosen_sums = pipeline.gradients == "auto" and groups and not given
+    # What stages sum of a parameter that they have in common, too, which only the model says.
+    sums_ties = job.parts_ties and pipeline.cuts != [] and pipeline.gradients != "auto"
+    tied = ", unless stages have a parameter in common" if sums_ties else ""
     decays = train.optimizer.weight_decay or any(group.weight_decay for group in train.groups)
-    single = train.micro_batches == train.batch_size and not train.drop_last
+    single = train.micro_batches == train.batch_size
     told = {
         "train.mix": (train.mix is not None and single, "a micro-batch has one sample, which is mixed with no other"),
+        "train.loss": (
+            train.loss != Train().loss and job.model.output == "loss",
+            'with model.output = "loss" the model computes its loss itself',
+        ),
         "train.metrics": (train.metrics and not train.evaluate_every, "train.evaluate_every = 0 evaluates nothing"),
         "train.optimizer.decay_vectors": (
             train.optimizer.decay_vectors != Optimizer().decay_vectors and not decays,
@@ -23,7 +31,7 @@ def without_effect(job: Job, survives: bool) -> list[str]:
         "pipeline.speeds": (pipeline.speeds and not groups, "pipeline.ranks has no ranks that hold a stage together"),
         "pipeline.gradients": (
             pipeline.gradients != Pipeline().gradients and not groups,
-            "no ranks hold a stage together" if given else "pipeline.groups = false",
+            ("no ranks hold a stage together" if given else "pipeline.groups = false") + tied,
         ),
         "pipeline.recompute": (
             pipeline.recompute == "on" and pipeline.cuts == [],
@@ -31,7 +39,7 @@ def without_effect(job: Job, survives: bool) -> list[str]:
         ),
         "pipeline.entropy": (pipeline.entropy and not chosen, 'neither pipeline.forward nor backward is "auto"'),
         "pipeline.min_bits": (
-            pipeline.min_bits != Pipeline().min_bits and not chosen,
+            pipeline.min_bits != Pipeline().min_bits and not chosen and not chosen_sums,
             'neither pipeline.forward nor backward is "auto"',
         ),
         "pipeline.transfer_slack": (

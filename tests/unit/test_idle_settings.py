@@ -10,6 +10,7 @@ BASE = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=9\n[output]\ndirecto
 CASES = {
     "train.mix": (["train.mix={classes=3, mixup=0.2}", "train.micro_batches=64"], ["train.mix={classes=3, mixup=0.2}"]),
     "train.metrics": (["train.metrics=['top5']", "train.evaluate_every=0"], ["train.metrics=['top5']"]),
+    "train.loss": (["train.loss=mse", "model.output=loss"], ["train.loss=mse"]),
     "train.optimizer.decay_vectors": (
         ["train.optimizer.decay_vectors=false"],
         ["train.optimizer={decay_vectors=false, weight_decay=0.1}"],
@@ -63,3 +64,26 @@ def test_usual_jobs_have_none() -> None:
     assert files
     for file in files:
         assert not without_effect(parse(file.read_text(), str(file)), True), file
+
+
+def test_fewest_bits_of_sums() -> None:
+    """Of "auto" sums, where ranks may hold a stage together; said to have no effect, it had one."""
+    sums = ["pipeline.min_bits=8", "pipeline.gradients=auto"]
+    assert not without_effect(parse(BASE, "job", sums), True)
+    for idle in (["pipeline.groups=false"], ["pipeline.cuts=[2]"]):
+        said = without_effect(parse(BASE, "job", [*sums, *idle]), True)
+        assert [line.partition(" ")[0] for line in said] == ["pipeline.gradients", "pipeline.min_bits"]
+
+
+def test_sums_of_what_stages_have_in_common() -> None:
+    """Their gradients are summed in that way, too; nobody knows before the model is there."""
+    asked = ["pipeline.gradients=none", "pipeline.cuts=[2]"]
+    (line,) = without_effect(parse(BASE, "job", asked), True)
+    assert line.endswith(": no ranks hold a stage together, unless stages have a parameter in common")
+    (line,) = without_effect(parse(BASE, "job", [*asked, "pipeline.schedule=1f1b-async"]), True)
+    assert line.endswith(": no ranks hold a stage together")
+
+
+def test_samples_that_are_alone_are_not_mixed() -> None:
+    asked = ["train.mix={classes=3, mixup=0.2}", "train.micro_batches=64", "train.drop_last=true"]
+    assert without_effect(parse(BASE, "job", asked), True)
