@@ -120,7 +120,7 @@ def _measured(path: Path) -> list[str]:
 
 
 def _draw(path: Path, cluster: ClusterProfile, job: Job, found: Estimate) -> None:
-    ranks = [rank for _, rank in found.plan.holders]
+    ranks = [rank for _, rank, _ in found.plan.slots]  # each lane is a device of the forecast
     codecs = {crossing: choice.name for crossing, choice in found.choices.items()}
     trace = forecast_of(cluster, job, found.plan).trace(codecs, ranks)
     hosts = {rank: cluster.devices[rank].host for rank in ranks}

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import h5py
 import msgspec
@@ -12,6 +13,7 @@ from clusters import cluster
 from clusters import job as planner_job
 
 from accept_mpi.cli import main
+from accept_mpi.cli import plan as cli_plan
 from accept_mpi.cli.whatif import cluster_of_fleet, joined, with_links
 from accept_mpi.data import load as load_data
 from accept_mpi.device.fleet import Host
@@ -19,8 +21,9 @@ from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
 from accept_mpi.logs.writer import LogWriter
 from accept_mpi.models import load as load_model
-from accept_mpi.plan import make_plan
+from accept_mpi.plan import make_plan, with_lanes
 from accept_mpi.planning.codec_choice import codings_of
+from accept_mpi.planning.estimate import estimate
 from accept_mpi.planning.planner import plan_for
 from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
 from accept_mpi.profiling.layer_timer import micro_batch
@@ -107,6 +110,24 @@ def test_plan_for_a_fleet_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture
     found = json.loads(plan(capsys, tmp_path, *words[:2], "--json"))
     assert sum(stage["stop"] - stage["start"] for stage in found["plan"]["stages"]) == 8
     assert found["plan"]["step_seconds"] <= found["even"]["step_seconds"]
+
+
+def test_lanes_are_drawn_on_their_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An IndexError it was, or the rows of another rank: each lane is a device of the forecast."""
+    drawn: list[Any] = []
+
+    def draw(path: Path, trace: Any, *_: Any) -> None:
+        path.write_text("a picture")
+        drawn.append(trace)
+
+    monkeypatch.setattr(cli_plan, "draw_timeline", draw)
+    asked = planner_job("pipeline.lanes=2")
+    found = estimate(cluster(1, 1), asked, with_lanes(make_plan(12, [6]), {0: 2, 1: 2}))
+    cli_plan._draw(tmp_path / "picture.png", cluster(1, 1), asked, found)
+    (trace,) = drawn
+    assert {(int(row["rank"]), int(row["stage"]), int(row["lane"])) for row in trace if row["kind"] < 2} == {
+        (rank, rank, lane) for rank in (0, 1) for lane in (0, 1)
+    }
 
 
 def test_a_jobs_own_cuts_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
