@@ -178,7 +178,7 @@ class Adapter(Observer):
             expected = sum(device.passes(stage, rank))
             rows = window[window["stage"] == s]
             if len(stage.ranks) > 1:
-                rows = rows[rows["rank"] == (self._names[rank] if self._names else rank)]
+                rows = rows[rows["rank"] == self._name(rank)]
             beat, found[rank] = found[rank], 1.0
             if not len(rows) or expected <= 0:
                 continue
@@ -195,6 +195,10 @@ class Adapter(Observer):
                 factor = math.sqrt(factor) if device.assumed else beat
             found[rank] = factor
         return found
+
+    def _name(self, rank: int) -> int:
+        """The number of a rank in the trace, and in whatever a run tells."""
+        return self._names[rank] if self._names else rank
 
     def _change(self, rank: int) -> float:
         """Factor by which a device is slower than when the deployment began, from its speed checks; 1 if they disagree."""
@@ -238,7 +242,7 @@ class Adapter(Observer):
             return None
         slow = max(factors, key=lambda rank: abs(math.log(factors[rank])))
         text = (
-            f"rank {slow} takes {factors[slow]:.2g} x what it took: "
+            f"rank {self._name(slow)} takes {factors[slow]:.2g} x what it took: "
             f"a step of {1e3 * now.step:.0f} ms should become {1e3 * best.step:.0f} ms, moving takes about {cost:.1f} s"
         )
         return Proposal(with_codecs(best), cluster, saves, cost, text)

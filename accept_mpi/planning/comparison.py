@@ -69,7 +69,9 @@ class PlanCheck(Observer):
         slower = {rank: factor for rank, factor in factors.items() if factor > _NEAR}
         if not slower:
             return f"{text}; ranks compute as fast as foreseen, so links or waiting take the rest"
-        each = ", ".join(f"rank {rank} ({self._cluster.devices[rank].host}) {slower[rank]:.2f} x" for rank in slower)
+        each = ", ".join(
+            f"rank {self._name(rank)} ({self._cluster.devices[rank].host}) {slower[rank]:.2f} x" for rank in slower
+        )
         return f"{text}; computing takes longer than foreseen on {each}"
 
     def _name(self, rank: int) -> int:

@@ -274,3 +274,11 @@ def test_another_deal_must_fit() -> None:
     found = Adapter(asked, STEPS, plan, fleet, lambda: None).propose({0: 1.0, 1: 6.0, 2: 1.0}, 10**6)
     assert found
     assert fits(found.cluster, estimate(found.cluster, asked, found.plan))
+
+
+def test_a_rank_is_called_what_it_was_called_before_a_loss() -> None:
+    asked, fleet = job("pipeline.adapt=true"), cluster(1, 1, 1)
+    plan = plan_for(fleet, asked).plan
+    found = Adapter(asked, STEPS, plan, fleet, lambda: None, [0, 2, 3]).propose({0: 1.0, 1: 9.0, 2: 1.0}, 10**6)
+    assert found
+    assert found.text.startswith("rank 2 takes 9 x what it took")

@@ -73,3 +73,9 @@ def test_rows_do_not_pile_up_where_a_rank_is_gone() -> None:
         check.step(done(number))
         check.trace(rows_of(number, 0.1, {0: 1.0} if number > WARM else {0: 1.0, 1: 1.0}))
     assert sum(map(len, check._rows)) <= 2 * 8 * (WARM + STEPS)
+
+
+def test_ranks_have_the_numbers_that_they_had_when_the_job_began() -> None:
+    plan = make_plan(LAYERS, [6], None, [0, 1])
+    check = PlanCheck(plan, cluster(1, 1), 0.1, 4, lambda at, text: None, [0, 2])
+    assert check.line(0.2, {0: 1.0, 1: 2.0}).endswith("on rank 2 (edge1) 2.00 x")
