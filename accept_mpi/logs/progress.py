@@ -63,7 +63,7 @@ class ProgressObserver(Observer):
 
     def _say(self, line: str) -> None:
         if self._bar:
-            self._bar.console.print(line, highlight=False)
+            self._bar.console.print(line, highlight=False, markup=False, emoji=False)
         else:
             print(line, flush=True)
 

@@ -45,3 +45,15 @@ def test_steps_before_a_loss_are_not_printed_again(monkeypatch: pytest.MonkeyPat
     for step in (1, 15, 16, 17):
         observer.step(StepDone(step, 3, 8, 1.2345, 0.5, 0.1, 2.0, 12345.6))
     assert [line.split()[1] for line in progress.sys.stdout.getvalue().splitlines()] == ["16", "17/80"]
+
+
+def test_texts_on_a_terminal_are_only_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No markup and no pictures, whatever folders and functions are called."""
+    monkeypatch.setattr(progress, "on_terminal", lambda: True)
+    monkeypatch.setattr(progress, "_terminal_width", lambda: 120)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    observer = ProgressObserver(80, 16)
+    for text in ("resumed from runs/[a]/step-16", "a loss [/data/runs]", "of :smile:f"):
+        observer.event(4.0, 16, text)
+        assert text in progress.sys.stdout.getvalue()
+    observer.close()
