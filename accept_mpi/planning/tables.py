@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from accept_mpi.data.calendar import micro_batches_of
 from accept_mpi.direction import Direction
 from accept_mpi.errors import counted
@@ -12,6 +14,7 @@ from accept_mpi.plan import Lanes, Plan, with_lanes
 from accept_mpi.planning.codec_choice import EXACT
 from accept_mpi.planning.estimate import Estimate, estimate, fits, least_seconds
 from accept_mpi.planning.lane_model import Pipeline, beside_gain, best_share, exponent_of
+from accept_mpi.planning.memory import memory_of
 from accept_mpi.planning.ties import parted
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
@@ -64,7 +67,9 @@ def verdict(cluster: ClusterProfile, job: Job, found: Estimate, even: Estimate) 
     if again := [str(s) for s, stage in enumerate(found.plan.stages) if stage.recompute]:
         lines.append(f"to save memory, backwards compute their forwards again on stage {', '.join(again)}")
     if found.plan.slack < job.pipeline.slack:
-        why = "so weights are newer" if job.pipeline.schedule == "1f1b-async" else "to save memory"
+        needed = memory_of(cluster, job, msgspec.structs.replace(found.plan, slack=job.pipeline.slack))
+        roomy = fits(cluster, msgspec.structs.replace(found, memory=needed))
+        why = "so weights are newer" if roomy and job.pipeline.schedule == "1f1b-async" else "to save memory"
         lines.append(f"stages have few micro-batches in flight (transfer_slack {found.plan.slack}), {why}")
     lines += weights_age(found.plan, job)
     if found.plan.gradients:

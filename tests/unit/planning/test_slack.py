@@ -44,6 +44,15 @@ def test_fewer_in_flight_where_memory_is_short() -> None:
     )
 
 
+def test_asynchronously_too_memory_may_be_the_reason() -> None:
+    keys = (ASYNCHRONOUS, KEPT)
+    roomy = fat(cluster(1, 1, 1, rate=1e5), 1e12)
+    found = estimate(roomy, job(*keys), make_plan(LAYERS, [4, 8], slack=1))
+    short = fat(cluster(1, 1, 1, rate=1e5), 1.01 * max(found.memory))
+    for fleet, why in ((roomy, "so weights are newer"), (short, "to save memory")):
+        assert any(line.endswith(f"(transfer_slack 1), {why}") for line in verdict(fleet, job(*keys), found, found))
+
+
 def test_less_slack_is_tried_before_giving_up() -> None:
     keys = (SYNCHRONOUS, KEPT)
     most = max(plan_for(fat(cluster(1, 1, 1), 1e12), job(*keys)).memory)
