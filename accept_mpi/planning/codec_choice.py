@@ -118,10 +118,11 @@ def _choices(forecast: Forecast, chosen: dict[Crossing, str]) -> dict[Crossing, 
 
 
 def check_codecs(pipeline: Pipeline) -> None:
-    """Raise UserError for a codec of a job that does not exist, or a list of them with "auto" cuts, which fit no list."""
+    """Raise UserError for a codec of a job that does not exist, or a list of them with cuts that are not given for good."""
+    others = 'cuts = "auto" chooses' if pipeline.cuts == "auto" else "pipeline.adapt changes" if pipeline.adapt else ""
     for key, asked, gradients in (("forward", pipeline.forward, False), ("backward", pipeline.backward, True)):
-        if pipeline.cuts == "auto" and not isinstance(asked, str):
-            raise UserError(f'pipeline.{key}: a list has one codec per boundary, and cuts = "auto" chooses the boundaries')
+        if others and not isinstance(asked, str):
+            raise UserError(f"pipeline.{key}: a list has one codec per boundary, and {others} the boundaries")
         for name in [asked] if isinstance(asked, str) else asked:
             try:
                 parse("none" if name == AUTO else name, gradients)

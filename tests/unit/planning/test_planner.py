@@ -14,7 +14,7 @@ from accept_mpi.models import as_chain
 from accept_mpi.models.shared import Shared
 from accept_mpi.plan import make_plan
 from accept_mpi.planning import planner
-from accept_mpi.planning.codec_choice import codec_pairs, codings_of
+from accept_mpi.planning.codec_choice import check_codecs, codec_pairs, codings_of
 from accept_mpi.planning.estimate import estimate
 from accept_mpi.planning.forecast import Forecast
 from accept_mpi.planning.formulation import problem_of
@@ -369,3 +369,6 @@ def test_the_table_names_hosts_layers_and_the_gain() -> None:
 def test_lists_of_codecs_go_with_given_cuts_only() -> None:
     with pytest.raises(UserError, match="which cuts = "):
         codings_of(job('pipeline.forward=["none"]'))
+    for changed, by in (("pipeline.cuts=auto", 'cuts = "auto" chooses'), ("pipeline.adapt=true", "pipeline.adapt changes")):
+        with pytest.raises(UserError, match=f"one codec per boundary, and {by} the boundaries"):
+            check_codecs(job('pipeline.forward=["none"]', "pipeline.cuts=[2]", changed).pipeline)
