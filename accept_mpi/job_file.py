@@ -7,6 +7,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import date, time
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -100,15 +101,28 @@ def _override(tree: dict[str, Any], override: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise UserError(f'--set {override}: "{section}" is not a table')
+    is_text, as_text = _takes_text(".".join((*sections, key))), {"value": value.strip()}
     try:
         found = loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
-        found = {"value": value.strip()}
+        found = as_text
     except ValueError as error:
-        raise UserError(f"--set {override}: {error}") from error
+        if not is_text:
+            raise UserError(f"--set {override}: {error}") from error
+        found = as_text
     if len(found) != 1:
         raise UserError(f"--set {override}: expected one value")
+    if is_text and isinstance(found["value"], int | float | date | time):  # such as a directory that is called 2026-11-30
+        found = as_text
     table[key] = found["value"]
+
+
+def _takes_text(path: str) -> bool:
+    """True if all values of a key are texts."""
+    try:
+        return _words(_kind(path)) == "a text"
+    except (StopIteration, IndexError):  # there is no such key, or it is the user's own
+        return False
 
 
 def _table(tree: Any, keys: Sequence[str]) -> dict[str, Any]:

@@ -81,6 +81,14 @@ def test_overrides() -> None:
     assert parse(GOOD, "j", ["pipeline.cuts=even"]).pipeline.cuts == "even"
 
 
+@pytest.mark.parametrize("text", ["2026-11-30", "2026-02-30", "20261130", "12:30:00", "1e5", "true", "007", "a b"])
+def test_overrides_of_texts_that_look_like_something_else(text: str) -> None:
+    """A shell takes quotes away, so that a folder called like a date was refused."""
+    assert parse(GOOD, "j", [f"output.directory={text}"]).output.directory == text
+    assert parse(GOOD, "j", [f"output.directory='{text}'"]).output.directory == text
+    assert parse(GOOD, "j", ["model.output=1", "train.lr=1"]).model.output == "1"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
