@@ -159,6 +159,7 @@ def _change(path: Path, change: Callable[[Any], None]) -> None:
     a new one begun. Only warns if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        path = Path(os.path.realpath(path))  # a link stays one
         if path.exists() and not is_regular(path):
             raise OSError(errno.EINVAL, "something else than a file has this name")
         with _locked(path):

@@ -250,3 +250,14 @@ def test_layers_that_take_no_time_have_a_logarithm() -> None:
     known = known_of(model(), "x", msgspec.structs.replace(times(0.0), pieces=((0, 3, 0.0, 0.0),)))
     assert known.probe_times.min() > 0
     assert known.times.min() > 0
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    """To a database that others use, too: it was replaced by one of its own."""
+    link, path = tmp_path / "own" / "latency.h5", tmp_path / "common.h5"
+    link.parent.mkdir()
+    link.symlink_to(path)
+    for value, to in ((0.5, link), (0.25, path), (0.75, link)):
+        remember(to, model(), {KEY: (FACTS, times(value))})
+        assert link.is_symlink()
+        assert recall(path, model(), [KEY])[0].forward == recall(link, model(), [KEY])[0].forward == (value,) * 3
