@@ -1,5 +1,6 @@
 """``accept_mpi watch``: a run while it trains, as a page at 127.0.0.1 or on the terminal."""
 
+import contextlib
 import json
 import os
 import sys
@@ -28,13 +29,24 @@ _LEAST, _BESIDE = 20, 52  # characters of a timeline, at least, and of what stan
 _COLOURS = {"F": "blue", "B": "yellow", "W": "magenta", "U": "green", "E": "white"}
 
 
+class _Answers(BaseHTTPRequestHandler):
+    """Says nothing of requests, nor of browsers that leave before their answer comes."""
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            super().handle()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
 def serve(path: Path, port: int) -> int:
     """Serve the page until Ctrl-C. ``port``: 0 takes a free one. Raises UserError if there is no log, or the port is
     taken."""
     live = Live(log_in(path))
     page = (files("accept_mpi.logs") / "watch.html").read_bytes()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(_Answers):
         def do_GET(self) -> None:
             if self.path == "/":
                 self._answer(page, "text/html; charset=utf-8")
@@ -54,9 +66,6 @@ def serve(path: Path, port: int) -> int:
             self.send_header("Cache-Control", "no-store")
             self.end_headers()
             self.wfile.write(content)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing of requests."""
 
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)

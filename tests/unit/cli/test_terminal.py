@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import HANGS, ROOT, environment
 
+from accept_mpi.cli import watch
+
 PROGRAM = """
 import sys
 from accept_mpi.cli.terminal import outlive_terminal
@@ -50,3 +52,14 @@ def test_a_mistake_that_cannot_be_told(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accept_mpi", "report", str(tmp_path / "no.h5")]
     with open("/dev/full", "w") as full:
         assert subprocess.run(command, cwd=ROOT, stdout=full, stderr=full, timeout=HANGS, env=environment()).returncode == 2
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, ConnectionResetError])
+def test_a_browser_that_leaves_before_its_answer_comes(monkeypatch: pytest.MonkeyPatch, error: type[OSError]) -> None:
+    """It was a traceback on the terminal."""
+
+    def leaves(self: object) -> None:
+        raise error
+
+    monkeypatch.setattr(watch.BaseHTTPRequestHandler, "handle", leaves)
+    object.__new__(watch._Answers).handle()
