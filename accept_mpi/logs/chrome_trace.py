@@ -1,6 +1,7 @@
 """Export of a log's trace for Chrome's and Perfetto's trace viewers (Trace Event Format, JSON)."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from accept_mpi.direction import Direction
 from accept_mpi.errors import UserError
 from accept_mpi.files.regular import replacing
 from accept_mpi.logs.format import KINDS, Rows
-from accept_mpi.logs.reader import open_log, read_facts
+from accept_mpi.logs.reader import log_in, open_log, read_facts
 from accept_mpi.logs.timeline import plans_of, timed
 
 _CHUNK = 50_000  # rows held in memory at once
@@ -27,6 +28,8 @@ def export_chrome(log: Path, out: Path) -> None:
     UserError if the log cannot be read or ``out`` cannot be written.
     """
     with open_log(log) as file:
+        if os.path.exists(out) and os.path.samefile(out, log_in(log)):
+            raise UserError(f"{out}: cannot write: it is the log itself; choose another name")
         facts = read_facts(file)
         try:
             with replacing(out) as beside, open(beside, "w") as stream:

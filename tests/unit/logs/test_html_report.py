@@ -113,6 +113,14 @@ def test_chrome_trace(log: Path, tmp_path: Path) -> None:
     assert names == [f"rank {r} · stage {r} · edge{r}" for r in range(3)]
 
 
+def test_a_trace_does_not_replace_its_log(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = log.read_bytes()
+    for words in ([log, log], [log.parent, log]):
+        assert main(["trace", *map(str, words)]) == 2
+        assert "it is the log itself" in capsys.readouterr().err
+    assert log.read_bytes() == before
+
+
 def test_a_runs_directory_stands_for_its_log(log: Path, tmp_path: Path) -> None:
     assert main(["trace", str(tmp_path), str(tmp_path / "out.json")]) == 0
     assert main(["report", str(tmp_path)]) == 0
