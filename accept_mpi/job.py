@@ -208,7 +208,7 @@ class Pipeline(Section, frozen=True):
     every N steps (FTPipeHD). Given cuts are then a first guess; it is judged as if all devices were like rank 0, the only
     one that is measured."""
     probe_seconds: Positive = 5.0
-    """Seconds for which each device times layers before "auto" cuts; a tenth of it if the latency database knows the
+    """Seconds for which each device times layers before "auto" cuts; a fifth of it at most if the latency database knows the
     device."""
     latency_db: str = "auto"
     """Latency database for "auto" cuts, on rank 0: a path, "auto" (latency.h5 in the user's cache) or "none"."""
