@@ -8,7 +8,7 @@ bandwidth. So it is measured, on a few pieces of the model, both ways in turn.
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -27,6 +27,12 @@ _LEAST = 0.05  # seconds of one measurement
 def lane_counts(threads: int, micro_batches: int) -> list[int]:
     """The numbers of lanes that are tried on a rank with so many threads: two, and one for each thread."""
     return sorted(k for k in {2, threads} if 1 < k <= min(threads, micro_batches))
+
+
+def are_known(gains: Mapping[int, float], micro_batches: int) -> bool:
+    """True if ``gains`` of an earlier run have all numbers of lanes that would be tried here: that run may have had fewer
+    micro-batches of the same size."""
+    return set(lane_counts(torch.get_num_threads(), micro_batches)) <= gains.keys()
 
 
 def time_lanes(subject: Subject, micro_batches: int, room: float = math.inf) -> dict[int, float]:

@@ -36,7 +36,7 @@ from accept_mpi.prediction.database import (
     observe,
 )
 from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
-from accept_mpi.profiling.lane_timer import lane_counts, time_lanes
+from accept_mpi.profiling.lane_timer import are_known, lane_counts, time_lanes
 from accept_mpi.profiling.layer_timer import MicroBatch, Subject, micro_batch, time_layers
 from accept_mpi.profiling.layer_times import LayerTimes, TimedRange, nothing_measured, pieces
 from accept_mpi.profiling.message_costs import message_costs
@@ -161,7 +161,8 @@ def with_best_lanes(runtime: Runtime, job: Job, chain: Chain, loss: Loss, have: 
     devices = introduce_devices(runtime, job, model, path)
     room = planned(here().room())
     gains = devices.known[0].lanes if devices.known[0] else {}
-    gains = gains or time_lanes(Subject(chain, model, job, loss, *batch), micro_batches, room)
+    if not are_known(gains, micro_batches):
+        gains = time_lanes(Subject(chain, model, job, loss, *batch), micro_batches, room)
     each = [1.0] * len(model.layers)  # only their sums with and without lanes are compared
     device = DeviceProfile(
         host="", forward=each, backward=each, weight_gradient=each, update=[0.0] * len(each), encode={}, decode={},
@@ -222,7 +223,7 @@ def _times_here(runtime: Runtime, subject: Subject, devices: Devices, room: floa
     known, order = devices.known[runtime.rank], devices.order(runtime.rank, len(pieces(subject.outline)))
     crowded = runtime.cores < torch.get_num_threads()
     found = time_layers(subject, seconds, known, room, order, crowded)
-    if subject.job.pipeline.lanes != "auto" or found.lanes:
+    if subject.job.pipeline.lanes != "auto" or are_known(found.lanes, micro_batches_of(subject.job)):
         return found
     return msgspec.structs.replace(found, lanes=time_lanes(subject, micro_batches_of(subject.job), room))
 
