@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from accept_mpi import tree
+from accept_mpi.device.allocator import take_memory
 from accept_mpi.device.cpu import cpu_name
 from accept_mpi.device.memory import available_memory
 from accept_mpi.errors import UserError
@@ -109,6 +110,15 @@ class Compute:
     def room(self) -> float:
         """Bytes that this process can still take for a stage; infinite if that is unknown."""
         return available_memory()
+
+    @property
+    def memory(self) -> str:
+        """Name of the memory that ``room`` is of; empty: the host's, which all of its ranks share."""
+        return ""
+
+    def reserve(self, nbytes: int) -> None:
+        """Take memory that a stage will need from the system now: taking it would count as the stage's time."""
+        take_memory(nbytes)
 
 
 class Gpu(Compute):
@@ -220,6 +230,13 @@ class Gpu(Compute):
         free, _ = torch.cuda.mem_get_info(self.device)
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return float(free + kept)
+
+    @property
+    def memory(self) -> str:
+        return str(self.device)
+
+    def reserve(self, nbytes: int) -> None:
+        """Nothing: torch keeps what it has taken, and the first rounds of a measurement do not count."""
 
     def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self.device, non_blocking=True).requires_grad_(tensor.requires_grad)

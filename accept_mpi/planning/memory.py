@@ -103,10 +103,12 @@ class MemoryModel:
         apart = 2 if kind == "1f1b-delayed" and job.train.clip_norm is not None else 0
         # The weights before an update, of which a correction is made.
         apart += 1 if job.train.optimizer.correction != "none" else 0
-        held = most_held(job.recovery.replicate_every) if cluster.snapshots else 0
+        # Copies are in the host's memory, which a GPU's (``alone``) is not; where there are CPUs, too, all count them.
+        here = not cluster.devices or not all(device.alone for device in cluster.devices)
+        held = most_held(job.recovery.replicate_every) if cluster.snapshots and here else 0
         # A checkpoint is sent from a copy while training goes on; that at the end while nothing is in flight any more.
-        saved = 1 if job.output.checkpoint_every or job.output.keep_best else 0
-        at_end = 1 if job.output.checkpoint_at_end else 0
+        saved = 1 if here and (job.output.checkpoint_every or job.output.keep_best) else 0
+        at_end = 1 if here and job.output.checkpoint_at_end else 0
         self.state_copies = (weights + 1 + apart + self._optimizer + (held + saved) * copied) / whole
         self._fixed = 1 + held + saved
         self._least = copied + (held + at_end) * copied, 1 + held + at_end

@@ -18,7 +18,7 @@ from accept_mpi import tree
 from accept_mpi.codecs.tensors import Tensors
 from accept_mpi.data import Dataset, fetch
 from accept_mpi.data.calendar import micro_batch_size
-from accept_mpi.device.allocator import take_memory
+from accept_mpi.device.compute import here
 from accept_mpi.job import Job
 from accept_mpi.models import Chain
 from accept_mpi.models.losses import Loss
@@ -130,7 +130,7 @@ def _measure(
     needs = {run: bytes_of(outline, *run) for run in chosen}
     chosen = [run for run in chosen if needs[run] <= room]
     # Take memory from the kernel beforehand: page faults during the measurement would count as the piece's time.
-    take_memory(int(min(room, _HEAP * max((needs[run] for run in chosen), default=0))))
+    here().reserve(int(min(room, _HEAP * max((needs[run] for run in chosen), default=0))))
     together = _joined(subject, chosen, room)
     work = [_work(outline, *run) for run in together]
     for number, (start, stop) in enumerate(together):

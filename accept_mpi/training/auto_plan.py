@@ -98,7 +98,8 @@ def plan_by_measuring(
     jobs = tried(job, runtime.size)
     batches = [_micro_batch(runtime, data, one) for one in jobs]
     codings = codings_of(job)
-    idle = given is None and _room(runtime, most) <= 0
+    sharers = _sharers(runtime)
+    idle = given is None and _room(most, sharers) <= 0
     planner = planning_kernels(runtime.size) if runtime.rank == 0 and given is None else []
     drawings = [drawing(chain, one, batch) for one, batch in zip(jobs, batches, strict=True)]
     outlining = Meanwhile(lambda: _tried(drawings), _OUTLINE_SECONDS * len(jobs)) if runtime.rank == source else None
@@ -108,7 +109,7 @@ def plan_by_measuring(
     linked = time.monotonic()
     path = database_path(job.pipeline.latency_db) if runtime.rank == 0 and not given else None
     give_back_memory()  # kept from an earlier run in the same process
-    room = 0.0 if idle else _room(runtime, most)
+    room = 0.0 if idle else _room(most, sharers)
     costs = None if idle else message_costs(codings, rates.seconds_per_byte, rates.seconds_per_message)
     copies = job.recovery.copies(runtime.size, runtime.survives)
     mine = Report(
@@ -184,9 +185,17 @@ def _micro_batch(runtime: Runtime, data: Data, job: Job) -> MicroBatch:
     return runtime.agree("a micro-batch", lambda: micro_batch(data[0], job))
 
 
-def _room(runtime: Runtime, most: float) -> float:
-    """Bytes that a stage may take on this rank, and no more than ``most``."""
-    return min(most, planned(here().room() / runtime.ranks_on_host))
+def _sharers(runtime: Runtime) -> int:
+    """Number of ranks that share the memory in which this one computes: its host's, or a GPU's. All ranks call this
+    together."""
+    host, memory = runtime.hosts[runtime.rank]["machine_id"], here().memory
+    told = runtime.messenger.allgather([host, memory], runtime.startup_seconds, "where each rank computes")
+    return sum(one == host and memory in ("", of) for one, of in told)
+
+
+def _room(most: float, sharers: int) -> float:
+    """Bytes that a stage may take on this rank, whose memory so many ranks share, and no more than ``most``."""
+    return min(most, planned(here().room() / sharers))
 
 
 class _Took(NamedTuple):

@@ -142,3 +142,14 @@ def test_ranks_of_a_host_share_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None
         assert here().alone
     with pytest.raises(UserError, match="torch sees 2 GPUs there"):
         select("cuda:2", "jetson", 0)
+
+
+def test_what_a_gpu_measures_takes_no_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bytes as pieces take there, three times over, and for good: a host may have far less than its GPU."""
+    taken: list[int] = []
+    monkeypatch.setattr(compute, "take_memory", taken.append)
+    Compute().reserve(5)
+    gpu = compute.Gpu("cuda:1")
+    gpu.reserve(1 << 40)
+    assert taken == [5]
+    assert (Compute().memory, gpu.memory) == ("", "cuda:1")

@@ -170,3 +170,15 @@ def test_few_stages_need_no_memory_for_a_longer_pipeline(schedule: tuple[str, ..
     needs = max(memory_of(fleet, asked, both))
     two = cluster(1, 1, 30, 30)
     assert sorted(plan_for(two.within([needs] * 4), asked).plan.leaders) == [0, 1]
+
+
+def test_gpus_do_not_hold_what_is_copied() -> None:
+    """That is in their hosts' memory: a model that fits was refused. Beside CPUs it counts on all devices."""
+    keys = "train.optimizer.name=adamw", "output.checkpoint_every=5", "pipeline.schedule=1f1b"
+    plan = make_plan(LAYERS, [6])
+    needs = [
+        memory_of(cluster(1, 1, snapshots=[True] * 2, alone=list(alone)), job(*keys), plan)
+        for alone in ((False, False), (True, False), (True, True))
+    ]
+    weights = sum(layer.parameter_bytes for layer in cluster(1).outline.layers[:6])
+    assert needs[0] == needs[1] == [need + (4 + 1) * 3 * weights for need in needs[2]]
