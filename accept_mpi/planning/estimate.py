@@ -20,7 +20,7 @@ from accept_mpi.planning.codec_choice import AUTO, EXACT, LINK_SHARE, Choice, ch
 from accept_mpi.planning.forecast import Forecast, Groups
 from accept_mpi.planning.memory import memory_of
 from accept_mpi.planning.message_model import Traffic
-from accept_mpi.planning.ties import with_ties
+from accept_mpi.planning.ties import trained_in, with_ties
 from accept_mpi.profiling.cluster_profile import ClusterProfile, StageTimes
 
 
@@ -129,10 +129,7 @@ def _groups(cluster: ClusterProfile, job: Job, plan: Plan) -> Groups:
         for (d, (s, rank, _)), (e, (t, other, _)) in itertools.permutations(enumerate(slots), 2)
         if abs(s - t) <= 1 and rank != other
     }
-    gradients = [
-        float(sum(layer.trained_bytes for layer in cluster.outline.layers[stage.start : stage.stop]))
-        for stage in plan.stages
-    ]
+    gradients = [float(sum(trained_in(cluster.outline, stage.start, stage.stop))) for stage in plan.stages]
     early = [_passed_on(cluster, plan, s) for s in range(len(plan.stages))]
     return groups_of(job, plan, gradients, rates, early)
 
@@ -153,13 +150,13 @@ def groups_of(
 def _passed_on(cluster: ClusterProfile, plan: Plan, s: int) -> list[tuple[float, float]]:
     """``Groups.early`` of a stage, with the times of the first of its group."""
     stage = plan.stages[s]
-    layers = cluster.outline.layers[stage.start : stage.stop]
+    trained = trained_in(cluster.outline, stage.start, stage.stop)
     seconds = cluster.devices[stage.ranks[0]].backward[stage.start : stage.stop]
-    total = max(sum(layer.trained_bytes for layer in layers), 1)
+    total = max(sum(trained), 1)
     chunk = max(1, chunk_bytes(total, len(stage.ranks)))
     found, end, to_go = [], 0, 0.0
-    for layer, backward in zip(layers, seconds, strict=True):
-        begin, end = end, end + layer.trained_bytes
+    for nbytes, backward in zip(trained, seconds, strict=True):
+        begin, end = end, end + nbytes
         last = (end - 1) // chunk * chunk  # where the last chunk begins that has values of this layer
         if last >= begin:  # then it is there once this layer has gone back, and so are all later ones
             found.append((min(1.0, (last + chunk) / total), to_go / max(sum(seconds), 1e-12)))

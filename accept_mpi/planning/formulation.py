@@ -13,6 +13,7 @@ from accept_mpi.planning.codec_choice import codec_pairs
 from accept_mpi.planning.memory import MemoryModel, summed_in
 from accept_mpi.planning.message_model import message_seconds
 from accept_mpi.planning.problem import F64, Problem
+from accept_mpi.planning.ties import trained_in
 from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
 
 NEVER = 1e9
@@ -58,7 +59,8 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0, most: int 
     lanes: Lanes = 1 if job.pipeline.lanes == "auto" or job.pipeline.lanes == "off" else job.pipeline.lanes
     needs = MemoryModel(cluster, job, most, job.pipeline.slack, [at_once(lanes)] * most)
     whole = None if needs.whole is None else np.minimum(needs.in_flight, at_once(lanes) * needs.whole)
-    gradients = np.array([float(layer.trained_bytes) for layer in outline.layers])
+    gradients = np.array(trained_in(outline, 0, layers, job.parts_ties), float)
+    again = np.array([layer.trained_bytes for layer in outline.layers]) - gradients  # as ``memory_of`` counts it
     return Problem(
         layer_seconds=seconds,
         values=values,
@@ -68,9 +70,9 @@ def problem_of(cluster: ClusterProfile, job: Job, share: float = 1.0, most: int 
         codecs=tuple(names),
         bytes_per_value=np.array([max(_bytes_of(name, width) for name in pair) for pair in pairs]),
         messages=_messages(devices, values, other, host_links, pairs, width),
-        state=np.array([needs.state(layer) for layer in outline.layers]),
-        fixed=np.array([needs.fixed(layer) for layer in outline.layers]) + summed_in(lanes) * gradients,
-        least=np.array([needs.least(layer) for layer in outline.layers]),
+        state=np.array([needs.state(layer) for layer in outline.layers]) - needs.values * again,
+        fixed=np.array([needs.fixed(layer) for layer in outline.layers]) + summed_in(lanes) * gradients + needs.kept * again,
+        least=np.array([needs.least(layer) for layer in outline.layers]) - needs.ends * again,
         saved_bytes=np.array([float(layer.saved_bytes) for layer in outline.layers]),
         uncuttable=uncuttable(outline.shared, layers, job.parts_ties),
         capacity=np.array([device.memory for device in devices], float),

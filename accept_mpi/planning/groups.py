@@ -29,6 +29,7 @@ from accept_mpi.planning.formulation import NEVER
 from accept_mpi.planning.job_plan import open_plan
 from accept_mpi.planning.problem import F64, NoPlan, Problem, Solution, cost, few_edges, prefix_sums
 from accept_mpi.planning.search import improve
+from accept_mpi.planning.ties import trained_in
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 
 MOST_DEVICES = 12  # with more, no groups are tried
@@ -205,7 +206,8 @@ class _Groups:
         layers = cluster.outline.layers
         at = np.arange(len(layers) + 1) if edges is None else np.array(edges)
         self._problem = problem if edges is None else problem.coarse(edges)
-        self._gradients = prefix_sums(np.array([float(layer.trained_bytes) for layer in layers]))[at]
+        trained = trained_in(cluster.outline, 0, len(layers), job.parts_ties)
+        self._gradients = prefix_sums(np.array(trained, float))[at]
         alone = [layer.alone for layer in layers]
         alone[-1] |= not counts_known(job.train.loss)
         self._alone = np.logical_or.reduceat(alone, at[:-1])

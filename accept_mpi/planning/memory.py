@@ -12,7 +12,7 @@ from accept_mpi.pipeline.optimizer import values_kept
 from accept_mpi.pipeline.schedule import DELAY, max_in_flight, most_anywhere
 from accept_mpi.plan import Lanes, Plan, at_once
 from accept_mpi.planning.codec_choice import gradient_codec, sums_of
-from accept_mpi.planning.ties import parted
+from accept_mpi.planning.ties import parted, trained_in
 from accept_mpi.profiling.cluster_profile import ClusterProfile
 from accept_mpi.profiling.outline import LayerOutline
 
@@ -51,7 +51,8 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
             in_flight = [max(window.count(m) for window in windows) for m in range(len(stage.ranks))]
             copies += needs.local_copies if plan.hybrid else 0.0
             fixed += needs.local_fixed * sum(layer.unchanged_bytes for layer in layers) if plan.hybrid else 0.0
-        gradients = sum(layer.trained_bytes for layer in layers)
+        gradients = sum(trained_in(cluster.outline, stage.start, stage.stop))
+        again = sum(layer.trained_bytes for layer in layers) - gradients  # copies have it under each of its names
         coded = len(stage.ranks) > 1 and gradient_codec(sums_of(job, plan)) != "none"
         summing = (_SUMMING if len(stage.ranks) > 1 else 0) + (_LEFT_OUT if coded else 0)
         copied = _SUMMING * sum(one.nbytes for one, stages in ties if s in stages) if not summing else 0
@@ -59,8 +60,9 @@ def memory_of(cluster: ClusterProfile, job: Job, plan: Plan) -> list[float]:
             lanes = stage.lanes_of(rank)
             mine = summing + summed_in(lanes)
             whole = min(flying, at_once(lanes)) if stage.recompute else flying  # micro-batches whose activations are there
-            training = copies * state + fixed + flying * received + whole * saved + mine * gradients + copied
-            rows.append(float(max(training, least if rank == stage.leader else 0)))
+            training = copies * state - needs.live[behind] * again + fixed
+            training += flying * received + whole * saved + mine * gradients + copied
+            rows.append(float(max(training, least - needs.ends * again if rank == stage.leader else 0)))
     return rows
 
 
@@ -109,7 +111,11 @@ class MemoryModel:
         # A checkpoint is sent from a copy while training goes on; that at the end while nothing is in flight any more.
         saved = 1 if here and (job.output.checkpoint_every or job.output.keep_best) else 0
         at_end = 1 if here and job.output.checkpoint_at_end else 0
-        self.state_copies = (weights + 1 + apart + self._optimizer + (held + saved) * copied) / whole
+        self.values, self.kept, self.ends = whole, (held + saved) * copied, copied
+        """Values per trained value: in one version of the state, in copies of it, and at the end of a run without copies."""
+        self.live = weights + 1 + apart + self._optimizer
+        """(stages,): the same while training, without copies."""
+        self.state_copies = (self.live + self.kept) / whole
         self._fixed = 1 + held + saved
         self._least = copied + (held + at_end) * copied, 1 + held + at_end
         self.local_copies = LOCAL_KEPT * copied / whole if cluster.snapshots else 0.0

@@ -10,6 +10,7 @@ from accept_mpi.models.shared import Shared
 from accept_mpi.plan import Plan
 from accept_mpi.planning.codec_choice import EXACT, sums_of
 from accept_mpi.profiling.cluster_profile import ClusterProfile
+from accept_mpi.profiling.outline import Outline
 
 
 def parted(shared: Iterable[Shared], plan: Plan) -> list[tuple[Shared, list[int]]]:
@@ -20,6 +21,17 @@ def parted(shared: Iterable[Shared], plan: Plan) -> list[tuple[Shared, list[int]
         stages = [s for s, stage in enumerate(plan.stages) if any(stage.start <= layer < stage.stop for layer in layers)]
         if one.tied and len(stages) > 1:
             found.append((one, stages))
+    return found
+
+
+def trained_in(outline: Outline, start: int, stop: int, apart: bool = False) -> list[int]:
+    """Bytes of the trained parameters of each layer of a stage; one that several of them have in common counts for the first
+    of these. ``apart``: it counts for all, if stages may each have a copy of it, wherever the model is cut."""
+    found = [layer.trained_bytes for layer in outline.layers[start:stop]]
+    for one in outline.shared:
+        uses = sorted({layer for layer, _ in one.places if start <= layer < stop})
+        for layer in uses[1:] if one.nbytes and not (apart and one.tied) else ():
+            found[layer - start] = max(0, found[layer - start] - one.nbytes)
     return found
 
 

@@ -5,9 +5,12 @@ import itertools
 import msgspec
 import numpy as np
 import pytest
+import torch
 from clusters import LAYERS, cluster, job
+from torch import nn
 
 from accept_mpi.errors import UserError
+from accept_mpi.models import as_chain
 from accept_mpi.models.shared import Shared
 from accept_mpi.plan import make_plan, recomputing
 from accept_mpi.planning.estimate import fits
@@ -16,6 +19,7 @@ from accept_mpi.planning.planner import plan_for, plans_for
 from accept_mpi.planning.tables import verdict
 from accept_mpi.planning.ties import parted, with_ties
 from accept_mpi.profiling.cluster_profile import ClusterProfile
+from accept_mpi.profiling.outline import outline
 
 SAVED = 1_000_000
 SYNCHRONOUS, SLACK = "pipeline.schedule=1f1b", "pipeline.transfer_slack=2"
@@ -126,7 +130,31 @@ def test_stages_with_a_copy_hold_what_its_sum_takes() -> None:
         with_tie, without = (memory_of(one, job(SYNCHRONOUS), plan) for one in (tied(fleet, nbytes), fleet))
         assert [a - b for a, b in zip(with_tie, without, strict=True)] == [each * nbytes for each in more]
     whole = make_plan(LAYERS, [], None, [0])
-    assert memory_of(tied(fleet, nbytes), job(SYNCHRONOUS), whole) == memory_of(fleet, job(SYNCHRONOUS), whole)
+    (together,), (apart,) = (memory_of(one, job(SYNCHRONOUS), whole) for one in (tied(fleet, nbytes), fleet))
+    assert together == apart - 2 * nbytes, "weights and gradients are there once"
+
+
+def test_what_is_tied_counts_once_in_a_stage() -> None:
+    """As a stage has it, while copies have it under each of its names: a model that fits was refused."""
+    first, last = nn.Embedding(1000, 8), nn.Linear(8, 1000, bias=False)
+    last.weight = first.weight
+    model = outline(as_chain([first, nn.Linear(8, 8), last]), 0, (torch.zeros(4, dtype=torch.int64),))
+    nbytes = 1000 * 8 * 4
+    assert [one.nbytes for one in model.shared] == [nbytes]
+    times = {name: [1e-3] * 3 for name in ("forward", "backward", "weight_gradient", "update")}
+    device, whole = msgspec.structs.replace(cluster(1).devices[0], **times), make_plan(3, [])
+    for snapshots, schedule in itertools.product((False, True), ("1f1b", "1f1b-async", "1f1b-delayed")):
+        keys = "train.optimizer.name=adamw", "pipeline.recompute=off", "output.checkpoint_at_end=false"
+        asked = job(f"pipeline.schedule={schedule}", *keys)
+        own = msgspec.structs.replace(device, snapshots=snapshots)
+        fleet = ClusterProfile(model, [own], [[1e12]], [[0.0]])
+        untied = msgspec.structs.replace(fleet, outline=msgspec.structs.replace(model, shared=()))
+        (need,), (more,) = (memory_of(one, asked, whole) for one in (fleet, untied))
+        versions = {"1f1b": 1, "1f1b-async": 3, "1f1b-delayed": 2}[schedule]
+        assert more - need == (versions + 3) * nbytes
+        assert len(plan_for(fleet.within([need]), asked).plan.stages) == 1
+        with pytest.raises(UserError, match="cuts"):
+            plan_for(fleet.within([need - 1000]), asked)
 
 
 def test_only_the_first_of_several_uses_may_be_apart() -> None:
