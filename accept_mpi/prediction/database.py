@@ -1,6 +1,7 @@
 """The latency database: layer times by model and device, kept from run to run (by default in the user's cache).
 
-Layout (HDF5, version 2; root attribute ``format`` is "accept-mpi latency")::
+Layout (HDF5, version 2; root attributes ``format``, which is "accept-mpi latency", and ``packed``, the bytes that the file
+had when it was last packed)::
 
     /MODEL              outline (JSON of ``outline.Outline``): the layers, shapes and micro-batch size behind the key
     /MODEL/DEVICE       times (4 x layers: seconds of forward, backward, the backward's weight gradients, update; NaN: not
@@ -47,6 +48,7 @@ FORMAT, VERSION = "accept-mpi latency", 2
 _LOCK_SECONDS = 10.0
 _LOOKED_AT = 1 << 26  # bytes
 _MOST_OBSERVED = 100  # observed sub-models kept per device
+_UNUSED = 1 << 20  # bytes that a file may have grown by, and by its own size, before it is packed
 
 
 def database_path(asked: str) -> Path | None:
@@ -187,6 +189,24 @@ def _changed(before: bytes, change: Callable[[Any], None]) -> bytes:
     with h5py.File(content, "r+" if before else "w") as file:
         file.attrs.update(format=FORMAT, version=VERSION)
         change(file)
+        packed = number_in(file, "packed") if "packed" in file.attrs else 0.0
+    found = content.getvalue()
+    return found if len(found) < 2 * packed + _UNUSED else _packed(found)
+
+
+def _packed(before: bytes) -> bytes:
+    """The same without the room of what was deleted, which HDF5 does not use again once a file is closed, and without
+    entries that cannot be read."""
+    content = io.BytesIO()
+    with h5py.File(io.BytesIO(before), "r") as file, h5py.File(content, "w") as copy:
+        copy.attrs.update(file.attrs)
+        for name in file:
+            with contextlib.suppress(KeyError, OSError, RuntimeError, ValueError):
+                if isinstance(file.get(name, getlink=True), h5py.HardLink):
+                    file.copy(name, copy)
+    nbytes = len(content.getvalue())
+    with h5py.File(content, "r+") as copy:
+        copy.attrs["packed"] = nbytes
     return content.getvalue()
 
 

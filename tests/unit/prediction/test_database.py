@@ -12,6 +12,7 @@ from torch import nn
 
 from accept_mpi.errors import UserError
 from accept_mpi.models import as_chain
+from accept_mpi.prediction import database
 from accept_mpi.prediction.database import (
     check_database,
     database_path,
@@ -261,3 +262,20 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
         remember(to, model(), {KEY: (FACTS, times(value))})
         assert link.is_symlink()
         assert recall(path, model(), [KEY])[0].forward == recall(link, model(), [KEY])[0].forward == (value,) * 3
+
+
+def test_it_does_not_grow_with_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HDF5 does not use again what has been deleted: eight KiB a run, for ever. Nothing that can be read is lost."""
+    monkeypatch.setattr(database, "_UNUSED", 1 << 15)
+    path = tmp_path / "latency.h5"
+    remember(path, model(4), {"other": (FACTS, times(0.25, 4))})
+    keep_predictor(path, Predictor.train(library(path), steps=1))
+    first = path.stat().st_size
+    for number in range(100):
+        remember(path, model(), {KEY: (FACTS, times(0.5))})
+        observe(path, model(), {KEY: [(0, 1, 1.0, float(number))]})
+        assert path.stat().st_size < 2.2 * first + (1 << 15)
+    found = recall(path, model(), [KEY])[0]
+    assert (found.forward, found.observed[-1][3]) == ((0.5,) * 3, 99.0)
+    assert recall(path, model(4), ["other"])[0].forward == (0.25,) * 4
+    assert recall_predictor(path).models == {model(4).key}
