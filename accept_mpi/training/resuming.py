@@ -7,6 +7,7 @@ reported. Where layers are, how data is sent and how long the run is may change 
 import contextlib
 import json
 import shlex
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -18,6 +19,7 @@ import msgspec
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data.calendar import Calendar, Milestones, Position
 from accept_mpi.errors import Agreed, UserError, shown
+from accept_mpi.files.values import loads
 from accept_mpi.job import GOES_WITH, Job, Optimizer, flows
 from accept_mpi.models import Chain
 from accept_mpi.pipeline.optimizer import left_behind
@@ -234,16 +236,28 @@ def _hint(change: Change, job: Job) -> str:
     if value is _ABSENT:
         key = key.rpartition(".")[0]
         value = job.model.args if key == "model.args" else job.data.args
-    words = value if isinstance(value, str) and value not in ("true", "false") else _toml(value)
-    return f"--set {shlex.quote(f'{key}={words}')}"
+    return f"--set {shlex.quote(f'{key}={value if _is_bare(value) else _toml(value)}')}"
+
+
+def _is_bare(value: Any) -> bool:
+    """True for a text that is read as one without quotes, too: as no number, date or the like."""
+    if not isinstance(value, str) or value != value.strip():
+        return False
+    try:
+        loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        return True
+    except ValueError:
+        pass
+    return False
 
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _text(value: Any) -> str:
