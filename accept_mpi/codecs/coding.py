@@ -1,13 +1,15 @@
 """Codecs by name: how a floating-point tensor's values are coded on the wire.
 
-``none``: not at all. ``bf16``, ``fp16``: in half the bytes. ``uniform:B``: in B = 1..8 bits per value, in groups of 64 that
-share a zero point and a scale (kernels/uniform.py); ``uniform:B/G`` sets the group size, 0 for the whole tensor; ``+sr``
-rounds stochastically (unbiased; the default for gradients, AccEPT), ``+nr`` to nearest (the default for activations).
+``none``: not at all. ``bf16``, ``fp16``: in half the bytes; ``fp16`` with a power of two for each tensor (``_shift``).
+``uniform:B``: in B = 1..8 bits per value, in groups of 64 that share a zero point and a scale (kernels/uniform.py);
+``uniform:B/G`` sets the group size, 0 for the whole tensor; ``+sr`` rounds stochastically (unbiased; the default for
+gradients, AccEPT), ``+nr`` to nearest (the default for activations).
 ``mbq:B``, ``mbq:B/G``: in B = 1..4 bits per value by multi-bit quantization (kernels/mbq.py). ``entropy:R``: in R = 1.5..10
 bits per value, all included, such as 4.5, by uniform quantization and an entropy code (kernels/entropy.py); rounding as in
 ``uniform``. ``entropy:R+basis``, of activations: the same, of components in a basis that is learned (``codecs.basis``).
 """
 
+import math
 import re
 from collections.abc import Iterable
 from functools import cache
@@ -28,6 +30,9 @@ _EXAMPLES = "none, bf16, fp16, uniform:4, uniform:2/256+sr, mbq:2, entropy:4.5"
 _MODULES = {"bf16": ("half",), "uniform": ("uniform", "uniform_decoder"), "mbq": ("mbq",), "entropy": ("entropy",)}
 """Modules of kernels: the first one encodes, the last one decodes."""
 _BITS = {"uniform": (1, 8), "mbq": (1, 4), "entropy": (1.5, 10)}
+_SHIFT_BYTES = 2  # behind the values of fp16
+_LARGEST_EXPONENT = 15  # of numbers below 2 ** 15, half of what fp16 can hold
+_MOST_SHIFT = 126  # 2 ** 127 is the largest factor of single precision
 
 
 class Coding(msgspec.Struct, frozen=True):
@@ -51,7 +56,7 @@ class Coding(msgspec.Struct, frozen=True):
     def nbytes(self, values: int) -> int:
         """Bytes that ``encode`` writes for ``values`` values."""
         if self.kind in ("bf16", "fp16"):
-            return 2 * values
+            return 2 * values + (_SHIFT_BYTES if self.kind == "fp16" else 0)
         return _kernels(self.kind, 0).encoded_bytes(values, self.bits, self.group)
 
     def encode(self, x: F32, out: Bytes, key: int) -> bool:
@@ -63,9 +68,10 @@ class Coding(msgspec.Struct, frozen=True):
         if self.kind == "bf16":
             return bool(_kernels("bf16", 0).to_bf16(x.view(np.uint32), out.view(np.uint16)))
         if self.kind == "fp16":
-            half = out.view(np.float16)
+            half, shift = out[:-_SHIFT_BYTES].view(np.float16), _shift(x)
             with np.errstate(over="ignore"):
-                np.copyto(half, x, casting="same_kind")
+                np.copyto(half, x * np.float32(2.0**shift) if shift else x, casting="same_kind")
+            out[-_SHIFT_BYTES:].view(np.int16)[:] = shift
             return bool(np.isfinite(half).all())
         kernels = _kernels(self.kind, 0)
         if self.stochastic:
@@ -77,12 +83,21 @@ class Coding(msgspec.Struct, frozen=True):
         if self.kind == "bf16":
             _kernels("bf16", -1).from_bf16(data.view(np.uint16), x.view(np.uint32))
         elif self.kind == "fp16":
-            np.copyto(x, data.view(np.float16))
+            np.copyto(x, data[:-_SHIFT_BYTES].view(np.float16))
+            if shift := min(max(int(data[-_SHIFT_BYTES:].view(np.int16)[0]), 0), _MOST_SHIFT):
+                x *= np.float32(2.0**-shift)
         else:
             _kernels(self.kind, -1).decode(data, self.bits, self.group, x)
 
 
 NONE = Coding()
+
+
+def _shift(x: F32) -> int:
+    """Powers of two by which fp16 multiplies values that are all below 1, so that the largest is near its own largest: else
+    what is below 6e-8, as many gradients are, would be lost."""
+    most = float(max(x.max(), -x.min()))
+    return min(_LARGEST_EXPONENT - math.frexp(most)[1], _MOST_SHIFT) if 0.0 < most < 1.0 else 0
 
 
 def parse(text: str, gradients: bool) -> Coding:

@@ -25,7 +25,7 @@ from accept_mpi.seeds import mix
 from accept_mpi.tree import LONE, Tree
 
 MAGIC = 0x4D41  # "AM"
-VERSION = 8
+VERSION = 9
 ALIGN = 64
 
 _HEADER = struct.Struct("<HBBHHIQIIIQddQ")

@@ -104,6 +104,18 @@ def test_what_is_not_finite_goes_uncoded(name: str, value: float) -> None:
     assert torch.equal(back[1].nan_to_num(nan=7.5), x.nan_to_num(nan=7.5))
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-5, 1e-7, 1e-12, 1e-36])
+def test_fp16_keeps_small_gradients(size: float) -> None:
+    """Half precision alone rounds those below 6e-5 to few bits, and those below 6e-8 to nothing."""
+    coding, x = parse("fp16", True), torch.randn(1000) * size
+    (back,) = decode(*message(coding, x), coding)[1]
+    assert back is not None
+    assert (back - x).double().norm() < 1e-3 * x.double().norm()
+    known = as_decoded(x, coding)
+    assert known is not None
+    assert torch.equal(known, back)
+
+
 def test_fp16_does_not_make_infinities() -> None:
     specs, data = message(parse("fp16", False), torch.tensor([1e5]))
     assert decode(specs, data, parse("fp16", False))[1][0] == 1e5
