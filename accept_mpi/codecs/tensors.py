@@ -175,6 +175,14 @@ class BoundarySpecs(msgspec.Struct, frozen=True):
         """Specs of the tensors that cross in this direction, by number of samples."""
         return self.backward if direction is Direction.BACKWARD else self.forward
 
+    @property
+    def unclear(self) -> bool:
+        """True if no activation of several wants a gradient in training, since what makes them is frozen: nothing tells
+        masks and positions from others then, so no codec may change any."""
+        usual = next(iter(self.forward.values()), ())
+        floats = [spec for spec in usual if spec.dtype != "absent" and spec.torch_dtype.is_floating_point]
+        return len(floats) > 1 and not any(spec.grad for spec in floats)
+
 
 def trial_values(tensor: torch.Tensor | None, true: bool = False) -> bytes:
     """Values of a tensor, without what is repeated in it, for a trial of the stage that takes it. Empty, so that

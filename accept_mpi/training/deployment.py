@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from accept_mpi.codecs.basis import widths_of
-from accept_mpi.codecs.coding import kernels_of, parse
+from accept_mpi.codecs.coding import NONE, Coding, kernels_of, parse
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.machine_code import compile_together
 from accept_mpi.comm.messages import EvaluationMade, Event, Leaving, Message, PlanOver, Speed, StepMade, TargetsDrawn
@@ -151,9 +151,9 @@ class Deployment:
                 f"{self._lanes} micro-batches at a time, each with {each} of {self.state.threads} threads"
             )
         self.codecs_why += [no_lanes] if no_lanes else []
-        place, ahead = self.place, self._signatures[1].forward
-        if not (place.idle or place.last) and parse(self.plan.boundaries[place.stage].forward, False).basis:
-            self.stage.bases = KeptBases(self.stage.names[-1], widths_of(ahead.values()))
+        place, ahead = self.place, self._signatures[1]
+        if self._coding_ahead.basis and not ahead.unclear:
+            self.stage.bases = KeptBases(self.stage.names[-1], widths_of(ahead.forward.values()))
         if not place.idle:
             self.stage.norms = KeptNorms(self.stage.names, self._older)
         restore(self.stage)  # after the first forward, which may create buffers
@@ -179,6 +179,12 @@ class Deployment:
         if lanes not in (1, "F+B") and stage.statistics is None:
             stage.join_group()
         return ""
+
+    @property
+    def _coding_ahead(self) -> Coding:
+        """The codec of the activations that this stage sends on."""
+        sends = not (self.place.idle or self.place.last)
+        return parse(self.plan.boundaries[self.place.stage].forward, False) if sends else NONE
 
     @property
     def _lanes(self) -> Lanes:
@@ -226,6 +232,9 @@ class Deployment:
         self._plane.start()
         if forgets := ", ".join(self.stage.found.forgets):
             text = f"forwards change {forgets}, which checkpoints cannot keep: what is resumed begins with other values"
+            plane.post(0, Event(runtime.clock.now(), self.course.first, text))
+        if place.leads and agreed[1].unclear and self._coding_ahead != NONE:
+            text = f"boundary {place.stage}: activations go uncoded: none wants a gradient, which tells them from masks"
             plane.post(0, Event(runtime.clock.now(), self.course.first, text))
         self._tell_again()
         state.stop.connect(self.barriers.ask_to_stop)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from accept_mpi.codecs.basis import Bases, no_bases
-from accept_mpi.codecs.coding import parse
+from accept_mpi.codecs.coding import NONE, parse
 from accept_mpi.codecs.tensors import BoundarySpecs
 from accept_mpi.comm.channels import Channel
 from accept_mpi.comm.data_plane import DataPlane
@@ -79,9 +79,10 @@ def channels_to(
         limit = max_in_flight(kind, boundary, len(plan.stages), count, slack, widths(plan.stages))
         limit += max(widths(plan.stages)) if plan.laned else 0  # lanes need not end in order
         names = plan.boundaries[boundary]
-        coding = parse(names.backward, True) if direction is Direction.BACKWARD else parse(names.forward, False)
-        trees = signature.trees if direction is Direction.FORWARD else {}
         specs, seed = signature.direction(direction), job.train.seed
+        forward = NONE if signature.unclear else parse(names.forward, False)
+        coding = parse(names.backward, True) if direction is Direction.BACKWARD else forward
+        trees = signature.trees if direction is Direction.FORWARD else {}
         of = bases if coding.basis else no_bases
         return Channel(peer, boundary, direction, specs, limit, coding, seed, trees, of)
 

@@ -171,15 +171,19 @@ output.directory = "none"
 """
 
 
-def test_masks_cross_as_they_are(trained, tmp_path: Path) -> None:
-    """In training and evaluations, whose last micro-batch is a short one."""
+@pytest.mark.parametrize("frozen", ["[]", '["0.*"]'])
+def test_masks_cross_as_they_are(trained, tmp_path: Path, frozen: str) -> None:
+    """In training and evaluations, whose last micro-batch is a short one; where activations want no gradient either, too."""
     (tmp_path / "net.py").write_text(MASKED)
     (tmp_path / "job.toml").write_text(MASKED_JOB)
     codecs = ("none", "uniform:4", "uniform:8")
-    trained(2, tmp_path, [("job.toml", f"pipeline.forward={one}", f"output.directory={one}") for one in codecs])
+    jobs = [("job.toml", f"pipeline.forward={one}", f"output.directory={one}") for one in codecs]
+    trained(2, tmp_path, jobs, f"train.freeze={frozen}")
     found = {}
     for one in codecs:
         with open_log(tmp_path / one / "log.h5") as log:
             found[one] = [*log["steps"]["loss"][:].tolist(), *log["evals"]["loss"][:].tolist()]
+            told = any(b"go uncoded" in row["text"] for row in log["events"][:])
+            assert told == (frozen != "[]" and one != "none")
     for one in codecs[1:]:
         assert found[one] == pytest.approx(found["none"], abs=0.1)
