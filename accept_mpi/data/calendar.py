@@ -108,7 +108,7 @@ class Calendar:
         short = min(len(self.sizes(step)) for step in (max(self.since.step, later - 1), later + self.steps_per_epoch - 1))
         count = -(-micro_batches // self.most)
         while True:
-            ends = min(count, -(-count // self.steps_per_epoch) + bool(self.since.seen))
+            ends = -(-count // self.steps_per_epoch)  # also where the first epoch is a rest
             if (count - ends) * self.most + ends * short >= micro_batches:
                 return count
             count += 1

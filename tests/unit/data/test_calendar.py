@@ -98,3 +98,12 @@ def test_steps_that_many_micro_batches_span(samples: int, batch: int, micro: int
         fewer = [sum(counts[n : n + steps - 1]) for n in range(60 - steps)]
         assert min(windows) >= wanted, (wanted, steps)
         assert since.seen or min(fewer) < wanted, (wanted, steps)
+
+
+def test_a_run_that_goes_on_spans_as_many_steps() -> None:
+    """Asynchronous clipping takes others' norms of so many steps before, and bases are used so many later."""
+    for samples, batch in itertools.product((16, 18, 34, 44, 66), (12, 16)):
+        whole = Calendar(samples, batch, 4, 0)
+        for made, wanted in itertools.product(range(12), range(1, 30)):
+            later = replace(whole, since=whole.position(made))
+            assert later.spanned(wanted) == whole.spanned(wanted), (samples, batch, made, wanted)
