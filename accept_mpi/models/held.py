@@ -22,7 +22,7 @@ def held(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in list(vars(module).items()):
             if name not in OWN:
                 whole = f"{path}.{name}" if path else name
-                yield from ((whole, tensor) for tensor in _inside(value, set()))
+                yield from ((whole, tensor) for tensor in inside(value))
 
 
 def filled(cell: types.CellType) -> bool:
@@ -32,6 +32,11 @@ def filled(cell: types.CellType) -> bool:
     except ValueError:
         return False
     return True
+
+
+def inside(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an attribute, in an order that stays theirs as more are added to its collections."""
+    return _inside(value, set())
 
 
 def _inside(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:

@@ -22,6 +22,7 @@ from accept_mpi.pipeline.micro_batch import Outputs
 from accept_mpi.pipeline.running_statistics import RunningStatistics, batch_norms
 from accept_mpi.pipeline.settled import place_of
 from accept_mpi.pipeline.stage import Stage
+from accept_mpi.pipeline.weight_versions import Writes
 from accept_mpi.tree import Tree
 
 _MORE = 7  # than a whole number is; not so much that a table of as many could take all memory
@@ -68,8 +69,9 @@ class FurtherForwards:
         counts = False
         now = attributes.again() if grown else attributes
         if grown or outside:
-            seen = seen.again()
+            seen, writes = seen.again(), writes_of(self._stage)
             failed = self._once_more()
+            self._found.written |= writes.found()  # to what the first forward has made, too
             variables = self._judge_outside([one for one in seen.changed() if one in outside])
             # What was not there may be a cache; or a counter, which is another one each time.
             again = [name for name in grown if (failed and name in changed) or name in now.changed()]
@@ -273,6 +275,13 @@ class FurtherForwards:
         finally:
             stage.in_flight.clear()
         return is_nan(out)
+
+
+def writes_of(stage: Stage) -> Writes:
+    """Finds out what the next forward writes to, apart from BatchNorm's averages."""
+    norms = batch_norms(stage.names, stage.layers).values()
+    averages = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    return Writes({name: tensor for name, tensor in stage.may_be_written().items() if id(tensor) not in averages})
 
 
 @contextmanager

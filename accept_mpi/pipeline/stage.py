@@ -191,7 +191,7 @@ class Stage(Stateful):
                 raise UserError(f'train.loss: "{self.loss.name}" gives a loss without a gradient: is something detached?')
         else:
             outputs, given = taken_apart(self.last, self.names[-1], value)
-        if len(self._weights.written) < len(self.found.written):
+        if self.found.written:
             self.keep_apart()
         weights = self._weights.end(version)
         sound = finite(outputs)

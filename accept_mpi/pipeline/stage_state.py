@@ -19,7 +19,7 @@ from accept_mpi.pipeline.parameters import Parameters, named_state
 from accept_mpi.pipeline.remembered import THE_LOSS, Remembered
 from accept_mpi.pipeline.running_statistics import RunningStatistics
 from accept_mpi.pipeline.state import check_state, load_layer, state_of
-from accept_mpi.pipeline.weight_versions import Weights, may_be_written
+from accept_mpi.pipeline.weight_versions import Weights, may_be_written, named
 
 
 class Stateful:
@@ -150,8 +150,12 @@ class Stateful:
                     else:
                         self.optimizer.state[parameter][what] = kept
 
+    def may_be_written(self) -> dict[str, torch.Tensor]:
+        """As ``weight_versions.may_be_written``."""
+        return may_be_written(self.parameters, [module for _, module in self.modules])
+
     def keep_apart(self) -> None:
         """Have each micro-batch keep its own values of what forwards write to, as far as it is there: a forward may make
-        it."""
-        there = may_be_written(self.parameters, self.layers)
-        self._weights.written = [there[name] for name in sorted(self.found.written) if name in there]
+        it, or make it anew."""
+        modules = [module for _, module in self.modules]
+        self._weights.written = named(sorted(self.found.written), self.parameters, modules)

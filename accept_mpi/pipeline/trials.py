@@ -23,7 +23,7 @@ from accept_mpi.models.layers import Layers
 from accept_mpi.models.untouched import untouched
 from accept_mpi.pipeline.common_memory import HELD, CommonMemory, versions
 from accept_mpi.pipeline.findings import Findings
-from accept_mpi.pipeline.further_forwards import FurtherForwards, Given, is_nan, without_metrics
+from accept_mpi.pipeline.further_forwards import FurtherForwards, Given, is_nan, without_metrics, writes_of
 from accept_mpi.pipeline.graph_edges import Differentiating, cast_twice
 from accept_mpi.pipeline.micro_batch import Outputs
 from accept_mpi.pipeline.remembered import LOSS, AtFirst, Remembered
@@ -32,7 +32,7 @@ from accept_mpi.pipeline.shareable import Watch
 from accept_mpi.pipeline.sparse_gradients import check_sparse, find_sparse
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.pipeline.turns import calls_of_shared, hooked, why_in_turn
-from accept_mpi.pipeline.weight_versions import Writes, may_be_written
+from accept_mpi.pipeline.weight_versions import Writes
 from accept_mpi.seeds import kept, seed_all, state
 from accept_mpi.tree import Tree
 
@@ -89,8 +89,7 @@ class _Before(NamedTuple):
     def of(cls, stage: Stage) -> "_Before":
         named = stage.modules
         watch = Watch([name for name, _ in named], [one for _, one in named])
-        there = may_be_written(stage.parameters, stage.layers)
-        return cls(there, writes_of(stage), watch, Attributes(named), _hooks_of(stage), stage.seen())
+        return cls(stage.may_be_written(), writes_of(stage), watch, Attributes(named), _hooks_of(stage), stage.seen())
 
 
 class Trial:
@@ -141,6 +140,7 @@ class Trial:
         find_sparse(stage)
         further = FurtherForwards(stage, given, gradients, self._calls)
         remembered, variables = further.look(before.there, before.attributes, before.seen, nan)
+        found.in_turn = found.in_turn or why_in_turn(False, False, False, bool(found.written))
         found.unreplayed = found.unreplayed or ("" if found.alone else further.why_unreplayed())
         found.remembered |= {*remembered, *before.watch.ever_changed - stage.state_names()} - found.anew
         memory.keep_only(found.remembered)
@@ -270,14 +270,6 @@ def learn(stage: Stage, found: Findings, never: frozenset[int]) -> None:
     stage.keep_apart()
     if stage.deferred is not None:
         stage.deferred.learn(never)
-
-
-def writes_of(stage: Stage) -> Writes:
-    """Finds out what the next forward writes to, apart from BatchNorm's averages."""
-    norms = batch_norms(stage.names, stage.layers).values()
-    averages = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-    there = may_be_written(stage.parameters, stage.layers)
-    return Writes({name: tensor for name, tensor in there.items() if id(tensor) not in averages})
 
 
 def _hooks_of(stage: Stage) -> dict[str, list[int]]:

@@ -11,13 +11,16 @@ A layer that writes into its own parameters in every forward (a norm that it kee
 micro-batch, in every schedule: the forwards of later micro-batches must not change what the backward of an earlier one uses.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
+from accept_mpi.models.held import held, inside
 from accept_mpi.models.shared import common_memory, copies, same_bits
 from accept_mpi.pipeline.kept_values import KeptValues
 
@@ -86,18 +89,21 @@ class Weights:
             self._shown = [p.data for p in self.parameters]
             self.start(self._shown, self._shown)
         self.written: list[torch.Tensor] = []
-        """Parameters and buffers that forwards write to."""
+        """Parameters, buffers and other tensors that forwards write to."""
+        self._begun: list[torch.Tensor] = []
+        """The same, as the forward began with them, which may replace them."""
 
     def begin(self, version: int) -> None:
         """Before F: show the values of this version."""
         if (values := self.at(version)) is not None:
             self._show(values)
+        self._begun = self.written
         for tensor, own in zip(self.written, copies([tensor.data for tensor in self.written]), strict=True):
             tensor.data = own
 
     def end(self, version: int) -> Kept:
         """After F: show the newest values. Returns what the micro-batch keeps for its B."""
-        own = self._memory()
+        own = self._memory(self._begun)
         if self._versions is None:
             return Kept(None, own, self.wanting)
         values = self._versions[version]
@@ -123,7 +129,7 @@ class Weights:
         """Before B: show the values that F used, and what it left to train. Returns what ``leave`` needs."""
         if kept.values is not None:
             self._show(kept.values)
-        newest = Met(self._memory(), self.wanting)
+        newest = Met(self._memory([one.tensor for one in kept.own]), self.wanting)
         self._want(kept.wanting, newest.wanting)
         for tensor, data, count in kept.own:
             tensor.data = data
@@ -153,8 +159,9 @@ class Weights:
                 if wants is not wanted:
                     parameter.requires_grad_(wants)
 
-    def _memory(self) -> list[Memory]:
-        return [Memory(tensor, tensor.data, tensor._version) for tensor in self.written]
+    def _memory(self, others: Sequence[torch.Tensor]) -> list[Memory]:
+        every = {id(tensor): tensor for tensor in (*self.written, *others)}.values()
+        return [Memory(tensor, tensor.data, tensor._version) for tensor in every]
 
     def newest(self) -> None:
         """Show the newest values; what is written to them stays."""
@@ -280,24 +287,44 @@ class LaneWeights(Weights):
             self._values = values
 
 
-def may_be_written(parameters: Sequence[torch.Tensor], layers: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+def may_be_written(parameters: Sequence[torch.Tensor], modules: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     """All that forwards might write to, under names that stay theirs when a forward makes more of it: parameters, buffers
-    that may be part of a graph, and such tensors that are attributes of modules."""
+    that a graph may refer to (to whole numbers, too, by which it divides), and such tensors in attributes. ``modules``: the
+    layers, and a loss that is a module."""
     found = {f"parameter {place}": parameter for place, parameter in enumerate(parameters)}
-    seen = set()
-    for place, layer in enumerate(layers):
-        for path, module in layer.named_modules():
-            attributes = ((name, value) for name, value in vars(module).items() if type(value) is torch.Tensor)
-            for name, value in (*module._buffers.items(), *attributes):
-                if value is not None and id(value) not in seen and _may_be_in_graph(value):
-                    seen.add(id(value))
-                    found[f"layer {place} {path}.{name}"] = value
+    seen = {id(parameter) for parameter in parameters}
+    for place, whole in enumerate(modules):
+        counts: Counter[str] = Counter()
+        for name, value in (*whole.named_buffers(), *held(whole)):
+            counts[name] += 1
+            if id(value) not in seen and _may_be_in_graph(value):
+                seen.add(id(value))
+                found[f"layer {place} {name} {counts[name]}"] = value
     return found
 
 
-def _may_be_in_graph(buffer: torch.Tensor) -> bool:
-    strided = buffer.layout is torch.strided  # others have no single memory that could be kept apart
-    return strided and buffer.is_floating_point() and buffer.is_leaf and not buffer.requires_grad
+def named(names: Iterable[str], parameters: Sequence[torch.Tensor], modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """What has these names of ``may_be_written`` now, as far as it is there."""
+    found: dict[int, torch.Tensor] = {}
+    for name in names:
+        kind, place, *rest = name.split(" ", 2)
+        if kind == "parameter":
+            there = [parameters[int(place)]]
+        else:
+            whole, number = rest[0].rsplit(" ", 1)
+            path, _, key = whole.rpartition(".")
+            value = None
+            with suppress(AttributeError):  # a forward may take a module away
+                module = modules[int(place)].get_submodule(path)
+                value = module._buffers[key] if key in module._buffers else vars(module).get(key)
+            there = [*inside(value)][int(number) - 1 : int(number)]
+        found |= {id(one): one for one in there if kind == "parameter" or _may_be_in_graph(one)}
+    return [*found.values()]
+
+
+def _may_be_in_graph(value: torch.Tensor) -> bool:
+    strided = value.layout is torch.strided  # others have no single memory that could be kept apart
+    return strided and value.is_leaf and not value.requires_grad and not value.is_inference()
 
 
 class Writes:

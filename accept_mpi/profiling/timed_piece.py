@@ -159,9 +159,16 @@ class TimedPiece:
         self._given = inputs, target, of, samples
         self._first = self._next = 0
         self._forwards, self._backwards = [], []
-        writes = writes_of(self.stage)
+        there, writes = self.stage.may_be_written(), writes_of(self.stage)
         self._forth()
-        if written := writes.found():  # as a trial finds for a stage that trains
+        written = writes.found()
+        if any(there.get(name) is not one for name, one in self.stage.may_be_written().items()):
+            # What it has made the next one may write to.
+            self._back()
+            writes = writes_of(self.stage)
+            self._forth()
+            written |= writes.found()
+        if written:  # as a trial finds for a stage that trains
             self._back()
             self.stage.found.written |= written
             self.stage.keep_apart()

@@ -89,21 +89,25 @@ def test_nothing_is_left_in_a_users_modules() -> None:
 class Centred(nn.Module):
     """Moves its centre in place, and a backward needs it."""
 
-    def __init__(self) -> None:
+    def __init__(self, late: bool) -> None:
+        """``late``: the first forward makes it."""
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.register_buffer("centre", torch.ones(6))
+        self.register_buffer("centre", None if late else torch.ones(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(x)
+        if self.centre is None:
+            self.centre = torch.ones(6)
         self.centre.mul_(0.9).add_(x.detach().mean(0))
         return x * self.centre
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-async", "zero-bubble"])
-def test_layers_that_write_into_their_buffers_are_timed(schedule: str) -> None:
+def test_layers_that_write_into_their_buffers_are_timed(schedule: str, late: bool) -> None:
     """Each micro-batch in flight keeps its own values, as in training."""
-    chain = as_chain(nn.Sequential(Centred(), nn.Tanh(), Centred()))
+    chain = as_chain(nn.Sequential(Centred(late), nn.Tanh(), Centred(late)))
     given = torch.randn(4, 6)
     subject = Subject(chain, outline(chain, 0, (given,)), job(schedule), cross_entropy, (given,), torch.zeros(4).long())
     assert all(time_layers(subject, 0.1).measured)
