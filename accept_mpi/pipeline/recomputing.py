@@ -24,25 +24,14 @@ class Recomputing:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         norms = [part for layer in layers for part in layer.modules() if isinstance(part, _NormBase)]
         self._statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-        self._written: set[int] | None = None
-        """Positions of inputs that a forward writes to; None before the first."""
-        self._versions: list[int] = []
 
     def kept(self, inputs: Tensors, of: Tree | None) -> Inputs:
-        """What a forward takes, before it does: copies of tensors to which it may write."""
-        self._versions = [-1 if x is None else x._version for x in inputs]
-        written = range(len(inputs)) if self._written is None else self._written
-        copies = [
-            x.detach().clone().requires_grad_(x.requires_grad) if n in written and x is not None else x
-            for n, x in enumerate(inputs)
-        ]
+        """Copies of what a forward takes, before it does: it may write to it, and one may do what others do not."""
+        copies = (None if x is None else _copy(x).requires_grad_(x.requires_grad) for x in inputs)
         return Inputs(tuple(copies), of or tree.packed(len(inputs)))
 
-    def forget(self, inputs: Tensors, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def forget(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """After a forward: its outputs without their graph."""
-        now = [-1 if x is None else x._version for x in inputs]
-        written = {n for n, (before, after) in enumerate(zip(self._versions, now, strict=True)) if before != after}
-        self._written = written | (self._written or set())
         return [out.detach().requires_grad_(out.requires_grad) for out in outputs]
 
     @contextmanager
@@ -55,3 +44,9 @@ class Recomputing:
         finally:
             for buffer, value in zip(self._statistics, before, strict=False):
                 buffer.data.copy_(value)  # graphs of other micro-batches refer to it
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, gaps included: kernels choose their order of summation by them."""
+    extent = 1 + sum(stride * (size - 1) for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return x.detach().as_strided((extent,), (1,)).clone().as_strided(x.shape, x.stride())

@@ -196,7 +196,7 @@ class Stage(Stateful):
         weights = self._weights.end(version)
         sound = finite(outputs)
         if self.again and again is not None:
-            outputs, boxes = self.again.forget(inputs, outputs), []
+            outputs, boxes = self.again.forget(outputs), []
         self.in_flight[step, micro_batch] = InFlight(boxes, outputs, weights, whole, again=again)
         return Outputs(() if result else self._compute.give(outputs), result, sound, given, next(iter(taken), None))
 
