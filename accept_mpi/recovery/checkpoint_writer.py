@@ -247,5 +247,8 @@ def _fsync_directory(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # as file systems say that have this for files only (some network shares)
+            raise
     finally:
         os.close(handle)

@@ -1,8 +1,10 @@
 """Checkpoints appear whole or not at all, and say when they are damaged."""
 
+import errno
 import json
 import os
 import shutil
+import stat
 import threading
 from pathlib import Path
 
@@ -210,6 +212,23 @@ def test_directories_are_on_the_disk_when_a_checkpoint_is(tmp_path: Path, monkey
     monkeypatch.setattr(checkpoint_writer, "_fsync_directory", lambda path: synced.append(path.name))
     write(tmp_path / "run", 5)
     assert synced == [".step-00000005", "checkpoints", "run"]
+
+
+def test_a_file_system_that_synchronizes_no_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network shares and shared folders of virtual machines say so; a disk that fails says something else."""
+    fsync, why = os.fsync, errno.EINVAL
+
+    def of_files(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(why, os.strerror(why))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    write(tmp_path, 5)
+    assert Checkpoint(tmp_path).manifest.step == 5
+    why = errno.EIO
+    with pytest.raises(UserError, match=r"cannot write the checkpoint of step 6 .*Input/output error"):
+        write(tmp_path, 6)
 
 
 def test_what_another_run_is_writing_is_left_alone(tmp_path: Path) -> None:
