@@ -41,7 +41,6 @@ from accept_mpi.tree import Tree
 def copy_of(stage: Stage) -> Iterator[Stage]:
     """Within the context: a stage of the same layers to try things on. It shares nothing with this one: whatever a forward
     does to modules (buffers created, replaced or resized, attributes, counters) happens to copies."""
-    gradients = [parameter.grad for parameter in stage.parameters]
     with kept(), untouched(stage.layers, stage.loss and stage.loss.function):
         try:
             modules = copied(stage.layers)
@@ -58,19 +57,20 @@ def copy_of(stage: Stage) -> Iterator[Stage]:
         try:
             yield copy
         finally:
-            for parameter, gradient in zip(stage.parameters, gradients, strict=True):
-                parameter.grad = gradient  # copies of functions refer to the same parameters
             copy.close()
 
 
 @contextmanager
 def trial_of(stage: Stage) -> Iterator["Trial"]:
     """Within the context: a trial. The stage learns at the end what that has found out. Raises as ``Trial.teach``."""
+    gradients = [parameter.grad for parameter in stage.parameters]
     with copy_of(stage) as copy:
         trial = Trial(copy)
         try:
             yield trial
         finally:
+            for parameter, gradient in zip(stage.parameters, gradients, strict=True):
+                parameter.grad = gradient  # copies of functions refer to the same parameters
             trial.teach(stage)
 
 

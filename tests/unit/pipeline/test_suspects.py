@@ -7,6 +7,7 @@ from torch import nn
 from accept_mpi.pipeline.micro_batch import Inputs
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.pipeline.suspects import Suspects
+from accept_mpi.pipeline.trials import copy_of
 from accept_mpi.tree import packed
 
 
@@ -39,3 +40,13 @@ def test_data_that_are_not_finite_are_named() -> None:
     assert suspect(make(layers), nan) == 1
     assert suspect(make(layers, last=True), nan, classes) == 1
     assert suspect(make(layers, last=True), torch.ones(2, 3), nan) == 1
+
+
+def test_a_search_leaves_gradients_to_a_lane_beside() -> None:
+    """One computes backwards meanwhile, and gives its gradients to who sums them: they came back, and counted twice."""
+    stage = make([nn.Linear(3, 3)])
+    stage.forward(0, 0, (received(2, 3),))
+    stage.backward(0, 0, (torch.ones(2, 3),))
+    with copy_of(stage):
+        assert all(gradient is not None for gradient in stage.exchange_gradients())
+    assert all(parameter.grad is None for parameter in stage.parameters)
