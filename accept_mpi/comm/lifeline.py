@@ -122,6 +122,7 @@ class Lifeline:
         for address in addresses:
             try:
                 peer = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+                peer.settimeout(_HELLO_SECONDS)  # rank 0 answers once it has told all ranks its address
                 peer.sendall(token.encode() + struct.pack("<i", self.rank))
                 if peer.recv(2) == b"ok":
                     self._adopt(0, peer)
