@@ -47,7 +47,9 @@ _WITHOUT_PROGRESS = 3  # consecutive starts without a step after which to give u
 _STUCK = 5  # consecutive starts that get no further than earlier ones after which to give up: probably a bug
 _LEAST_BYTES = 1 << 16  # that mpirun's temporary files need
 _STEP = re.compile(rb"step (\d+)(/\d+ +epoch |  test loss|  (done: ))")  # as ``logs.progress`` prints it
-_LAST_WORD = re.compile(rb"accept_mpi: (?!note: )(.*stopped by a signal after step )?")  # as ``comm.runtime`` prints it
+_LAST_WORD = re.compile(
+    rb"(?<!/)accept_mpi: (?!note: )(.*stopped by a signal after step )?"
+)  # as ``comm.runtime`` prints it
 _KEEP_NAMES = {"PRTE_MCA_prte_keep_fqdn_hostnames": "1"}
 """Environment for mpirun, which would otherwise take pi.kitchen.lan and pi.attic.lan for the same host."""
 
@@ -255,7 +257,7 @@ class Supervisor:
                 return "ended"
             if self._signals:
                 return self._end_with_checkpoint(start, "stopped")
-            if start.last_word is not None and time.monotonic() - start.last_word > _DONE_SECONDS:
+            if start.last_word is not None and time.monotonic() - max(start.last_word, start.moved) > _DONE_SECONDS:
                 _say("mpirun does not end")
                 self._end(start)
                 return "done" if start.done else "ended"

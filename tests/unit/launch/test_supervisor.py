@@ -167,6 +167,22 @@ def test_what_ranks_print_without_an_end_of_line(tmp_path: Path, mpirun: Path) -
     assert supervised(tmp_path, [])[0] == 3
 
 
+def test_a_path_that_a_shell_complains_of_is_no_last_word(
+    tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run was ended a minute after its start, again and again."""
+    monkeypatch.setattr(supervisor, "_DONE_SECONDS", 0.1)
+    script(
+        mpirun,
+        VERSION,
+        f'echo "$*" >> {tmp_path}/calls',
+        "echo 'bash: line 1: cd: /home/pi/accept_mpi: No such file or directory' >&2",
+        'sleep 0.5; echo "step 5  done: no evaluation"',
+    )
+    code, calls = supervised(tmp_path, [], restarts=0)
+    assert (code, len(calls)) == (0, 1)
+
+
 def test_a_bug_that_comes_again_and_again(tmp_path: Path, mpirun: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Twenty starts showed the same traceback."""
     (tmp_path / "steps").touch()
