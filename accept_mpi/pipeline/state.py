@@ -101,7 +101,7 @@ def _is_plain(value: Any) -> bool:
 def _has_files(dtype: torch.dtype) -> bool:
     """True if a file can hold values of this type."""
     try:
-        return bool(safetensors.torch.save({"": torch.empty(0, dtype=dtype)}))
+        return bool(safetensors.torch.load(safetensors.torch.save({"": torch.empty(0, dtype=dtype)})))
     except Exception:  # of torch or of safetensors, of several kinds
         return False
 

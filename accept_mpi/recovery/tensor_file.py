@@ -17,11 +17,13 @@ from accept_mpi.errors import shown
 _MOST_HEADER = 8 << 20
 _MOST_DIMENSIONS = 64
 _ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.uint16: "U16", torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint32: "U32",
     torch.int32: "I32", torch.float32: "F32", torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64",
     torch.complex64: "C64",

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 from accept_mpi.errors import UserError
+from accept_mpi.pipeline.state import check_state
 from accept_mpi.recovery import checkpoint, checkpoint_writer
 from accept_mpi.recovery.checkpoint import BEST, Checkpoint, best_of, directory_of
 from accept_mpi.recovery.checkpoint_writer import CheckpointWriter, chunks, new_manifest
 from accept_mpi.recovery.manifest import File, complete, made_by
+from accept_mpi.recovery.tensor_file import read_header, written
 
 
 def weights(step: int) -> list[dict[str, torch.Tensor]]:
@@ -58,6 +61,30 @@ def test_chunks_share_the_memory_of_what_is_written() -> None:
     for name, tensor in tensors.items():
         assert read[name].dtype == tensor.dtype
         assert torch.equal(read[name], tensor)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:torch.quantize_per_tensor")
+def test_what_a_stage_may_hold_can_be_written_and_read(tmp_path: Path) -> None:
+    """The rest is refused before the first step, not at the first checkpoint."""
+    kinds = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
+    state = {f"a.{n}": torch.empty(4, dtype=kind) for n, kind in enumerate(kinds) if state_of_kind(kind)}
+    total, pieces = written(state, 1 << 10)
+    (tmp_path / "file").write_bytes(b"".join(pieces))
+    with (tmp_path / "file").open("rb") as file:
+        assert read_header(file, total).keys() == state.keys()
+    found = safetensors.torch.load_file(tmp_path / "file")
+    assert {name: value.dtype for name, value in found.items()} == {name: value.dtype for name, value in state.items()}
+    assert {torch.float32, torch.bfloat16, torch.bool} <= {value.dtype for value in state.values()}
+
+
+def state_of_kind(kind: torch.dtype) -> bool:
+    """True if a layer's state may have values of this kind."""
+    layer = nn.Module()
+    layer.register_buffer("values", torch.empty(4, dtype=kind))
+    try:
+        return check_state("a", layer) == {"values"}
+    except (UserError, RuntimeError):  # torch's, of kinds of which it makes no tensors
+        return False
 
 
 def test_a_later_one_may_be_on_the_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
