@@ -4,9 +4,11 @@ ended.
 
 Numbers, text, None, tensors, arrays and torch's generators are kept, also in lists, tuples, dicts, sets, deques and objects,
 which stay the same objects. What forwards change is found by trials. What only later ones change (a switch thrown after a
-thousand steps, a new attribute, which parameters are trained) is kept as soon as it differs from what it was at first.
+thousand steps, a list that is filled then, a new attribute, which parameters are trained) is kept as soon as it differs from
+what it was at first.
 """
 
+import copy
 import inspect
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from accept_mpi.device.compute import here
+from accept_mpi.models.attributes import Digest, digest
 from accept_mpi.models.held import OWN
 from accept_mpi.pipeline.state import packed, unpacked
 from accept_mpi.tree import NotATree
@@ -48,10 +51,26 @@ class _Constant(NamedTuple):
         return now is self.value or (type(now) is type(self.value) and bool(now == self.value))
 
 
+class _Value(NamedTuple):
+    """A tensor or a collection that an attribute or a buffer which ``state_dict()`` leaves out has at first."""
+
+    table: dict[str, Any]
+    key: str
+    name: str
+    at_first: Digest
+    copy: Any
+    """None, unless it is to be put back."""
+
+    @property
+    def same(self) -> bool:
+        return self.at_first.equal(digest(self.table.get(self.key), checked=False), grows=False)
+
+
 class AtFirst:
     """What some modules have before the first step, and what is other later."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Module]], copies: bool = False) -> None:
+        """``copies``: for ``put_back``."""
         every = [(path, one) for root, module in named for path, one in module.named_modules(prefix=root)]
         self.constants = [
             _Constant(vars(one), key, f"{path}.{key}", value)
@@ -60,6 +79,11 @@ class AtFirst:
             if isinstance(value, _PLAIN) and key not in OWN - {"training"}
         ]
         """Constants, modes included."""
+        self.values = [
+            _Value(table, key, f"{path}.{key}", digest(value, checked=False), copy.deepcopy(value) if copies else None)
+            for path, one in every
+            for table, key, value in _collections(one)
+        ]
         self._keys = [(path, vars(one), OWN.union(vars(one))) for path, one in every]
         self.trained = [
             (f"{path}.{key}{_TRAINED}", parameter, parameter.requires_grad)
@@ -75,9 +99,13 @@ class AtFirst:
             yield from ((table, key, f"{path}.{key}") for key in table.keys() - keys)
 
     def put_back(self) -> None:
-        """Set constants to what they were, and take away new ones, and new tensors."""
+        """Set constants, tensors and collections to what they were, and take away new ones."""
         for one in self.constants:
             one.table[one.key] = one.value
+        for place, value in enumerate(self.values):
+            if not value.same:
+                now = value.table[value.key] = copy.deepcopy(value.copy)
+                self.values[place] = value._replace(at_first=digest(now, checked=False))
         for table, key, _ in [*self.new()]:
             if _is_simple(table[key], 0):
                 del table[key]
@@ -136,11 +164,16 @@ class Remembered:
                 parameter.requires_grad_(unpacked(wanted) is True)
 
     def late(self) -> set[str]:
-        """Names of constants that are other ones now than at first, or tensors, and of new attributes."""
+        """Names of constants, tensors and collections that are other ones now than at first, and of new attributes."""
         found = {
             one.name
             for one in self._at_first.constants
             if not one.same and (isinstance(one.now, _PLAIN) or (one.name not in self._shown and _is_simple(one.now, 0)))
+        }
+        found |= {
+            one.name
+            for one in self._at_first.values
+            if one.name not in self._shown and _is_simple(one.table.get(one.key), 0) and not one.same
         }
         new = {name for table, key, name in self._at_first.new() if name not in self._shown and _is_simple(table[key], 0)}
         return (found | new) - self._anew
@@ -181,6 +214,15 @@ _Same = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """Tensors that have come in the place of others, with those, by the others' ids."""
 
 
+def _collections(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield what is simple of a module's attributes, and of its buffers that ``state_dict()`` leaves out, but for constants:
+    the table that has it, its name there, and the value."""
+    quiet = ((module._buffers, key) for key in module._non_persistent_buffers_set if key in module._buffers)
+    for table, key in (*((vars(module), key) for key in vars(module) if key not in OWN), *quiet):
+        if not isinstance(table[key], _PLAIN) and _is_simple(table[key], 0):
+            yield table, key, table[key]
+
+
 def _is_simple(value: Any, depth: int) -> bool:
     """True for what is whole without objects that must be there already."""
     if isinstance(value, torch.Tensor):
@@ -191,10 +233,12 @@ def _is_simple(value: Any, depth: int) -> bool:
 
 
 def _may_be_set(module: nn.Module, key: str) -> bool:
-    """True for a constant, and for a name that means nothing to a module yet: a file may say anything."""
+    """True for what is simple, and for a name that means nothing to a module yet: a file may say anything."""
+    if key in module._buffers:
+        return key in module._non_persistent_buffers_set
     taken = key in OWN - {"training"} or hasattr(nn.Module, key)
-    registered = key in module._parameters or key in module._buffers or key in module._modules
-    return not taken and not registered and isinstance(inspect.getattr_static(module, key, None), _PLAIN)
+    registered = key in module._parameters or key in module._modules
+    return not taken and not registered and _is_simple(inspect.getattr_static(module, key, None), 0)
 
 
 def _packed(value: Any) -> torch.Tensor | None:

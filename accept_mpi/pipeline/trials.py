@@ -291,7 +291,7 @@ def _begin_loss(stage: Stage) -> None:
     has been trained with since, if this is another plan or a run that goes on after a loss of a rank."""
     loss, named = stage.loss, stage.modules
     if loss is not None and loss.put_back is None:
-        loss.put_back = AtFirst(named[len(stage.layers) :]).put_back
+        loss.put_back = AtFirst(named[len(stage.layers) :], copies=True).put_back
     if loss is not None and loss.put_back is not None:
         loss.put_back()
     stage.remembered = Remembered(named, stage.found.remembered, stage.remembered, stage.found.changing, stage.found.anew)

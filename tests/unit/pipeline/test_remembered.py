@@ -212,6 +212,74 @@ def test_a_loss_that_changes_late(times: Callable[[int], None]) -> None:
     assert trained(made(layers, loss), range(6)) == whole
 
 
+class Filling(nn.Module):
+    """Has from the first what it changes in the third forward: a tensor that it replaces, others that it writes to, a list,
+    a dictionary, and what these hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.shown = nn.Linear(4, 4), torch.zeros(4)
+        self.centre, self.sums, self.factors, self.by = (
+            torch.zeros(4),
+            torch.ones(4),
+            [1.0],
+            {"a": [1.0], "t": torch.ones(4)},
+        )
+        self.register_buffer("quiet", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor, *target: torch.Tensor) -> Any:
+        """Also a loss."""
+        self.shown = x.detach()
+        if torch.is_grad_enabled() and int(1e4 * x.flatten()[0].abs()) in TIMES:
+            self.centre = x.detach().mean(0)
+            self.sums.mul_(0.5)
+            self.factors.append(0.5)
+            self.by["a"].append(0.25)
+            self.by["t"] = x.detach().std(0)
+            self.quiet *= 2
+        y = (x if target else self.linear(x)) * self.sums * sum(self.factors) * sum(self.by["a"]) * self.by["t"]
+        y = y * self.quiet - self.centre
+        return functional.cross_entropy(y, *target) if target else y
+
+
+CHANGED = {"centre", "sums", "factors", "by", "quiet"}
+
+
+def test_what_forwards_fill_late_is_kept(times: Callable[[int], None]) -> None:
+    """A run that was resumed went on with what there was at first, without a word."""
+    times(2)
+    layers, loss = [Filling(), nn.Linear(4, 4)], nn.CrossEntropyLoss()
+    layers[0].linear.weight.data.copy_(torch.eye(4))
+    layers[0].linear.bias.data.zero_()
+    whole = trained(made(layers, loss), range(8))
+    first = made(layers, loss)
+    assert not first.remembered.late()
+    begun = trained(first, range(4))
+    assert first.remembered.late() == {f"a.{name}" for name in CHANGED}
+    second = made(layers, loss)
+    load(second, states(first), parse(BASE, "job").train.optimizer)
+    assert begun + trained(second, range(4, 8)) == whole
+    assert second.remembered.state().keys() == first.remembered.state().keys()
+
+
+def test_a_loss_that_fills_late(times: Callable[[int], None]) -> None:
+    """As ``test_a_loss_that_changes_late``."""
+    layers, loss = [nn.Identity(), nn.Linear(4, 4)], Loss("own", Filling().requires_grad_(False))
+    layers[1].weight.data.copy_(torch.eye(4))
+    layers[1].bias.data.zero_()
+    times(0)
+    first = made(layers, loss)
+    whole = trained(first, range(6))
+    kept = {key for key in first.remembered.state() if key.startswith("loss/")}
+    assert kept == {f"loss/b.{name}" for name in CHANGED}
+    snapshot = states(first)
+    second = made(layers, loss)
+    assert not second.remembered.state()
+    load(second, snapshot, parse(BASE, "job").train.optimizer)
+    assert {key for key in second.remembered.state() if key.startswith("loss/")} == kept
+    assert trained(made(layers, loss), range(6)) == whole
+
+
 class Handle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
