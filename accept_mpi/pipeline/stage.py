@@ -150,12 +150,15 @@ class Stage(Stateful):
     def close(self) -> None:
         """Release all tensors even if something still refers to this object, since another stage is to be built from it."""
         self.in_flight.clear()
+        if self.deferred is not None:
+            self.deferred.close()
         self.optimizer = self.deferred = None
         self.averages = Averages(0.0)
         self.layers, self.parameters, self._trained, self._weights = [], [], [], Weights([], False)
         nothing = Layers(self.start, [], [])
         self.own, self.runner, self.found = Parameters(nothing), LayerRunner(nothing, self.job, Findings()), Findings()
-        self.build_again, self.settled = None, []
+        self.build_again = self.again = self.statistics = None
+        self.settled, self.remembered, self._held = [], Remembered([]), deque()
 
     # -- actions -------------------------------------------------------------------------------------------------------
 

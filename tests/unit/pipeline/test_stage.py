@@ -1,5 +1,7 @@
 """One stage's compute: boundaries, versions of weights, deferred weight gradients, and where infinities come from."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -373,3 +375,18 @@ def test_values_of_8_bits_are_looked_at() -> None:
     for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
         assert finite([values.to(kind)])
         assert not finite([torch.cat([values, torch.tensor([torch.nan])]).to(kind)])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "1f1b-async", "1f1b-delayed"])
+def test_a_closed_stage_holds_no_memory(schedule: str) -> None:
+    """Before the next one is built from it, on a device that has no room for two."""
+    stage = make([nn.Linear(3, 3), nn.BatchNorm1d(3)], schedule)
+    probe(stage, (received(2, 3),), None, lambda specs, of: (torch.ones(2, 3),))
+    stage.join_group()
+    gone = [weakref.ref(one) for one in (*stage.parameters, *stage.layers[1].buffers(), *stage._weights.updated)]
+    gc.disable()  # it comes late
+    try:
+        stage.close()
+        assert [one() for one in gone] == [None] * len(gone)
+    finally:
+        gc.enable()
