@@ -3,10 +3,20 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
+from accept_mpi.models.recording.structure import as_it_is, parts_of
+
+EFFECTS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
+"""Functions that have an effect apart from their result."""
+READS = (
+    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero", "numpy", "equal",
+    "__contains__", "allclose",
+)  # fmt: skip
+"""Functions that ask for a tensor's values."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,22 @@ class Made:
 
     def __hash__(self) -> int:
         return hash(type(self.module))
+
+
+@dataclass(frozen=True)
+class OfArrays:
+    """Call of a function with arrays of NumPy, whose memory tensors may share: each call is given its own."""
+
+    function: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = as_it_is((args, kwargs))
+        return self.function(*args, **kwargs)
+
+
+def of_arrays(function: Any, args: Any, kwargs: Any) -> Any:
+    """What a node calls in place of a function that is given these arguments."""
+    return OfArrays(function) if parts_of((args, kwargs), (np.ndarray,)) else function
 
 
 @dataclass(frozen=True)

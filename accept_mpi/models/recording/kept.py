@@ -10,6 +10,7 @@ computed.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -125,6 +126,8 @@ def _same(one: Any, other: Any, slots: Callable[[Value, Value], bool] | None = N
         )
     if type(one) is not type(other):
         return False
+    if isinstance(one, np.ndarray):
+        return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
     if isinstance(one, Value) and slots is not None:
         return slots(one, other)
     if isinstance(one, State):

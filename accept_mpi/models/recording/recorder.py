@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from accept_mpi.errors import UserError
 from accept_mpi.models.recording.autocasting import Autocast, casting, lower, watched
 from accept_mpi.models.recording.blocks import Trials
-from accept_mpi.models.recording.calls import Apply, Made, averages
+from accept_mpi.models.recording.calls import EFFECTS, READS, Apply, Made, averages, of_arrays
 from accept_mpi.models.recording.constants import Constants
 from accept_mpi.models.recording.counting import Counting, place_of
 from accept_mpi.models.recording.kept import UNSET, Sets, Values
@@ -38,17 +38,12 @@ from accept_mpi.models.recording.refusals import (
     without_values,
 )  # fmt: skip
 from accept_mpi.models.recording.replaced import replaced
-from accept_mpi.models.recording.structure import constants_in, fixed_in, is_plain, mapped, parts_of, tensors_in
+from accept_mpi.models.recording.structure import as_it_is, constants_in, fixed_in, is_plain, mapped, parts_of, tensors_in
 from accept_mpi.models.recording.switches import switches
 from accept_mpi.models.recording.tape import COMPUTING, DEVICE, META, WHERE, Node, Spec, State, Tape, Value
 from accept_mpi.models.untouched import untouched
 from accept_mpi.seeds import kept, state
 
-_EFFECTS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
-_READS = (
-    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero", "numpy", "equal",
-    "__contains__", "allclose",
-)  # fmt: skip
 _ASSIGNED = ("__set__", "__delete__")
 _NEEDS_GRADIENT = vars(torch._C.TensorBase)["requires_grad"].__set__
 
@@ -235,7 +230,7 @@ class Recorder:
             func, name = torch.Tensor.requires_grad_, "requires_grad_"
         if name in _ASSIGNED:
             raise Unrecordable(f"model.name: forward sets an attribute of a tensor, which cannot be recorded ({where()})")
-        if name in _READS and tensors_in(args):
+        if name in READS and tensors_in(args):
             return self._read(func, name, args, kwargs)
         if name == "__get__" and func in WHERE:
             return WHERE[func]
@@ -254,7 +249,8 @@ class Recorder:
                 "make what it draws in __init__, as a buffer, or draw from torch's own",
             )
         self._written = averages(name, args, kwargs)
-        return self._recorded(func, "", casting(func, name, precision), args, kwargs, (), name in _EFFECTS)
+        node = of_arrays(func, args, kwargs)
+        return self._recorded(node, "", casting(func, name, precision), args, kwargs, (), name in EFFECTS)
 
     def _recorded(
         self,
@@ -275,7 +271,7 @@ class Recorder:
         try:
             args, kwargs = mapped((args, kwargs), self._stand_in, (torch.Tensor, torch.device))
             given = tensors_in((args, kwargs))
-            places = mapped((args, kwargs), self._place, (torch.Tensor, torch.device))
+            places = as_it_is(mapped((args, kwargs), self._place, (torch.Tensor, torch.device)))
             watched = [*given, *(self._of.tensors[name] for name in states)]
             operations, self._counting.drew, self._counting.written = self._counting.total, False, set()
             if module:

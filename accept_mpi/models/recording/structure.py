@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -37,8 +38,21 @@ def mapped(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...]) ->
         return change(value)
     before = _parts(value)
     after = [mapped(part, change, kinds) for part in before]
-    if all(new is old for new, old in zip(after, before, strict=True)):
-        return value
+    return value if all(new is old for new, old in zip(after, before, strict=True)) else _of(value, after)
+
+
+def as_it_is(value: Any) -> Any:
+    """The structure with lists, dicts and arrays of its own, which nobody changes later."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    before = _parts(value)
+    after = [as_it_is(part) for part in before]
+    own = type(value) in (list, dict) or any(new is not old for new, old in zip(after, before, strict=True))
+    return _of(value, after) if own else value
+
+
+def _of(value: Any, after: list[Any]) -> Any:
+    """A structure like ``value``, of other parts."""
     if isinstance(value, slice):
         return slice(*after)
     if isinstance(value, dict):

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from recorded_models import check, recorded
@@ -105,6 +106,12 @@ class GrowingTable(Net):
         return self.two(self.one(x) * self.seen[: x.size(1)] * self.scale)
 
 
+class TakesAnArray(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.mean()
+        return self.scores(x[..., np.array([1, 0, 2, 3, 4, 5])])
+
+
 class GridInEvaluation(Net):
     """As YOLO has it."""
 
@@ -130,8 +137,12 @@ def every_cut(layers: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "net", [ShowsAttention, LastLoss, WritesIntoWhatItMakes, Reversible, MaskOfASize, GrowingTable, GridInEvaluation]
-)
+    "net",
+    [
+        ShowsAttention, LastLoss, WritesIntoWhatItMakes, Reversible, MaskOfASize, GrowingTable, TakesAnArray,
+        GridInEvaluation,
+    ],
+)  # fmt: skip
 def test_what_does_not_matter_later(net: type[Net]) -> None:
     check(net, [torch.randn(2, length, 6) for length in (4, 4, 6, 3, 4)], squares, every_cut)
 

@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from recorded_models import check, recorded
@@ -135,6 +136,32 @@ class DrawsInAModule(Net):
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x))))) * x
 
 
+class ChangesWhatItHasGiven(Net):
+    """Lists and arrays that functions have been given: sizes, numbers, places."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, sizes = self.a(x), [1, 1]
+        for n in range(2):
+            sizes[n] = x.size(n)
+            x = x + torch.arange(float(x.size(n))).view(sizes) / 10
+            sizes[n] = 1
+        numbers, places, array = [1.0] * 8, [0, 1], np.ones(8, np.float32)
+        x = x * torch.tensor(numbers) * torch.tensor(array) + x[:, places].sum(1, keepdim=True)
+        read = torch.tensor(numbers)
+        numbers[0], places[0], array[1] = 3.0, 5, 2.0
+        x = self.b(torch.tanh(x)) * torch.tensor(numbers) * torch.tensor(array) + x[:, places].sum(1, keepdim=True)
+        return self.c(torch.tanh(x) * float(read.sum()))
+
+
+class WritesIntoAnArray(Net):
+    """By a tensor that shares its memory."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared = torch.as_tensor(np.ones(8, np.float32))
+        shared *= 2
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)) * shared)))
+
+
 class DifferentiatesInEvaluation(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
@@ -155,6 +182,8 @@ class DifferentiatesInEvaluation(Net):
         Parametrized,
         Gamma,
         DrawsInAModule,
+        ChangesWhatItHasGiven,
+        WritesIntoAnArray,
     ],
 )
 def test_equal_to_the_plain_model(model: type[nn.Module]) -> None:
