@@ -23,6 +23,8 @@ from accept_mpi.models.held import MOST_INSIDE, OWN, filled
 
 LIBRARIES = ("torch", "numpy", "accept_mpi", "builtins")
 """Packages whose classes and Python modules keep nothing that matters here."""
+KNOWN = frozenset((*LIBRARIES, *sys.stdlib_module_names))
+"""Those, and Python's own."""
 _NO_STATE = (*LIBRARIES, "logging")
 """Packages whose objects do not decide what a forward gives, but for containers and generators."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -53,7 +55,8 @@ class Place(NamedTuple):
         """What is there now. Raises LookupError, AttributeError or TypeError if there is nothing."""
         whole = sys.modules[self.python] if self.python else layer
         owner: Any = functools.reduce(getattr, filter(None, self.path.split(".")), whole)
-        value: Any = owner if isinstance(owner, _CALLED) else vars(owner)
+        whole_owner = isinstance(owner, _CALLED) or (bool(self.steps) and isinstance(self.steps[0], _Method))
+        value: Any = owner if whole_owner else vars(owner)
         for step in self.steps:
             value = _part(value, step)
         return value if self.steps else {name: one for name, one in value.items() if name not in OWN}
@@ -74,6 +77,8 @@ def parts_of(value: Any) -> list[tuple[Any, Any]]:
 
 def _part(value: Any, step: Any) -> Any:
     """What is at a step. Raises LookupError, AttributeError or TypeError if there is nothing."""
+    if isinstance(step, _Method):
+        return _function(vars(type(value).__mro__[step.kind])[step.name])
     if isinstance(value, list | tuple | deque):
         return value[step]
     if isinstance(step, _Nth):
@@ -99,6 +104,17 @@ class _Nth(NamedTuple):
 
     def __str__(self) -> str:
         return str(self.number)
+
+
+class _Method(NamedTuple):
+    """A step to a function of an object's own class."""
+
+    kind: int
+    """Number of the class that has it, in the order in which Python looks there."""
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
 
 
 class Common(NamedTuple):
@@ -198,7 +214,7 @@ def calls(layer: nn.Module, wanted: Collection[str]) -> bool:
     names: set[str] = set()
     code: set[int] = set()
     for kind in {type(module) for module in layer.modules()}:
-        for function in _functions(kind):
+        for _, function in functions_of(kind):
             deque(_variables(function, names, code, 0), maxlen=0)
     return not names.isdisjoint(wanted)
 
@@ -216,11 +232,11 @@ def _reached(one: Any) -> _Reached:
         yield from _variables(function, set(), code, 0)
         one = None if isinstance(one.__self__, nn.Module) else one
     if not isinstance(one, nn.Module):  # a loss
-        for function in _functions(type(one)):
-            yield from _variables(function, set(), code, 0)
+        for name, function in functions_of(type(one)):
+            yield from _inside(function, Place("", "", (_Method(0, name),), called=True), seen, code)
         yield from _inside(one, Place("", "", (), called=True), seen, code)
         return
-    kinds: dict[type, None] = {}
+    kinds: dict[type, tuple[str, int]] = {}
     for path, module in one.named_modules():
         if not is_of(LIBRARIES, type(module).__module__):
             yield weakref.ref(module), Place("", path, ()), None  # it may be in several layers, and must not be kept alive
@@ -230,22 +246,31 @@ def _reached(one: Any) -> _Reached:
         for name in HOOKS:
             for n, value in enumerate(list(vars(module).get(name, {}).values())):
                 yield from _inside(value, Place("", path, (name, _Nth(n))), seen, code)
-        kinds |= {kind: None for kind in type(module).__mro__ if not is_of(LIBRARIES, kind.__module__)}
-    for kind in kinds:
+        for n, kind in enumerate(type(module).__mro__):
+            if not is_of(LIBRARIES, kind.__module__):
+                kinds.setdefault(kind, (path, n))
+    for kind, (path, n) in kinds.items():
         names: set[str] = set()
-        for function in _functions(kind):
+        for name, function in functions_of(kind):
             yield from _variables(function, names, code, 0)
+            yield from _inside(function, Place("", path, (_Method(n, name),), called=True), seen, code)
         for name, value in list(vars(kind).items()):
             if name in names and not name.startswith("__") and _may_change(value):
                 yield (kind, name), Place(kind.__module__, kind.__qualname__, (name,)), value
 
 
-def _functions(kind: type) -> Iterator[types.FunctionType]:
-    """A class's own functions."""
-    for value in list(vars(kind).values()):
-        function = getattr(value, "__func__", getattr(value, "fget", value))
-        if isinstance(function, types.FunctionType):
-            yield function
+def functions_of(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
+    """A class's own functions, and their names."""
+    for name, value in list(vars(kind).items()):
+        if isinstance(function := _function(value), types.FunctionType):
+            yield name, function
+
+
+def _function(value: Any) -> Any:
+    """The function behind a property or a method of a class; any other value itself."""
+    if isinstance(value, staticmethod | classmethod):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
 
 
 def _inside(value: Any, place: Place, seen: set[int], code: set[int]) -> _Reached:
@@ -299,19 +324,38 @@ def _variables(function: types.FunctionType, names: set[str], seen: set[int], de
     if id(function) in seen or depth > _DEEP or is_of(LIBRARIES, function.__module__ or ""):
         return
     seen.add(id(function))
-    used = set(_names(function.__code__))
-    names |= used
+    names |= set(_names(function.__code__))
     inner = [cell.cell_contents for _, cell in _cells(function)]
-    for name in sorted(used & function.__globals__.keys()):
-        value = function.__globals__[name]
-        if isinstance(value, types.FunctionType):
-            inner.append(value)
-        elif not name.startswith("__") and _may_change(value):
-            where = str(function.__globals__.get("__name__"))
-            yield (where, name), Place(where, "", (name,)), value
+    for key, place, value in referred(function):
+        if isinstance(called := _function(value), types.FunctionType):
+            inner.append(called)
+        elif _may_change(value):
+            yield key, place, value
     for value in inner:
         if isinstance(value, types.FunctionType):
             yield from _variables(value, names, seen, depth + 1)
+
+
+def referred(function: types.FunctionType) -> _Reached:
+    """Yield what a function's code may refer to: variables of its Python module, and of the modules and classes that it
+    finds there, these included."""
+    names = set(_names(function.__code__))
+    where = str(function.__globals__.get("__name__"))
+    owners: list[tuple[Any, Place, Mapping[str, Any]]] = [(where, Place(where, "", ()), function.__globals__)]
+    known = {where}
+    for owner, place, table in owners:
+        for name in sorted(one for one in names & table.keys() if not one.startswith("__")):
+            value = table[name]
+            yield (owner, name), place._replace(steps=(name,)), value
+            if isinstance(value, types.ModuleType):
+                within: tuple[Any, Place] = value.__name__, Place(value.__name__, "", ())
+            elif isinstance(value, type):
+                within = value, Place(value.__module__, value.__qualname__, ())
+            else:
+                continue
+            if within[0] not in known and not is_of(KNOWN, within[1].python):
+                known.add(within[0])
+                owners.append((*within, vars(value)))
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -322,6 +366,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def is_of(packages: Sequence[str], module: str) -> bool:
+def is_of(packages: Collection[str], module: str) -> bool:
     """True if a Python module, by its name, belongs to one of these packages."""
     return module.split(".")[0] in packages

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accept_mpi.models.common import HOOKS, LIBRARIES, is_of
+from accept_mpi.models.common import HOOKS, KNOWN, functions_of, is_of, referred
 from accept_mpi.models.held import filled
 
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.Tensor)
@@ -27,9 +27,11 @@ def untouched(layers: Sequence[nn.Module], *others: Any) -> Iterator[None]:
     """On exit, restore the state in the functions and classes of layers, and of ``others`` (a loss)."""
     undo: list[_Undo] = []
     seen: set[int] = set()
-    for one in (*(module for layer in layers for module in layer.modules()), *others):
-        for kind in type(one).__mro__:
+    every = (*(module for layer in layers for module in layer.modules()), *others)
+    for kind in dict.fromkeys(kind for one in every for kind in type(one).__mro__):
+        if not is_of(KNOWN, kind.__module__):
             _remember_class(kind, seen, undo)
+    for one in every:
         values = [one, *getattr(one, "__dict__", {}).values()]
         hooks = [hook for name in HOOKS for hook in getattr(one, name, {}).values()]
         for value in (*values, *hooks):
@@ -42,22 +44,22 @@ def untouched(layers: Sequence[nn.Module], *others: Any) -> Iterator[None]:
 
 
 def _remember_class(kind: type, seen: set[int], undo: list[_Undo]) -> None:
-    if id(kind) in seen or is_of(LIBRARIES, kind.__module__):
-        return
-    seen.add(id(kind))
-    _remember_names(kind, seen, undo)
+    _remember_owner(kind, kind.__module__, seen, undo)
     _remember_module(kind.__module__, seen, undo)
-    for method in vars(kind).values():
-        if isinstance(method, types.FunctionType) and method.__module__ == kind.__module__:
-            _remember_function(method, seen, undo, 0)
+    for _, function in functions_of(kind):
+        _remember_function(function, seen, undo, 0)
 
 
 def _remember_module(name: str | None, seen: set[int], undo: list[_Undo]) -> None:
-    module = sys.modules.get(name or "")
-    if module is None or name is None or id(module) in seen or is_of(LIBRARIES, name):
-        return
-    seen.add(id(module))
-    _remember_names(module, seen, undo)
+    if (module := sys.modules.get(name or "")) is not None:
+        _remember_owner(module, name or "", seen, undo)
+
+
+def _remember_owner(owner: Any, module: str, seen: set[int], undo: list[_Undo]) -> None:
+    """Remember what a class or a Python module has. ``module``: the name of the module."""
+    if id(owner) not in seen and not is_of(KNOWN, module):
+        seen.add(id(owner))
+        _remember_names(owner, seen, undo)
 
 
 def _remember_names(owner: Any, seen: set[int], undo: list[_Undo]) -> None:
@@ -75,13 +77,15 @@ def _remember_names(owner: Any, seen: set[int], undo: list[_Undo]) -> None:
 
 def _is_object(value: Any) -> bool:
     """True for an instance of a user's class that is no module."""
-    others = (type, nn.Module, types.FunctionType, types.MethodType)
-    return hasattr(value, "__dict__") and not isinstance(value, others) and not is_of(LIBRARIES, type(value).__module__)
+    others = (type, nn.Module, types.ModuleType, types.FunctionType, types.MethodType)
+    return hasattr(value, "__dict__") and not isinstance(value, others) and not is_of(KNOWN, type(value).__module__)
 
 
 def _remember_function(function: Any, seen: set[int], undo: list[_Undo], depth: int) -> None:
     """Remember what a function, or one that it refers to, keeps between two calls."""
     if not isinstance(function, types.FunctionType) or depth > _DEEP or id(function) in seen:
+        return
+    if is_of(KNOWN, function.__module__ or ""):
         return
     seen.add(id(function))
     _remember_module(function.__module__, seen, undo)
@@ -92,6 +96,11 @@ def _remember_function(function: Any, seen: set[int], undo: list[_Undo], depth: 
         elif _is_object(value) and id(value) not in seen:
             seen.add(id(value))
             _remember_names(value, seen, undo)
+        else:
+            _remember_function(value, seen, undo, depth + 1)
+    for _, _, value in referred(function):
+        if isinstance(value, types.ModuleType | type):
+            _remember_owner(value, value.__name__ if isinstance(value, types.ModuleType) else value.__module__, seen, undo)
         else:
             _remember_function(value, seen, undo, depth + 1)
 
