@@ -2,6 +2,7 @@
 them, whatever precision the job has around them. Torch leaves tensors on the meta device alone there; what a forward asks
 of their types while it is recorded is what it will ask of those on the CPU, since their operations cast here as there."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
@@ -47,17 +48,20 @@ class Autocast(NamedTuple):
 
 @contextmanager
 def watched() -> Iterator[list[Autocast]]:
-    """Within the context the list has the ``torch.autocast`` contexts that are open, from the outermost."""
+    """Within the context the list has the ``torch.autocast`` contexts of this thread that are open, from the outermost."""
     cls: Any = torch.amp.autocast_mode.autocast
     plain_enter, plain_exit = cls.__enter__, cls.__exit__
     open_ones: list[Autocast] = []
+    thread = threading.get_ident()
 
     def enter(self: Any) -> Any:
-        open_ones.append(Autocast(self.device, self.fast_dtype, self._enabled))
+        if threading.get_ident() == thread:
+            open_ones.append(Autocast(self.device, self.fast_dtype, self._enabled))
         return plain_enter(self)
 
     def leave(self: Any, *error: Any) -> Any:
-        open_ones.pop()
+        if threading.get_ident() == thread:
+            open_ones.pop()
         return plain_exit(self, *error)
 
     cls.__enter__, cls.__exit__ = enter, leave

@@ -1,5 +1,6 @@
 """Forwards under autocast learn the types of tensors that they will have in training while they are recorded, too."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -110,6 +111,29 @@ class OwnPrecision(nn.Module):
             x = self.first(x)
             x = torch.zeros(len(x), 8, dtype=x.dtype).index_add(0, torch.arange(len(x)), x)
         return self.last(x.float())
+
+
+class BesideOthers(OwnPrecision):
+    """Another thread, such as a lane, begins to compute in lower precision meanwhile."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        other = threading.Thread(target=torch.autocast("cpu", torch.bfloat16).__enter__)
+        other.start()
+        other.join()
+        return self.last(torch.tanh(x))
+
+
+def test_a_context_of_another_thread() -> None:
+    """It counted as one of the forward."""
+
+    def make() -> BesideOthers:
+        torch.manual_seed(7)
+        return BesideOthers()
+
+    value = torch.randn(4, 8)
+    chain = RecordedModel(make, value, "").chain()
+    assert torch.equal(Parts(chain, [1]).forward(value)[0], make()(value))
 
 
 def test_a_context_of_the_forward_itself() -> None:
