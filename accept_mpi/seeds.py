@@ -1,6 +1,7 @@
 """Random seeds that depend on what is drawn, never on the rank that draws it."""
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,9 @@ import torch
 _MASK = (1 << 64) - 1
 GENERATORS = [torch.default_generator]
 """Torch's global random numbers: the host's, and those of the device that computes, if it has its own."""
+
+DRAWING = threading.RLock()
+"""Held by whoever draws random numbers, or puts back their state, while other threads may do so."""
 
 # Purposes of seeds: the first word of every mix, so that no two uses can share a stream.
 INIT, FORWARD, ORDER, AUGMENT, CODE, EVALUATE, BACKWARD = 1, 2, 3, 4, 5, 6, 7

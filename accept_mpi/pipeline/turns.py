@@ -6,7 +6,6 @@ that nothing else draws is checked at each turn.
 """
 
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -14,7 +13,7 @@ from types import FrameType
 from torch import nn
 
 from accept_mpi.errors import UserError
-from accept_mpi.seeds import state
+from accept_mpi.seeds import DRAWING, state
 
 _SHARED = ("torch/random.py", "torch/utils/checkpoint.py")
 """Files of torch whose functions save and restore the generators of all threads."""
@@ -24,7 +23,7 @@ class Turns:
     """Turns of what draws: layers, and data sets, which seed the generators for each sample."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = DRAWING
         self._left: tuple[object, ...] | None = None
 
     @contextmanager

@@ -27,6 +27,7 @@ from accept_mpi.models.recording.refusals import ReadsData, ResultVaries, Unreco
 from accept_mpi.models.recording.structure import parts_of
 from accept_mpi.models.recording.switches import as_if_compiled
 from accept_mpi.models.recording.tape import Node, State, Tape
+from accept_mpi.seeds import DRAWING
 
 _MOST_RECORDS = 256
 _VIEWS = (torch.Tensor.view, torch.view_as_complex)
@@ -213,12 +214,14 @@ class RecordedModel:
 
     def _programs_of(self, key: bytes, training: bool) -> Sequence[Program]:
         """The programs of all layers, from a new record if there are none."""
-        with _RECORDING:  # lanes may meet a new shape at the same moment
-            if (key, training) not in self._programs:
-                self._programs[key, training] = self._divided(self._recorded(key, training))
+        if (found := self._programs.get((key, training))) is not None:
+            return found
+        with DRAWING, _RECORDING:  # lanes may meet a new shape at the same moment
+            if (found := self._programs.get((key, training))) is None:
+                found = self._programs[key, training] = self._divided(self._recorded(key, training))
                 if len(self._programs) > _MOST_RECORDS:
                     del self._programs[next(iter(self._programs))]
-            return self._programs[key, training]
+            return found
 
     def _divided(self, flow: Flow) -> list[Program]:
         """The programs of all layers."""
