@@ -180,17 +180,15 @@ class Loss:
 
     def measured(self, output: Any, target: Any, result: Result, setting_up: bool = False) -> list[tuple[float, float]]:
         """Sum and count of each metric, for a micro-batch with this ``result``; ``setting_up`` as in ``Metric.part``."""
-        loss = result.loss, result.count
+        loss, scored = (result.loss, result.count), self._scored(output, target)
         return [
-            metric.part(
-                self._scores(output) if metric.ranks else output, target, result.samples, loss, setting_up, self.ignored
-            )
+            metric.part(*(scored if metric.ranks else (output, target)), result.samples, loss, setting_up, self.ignored)
             for metric in self.metrics
         ]
 
     def hits(self, output: Any, target: Any) -> tuple[int, int]:
         """Number of targets that get the highest score, and number of targets; (0, 0) if that makes no sense."""
-        given = self._scores(output)
+        given, target = self._scored(output, target)
         if not isinstance(target, torch.Tensor) or not isinstance(given, torch.Tensor):
             return 0, 0
         if target.is_floating_point() or given.shape[:-1] != target.shape or not given.dim():
@@ -199,10 +197,17 @@ class Loss:
         counting = classes != self.ignored
         return int((given.detach().argmax(-1) == classes)[counting].sum()), int(counting.sum())
 
-    def _scores(self, output: Any) -> Any:
-        """``scores``, with those of classes along the last dimension."""
+    def _scored(self, output: Any, target: Any) -> tuple[Any, Any]:
+        """``scores``, with those of classes along the last dimension, and targets; classes that the built-in cross entropy
+        takes in another shape are in that of the scores."""
         given = scores(output)
-        return given.movedim(1, -1) if self._second and isinstance(given, torch.Tensor) and given.dim() > 2 else given
+        if self._second and isinstance(given, torch.Tensor) and given.dim() > 2:
+            given = given.movedim(1, -1)
+        flat = self.function is cross_entropy or isinstance(self.function, CrossEntropy)
+        if flat and isinstance(given, torch.Tensor) and isinstance(target, torch.Tensor) and not target.is_floating_point():
+            shape = given.shape[:-1]
+            target = target.reshape(shape) if target.numel() == shape.numel() else target
+        return given, target
 
     def _classes(self, target: torch.Tensor) -> float:
         """Amount that counts in ``target``, as torch's classification losses compute it."""

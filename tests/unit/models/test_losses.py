@@ -188,6 +188,11 @@ def test_rows_do_not_get_each_others_classes() -> None:
     whole = cross_entropy(scores, classes)
     for one, other in ((scores, classes.flatten()), (scores.flatten(0, 1), classes), (scores, classes.unsqueeze(-1))):
         assert cross_entropy(one, other) == whole
+        loss = find_loss("cross_entropy")
+        loss.metrics = [Metric("top1")]
+        hits, targets = loss.hits(one, other)
+        assert (hits, targets) == (int((scores.argmax(-1) == classes).sum()), 6)
+        assert loss.measured(one, other, Result(0.0, 1.0, 0, 0, 2)) == [(float(hits), 6.0)]
     with pytest.raises(UserError, match=r"\(2, 3, 4\) float32 and targets \(3, 2\) int64.*: the shapes differ$"):
         find_loss("cross_entropy")(scores, classes.T, 2)
 
