@@ -130,7 +130,7 @@ class Flow:
             blocked = np.cumsum(views)[:count] > most
             blocked[last_write + 1 :] = False
             found[blocked] = _NEVER
-        for first, last in (*self._casts(), *self._derivatives()):
+        for first, last in (*self._casts(), *self._derivatives(), *self._hooked()):
             found[first + 1 : last + 1] = _NEVER
         return found
 
@@ -155,6 +155,14 @@ class Flow:
                     m for m in range(n) if not slots.isdisjoint(nodes[m].gives) or not names.isdisjoint(nodes[m].states)
                 )
                 yield next(begun, n), n
+
+    def _hooked(self) -> Iterable[tuple[int, int]]:
+        """The first node that uses a value, and one later that puts a hook on it: what the hook gets is the sum of the
+        gradients from all uses, so it must be in their layer."""
+        nodes = self.tape.nodes
+        for n, node in enumerate(nodes):
+            if node.function is torch.Tensor.register_hook:
+                yield next((m for m in range(n) if not set(node.takes).isdisjoint(nodes[m].takes)), n), n
 
     def crossing(self, position: int) -> list[int]:
         """Slots of the values that cross in front of a node, in order."""

@@ -162,6 +162,17 @@ class WritesIntoAnArray(Net):
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x)) * shared)))
 
 
+class HooksLate(Net):
+    """What a hook gets is the sum over all uses of a value, earlier ones too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        used = self.a(x)
+        x = self.c(torch.tanh(self.b(used)))
+        if used.requires_grad:
+            used.register_hook(lambda gradient: gradient / 2)
+        return x * used[:, :6]
+
+
 class DifferentiatesInEvaluation(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
@@ -182,6 +193,7 @@ class DifferentiatesInEvaluation(Net):
         Parametrized,
         Gamma,
         DrawsInAModule,
+        HooksLate,
         ChangesWhatItHasGiven,
         WritesIntoAnArray,
     ],
