@@ -9,7 +9,7 @@ from accept_mpi.models.base import Chain
 from accept_mpi.models.common import Common, calls, with_loss
 from accept_mpi.models.shared import watched
 
-_VIEWS = ("view", "view_as_complex", "as_strided")
+_VIEWS = ("view", "view_as", "view_as_complex", "as_strided")
 
 
 class Layers(NamedTuple):

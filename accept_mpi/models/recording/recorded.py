@@ -30,7 +30,7 @@ from accept_mpi.models.recording.tape import Node, State, Tape
 from accept_mpi.seeds import DRAWING
 
 _MOST_RECORDS = 256
-_VIEWS = (torch.Tensor.view, torch.view_as_complex)
+_VIEWS = (torch.Tensor.view, torch.Tensor.view_as, torch.view_as_complex)
 _RECORDING = threading.RLock()
 """Held while a forward is recorded, since all modules' calls pass through the recorder then."""
 Key = tuple[bytes, bool]

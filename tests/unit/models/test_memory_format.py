@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import elsewhere
 import pytest
 import torch
 from recorded_models import recorded
@@ -29,6 +30,12 @@ class LeNet(nn.Module):
         x = self.relu(self.pool(self.conv2(x)))
         x = x.view(-1, 16 * 5 * 5)
         return self.fc2(functional.relu(self.fc1(x)))
+
+
+class LikeAnother(LeNet):
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.pool(self.relu(self.conv2(self.pool(self.conv1(x)))))
+        return self.fc2(functional.relu(self.fc1(x.view_as(x.new_zeros(len(x), 16 * 5 * 5)))))
 
 
 class Writes(LeNet):
@@ -68,6 +75,16 @@ class Flat(nn.Module):
         return _flat(x)
 
 
+class FlatElsewhere(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return elsewhere.flat(x)
+
+
+class FlatLikeAnother(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x.flatten(1))
+
+
 def computed(chain: Chain, x: torch.Tensor, memory_format: Any) -> torch.Tensor:
     value: Any = x.contiguous(memory_format=memory_format)
     for layer in build_layers(chain, 0, len(chain), 0).modules:
@@ -103,7 +120,7 @@ class Halves(LeNet):
         return self.fc2(self.fc1(torch.view_as_complex(x.unflatten(-1, (-1, 2))).abs().flatten(1)[:, :400]))
 
 
-@pytest.mark.parametrize("model", [LeNet, Windows, Halves])
+@pytest.mark.parametrize("model", [LeNet, LikeAnother, Windows, Halves])
 def test_a_recorded_model_is_viewed_in_either_format(model: type[nn.Module]) -> None:
     """Of windows, strides are constants of a record; with them another layout gave other windows, silently."""
     chain, x, plain = check_either_format(model)
@@ -121,7 +138,7 @@ def test_what_is_written_by_a_view_is_no_copy(model: Callable[[], nn.Module], er
         computed(chain, x, torch.channels_last)
 
 
-@pytest.mark.parametrize("flat", [Flat, Complex, Diagonals, nn.Flatten])
+@pytest.mark.parametrize("flat", [Flat, FlatElsewhere, FlatLikeAnother, Complex, Diagonals, nn.Flatten])
 def test_a_chain_whose_code_calls_view_is_contiguous(flat: type[nn.Module]) -> None:
     def again() -> Any:
         return list(
