@@ -280,7 +280,8 @@ class Recorder:
             found = mapped(found, self._stand_in, (torch.Tensor,))
             written = [tensor for tensor in watched if place_of(tensor) in self._counting.written]
             written += [tensor for tensor in self._written if tensor.is_meta]
-            if any(id(tensor) in self._real for tensor in written):
+            real = {place_of(tensor) for tensor in self._stand_ins.values()} if written else set()
+            if any(place_of(tensor) in real for tensor in written):  # also by a view
                 raise self._failed(
                     Unrecordable,
                     f"model.name: forward writes to a tensor that is no buffer of the model, so each rank would have a copy "

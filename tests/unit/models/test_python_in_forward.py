@@ -293,6 +293,12 @@ def writes_to_a_plain_tensor(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.a(x) * self.tables[0]
 
 
+def writes_to_a_view_of_it(self: Any, x: torch.Tensor) -> torch.Tensor:
+    row = self.tables[0][1:2]
+    row.add_(1)
+    return self.a(x) * self.tables[0]
+
+
 def looks_at_a_weight(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.a(x) @ self.tables[1].abs()
 
@@ -308,6 +314,7 @@ def looks_at_a_weight(self: Any, x: torch.Tensor) -> torch.Tensor:
         (seeds, r"forward seeds torch's random numbers, .*test_python_in_forward\.py, line"),
         (reads_a_draw, "depends on the values of its data"),
         (writes_to_a_plain_tensor, "no buffer of the model"),
+        (writes_to_a_view_of_it, "no buffer of the model"),
     ],
 )
 def test_what_a_record_cannot_do_again(forward: Callable[[Any, torch.Tensor], torch.Tensor], message: str) -> None:
