@@ -14,7 +14,7 @@ EFFECTS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
 """Functions that have an effect apart from their result."""
 READS = (
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero", "numpy", "equal",
-    "__contains__", "allclose",
+    "__contains__", "allclose", "__array__",
 )  # fmt: skip
 """Functions that ask for a tensor's values."""
 

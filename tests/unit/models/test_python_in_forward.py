@@ -173,6 +173,11 @@ class HooksLate(Net):
         return x * used[:, :6]
 
 
+class ReadsAnArray(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x))))) * float(np.asarray(torch.arange(4.0)).sum())
+
+
 class DifferentiatesInEvaluation(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
@@ -193,6 +198,7 @@ class DifferentiatesInEvaluation(Net):
         Parametrized,
         Gamma,
         DrawsInAModule,
+        ReadsAnArray,
         HooksLate,
         ChangesWhatItHasGiven,
         WritesIntoAnArray,
