@@ -86,6 +86,18 @@ class Strided:
         return self.function(tensor, size, stride, None if storage_offset is None else storage_offset + moved)
 
 
+def on_devices(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """A call that says where tensors are to be by a name ("cpu"), with a device in its place."""
+    name = getattr(function, "__name__", "")
+    if name == "cpu" and function is torch.Tensor.cpu:
+        function, args = torch.Tensor.to, (args[0], torch.device("cpu"), *args[1:])
+    elif name == "to" and len(args) > 1 and isinstance(args[1], str):
+        args = (args[0], torch.device(args[1]), *args[2:])
+    if isinstance(kwargs.get("device"), str):
+        kwargs = kwargs | {"device": torch.device(kwargs["device"])}
+    return function, args, kwargs
+
+
 def averages(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The running averages that ``batch_norm`` writes to: it alone of torch's functions does not count that as a version."""
     if name != "batch_norm":

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from accept_mpi.errors import UserError
 from accept_mpi.models.recording.autocasting import Autocast, casting, lower, watched
 from accept_mpi.models.recording.blocks import Trials
-from accept_mpi.models.recording.calls import EFFECTS, READS, Apply, Made, averages, of_arrays
+from accept_mpi.models.recording.calls import EFFECTS, READS, Apply, Made, averages, of_arrays, on_devices
 from accept_mpi.models.recording.constants import Constants
 from accept_mpi.models.recording.counting import Counting, place_of
 from accept_mpi.models.recording.kept import UNSET, Sets, Values
@@ -55,7 +55,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            return self._recorder.function(func, args, kwargs or {})
+            return self._recorder.function(*on_devices(func, args, kwargs or {}))
         except Unrecordable as error:
             self._recorder.refuse(error)
             raise

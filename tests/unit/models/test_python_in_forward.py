@@ -99,6 +99,16 @@ class KnowsItsDevice(Net):
         return self.c(x.to(x.device) + torch.ones(8, device=torch.device("cpu")))
 
 
+class NamesItsDevice(Net):
+    """As scripts do that say device = "cuda" if torch.cuda.is_available() else "cpu"."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = torch.zeros(len(x), 8, device="cpu")
+        start[:, 0] = 1
+        x = self.a(x.to("cpu")) + start.to("cpu", torch.float32)
+        return self.c(torch.tanh(self.b(torch.tanh(x)).to(device="cpu")).cpu())
+
+
 class Parametrized(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -195,6 +205,7 @@ class DifferentiatesInEvaluation(Net):
         Autocasts,
         CastsOnce,
         KnowsItsDevice,
+        NamesItsDevice,
         Parametrized,
         Gamma,
         DrawsInAModule,
