@@ -1,6 +1,8 @@
 """What nodes of a tape call, apart from the model's own modules and torch's functions."""
 
+import types
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,8 @@ import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
-from accept_mpi.models.recording.structure import as_it_is, parts_of
+from accept_mpi.models.common import parts_of as reached_from
+from accept_mpi.models.recording.structure import as_it_is, parts_of, tensors_in
 
 EFFECTS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
 """Functions that have an effect apart from their result."""
@@ -17,6 +20,7 @@ READS = (
     "__contains__", "allclose", "__array__",
 )  # fmt: skip
 """Functions that ask for a tensor's values."""
+_NO_CODE = (lambda: None).__code__
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,19 @@ class Strided:
                 'set train.memory_format = "contiguous", or cut elsewhere'
             )
         return self.function(tensor, size, stride, None if storage_offset is None else storage_offset + moved)
+
+
+def refers_to_tensors(given: Any, deep: int = 4) -> bool:
+    """True if a function among these arguments, such as a hook, refers to a tensor without values, perhaps through others
+    (``deep``: at most so many)."""
+    inside: list[Any] = []
+    for one in parts_of(given, (types.FunctionType, types.MethodType, partial)):
+        inside += [part for _, part in reached_from(one)]
+        names = getattr(getattr(one, "__func__", one), "__code__", _NO_CODE).co_names
+        tables = [(vars(part), part._parameters, part._buffers) for part in inside if isinstance(part, nn.Module)]
+        inside += [table.get(name) for of_module in tables for table in of_module for name in names]
+    further = bool(inside) and deep > 0 and refers_to_tensors(inside, deep - 1)
+    return further or any(tensor.is_meta for tensor in tensors_in(inside))
 
 
 def on_devices(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from accept_mpi.errors import UserError
 from accept_mpi.models.recording.autocasting import Autocast, casting, lower, watched
 from accept_mpi.models.recording.blocks import Trials
-from accept_mpi.models.recording.calls import EFFECTS, READS, Apply, Made, averages, of_arrays, on_devices
+from accept_mpi.models.recording.calls import EFFECTS, READS, Apply, Made, averages, of_arrays, on_devices, refers_to_tensors
 from accept_mpi.models.recording.constants import Constants
 from accept_mpi.models.recording.counting import Counting, place_of
 from accept_mpi.models.recording.kept import UNSET, Sets, Values
@@ -249,6 +249,9 @@ class Recorder:
                 "make what it draws in __init__, as a buffer, or draw from torch's own",
             )
         self._written = averages(name, args, kwargs)
+        if name in EFFECTS and refers_to_tensors(args):
+            said = "forward puts a hook on a tensor that refers to another tensor, which no record does"
+            raise self._failed(Unrecordable, f"model.name: {said} ({where()})")
         node = of_arrays(func, args, kwargs)
         return self._recorded(node, "", casting(func, name, precision), args, kwargs, (), name in EFFECTS)
 

@@ -316,6 +316,20 @@ def writes_to_a_view_of_it(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.a(x) * self.tables[0]
 
 
+def masks_a_gradient(self: Any, x: torch.Tensor) -> torch.Tensor:
+    mask, x = (x[:, :1] > 0).float(), self.a(x)
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient * mask)
+    return x
+
+
+def scales_a_gradient(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = self.a(x)
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient * self.scale)
+    return x
+
+
 def looks_at_a_weight(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.a(x) @ self.tables[1].abs()
 
@@ -331,6 +345,8 @@ def looks_at_a_weight(self: Any, x: torch.Tensor) -> torch.Tensor:
         (seeds, r"forward seeds torch's random numbers, .*test_python_in_forward\.py, line"),
         (reads_a_draw, "depends on the values of its data"),
         (writes_to_a_plain_tensor, "no buffer of the model"),
+        (scales_a_gradient, "forward puts a hook on a tensor that refers to another tensor"),
+        (masks_a_gradient, "forward puts a hook on a tensor that refers to another tensor"),
         (writes_to_a_view_of_it, "no buffer of the model"),
     ],
 )
@@ -341,6 +357,7 @@ def test_what_a_record_cannot_do_again(forward: Callable[[Any, torch.Tensor], to
             self.steps, self.extra_losses = [0], list[torch.Tensor]()
             self.config = SimpleNamespace(inner=SimpleNamespace(step=0))
             self.tables = [torch.zeros(8), self.b.weight.detach()]
+            self.register_buffer("scale", torch.ones(8))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.c(self.b(forward(self, x)))
