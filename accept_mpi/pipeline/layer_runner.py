@@ -19,6 +19,12 @@ from accept_mpi.tree import Tree
 from accept_mpi.users_code import call_layer
 
 
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without its graph, to which the next layer may write."""
+    found = tensor.detach()
+    return found.requires_grad_() * 1 if tensor.requires_grad and torch.is_grad_enabled() else found
+
+
 class LayerRunner:
     """The layers of a stage, as its thread runs them."""
 
@@ -71,7 +77,7 @@ class LayerRunner:
         for index, layer in enumerate(self._layers, self._start):
             with self.precise():
                 self._seed_layer(index, forward_seed(self._seed, step, micro_batch, index))
-                value = layer(value)
+                value = tree.replace(layer(value), _apart)
             yield index, value
 
     def drawn(self) -> tuple[object, ...]:

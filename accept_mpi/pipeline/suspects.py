@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from accept_mpi import tree
 from accept_mpi.pipeline.graph_edges import finite
 from accept_mpi.pipeline.micro_batch import Inputs
@@ -30,7 +28,7 @@ class Suspects:
         if self._left == 0 or not sound:
             return 0
         self._left -= 1
-        with stage.runner.drawing(), torch.no_grad(), copy_of(stage) as copy:
+        with stage.runner.drawing(), copy_of(stage) as copy:  # with gradients, of which a forward may take derivatives
             for index, value in copy.runner.one_by_one(step, micro_batch, given):
                 if not finite(tree.leaves(value)):
                     return index + 2

@@ -34,6 +34,17 @@ def test_names_the_layer_that_makes_infinity() -> None:
     assert make([nn.Linear(3, 3)]).forward(0, 0, given.tensors).sound
 
 
+class Slope(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(x.square().sum(), x, create_graph=True)
+        return slope
+
+
+def test_a_layer_may_take_derivatives() -> None:
+    """The search had no gradients, and ended the run with torch's error."""
+    assert suspect(make([nn.Linear(3, 3), Slope(), nn.ReLU(inplace=True), Blow()]), received(2, 3)) == 5
+
+
 def test_data_that_are_not_finite_are_named() -> None:
     """It was the loss that they were said to come out of."""
     layers, nan, classes = [nn.Linear(3, 3)], torch.full((2, 3), torch.nan), torch.zeros(2, dtype=torch.long)
