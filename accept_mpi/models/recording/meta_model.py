@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from accept_mpi.errors import UserError
 from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.common import Finder, Seen
+from accept_mpi.models.held import OWN
 from accept_mpi.models.modes import restore_modes
 from accept_mpi.models.recording.blocks import blocks_of
 from accept_mpi.models.recording.kept import (
@@ -206,6 +207,19 @@ class MetaModel:
             put(self.model, dict.fromkeys(self._new(), MISSING))
             put(self.model, {name: old for name, old in self._values.items() if get(self.model, name) is not old})
             restore_modes(modes)
+
+    @contextmanager
+    def same_tables(self) -> Iterator[None]:
+        """On exit dictionaries in modules' attributes have the keys that they had: what forwards put there has no values."""
+        own = (value for name, value in plain_attributes(self.model).items() if name.rpartition(".")[2] not in OWN)
+        before = [(table, dict(dict.items(table))) for table in own if isinstance(table, dict)]
+        try:
+            yield
+        finally:
+            for table, items in before:
+                if table.keys() != items.keys():
+                    table.clear()
+                    table.update(items)
 
     def _new(self) -> list[str]:
         """Names of the attributes that the forward, within ``mode``, has added, as far as they are plain or of hooks."""

@@ -167,11 +167,12 @@ class RecordedModel:
             return found
 
     def _record(self, key: bytes, training: bool) -> Flow:
-        record = self._once(key, training)
-        if self._meta.grown:  # with what a cache keeps, or with a count, which is another one now
-            self._once(key, training)
-        if self._meta.sets or record.hooks:
-            self._check_kept(record, key, training)
+        with self._meta.same_tables():
+            record = self._once(key, training)
+            if self._meta.grown:  # with what a cache keeps, or with a count, which is another one now
+                self._once(key, training)
+            if self._meta.sets or record.hooks:
+                self._check_kept(record, key, training)
         tape = record.tape
         written = tape.written
         tape.nodes = _laid_out(tape)

@@ -25,6 +25,7 @@ from accept_mpi.models.recording.kept import UNSET, Sets, Values
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.own_hooks import Hooks
 from accept_mpi.models.recording.refusals import (
+    OF_ANOTHER,
     READS_DATA,
     SPARSE,
     TRANSFORMS,
@@ -397,10 +398,7 @@ class Recorder:
             return real
         if isinstance(value, nn.Parameter):
             raise passed_by(self._of.parameter_in(value)) or Foreign()
-        raise Unrecordable(
-            f"model.name: forward uses a tensor whose origin cannot be recorded ({where()}): perhaps one that an earlier "
-            "forward has kept in a cache; make it in each forward, or in __init__ as a buffer"
-        )
+        raise self._failed(Unrecordable, OF_ANOTHER.format(where()))
 
     def result(self, value: Any) -> Any:
         """A structure with places instead of tensors."""

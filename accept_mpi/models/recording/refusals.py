@@ -25,6 +25,10 @@ _PASSED_BY = (
     "model.name: forward uses {} through a list, a function or the like, where no update would reach it: use the parameter "
     "itself ({})"
 )
+OF_ANOTHER = (
+    "model.name: forward uses a tensor whose origin cannot be recorded ({}): perhaps one that an earlier forward has kept "
+    "in a cache; make it in each forward, or in __init__ as a buffer"
+)
 _VARIES = (
     "model.name: what {} gives has other shapes, types or constants for other values of its data, so what follows cannot be "
     "recorded ({}): put both into a module within the model, which then stays whole"

@@ -143,6 +143,39 @@ def test_shapes_that_depend_on_buffers() -> None:
     check(Model, [torch.randn(3, 4)], mean_square, every_cut)
 
 
+class Attending(nn.Module):
+    """Keeps a mask for each length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.masks = nn.Linear(6, 6), nn.LayerNorm(6), dict[int, torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.size(1) not in self.masks:
+            self.masks[x.size(1)] = torch.ones(x.size(1), x.size(1)).tril()
+        return x + self.norm(self.masks[x.size(1)] @ self.one(x))
+
+
+def test_modules_that_keep_tables_stay_whole() -> None:
+    """The model was one layer: its second record met a table of the first one."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+            self.blocks = nn.ModuleList([Attending(), Attending()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x)
+
+    chain = check(Model, [torch.randn(2, 4, 6), torch.randn(2, 3, 6), torch.randn(2, 4, 6)], mean_square, every_cut)
+    assert chain.undivided == ["blocks.*"]
+    assert len(chain) == 4
+
+
 class CountingBlock(nn.Module):
     """Counts its calls in its class, and takes a way that depends on values."""
 
