@@ -11,7 +11,7 @@ from torch import nn
 from accept_mpi.errors import UserError
 from accept_mpi.models.recording.autocasting import Opened
 from accept_mpi.models.recording.key import keyed
-from accept_mpi.models.recording.structure import fixed_in, mapped, parts_of, tensors_in
+from accept_mpi.models.recording.structure import as_it_is, fixed_in, mapped, parts_of, tensors_in
 from accept_mpi.models.recording.tape import DEVICE, ComputingDevice, Node, State, Value
 
 _PLACES = (Value, State, ComputingDevice)
@@ -24,6 +24,8 @@ class Step:
     node: Node
     places: bool
     """True if the arguments have places to fill."""
+    lists: bool
+    """True if they have lists or dicts that a module may change."""
     frees: tuple[int, ...]
 
 
@@ -48,7 +50,8 @@ def program(nodes: Sequence[Node], takes: Sequence[int], gives: Sequence[int], o
         unused = tuple({slot for slot in (*node.takes, *node.gives) if slot not in left})
         left.update(node.takes)
         places = bool(parts_of((node.args, node.kwargs), _PLACES))
-        steps.append(Step(node, places, unused))
+        lists = node.function is None and bool(parts_of((*node.args, *node.kwargs.values()), (list, dict)))
+        steps.append(Step(node, places, lists, unused))
     return Program(tuple(takes), tuple(reversed(steps)), () if output is not None else tuple(gives), output)
 
 
@@ -88,6 +91,8 @@ class RecordedLayer(nn.Module):
                 args, kwargs = node.args, node.kwargs
                 if step.places:
                     args, kwargs = mapped(args, filled, _PLACES), mapped(kwargs, filled, _PLACES)
+                if step.lists:
+                    args, kwargs = as_it_is((args, kwargs))
                 call = self._part(node.module) if node.function is None else node.function
                 # In training gradients may be off around a forward that is computed again; in evaluation they are.
                 same = node.grad == enabled or (self.training and not enabled)

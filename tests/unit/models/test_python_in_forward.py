@@ -163,6 +163,24 @@ class ChangesWhatItHasGiven(Net):
         return self.c(torch.tanh(x) * float(read.sum()))
 
 
+class TakesWhatIsFirst(nn.Module):
+    """Takes a number out of the list that it is given."""
+
+    def forward(self, x: torch.Tensor, numbers: list[float]) -> torch.Tensor:
+        return x * numbers.pop(0)
+
+
+class GivesAList(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = TakesWhatIsFirst(), TakesWhatIsFirst()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = [2.0, 3.0, 5.0]
+        x = self.second(self.b(self.first(torch.tanh(self.a(x)), numbers)), numbers)
+        return self.c(torch.tanh(x)) * len(numbers)
+
+
 class WritesIntoAnArray(Net):
     """By a tensor that shares its memory."""
 
@@ -213,6 +231,7 @@ class DifferentiatesInEvaluation(Net):
         HooksLate,
         ChangesWhatItHasGiven,
         WritesIntoAnArray,
+        GivesAList,
     ],
 )
 def test_equal_to_the_plain_model(model: type[nn.Module]) -> None:
