@@ -230,7 +230,7 @@ def test_a_small_model_is_timed_as_one_stage(monkeypatch: pytest.MonkeyPatch) ->
     time_layers(subject, 0.2, times)  # known, and looked at in the same way
     assert set(begun) == {(0, 5)}
     begun.clear()
-    time_layers(subject._replace(target=None), 0.2)
+    time_layers(subject._replace(target=None), 3.0)  # long enough on a busy machine
     assert sorted(begun) == every[:-1]
 
 

@@ -318,7 +318,8 @@ def test_what_a_data_set_prints_is_no_row(
 
 
 def test_a_path_too_long() -> None:
-    assert "File name too long" in outcome(Checkpoint, Path("x" * 300))
+    said = outcome(Checkpoint, Path("x" * 300))
+    assert "File name too long" in said or "neither a checkpoint" in said  # as Python 3.14 finds none there
 
 
 # -- export ----------------------------------------------------------------------------------------------------------------
