@@ -65,9 +65,10 @@ class Parameters:
         }
 
 
-def named_state(state: Mapping[str, torch.Tensor], name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a state as ``kept_state`` gives it has under a parameter's name."""
+def by_parameter(state: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """What a state as ``kept_state`` gives it has of each parameter, by the parameter's name."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in state.items():
-        what, _, of = key.partition("/")
-        if of == name:
-            yield what, value
+        what, _, name = key.partition("/")
+        found.setdefault(name, {})[what] = value
+    return found

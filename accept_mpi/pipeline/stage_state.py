@@ -15,7 +15,7 @@ from accept_mpi.pipeline.findings import Findings
 from accept_mpi.pipeline.kept_bases import KeptBases
 from accept_mpi.pipeline.kept_norms import KeptNorms
 from accept_mpi.pipeline.kept_values import KeptValues
-from accept_mpi.pipeline.parameters import Parameters, named_state
+from accept_mpi.pipeline.parameters import Parameters, by_parameter
 from accept_mpi.pipeline.remembered import THE_LOSS, Remembered
 from accept_mpi.pipeline.running_statistics import RunningStatistics
 from accept_mpi.pipeline.state import check_state, load_layer, state_of
@@ -139,10 +139,10 @@ class Stateful:
             self.norms.put(optimizer)
             if self.optimizer is None:
                 return
-            beside = {kept.name: kept for kept in self._beside}
+            beside, of = {kept.name: kept for kept in self._beside}, by_parameter(optimizer)
             for n in self._trained:  # a parameter that was trained once has nothing, whatever else is in its stage
                 parameter = self._weights.updated[n]
-                for what, value in named_state(optimizer, self.own.names[n]):
+                for what, value in of.get(self.own.names[n], {}).items():
                     like = parameter if value.shape == parameter.shape else value
                     kept = torch.empty_like(like, dtype=value.dtype).copy_(value)
                     if what in beside:

@@ -76,6 +76,24 @@ def test_a_state_comes_back_to_the_bit_on_other_cuts() -> None:
         )
 
 
+class Counted(dict[str, torch.Tensor]):
+    """Counts how often somebody goes through it."""
+
+    times = 0
+
+    def items(self) -> Any:
+        self.times += 1
+        return super().items()
+
+
+def test_a_state_is_not_gone_through_for_each_parameter() -> None:
+    """Of a model of four thousand, that took most of a recovery's time: 11 of 14 seconds."""
+    whole = updated(stage(0, 5, 1))
+    state = Counted(whole.optimizer_state())
+    whole.load(whole.weights(), state)
+    assert state.times < len(whole.parameters) / 2
+
+
 KINDS = (
     Optimizer(), Optimizer(momentum=0.9),
     *(Optimizer(name=name) for name in ("adam", "adamw", "nadam", "lion", "muon")),
