@@ -20,7 +20,7 @@ from accept_mpi.pipeline.kept_norms import NORMS
 from accept_mpi.pipeline.optimizer import SCALARS, STATES, state_names
 from accept_mpi.pipeline.remembered import LAYERS, LOSS
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.recovery.tensor_file import read_header
+from accept_mpi.recovery.tensor_file import read_header, whole
 
 Blobs = dict[int, bytes]
 """States by layer, each of them a safetensors file as bytes."""
@@ -43,7 +43,7 @@ class Copy:
     @functools.cached_property
     def blob(self) -> bytes:
         """The layer's state as in ``Blobs``."""
-        return safetensors.torch.save(self._tensors)
+        return whole(self._tensors)
 
 
 def states(stage: Stage) -> Blobs:
@@ -66,7 +66,7 @@ def copies(stage: Stage) -> dict[int, Copy]:
 def pack(weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> bytes:
     """State of one layer, from its named weights and optimizer state."""
     named = {_WEIGHTS + key: value for key, value in weights.items()}
-    return safetensors.torch.save(named | {_OPTIMIZER + key: value for key, value in optimizer.items()})
+    return whole(named | {_OPTIMIZER + key: value for key, value in optimizer.items()})
 
 
 def load(stage: Stage, blobs: Mapping[int, bytes], options: Optimizer) -> int:

@@ -74,6 +74,17 @@ def written(
     """Size of a file with these contiguous tensors and the header's texts ``about``, and the file in pieces of at most
     ``size`` bytes. Large pieces share the tensors' memory: safetensors' own ``save`` makes three more copies of all of them,
     and puts the texts in another order each time. Raises ValueError for a dtype that such a file cannot have."""
+    total, parts = _parts(tensors, about)
+    return total, _pieces(parts, size)
+
+
+def whole(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """The file that ``written`` gives in pieces, as one."""
+    return b"".join(_parts(tensors, None)[1])
+
+
+def _parts(tensors: Mapping[str, torch.Tensor], about: Mapping[str, str] | None) -> tuple[int, list[memoryview]]:
+    """Size of a file, and its parts, which share the tensors' memory."""
     entries: dict[str, Entry] = {}
     end = 0
     # Larger values first, as ``save`` has them, so that all of them lie at multiples of their size.
@@ -87,7 +98,7 @@ def written(
     header = msgspec.json.encode({"__metadata__": about} | entries if about else entries)
     header += b" " * (-len(header) % _ALIGNED)
     parts = [memoryview(len(header).to_bytes(8, "little") + header), *(_bytes_of(tensors[name]) for name in order)]
-    return 8 + len(header) + end, _pieces(parts, size)
+    return 8 + len(header) + end, parts
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -1,9 +1,11 @@
 """Snapshots in memory: which step all layers are left of, who sends what to whom, when the next one is taken."""
 
+import tracemalloc
 from typing import Any
 
 import msgspec
 import pytest
+import safetensors.torch
 import samples
 import torch
 from hypothesis import given
@@ -74,6 +76,19 @@ def test_a_state_comes_back_to_the_bit_on_other_cuts() -> None:
         samples.assert_equal(
             part.optimizer_state(), {k: v for k, v in whole.optimizer_state().items() if k in part.optimizer_state()}
         )
+
+
+def test_a_snapshot_takes_no_memory_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the tensors: safetensors' own ``save`` takes twice as much, unseen by Python, and twice the time."""
+    monkeypatch.delattr(safetensors.torch, "save")
+    tensors = {f"{n}": torch.randn(1 << 16) for n in range(32)}
+    tracemalloc.start()
+    try:
+        blob = pack(tensors, {"momentum_buffer/a": torch.zeros(3)})
+        assert tracemalloc.get_traced_memory()[1] < 1.2 * len(blob)
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(safetensors.torch.load(blob)["weights/7"], tensors["7"])
 
 
 class Counted(dict[str, torch.Tensor]):
