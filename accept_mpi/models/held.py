@@ -22,7 +22,7 @@ def held(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in list(vars(module).items()):
             if name not in OWN:
                 whole = f"{path}.{name}" if path else name
-                yield from ((whole, tensor) for tensor in inside(value))
+                yield from ((whole, tensor) for tensor in _inside(value, set()))
 
 
 def filled(cell: types.CellType) -> bool:
@@ -35,11 +35,11 @@ def filled(cell: types.CellType) -> bool:
 
 
 def inside(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an attribute, in an order that stays theirs as more are added to its collections."""
-    return _inside(value, set())
+    """Yield the tensors in an attribute, also in objects, in an order that stays theirs as more are added."""
+    return _inside(value, set(), objects=True)
 
 
-def _inside(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _inside(value: Any, seen: set[int], objects: bool = False) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -50,13 +50,15 @@ def _inside(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         yield from (*value.parameters(), *value.buffers())
     elif isinstance(value, dict):
         for one in list(value.values()):
-            yield from _inside(one, seen)
+            yield from _inside(one, seen, objects)
     elif isinstance(value, list | tuple | set | frozenset | deque):
         for one in list(value):
-            yield from _inside(one, seen)
+            yield from _inside(one, seen, objects)
     elif isinstance(value, functools.partial):
-        yield from _inside((value.func, value.args, value.keywords), seen)
+        yield from _inside((value.func, value.args, value.keywords), seen, objects)
     elif isinstance(value, types.FunctionType):
         for cell in filter(filled, value.__closure__ or ()):
-            yield from _inside(cell.cell_contents, seen)
-        yield from _inside((value.__defaults__, value.__kwdefaults__), seen)
+            yield from _inside(cell.cell_contents, seen, objects)
+        yield from _inside((value.__defaults__, value.__kwdefaults__), seen, objects)
+    elif objects and hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | types.MethodType):
+        yield from _inside(vars(value), seen, objects)

@@ -11,17 +11,16 @@ A layer that writes into its own parameters in every forward (a norm that it kee
 micro-batch, in every schedule: the forwards of later micro-batches must not change what the backward of an earlier one uses.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from accept_mpi.errors import UserError
-from accept_mpi.models.held import held, inside
-from accept_mpi.models.shared import common_memory, copies, same_bits
+from accept_mpi.models.held import OWN, inside
+from accept_mpi.models.shared import checksum, common_memory, copies, memory_of, same_bits
 from accept_mpi.pipeline.kept_values import KeptValues
 
 PREVIOUS = "previous"
@@ -294,12 +293,13 @@ def may_be_written(parameters: Sequence[torch.Tensor], modules: Sequence[nn.Modu
     found = {f"parameter {place}": parameter for place, parameter in enumerate(parameters)}
     seen = {id(parameter) for parameter in parameters}
     for place, whole in enumerate(modules):
-        counts: Counter[str] = Counter()
-        for name, value in (*whole.named_buffers(), *held(whole)):
-            counts[name] += 1
-            if id(value) not in seen and _may_be_in_graph(value):
-                seen.add(id(value))
-                found[f"layer {place} {name} {counts[name]}"] = value
+        for path, module in whole.named_modules():
+            attributes = ((key, value) for key, value in list(vars(module).items()) if key not in OWN)
+            for key, value in (*module._buffers.items(), *attributes):
+                for number, one in enumerate(inside(value), 1):
+                    if id(one) not in seen and _may_be_in_graph(one):
+                        seen.add(id(one))
+                        found[f"layer {place} {path}.{key} {number}"] = one
     return found
 
 
@@ -313,7 +313,7 @@ def named(names: Iterable[str], parameters: Sequence[torch.Tensor], modules: Seq
         else:
             whole, number = rest[0].rsplit(" ", 1)
             path, _, key = whole.rpartition(".")
-            value = None
+            value: Any = None
             with suppress(AttributeError):  # a forward may take a module away
                 module = modules[int(place)].get_submodule(path)
                 value = module._buffers[key] if key in module._buffers else vars(module).get(key)
@@ -334,15 +334,25 @@ class Writes:
         """Remember the state of the tensors (``may_be_written``) before the forward."""
         self._tensors = tensors
         self._counts = {name: tensor._version for name, tensor in tensors.items()}
-        self._values = {name: (tensor.data.clone(), tensor.data_ptr()) for name, tensor in tensors.items()}
+        self._values = {name: (_values(tensor), tensor.data_ptr()) for name, tensor in tensors.items()}
 
     def found(self) -> set[str]:
         """Names of tensors that have been written to since, whether or not torch has counted it."""
         return {name for name, tensor in self._tensors.items() if self._is_written(name, tensor)}
 
     def _is_written(self, name: str, tensor: torch.Tensor) -> bool:
-        data, at = self._values[name]
-        return tensor._version != self._counts[name] or tensor.data_ptr() != at or not same_bits(tensor.data, data)
+        before, at = self._values[name]
+        if tensor._version != self._counts[name] or tensor.data_ptr() != at:
+            return True
+        if isinstance(before, int):
+            return checksum(memory_of(tensor)) != before
+        return not same_bits(tensor.data, before)
+
+
+def _values(tensor: torch.Tensor) -> int | torch.Tensor:
+    """The values behind a tensor, to compare: a checksum of its memory, or a copy where that cannot be read here."""
+    found = checksum(memory_of(tensor))
+    return tensor.data.clone() if found is None else found
 
 
 def _set_version(tensor: torch.Tensor, count: int) -> None:

@@ -2,6 +2,7 @@
 saw, as in a plain loop, where the next forward comes after it."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -32,12 +33,20 @@ class Late(nn.Module):
         return x * self.state
 
 
+class Kept:
+    def __init__(self) -> None:
+        self.mean = torch.ones(4)
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        return self.mean
+
+
 class Collected(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.state = [torch.ones(4)] if kind == "list" else {0: torch.ones(4)}
+        self.state: Any = {"list": [torch.ones(4)], "dict": {0: torch.ones(4)}, "object": Kept()}[kind]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         self.state[0].mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         return x * self.state[0]
 
@@ -82,7 +91,7 @@ class Last(nn.Module):
 @pytest.mark.parametrize("sizes", [(3, 3, 3), (3, 2, 2, 3)])
 @pytest.mark.parametrize(
     "layer",
-    [Late(False), Late(True), Collected("list"), Collected("dict"), Counting(), Masked(), Last()],
+    [Late(False), Late(True), Collected("list"), Collected("dict"), Collected("object"), Counting(), Masked(), Last()],
     ids=lambda layer: type(layer).__name__,
 )
 def test_a_backward_uses_what_its_forward_saw(layer: nn.Module, sizes: tuple[int, ...]) -> None:
