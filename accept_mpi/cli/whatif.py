@@ -138,10 +138,10 @@ def _sizes(model: Outline) -> tuple[bool, list[tuple[int, int, list[tuple[int, .
 
 def cluster_of_fleet(hosts: Sequence[Host], job: Path, overrides: Iterable[str]) -> ClusterProfile:
     """The cluster profile of a fleet on paper, timed on this machine. Raises UserError if layers cannot be timed here."""
-    measured: dict[tuple[str | None, int], _Measured] = {}
+    measured: dict[frozenset[tuple[str, str]], _Measured] = {}
     devices = []
     for host in hosts:
-        kind = (host.isa, host.threads)
+        kind = frozenset(host.environment().items())  # all that a measurement knows of a host
         if kind not in measured:
             measured[kind] = _measure_here(host, job, list(overrides))
         model, times, costs = measured[kind]

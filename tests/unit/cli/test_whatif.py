@@ -12,7 +12,7 @@ import pytest
 from clusters import cluster
 from clusters import job as planner_job
 
-from accept_mpi.cli import main
+from accept_mpi.cli import main, whatif
 from accept_mpi.cli import plan as cli_plan
 from accept_mpi.cli.whatif import cluster_of_fleet, joined, with_links
 from accept_mpi.data import load as load_data
@@ -27,6 +27,8 @@ from accept_mpi.planning.estimate import estimate
 from accept_mpi.planning.planner import plan_for
 from accept_mpi.profiling.cluster_profile import ClusterProfile, DeviceProfile
 from accept_mpi.profiling.layer_timer import micro_batch
+from accept_mpi.profiling.layer_times import nothing_measured
+from accept_mpi.profiling.message_costs import MessageCosts
 from accept_mpi.profiling.outline import outline_of
 
 JOB = """
@@ -221,6 +223,21 @@ def test_zero_bubble_from_a_log_of_another_schedule(tmp_path: Path, capsys: pyte
         for kind in ("1f1b", "zero-bubble")
     )
     assert zero_bubble < 0.97 * plain
+
+
+def test_hosts_are_timed_as_their_processes_would_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Threads that have less than a core each wait otherwise: hosts with as many threads shared one measurement."""
+    seen: list[str] = []
+    outline = cluster(1).outline
+
+    def measure(host: Host, *_: Any) -> Any:
+        seen.append(host.name)
+        return whatif._Measured(outline, nothing_measured(outline), MessageCosts({}, 0.0, 0.0))
+
+    monkeypatch.setattr(whatif, "_measure_here", measure)
+    hosts = [Host("a", 2.0, 2), Host("b", 0.5, 2), Host("c", 0.4, 2), Host("d", 2.0, 2)]
+    assert len(cluster_of_fleet(hosts, tmp_path / "job.toml", []).devices) == 4
+    assert seen == ["a", "b"]
 
 
 def test_devices_on_paper_are_in_proportion(tmp_path: Path) -> None:
