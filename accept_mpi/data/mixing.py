@@ -67,6 +67,11 @@ class Mixed(Together, Wrapper):
         return int(height), int(width)
 
 
+def unmixed(data: Dataset) -> Dataset:
+    """The data set without this, as an evaluation's is."""
+    return data.inside if isinstance(data, Mixed) else data
+
+
 def _blended(values: torch.Tensor, share: float) -> torch.Tensor:
     """``share`` of each sample, and the rest of the one before it."""
     return values.roll(1, 0).mul_(1 - share).add_(values.mul(share))

@@ -30,6 +30,7 @@ from accept_mpi.codecs.tensors import BoundarySpecs, Specs, Tensors, TensorSpec,
 from accept_mpi.comm.messages import Shapes
 from accept_mpi.comm.messenger import Messenger
 from accept_mpi.data import Dataset, fetch
+from accept_mpi.data.mixing import unmixed
 from accept_mpi.errors import Agreed, OutOfMemory, UserError, UsersBug
 from accept_mpi.pipeline.common_memory import CommonMemory, why_parted
 from accept_mpi.pipeline.micro_batch import Inputs
@@ -260,10 +261,13 @@ def _run(
     behind, ahead = signatures
     stage = trial.stage
     target, inputs = None, Inputs((), tree.LONE)
+    judged: Any = None  # the targets that an evaluation would have
     if data is not None and (place.first or place.last):
         sample = torch.arange(size).numpy() % len(data)
         found = fetch(data, sample, seed, inputs=place.first, targets=place.last)
-        target = found.targets
+        target = judged = found.targets
+        if place.last and unmixed(data) is not data:
+            judged = fetch(unmixed(data), sample, seed, inputs=False, targets=True).targets
         if place.first:
             inputs = stage.from_data(found.inputs)
     if not place.first:
@@ -281,11 +285,11 @@ def _run(
 
     if not training:  # forward only, since BatchNorm may refuse to train on this size
         with stage.evaluating():
-            out = stage.evaluate(inputs.tensors, target, inputs.tree, samples=size)
+            out = stage.evaluate(inputs.tensors, judged, inputs.tree, samples=size)
         gradients_of(out.outputs, out.tree)
         return ()
     gradients = trial.probe(inputs.tensors, target, gradients_of, inputs.tree, size)
-    trial.try_metrics(inputs.tensors, target, inputs.tree, size)
+    trial.try_metrics(inputs.tensors, judged, inputs.tree, size)
     if not place.first:
         behind.backward[size] = gradients
     return gradients

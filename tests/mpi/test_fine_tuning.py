@@ -309,6 +309,22 @@ def test_mixed_samples(mpirun, tmp_path: Path, ranks: int, how: str) -> None:
     same(Checkpoint(tmp_path / "ours").whole(), net.state_dict())
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_metrics_of_classes_beside_mixed_samples(mpirun, tmp_path: Path, ranks: int) -> None:
+    """Evaluations have classes: a metric of them was refused, since it was tried on what training mixes."""
+    path = write(tmp_path, "ours", {"model": "pictured", "data": "classified", "cuts": '"even"'})
+    keys = ["--set", "train.mix={ classes = 4, mixup = 0.8 }", "--set", "train.metrics=['top2']"]
+    mpirun(ranks, "-m", "accept_mpi", "train", path, *keys, "--set", "output.keep_best=top2")
+    with seeded(0):
+        net = Pictured()
+    net.load_state_dict(Checkpoint(tmp_path / "ours").whole())
+    x, y = (part for part in classified()[1].tensors)
+    with torch.no_grad():
+        best = net.eval()(x).topk(2, dim=-1).indices
+    with open_log(tmp_path / "ours") as log:
+        assert log["metrics"]["value"][-1] == pytest.approx(float((best == y[:, None]).any(-1).float().mean()))
+
+
 @pytest.mark.parametrize("head", [True, False])
 def test_a_model_that_is_frozen_whole_is_told(trained, tmp_path: Path, head: bool) -> None:
     path = tmp_path / "job.toml"
