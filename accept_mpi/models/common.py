@@ -66,8 +66,8 @@ def parts_of(value: Any) -> list[tuple[Any, Any]]:
     """What is directly in a container, an object (a module, too) or a function: steps and values."""
     if isinstance(value, list | tuple | deque):
         return list(enumerate(list(value)))
-    if isinstance(value, types.FunctionType):
-        return [(name, cell.cell_contents) for name, cell in _cells(value)]
+    if isinstance(value := _function(value), types.FunctionType):
+        return [*((name, cell.cell_contents) for name, cell in _cells(value)), *kept_by(value)]
     if isinstance(value, functools.partial):
         return [(name, getattr(value, name)) for name in ("func", "args", "keywords")]
     if isinstance(value, types.MethodType):
@@ -95,6 +95,18 @@ def _cells(function: types.FunctionType) -> list[tuple[str, types.CellType]]:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         if filled(cell)
     ]
+
+
+def kept_by(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """What a function itself keeps between two calls: its attributes, and defaults that may change."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    named = zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    changing = [
+        (name, one)
+        for name, one in (*named, *(function.__kwdefaults__ or {}).items())
+        if not isinstance(one, (*_CONSTANTS, torch.Tensor))
+    ]
+    return [*changing, *((name, one) for name, one in vars(function).items() if not name.startswith("__"))]
 
 
 class _Nth(NamedTuple):
@@ -292,6 +304,9 @@ def _inside(value: Any, place: Place, seen: set[int], code: set[int]) -> _Reache
         for name, cell in _cells(value):
             if isinstance(cell.cell_contents, (*_CONSTANTS, torch.Tensor)):
                 yield id(cell), place._replace(steps=(*place.steps, name)), cell
+        for name, one in kept_by(value):
+            if isinstance(one, (*_CONSTANTS, torch.Tensor)):
+                yield (value, name), place._replace(steps=(*place.steps, name)), one
     elif not isinstance(value, _ON_THE_WAY):
         yield id(value), place, value
     for step, part in parts_of(value):
@@ -329,6 +344,9 @@ def _variables(function: types.FunctionType, names: set[str], seen: set[int], de
     for key, place, value in referred(function):
         if isinstance(called := _function(value), types.FunctionType):
             inner.append(called)
+            if not is_of(LIBRARIES, called.__module__ or ""):
+                own = ((step, one) for step, one in kept_by(called) if _may_change(one))
+                yield from (((called, step), place._replace(steps=(*place.steps, step)), one) for step, one in own)
         elif _may_change(value):
             yield key, place, value
     for value in inner:

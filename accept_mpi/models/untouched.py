@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accept_mpi.models.common import HOOKS, KNOWN, functions_of, is_of, referred
+from accept_mpi.models.common import HOOKS, KNOWN, functions_of, is_of, kept_by, referred
 from accept_mpi.models.held import filled
 
 _CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.Tensor)
@@ -89,6 +89,10 @@ def _remember_function(function: Any, seen: set[int], undo: list[_Undo], depth: 
         return
     seen.add(id(function))
     _remember_module(function.__module__, seen, undo)
+    _remember_names(function, seen, undo)
+    for _, value in kept_by(function):
+        if type(value) in (list, set) or isinstance(value, dict):
+            undo.append(_named(types.SimpleNamespace(value=value), "value", value, _copied(value)))
     for cell in filter(filled, function.__closure__ or ()):
         value = cell.cell_contents
         if isinstance(value, _CONSTANT) or type(value) in (list, set) or isinstance(value, dict):

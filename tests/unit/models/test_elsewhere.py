@@ -8,7 +8,7 @@ from typing import Any
 import elsewhere
 import pytest
 import torch
-from elsewhere import Settings, masked, tabled
+from elsewhere import Settings, by_default, masked, tabled
 from probing import probe
 from recorded_models import check, recorded
 from torch import nn
@@ -84,7 +84,26 @@ class OfAClass(Net):
         return self.scores(x) * min(1.0, elsewhere.Settings.calls / 10)
 
 
+class OfAFunctionsOwn(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scores(x) * elsewhere.by_attribute()
+
+
+class OfItsDefault(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scores(x) * by_default()
+
+
+class OfItsOwnDefault(Net):
+    def forward(self, x: torch.Tensor, calls: list[int] = [0]) -> torch.Tensor:  # noqa: B006
+        calls[0] += 1
+        return self.scores(x) * min(1.0, calls[0] / 10)
+
+
 COUNTING = [
+    (OfAFunctionsOwn, r"elsewhere\.by_attribute\.calls"),
+    (OfItsDefault, r"test_elsewhere\.by_default\.notes"),
+    (OfItsOwnDefault, r"forward\.calls"),
     (Decorated, r"forward\.count"),
     (within, r"forward\.notes"),
     (OfAModule, r"elsewhere\.calls"),
