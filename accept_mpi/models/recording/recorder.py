@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from accept_mpi.errors import UserError
 from accept_mpi.models.recording.autocasting import Autocast, casting, lower, watched
@@ -38,7 +39,7 @@ from accept_mpi.models.recording.refusals import (
     where,
     without_values,
 )  # fmt: skip
-from accept_mpi.models.recording.replaced import replaced
+from accept_mpi.models.recording.replaced import computed_once, replaced
 from accept_mpi.models.recording.structure import as_it_is, constants_in, fixed_in, is_plain, mapped, parts_of, tensors_in
 from accept_mpi.models.recording.switches import switches
 from accept_mpi.models.recording.tape import COMPUTING, DEVICE, META, WHERE, Node, Spec, State, Tape, Value
@@ -143,11 +144,11 @@ class Recorder:
         def apply(plain: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
             if not mine():
                 return plain(cls, *args, **kwargs)
+            if cls is CheckpointFunction:
+                return computed_once(*args)
             if not is_plain(args):
-                raise Unrecordable(
-                    f"model.name: {cls.__name__}, called in forward, takes what is no tensor and no constant, which cannot "
-                    f"be recorded ({where()})"
-                )
+                said = f"{cls.__name__}, called in forward, takes what is no tensor and no constant, which no record does"
+                raise Unrecordable(f"model.name: {said} ({where()})")
             return self._recorded(Apply(cls), "", partial(plain, cls), args, {}, (), True)
 
         def call(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

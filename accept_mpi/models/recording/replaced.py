@@ -12,6 +12,14 @@ Instead = Callable[..., Any]
 """Called with the plain function and its arguments."""
 
 
+def computed_once(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+    """What ``torch.utils.checkpoint`` (reentrant) would compute again in backward: without a gradient if nothing that the
+    function is given needs one."""
+    wanted = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+    with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
+        return function(*args)
+
+
 @contextmanager
 def replaced(call: Instead, apply: Instead, script: Instead, seed: Instead) -> Iterator[None]:
     """Within the context these are called instead of ``nn.Module.__call__``, ``torch.autograd.Function.apply``, scripted

@@ -12,6 +12,7 @@ import torch
 from recorded_models import check, recorded
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from accept_mpi.errors import UserError
 
@@ -146,6 +147,14 @@ class DrawsInAModule(Net):
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x))))) * x
 
 
+class ComputesAgain(Net):
+    """In backward; what is computed so trains only if something that it is given does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(checkpoint(lambda x: self.c(torch.tanh(self.a(x))), x, use_reentrant=True))
+        return checkpoint(lambda x: self.c(F.dropout(torch.tanh(self.b(x)), 0.3, self.training)), x, use_reentrant=True)
+
+
 class ChangesWhatItHasGiven(Net):
     """Lists and arrays that functions have been given: sizes, numbers, places."""
 
@@ -227,6 +236,7 @@ class DifferentiatesInEvaluation(Net):
         Parametrized,
         Gamma,
         DrawsInAModule,
+        ComputesAgain,
         ReadsAnArray,
         HooksLate,
         ChangesWhatItHasGiven,
