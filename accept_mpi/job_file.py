@@ -52,8 +52,8 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
-    """Job from TOML text. ``overrides`` are "section.key=value" with values in TOML (a bare word is a string). An override
-    removes a key of the text that sets the same thing under another name.
+    """Job from TOML text. ``overrides`` are "section.key=value" with values in TOML (a bare word is a string; null takes the
+    key out). An override removes a key of the text that sets the same thing under another name.
 
     Raises UserError with one sentence that begins with ``source``.
     """
@@ -101,6 +101,9 @@ def _override(tree: dict[str, Any], override: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise UserError(f'--set {override}: "{section}" is not a table')
+    if value.strip() == "null":
+        table.pop(key, None)
+        return
     is_text, as_text = _takes_text(".".join((*sections, key))), {"value": value.strip()}
     try:
         found = loads(f"value = {value}")

@@ -37,6 +37,7 @@ _PLAIN = (
 )  # fmt: skip
 _TABLES = ("model.args", "data.args")
 _ABSENT = object()
+_NULL = "null"  # what takes a key out (``job_file.parse``)
 
 
 class Change(NamedTuple):
@@ -236,12 +237,19 @@ def _hint(change: Change, job: Job) -> str:
     if value is _ABSENT:
         key = key.rpartition(".")[0]
         value = job.model.args if key == "model.args" else job.data.args
-    return f"--set {shlex.quote(f'{key}={value if _is_bare(value) else _toml(value)}')}"
+    return f"--set {shlex.quote(f'{key}={value if _is_bare(value) else _toml(_given(value))}')}"
+
+
+def _given(value: Any) -> Any:
+    """A value without the keys in it that are not given."""
+    if isinstance(value, dict):
+        return {key: _given(inner) for key, inner in value.items() if inner is not None}
+    return list(map(_given, value)) if isinstance(value, list) else value
 
 
 def _is_bare(value: Any) -> bool:
     """True for a text that is read as one without quotes, too: as no number, date or the like."""
-    if not isinstance(value, str) or value != value.strip():
+    if not isinstance(value, str) or value != value.strip() or value == _NULL:
         return False
     try:
         loads(f"value = {value}")
@@ -253,6 +261,8 @@ def _is_bare(value: Any) -> bool:
 
 
 def _toml(value: Any) -> str:
+    if value is None:
+        return _NULL
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_toml(key)} = {_toml(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
@@ -261,4 +271,4 @@ def _toml(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    return "not given" if value is _ABSENT else shown(json.dumps(value, ensure_ascii=False))
+    return "not given" if value is _ABSENT or value is None else shown(json.dumps(_given(value), ensure_ascii=False))

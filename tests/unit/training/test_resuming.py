@@ -1,6 +1,7 @@
 """What a job may have otherwise than the checkpoint's job, and where the data go on."""
 
 import json
+import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -291,3 +292,26 @@ def test_layers_in_another_order_are_another_model() -> None:
     longer = manifest(parsed(), layers=[*CHAIN.names, "more"])
     with pytest.raises(UserError, match=rf"another model .*: layer {len(CHAIN.names)} was more, and is none now$"):
         check(longer, parsed(), (), CHAIN, calendar(BATCHES, longer))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "key"),
+    [
+        ("train.mix={classes = 10, mixup = 0.2}", "train.mix=null", "train.mix = not given (was {"),
+        ("train.clip_norm=1.0", "train.clip_norm=null", "train.clip_norm = not given (was 1.0)"),
+        ("train.clip_norm=null", "train.clip_norm=1.0", "train.clip_norm = 1.0 (was not given)"),
+        ('train.lora={targets = ["a"]}', 'train.lora={targets = ["b"], rank = 2}', 'train.lora = {"targets": ["b"], "rank"'),
+        ('train.groups=[{names = ["a"], lr = 0.1}]', 'train.groups=[{names = ["b"]}]', 'train.groups = [{"names": ["b"], '),
+        ("data.args.size='null'", "data.args.size='nil'", 'data.args.size = "nil" (was "null")'),
+        ("data.args.size='nil'", "data.args.size='null'", 'data.args.size = "null" (was "nil")'),
+    ],
+)  # fmt: skip
+def test_what_is_not_given_can_be_named(before: str, now: str, key: str) -> None:
+    """Mixing, clipping or adapters may end where a run goes on."""
+    with pytest.raises(UserError) as error:
+        told(parsed(before), parsed(now))
+    said = str(error.value)
+    assert key in said
+    (override,) = shlex.split(said.partition(", add --set ")[2])
+    assert parsed(before, override) == parsed(now)
+    assert told(parsed(before), parsed(now), override)[0].startswith(f"goes on with {key}")
