@@ -24,6 +24,7 @@ class Position(NamedTuple):
 
 
 _BEGIN = Position(0, 0, 0)
+_LONGEST = 1 << 16  # steps of a segment
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,13 @@ class Milestones:
         if self.checkpoint_evaluated and self.evaluates(step):
             return True
         return self.checkpoint_every > 0 and step % self.checkpoint_every == 0
+
+    def pauses(self, flows: bool) -> list[tuple[int, int]]:
+        """Where a pipeline drains, as ``segments`` takes it: after every step, or if it ``flows`` where the run evaluates or
+        keeps a checkpoint, and now and then in any case, since a segment's actions are reckoned with as a whole."""
+        if not flows:
+            return [(1, 0)]
+        return [(self.evaluate_every, self.evaluate_from), (self.checkpoint_every, 0), (_LONGEST, 0)]
 
     @property
     def newest_checkpoint(self) -> int | None:

@@ -132,9 +132,7 @@ class Worker:
         self._course = course
         if course.again:
             self._pause(course.first, test_samples)
-        drains = [(course.evaluate_every, course.evaluate_from), (course.checkpoint_every, 0)]
-        pauses = drains if flows(self.job.pipeline.schedule) else [(1, 0)]
-        for segment in segments(course.first, course.last, pauses):
+        for segment in segments(course.first, course.last, course.pauses(flows(self.job.pipeline.schedule))):
             self.walk(segment, course.last, deliver)
             stop = segment.stop if self._final is None else self._final + 1
             self._pause(stop, test_samples)

@@ -107,3 +107,15 @@ def test_a_run_that_goes_on_spans_as_many_steps() -> None:
         for made, wanted in itertools.product(range(12), range(1, 30)):
             later = replace(whole, since=whole.position(made))
             assert later.spanned(wanted) == whole.spanned(wanted), (samples, batch, made, wanted)
+
+
+def test_no_segment_is_endless() -> None:
+    """Of 10 million steps each rank made lists first, for half a minute and of a gigabyte."""
+    course = Milestones(3, 10**9, 0, 0, checkpoint_at_end=False)
+    first, second, *_ = itertools.islice(segments(course.first, course.last, course.pauses(True)), 2)
+    assert first == range(3, 1 << 16)
+    assert second == range(1 << 16, 1 << 17)
+    assert list(segments(3, 6, course.pauses(False))) == [range(3, 4), range(4, 5), range(5, 6)]
+    course = Milestones(3, 40, 10, 25, checkpoint_at_end=False, evaluate_from=2)
+    ends = [segment.stop for segment in segments(course.first, course.last, course.pauses(True))]
+    assert ends == [12, 22, 25, 32, 40]
