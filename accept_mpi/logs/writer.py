@@ -113,7 +113,8 @@ class LogWriter:
         if self._open:
             with self._tried():
                 self._check_place()
-        for name, parts in self._pending.items():
+        # Evaluations last: where one is on the disk, so are its metrics, whenever this process dies.
+        for name, parts in sorted(self._pending.items(), key=lambda one: one[0] == "evals"):
             if not parts or not self._open:
                 continue
             rows = np.concatenate(parts)
@@ -164,7 +165,7 @@ class LogObserver(Observer):
 
     def __init__(self, writer: LogWriter) -> None:
         self._writer = writer
-        self._known, self._evaluated = writer.newest("steps"), writer.newest("evals")
+        self._known, self._evaluated, self._measured = map(writer.newest, ("steps", "evals", "metrics"))
         self._period = _TOGETHER
 
     def step(self, done: StepDone) -> None:
@@ -174,9 +175,10 @@ class LogObserver(Observer):
     def evaluated(self, result: Evaluated) -> None:
         if result.step <= self._evaluated:  # made again after a loss
             return
+        if result.step > self._measured:
+            named = [(result.step, name.encode(), value) for name, value in result.metrics.items()]
+            self._writer.append("metrics", np.array(named, METRICS))
         self._writer.append("evals", np.array([tuple(getattr(result, name) for name in EVALS.names or ())], EVALS))
-        named = [(result.step, name.encode(), value) for name, value in result.metrics.items()]
-        self._writer.append("metrics", np.array(named, METRICS))
 
     def trace(self, rows: Rows) -> None:
         """Of a run of weeks the trace gets some consecutive steps now and then: it would fill the disk."""

@@ -16,8 +16,8 @@ import pytest
 from conftest import environment
 
 from accept_mpi.errors import UserError
-from accept_mpi.logs.format import STEPS, TRACE
-from accept_mpi.logs.observers import StepDone
+from accept_mpi.logs.format import STEPS, TRACE, rows_of
+from accept_mpi.logs.observers import Evaluated, StepDone
 from accept_mpi.logs.reader import open_log, read_facts
 from accept_mpi.logs.writer import LogObserver, LogWriter
 from accept_mpi.plan import make_plan
@@ -27,7 +27,7 @@ PLAN = make_plan(6, [2, 4]).to_json()
 WRITER = f"""
 import sys, numpy as np
 from pathlib import Path
-from accept_mpi.logs.format import STEPS, TRACE
+from accept_mpi.logs.format import STEPS, TRACE, rows_of
 from accept_mpi.logs.writer import LogWriter
 log = LogWriter(Path(sys.argv[1]), {JOB!r}, {PLAN!r}, {{}})
 n = 0
@@ -214,3 +214,21 @@ def test_a_folder_that_cannot_be_entered(tmp_path: Path) -> None:
     for path in ("none.h5", "a\0b", tmp_path):
         with pytest.raises(UserError, match=r"there is no such log file$"):
             open_log(path)
+
+
+def test_an_evaluation_has_its_metrics_whenever_the_log_ends(tmp_path: Path) -> None:
+    """Rank 0 may die between two writes; where the run goes on, the evaluation is told again, and is there once."""
+    log, found = LogWriter(tmp_path / "log.h5", JOB, PLAN, {}), Evaluated(8, 1, 10, 0.5, 0.9, 1.0, {"top5": 0.75})
+    log._last_flush -= 10
+    LogObserver(log).evaluated(found)
+    shutil.copy(tmp_path / "log.h5", tmp_path / "killed.h5")
+    log.close()
+    for name in ("killed.h5", "log.h5"):
+        with open_log(tmp_path / name) as old:
+            earlier = {table: rows_of(old, table) for table in ("evals", "metrics")}
+        again = LogWriter(tmp_path / "again.h5", JOB, PLAN, {}, earlier)
+        LogObserver(again).evaluated(found)
+        again.close()
+        with open_log(tmp_path / "again.h5") as log_again:
+            assert log_again["evals"]["step"][:].tolist() == log_again["metrics"]["step"][:].tolist() == [8]
+        (tmp_path / "again.h5").unlink()
