@@ -47,9 +47,7 @@ _WITHOUT_PROGRESS = 3  # consecutive starts without a step after which to give u
 _STUCK = 5  # consecutive starts that get no further than earlier ones after which to give up: probably a bug
 _LEAST_BYTES = 1 << 16  # that mpirun's temporary files need
 _STEP = re.compile(rb"step (\d+)(/\d+ +epoch |  test loss|  (done: ))")  # as ``logs.progress`` prints it
-_LAST_WORD = re.compile(
-    rb"(?<!/)accept_mpi: (?!note: )(.*stopped by a signal after step )?"
-)  # as ``comm.runtime`` prints it
+_LAST_WORD = re.compile(rb"(?<!/)accept_mpi: (?!note: )(.*stopped by a signal after step )?")  # ``comm.runtime`` prints it
 _KEEP_NAMES = {"PRTE_MCA_prte_keep_fqdn_hostnames": "1"}
 """Environment for mpirun, which would otherwise take pi.kitchen.lan and pi.attic.lan for the same host."""
 

@@ -194,24 +194,6 @@ def test_what_evaluations_make_is_not_kept(times: Callable[[int], None]) -> None
     assert not stage.remembered.late()
 
 
-def test_a_loss_that_changes_late(times: Callable[[int], None]) -> None:
-    """Another plan's stage has the same loss, which keeps what it changed, too, and begins with what it had at first."""
-    layers, loss = [nn.Identity(), nn.Linear(4, 4)], Loss("own", Late().requires_grad_(False))
-    layers[1].weight.data.copy_(torch.eye(4))
-    layers[1].bias.data.zero_()
-    times(0)
-    first = made(layers, loss)
-    whole = trained(first, range(6))
-    kept = {key for key in first.remembered.state() if key.startswith("loss/")}
-    assert kept == {f"loss/b.{name}" for name in ("centre", "slope", "factor", "pairs")}
-    snapshot = states(first)
-    second = made(layers, loss)
-    assert not second.remembered.state()
-    load(second, snapshot, parse(BASE, "job").train.optimizer)
-    assert {key for key in second.remembered.state() if key.startswith("loss/")} == kept
-    assert trained(made(layers, loss), range(6)) == whole
-
-
 class Filling(nn.Module):
     """Has from the first what it changes in the third forward: a tensor that it replaces, others that it writes to, a list,
     a dictionary, and what these hold."""
@@ -219,12 +201,8 @@ class Filling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.shown = nn.Linear(4, 4), torch.zeros(4)
-        self.centre, self.sums, self.factors, self.by = (
-            torch.zeros(4),
-            torch.ones(4),
-            [1.0],
-            {"a": [1.0], "t": torch.ones(4)},
-        )
+        self.centre, self.sums = torch.zeros(4), torch.ones(4)
+        self.factors, self.by = [1.0], {"a": [1.0], "t": torch.ones(4)}
         self.register_buffer("quiet", torch.ones(4), persistent=False)
 
     def forward(self, x: torch.Tensor, *target: torch.Tensor) -> Any:
@@ -262,16 +240,17 @@ def test_what_forwards_fill_late_is_kept(times: Callable[[int], None]) -> None:
     assert second.remembered.state().keys() == first.remembered.state().keys()
 
 
-def test_a_loss_that_fills_late(times: Callable[[int], None]) -> None:
-    """As ``test_a_loss_that_changes_late``."""
-    layers, loss = [nn.Identity(), nn.Linear(4, 4)], Loss("own", Filling().requires_grad_(False))
+@pytest.mark.parametrize(("kind", "changed"), [(Late, {"centre", "slope", "factor", "pairs"}), (Filling, CHANGED)])
+def test_a_loss_that_changes_late(kind: type[nn.Module], changed: set[str], times: Callable[[int], None]) -> None:
+    """Another plan's stage has the same loss, which keeps what it changed, too, and begins with what it had at first."""
+    layers, loss = [nn.Identity(), nn.Linear(4, 4)], Loss("own", kind().requires_grad_(False))
     layers[1].weight.data.copy_(torch.eye(4))
     layers[1].bias.data.zero_()
     times(0)
     first = made(layers, loss)
     whole = trained(first, range(6))
     kept = {key for key in first.remembered.state() if key.startswith("loss/")}
-    assert kept == {f"loss/b.{name}" for name in CHANGED}
+    assert kept == {f"loss/b.{name}" for name in changed}
     snapshot = states(first)
     second = made(layers, loss)
     assert not second.remembered.state()
