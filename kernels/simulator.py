@@ -21,7 +21,7 @@ def begin_of(d, action, stage_of, stages, kinds, numbers, steps, clock, arrived,
 
 @nb.njit(**INNER)
 def carry_out(  # type: ignore[no-untyped-def]
-    d, start, end, at, stage_of, stages, kinds, numbers, steps, clock, holders, transfers, free_out, free_in, arrived,
+    d, start, end, at, stage_of, stages, kinds, numbers, steps, clock, holders, transfers, held, free_out, free_in, arrived,
     grouped, left, last_end, starts, ends,
 ):  # fmt: skip
     """Carry out a device's next action, and send what comes out of it."""
@@ -38,16 +38,17 @@ def carry_out(  # type: ignore[no-untyped-def]
     if kind <= BACKWARD and 0 <= peer_stage < stages:
         peer = holders[peer_stage, number]
         begin = max(end, max(free_out[d, kind], free_in[peer, kind]))
-        free_out[d, kind] = free_in[peer, kind] = arrived[kind, peer, number] = begin + transfers[d, peer]
+        free_out[d, kind] = free_in[peer, kind] = begin + held[d, peer]
+        arrived[kind, peer, number] = begin + transfers[d, peer]
 
 
 @nb.njit(
     "boolean(int8[::1], int32[::1], int32[::1], int64[::1], int32[::1], int32[:,::1], int32[:,::1], float64[:,::1], "
-    "float64[:,::1], float64[::1], float64[:,:,::1], float64[::1], float64[::1])",
+    "float64[:,::1], float64[:,::1], float64[::1], float64[:,:,::1], float64[::1], float64[::1])",
     **NJIT,
 )
 def run(  # type: ignore[no-untyped-def]
-    kinds, numbers, steps, begins, stage_of, holders, left, seconds, transfers, sums, arrived, starts, ends
+    kinds, numbers, steps, begins, stage_of, holders, left, seconds, transfers, held, sums, arrived, starts, ends
 ):  # fmt: skip
     """Simulate devices that carry out their actions in order, each as soon as its input has arrived; False if they wait for
     each other.
@@ -56,8 +57,9 @@ def run(  # type: ignore[no-untyped-def]
     (micro-batches, counted over all steps) and ``steps``; ``holders`` (stages, micro-batches): the device that takes one.
     ``left`` (stages, steps): backwards that a group has still to carry out, changed here; ``sums`` (stages,): seconds from
     the last of them to the sum for which U waits. ``seconds`` (devices, 5) by kind; ``transfers`` (devices, devices):
-    seconds from one to the other; a device sends one message at a time each way, and receives one. ``arrived`` (2, devices,
-    micro-batches) must be filled with infinity; ``starts`` and ``ends`` (actions,) are results.
+    seconds from one to the other, and ``held``: those of them for which a device sends no other message the same way, and
+    the other one receives none. ``arrived`` (2, devices, micro-batches) must be filled with infinity; ``starts`` and
+    ``ends`` (actions,) are results.
     """
     devices, stages = begins.size - 1, holders.shape[0]
     at = begins[:-1].copy()
@@ -86,14 +88,14 @@ def run(  # type: ignore[no-untyped-def]
                         soonest, its_start, chosen = end, start, d
                     break
                 carry_out(
-                    d, start, end, at, stage_of, stages, kinds, numbers, steps, clock, holders, transfers, free_out, free_in,
-                    arrived, grouped, left, last_end, starts, ends,
+                    d, start, end, at, stage_of, stages, kinds, numbers, steps, clock, holders, transfers, held, free_out,
+                    free_in, arrived, grouped, left, last_end, starts, ends,
                 )  # fmt: skip
                 moved = True
         if chosen >= 0:
             carry_out(
-                chosen, its_start, soonest, at, stage_of, stages, kinds, numbers, steps, clock, holders, transfers, free_out,
-                free_in, arrived, grouped, left, last_end, starts, ends,
+                chosen, its_start, soonest, at, stage_of, stages, kinds, numbers, steps, clock, holders, transfers, held,
+                free_out, free_in, arrived, grouped, left, last_end, starts, ends,
             )  # fmt: skip
             moved = True
         turn += 1

@@ -16,7 +16,7 @@ from accept_mpi.logs.format import KINDS, Rows, lanes_in
 from accept_mpi.logs.timeline import COMPUTE, busy_seconds, of_kind
 from accept_mpi.pipeline.beside import Needs
 from accept_mpi.pipeline.schedule import Action
-from accept_mpi.pipeline.simulator import Simulated, simulate
+from accept_mpi.pipeline.simulator import Between, Simulated, simulate
 
 _MOST_STEPS = 100  # steps replayed, from the middle of a long run
 _LEAD = 4  # the first 1/_LEAD of the steps is not counted: the pipeline fills, and a run's first steps are unlike the others
@@ -58,16 +58,17 @@ class Rerun:
 
 def rerun(
     trace: Rows,
-    transfer: Callable[[int, int], float] = lambda source, target: 0.0,
+    transfer: Between = lambda source, target: 0.0,
     sums: Callable[[int], float] = lambda stage: 0.0,
     plans: Rows | None = None,
+    held: Between | None = None,
 ) -> Rerun | None:
     """Simulate the middle steps of a run with the measured length of every action.
 
     ``transfer`` gives the seconds of a message by sending and receiving device (the ranks in the order of their stages),
-    ``sums`` those of a stage's sum. The lanes of a rank are devices of their own here. ``plans``: the run's, of dtype PLANS.
-    None if fewer than three steps have been finished under one plan. Raises RuntimeError if actions wait for others that the
-    trace does not have.
+    ``held`` those for which it holds the link, as for ``simulate``, ``sums`` those of a stage's sum. The lanes of a rank are
+    devices of their own here. ``plans``: the run's, of dtype PLANS. None if fewer than three steps have been finished under
+    one plan. Raises RuntimeError if actions wait for others that the trace does not have.
     """
     steps = _finished(trace, plans)
     if len(steps) < 3:
@@ -79,10 +80,11 @@ def rerun(
     walks, durations, begins, stages, ranks, needs = recorded(mine)
     positions = {rank: n for n, rank in enumerate(dict.fromkeys(ranks))}
 
-    def between(source: int, target: int) -> float:
-        return transfer(positions[ranks[source]], positions[ranks[target]])
+    def between(seconds: Between) -> Between:
+        return lambda source, target: seconds(positions[ranks[source]], positions[ranks[target]])
 
-    run = simulate(walks, lambda device, action: durations[device][action], between, begins, stages, sums, needs)
+    ways = between(transfer), between(held or transfer)
+    run = simulate(walks, lambda device, action: durations[device][action], ways[0], begins, stages, sums, needs, ways[1])
     updates = of_kind(mine, "U")
     start, end = (float(updates["end"][updates["step"] == step].mean()) for step in (first, last))
     return Rerun(last - first, start, end, _between(walks, run, first, last), mine)

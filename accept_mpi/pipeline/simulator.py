@@ -11,6 +11,9 @@ from accept_mpi.kernels.cache import compiled
 from accept_mpi.pipeline.beside import Needs
 from accept_mpi.pipeline.schedule import Action, grid
 
+Between = Callable[[int, int], float]
+"""Time of a message by sending and receiving device."""
+
 
 @dataclass(frozen=True)
 class Simulated:
@@ -33,20 +36,22 @@ class Simulated:
 def simulate(
     walks: Sequence[Sequence[Action]],
     duration: Callable[[int, Action], float],
-    transfer: Callable[[int, int], float] = lambda source, target: 0.0,
+    transfer: Between = lambda source, target: 0.0,
     begins: Sequence[float] | None = None,
     stages: Sequence[int] | None = None,
     sums: Callable[[int], float] = lambda stage: 0.0,
     needs: Needs | None = None,
+    held: Between | None = None,
 ) -> Simulated:
     """Simulate ``walks`` (one action list per device): each device carries out its actions in order, each as soon as its
     input has arrived.
 
     ``stages``: the stage of each device; by default device s holds stage s alone. ``duration(device, action)`` and
-    ``transfer(sending device, receiving device)`` return times; a device sends one message at a time per direction, and
-    receives one. ``sums(stage)``: time from the last backward of a step in a group to the sum of its gradients, for which U
-    waits. ``begins``: time at which each device can begin; 0 if None. ``needs``: what else actions wait for. Raises
-    RuntimeError with the grid of actions if the lists wait for each other.
+    ``transfer(sending device, receiving device)`` return times. ``held``, likewise: the part of a transfer for which the
+    sender sends no other message in that direction, and the receiver receives none; None: all. ``sums(stage)``: time
+    from the last backward of a step in a group to the sum of its gradients, for which U waits. ``begins``: time at which
+    each device can begin; 0 if None. ``needs``: what else actions wait for. Raises RuntimeError with the grid of actions if
+    the lists wait for each other.
     """
     run = _Run(walks, stages or range(len(walks)), begins, needs or {})
     while True:
@@ -59,7 +64,7 @@ def simulate(
                 ready.append((start + duration(device, action), start, device, action))
         if not ready:
             break
-        run.carry_out(*min(ready, key=lambda one: one[:3]), transfer)
+        run.carry_out(*min(ready, key=lambda one: one[:3]), transfer, held or transfer)
     if stuck := [f"device {d} waits at {walks[d][i]}" for d, i in enumerate(run.at) if i < len(walks[d])]:
         raise RuntimeError("the schedule deadlocks: " + ", ".join(stuck) + "\n" + grid(walks))
     busy = [sum(end - start for start, end in row) for row in run.spans]
@@ -118,9 +123,7 @@ class _Run:
             return None if self._left[of_step] else max(start, self._summed[of_step] + sums(stage))
         return start
 
-    def carry_out(
-        self, end: float, start: float, device: int, action: Action, transfer: Callable[[int, int], float]
-    ) -> None:
+    def carry_out(self, end: float, start: float, device: int, action: Action, transfer: Between, held: Between) -> None:
         """Carry out a device's next action, and send what comes out of it."""
         stage = self.stages[device]
         self.clock[device] = end
@@ -140,7 +143,8 @@ class _Run:
                 raise RuntimeError(f"{action} of stage {stage} is for an action of stage {peer_stage} that is not there")
             out, into = (device, way, True), (peer, way, False)
             begin = max(end, self._free.get(out, 0.0), self._free.get(into, 0.0))
-            arrives = self._free[out] = self._free[into] = begin + transfer(device, peer)
+            self._free[out] = self._free[into] = begin + held(device, peer)
+            arrives = begin + transfer(device, peer)
             self.transfers.append((device, peer, way, action.step, action.micro_batch, begin, arrives))
             self._arrived[action.kind, peer, action.step, action.micro_batch] = arrives
 
@@ -200,9 +204,11 @@ def simulate_packed(
     seconds: npt.NDArray[np.float64],
     transfers: npt.NDArray[np.float64],
     sums: npt.NDArray[np.float64] | None = None,
+    held: npt.NDArray[np.float64] | None = None,
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Starts and ends (actions,) of all actions, the same that ``simulate`` finds. ``seconds`` (devices, 4): of F, B, W and
-    U; ``transfers`` (sending device, receiving device); ``sums`` (stages,): of a group's gradients, 0 if None.
+    U; ``transfers`` (sending device, receiving device), and ``held``, all of them if None; ``sums`` (stages,): of a group's
+    gradients, 0 if None.
 
     Raises RuntimeError if the lists wait for each other.
     """
@@ -210,7 +216,8 @@ def simulate_packed(
     arrived = np.full((2, len(packed.stages), packed.micro_batches), np.inf)
     by_kind = np.column_stack([seconds, seconds[:, 1] + seconds[:, 2]])
     sums = np.zeros(len(packed.holders)) if sums is None else sums
-    arrays = (np.ascontiguousarray(array, np.float64) for array in (by_kind, transfers, sums))
+    held = transfers if held is None else held
+    arrays = (np.ascontiguousarray(array, np.float64) for array in (by_kind, transfers, held, sums))
     lists = packed.kinds, packed.numbers, packed.steps, packed.begins, packed.stages, packed.holders, packed.left.copy()
     kernel = compiled("simulator").run
     if not kernel(*lists, *arrays, arrived, starts, ends):

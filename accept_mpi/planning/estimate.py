@@ -181,8 +181,12 @@ def replayed(cluster: ClusterProfile, job: Job, plan: Plan, trace: Rows) -> Repl
     codecs = plan.codecs
     ranks = [rank for _, rank in sorted(plan.holders)]  # in a trace those of a group are in the order of their numbers
     of_slots = [rank for _, rank, _ in plan.slots]
-    message, firsts = foreseen.messages(codecs), [of_slots.index(rank) for rank in ranks]
-    run = rerun(trace, lambda source, target: message(firsts[source], firsts[target]), foreseen.sum_seconds)
+    firsts = [of_slots.index(rank) for rank in ranks]
+    took, held = (
+        lambda source, target, seconds=seconds: seconds(firsts[source], firsts[target])
+        for seconds in foreseen.messages(codecs)
+    )
+    run = rerun(trace, took, foreseen.sum_seconds, held=held)
     if run is None:
         raise UserError("the trace holds fewer than three finished steps")
     means = dict(zip(ranks, mean_times(trace).values(), strict=False))

@@ -5,7 +5,7 @@ polls while something large is being sent.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +18,7 @@ from accept_mpi.job import ScheduleKind, flows
 from accept_mpi.logs.format import KINDS, TRACE, Rows
 from accept_mpi.pipeline.deal import Deal, early_sums, early_worth, of_member
 from accept_mpi.pipeline.schedule import Action, actions, max_in_flight, waits_for_sum
-from accept_mpi.pipeline.simulator import PackedSchedule, Simulated, action_seconds, simulate, simulate_packed
+from accept_mpi.pipeline.simulator import Between, PackedSchedule, Simulated, action_seconds, simulate, simulate_packed
 from accept_mpi.planning.message_model import Traffic, message_seconds
 from accept_mpi.polling import POLL_AWAITED, POLL_IDLE
 from accept_mpi.profiling.cluster_profile import DeviceProfile, StageTimes
@@ -28,6 +28,7 @@ F64 = npt.NDArray[np.float64]
 _PASSES = 3  # over a group's gradients, apart from sending them
 _STEPS = 3  # steps that are simulated
 _MANY = 20_000  # above this many (stages x micro-batches), simulate only the start of a step and extrapolate
+_UNDER_WAY = 3  # messages that a device has on their way to another at most (``comm.ends``)
 _STEADY = 4  # steps of a pipeline that flows that count, between those that fill it and those that drain it
 
 
@@ -262,13 +263,13 @@ class Forecast:
 
     def _each(self, codecs: Mapping[Crossing, str]) -> tuple[float, F64]:
         """Seconds per micro-batch in the steady state, where everything overlaps, and the part that each device computes."""
-        compute, took = self._seconds(codecs)
+        compute, _, held = self._seconds(codecs)
         load = compute[:, : PackedSchedule.KINDS.index("U")].sum(axis=1) * self._shares
         slowest = float(load.max())
         if self.kind == "gpipe":  # all forwards, then all backwards
             slowest = float((compute[:, :2] * np.array(self._shares)[:, None]).max(axis=0).sum())
         shares = np.minimum.outer(self._shares, self._shares)
-        return max(slowest, float((took * shares).max(initial=0.0))), load
+        return max(slowest, float((held * shares).max(initial=0.0))), load
 
     def trace(self, codecs: Mapping[Crossing, str], ranks: Sequence[int]) -> Rows:
         """A few simulated steps as rows of a log's trace (dtype ``logs.format.TRACE``). ``ranks``: each device's rank."""
@@ -314,25 +315,29 @@ class Forecast:
             for member in range(len(devices)):
                 yield list(of_member(every, self._tables[s], member)) if len(devices) > 1 else every
 
-    def _seconds(self, codecs: Mapping[Crossing, str]) -> tuple[F64, F64]:
-        """Seconds of F, B, W and U (devices, 4), and of transfers (sending device, receiving device)."""
+    def _seconds(self, codecs: Mapping[Crossing, str]) -> tuple[F64, F64, F64]:
+        """Seconds of F, B, W and U (devices, 4), of transfers (sending device, receiving device), and those of them for
+        which a transfer holds the link: while a message is on its way others may follow."""
         devices = range(len(self.profiles))
         compute = np.array([[self._compute(d, kind) for kind in PackedSchedule.KINDS] for d in devices])
         for way in Direction:  # F and B, which take the messages
             compute[:, way] += [self.handling(d, way, codecs) for d in devices]
-        took = np.zeros((len(devices), len(devices)))
+        took, held = np.zeros((2, len(devices), len(devices)))
         for boundary in range(self._stages - 1):
             for way in Direction:
                 senders, receivers = (self._held_by[stage] for stage in way.ends(boundary))
                 name = codecs[boundary, way]
                 for source, target in itertools.product(senders, receivers):
-                    took[source, target] = self._between(source, target, (boundary, way), name, codecs)
-        return compute, took
+                    seconds = self._between(source, target, (boundary, way), name, codecs)
+                    _, latency = self._link(source, target, (boundary, way))
+                    took[source, target], held[source, target] = seconds, max(seconds - latency, seconds / _UNDER_WAY)
+        return compute, took, held
 
-    def messages(self, codecs: Mapping[Crossing, str]) -> Callable[[int, int], float]:
-        """The seconds of a message from one device to another, as a function."""
-        _, took = self._seconds(codecs)
-        return lambda source, target: float(took[source, target])
+    def messages(self, codecs: Mapping[Crossing, str]) -> tuple[Between, Between]:
+        """The seconds of a message from one device to another, and those for which it holds the link, as functions."""
+        _, *both = self._seconds(codecs)
+        took, held = (lambda source, target, table=table: float(table[source, target]) for table in both)
+        return took, held
 
     def sum_seconds(self, stage: int) -> float:
         """Seconds from the last backward of a step until all devices of a group have the sum of its gradients: the last
@@ -381,16 +386,19 @@ class Forecast:
             counts = [self._micro_batches] * steps
             self._packed[steps] = PackedSchedule(self._actions(steps), counts, self.groups.stages)
         sums = np.array([self.sum_seconds(stage) for stage in range(self._stages)])
-        return simulate_packed(self._packed[steps], *self._seconds(codecs), sums)
+        compute, took, held = self._seconds(codecs)
+        return simulate_packed(self._packed[steps], compute, took, sums, held)
 
     def _run(self, walks: list[list[Action]], codecs: Mapping[Crossing, str]) -> Simulated:
-        compute, _ = self._seconds(codecs)
+        compute, _, _ = self._seconds(codecs)
+        took, held = self.messages(codecs)
         return simulate(
             walks,
             lambda device, action: action_seconds(compute, device, action),
-            self.messages(codecs),
+            took,
             stages=self.groups.stages,
             sums=self.sum_seconds,
+            held=held,
         )
 
     def _compute(self, device: int, kind: str) -> float:

@@ -292,14 +292,16 @@ def test_packed_lists_take_what_lists_take(kind: str) -> None:
         counts = [3, 9, 2]
         lists = walks(kind, stages, counts, slack)
         seconds, transfers = rng.uniform(0.5, 2, (stages, 4)), rng.uniform(0, 3, (stages, stages))
+        held = transfers * rng.uniform(0.2, 1, transfers.shape)
         plain = simulate(
             lists,
             lambda s, action, seconds=seconds: float(
                 seconds[s, "FBWU".index(action.kind)] + (seconds[s, 2] if action.kind == "B" and action.whole else 0.0)
             ),
             lambda a, b, transfers=transfers: float(transfers[a, b]),
+            held=lambda a, b, held=held: float(held[a, b]),
         )
-        starts, ends = simulate_packed(PackedSchedule(lists, counts), seconds, transfers)
+        starts, ends = simulate_packed(PackedSchedule(lists, counts), seconds, transfers, held=held)
         assert starts.tolist() == pytest.approx([start for spans in plain.spans for start, _ in spans])
         assert ends.tolist() == pytest.approx([end for spans in plain.spans for _, end in spans])
 
