@@ -191,8 +191,7 @@ class Runtime:
         self.lifeline.close()
         if self.world != MPI.COMM_WORLD:
             # MPI_Finalize sometimes waits for lost ranks. The surviving ones have agreed that all is done, so skip it.
-            sys.stdout.flush()
-            sys.stderr.flush()
+            _flush()
             os._exit(exit_code)
         MPI.Finalize()
         sys.exit(exit_code)
@@ -270,7 +269,7 @@ class Runtime:
                 self._before_end(text)
             finally:
                 self.lifeline.end_all(exit_code)
-                sys.stdout.flush()
+                _flush()
                 if MPI.COMM_WORLD.size > 1:
                     MPI.COMM_WORLD.Abort(exit_code)
         os._exit(exit_code)
@@ -312,6 +311,13 @@ def _within(seconds: float, give_up: Callable[[], None]) -> Iterator[None]:
 
 def _say(text: object) -> None:
     print(f"accept_mpi: {text}", file=sys.stderr, flush=True)
+
+
+def _flush() -> None:
+    """Write out what has been printed, as far as its reader or its disk takes it, before the process ends at once."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
 
 
 def _not_met() -> None:
