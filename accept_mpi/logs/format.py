@@ -23,6 +23,7 @@ assume that the tables exist with their columns, that texts are texts, and that 
 the run's bounds.
 """
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -246,6 +247,12 @@ def _check(rows: npt.NDArray[Any], name: str, layers: int) -> None:
     if name == "trace":
         moved = np.isin(rows["kind"], [KINDS.index(kind) for kind in ("encode", "send", "decode")])
         _all(~moved | ((rows["direction"] >= 0) & (rows["boundary"] >= 0)), name, "direction")
+
+
+def number_of(rank: int, names: Sequence[int] | None) -> int:
+    """A rank's number in a trace, and in whatever a run tells. ``names``: those of ranks 0, 1, ... if they differ, since
+    after a loss ranks keep the numbers that they had when the job began."""
+    return names[rank] if names else rank
 
 
 def _all(right: npt.NDArray[np.bool_], table: str, column: str) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from accept_mpi.logs.format import KINDS, TRACE, Rows
+from accept_mpi.logs.format import KINDS, TRACE, Rows, number_of
 
 _NUMBER = {kind: i for i, kind in enumerate(KINDS)}
 
@@ -68,7 +68,7 @@ class Recorder:
         end = self.clock.now() if end is None else end
         number = _NUMBER[kind]
         rank, stage = of or (self._rank, self._stage)
-        rank = self._names[rank] if self._names else rank
+        rank = number_of(rank, self._names)
         step, micro_batch, boundary, direction, raw, wire = subject
         lane = getattr(_here, "lane", 0)
         self._rows.append((start, end, rank, stage, number, boundary, direction, step, micro_batch, raw, wire, lane))

@@ -20,7 +20,7 @@ import numpy as np
 
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
-from accept_mpi.logs.format import KINDS, Rows
+from accept_mpi.logs.format import KINDS, Rows, number_of
 from accept_mpi.logs.observers import Observer
 from accept_mpi.plan import Plan
 from accept_mpi.planning.estimate import estimate, fits, with_codecs
@@ -178,7 +178,7 @@ class Adapter(Observer):
             expected = sum(device.passes(stage, rank))
             rows = window[window["stage"] == s]
             if len(stage.ranks) > 1:
-                rows = rows[rows["rank"] == self._name(rank)]
+                rows = rows[rows["rank"] == number_of(rank, self._names)]
             beat, found[rank] = found[rank], 1.0
             if not len(rows) or expected <= 0:
                 continue
@@ -195,10 +195,6 @@ class Adapter(Observer):
                 factor = math.sqrt(factor) if device.assumed else beat
             found[rank] = factor
         return found
-
-    def _name(self, rank: int) -> int:
-        """The number of a rank in the trace, and in whatever a run tells."""
-        return self._names[rank] if self._names else rank
 
     def _change(self, rank: int) -> float:
         """Factor by which a device is slower than when the deployment began, from its speed checks; 1 if they disagree."""
@@ -242,7 +238,7 @@ class Adapter(Observer):
             return None
         slow = max(factors, key=lambda rank: abs(math.log(factors[rank])))
         text = (
-            f"rank {self._name(slow)} takes {factors[slow]:.2g} x what it took: "
+            f"rank {number_of(slow, self._names)} takes {factors[slow]:.2g} x what it took: "
             f"a step of {1e3 * now.step:.0f} ms should become {1e3 * best.step:.0f} ms, moving takes about {cost:.1f} s"
         )
         return Proposal(with_codecs(best), cluster, saves, cost, text)

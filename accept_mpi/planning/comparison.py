@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from accept_mpi.logs.format import KINDS, Rows
+from accept_mpi.logs.format import KINDS, Rows, number_of
 from accept_mpi.logs.observers import Observer, StepDone
 from accept_mpi.pipeline.deal import Deal
 from accept_mpi.plan import Plan, StagePlan
@@ -31,7 +31,7 @@ class PlanCheck(Observer):
         self._ends: list[float] = []
         self._first: int | None = None
         self._rows: list[Rows] = []
-        self._missing = {self._name(rank) for stage in plan.stages for rank in _computing(stage, micro_batches)}
+        self._missing = {number_of(rank, self._names) for stage in plan.stages for rank in _computing(stage, micro_batches)}
         """Ranks that have not computed the last of the steps yet."""
         self._done = False
 
@@ -69,17 +69,13 @@ class PlanCheck(Observer):
         slower = {rank: factor for rank, factor in factors.items() if factor > _NEAR}
         if not slower:
             return f"{text}; ranks compute as fast as foreseen, so links or waiting take the rest"
-        each = ", ".join(
-            f"rank {self._name(rank)} ({self._cluster.devices[rank].host}) {slower[rank]:.2f} x" for rank in slower
-        )
+        named = ((number_of(rank, self._names), self._cluster.devices[rank].host, slower[rank]) for rank in slower)
+        each = ", ".join(f"rank {number} ({host}) {factor:.2f} x" for number, host, factor in named)
         return f"{text}; computing takes longer than foreseen on {each}"
-
-    def _name(self, rank: int) -> int:
-        return self._names[rank] if self._names else rank
 
     def _factor(self, rank: int, rows: Rows) -> float:
         """Time that a rank computes per micro-batch, as a multiple of what its device was measured to take."""
-        mine = rows[rows["rank"] == self._name(rank)]
+        mine = rows[rows["rank"] == number_of(rank, self._names)]
         stage = next(stage for stage in self._plan.stages if rank in stage.ranks)
         expected = sum(self._cluster.devices[rank].passes(stage, rank))
         count = np.count_nonzero(mine["kind"] == KINDS.index("F"))

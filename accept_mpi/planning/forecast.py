@@ -335,9 +335,8 @@ class Forecast:
 
     def messages(self, codecs: Mapping[Crossing, str]) -> tuple[Between, Between]:
         """The seconds of a message from one device to another, and those for which it holds the link, as functions."""
-        _, *both = self._seconds(codecs)
-        took, held = (lambda source, target, table=table: float(table[source, target]) for table in both)
-        return took, held
+        _, took, held = self._seconds(codecs)
+        return _in_table(took), _in_table(held)
 
     def sum_seconds(self, stage: int) -> float:
         """Seconds from the last backward of a step until all devices of a group have the sum of its gradients: the last
@@ -390,15 +389,14 @@ class Forecast:
         return simulate_packed(self._packed[steps], compute, took, sums, held)
 
     def _run(self, walks: list[list[Action]], codecs: Mapping[Crossing, str]) -> Simulated:
-        compute, _, _ = self._seconds(codecs)
-        took, held = self.messages(codecs)
+        compute, took, held = self._seconds(codecs)
         return simulate(
             walks,
             lambda device, action: action_seconds(compute, device, action),
-            took,
+            _in_table(took),
             stages=self.groups.stages,
             sums=self.sum_seconds,
-            held=held,
+            held=_in_table(held),
         )
 
     def _compute(self, device: int, kind: str) -> float:
@@ -408,3 +406,8 @@ class Forecast:
         if self.kind == "zero-bubble":
             weights = here.backward / 2 if here.weight_gradient is None else here.weight_gradient
         return {"F": here.forward, "B": here.backward - weights, "W": weights, "U": here.update}[kind]
+
+
+def _in_table(table: F64) -> Between:
+    """The seconds in a table (sending device, receiving device) as a function."""
+    return lambda source, target: float(table[source, target])

@@ -124,24 +124,13 @@ class BesideOthers(OwnPrecision):
         return self.last(torch.tanh(x))
 
 
-def test_a_context_of_another_thread() -> None:
-    """It counted as one of the forward."""
-
-    def make() -> BesideOthers:
-        torch.manual_seed(7)
-        return BesideOthers()
-
-    value = torch.randn(4, 8)
-    chain = RecordedModel(make, value, "").chain()
-    assert torch.equal(Parts(chain, [1]).forward(value)[0], make()(value))
-
-
-def test_a_context_of_the_forward_itself() -> None:
-    """It was refused: index_add of two types."""
+@pytest.mark.parametrize("kind", [OwnPrecision, BesideOthers])
+def test_a_context_of_the_forward_itself(kind: type[OwnPrecision]) -> None:
+    """It was refused: index_add of two types; and one of another thread counted as the forward's."""
 
     def make() -> OwnPrecision:
         torch.manual_seed(7)
-        return OwnPrecision()
+        return kind()
 
     value = torch.randn(4, 8)
     chain = RecordedModel(make, value, "").chain()
