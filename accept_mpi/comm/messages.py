@@ -124,6 +124,32 @@ class Speed(Control, frozen=True):
     factor: float
 
 
+# ... by ``comm.clock_check.ClockCheck``.
+
+
+class ClockAsked(Control, frozen=True):
+    """Rank 0 to each rank, now and then: what time is it? In seconds since the run began, as in the other two."""
+
+    urgent: ClassVar[bool] = True
+    asked: float
+
+
+class ClockRead(Control, frozen=True):
+    """A rank to rank 0, in answer."""
+
+    urgent: ClassVar[bool] = True
+    asked: float
+    read: float
+
+
+class ClockOff(Control, frozen=True):
+    """Rank 0 to a rank whose clock is off by more than can be explained by how long the answer took."""
+
+    urgent: ClassVar[bool] = True
+    by: float
+    """Seconds to add."""
+
+
 # ... on the other ranks by ``training.controller.Follower``.
 
 
@@ -226,7 +252,7 @@ class MemberResults(Control, frozen=True):
 AnyControl = (
     Gather | Scatter | MachineCode | Shapes | LayerChunks | CheckpointChunk | StepMade | EvaluationMade | TraceRows | Event
     | Stopping | Leaving | Speed | PlanOver | ReplicaChunks | Replicated | Committed | Copied | StopAsked | ReplanAsked
-    | StepFlags | TargetsDrawn | MemberResults | GradientNorms
+    | StepFlags | TargetsDrawn | MemberResults | GradientNorms | ClockAsked | ClockRead | ClockOff
 )  # fmt: skip
 
 

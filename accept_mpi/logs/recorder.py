@@ -21,11 +21,14 @@ class Clock:
 
     def __init__(self, origin: float, offset: float = 0.0) -> None:
         self._shift = offset - origin
-        self.offset = offset
 
     def now(self) -> float:
         """Seconds since the run began."""
         return time.monotonic() + self._shift
+
+    def shift(self, seconds: float) -> None:
+        """Add to all that the clock says from now on."""
+        self._shift += seconds
 
 
 _here = threading.local()

@@ -169,6 +169,9 @@ class Follower:
         self._over.set()
         return True
 
+    def deliver(self) -> None:
+        """Nothing: what this class takes is for whoever waits."""
+
     def wait(self, check: Callable[[], None]) -> int:
         """Wait until rank 0 says that the deployment is over; returns the number of steps made by then.
 

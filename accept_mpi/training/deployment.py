@@ -12,6 +12,7 @@ from functools import partial
 
 from accept_mpi.codecs.basis import widths_of
 from accept_mpi.codecs.coding import NONE, Coding, kernels_of, parse
+from accept_mpi.comm.clock_check import ClockCheck
 from accept_mpi.comm.data_plane import DataPlane
 from accept_mpi.comm.machine_code import compile_together
 from accept_mpi.comm.messages import EvaluationMade, Event, Leaving, Message, PlanOver, Speed, StepMade, TargetsDrawn
@@ -201,6 +202,7 @@ class Deployment:
         plane = self._plane = DataPlane(
             runtime.circle.data, runtime.messenger, self.recorder, self._handle, computing_takes_all(runtime.cores)
         )
+        self._clocks = ClockCheck(runtime.clock, runtime.rank, runtime.size, plane.post)
         ranks = self.plan.leaders
         copying = self.job.recovery.copies(runtime.size, runtime.survives)
         self.barriers = Barriers(self.job.recovery, ranks[0], copying, plane.post, self._local_copies())
@@ -261,11 +263,9 @@ class Deployment:
                 self.state.chain.order,
                 partial(self.barriers.tell_all, ranks=holders) if self.plan.hybrid else None,
             )  # fmt: skip
-            names = self.state.chain.names
-            worker = Worker(self.job, self.place, self.stage, self.batches, self._data, names, services)
-            deliver = self.role.deliver if isinstance(self.role, Controller) else lambda: None
+            worker = Worker(self.job, self.place, self.stage, self.batches, self._data, self.state.chain.names, services)
             try:
-                made = worker.train(self.course, deliver, self.test_samples)
+                made = worker.train(self.course, self._deliver, self.test_samples)
             finally:
                 computing.close()
             worker.ship_trace()
@@ -302,15 +302,18 @@ class Deployment:
         """The data sets, if the stage needs inputs or targets."""
         return self.state.data if self.place.first or self.place.last else (None, None)
 
+    def _deliver(self) -> None:
+        self._clocks.ask()
+        self.role.deliver()
+
     def _handle(self, message: Message) -> bool:
         control = message.control
         if isinstance(control, TargetsDrawn):
             self._drawn.hear(control.step, {k: Checksum(*one) for k, one in control.sums.items()})
             return True
-        if self._clipping and self._clipping.handle(control):
-            return True
-        parts = self.barriers, self.replication, self._reports
-        return any(part.handle(control) for part in parts) or self.role.handle(message)
+        parts = self._clipping, self.barriers, self.replication, self._reports
+        handled = any(part.handle(control) for part in parts if part)
+        return handled or self._clocks.handle(message) or self.role.handle(message)
 
     def _tell_again(self) -> None:
         """Repeat the newest reports from before this deployment: they may not have reached rank 0, or it may be lost with
@@ -367,6 +370,7 @@ class Deployment:
 
         def look() -> None:
             plane.check()
+            self._clocks.ask()
             if pulse and (factor := pulse.factor()) is not None:
                 plane.post(0, Speed(factor))
 
