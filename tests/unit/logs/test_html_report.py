@@ -2,12 +2,15 @@
 
 import json
 import struct
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from conftest import environment
 
 from accept_mpi.cli import main, watch
 from accept_mpi.errors import UserError
@@ -223,6 +226,25 @@ def test_tensorboard(log: Path, tmp_path: Path) -> None:
         assert at[-1] == pytest.approx(created + 200.0, rel=0, abs=0.01)
         assert at.count(at[1]) == 4
     assert len(at) == 1 + 4 * 9 + 2
+
+
+FULL = """
+import resource, sys
+from accept_mpi.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, -1))
+sys.exit(main(["tensorboard", *sys.argv[1:]]))
+"""
+
+
+def test_no_room_for_tensorboard(log: Path, tmp_path: Path) -> None:
+    """It hung. What was exported before stays."""
+    pytest.importorskip("tensorboardX")
+    (tmp_path / "board").mkdir()
+    (tmp_path / "board" / "events.out.tfevents.1.host.accept-mpi").touch()
+    command = [sys.executable, "-c", FULL, str(log), str(tmp_path / "board")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, f"accept_mpi: {tmp_path / 'board'}: cannot write: File too large\n")
+    assert [path.name for path in (tmp_path / "board").iterdir()] == ["events.out.tfevents.1.host.accept-mpi"]
 
 
 def test_messages_under_way_at_once_have_lanes_of_their_own(tmp_path: Path) -> None:
