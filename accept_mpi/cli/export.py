@@ -58,7 +58,11 @@ def _write(path: Path, state: dict[str, torch.Tensor], about: dict[str, str]) ->
     .safetensors its names are printed."""
     odd = {name: unpacked(value) for name, value in state.items() if is_packed(value)}
     if path.suffix in _TORCH:
-        torch.save(state | odd, path)
+        with path.open("wb") as file:  # given a name, torch.save writes that into the file
+            try:
+                torch.save(state | odd, file)
+            except RuntimeError as error:  # torch's own words on what the file has refused
+                raise error.__context__ if isinstance(error.__context__, OSError) else error from None
     else:
         if odd:
             print(f"left out, since they are no tensors: {', '.join(odd)}; a file that ends in .pt has them")

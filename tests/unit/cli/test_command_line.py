@@ -66,6 +66,9 @@ class _Checkpoint:
     def whole(self, average: bool) -> dict[str, torch.Tensor]:
         return {"weight": torch.zeros(2)}
 
+    def remembered(self) -> dict[str, torch.Tensor]:
+        return {}
+
 
 @pytest.mark.parametrize("name", ["no/out.safetensors", "no/out.pt", "folder.safetensors"])
 def test_export_that_cannot_write(
@@ -75,6 +78,38 @@ def test_export_that_cannot_write(
     (tmp_path / "folder.safetensors").mkdir()
     monkeypatch.setattr("accept_mpi.cli.export.Checkpoint", _Checkpoint)
     assert f"{name}: cannot write: " in said(capsys, "export", "run", str(tmp_path / name))
+
+
+def test_the_same_weights_are_the_same_file_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file began with the number of the process that had written it."""
+    monkeypatch.setattr("accept_mpi.cli.export.Checkpoint", _Checkpoint)
+    written = []
+    for number in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda number=number: number)
+        assert main(["export", "run", str(tmp_path / "out.pt")]) == 0
+        written.append((tmp_path / "out.pt").read_bytes())
+    assert written[0] == written[1]
+    assert torch.load(tmp_path / "out.pt").keys() == {"weight"}
+
+
+NO_ROOM = """
+import resource, sys, torch
+from accept_mpi.cli.export import _write
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, -1))
+try:
+    _write(Path(sys.argv[1]), {"weight": torch.zeros(10_000)}, {})
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+@pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
+def test_no_room_for_weights(tmp_path: Path, name: str) -> None:
+    """Of torch's files it said: "[enforce fail at inline_container.cc:672] . unexpected pos 3200 vs 3094"."""
+    command = [sys.executable, "-c", NO_ROOM, str(tmp_path / name)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=HANGS)
+    assert (done.stdout, done.stderr) == ("File too large\n", "")
 
 
 @pytest.mark.parametrize("seconds", ["abc", "0", "nan", "inf", ""])
