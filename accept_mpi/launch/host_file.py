@@ -5,6 +5,7 @@ import ipaddress
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from accept_mpi.files.regular import read_regular
 ASK_SECONDS = 9.0
 """Seconds after which a host that does not answer counts as lost."""
 _AGENT, _AGENT_FLAGS = "PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm_ssh_args"
+_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=8"
 _MOST_BYTES, _MOST_SLOTS = 1 << 20, 1000
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -98,8 +100,7 @@ def ask(hosts: Sequence[Host]) -> dict[Host, str | None]:
 
     Returns for each host ssh's words on why it cannot take part, or None if it can. Raises UserError if ssh does not start.
     """
-    agent = shlex.split(os.environ.get(_AGENT, "ssh -o BatchMode=yes -o ConnectTimeout=8"))
-    agent += shlex.split(os.environ.get(_AGENT_FLAGS, ""))
+    agent = _agent()
     question = ["test", "-x", shlex.quote(sys.executable), "||", "exit", str(_MISSING)]
     asked = []
     with ExitStack() as files:
@@ -118,6 +119,19 @@ def ask(hosts: Sequence[Host]) -> dict[Host, str | None]:
         until = time.monotonic() + ASK_SECONDS
         answers = {host: _answer(process, said, until) for host, process, said in asked}
     return {host: answers.get(host) for host in hosts}
+
+
+def _agent() -> list[str]:
+    """The program by which hosts are reached, with its flags. As mpirun does, takes the first one that there is of several
+    (FIRST : SECOND), and parts words at blanks only. Raises UserError if there is none."""
+    given = os.environ.get(_AGENT, _SSH)
+    for one in given.split(":"):
+        words = one.split()
+        if words and shutil.which(words[0]):
+            return words + os.environ.get(_AGENT_FLAGS, "").split()
+    raise UserError(
+        f'"{given}" does not start: there is no such program; mpirun reaches hosts by it ({_AGENT} names others)'
+    )
 
 
 def missing(why: str | None) -> bool:

@@ -116,6 +116,33 @@ def test_what_hosts_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ask(read(tmp_path, "pi1\n"))
 
 
+@pytest.mark.parametrize(
+    ("given", "flags", "called"),
+    [
+        ("rsh-of-old -q : AGENT -q", "-o 'x", "-q -o 'x pi1 test"),
+        (" AGENT  -o 'a b:rsh", "", "-o 'a b pi1 test"),
+        ("", "", None),
+        ("rsh-of-old : ", "", None),
+    ],
+)
+def test_agents_are_what_they_are_to_mpirun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, flags: str, called: str | None
+) -> None:
+    """The first one that there is, as in mpirun's own default "ssh : rsh"; quotes are characters."""
+    agent = tmp_path / "agent"
+    agent.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/called\n')
+    agent.chmod(0o755)
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", given.replace("AGENT", str(agent)))
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_args", flags)
+    hosts = read(tmp_path, "pi1\n")
+    if called is None:
+        with pytest.raises(UserError, match="does not start: there is no such program"):
+            ask(hosts)
+    else:
+        assert ask(hosts) == {hosts[0]: None}
+        assert (tmp_path / "called").read_text().startswith(called)
+
+
 def test_ranks_know_where_they_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunIdentity.parse("run/2/2,1")
     assert RunIdentity.parse(str(run)) == run
