@@ -158,8 +158,11 @@ class Supervisor:
             self._lock.take(self._supervised.name)
 
     def _first_hosts(self) -> list[Host]:
-        """The hosts that answer. Raises UserError if one lacks the Python that mpirun would start there, or none answers."""
+        """The hosts that answer; none after a signal. Raises UserError if one lacks the Python that mpirun would start
+        there, or none answers."""
         found = host_file.ask(self._all)
+        if self._signals:  # a Ctrl-C has ended what asks, too
+            return []
         there = [host for host, why in found.items() if why is None]
         for host, why in found.items():
             if host_file.missing(why):
@@ -177,7 +180,7 @@ class Supervisor:
         restarts = starts = idle = stuck = furthest = 0
         hosts, patience = self._first_hosts(), 0.0
         while True:
-            if self._all and not hosts:
+            if self._all and not hosts and not self._signals:
                 hosts = self._wait_for_any(patience)
             if self._signals:
                 return 1

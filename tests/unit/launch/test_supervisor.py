@@ -84,6 +84,18 @@ def test_a_host_without_the_checkout(tmp_path: Path, mpirun: Path, monkeypatch: 
         supervised(tmp_path, [0], hostfile=tmp_path / "edges", ranks=None)
 
 
+def test_a_stop_while_hosts_are_asked(
+    tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C ends ssh, too: that was told as hosts that do not answer, a mistake in the host file."""
+    agent = script(tmp_path / "agent", "kill -INT $PPID", "exit 255")
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(agent))
+    (tmp_path / "edges").write_text("pi1\nlocalhost\n")
+    (tmp_path / "calls").touch()
+    assert supervised(tmp_path, [0], hostfile=tmp_path / "edges", ranks=None) == (1, [])
+    assert capfd.readouterr().err == ""
+
+
 def test_temporary_files_that_cannot_be_written(tmp_path: Path, mpirun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """mpirun would not begin, again and again."""
     monkeypatch.setenv("TMPDIR", str(mpirun))
