@@ -105,10 +105,11 @@ def on_terminal() -> bool:
 
 
 def _terminal_width() -> int | None:
-    """Columns of the terminal that mpirun writes to (None if unknown): the ranks' own pseudo-terminals have no width."""
+    """Columns of the terminal that mpirun writes to: the ranks' own pseudo-terminals have no width. None if unknown, as in
+    containers whose terminal nobody has told its size, which is 0."""
     try:
         with open(f"/proc/{os.getppid()}/fd/1") as terminal:
-            return os.get_terminal_size(terminal.fileno()).columns
+            return os.get_terminal_size(terminal.fileno()).columns or None
     except OSError:
         return None
 

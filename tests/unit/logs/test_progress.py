@@ -1,7 +1,9 @@
 """The line on a terminal: numbers stay where there is little room, and the cursor can always be seen."""
 
 import io
+import os
 import re
+import subprocess
 
 import pytest
 
@@ -34,6 +36,26 @@ def test_a_terminals_line(monkeypatch: pytest.MonkeyPatch, width: int, parts: li
     at = [last.find(part) for part in parts]
     assert -1 not in at, last
     assert at == sorted(at), last
+
+
+def test_a_terminal_without_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a new pseudo-terminal is: nothing at all was shown there."""
+    primary, secondary = os.openpty()
+    process = subprocess.Popen(["sleep", "60"], stdout=secondary)
+    try:
+        monkeypatch.setattr(os, "getppid", lambda: process.pid)
+        assert os.get_terminal_size(secondary).columns == 0
+        monkeypatch.setattr(progress, "on_terminal", lambda: True)
+        monkeypatch.setattr("sys.stdout", io.StringIO())
+        observer = ProgressObserver(10, 0)
+        observer.event(1.0, 4, "lost rank 1")
+        observer.close()
+        assert "step 4  lost rank 1\n" in progress.sys.stdout.getvalue()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(primary)
+        os.close(secondary)
 
 
 def test_steps_before_a_loss_are_not_printed_again(monkeypatch: pytest.MonkeyPatch) -> None:
