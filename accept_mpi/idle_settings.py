@@ -15,6 +15,7 @@ def without_effect(job: Job, survives: bool) -> list[str]:
     sums_ties = job.parts_ties and pipeline.cuts != [] and pipeline.gradients != "auto"
     tied = ", unless stages have a parameter in common" if sums_ties else ""
     decays = train.optimizer.weight_decay or any(group.weight_decay for group in train.groups)
+    mortal = "this MPI ends with the first process that is lost (mpirun --with-ft ulfm)"
     single = train.micro_batches == train.batch_size
     told = {
         "train.mix": (train.mix is not None and single, "a micro-batch has one sample, which is mixed with no other"),
@@ -33,6 +34,13 @@ def without_effect(job: Job, survives: bool) -> list[str]:
             pipeline.gradients != Pipeline().gradients and not groups,
             ("no ranks hold a stage together" if given else "pipeline.groups = false") + tied,
         ),
+        **{
+            f"pipeline.{key}": (
+                getattr(pipeline, key) not in (getattr(Pipeline(), key), "none") and given and not pipeline.adapt,
+                'pipeline.cuts is not "auto"',
+            )
+            for key in ("probe_seconds", "latency_db")
+        },
         "pipeline.recompute": (
             pipeline.recompute == "on" and pipeline.cuts == [],
             "the last stage, here the only one, goes back directly after each forward",
@@ -48,12 +56,12 @@ def without_effect(job: Job, survives: bool) -> list[str]:
         ),
         "recovery.replicate_every": (
             recovery.replicate_every not in (Recovery().replicate_every, 0) and not survives,
-            "this MPI ends with the first process that is lost (mpirun --with-ft ulfm)",
+            mortal,
         ),
         "recovery.mean_time_between_failures": (
             recovery.mean_time_between_failures != Recovery().mean_time_between_failures
-            and recovery.replicate_every != "auto",
-            'recovery.replicate_every is not "auto"',
+            and (recovery.replicate_every != "auto" or not survives),
+            mortal if not survives else 'recovery.replicate_every is not "auto"',
         ),
     }
     found = [f"{key} has no effect: {why}" for key, (idle, why) in told.items() if idle]

@@ -24,6 +24,14 @@ CASES = {
         ["pipeline.gradients=none", "pipeline.cuts=[2]"],
         ["pipeline.gradients=none", "pipeline.cuts=[]", "pipeline.ranks=[[0, 1]]"],
     ),
+    "pipeline.probe_seconds": (
+        ["pipeline.probe_seconds=9", "pipeline.cuts=even"],
+        ["pipeline.probe_seconds=9", "pipeline.cuts=[2]", "pipeline.adapt=true"],
+    ),
+    "pipeline.latency_db": (
+        ["pipeline.latency_db=a.h5", "pipeline.cuts=[2]"],
+        ["pipeline.latency_db=none", "pipeline.cuts=[2]"],
+    ),
     "pipeline.recompute": (["pipeline.recompute=on", "pipeline.cuts=[]"], ["pipeline.recompute=on", "pipeline.cuts=[2]"]),
     "pipeline.entropy": (["pipeline.entropy=true"], ["pipeline.entropy=true", "pipeline.backward=['none', 'auto']"]),
     "pipeline.min_bits": (["pipeline.min_bits=4"], ["pipeline.min_bits=4", "pipeline.forward=auto"]),
@@ -47,10 +55,14 @@ def test_what_has_no_effect(key: str) -> None:
 
 
 def test_snapshots_need_an_mpi_that_survives() -> None:
-    job = parse(BASE, "job", ["recovery.replicate_every=5"])
-    assert not without_effect(job, True)
-    (line,) = without_effect(job, False)
-    assert line.startswith("recovery.replicate_every has no effect: ")
+    for key, value in (("replicate_every", 5), ("mean_time_between_failures", 60)):
+        job = parse(BASE, "job", [f"recovery.{key}={value}"])
+        assert not without_effect(job, True)
+        (line,) = without_effect(job, False)
+        assert (
+            line
+            == f"recovery.{key} has no effect: this MPI ends with the first process that is lost (mpirun --with-ft ulfm)"
+        )
     assert not without_effect(parse(BASE, "job", ["recovery.replicate_every=0"]), False)
 
 
