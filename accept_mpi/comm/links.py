@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,12 +22,12 @@ _REPEATS = 3  # times at most that a pair's exchange is measured: a CPU quota ma
 _USUAL = 0.9  # a rate of at least this share of the best that either rank has seen is accepted without a repetition
 
 
-def clock_offset(world: MPI.Intracomm) -> float:
+def clock_offset(world: MPI.Intracomm, others: Iterable[int]) -> float:
     """Rank 0's ``time.monotonic()`` minus this rank's, in seconds, from the exchange with the shortest round trip of several
-    (Cristian 1989)."""
+    (Cristian 1989); 0 on a rank that is not among the ``others``, which are measured."""
     comm, offset = _own(world), 0.0
     mine, theirs = np.zeros(1), np.zeros(1)
-    for rank in range(1, comm.size):
+    for rank in others:
         best = float("inf")
         for _ in range(_PINGS):
             if comm.rank == 0:

@@ -82,14 +82,16 @@ class Runtime:
         library = MPI.Get_library_version().split(",")[0].split("\n")[0].strip()
         everyone = self.messenger.allgather(host_facts(self.rank, library), self.startup_seconds, "the facts of each host")
         self.hosts: list[dict[str, Any]] = everyone
-        self.ranks_on_host = sum(facts["machine_id"] == everyone[self.rank]["machine_id"] for facts in everyone)
+        machines = [facts["machine_id"] for facts in everyone]
+        self.ranks_on_host = machines.count(machines[self.rank])
         self.lifeline = self._lifeline()
-        self.clock_offset = clock_offset(self.world)
+        firsts = list(map(machines.index, machines))  # a machine has one clock
+        measured = clock_offset(self.world, sorted({*firsts} - {0}))
         origin = self.messenger.broadcast(time.monotonic(), self.startup_seconds, "the start of the clock")
-        offsets = self.messenger.allgather(self.clock_offset, self.startup_seconds, "the clocks of each host")
-        for facts, offset in zip(self.hosts, offsets, strict=True):
-            facts["clock_offset_s"] = offset
-        self.clock = Clock(origin, self.clock_offset)
+        offsets = self.messenger.allgather(measured, self.startup_seconds, "the clocks of each host")
+        for facts, first in zip(self.hosts, firsts, strict=True):
+            facts["clock_offset_s"] = offsets[first]
+        self.clock = Clock(origin, offsets[firsts[self.rank]])
 
     @property
     def world(self) -> MPI.Intracomm:

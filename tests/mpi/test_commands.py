@@ -42,7 +42,7 @@ def test_log_and_progress_of_a_run(mpirun, tmp_path: Path) -> None:
         facts, trace = read_facts(log), log["trace"][:]
     assert facts["job"]["train"]["batch_size"] == 24
     assert [stage["ranks"] for stage in facts["plan"]["stages"]] == [[0], [1], [2]]
-    assert len(facts["hosts"]) == 3
+    assert [host["clock_offset_s"] for host in facts["hosts"]] == [0.0] * 3  # a machine has one clock
     assert facts["parameters"] == sum(p.numel() for p in samples.plain(samples.CNN).model.parameters())
     slack = facts["plan"]["slack"]
     listed = [(rank, a) for rank in range(3) for a in actions("zero-bubble", rank, 3, [5] * 6, slack)]
@@ -59,6 +59,21 @@ def test_log_and_progress_of_a_run(mpirun, tmp_path: Path) -> None:
     assert (sends["end"] >= sends["start"]).all()
     assert (sends["bytes_wire"] > sends["bytes_raw"]).all()
     assert (sends["stage"] == sends["boundary"] + sends["direction"]).all()
+
+
+def test_clocks_that_do_not_agree(trained, tmp_path: Path) -> None:
+    """A message took less than no time, which trace viewers leave out, and links were said to carry too little."""
+    (tmp_path / "net.py").write_text(
+        "import os\nfrom torch import nn\nfrom accept_mpi.logs.recorder import Clock\n"
+        "now, ahead = Clock.now, 5.0 * (os.environ['OMPI_COMM_WORLD_RANK'] == '0')\n"
+        "Clock.now = lambda self: now(self) + ahead\n"
+        "def model():\n    return nn.Sequential(nn.Flatten(), nn.Linear(192, 9), nn.Linear(9, 10))\n"
+    )
+    trained(2, tmp_path, [samples.write_job(tmp_path / "job.toml", samples.CNN | {"model": 'name = "net:model"'})])
+    with open_log(tmp_path / "run" / "log.h5") as log:
+        sends = log["trace"][:][log["trace"]["kind"] == KINDS.index("send")]
+    assert {*sends["direction"].tolist()} == {0, 1}
+    assert (sends["end"] >= sends["start"]).all()
 
 
 def test_alone_without_mpirun_and_quiet(tmp_path: Path, monkeypatch, capfd) -> None:
