@@ -34,7 +34,8 @@ def set_threads(asked: int | str, cores: int, ranks_on_host: int) -> int:
 
     Raises UserError if OMP_NUM_THREADS is out of range.
     """
-    said = os.environ.get("OMP_NUM_THREADS", "")
+    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,1": of threads within threads, too
+    said = said if said.isascii() else ""
     if asked != "auto":
         threads = int(asked)
         if said.isdigit() and int(said) != threads:

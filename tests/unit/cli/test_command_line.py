@@ -118,6 +118,17 @@ def test_seconds_to_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert f'ACCEPT_MPI_START_SECONDS = "{seconds}": expected seconds' in said(capsys, "train", "no.toml")
 
 
+@pytest.mark.parametrize(("said", "threads"), [("3,1", 3), (" 3 ", 3), ("³", 2), ("", 2), ("few", 2)])
+def test_threads_as_openmp_has_them(monkeypatch: pytest.MonkeyPatch, said: str, threads: int) -> None:
+    """A list took all cores, and ³ was a traceback."""
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    before = torch.get_num_threads()
+    try:
+        assert set_threads("auto", 4, 2) == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("threads", ["0", "100000"])
 def test_threads_that_no_machine_has(monkeypatch: pytest.MonkeyPatch, threads: str) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
