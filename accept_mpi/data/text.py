@@ -27,7 +27,7 @@ _MARKS = (
 """Byte order marks, and the encodings that they announce."""
 _SNIFFED = 8192  # bytes: a NUL within them marks a binary file, as in git
 _CHARACTERS = 0x110000
-_SKIPPED = {"site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}
+_SKIPPED = {"site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}  # of Python's library
 
 
 class TextDataset:
@@ -78,7 +78,7 @@ def text(
     if not (_whole(context) and context >= 1 and _whole(limit) and limit >= 1 and 0 < test_fraction < 1):
         raise ValueError("expected context >= 1, limit >= 1 and 0 < test_fraction < 1")
     source = Path(path) if path is not None else Path(sysconfig.get_paths()["stdlib"])
-    codes = _read(source, limit, encoding, "*" if path is not None else "*.py")
+    codes = _read(source, limit, encoding, path is None)
     if vocabulary == "auto":
         there, tokens = np.unique(codes, return_inverse=True)
         symbols = len(there)
@@ -98,12 +98,12 @@ def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _read(source: Path, limit: int, encoding: str | None, pattern: str) -> npt.NDArray[np.uint32]:
-    """Codes of at most ``limit`` characters."""
+def _read(source: Path, limit: int, encoding: str | None, library: bool) -> npt.NDArray[np.uint32]:
+    """Codes of at most ``limit`` characters; ``library``: of Python's own sources."""
     if source.is_file():
         files, alone = [source], True
     elif source.is_dir():
-        files, alone = _listing(source, pattern), False
+        files, alone = _listing(source, library), False
     else:
         raise UserError(f"data.args: there is no file or directory {source}")
     if encoding is not None:
@@ -123,14 +123,16 @@ def _read(source: Path, limit: int, encoding: str | None, pattern: str) -> npt.N
     return np.frombuffer("".join(parts).encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
-def _listing(source: Path, pattern: str) -> list[Path]:
-    """Files below a directory, in order of their names; hidden ones, tests and installed packages are skipped."""
+def _listing(source: Path, library: bool) -> list[Path]:
+    """Files below a directory, in order of their names; hidden ones are skipped, and in Python's ``library`` tests,
+    installed packages and what is no source."""
 
     def counts(file: Path) -> bool:
         inside = file.relative_to(source).parts
-        return not (_SKIPPED & set(inside) or any(part.startswith(".") for part in inside)) and file.is_file()
+        skipped = (library and _SKIPPED & set(inside)) or any(part.startswith(".") for part in inside)
+        return not skipped and file.is_file()
 
-    return sorted(file for file in source.rglob(pattern) if counts(file))
+    return sorted(file for file in source.rglob("*.py" if library else "*") if counts(file))
 
 
 def _check(encoding: str) -> None:

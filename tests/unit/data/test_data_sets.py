@@ -64,6 +64,14 @@ def test_text(tmp_path: Path) -> None:
         data.load("text", {"path": str(tmp_path / "missing")})
 
 
+def test_text_of_all_folders(tmp_path: Path) -> None:
+    for folder in ("", "test", "book/tests", "__pycache__", ".hidden"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "a.txt").write_text("abcde" * 10)
+    train, test = data.load("text", {"path": str(tmp_path), "context": 8, "test_fraction": 0.2})
+    assert len(train.tokens) + len(test.tokens) == 4 * 50
+
+
 def cifar_files(folder: Path, records: int = 4) -> Path:
     folder.mkdir()
     rng = np.random.default_rng(0)
