@@ -67,7 +67,7 @@ def text(
 
     A file's encoding is that of its byte order mark, else ``encoding``, else UTF-8. Raises UserError, naming the file, if it
     cannot be decoded. In a directory, files and folders whose names begin with a dot are ignored, and so are binary files (a
-    NUL in their first 8 KiB and no mark), with a warning.
+    NUL in their first 8 KiB, which neither a mark nor ``encoding`` explains), with a warning.
 
     Without a path, the text is the sources of Python's standard library on this machine. A character's symbol is its code;
     codes beyond ``vocabulary`` become the last symbol, so that the vocabulary does not depend on the text. With "auto", it
@@ -152,7 +152,7 @@ def _characters(file: Path, most: int, encoding: str | None, alone: bool) -> str
         with open_regular(file) as raw:
             head = raw.read(_SNIFFED)
             marked = next((name for mark, name in _MARKS if head.startswith(mark)), None)
-            if not (marked or encoding or alone) and b"\0" in head:
+            if not (marked or alone) and b"\0" in head and b"\0" not in "a".encode(encoding or "utf-8"):
                 return None
             raw.seek(0)
             with io.TextIOWrapper(raw, encoding=marked or encoding or "utf-8", newline=None) as stream:

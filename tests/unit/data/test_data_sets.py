@@ -399,7 +399,8 @@ def test_text_that_cannot_be_read_is_not_left_out(tmp_path: Path, caplog: pytest
     with pytest.raises(UserError, match=r"b\.txt cannot be read as UTF-8 text .*encoding = .latin-1."):
         data.load("text", {"path": str(tmp_path), "context": 8})
     train, test = data.load("text", {"path": str(tmp_path), "context": 8, "encoding": "latin-1", "vocabulary": 300})
-    assert len(train.tokens) + len(test.tokens) == 609
+    assert len(train.tokens) + len(test.tokens) == 600
+    assert "1 files are no text and left out" in caplog.text
     (tmp_path / "b.txt").write_bytes(b"")
     caplog.clear()
     data.load("text", {"path": str(tmp_path), "context": 8})
@@ -408,6 +409,11 @@ def test_text_that_cannot_be_read_is_not_left_out(tmp_path: Path, caplog: pytest
     for encoding in ("nope", "base64", "idna", 3):
         with pytest.raises(UserError, match="encoding"):
             data.load("text", {"path": str(tmp_path / "a.txt"), "context": 8, "encoding": encoding})
+    for encoding in ("utf-16-le", "utf-32"):
+        (folder := tmp_path / encoding).mkdir()
+        (folder / "d.txt").write_text("abc" * 100, encoding=encoding)
+        train, test = data.load("text", {"path": str(folder), "context": 8, "encoding": encoding})
+        assert len(train.tokens) + len(test.tokens) == 300
 
 
 def test_a_model_that_knows_too_few_symbols(tmp_path: Path) -> None:
