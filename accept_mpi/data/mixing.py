@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from accept_mpi import tree
-from accept_mpi.data.base import Dataset, Indices, Samples, Together, Wrapper, classes_of, fetch
+from accept_mpi.data.base import Dataset, Indices, Samples, Together, Wrapper, classes_of, fetch, gives_targets
 from accept_mpi.errors import UserError
 from accept_mpi.job import Mix
 from accept_mpi.seeds import AUGMENT, mix
@@ -42,7 +42,7 @@ class Mixed(Together, Wrapper):
         if cuts:
             if inputs and x.dim() != 4:
                 raise UserError(f"train.mix: CutMix wants images (samples, channels, height, width), not {tree.describe(x)}")
-            size = self._size(indices) if x is None else x.shape[-2:]
+            size = self._size(indices, seed) if x is None else x.shape[-2:]
             box, share = _box(size, share, middle)
             if inputs:
                 other = x.roll(1, 0)
@@ -60,10 +60,11 @@ class Mixed(Together, Wrapper):
         whole = torch.nn.functional.one_hot(target.long(), self._how.classes).float()
         return _blended(whole, share)
 
-    def _size(self, indices: Indices) -> tuple[int, int]:
-        """Height and width of the images, where only targets are wanted."""
-        image = fetch(self.inside, indices[:1], None, True, False).inputs
-        height, width = image.shape[-2:]
+    def _size(self, indices: Indices, seed: int | None) -> tuple[int, int]:
+        """Height and width of the images, where only targets are wanted. A user's own kind may pad a micro-batch to its
+        largest image."""
+        some = indices[:1] if gives_targets(self.inside) else indices
+        height, width = fetch(self.inside, some, seed, True, False).inputs.shape[-2:]
         return int(height), int(width)
 
 

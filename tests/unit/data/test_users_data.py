@@ -111,6 +111,27 @@ def test_a_negative_class_cannot_be_mixed() -> None:
         fetch(mixed, np.arange(4), 0, True, True)
 
 
+class Padded:
+    """Images as wide as the widest of the micro-batch, and smaller in evaluation."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def inputs(self, indices: np.ndarray, seed: int | None = None) -> torch.Tensor:
+        return torch.zeros(len(indices), 1, 6 if seed is None else 8, int(indices.max()) + 4)
+
+    def targets(self, indices: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(indices % 3)
+
+
+def test_classes_are_mixed_as_images_are_where_those_differ_in_size() -> None:
+    mixed = Mixed(adapt(Padded()), Mix(classes=3, cutmix=1.0))
+    for seed in range(10):
+        indices = np.random.default_rng(seed).permutation(8)[:4]
+        both, targets = (mixed.samples(indices, seed, inputs, True).targets for inputs in (True, False))
+        assert torch.equal(both, targets)
+
+
 def test_numbers_that_do_not_fit_the_dtype_asked_for_are_refused(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = np.array([0.0, 1000.0, math.nan]), np.array([0, 255, 300])
