@@ -13,6 +13,7 @@ from accept_mpi.data.text import check_vocabulary, text
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job
 from accept_mpi.registry import call, find_function
+from accept_mpi.users_code import in_words
 
 __all__ = [
     "ZOO", "ArrayDataset", "Dataset", "MapDataset", "Samples", "classes_of", "fetch", "gives_targets", "load", "of_job",
@@ -49,8 +50,16 @@ def load(name: str, args: Mapping[str, Any], model: Any = None) -> tuple[Dataset
     except (TypeError, ValueError) as error:
         raise UserError(f'data.name: "{name}": {error}') from error
     for which, data in zip(("training", "test"), adapted, strict=True):
-        if len(data) == 0:
+        if _length(data, f'the {which} set of "{name}"') == 0:
             raise UserError(f'data.name: the {which} set of "{name}" is empty')
     if model is not None:
         check_vocabulary(train, model.name, model.args)
     return adapted
+
+
+def _length(data: Dataset, which: str) -> int:
+    """Number of samples. Raises UserError: a user's data set may look for its files only now, and another host has them."""
+    try:
+        return len(data)
+    except Exception as error:
+        raise UserError(f"data.name: {which} tells no length: {in_words(error)}") from error

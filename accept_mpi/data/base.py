@@ -267,6 +267,8 @@ def adapt(data: object, whole: bool = False) -> Dataset:
 
     Raises TypeError with a sentence if it is none of these.
     """
+    if isinstance(data, type):
+        raise TypeError(f"got the class {data.__name__}: give an instance of it")
     if hasattr(data, "targets_anywhere") and isinstance(data, Dataset):
         return data  # built-in
     if isinstance(data, Dataset) and callable(data.inputs) and callable(data.targets):

@@ -25,6 +25,16 @@ class Named:
 def named():
     return Named(), Named()
 
+class Elsewhere(Named):
+    def __len__(self):
+        raise FileNotFoundError("samples.h5")
+
+def elsewhere():
+    return Elsewhere(), Named()
+
+def classes():
+    return Named, Named
+
 def without_tests():
     return pairs(), None
 
@@ -44,6 +54,8 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("without_tests", "it gives no test set; give the training set twice, and train.evaluate_every = 0"),
         ("loaders", "got a DataLoader: give its dataset"),
+        ("elsewhere", 'the training set of "mistaken_data:elsewhere" tells no length: FileNotFoundError: samples.h5'),
+        ("classes", "got the class Named: give an instance of it"),
     ],
 )
 def test_no_data_set(name: str, said: str) -> None:
