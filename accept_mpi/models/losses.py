@@ -216,7 +216,7 @@ class Loss:
             return _torchs_targets(target)
         classes = widened(target)
         counting = classes[classes != self.ignored]
-        return float(counting.numel()) if weight is None else float(weight[counting].sum())
+        return float(counting.numel()) if weight is None else _weight_of(counting, weight)
 
 
 def scores(output: Any) -> Any:
@@ -292,7 +292,7 @@ class CrossEntropy:
         if self.weight is None or target.is_floating_point():
             return _not_ignored(target)
         classes = widened(target)
-        return float(self.weight.to(target.device)[classes[classes != IGNORED]].sum())
+        return _weight_of(classes[classes != IGNORED], self.weight.to(target.device))
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean", **options: Any) -> torch.Tensor:
@@ -379,6 +379,11 @@ def _torchs_targets(target: torch.Tensor) -> float:
     if target.is_floating_point():
         return float(target.numel() / max(1, target.shape[1 if target.dim() > 1 else 0]))
     return _not_ignored(target)
+
+
+def _weight_of(classes: torch.Tensor, weight: torch.Tensor) -> float:
+    """Weights of targets together. The loss itself says which classes it does not know."""
+    return float(weight[classes[(classes >= 0) & (classes < len(weight))]].sum())
 
 
 def _elements(target: torch.Tensor) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, UsersBug
 from accept_mpi.job_file import parse
 from accept_mpi.models.losses import CrossEntropy, Loss, Result, cross_entropy, find_loss, loss_of
 from accept_mpi.models.metrics import Metric, metrics_of
@@ -217,3 +217,15 @@ def test_what_does_not_go_with_a_models_own_loss() -> None:
     for shaped in ("train.label_smoothing=0.1", "train.class_weights=[1, 2]"):
         with pytest.raises(UserError, match=r'do not go with model\.output = "loss"'):
             loss_of(parse(text, "job", [shaped]))
+
+
+def test_the_loss_names_a_class_that_has_no_weight() -> None:
+    """It was met where weights are added up, in a traceback of this package."""
+    weights, targets = torch.ones(3), torch.tensor([5, 1])
+    for loss in (
+        Loss("weighted", CrossEntropy(weights.tolist(), 0.0)),
+        Loss("torch's", nn.CrossEntropyLoss(weight=weights)),
+    ):
+        assert loss.shares([targets], [2]) == [1.0]
+        with pytest.raises((UserError, UsersBug), match="Target 5 is out of bounds"):
+            loss(torch.zeros(2, 3), targets, 2)
