@@ -66,7 +66,7 @@ class Metric:
 
 
 def _known(name: str) -> Callable[..., Any] | None:
-    if name.startswith("top") and name[3:].isdigit() and int(name[3:]) > 0:
+    if name.startswith("top") and name[3:].isdecimal() and int(name[3:]) > 0:
         return partial(_top, int(name[3:]))
     return _KNOWN.get(name)
 

@@ -229,3 +229,8 @@ def test_the_loss_names_a_class_that_has_no_weight() -> None:
         assert loss.shares([targets], [2]) == [1.0]
         with pytest.raises((UserError, UsersBug), match="Target 5 is out of bounds"):
             loss(torch.zeros(2, 3), targets, 2)
+
+
+def test_a_metric_whose_number_is_none() -> None:
+    with pytest.raises(UserError, match="unknown name"):
+        Metric("top\u00b2")
