@@ -40,13 +40,15 @@ def tensor_of(values: npt.NDArray[Any], asked: np.dtype[Any] | None = None, floa
     wanted = asked if asked is not None else dtype_of(values.dtype, floats)
     if values.dtype.kind == "c" and wanted.kind != "c":
         raise ValueError(f"holds {values.dtype}, complex numbers, which {wanted} cannot hold")
-    narrow = wanted.kind in "iub" and not np.can_cast(values.dtype, wanted)
-    if narrow and wanted.kind != "b":
+    narrow = not np.can_cast(values.dtype, wanted)
+    if narrow and wanted.kind in "iu":
         check_fits(values, wanted)
     with np.errstate(over="ignore"):
         plain = np.ascontiguousarray(values, wanted).reshape(values.shape)
-    if narrow and (lost := values[plain != values]).size:
-        raise ValueError(f"holds {lost[0].item()}, which {wanted} cannot hold")
+    if narrow:
+        lost = values[plain != values if wanted.kind in "iub" else np.isinf(plain) & np.isfinite(values)]
+        if lost.size:
+            raise ValueError(f"holds {lost[0].item()}, which {wanted} cannot hold")
     return torch.from_numpy(plain if plain.flags.writeable else plain.copy())
 
 

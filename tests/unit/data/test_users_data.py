@@ -142,6 +142,20 @@ def test_numbers_that_do_not_fit_the_dtype_asked_for_are_refused(tmp_path: Path)
         fetch(train, np.arange(1), 0, True, True)
 
 
+def test_numbers_beyond_single_precision_are_refused(tmp_path: Path) -> None:
+    """They became infinite, and the loss NaN."""
+    path = tmp_path / "wide.h5"
+    with h5py.File(path, "w") as file:
+        file["x"], file["y"] = np.array([[1.0], [1e300], [np.inf]]), np.arange(3.0)
+    args = {"path": str(path), "test_x": "x", "test_y": "y"}
+    train, _ = data.load("hdf5", args)
+    assert train.inputs(np.array([2, 0])).tolist() == [[np.inf], [1.0]]
+    with pytest.raises(UserError, match=r'"x" of .*wide.h5 holds 1e\+300, which float32 cannot hold'):
+        train.inputs(np.array([0, 1]))
+    train, _ = data.load("hdf5", args | {"x_dtype": "float64"})
+    assert train.inputs(np.array([1])).tolist() == [[1e300]]
+
+
 def test_fractions_are_no_whole_numbers(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = np.array([0.0, 1.0, 1.5]), np.array([0, 1, 2])
