@@ -151,6 +151,12 @@ class Feed:
         self._steps.pop(step, None)
         self._weighed.pop(step, None)
 
+    def begin_test(self, step: int) -> None:
+        """Prepare the evaluation after ``step`` steps. The test set may be, or be made of, the training set, which a plain
+        loop has told the epoch of the last step; this rank may have taken no micro-batch of that epoch, or not yet any."""
+        if self._data is not None and step:
+            self._tell(self._batches.last_epoch(step))
+
     def test(self, k: int, indices: Indices) -> Samples:
         """Samples of micro-batch ``k`` of the test set: inputs on the first stage, targets on the last."""
         place = self._place
@@ -180,10 +186,15 @@ class Feed:
     def _fetch(self, step: int, indices: Indices, mine: bool = True) -> Samples:
         """The samples of a micro-batch; only the targets if another member takes it."""
         assert self._data is not None
-        epoch = self._batches.epoch(step)
+        seed = self._tell(self._batches.epoch(step))
+        inputs, targets = self._place.first and mine, self._place.last or self._compares
+        return fetch(self._data, indices, seed, inputs, targets)
+
+    def _tell(self, epoch: int) -> int:
+        """Tell the training set an epoch, if it was told another one last. Returns the seed of that epoch's samples."""
+        assert self._data is not None
         seed = mix(AUGMENT, self._batches.seed, epoch)
         if epoch != self._epoch:  # an asynchronous pipeline can be in two at once
             self._epoch = epoch
             begin_epoch(self._data, epoch, seed)
-        inputs, targets = self._place.first and mine, self._place.last or self._compares
-        return fetch(self._data, indices, seed, inputs, targets)
+        return seed

@@ -361,6 +361,7 @@ class Worker:
         """Run the test set forward through all stages, after ``step`` steps; the last stage reports the result."""
         micro = list(in_order(test_samples, self.batches.micro))
         results = {}
+        self._feed.begin_test(step)
         with self._computing.alone(), self.stage.evaluating():
             for _, _, k, *_ in of_member(forward_only(len(micro)), self._table, self.place.member):
                 if result := self.forward_test(step, k, micro[k]):

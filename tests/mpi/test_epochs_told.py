@@ -8,6 +8,7 @@ import samples
 import torch
 from torch import nn
 
+from accept_mpi.logs.reader import open_log
 from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.seeds import AUGMENT, ORDER, mix, seed_all, seeded
 
@@ -75,3 +76,36 @@ def test_a_data_set_is_told_the_epoch(trained, tmp_path: Path) -> None:
     expected = plain(tmp_path / "net.py")
     for name in ("rest", "lanes"):
         samples.assert_equal(Checkpoint(tmp_path / name).whole(), expected)
+
+
+SHARING = """
+class Tests:
+    def __init__(self, rows):
+        self.rows = rows
+    def __len__(self):
+        return 8
+    def __getitem__(self, n):
+        return torch.full((6,), n + 10.0 * self.rows.epoch), n % 3
+def sharing():
+    rows = Rows(2)
+    return rows, Tests(rows)
+"""
+
+
+def test_a_test_set_made_of_it_meets_the_epoch_that_is_over(trained, tmp_path: Path) -> None:
+    """Also where a rank has taken no micro-batch of that epoch, and where a run that resumes evaluates before its first."""
+    (tmp_path / "net.py").write_text(NET + SHARING)
+    (tmp_path / "job.toml").write_text(JOB.replace("steps = 8", "epochs = 3"))
+    jobs = [
+        ("job.toml", "output.directory=alone", "pipeline.ranks=[0, 1]"),
+        ("job.toml", "output.directory=group", "pipeline.ranks=[[0, 1], 2]"),
+        ("job.toml", "output.directory=part", "pipeline.ranks=[0, 1]", "train.epochs=2", "train.evaluate_every=0"),
+        ("job.toml", "output.directory=part", "pipeline.ranks=[0, 1]", "--resume", "part"),
+    ]
+    trained(3, tmp_path, jobs, "data.name=net:sharing")
+    losses = {}
+    for name in ("alone", "group", "part"):
+        with open_log(tmp_path / name / "log.h5") as log:
+            losses[name] = log["evals"]["loss"][:].tolist()
+    assert losses["group"] == losses["alone"]
+    assert losses["part"] == losses["alone"][1:]
