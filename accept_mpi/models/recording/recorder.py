@@ -41,7 +41,7 @@ from accept_mpi.models.recording.refusals import (
 )  # fmt: skip
 from accept_mpi.models.recording.replaced import computed_once, replaced
 from accept_mpi.models.recording.structure import as_it_is, constants_in, fixed_in, is_plain, mapped, parts_of, tensors_in
-from accept_mpi.models.recording.switches import switches
+from accept_mpi.models.recording.switches import as_it_will_run, switches
 from accept_mpi.models.recording.tape import COMPUTING, DEVICE, META, WHERE, Node, Spec, State, Tape, Value
 from accept_mpi.models.untouched import untouched
 from accept_mpi.seeds import kept, state
@@ -199,7 +199,8 @@ class Recorder:
                     f"model.name: {path or 'the model'} has a backward hook, which can be called only for a module that is "
                     "recorded as a whole; put it on one of torch.nn's modules within"
                 )
-            return plain(module, *args, **kwargs)
+            with as_it_will_run(module):
+                return plain(module, *args, **kwargs)
         if name := self._of.changed(module):
             self._within[-1] = ""
             said = f"model.name: forward changes {name} before it calls {path}, which no record does ({where()})"
