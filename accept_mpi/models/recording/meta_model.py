@@ -34,6 +34,11 @@ from accept_mpi.models.recording.structure import is_plain, mapped, parts_of
 from accept_mpi.models.scripted import refuse_scripted
 from accept_mpi.models.shared import memory_of, refuse_lazy
 
+_OF_OTHERS = (
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.DataParallel,
+    nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
+)  # fmt: skip
+"""Torch's modules that only call others."""
 _SMALL = 1 << 16
 """Most bytes of a tensor whose values blocks are tried out with."""
 
@@ -120,7 +125,7 @@ class MetaModel:
         kind = type(module)
         if self.is_block(module):
             return True
-        if module is self.model or isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        if module is self.model or isinstance(module, _OF_OTHERS):
             return False
         if id(module) in self._open:
             return False
