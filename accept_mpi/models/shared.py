@@ -95,13 +95,14 @@ def parts(layer: nn.Module, once: bool = True) -> Iterator[Part]:
     """Yield the parameters and buffers of each module in a layer, of a module with several names ``once``."""
     changing = layer.__dict__.get("_changing", frozenset())  # names that a recorded forward was seen to write to
     for prefix, module in layer.named_modules(remove_duplicate=once):
-        statistics = _writes(module)
+        statistics, normed = _writes(module), isinstance(module, TABLES) and module.max_norm is not None
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in tensors.items():
                 if tensor is not None:
                     whole = f"{prefix}.{name}" if prefix else name
-                    written = (tensor.requires_grad if kind == "parameter" else statistics) or whole in changing
-                    trained = kind == "parameter" and tensor.requires_grad and whole not in changing
+                    changes = whole in changing or normed
+                    written = (tensor.requires_grad if kind == "parameter" else statistics) or changes
+                    trained = kind == "parameter" and tensor.requires_grad and not changes
                     identity = id(tensor) if trained else 0
                     yield Part(whole, tensor, kind, written, identity, isinstance(module, TABLES))
 

@@ -127,7 +127,10 @@ def tied_parts(
         group = Group(ranks, ranks.index(rank), 3 * len(plan.stages) + number, dealt, exact, backward.index(mine))
         parameter = _copy_of(one, stage)
         position = places[id(parameter)]
-        if any(stage.parameters[n] is parameter for n in stage.found.sparse):
+        at = next(n for n, of_stage in enumerate(stage.parameters) if of_stage is parameter)
+        if at in stage.found.sparse:
             raise UserError(f"pipeline.cuts: {one.text}, with a sparse gradient (sparse=True), so no cut may part them")
+        if f"parameter {at}" in stage.found.written:
+            raise UserError(f"pipeline.cuts: {one.text}, and a forward writes to it, so no cut may part them")
         found.append(Part([position], GroupSum(plane, group, [stage.trained[position]], 0, count_of)))
     return found

@@ -34,6 +34,13 @@ class Head(nn.Module):
         return x @ self.weight.T
 
 
+class Bounded(Head):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
 class Masked(nn.Module):
     def __init__(self, table, writes):
         super().__init__()
@@ -48,8 +55,10 @@ class Masked(nn.Module):
 
 def tied(made="built", more=True):
     """Input and output embedding are one parameter, as in GPT-2 and most language models."""
-    embedding = nn.Embedding(20, 8)
-    head = Head(nn.Parameter(embedding.weight.data) if made == "memory" else embedding.weight)
+    embedding = nn.Embedding(20, 8, max_norm=0.5 if made == "normed" else None)
+    head = (Bounded if made == "bounded" else Head)(
+        nn.Parameter(embedding.weight.data) if made == "memory" else embedding.weight
+    )
     layers = [embedding, nn.Linear(8, 8), nn.Tanh(), head]
     if more:
         layers += [nn.LayerNorm(20), nn.Linear(20, 20)]
@@ -100,6 +109,7 @@ TIED = [
     ("tied", {"made": "built"}, 4),
     ("tied", {"made": "functions"}, 5),
     ("tied", {"made": "memory"}, 4),
+    ("tied", {"made": "normed"}, 4),
     ("twice", {}, 7),
 ]
 SYNCHRONOUS = ("gpipe", "1f1b", "zero-bubble")
@@ -202,6 +212,15 @@ def test_plans_keep_together_what_is_shared(mpirun, tmp_path: Path) -> None:
             "tied", {"made": "functions"}, [1],
             'pipeline.cuts: layers 0 "0" and 3 "3" share a parameter (0.weight, 3.weight), so no cut may part them, as 1 '
             'does; cuts that keep such layers together are 4, 5, or "auto"',
+        ),
+        (
+            "tied", {"made": "normed"}, [1],
+            'pipeline.cuts: layers 0 "0" and 3 "3" share a parameter (0.weight, 3.weight), so no cut may part them, as 1 '
+            'does; cuts that keep such layers together are 4, 5, or "auto"',
+        ),
+        (
+            "tied", {"made": "bounded"}, [1],
+            'layers 0 "0" and 3 "3" share a parameter (0.weight, 3.weight), and a forward writes to it, so no cut may',
         ),
         (
             "masked", {"writes": True}, [2],
