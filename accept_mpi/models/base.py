@@ -127,7 +127,7 @@ class Chain:
             if fresh:
                 index, part = used[0]
                 raise UserError(
-                    f"model.name: the function gives the same {self.names[index]}.{part} whenever it is called, and "
+                    f"model.name: the function gives the same {self.name_of(index, part)} whenever it is called, and "
                     "training changes that: it must make it anew, or clone it"
                 )
             self._made = None  # these layers share something with ones that were handed out before
@@ -201,7 +201,7 @@ class Chain:
         def find() -> tuple[Shared, ...]:
             generation = None if made is not None else self._call_again()
             modules = made if generation is None else generation.modules
-            finder, others = Finder(self.names, together=modules is not None), common.Finder()
+            finder, others = Finder(self.names, self.name_of, together=modules is not None), common.Finder()
             for index in every:
                 layer = modules[index] if modules is not None else generation.take(index, 0)  # type: ignore[union-attr]
                 finder.show(index, layer)

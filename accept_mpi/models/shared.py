@@ -8,7 +8,7 @@ one after another, since shared memory lives as long as one of the layers that s
 
 import ctypes
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -234,9 +234,10 @@ class _Tie(NamedTuple):
 class Finder:
     """Finds what layers share. The layers are shown to it one after another."""
 
-    def __init__(self, names: Sequence[str], together: bool = False) -> None:
-        """``together``: all layers exist until ``found`` is called, so that ids say which parameters are the same."""
-        self._names, self._together = names, together
+    def __init__(self, names: Sequence[str], name_of: Callable[[int, str], str], together: bool = False) -> None:
+        """``name_of``: the name in the model of a part of a layer. ``together``: all layers exist until ``found`` is called,
+        so that ids say which parameters are the same."""
+        self._names, self._name_of, self._together = names, name_of, together
         self._memory: dict[int, tuple[Any, list[_Tie]]] = {}
 
     def show(self, index: int, layer: nn.Module) -> None:
@@ -297,12 +298,11 @@ class Finder:
         return self._together and len(known) == 1 and 0 not in known
 
     def _text(self, first: int, last: int, all_places: list[list[tuple[int, Part]]]) -> str:
-        names = self._names
         ends = [next(place for place in all_places[0] if place[0] == index) for index in (first, last)]
-        called = ", ".join(f"{names[index]}.{part.name}" for index, part in ends)
+        called = ", ".join(self._name_of(index, part.name) for index, part in ends)
         kind = ends[0][1].kind
         more = f" and {len(all_places) - 1} more" if len(all_places) > 1 else ""
-        return f'layers {first} "{names[first]}" and {last} "{names[last]}" share a {kind} ({called}){more}'
+        return f'layers {first} "{self._names[first]}" and {last} "{self._names[last]}" share a {kind} ({called}){more}'
 
 
 class Handed:

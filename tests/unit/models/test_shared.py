@@ -548,6 +548,13 @@ def test_uses_that_share_a_cast_are_not_parted(name: str) -> None:
         assert uncuttable(chain.shared(), len(chain), True) == (together if precision == "bf16" else frozenset())
 
 
+def test_parts_are_called_by_their_names_in_the_model() -> None:
+    """Those of a model with a forward of its own had the layer's name twice."""
+    text = models.chain_of(job("model.name=test_shared:Tied"), lambda: TOKENS).shared()[0].text
+    called = text[text.index("(") + 1 : text.index(")")].split(", ")
+    assert set(called) <= dict(Tied().named_parameters(remove_duplicate=False)).keys()
+
+
 def test_a_model_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "made.py").write_text(
         "from torch import nn\nfrom accept_mpi.models import load\n"
