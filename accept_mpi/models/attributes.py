@@ -2,7 +2,6 @@
 
 import array
 import ctypes
-import math
 import numbers
 import random
 import types
@@ -84,11 +83,12 @@ class Attributes:
                     found.append(place.name)
         return found
 
-    def with_nan(self, names: Sequence[str], numbers: bool) -> None:
-        """Have the named attributes hold NaN in place of floating-point tensors, or of floating-point ``numbers``."""
+    def fill(self, names: Sequence[str], numbers: bool, filling: float) -> None:
+        """Have the named attributes hold ``filling`` (NaN, say) in place of the values of floating-point tensors, or of
+        floating-point ``numbers``."""
         for place in self._places():
             if place.name in names:
-                place.table[place.key] = _with_nan(place.value, numbers, {})
+                place.table[place.key] = _filled(place.value, numbers, filling, {})
 
     def numbers(self, names: Sequence[str], kind: type[_N]) -> dict[str, _N]:
         """Those of the named attributes that are numbers of a ``kind`` now."""
@@ -223,23 +223,23 @@ def _generator(value: Any) -> Any:
     return None
 
 
-def _with_nan(value: Any, numbers: bool, seen: dict[int, Any]) -> Any:
-    """A value with NaN in it; containers and objects stay the same objects."""
+def _filled(value: Any, numbers: bool, filling: float, seen: dict[int, Any]) -> Any:
+    """A value with ``filling`` in it; containers and objects stay the same objects."""
     if isinstance(value, torch.Tensor):
         other = isinstance(value, nn.Parameter) or not value.is_floating_point() or numbers
-        return value if other else torch.full_like(value, math.nan, requires_grad=False)
+        return value if other else torch.full_like(value, filling, requires_grad=False)
     if type(value) is float:
-        return math.nan if numbers else value
+        return filling if numbers else value
     if id(value) in seen or len(seen) > MOST_INSIDE or isinstance(value, nn.Module | type):
         return value
     seen[id(value)] = value
     if type(value) is tuple:
-        return tuple(_with_nan(one, numbers, seen) for one in value)
+        return tuple(_filled(one, numbers, filling, seen) for one in value)
     if isinstance(value, list | deque):
         for n, one in enumerate(list(value)):
-            value[n] = _with_nan(one, numbers, seen)
+            value[n] = _filled(one, numbers, filling, seen)
         return value
     inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
     for key, one in list(inside.items()):
-        inside[key] = _with_nan(one, numbers, seen)
+        inside[key] = _filled(one, numbers, filling, seen)
     return value

@@ -80,7 +80,7 @@ class FurtherForwards:
             return (again if counts else []), variables
         read = self._reads_statistics(there)
         if again and not counts:
-            counts = bool(read) or self._reads(lambda: now.with_nan(again, numbers=False), backwards=True)
+            counts = bool(read) or self._reads(partial(now.fill, again, False), backwards=True)
         once = [name for name in changed if name not in again]
         found = again if counts else self._set_again(now, once) or self._extremes(now, once)
         why = read or (f'a forward changes "{found[0]}", and reads it' if found else "")
@@ -197,10 +197,10 @@ class FurtherForwards:
             made_once = {name: numbers[name] for name, value in left.items() if value == other or value != value}
         now.put(made_once)
         set_again = [name for name in numbers if name not in made_once]
-        if not set_again or not self._reads(lambda: now.with_nan(set_again, numbers=True)):
+        if not set_again or not self._reads(partial(now.fill, set_again, True)):
             return []
         if len(set_again) > 1:  # what is told of is the first
-            set_again.sort(key=lambda one: not self._reads(partial(self._only_nan, now, numbers, one)))
+            set_again.sort(key=lambda one: not self._reads(partial(self._fill_only, now, numbers, one)))
         return set_again
 
     def _extremes(self, now: Attributes, names: Sequence[str]) -> list[str]:
@@ -219,38 +219,44 @@ class FurtherForwards:
         now.put(numbers)
         return found
 
-    def _values(self) -> list[torch.Tensor]:
-        """What a forward gives; nothing if it fails."""
-        try:
-            out = self._forward()
-        except Exception:
-            return []
-        finally:
-            self._stage.in_flight.clear()
-        loss = [torch.tensor(out.result.loss)] if out.result else []
-        return [*loss, *(x.detach() for x in out.outputs if x is not None)]
-
     @staticmethod
-    def _only_nan(now: Attributes, numbers: dict[str, float], name: str) -> None:
-        """Have one of some attributes hold NaN, and the others numbers."""
+    def _fill_only(now: Attributes, numbers: dict[str, float], name: str, filling: float) -> None:
+        """Have one of some attributes hold ``filling``, and the others numbers."""
         now.put(numbers)
-        now.with_nan([name], numbers=True)
+        now.fill([name], True, filling)
 
-    def _reads(self, spoil: Callable[[], None], backwards: bool = False) -> bool:
-        """True if the NaN that ``spoil`` puts into attributes comes out of a forward, in training or in an evaluation, or of
-        a backward that gives none otherwise, if that is to be tried."""
+    def _reads(self, fill: Callable[[float], None], backwards: bool = False) -> bool:
+        """True if what a forward gives, in training or in an evaluation, depends on what ``fill`` puts into attributes; or
+        if the NaN that it puts there comes out of a backward that gives none otherwise, if that is to be tried."""
+        evaluates = not self._gives_nan(evaluates=True)  # or it cannot be evaluated at all
         without = backwards and not self._goes_back_to_nan()
-        spoil()
-        if self._gives_nan():
+        if self._depends_on(fill):
             return True
         if without:
-            spoil()
+            fill(math.nan)
             if self._goes_back_to_nan():
                 return True
-        if self._gives_nan(evaluates=True):  # it cannot be evaluated at all
+        return evaluates and self._depends_on(fill, evaluates=True)
+
+    def _depends_on(self, fill: Callable[[float], None], evaluates: bool = False) -> bool:
+        """True if a forward gives NaN, or fails, where ``fill`` puts that, or other values for infinities: what is only
+        compared with NaN gives none."""
+        written = [one for name, one in self._stage.may_be_written().items() if name in self._found.written]
+        before = [one.detach().clone() for one in written]
+
+        def gives(filling: float) -> list[torch.Tensor]:
+            fill(filling)
+            found = self._values(evaluates)
+            _put(written, before)
+            return found
+
+        with_nan = gives(math.nan)
+        if not with_nan or any(bool(value.isnan().any()) for value in with_nan):
+            return True
+        most = gives(math.inf)
+        if same_values(with_nan, most) and same_values(gives(-math.inf), most):
             return False
-        spoil()
-        return self._gives_nan(evaluates=True)
+        return same_values(gives(math.inf), most)  # else it depends on something else that forwards change
 
     def _goes_back_to_nan(self) -> bool:
         """Run a forward and its backward; True if NaN comes out of the backward, or if it fails."""
@@ -263,18 +269,28 @@ class FurtherForwards:
 
     def _gives_nan(self, evaluates: bool = False) -> bool:
         """Run a forward, in training or in an evaluation; True if NaN comes out, or if it fails."""
+        out = self._out(evaluates)
+        return out is None or is_nan(out)
+
+    def _values(self, evaluates: bool = False) -> list[torch.Tensor]:
+        """What a forward gives, in training or in an evaluation; nothing if it fails."""
+        if (out := self._out(evaluates)) is None:
+            return []
+        loss = [torch.tensor(out.result.loss)] if out.result else []
+        return [*loss, *(x.detach() for x in out.outputs if x is not None)]
+
+    def _out(self, evaluates: bool) -> Outputs | None:
+        """Run a forward, in training or in an evaluation; None if it fails."""
         stage, given = self._stage, self._given
         try:
-            if evaluates:
-                with stage.evaluating(), without_metrics(stage.loss):
-                    out = stage.evaluate(given.boxes, given.target, given.of, samples=given.samples)
-            else:
-                out = self._forward()
+            if not evaluates:
+                return self._forward()
+            with stage.evaluating(), without_metrics(stage.loss):
+                return stage.evaluate(given.boxes, given.target, given.of, samples=given.samples)
         except Exception:
-            return True
+            return None
         finally:
             stage.in_flight.clear()
-        return is_nan(out)
 
 
 def writes_of(stage: Stage) -> Writes:

@@ -230,6 +230,49 @@ class InNumPy(nn.Module):
         return x - torch.from_numpy(self.mean)
 
 
+class Threshold(nn.Module):
+    """Compares with what moves. A comparison takes NaN, too, and gives none."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.least, self.scale = how, torch.zeros(4), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.detach().mean(0)
+        if self.how == "number":
+            found = x / max(0.1, self.scale)
+            self.scale = float(mean.abs().max())
+            return found
+        found = x * (x > self.least)
+        if self.how == "in place":
+            self.least.lerp_(mean, 0.2)
+        else:
+            self.least = self.least.lerp(mean, 0.2) if self.how == "moving" else mean
+        return found
+
+
+class EvaluatedMean(nn.Module):
+    """Moves a mean in training, and reads it in evaluations only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x - self.mean
+        self.mean = self.mean.lerp(x.detach().mean(0), 0.1)
+        return x
+
+
+class ByDataAndShowing(ByData):
+    """What it gives changes from forward to forward, but not by what it leaves for whoever looks at it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.seen = x.detach() * 2
+        return super().forward(x)
+
+
 class Drawing(nn.Module):
     """Has a generator of its own."""
 
@@ -321,11 +364,17 @@ def probed(layer: nn.Module, loss: Any = None) -> Stage:
     ("layer", "reason", "remembers"),
     [
         (ByData(), 'a forward changes the buffer "b.centre"', []),
+        (ByDataAndShowing(), 'a forward changes the buffer "b.centre"', []),
         (OwnNorm(), 'a forward changes the buffer "b.mean"', []),
         (Renormalized(4), 'a forward reads running statistics of "b"', []),
         (Warm(), 'a forward changes "b.calls"', ["b.calls"]),
         (Moving(), 'a forward changes "b.centre"', ["b.centre"]),
         (Evaluated(), 'a forward changes "b.mean"', ["b.mean"]),
+        (EvaluatedMean(), 'a forward changes "b.mean"', ["b.mean"]),
+        (Threshold("moving"), 'a forward changes "b.least"', ["b.least"]),
+        (Threshold("in place"), 'a forward changes "b.least"', ["b.least"]),
+        (Threshold("the last"), 'a forward changes "b.least"', ["b.least"]),
+        (Threshold("number"), 'a forward changes "b.scale"', ["b.scale"]),
         (InPlace(), 'a forward changes "b.sums"', ["b.sums"]),
         (Hidden(), 'a forward changes "b.hidden"', ["b.hidden"]),
         (Previous(), 'a forward changes "b.spread"', ["b.spread"]),
