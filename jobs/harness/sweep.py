@@ -73,6 +73,9 @@ def read(path: Path) -> Sweep:
     for name, keys in sweep.axes.items():
         if not keys or len({len(values) for values in keys.values()}) != 1 or not all(keys.values()):
             raise UserError(f"{path}: axes.{name}: expected keys with lists of one length")
+        places = [label(dict(zip(keys, values, strict=True))) for values in zip(*keys.values(), strict=True)]
+        if twice := next((place for place in places if places.count(place) > 1), None):
+            raise UserError(f"{path}: axes.{name}: two places are called {twice}; give each a label of its own")
     if sweep.repeat is not None and sweep.repeat not in sweep.axes:
         raise UserError(f'{path}: repeat = "{sweep.repeat}" is none of the axes {", ".join(sweep.axes)}')
     return sweep

@@ -1,5 +1,6 @@
 """What experiments and sweeps keep and show."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -130,6 +131,15 @@ def test_places_of_a_sweep() -> None:
     keys = f"train.optimizer={sweep._toml(optimizer)}", "data.name=x", "model.name=y", "output.directory=z", "train.steps=1"
     chosen = parse("", "job", keys).train.optimizer
     assert (chosen.name, chosen.betas, chosen.decay_vectors) == ("nadam", (0.9, 0.99), False)
+
+
+def test_places_of_one_name_are_refused(tmp_path: Path) -> None:
+    """The table had the mean of both, as if they were runs of one."""
+    path = tmp_path / "sweep.toml"
+    for values, more in (([1, "1"], ""), ([1, 2], 'label = ["fast", "fast"]\n')):
+        path.write_text(f'job = "job.toml"\noutput = "out"\n[axes.way]\n"train.seed" = {json.dumps(values)}\n{more}')
+        with pytest.raises(UserError, match=r"axes\.way: two places are called (1|fast): "):
+            sweep.read(path)
 
 
 def test_a_sweep_reads_a_host_file_as_launch_does(tmp_path: Path) -> None:
