@@ -52,18 +52,13 @@ class Setting:
         return what.to(memory_format=torch.channels_last) if self.tuned and image else what
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """torch's optimizer for this module, with the job's settings. Muon is ours, so that peers make the same updates;
-        ``train.groups`` are left out, since stages have other names here."""
-        given = self.job.train.optimizer
-        parameters = list(module.parameters())
-        if given.name == "muon":
-            found = matrices([module])
-            own = make_optimizer(given, self.job.lr, parameters, matrices=[id(one) in found for one in parameters])
-            assert own is not None
-            return own
-        if given.name == "sgd":
-            return torch.optim.SGD(parameters, lr=self.job.lr, momentum=given.momentum, weight_decay=given.weight_decay)
-        return torch.optim.AdamW(parameters, lr=self.job.lr, weight_decay=given.weight_decay)
+        """The optimizer that the job names, for this module: torch's, or ours of those that torch has not, so that peers
+        make the same updates. ``train.groups`` are left out, since stages have other names here."""
+        given, parameters = self.job.train.optimizer, list(module.parameters())
+        found = matrices([module]) if given.name == "muon" else set()
+        own = make_optimizer(given, self.job.lr, parameters, matrices=[id(one) in found for one in parameters])
+        assert own is not None
+        return own
 
     def batches(self, share: slice = slice(None)) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """An endless series of shuffled batches (inputs, targets), the same on all ranks; ``share`` takes a part of each."""

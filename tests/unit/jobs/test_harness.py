@@ -7,6 +7,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import torch
 from clocks import Clock
 from conftest import ROOT
 
@@ -17,9 +18,12 @@ from accept_mpi.errors import UserError
 from accept_mpi.job_file import parse
 from accept_mpi.logs.format import STEPS
 from accept_mpi.logs.writer import LogWriter
+from accept_mpi.pipeline.lion import Lion
+from accept_mpi.pipeline.muon import Muon
 from accept_mpi.plan import make_plan
 from harness import sweep
 from harness.experiment import Experiment, combined
+from harness.peer import Setting
 from harness.store import Store, table
 from harness.submodels import measured
 from harness.sweep import as_launch, result
@@ -109,6 +113,28 @@ def test_sub_models_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (np.array(found["layers"]) > 0).all()
     whole = next(run for run in found["intervals"] if run[:2] == [0, layers])
     assert sum(whole[2:]) == pytest.approx(np.sum(found["layers"]), rel=0.6), "pieces and the whole model"
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "key", "value"),
+    [
+        ('name = "lion"\nbetas = [0.8, 0.9]', Lion, "betas", (0.8, 0.9)), ('name = "adam"', torch.optim.Adam, "eps", 1e-8),
+        ('name = "adamw"\nbetas = [0.8, 0.9]', torch.optim.AdamW, "betas", (0.8, 0.9)),
+        ('name = "sgd"\nmomentum = 0.9\nnesterov = true', torch.optim.SGD, "nesterov", True),
+        ('name = "muon"\nbetas = [0.8, 0.9]', Muon, "betas", (0.8, 0.9)),
+    ],
+)  # fmt: skip
+def test_peers_have_the_optimizer_of_the_job(tmp_path: Path, line: str, kind: type, key: str, value: object) -> None:
+    """It was AdamW, with betas of its own, for all but SGD and Muon."""
+    job = tmp_path / "job.toml"
+    job.write_text(
+        '[model]\nname = "cnn"\n[data]\nname = "digits"\n[train]\nsteps = 1\n[output]\ndirectory = "r"\n'
+        f"[train.optimizer]\n{line}\n"
+    )
+    setting = Setting({"job": str(job), "tuned": False})
+    found = setting.optimizer(setting.layers(0, len(setting.chain)))
+    assert type(found) is kind
+    assert found.param_groups[0][key] == value
 
 
 def test_what_ranks_answer_becomes_one_result() -> None:
