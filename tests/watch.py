@@ -38,13 +38,30 @@ def slowed_after_ten_steps(job: Path, command: Sequence[str]) -> str:
 
 
 def slowed_after(step: int, job: Path, command: Sequence[str], *more: str, directory: str = "run") -> str:
-    """The same after ``step``, with ``more`` on the command line."""
+    """The same after ``step``, with ``more`` on the command line. Once there is another plan no layer sleeps any more: what
+    is saved by yet another one would never pay."""
     process = subprocess.Popen(
         [*command, *python(), "-m", "accept_mpi", "train", str(job), *more], cwd=job.parent, env=environment(), text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     wait_for_step(job.parent / directory, step, process)
     (job.parent / "slow-1").touch()
+    until = time.monotonic() + HANGS
+    while process.poll() is None and time.monotonic() < until and not planned_anew(job.parent / directory, step):
+        time.sleep(0.1)
+    (job.parent / "awake").touch()
     out, _ = process.communicate(timeout=HANGS)
     assert process.returncode == 0, out
+    for name in ("slow-1", "awake"):
+        (job.parent / name).unlink()
     return out
+
+
+def planned_anew(directory: Path, step: int) -> bool:
+    """Whether the log says that ranks have gone over to another plan after ``step``."""
+    try:
+        with open_log(directory / "log.h5") as log:
+            newest = [row["text"] for row in log["events"][:] if row["step"] >= step]
+    except (UserError, OSError):
+        return False
+    return any(text.startswith((b"moved layers", b"dealt micro-batches anew")) for text in newest)
