@@ -119,3 +119,30 @@ def test_no_segment_is_endless() -> None:
     course = Milestones(3, 40, 10, 25, checkpoint_at_end=False, evaluate_from=2)
     ends = [segment.stop for segment in segments(course.first, course.last, course.pauses(True))]
     assert ends == [12, 22, 25, 32, 40]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_end_is_the_same_where_the_calendar_begins_later(drop_last: bool) -> None:
+    whole = Calendar(20, 8, 2, 0, drop_last)
+    for epochs in range(1, 4):
+        end = whole.end(epochs)
+        assert end == epochs * whole.steps_per_epoch
+        for made in range(end + 1):
+            later = replace(whole, since=whole.position(made))
+            assert later.end(epochs) == later.end(epochs, whole=False) == end
+    beyond = replace(whole, since=whole.position(whole.end(2) + 1))
+    assert (beyond.end(1), beyond.end(1, whole=False)) == (whole.end(2) + 1, whole.end(1))
+
+
+def test_where_a_run_evaluates_and_keeps_checkpoints() -> None:
+    def places(**other: int | bool) -> tuple[list[int], list[int]]:
+        course = Milestones(0, 11, **{"evaluate_every": 0, "checkpoint_every": 0, "checkpoint_at_end": False} | other)  # type: ignore[arg-type]
+        steps = range(1, 12)
+        return [n for n in steps if course.evaluates(n)], [n for n in steps if course.checkpoints(n)]
+
+    assert places() == ([], [])
+    assert places(checkpoint_at_end=True) == ([], [11])
+    assert places(checkpoint_every=3, evaluate_from=2) == ([], [3, 6, 9])
+    assert places(evaluate_every=4) == ([4, 8, 11], [])
+    assert places(evaluate_every=4, evaluate_from=2, checkpoint_every=5) == ([2, 6, 10, 11], [5, 10])
+    assert places(evaluate_every=4, evaluate_from=-1, checkpoint_evaluated=True) == ([3, 7, 11], [3, 7, 11])

@@ -1,5 +1,6 @@
 """What of targets counts in torch's losses, and in those that inherit from them."""
 
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -195,6 +196,33 @@ def test_rows_do_not_get_each_others_classes() -> None:
         assert loss.measured(one, other, Result(0.0, 1.0, 0, 0, 2)) == [(float(hits), 6.0)]
     with pytest.raises(UserError, match=r"\(2, 3, 4\) float32 and targets \(3, 2\) int64.*: the shapes differ$"):
         find_loss("cross_entropy")(scores, classes.T, 2)
+
+
+def test_metrics_are_those_of_the_whole_test_set() -> None:
+    """However it is cut: quotients of sums, not means of means."""
+    output, target = torch.randn(10, 3), torch.randn(10, 3)
+    scored, classes = torch.randn(10, 8), torch.randint(8, (10,))
+    parts = [slice(0, 4), slice(4, 8), slice(8, 10)]
+
+    def value(name: str, output: torch.Tensor, target: torch.Tensor) -> float:
+        metric = Metric(name)
+        return metric.value([metric.part(output[s], target[s], len(target[s]), (0.0, 0.0)) for s in parts])
+
+    assert value("mae", output, target) == pytest.approx(float(nn.functional.l1_loss(output, target)))
+    assert value("mse", output, target) == pytest.approx(float(nn.functional.mse_loss(output, target)))
+    best = scored.topk(5).indices
+    assert value("top5", scored, classes) == pytest.approx(float((best == classes[:, None]).any(-1).double().mean()))
+    for name, given in (("mse", (output, target[:, :1])), ("top5", (scored, classes[:, None])), ("top5", (scored, scored))):
+        with pytest.raises(UserError, match=f'"{name}" cannot take what the model gives'):
+            Metric(name).part(*given, 10, (0.0, 0.0))
+
+
+def test_perplexity_is_that_of_the_mean_loss() -> None:
+    perplexity = Metric("perplexity")
+    losses = [perplexity.part(None, None, 4, loss) for loss in ((6.0, 3.0), (2.0, 1.0))]
+    assert perplexity.value(losses) == pytest.approx(math.exp(2.0))
+    assert perplexity.value([(800.0, 1.0)]) == math.inf
+    assert math.isnan(perplexity.value([(0.0, 0.0)]))
 
 
 def test_a_metric_s_name_fits_into_the_log() -> None:
