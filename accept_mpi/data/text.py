@@ -3,7 +3,9 @@
 import codecs
 import io
 import logging
+import os
 import sysconfig
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ _MARKS = (
 """Byte order marks, and the encodings that they announce."""
 _SNIFFED = 8192  # bytes: a NUL within them marks a binary file, as in git
 _CHARACTERS = 0x110000
-_SKIPPED = {"site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}  # of Python's library
+_SKIPPED = frozenset({"site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"})
+"""Installed packages, tests and tools among the standard library's sources."""
 
 
 class TextDataset:
@@ -77,8 +80,10 @@ def text(
         raise ValueError(f'vocabulary must be a whole number from 1 to {_CHARACTERS} or "auto", got {vocabulary!r}')
     if not (_whole(context) and context >= 1 and _whole(limit) and limit >= 1 and 0 < test_fraction < 1):
         raise ValueError("expected context >= 1, limit >= 1 and 0 < test_fraction < 1")
-    source = Path(path) if path is not None else Path(sysconfig.get_paths()["stdlib"])
-    codes = _read(source, limit, encoding, path is None)
+    if path is not None:
+        codes = _read(source := Path(path), limit, encoding, "", frozenset())
+    else:
+        codes = _read(source := Path(sysconfig.get_paths()["stdlib"]), limit, encoding, ".py", _SKIPPED)
     if vocabulary == "auto":
         there, tokens = np.unique(codes, return_inverse=True)
         symbols = len(there)
@@ -98,12 +103,12 @@ def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _read(source: Path, limit: int, encoding: str | None, library: bool) -> npt.NDArray[np.uint32]:
-    """Codes of at most ``limit`` characters; ``library``: of Python's own sources."""
+def _read(source: Path, limit: int, encoding: str | None, suffix: str, skipped: Set[str]) -> npt.NDArray[np.uint32]:
+    """Codes of at most ``limit`` characters; ``suffix`` and ``skipped`` as in ``_listing``."""
     if source.is_file():
-        files, alone = [source], True
+        files, alone = iter([source]), True
     elif source.is_dir():
-        files, alone = _listing(source, library), False
+        files, alone = _listing(source, suffix, skipped), False
     else:
         raise UserError(f"data.args: there is no file or directory {source}")
     if encoding is not None:
@@ -123,16 +128,20 @@ def _read(source: Path, limit: int, encoding: str | None, library: bool) -> npt.
     return np.frombuffer("".join(parts).encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
-def _listing(source: Path, library: bool) -> list[Path]:
-    """Files below a directory, in order of their names; hidden ones are skipped, and in Python's ``library`` tests,
-    installed packages and what is no source."""
-
-    def counts(file: Path) -> bool:
-        inside = file.relative_to(source).parts
-        skipped = (library and _SKIPPED & set(inside)) or any(part.startswith(".") for part in inside)
-        return not skipped and file.is_file()
-
-    return sorted(file for file in source.rglob("*.py" if library else "*") if counts(file))
+def _listing(source: Path, suffix: str, skipped: Set[str]) -> Iterator[Path]:
+    """Yield the files below a directory whose names end with ``suffix``, in order of their names. Hidden files and folders
+    are skipped, and those that are called one of ``skipped``: what lies in them is not even looked at."""
+    try:
+        entries = sorted(os.scandir(source), key=lambda entry: entry.name)
+    except PermissionError:
+        return
+    for entry in entries:
+        if entry.name.startswith(".") or entry.name in skipped:
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _listing(source / entry.name, suffix, skipped)
+        elif entry.name.endswith(suffix) and entry.is_file():
+            yield source / entry.name
 
 
 def _check(encoding: str) -> None:

@@ -64,12 +64,25 @@ def test_text(tmp_path: Path) -> None:
         data.load("text", {"path": str(tmp_path / "missing")})
 
 
-def test_text_of_all_folders(tmp_path: Path) -> None:
-    for folder in ("", "test", "book/tests", "__pycache__", ".hidden"):
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        (tmp_path / folder / "a.txt").write_text("abcde" * 10)
-    train, test = data.load("text", {"path": str(tmp_path), "context": 8, "test_fraction": 0.2})
-    assert len(train.tokens) + len(test.tokens) == 4 * 50
+def test_all_folders_of_a_text_are_read(tmp_path: Path) -> None:
+    """Those called test and tests were left out without a word, as they are of the standard library."""
+    for n, name in enumerate(("a/tests/1", "b", "test/site-packages/c", "test.txt", ".hidden/d", "test/.e")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("01234567"[n] * 20)
+    train, test = data.load("text", {"path": str(tmp_path), "context": 4})
+    found = "".join(map(chr, [*train.tokens, *test.tokens]))
+    assert found == "".join(n * 20 for n in "0123")
+
+
+def test_the_standard_library_is_read_without_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tens of thousands of files were looked at first, by each rank, to be left out."""
+    looked: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: looked.append(str(path)) or scandir(path))
+    data.load("text", {"context": 64, "limit": 50_000})
+    assert looked
+    assert not [path for path in looked if "site-packages" in path]
+    assert len(looked) < 20, "it goes no further than it has to"
 
 
 def cifar_files(folder: Path, records: int = 4) -> Path:
