@@ -111,7 +111,7 @@ def test_a_loss_while_others_wait_to_send(tmp_path: Path) -> None:
     """In an evaluation stages run ahead of a slow one until there is no more room."""
     (tmp_path / "slow-2").touch()
     sleepy = samples.CNN | {"model": 'name = "slow_layers:cnn"\nargs = { width = 8, dropout = 0.2 }'}
-    job = samples.write_job(tmp_path / "job.toml", sleepy, recovery_replicate_every=1)
+    job = samples.write_job(tmp_path / "job.toml", sleepy, recovery_replicate_every=1, train_steps=1)
     code, out = run(tmp_path, ["-m", "accept_mpi", "train", job, "--quiet"], "2@evaluate:30", 3)
     assert code == 0, out
     assert "lost rank 2" in out, out
