@@ -26,7 +26,7 @@ from accept_mpi.recovery.checkpoint import Checkpoint
 from accept_mpi.recovery.checkpoint_writer import CheckpointWriter, chunks, new_manifest
 from accept_mpi.recovery.disk_replicas import DiskReplicas
 from accept_mpi.recovery.layer_state import fitting, load, states
-from accept_mpi.recovery.manifest import Manifest, check_job, complete
+from accept_mpi.recovery.manifest import Manifest, check_job, complete, read_manifest, same
 from accept_mpi.recovery.restore import CheckpointStore
 from accept_mpi.training.resuming import calendar, check, course_of
 
@@ -128,6 +128,39 @@ def test_every_field_of_a_manifest(sound: Path) -> None:
             refused += bool(outcome(go_on, sound, blank))
             tried += 1
     assert refused > 0.8 * tried
+
+
+def test_fields_of_a_manifest_that_contradict_each_other(sound: Path) -> None:
+    file, last = sound / "manifest.json", len(CHAIN)
+    whole = json.loads(file.read_text())
+    (only,) = whole["stages"]
+
+    def said(**other: Any) -> str:
+        file.write_text(json.dumps(whole | other))
+        try:
+            read_manifest(sound)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    named = only | {part: only[part] | {"name": f"other-{only[part]['name']}"} for part in ("weights", "optimizer")}
+    for stages in (
+        [only | {"start": 1}], [only | {"stop": last - 1}], [only | {"stop": last + 1}],
+        [only, named | {"start": last}], [only | {"stop": 2}, named | {"start": 3}],
+    ):  # fmt: skip
+        assert f"its stages do not hold the {last} layers once each, in order" in said(stages=stages), stages
+    assert said(stages=[only | {"stop": 2}, named | {"start": 2}]) == ""
+    assert "it names a file twice" in said(stages=[only | {"stop": 2}, only | {"start": 2}])
+    assert "cannot be" in said(epoch=4)
+    assert "cannot be" in said(seen=24)
+    assert said(epoch=3, seen=23) == said(seen=None) == ""
+
+
+def test_the_very_checkpoint_is_found_by_its_manifest(sound: Path) -> None:
+    run, wanted = sound.parent.parent, read_manifest(sound)
+    assert same(sound, wanted) == same(run, wanted) == sound
+    other = msgspec.structs.replace(wanted, number=wanted.number + 1)
+    assert same(sound, other) is same(run, other) is same(run / "nothing", wanted) is None
 
 
 def test_every_field_of_a_manifest_s_job(sound: Path) -> None:
