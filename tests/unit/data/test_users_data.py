@@ -105,6 +105,38 @@ def test_an_input_may_be_a_dict_of_any_class() -> None:
         fetch(adapt([(Odd(x=torch.ones(3)), 0)] * 3), np.arange(2), 0, True, False)
 
 
+def test_mixup_and_cutmix_are_for_half_of_the_micro_batches_each() -> None:
+    """And whoever asks for inputs or targets alone gets what belongs together."""
+    images = torch.arange(8.0).reshape(8, 1, 1, 1).expand(8, 1, 16, 16)
+    mixed = Mixed(adapt((images, torch.arange(8))), Mix(classes=8, mixup=1e4, cutmix=1.0))
+    cut: list[float] = []
+    for seed in range(200):
+        both = fetch(mixed, np.arange(8), seed, True, True)
+        share = both.targets[np.arange(8), np.arange(8)]
+        assert torch.allclose(both.targets, share[:, None] * torch.eye(8) + (1 - share)[:, None] * torch.eye(8).roll(1, 0))
+        is_cut = torch.equal(both.inputs, both.inputs.round())
+        if is_cut:
+            cut.append(float(share[0]))
+        means = share * images[:, 0, 0, 0] + (1 - share) * images[:, 0, 0, 0].roll(1)
+        assert torch.allclose(both.inputs.mean((1, 2, 3)), means)
+        assert is_cut or torch.allclose(share, torch.full((8,), 0.5), atol=0.03)
+        assert torch.equal(fetch(mixed, np.arange(8), seed, True, False).inputs, both.inputs)
+        assert torch.equal(fetch(mixed, np.arange(8), seed, False, True).targets, both.targets)
+    assert 70 < len(cut) < 130
+    assert max(cut) - min(cut) > 0.5
+
+
+def test_what_cannot_be_mixed() -> None:
+    vectors, classes = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
+    for x, y, message in (
+        (vectors, classes, "CutMix wants images"), (vectors.long(), classes, "one floating-point tensor"),
+        (vectors[:, :, None, None], vectors[:, 0], "targets must be classes"),
+        (vectors[:, :, None, None], classes[:, None], "targets must be classes"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"^train.mix: .*{message}"):
+            fetch(Mixed(adapt((x, y)), Mix(classes=4, cutmix=1.0)), np.arange(4), 0, True, True)
+
+
 def test_a_negative_class_cannot_be_mixed() -> None:
     mixed = Mixed(adapt((torch.zeros(4, 2), torch.tensor([1, 3, -1, 2]))), Mix(classes=4, mixup=0.2))
     with pytest.raises(UserError, match=r"classes = 4, but there is a target -1$"):
