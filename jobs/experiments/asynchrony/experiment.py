@@ -82,12 +82,15 @@ def main() -> None:
 
 
 def runs(model: str) -> dict[Way, list[Path]]:
-    """The logs of all ways to train."""
+    """The logs of all ways to train, of runs that are done."""
     found: dict[Way, list[Path]] = {}
     for sweep in _SWEEPS:
         for path in sorted((_RUNS / f"{model}-{sweep}").glob("*/log.h5")):
             with open_log(path) as log:
                 job = Job.from_json(log.attrs["job"])
+                done = any(text.startswith(b"done") for text in log["events"]["text"])
+            if not done:  # as many steps would be left of the others
+                continue
             found.setdefault(way_of(job), []).append(path)
     if (powersgd := _RUNS / f"{_MODELS[model][0]}-powersgd" / "1.npy").exists():
         found[Way(Timed("torch DDP, PowerSGD"), "muon, clipped")] = [powersgd]

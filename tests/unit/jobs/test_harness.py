@@ -1,6 +1,7 @@
 """What experiments and sweeps keep and show."""
 
 import json
+import runpy
 import sys
 from pathlib import Path
 
@@ -81,6 +82,22 @@ def test_a_run_on_other_ranks_is_another_result(tmp_path: Path) -> None:
     assert (found["plan_cuts"], found["samples_per_s"]) == ("[2]", 8.0)
     assert result(tmp_path / "log.h5", job, 3) is None
     assert result(tmp_path / "log.h5", parse(text, "job", ["train.seed=1"]), 2) is None
+
+
+def test_losses_are_those_of_runs_that_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves of a way to train ended where one that was interrupted did, and so did the aim."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("harness.experiment.run", lambda main: None)
+    text = '[model]\nname="gpt"\n[data]\nname="text"\n[train]\nsteps=2\n[output]\ndirectory="r"\n'
+    for name, events in (("whole", ["done: no evaluation"]), ("cut", ["stopped by a signal"])):
+        log = Path("runs/quality/gpt-muon") / name / "log.h5"
+        log.parent.mkdir(parents=True)
+        writer = LogWriter(log, parse(text, "job").to_json(), make_plan(6, [2]).to_json(), {"hosts": [], "versions": {}})
+        for event in events:
+            writer.event(2.0, 2, event)
+        writer.close()
+    (found,) = runpy.run_path(str(ROOT / "jobs/experiments/asynchrony/experiment.py"))["runs"]("gpt").values()
+    assert [path.parent.name for path in found] == ["whole"]
 
 
 def test_a_sweep_whose_job_is_not_there(tmp_path: Path) -> None:
