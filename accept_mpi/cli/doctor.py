@@ -14,6 +14,7 @@ from accept_mpi.codecs.coding import kernels_of
 from accept_mpi.comm.links import links
 from accept_mpi.comm.machine_code import compile_together
 from accept_mpi.comm.runtime import Runtime
+from accept_mpi.device.facts import release
 from accept_mpi.job import Pipeline
 from accept_mpi.logs.progress import on_terminal
 from accept_mpi.planning.codec_choice import ladder_of
@@ -79,9 +80,9 @@ def _print(hosts: list[dict[str, Any]], found: dict[str, tuple[float, float]]) -
     disagree = []
     for package in hosts[0]["versions"]:
         row = [host["versions"].get(package, "?") for host in hosts]
-        if len(set(row)) > 1:
+        if differ := len(set(map(release, row))) > 1:
             disagree.append(package)
-        versions.add_row(package, *row, style="bold red" if len(set(row)) > 1 else None)
+        versions.add_row(package, *row, style="bold red" if differ else None)
     console.print(versions)
     if found:
         console.print(_links(len(hosts), found))

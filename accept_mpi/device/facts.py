@@ -21,6 +21,11 @@ def package_version(name: str) -> str:
         return "not installed"
 
 
+def release(found: str) -> str:
+    """A version without what tells one build of it from others, such as "2.13.0" of "2.13.0+cpu"."""
+    return found.partition("+")[0]
+
+
 def host_facts(rank: int, mpi: str) -> dict[str, Any]:
     """Facts about this rank's host as plain values, ready for JSON. ``mpi``: the MPI library's name and version."""
     try:

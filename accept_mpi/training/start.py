@@ -14,7 +14,7 @@ from accept_mpi.comm.runtime import Runtime
 from accept_mpi.device.allocator import keep_memory
 from accept_mpi.device.compute import DEVICE, select
 from accept_mpi.device.cpu import set_threads
-from accept_mpi.device.facts import package_version
+from accept_mpi.device.facts import package_version, release
 from accept_mpi.errors import UserError
 from accept_mpi.idle_settings import without_effect
 from accept_mpi.job import Job
@@ -95,9 +95,10 @@ def prepare(runtime: Runtime, job: Job, options: Options) -> RankState:
     """Prepare everything that needs no plan: versions, threads, model and loss, and the snapshots that this host kept from
     an earlier start. All ranks call this together. Raises Agreed."""
     facts = runtime.hosts[runtime.rank]
-    runtime.same("versions of accept_mpi and torch", f"{facts['versions']['accept_mpi']} and {facts['versions']['torch']}")
+    versions = facts["versions"]
+    runtime.same("versions of accept_mpi and torch", f"{versions['accept_mpi']} and {release(versions['torch'])}")
     if library := library_of(job.model.name):
-        runtime.same(f"versions of {library}", package_version(library))
+        runtime.same(f"versions of {library}", release(package_version(library)))
     runtime.agree("the codecs", lambda: check_codecs(job.pipeline))
     keep_memory()
     where = job.train.device, facts["host"], place_on_host(runtime)

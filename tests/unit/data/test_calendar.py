@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,8 +136,9 @@ def test_the_end_is_the_same_where_the_calendar_begins_later(drop_last: bool) ->
 
 
 def test_where_a_run_evaluates_and_keeps_checkpoints() -> None:
-    def places(**other: int | bool) -> tuple[list[int], list[int]]:
-        course = Milestones(0, 11, **{"evaluate_every": 0, "checkpoint_every": 0, "checkpoint_at_end": False} | other)  # type: ignore[arg-type]
+    def places(**other: Any) -> tuple[list[int], list[int]]:
+        usual = {"evaluate_every": 0, "checkpoint_every": 0, "checkpoint_at_end": False}
+        course = Milestones(0, 11, **usual | other)
         steps = range(1, 12)
         return [n for n in steps if course.evaluates(n)], [n for n in steps if course.checkpoints(n)]
 
