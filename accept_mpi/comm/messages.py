@@ -128,26 +128,20 @@ class Speed(Control, frozen=True):
 
 
 class ClockAsked(Control, frozen=True):
-    """Rank 0 to each rank, now and then: what time is it? In seconds since the run began, as in the other two."""
+    """A rank that holds a stage to rank 0, now and then: what time is it?"""
 
     urgent: ClassVar[bool] = True
     asked: float
+    """Seconds since the run began, on the rank's own clock."""
 
 
-class ClockRead(Control, frozen=True):
-    """A rank to rank 0, in answer."""
+class ClockTold(Control, frozen=True):
+    """Rank 0 in answer."""
 
     urgent: ClassVar[bool] = True
     asked: float
-    read: float
-
-
-class ClockOff(Control, frozen=True):
-    """Rank 0 to a rank whose clock is off by more than can be explained by how long the answer took."""
-
-    urgent: ClassVar[bool] = True
-    by: float
-    """Seconds to add."""
+    told: float
+    """The same on rank 0's clock."""
 
 
 # ... on the other ranks by ``training.controller.Follower``.
@@ -252,7 +246,7 @@ class MemberResults(Control, frozen=True):
 AnyControl = (
     Gather | Scatter | MachineCode | Shapes | LayerChunks | CheckpointChunk | StepMade | EvaluationMade | TraceRows | Event
     | Stopping | Leaving | Speed | PlanOver | ReplicaChunks | Replicated | Committed | Copied | StopAsked | ReplanAsked
-    | StepFlags | TargetsDrawn | MemberResults | GradientNorms | ClockAsked | ClockRead | ClockOff
+    | StepFlags | TargetsDrawn | MemberResults | GradientNorms | ClockAsked | ClockTold
 )  # fmt: skip
 
 

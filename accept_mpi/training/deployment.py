@@ -202,7 +202,7 @@ class Deployment:
         plane = self._plane = DataPlane(
             runtime.circle.data, runtime.messenger, self.recorder, self._handle, computing_takes_all(runtime.cores)
         )
-        self._clocks = ClockCheck(runtime.clock, runtime.rank, runtime.size, plane.post)
+        self._clocks = ClockCheck(runtime.clock, runtime.rank, plane.post)
         ranks = self.plan.leaders
         copying = self.job.recovery.copies(runtime.size, runtime.survives)
         self.barriers = Barriers(self.job.recovery, ranks[0], copying, plane.post, self._local_copies())
@@ -370,11 +370,11 @@ class Deployment:
 
         def look() -> None:
             plane.check()
-            self._clocks.ask()
             if pulse and (factor := pulse.factor()) is not None:
                 plane.post(0, Speed(factor))
 
         idle = [rank for rank in range(self.runtime.size) if self.plan.place(rank).idle]
+        self._clocks.settle(seconds, look)
         plane.post(0, Leaving(made, over))
         if isinstance(role, Controller):
             role.wait_for_all(self.runtime.size, math.inf if 0 in idle else seconds, look)
