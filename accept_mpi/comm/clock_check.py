@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from accept_mpi.comm.messages import ClockAsked, ClockTold, Control, Message
-from accept_mpi.errors import DeadlineError
 from accept_mpi.logs.recorder import Clock
+from accept_mpi.polling import wait_while
 
 _POLL = 0.002
 
@@ -41,12 +41,7 @@ class ClockCheck:
     def settle(self, deadline: float, check: Callable[[], None]) -> None:
         """Wait for an answer that is on its way: a rank that leaves before it takes no more messages. Raises DeadlineError
         after ``deadline`` seconds, and what ``check`` raises."""
-        until = time.monotonic() + deadline
-        while self._open:
-            check()
-            if time.monotonic() > until:
-                raise DeadlineError(f"waited {deadline:.0f} s for rank 0 to say its time")
-            time.sleep(_POLL)
+        wait_while(lambda: self._open, _POLL, deadline, check, "rank 0 to say its time")
 
     def handle(self, message: Message) -> bool:
         """Take a message on the data-plane thread; returns False if it is not about clocks."""

@@ -6,7 +6,6 @@ follows separately.
 
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -36,7 +35,7 @@ from accept_mpi.device.compute import Given, here
 from accept_mpi.direction import Direction
 from accept_mpi.errors import DeadlineError, ProtocolError
 from accept_mpi.logs.recorder import Recorder
-from accept_mpi.polling import SOCKET_BYTES
+from accept_mpi.polling import SOCKET_BYTES, wait_while
 from accept_mpi.seeds import CODE, mix
 from accept_mpi.tree import LONE, Tree
 
@@ -174,12 +173,8 @@ class Sender:
 
     def drain(self, deadline: float) -> None:
         """Wait until the peer has received everything. Raises DeadlineError after ``deadline`` seconds."""
-        until = time.monotonic() + deadline
-        while self.waiting or self.active:
-            self._plane.check()
-            if time.monotonic() > until:
-                raise DeadlineError(f"waited {deadline:.0f} s for rank {self.end.peer} to take {self.end}")
-            time.sleep(_POLL)
+        what = f"rank {self.end.peer} to take {self.end}"
+        wait_while(lambda: self.waiting or self.active, _POLL, deadline, self._plane.check, what)
 
     def requests(self) -> list[MPI.Request]:
         """Those of the oldest message in flight, for the data plane to test; they are null once they are done."""

@@ -6,7 +6,6 @@ If a group holds the last stage, its leader collects the results of the other me
 import logging
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,11 +14,11 @@ import msgspec
 
 from accept_mpi.comm.messages import Control, EvaluationMade, MemberResults, StepMade
 from accept_mpi.data.calendar import Calendar
-from accept_mpi.errors import DeadlineError
 from accept_mpi.logs.observers import Evaluated, StepDone
 from accept_mpi.logs.recorder import Clock
 from accept_mpi.models.losses import Result
 from accept_mpi.models.metrics import Metric
+from accept_mpi.polling import wait_while
 
 log = logging.getLogger(__name__)
 
@@ -85,12 +84,7 @@ class Reports:
     def flush(self, deadline: float, check: Callable[[], None]) -> None:
         """Wait until everything has been reported. Raises DeadlineError after ``deadline`` seconds, and what ``check``
         raises."""
-        until = time.monotonic() + deadline
-        while self._open:
-            check()
-            if time.monotonic() > until:
-                raise DeadlineError(f"waited {deadline:.0f} s for the results of the other ranks of the last stage")
-            time.sleep(_POLL)
+        wait_while(lambda: self._open, _POLL, deadline, check, "the results of the other ranks of the last stage")
 
     def _report_complete(self) -> None:
         """Report everything whose results are complete, in order."""

@@ -251,12 +251,8 @@ class Threshold(nn.Module):
         return found
 
 
-class EvaluatedMean(nn.Module):
-    """Moves a mean in training, and reads it in evaluations only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = torch.zeros(4)
+class EvaluatedMean(Evaluated):
+    """The same with a mean that moves."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
