@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -217,6 +218,21 @@ def test_a_lab_half_made_is_removed(fleet: Path, delay: float, number: int) -> N
     if making.wait(20) == 0:
         lab("down")
     until(lambda: left_behind() == [] or _complete())
+
+
+@pytest.mark.parametrize("where", ["Path.rename", "Network.make_bridge", "Groups.make"])
+def test_a_lab_killed_while_it_claims_its_name(fleet: Path, where: str) -> None:
+    dies = f"""
+        import os, sys
+        sys.path[:0] = {[str(Path(LAB).parent), *sys.path]!r}
+        from edgelab import cli, laboratory
+        laboratory.{where} = lambda *_: os.kill(os.getpid(), 9)
+        sys.argv = ["lab", "--name", {NAME!r}, "up", {str(fleet)!r}]
+        cli.main()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(dies)], capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    until(lambda: left_behind() == [])
 
 
 def _complete() -> bool:

@@ -1,7 +1,7 @@
 """The edge lab: several unequal hosts on slow links, in one machine. Standard library only; needs Linux and root.
 
-accept_mpi.device.fleet (describes the hosts) -> cgroups, network, shells (the parts of a host) -> laboratory (up, run,
-change, down) -> cli.
+accept_mpi.device.fleet (describes the hosts) -> cgroups, network, shells (the parts of a host) -> running (commands that run
+in a lab) -> laboratory (up, change, down) -> cli.
 """
 
 from accept_mpi.errors import UserError

@@ -81,6 +81,10 @@ class Groups:
         if burst.is_file():  # Linux 5.14
             burst.write_text(str(mine))
 
+    def hosts(self) -> list[str]:
+        """Names of the hosts that have groups."""
+        return sorted({path.name for tree in self.trees for path in (tree / self.name).glob("*") if path.is_dir()})
+
     def processes(self, host: str) -> list[int]:
         """Process ids on a host."""
         found: set[int] = set()
@@ -103,7 +107,7 @@ class Groups:
 
     def remove(self) -> None:
         """End all processes of the lab and remove its groups."""
-        hosts = {path.name for tree in self.trees for path in (tree / self.name).glob("*") if path.is_dir()}
+        hosts = self.hosts()
         self._kill_all(hosts)
         for tree in self.trees:
             for path in [*(tree / self.name).glob("*/"), tree / self.name]:

@@ -1,6 +1,6 @@
-"""Labs: their creation and removal, their state on disk, changes while they are up, and commands that run in them.
-State is in /run/accept-lab/NAME (gone after a reboot, like namespaces) and is written before anything is created, so that
-``down`` finds everything, whatever happened. Nothing is touched that this state does not name.
+"""Labs: their creation and removal, their state on disk, and changes while they are up.
+State is in /run/accept-lab/NAME (gone after a reboot, like namespaces) and is written before anything else is created, in
+one step, so that ``down`` finds everything, whatever happened. Nothing is touched that this state does not name.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from accept_mpi.device.fleet import Host, changed
 from edgelab import LabError
 from edgelab.cgroups import Groups, kill
 from edgelab.network import HEAD, NAMESPACES, Network, free_number
+from edgelab.running import END_SECONDS, HEAD_GROUP, Running, uninterrupted
 from edgelab.shells import Shells
 from edgelab.shells import why_not as why_no_shells
 
@@ -30,9 +30,6 @@ STATE = Path("/run/accept-lab")
 _SCRIPT = Path(__file__).resolve().parent.parent / "lab"
 _FREE_SHARE = 0.2
 _MOST_HOSTS = 200  # on one network of 254 addresses
-_HEAD_GROUP = "_head"
-_RUN = "ACCEPT_LAB_RUN"
-_END_SECONDS = 60.0
 
 
 def why_not() -> str | None:
@@ -55,7 +52,7 @@ def why_not() -> str | None:
 
 def labs() -> list[str]:
     """Names of the labs on this machine that are up, or were left incomplete."""
-    return sorted(path.parent.name for path in STATE.glob("*/state.json"))
+    return sorted(path.parent.name for path in STATE.glob("*/state.json") if "." not in path.parent.name)
 
 
 class Laboratory:
@@ -89,13 +86,14 @@ class Laboratory:
         missing = why_no_shells()
         if ssh and missing:
             raise LabError(f"the lab {missing}")
-        network = self._claim(hosts, spread(hosts, cores), missing is None if ssh is None else ssh)
+        claim = f"{self.name}.{os.getpid()}-{time.monotonic_ns()}"
         self._keeper = subprocess.Popen(
-            [sys.executable, str(_SCRIPT), "_keep", self.name], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, str(_SCRIPT), "_keep", claim], stdin=subprocess.PIPE, start_new_session=True
         )
         try:
+            network = self._claim(claim, hosts, spread(hosts, cores), missing is None if ssh is None else ssh)
             groups = Groups(self.name)
-            groups.make(_HEAD_GROUP, None, cores, None)
+            groups.make(HEAD_GROUP, None, cores, None)
             network.make_bridge()
             for place, host in enumerate(hosts):
                 groups.make(host.name, host.cpu, self.state()["cores"][host.name], host.memory)
@@ -128,28 +126,31 @@ class Laboratory:
         """Have the keeper leave the lab up (``keep``) or remove it. Raises LabError if it cannot be removed completely."""
         assert self._keeper is not None
         assert self._keeper.stdin is not None
-        with _uninterrupted():
+        with uninterrupted():
             with contextlib.suppress(BrokenPipeError):
                 self._keeper.stdin.write(b"keep" if keep else b"down")
                 self._keeper.stdin.close()
             try:
-                failed = self._keeper.wait(_END_SECONDS)
+                failed = self._keeper.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 failed = 1
         if failed:
             raise LabError(f'the lab "{self.name}" could not be removed whole; "lab down --name {self.name}" tries again')
 
-    def _claim(self, hosts: list[Host], cores: dict[str, list[int]], ssh: bool) -> Network:
+    def _claim(self, claim: str, hosts: list[Host], cores: dict[str, list[int]], ssh: bool) -> Network:
         """Reserve the lab's name and a number for its network, under a lock. Raises LabError if the name is taken."""
         STATE.mkdir(mode=0o755, exist_ok=True)
         with open(STATE / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if (self.folder / "state.json").exists():
                 raise LabError(f'the lab "{self.name}" is up already; "lab down --name {self.name}" ends it')
-            taken = {Laboratory(other).state()["number"] for other in labs()}
-            number = free_number(taken)
-            (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
-            self._write_state({"number": number, "hosts": [asdict(host) for host in hosts], "cores": cores, "ssh": ssh})
+            number = free_number({Laboratory(other).state()["number"] for other in labs()})
+            state = {"claim": claim, "number": number, "hosts": [asdict(host) for host in hosts], "cores": cores, "ssh": ssh}
+            shutil.rmtree(self.folder, ignore_errors=True)  # without a state: the end of a removal was killed
+            beside = STATE / claim
+            (beside / "tmp").mkdir(parents=True)
+            (beside / "state.json").write_text(json.dumps(state, indent=1))
+            beside.rename(self.folder)
         return Network(self.name, number)
 
     def down(self) -> None:
@@ -273,9 +274,9 @@ class Laboratory:
             "GLOO_SOCKET_IFNAME": "eth0",
         }
 
-    def start(self, command: Sequence[object], **options: Any) -> "Running":
+    def start(self, command: Sequence[object], **options: Any) -> Running:
         """Start a command outside the hosts; ``options`` go to Popen. Use as ``with``, at whose end all of it is killed."""
-        return Running(self, [str(word) for word in command], options)
+        return Running(self.name, self.environment(), self.inside(), [str(word) for word in command], options)
 
     def run(self, command: Sequence[object], seconds: float, **options: Any) -> str:
         """Run a command outside the hosts; returns its output. Raises LabError if it fails or exceeds ``seconds``."""
@@ -318,54 +319,21 @@ class Laboratory:
         self.hostfile.write_text("\n".join(lines) + "\n")
 
 
-class Running:
-    """A command outside the hosts and all that it started on them; all of it ends with the ``with`` block."""
-
-    def __init__(self, lab: Laboratory, command: list[str], options: dict[str, Any]) -> None:
-        self.command, self._lab = command, lab
-        self._id = f"{lab.name}-{os.getpid()}-{time.monotonic_ns()}"
-        given = options.pop("env", None)
-        environment = (os.environ if given is None else given) | lab.environment() | {_RUN: self._id}
-        heads = " && ".join(f"echo $$ > {group}/cgroup.procs" for group in Groups(lab.name).of(_HEAD_GROUP))
-        script = ["sh", "-c", f'{heads} && {lab.inside()} "$@"', "sh", *command]
-        self.process: subprocess.Popen[Any] = subprocess.Popen(script, env=environment, **options)
-
-    def __enter__(self) -> "Running":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Kill all that still runs of the command, here and on the hosts, by SIGKILL. Raises LabError if some remains."""
-        with _uninterrupted():
-            groups = Groups(self._lab.name)
-            everywhere = [host.name for host in self._lab.hosts] + [_HEAD_GROUP]
-            mark = f"{_RUN}={self._id}".encode()
-            until = time.monotonic() + _END_SECONDS
-            while left := [pid for host in everywhere for pid in groups.processes(host) if mark in _environment(pid)]:
-                for pid in left:
-                    kill(pid)
-                self.process.poll()
-                if time.monotonic() > until:
-                    raise LabError(f"processes {left} do not end, not even by SIGKILL: {' '.join(self.command)}")
-                time.sleep(0.01)
-            if self.process.stdin is None:
-                self.process.wait(_END_SECONDS)
-
-
-def keep(name: str, words: IO[bytes]) -> int:
-    """The keeper process: waits for the end of ``words``, and removes the lab unless they are "keep"; 1 if it cannot."""
+def keep(claim: str, words: IO[bytes]) -> int:
+    """The keeper process: waits for the end of ``words``, and removes what ``claim`` made unless they are "keep"; 1 if it
+    cannot. A lab of the same name that somebody else claimed is left alone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if words.read() != b"keep":
-        if name not in labs():
-            return 0
-        try:
-            Laboratory(name).down()
-        except LabError as error:
-            print(f"lab {name}: {error}", file=sys.stderr, flush=True)
-            return 1
+    if words.read() == b"keep":
+        return 0
+    shutil.rmtree(STATE / claim, ignore_errors=True)
+    lab = Laboratory(claim.partition(".")[0])
+    try:
+        if lab.name in labs() and lab.state()["claim"] == claim:
+            lab.down()
+    except LabError as error:
+        print(f"lab {lab.name}: {error}", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 
@@ -393,27 +361,6 @@ def crowded(hosts: list[Host]) -> str | None:
     )
 
 
-def _environment(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
-
-
 def _write_script(path: Path, lines: list[str]) -> None:
     path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
     path.chmod(0o755)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C during the block."""
-    try:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # another thread than the main one, which Ctrl-C does not interrupt
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
