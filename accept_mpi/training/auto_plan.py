@@ -54,7 +54,7 @@ from accept_mpi.training.profile_cluster import (
     retime_doubted,
 )
 
-_OUTLINE_SECONDS = 1.2  # of CPU, of a model of 53 layers, beside ``machine_code.SECONDS``
+_OUTLINE_SECONDS = 0.6  # of CPU, of a model of 53 layers, beside ``machine_code.SECONDS``
 _MOST_ROWS = 50_000  # newest rows of a trace that are evaluated after a run
 
 
