@@ -106,7 +106,7 @@ _TRUTHS = (
 )  # fmt: skip
 _KNOWN: dict[str, Callable[..., int | None]] = {
     **dict.fromkeys(_TRUTHS, _a_truth),
-    **dict.fromkeys(("guard_int", "guarding_hint_or_throw"), _of_a_size(lambda size: size)),
+    **dict.fromkeys(("guard_int", "guarding_hint_or_throw", "size_hint"), _of_a_size(lambda size: size)),
     "has_guarding_hint": _of_a_size(lambda size: True), "is_nested_int": _of_a_size(lambda size: False),
     "sym_and": _of_truths(all), "sym_or": _of_truths(any), "sym_eq": _same,
 }  # fmt: skip
