@@ -26,7 +26,7 @@ import numpy.typing as npt
 from accept_mpi.kernels.blocks import BLOCK, classify, read_classes, write_classes
 from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, extremes
 from accept_mpi.kernels.hashing import WEYL, random_bits
-from accept_mpi.kernels.options import INNER, NJIT
+from accept_mpi.kernels.options import INNER, NJIT, U
 from accept_mpi.kernels.rans import (
     BLOCK_WORDS,
     MOST,
@@ -193,7 +193,7 @@ def _encode(x, bits, stochastic, key, out):  # type: ignore[no-untyped-def]
     head, states, words = out[:8].view(np.float32), out[8:_KEY].view(np.uint32), out[: out.size // 2 * 2].view(np.uint16)
     keys = out[_KEY:_CLASSES].view(np.uint32)
     low, high = np.empty(1, np.int32), np.empty(1, np.int32)
-    extremes(x.view(np.int32), x.size, low, high)
+    extremes(x.view(np.int32), U(0), U(x.size), U(x.size), low, high)
     if high[0] > LARGEST_KEY or low[0] < SMALLEST_KEY:
         return NOT_FINITE
     for k in range(2):  # back from keys to the numbers that they stand for

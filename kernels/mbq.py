@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from accept_mpi.kernels.groups import CODED, LARGEST_KEY, NOT_FINITE, SMALLEST_KEY, TOO_LARGE, extremes
 from accept_mpi.kernels.layout import BLOCK, coded_bytes, parts
-from accept_mpi.kernels.options import INNER, NJIT
+from accept_mpi.kernels.options import INNER, NJIT, U
 from accept_mpi.kernels.packing import pack
 from accept_mpi.kernels.unpacking import unpack
 
@@ -245,7 +245,7 @@ def _encode(x, bits, group, parameters, out):  # type: ignore[no-untyped-def]
     code, sums = np.empty((1 << bits, many), np.int32), np.empty((3, (1 << bits) + 1, many), np.float64)
     low, high, step = np.empty(many, np.int32), np.empty(many, np.int32), np.empty(many, np.float32)
     ranks = np.empty(BLOCK, np.uint8)
-    written = 0
+    written = U(0)
     for begin in range(0, x.size, span):
         piece = x[begin : min(begin + span, x.size)]
         groups = (piece.size + size - 1) // size
@@ -254,7 +254,7 @@ def _encode(x, bits, group, parameters, out):  # type: ignore[no-untyped-def]
             fit, level = np.empty((bits + 1, many), np.float32), np.empty((1 << bits, many), np.float32)
             code, sums = np.empty((1 << bits, many), np.int32), np.empty((3, (1 << bits) + 1, many), np.float64)
             low, high, step, at = low[:many], high[:many], step[:many], at[:many]
-        extremes(piece.view(np.int32), size, low, high)
+        extremes(piece.view(np.int32), U(0), U(piece.size), U(size), low, high)
         if not _to_floats(low, high):
             return NOT_FINITE
         least, most = low.view(np.float32), high.view(np.float32)
@@ -272,7 +272,7 @@ def _encode(x, bits, group, parameters, out):  # type: ignore[no-untyped-def]
             _assign(block, size, level, padded[: block.size])
             for i in range(block.size, padded.size):
                 padded[i] = np.uint8(0)
-            written += pack(padded, bits, out[written:])
+            written = pack(ranks, U(padded.size), bits, out, written)
     return CODED
 
 
@@ -284,10 +284,10 @@ def _decode(parameters, packed, bits, group, x):  # type: ignore[no-untyped-def]
     fit_bits, code = fit.view(np.uint32), np.empty((1 << bits, many), np.int32)
     table = np.empty(1 << bits, np.float32)
     ranks = np.empty(BLOCK, np.uint8)
-    at = 0
+    at = U(0)
     for begin in range(0, x.size, BLOCK):
         block = x[begin : min(begin + BLOCK, x.size)]
-        at += unpack(packed[at:], bits, ranks[: (block.size + 7) // 8 * 8])
+        at = unpack(packed, at, bits, ranks, U((block.size + 7) // 8 * 8))
         size = block.size if whole else group
         groups = (block.size + size - 1) // size
         first = 0 if whole else begin // group

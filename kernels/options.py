@@ -8,8 +8,14 @@ imports them.
 
 from typing import Any
 
+import numpy as np
+
 NJIT: dict[str, Any] = {
     "nogil": True, "cache": False, "boundscheck": False, "error_model": "numpy", "no_cfunc_wrapper": True,
 }  # fmt: skip
 INNER = NJIT | {"no_cpython_wrapper": True}
 """Of kernels that only other kernels call: what Python would need to call them takes time to compile."""
+
+U = np.uint64
+"""Of indices and lengths: one that is known not to be negative needs no test for wrapping around, and loops over it are
+vectorized. Slices would do as well, but each takes 0.05 s to compile."""

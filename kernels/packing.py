@@ -6,51 +6,42 @@ on runs of memory, which LLVM vectorizes. A last block is padded to a multiple o
 """
 
 import numba as nb
-import numpy as np
-from accept_mpi.kernels.options import INNER
+from accept_mpi.kernels.options import INNER, U
 
 
-@nb.njit("int64(uint8[::1], int64, uint8[::1])", **INNER)
-def pack(codes, bits, out):  # type: ignore[no-untyped-def]
-    """Pack a block (a multiple of 8 codes) into bit planes, and return the bytes used. The block's codes are destroyed."""
-    n, at = codes.size, 0
+@nb.njit("uint64(uint8[::1], uint64, int64, uint8[::1], uint64)", **INNER)
+def pack(codes, n, bits, out, at):  # type: ignore[no-untyped-def]
+    """Pack a block of the first ``n`` codes (a multiple of 8) into bit planes at ``out[at]``, and return where they end. The
+    block's codes are destroyed."""
     if bits == 8:
-        plane = out[:n]
-        for i in range(plane.size):
-            plane[i] = codes[i]
-        return n
+        for i in range(n):
+            out[at + i] = codes[i]
+        return at + n
     if bits & 4:
-        h = n // 2
-        plane, a, b = out[at : at + h], codes[:h], codes[h:n]
-        for i in range(plane.size):
-            plane[i] = np.uint8((a[i] & np.uint8(15)) | np.uint8(b[i] << np.uint8(4)))
+        h = n >> U(1)
+        for i in range(h):
+            out[at + i] = (codes[i] & 15) | (codes[h + i] & 15) << 4
         at += h
         if bits > 4:
-            for i in range(codes.size):
-                codes[i] = np.uint8(codes[i] >> np.uint8(4))
+            for i in range(n):
+                codes[i] = codes[i] >> 4
     if bits & 2:
-        h = n // 4
-        plane, a, b, c, d = out[at : at + h], codes[:h], codes[h : 2 * h], codes[2 * h : 3 * h], codes[3 * h : n]
-        for i in range(plane.size):
-            low = np.uint8((a[i] & np.uint8(3)) | np.uint8(np.uint8(b[i] & np.uint8(3)) << np.uint8(2)))
-            high = np.uint8((c[i] & np.uint8(3)) | np.uint8(np.uint8(d[i] & np.uint8(3)) << np.uint8(2)))
-            plane[i] = np.uint8(low | np.uint8(high << np.uint8(4)))
+        h = n >> U(2)
+        c, d = h + h, h + h + h
+        for i in range(h):
+            low, high = (codes[i] & 3) | (codes[h + i] & 3) << 2, (codes[c + i] & 3) | (codes[d + i] & 3) << 2
+            out[at + i] = low | high << 4
         at += h
         if bits & 1:
-            for i in range(codes.size):
-                codes[i] = np.uint8(codes[i] >> np.uint8(2))
+            for i in range(n):
+                codes[i] = codes[i] >> 2
     if bits & 1:
-        h = n // 8
-        plane = out[at : at + h]
-        a, b, c, d = codes[:h], codes[h : 2 * h], codes[2 * h : 3 * h], codes[3 * h : 4 * h]
-        e, f, g, k = codes[4 * h : 5 * h], codes[5 * h : 6 * h], codes[6 * h : 7 * h], codes[7 * h : n]
-        one = np.uint8(1)
-        for i in range(plane.size):
-            ab = np.uint8((a[i] & one) | np.uint8(np.uint8(b[i] & one) << np.uint8(1)))
-            cd = np.uint8((c[i] & one) | np.uint8(np.uint8(d[i] & one) << np.uint8(1)))
-            ef = np.uint8((e[i] & one) | np.uint8(np.uint8(f[i] & one) << np.uint8(1)))
-            gk = np.uint8((g[i] & one) | np.uint8(np.uint8(k[i] & one) << np.uint8(1)))
-            low, high = np.uint8(ab | np.uint8(cd << np.uint8(2))), np.uint8(ef | np.uint8(gk << np.uint8(2)))
-            plane[i] = np.uint8(low | np.uint8(high << np.uint8(4)))
+        h = n >> U(3)
+        c, d = h + h, h + h + h
+        e, f, g, k = c + c, c + d, d + d, c + c + d
+        for i in range(h):
+            low = (codes[i] & 1) | (codes[h + i] & 1) << 1 | (codes[c + i] & 1) << 2 | (codes[d + i] & 1) << 3
+            high = (codes[e + i] & 1) | (codes[f + i] & 1) << 1 | (codes[g + i] & 1) << 2 | (codes[k + i] & 1) << 3
+            out[at + i] = low | high << 4
         at += h
     return at

@@ -1,44 +1,36 @@
 """Unpacks the bit planes that kernels/packing.py writes: a module of its own, since a rank may compile one of the two."""
 
 import numba as nb
-import numpy as np
-from accept_mpi.kernels.options import INNER
+from accept_mpi.kernels.options import INNER, U
 
 
-@nb.njit("int64(uint8[::1], int64, uint8[::1])", **INNER)
-def unpack(packed, bits, codes):  # type: ignore[no-untyped-def]
-    """Unpack what ``pack`` wrote, and return the bytes read. Narrow planes come first, since they hold the high bits."""
-    n = codes.size
-    total = n * bits // 8
+@nb.njit("uint64(uint8[::1], uint64, int64, uint8[::1], uint64)", **INNER)
+def unpack(packed, at, bits, codes, n):  # type: ignore[no-untyped-def]
+    """Unpack the ``n`` codes that ``pack`` wrote at ``packed[at]``, and return where they end. Narrow planes come first,
+    since they hold the high bits."""
+    end = at + (n >> U(3)) * U(bits)
     if bits == 8:
-        plane = packed[:n]
-        for i in range(plane.size):
-            codes[i] = plane[i]
-        return total
-    at = total
-    for i in range(codes.size):
-        codes[i] = np.uint8(0)
+        for i in range(n):
+            codes[i] = packed[at + i]
+        return end
+    for i in range(n):
+        codes[i] = 0
+    last = end
     if bits & 1:
-        h = n // 8
-        at -= h
-        plane = packed[at : at + h]
-        for j in range(8):
-            part, down = codes[j * h : j * h + h], np.uint8(j)
-            for i in range(plane.size):
-                part[i] = np.uint8(np.uint8(plane[i] >> down) & np.uint8(1))
+        h = n >> U(3)
+        last -= h
+        for j in range(U(8)):
+            for i in range(h):
+                codes[j * h + i] = (packed[last + i] >> j) & 1
     if bits & 2:
-        h = n // 4
-        at -= h
-        plane = packed[at : at + h]
-        for j in range(4):
-            part, down = codes[j * h : j * h + h], np.uint8(2 * j)
-            for i in range(plane.size):
-                bits_now = np.uint8(np.uint8(plane[i] >> down) & np.uint8(3))
-                part[i] = np.uint8(np.uint8(part[i] << np.uint8(2)) | bits_now)
+        h = n >> U(2)
+        last -= h
+        for j in range(U(4)):
+            for i in range(h):
+                codes[j * h + i] = codes[j * h + i] << 2 | (packed[last + i] >> 2 * j) & 3
     if bits & 4:
-        h = n // 2
-        plane, a, b = packed[:h], codes[:h], codes[h:n]
-        for i in range(plane.size):
-            a[i] = np.uint8(np.uint8(a[i] << np.uint8(4)) | np.uint8(plane[i] & np.uint8(15)))
-            b[i] = np.uint8(np.uint8(b[i] << np.uint8(4)) | np.uint8(plane[i] >> np.uint8(4)))
-    return total
+        h = n >> U(1)
+        for i in range(h):
+            codes[i] = codes[i] << 4 | packed[at + i] & 15
+            codes[h + i] = codes[h + i] << 4 | packed[at + i] >> 4
+    return end
