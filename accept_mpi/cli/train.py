@@ -1,18 +1,20 @@
 """``accept_mpi train``: trains as one rank of a job."""
 
 import argparse
+from pathlib import Path
 
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.launch.stop_signals import end_undisturbed, tell_before_end
 from accept_mpi.training.run import train
-from accept_mpi.training.start import Options
+from accept_mpi.training.start import Options, absolute
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run as one rank of the job; ends the process."""
     runtime = Runtime.start()
     tell_before_end(runtime.end_by_signal)
-    options = Options(arguments.job, tuple(arguments.set), arguments.resume, arguments.quiet, arguments.run)
+    resume = arguments.resume and Path(absolute(arguments.resume))
+    options = Options(arguments.job, tuple(arguments.set), resume, arguments.quiet, arguments.run)
     try:
         train(runtime, options)
     except BaseException as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from accept_mpi.errors import UserError
+from accept_mpi.errors import UserError, near
 
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
@@ -147,12 +147,14 @@ def unwritable(directory: Path, error: OSError) -> UserError:
     why = error.strerror
     for path in (directory, *directory.parents):
         if os.path.islink(path) and not os.path.exists(path):
-            why = f"{path} is a link to {os.readlink(path)}, which is not there"
+            why = f"{near(path)} is a link to {os.readlink(path)}, which is not there"
         elif os.path.exists(path) and not os.path.isdir(path):
-            why = f"{path} is not a directory"
-    return UserError(f"output.directory: cannot write to {directory}: {why}")
+            why = f"{near(path)} is not a directory"
+    return UserError(f"output.directory: cannot write to {near(directory)}: {why}")
 
 
 def _in_use(directory: Path, owner: Owner | None) -> str:
     who = f"by process {owner.pid} on host {owner.host} since {owner.since}" if owner else "by another run"
-    return f"output.directory: {directory} is in use {who}; wait for that run to end, or give this one another directory"
+    return (
+        f"output.directory: {near(directory)} is in use {who}; wait for that run to end, or give this one another directory"
+    )

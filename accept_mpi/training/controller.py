@@ -22,7 +22,7 @@ from accept_mpi.comm.messages import (
     Stopping,
     TraceRows,
 )
-from accept_mpi.errors import DeadlineError, Stopped, UserError
+from accept_mpi.errors import DeadlineError, Stopped, UserError, near
 from accept_mpi.logs.format import EVALS, STEPS, TRACE
 from accept_mpi.logs.observers import Evaluated, Observer, StepDone
 from accept_mpi.recovery.checkpoint_writer import CheckpointWriter
@@ -95,7 +95,7 @@ class Controller:
             self.each("persist")
         at = self._stop_at
         if at is not None and self.writer.has(at) and self.writer.wait(at, 0.0):  # which raises if it failed just now
-            raise Stopped(f"stopped by a signal after step {at}; go on with --resume {self.writer.run}")
+            raise Stopped(f"stopped by a signal after step {at}; go on with --resume {near(self.writer.run)}")
 
     def wait_for_all(self, ranks: int, deadline: float, check: Callable[[], None]) -> None:
         """Deliver until each of ``ranks`` ranks has sent its last message. Raises DeadlineError after ``deadline`` seconds

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from accept_mpi.comm.runtime import Runtime
 from accept_mpi.data.calendar import Milestones, micro_batches_of
-from accept_mpi.errors import UserError, counted
+from accept_mpi.errors import UserError, counted, near
 from accept_mpi.job import Job
 from accept_mpi.launch.ownership import Ownership, unwritable
 from accept_mpi.logs.format import Rows, rows_of
@@ -125,11 +125,11 @@ class RunLog:
         summary = summary_line(self.controller.last_evaluation)
         self.controller.each("event", self._runtime.clock.now(), course.last, f"done: {summary}")
         self.controller.each("close")
-        print(f"log         {self.directory / 'log.h5'}", flush=True)
+        print(f"log         {near(self.directory / 'log.h5')}", flush=True)
         if course.newest_checkpoint is not None:
-            print(f"checkpoint  {directory_of(self.directory, course.newest_checkpoint)}", flush=True)
+            print(f"checkpoint  {near(directory_of(self.directory, course.newest_checkpoint))}", flush=True)
         if self.best is not None and self.best.at is not None:
-            print(f"best        {directory_of(self.directory, self.best.at)}", flush=True)
+            print(f"best        {near(directory_of(self.directory, self.best.at))}", flush=True)
 
     def connect(self, barriers: Barriers) -> None:
         """Take the barriers of a deployment that begins."""

@@ -9,6 +9,8 @@ import pytest
 import samples
 from conftest import HANGS
 
+from accept_mpi.cli.export import export
+
 _HEAVY = ("numba", "sklearn.utils", "scipy", "sympy", "matplotlib")
 _WATCHED = f"""
 import sys
@@ -100,3 +102,46 @@ def test_a_data_set_that_is_downloaded_first(mpirun, tmp_path: Path, plan: str) 
     (tmp_path / "net.py").write_text(DOWNLOADS)
     (tmp_path / "job.toml").write_text(DOWNLOADING)
     mpirun(2, "-m", "accept_mpi", "train", "job.toml", "--set", f"pipeline.{plan}")
+
+
+CHANGES = """
+import os
+import torch
+from torch import nn
+def elsewhere():
+    os.makedirs("elsewhere", exist_ok=True)
+    os.chdir("elsewhere")
+def model(first=False):
+    if first: elsewhere()
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+def data():
+    elsewhere()
+    x = torch.randn(16, 4)
+    return (x, x.argmax(1) % 2), (x, x.argmax(1) % 2)
+"""
+
+
+def test_code_that_changes_the_working_directory(trained, tmp_path: Path) -> None:
+    """What the job and the command line name lies where the run began, whichever ranks have run that code."""
+    (tmp_path / "net.py").write_text(CHANGES)
+    (tmp_path / "job.toml").write_text(
+        'model.name = "net:model"\ndata.name = "net:data"\ntrain = { batch_size = 8, micro_batches = 2, steps = 2 }\n'
+        'pipeline.cuts = [1, 2]\npipeline.ranks = [1, 0, 2]\noutput.directory = "run"\n'
+    )
+    (first,) = trained(3, tmp_path, ["job.toml"])  # rank 0 needs no data
+    assert "log         run/log.h5\n" in first.out
+    export(tmp_path / "run", tmp_path / "net.safetensors")
+    moved = "model.args.first=true"
+    outcomes = trained(
+        2,
+        tmp_path,
+        [
+            ("job.toml", moved, "output.directory=other", "model.weights=net.safetensors"),
+            ("job.toml", moved, "output.directory=other", "train.steps=4", "--resume", "run"),
+        ],
+        "pipeline.cuts=[1]",
+        "pipeline.ranks=[]",
+    )
+    assert f"log         {tmp_path}/other/log.h5\n" in outcomes[0].out
+    assert (tmp_path / "other" / "checkpoints" / "step-00000004").is_dir()
+    assert not list(tmp_path.rglob("elsewhere/**/log.h5"))
