@@ -3,8 +3,26 @@ module, since few problems need it and it takes seconds to compile."""
 
 import numba as nb
 import numpy as np
-from accept_mpi.kernels.options import NJIT
+from accept_mpi.kernels.options import INNER, NJIT
 from accept_mpi.kernels.search import SHARED, extend
+
+
+@nb.njit("int64(int32[:,::1], float64[::1], int64, float64, int64, int64)", **INNER)
+def _place(table, scores, there, score, j, codec):  # type: ignore[no-untyped-def]
+    """Where a point goes in its level, of which ``there`` places are taken: the next one or, if all are, that of the least
+    promising point; -1 if the point is no better than that, or is there already."""
+    q = there
+    if there == scores.size:
+        q = 0
+        for w in range(1, there):
+            if scores[w] > scores[q]:
+                q = w
+        if scores[q] <= score:
+            return -1
+    for w in range(there):
+        if table[w, 0] == j and table[w, 1] == codec and scores[w] == score:
+            return -1
+    return q
 
 
 @nb.njit(
@@ -58,27 +76,10 @@ def beam(  # type: ignore[no-untyped-def]
                     if rest <= 1e-9 * whole or level + 1 == devices:
                         continue
                     score = work[j] / rest
-                    q = there
-                    if there == width:
-                        q = 0
-                        for w in range(1, width):
-                            if scores[level + 1, w] > scores[level + 1, q]:
-                                q = w
-                        if scores[level + 1, q] <= score:
-                            continue
-                    same = False
-                    for w in range(there):
-                        if (
-                            table[level + 1, w, 0] == j
-                            and table[level + 1, w, 1] == out_c[r]
-                            and scores[level + 1, w] == score
-                        ):
-                            same = True
-                            break
-                    if same:
+                    q = _place(table[level + 1], scores[level + 1], there, score, j, out_c[r])
+                    if q < 0:
                         continue
-                    if there < width:
-                        there += 1
+                    there = max(there, q + 1)
                     for word in range(words):
                         used[level + 1, q, word] = used[level, p, word]
                     used[level + 1, q, a >> 6] |= one << np.uint64(a & 63)
@@ -88,6 +89,4 @@ def beam(  # type: ignore[no-untyped-def]
                     left_there[q] = rest
         here = there
         left = left_there
-        if not here:
-            break
     return 0

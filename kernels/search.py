@@ -20,11 +20,14 @@ Arguments that all kernels share (N devices, L layers, C codecs; seconds and byt
 * ``fixed`` and ``least`` (L+1): bytes before each layer that do not depend on that, and bytes that must fit by themselves.
 
 A stage also holds what it received of each micro-batch in flight, 4 bytes per value.
+
+Letters: ``a`` is the device that is to hold a stage of layers ``j``..``i - 1``, ``first`` the one that holds the stage
+behind it (-1: there is none, the model ends), and ``behind`` the number of stages that are placed.
 """
 
 import numba as nb
 import numpy as np
-from accept_mpi.kernels.options import NJIT
+from accept_mpi.kernels.options import INNER, NJIT
 
 SHARED = (
     "float64[:,::1], float64[:,:,::1], float64[::1], float64[::1], float64[:,::1], float64[::1], float64[::1], "
@@ -33,47 +36,51 @@ SHARED = (
 )
 
 
-@nb.njit(f"int64({SHARED}, float64, boolean, int64, int64, int64, int64, int64, int64, int32[::1], int32[::1])", **NJIT)
+@nb.njit("float64(float64[:,::1], float64[:,:,::1], int64, int64, int64)", **INNER)
+def _computing(prefix, extra, a, j, i):  # type: ignore[no-untyped-def]
+    """Seconds that device ``a`` computes layers ``j``..``i - 1``."""
+    seconds = prefix[a, i] - prefix[a, j]
+    if extra.shape[1] > 1:
+        seconds += extra[a, j, i]
+    return seconds
+
+
+@nb.njit(f"int64({SHARED}, float64, boolean, int64, int64, int64, int64, int64, int64, int32[::1], int32[::1])", **INNER)
 def extend(  # type: ignore[no-untyped-def]
     prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, alive,
-    copies, fixed, least, cap, every, a, d, i, c, behind, most, out_i, out_c,
+    copies, fixed, least, cap, every, a, first, i, c, behind, most, out_i, out_c,
 ):  # fmt: skip
-    """Find the points that device ``a`` reaches by holding layers in front of ``i``, where device ``d`` begins with codec
-    ``c`` (``d`` is -1 where the model ends). Writes them to ``out_i`` and ``out_c`` and returns their number; without
-    ``every``, only those that could be best. The stage begins at layer ``most`` or before it."""
+    """Find the points that device ``a`` reaches by holding layers in front of ``i``, where device ``first`` begins with
+    codec ``c``. Writes them to ``out_i`` and ``out_c`` and returns their number; without ``every``, only those that could be
+    best. The stage begins at layer ``most`` or before it."""
     base, message = 0.0, 0.0
-    if d >= 0:
+    if first >= 0:
         message = values[i] * value_bytes[c] + other[i]
-        if message > cap * rate[a, d] or message > cap * rate[d, a] or message > cap * nic[a]:
+        if message > cap * rate[a, first] or message > cap * rate[first, a] or message > cap * nic[a]:
             return 0
         base = messages[a, i, c]
-    whole = extra.shape[1] > 1
     # A stage that begins earlier takes more of everything, so the first layer that it can begin with is found by bisection.
-    low, first = 0, i
-    while low < first:
-        j = (low + first) // 2
-        seconds = prefix[a, i] - prefix[a, j] + base
-        if whole:
-            seconds += extra[a, j, i]
+    low, front = 0, i
+    while low < front:
+        j = (low + front) // 2
+        seconds = _computing(prefix, extra, a, j, i) + base
         memory = copies[behind] * (state[i] - state[j]) + alive[behind] * (held[i] - held[j]) + fixed[i] - fixed[j]
         if seconds > cap or memory > capacity[a] or least[i] - least[j] > capacity[a]:
             low = j + 1
         else:
-            first = j
+            front = j
     count = 0
-    if first == 0:
+    if front == 0:
         out_i[0], out_c[0] = 0, 0
         count = 1
         if not every:
             return count
     for codec in range(value_bytes.size):
         coded, whole_bytes = 1e300, 1e300
-        for j in range(max(first, 1), min(i, most + 1)):
+        for j in range(max(front, 1), min(i, most + 1)):
             if other[j] == np.inf or (not every and values[j] >= coded and other[j] >= whole_bytes):
                 continue
-            seconds = prefix[a, i] - prefix[a, j] + base + messages[a, j, codec]
-            if whole:
-                seconds += extra[a, j, i]
+            seconds = _computing(prefix, extra, a, j, i) + base + messages[a, j, codec]
             there = values[j] * value_bytes[codec] + other[j]
             received = 4.0 * values[j] + other[j]
             memory = copies[behind] * (state[i] - state[j]) + alive[behind] * (held[i] - held[j]) + kept[behind] * received
@@ -90,7 +97,7 @@ def extend(  # type: ignore[no-untyped-def]
 @nb.njit(
     "int64(float64[::1], float64[::1], boolean, boolean, int64, int64, float64, int64, int64, "
     "int32[:,:,::1], float64[:,::1], "
-    "int32[::1], int64)", **NJIT,
+    "int32[::1], int64)", **INNER,
 )  # fmt: skip
 def insert(values, other, every, relays, i, c, total, from_key, from_point, table, sums, counts, key):  # type: ignore[no-untyped-def]
     """Add a point to the table unless one there is as good, and remove those that it beats. Returns 1 if the point was
@@ -127,6 +134,34 @@ def insert(values, other, every, relays, i, c, total, from_key, from_point, tabl
     return 1
 
 
+@nb.njit("UniTuple(int64, 4)(int64, int64, boolean)", **INNER)
+def _turn(turn, devices, ordered):  # type: ignore[no-untyped-def]
+    """What a turn of ``reach`` stands for: its key, first device (-1 in turn 0, when no stage is placed), number of stages
+    (-1 if it stands for nothing), and set of devices (0 if ``ordered``)."""
+    if not turn:
+        return -1, -1, 0, 0
+    if ordered:
+        first, stages = devices - 1 - (turn - 1) // (devices + 1), (turn - 1) % (devices + 1)
+        return first * (devices + 1) + stages, first, stages, 0
+    chosen, stages = turn // devices, 0
+    for n in range(devices):
+        stages += (chosen >> n) & 1
+    return turn, turn % devices, (stages if chosen else -1), chosen
+
+
+@nb.njit("int64(float64[:,::1], int64, float64)", **INNER)
+def _most_in_front(floor, left, cap):  # type: ignore[no-untyped-def]
+    """Most layers in front that the devices which are ``left`` can hold within the cap."""
+    most, beyond = 0, floor.shape[1]
+    while beyond - most > 1:
+        middle = (most + beyond) // 2
+        if floor[left, middle] > cap:
+            beyond = middle
+        else:
+            most = middle
+    return most
+
+
 @nb.njit(
     f"int64({SHARED}, float64, float64, boolean, boolean, float64[:,::1], int32[:,:,::1], "
     "float64[:,::1], int32[::1], int32[::1])",
@@ -153,43 +188,19 @@ def reach(  # type: ignore[no-untyped-def]
     out_i, out_c = np.empty(value_bytes.size * layers + 1, np.int32), np.empty(value_bytes.size * layers + 1, np.int32)
     counts[:] = 0
     best = np.inf
-    found = 0
-    turns = devices * (devices + 1) + 1 if ordered else (1 << devices) * devices
-    for turn in range(turns):
-        # The device ``first`` has the frontmost stage so far; it is -1 in the first turn, when no stage is placed.
-        if ordered:
-            first = devices - 1 - (turn - 1) // (devices + 1) if turn else -1
-            behind = (turn - 1) % (devices + 1) if turn else 0
-            key = first * (devices + 1) + behind
-            chosen = 0
-        else:
-            chosen = turn // devices
-            first = turn % devices if chosen else -1
-            behind = 0
-            for n in range(devices):
-                behind += (chosen >> n) & 1
-            key = turn
-            if not chosen and turn:
-                continue
-        points = counts[key] if first >= 0 else 1
-        if not points or behind == devices:
+    for turn in range(devices * (devices + 1) + 1 if ordered else (1 << devices) * devices):
+        key, first, behind, chosen = _turn(turn, devices, ordered)
+        points = counts[key] if turn else 1
+        if behind < 0 or behind == devices or not points:
             continue
         for a in range(devices):
-            if (first >= 0 and ordered and a >= first) or (chosen >> a) & 1:
+            if (turn and ordered and a >= first) or (chosen >> a) & 1:
                 continue
-            left = a if ordered else chosen | (1 << a)
-            # The devices that are left can hold at most ``most`` layers in front within the cap.
-            most, beyond = 0, layers + 1
-            while beyond - most > 1:
-                middle = (most + beyond) // 2
-                if floor[left, middle] > cap:
-                    beyond = middle
-                else:
-                    most = middle
+            most = _most_in_front(floor, a if ordered else chosen | (1 << a), cap)
             target = a * (devices + 1) + behind + 1 if ordered else (chosen | (1 << a)) * devices + a
             for p in range(points):
                 i, c, total = layers, -1, 0.0
-                if first >= 0:
+                if turn:
                     i, c, total = table[key, p, 0], table[key, p, 1], sums[key, p]
                 reached = extend(
                     prefix, extra, values, other, rate, nic, value_bytes, messages, state, held, capacity, kept, alive,
@@ -199,10 +210,8 @@ def reach(  # type: ignore[no-untyped-def]
                     j, codec = out_i[r], out_c[r]
                     there = total
                     if every:
-                        seconds = prefix[a, i] - prefix[a, j]
-                        if extra.shape[1] > 1:
-                            seconds += extra[a, j, i]
-                        if first >= 0:
+                        seconds = _computing(prefix, extra, a, j, i)
+                        if turn:
                             message = values[i] * value_bytes[c] + other[i]
                             seconds += messages[a, i, c]
                             there += message / rate[a, first] + message / rate[first, a]
@@ -211,27 +220,10 @@ def reach(  # type: ignore[no-untyped-def]
                         there += fill * seconds
                     if j == 0:
                         if there < best:
-                            best, found = there, 1
-                            end[0], end[1], end[2] = key if first >= 0 else -1, p, a
+                            best = there
+                            end[0], end[1], end[2] = key, p, a
                         if not every:
                             return 1
-                    elif (
-                        insert(
-                            values,
-                            other,
-                            every,
-                            relays,
-                            j,
-                            codec,
-                            there,
-                            key if first >= 0 else -1,
-                            p,
-                            table,
-                            sums,
-                            counts,
-                            target,
-                        )
-                        < 0
-                    ):
+                    elif insert(values, other, every, relays, j, codec, there, key, p, table, sums, counts, target) < 0:
                         return -1
-    return found
+    return int(best < np.inf)
