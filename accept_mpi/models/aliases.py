@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from accept_mpi.models.shared import memory_of
+from accept_mpi.models.memory import memory_of
 
 
 class Aliases:

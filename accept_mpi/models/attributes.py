@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from accept_mpi.models.held import MOST_INSIDE, OWN
-from accept_mpi.models.shared import checksum, memory_of
+from accept_mpi.models.memory import checksum, memory_of
 
 _N = TypeVar("_N", int, float)
 CONSTANTS = (bool, int, float, str, type(None))

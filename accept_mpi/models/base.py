@@ -21,9 +21,10 @@ from accept_mpi.errors import UserError
 from accept_mpi.models import common
 from accept_mpi.models.aliases import Aliases
 from accept_mpi.models.fine_tuning import Changes
+from accept_mpi.models.handed import Handed
 from accept_mpi.models.modes import in_training
 from accept_mpi.models.scripted import refuse_scripted
-from accept_mpi.models.shared import Finder, Handed, Shared, refuse_lazy, unfilled
+from accept_mpi.models.shared import Finder, Shared, refuse_lazy, unfilled
 from accept_mpi.seeds import init_seed, seeded
 
 Factory = Callable[[], nn.Module]

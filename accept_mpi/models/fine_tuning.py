@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 from accept_mpi.errors import UserError
 from accept_mpi.job import Job, Lora
 from accept_mpi.models.classes import put_before
-from accept_mpi.models.shared import overlap
+from accept_mpi.models.memory import overlap
 from accept_mpi.models.weights_file import WeightsFile
 from accept_mpi.registry import nearest
 from accept_mpi.seeds import INIT, mix, seeded

@@ -6,7 +6,6 @@ A tensor is identified by its memory, so that a repeated tensor is found as well
 one after another, since shared memory lives as long as one of the layers that share it.
 """
 
-import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,10 +19,10 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
-from xxhash import xxh3_64_intdigest
 
 from accept_mpi.errors import UserError
 from accept_mpi.models.held import held
+from accept_mpi.models.memory import checksum, extent, memory_of
 
 _FILLS: set[Any] = {
     nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_,
@@ -141,89 +140,6 @@ def unfilled() -> TorchFunctionMode:
     return _Unfilled()
 
 
-def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Storage of a tensor's values; None if it has several (a sparse tensor) or none."""
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte, and last + 1, of its storage that a tensor uses."""
-    size = tensor.element_size()
-    begin = int(tensor.storage_offset()) * size
-    reach = sum(int(n - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (reach + 1) * size if tensor.numel() else begin
-
-
-def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors of a shape and dtype have the same values, where NaN is equal to itself."""
-    if tensor.shape != other.shape or tensor.layout is not torch.strided:
-        return tensor.shape == other.shape
-    equal = tensor == other
-    return bool((equal | ((tensor != tensor) & (other != other))).all())
-
-
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors have memory in common."""
-    memory, (begin, end), (begin_2, end_2) = memory_of(one), _span(one), _span(other)
-    same = memory is not None and (of := memory_of(other)) is not None and memory._cdata == of._cdata
-    return same and begin < end_2 and begin_2 < end
-
-
-def common_memory(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Groups of positions of tensors that lie in one storage, unless they are all the same tensor."""
-    places: dict[int, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        if (storage := memory_of(tensor)) is not None:
-            places.setdefault(storage._cdata, []).append(place)
-    return [one for one in places.values() if len({id(tensors[place]) for place in one}) > 1]
-
-
-def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors in the same layout. Tensors that share a storage get copies that share one."""
-    found: list[torch.Tensor | None] = [None] * len(tensors)
-    for places in common_memory(tensors):
-        memory = tensors[places[0]].untyped_storage().clone()
-        for place in places:
-            old = tensors[place]
-            found[place] = torch.empty(0, dtype=old.dtype).set_(memory, old.storage_offset(), old.shape, old.stride())
-    return [tensor.detach().clone() if new is None else new for new, tensor in zip(found, tensors, strict=True)]
-
-
-def lay_out(layers: Sequence[nn.Module], memory_format: torch.memory_format) -> None:
-    """Convert layers' parameters and buffers to a memory format, keeping shared memory shared. Raises UserError if that is
-    impossible."""
-
-    def places() -> list[tuple[str, torch.Tensor]]:
-        return [
-            (f"{prefix}.{name}" if prefix else name, tensor)
-            for layer in layers
-            for prefix, module in layer.named_modules()
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None
-        ]
-
-    before = [tensor.detach() for _, tensor in places()]
-    for layer in layers:
-        layer.to(memory_format=memory_format)  # type: ignore[call-overload]
-    after = places()
-    for together in common_memory(before):
-        first, *others = together
-        for place in others:
-            (name, tensor), (of, like) = after[place], after[first]
-            moved = any(after[n][1].data_ptr() != before[n].data_ptr() for n in (place, first))
-            if tensor is like or not moved:
-                continue
-            if before[place].shape != before[first].shape or before[place].data_ptr() != before[first].data_ptr():
-                raise UserError(
-                    f"model: {of} and {name} lie on one memory, which cannot be in channels_last then: "
-                    f'train.memory_format = "contiguous"'
-                )
-            tensor.data = like.data
-
-
 class _Tie(NamedTuple):
     """Parts of layers that overlap in a storage, and the bytes that the first of them uses."""
 
@@ -251,7 +167,7 @@ class Finder:
                 key, span = id(part.tensor), (0, 1)
             else:
                 alive = StorageWeakRef(storage)
-                key, span = alive.cdata, _span(part.tensor)
+                key, span = alive.cdata, extent(part.tensor)
             reference, ties = self._memory.get(key, (None, []))
             if isinstance(reference, weakref.ref) and reference() is not part.tensor:  # freed; a new tensor has its id
                 ties = []
@@ -303,66 +219,6 @@ class Finder:
         kind = ends[0][1].kind
         more = f" and {len(all_places) - 1} more" if len(all_places) > 1 else ""
         return f'layers {first} "{self._names[first]}" and {last} "{self._names[last]}" share a {kind} ({called}){more}'
-
-
-class Handed:
-    """Weak references to the layers that have been handed out, so that nothing is handed out twice."""
-
-    def __init__(self) -> None:
-        self._layers: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
-        """Layers, and for those without trained state their attributes when they were handed out."""
-        self._memory: dict[int, tuple[StorageWeakRef, int | None]] = {}
-
-    def add(self, layers: Iterable[nn.Module]) -> list[nn.Module]:
-        """Remember layers that are handed out, and return them. A layer without trained state that was handed out before is
-        replaced by a copy of what it was then: a function may always return the same ``nn.ReLU``, but hooks, say, must be
-        put on one copy alone."""
-        self._memory = {key: known for key, known in self._memory.items() if not known[0].expired()}
-        given = [_another(layer, self._layers[layer]) if layer in self._layers else layer for layer in layers]
-        for layer in given:
-            self._layers[layer] = {} if any(part.written for part in parts(layer)) else _own(vars(layer))
-            for part in parts(layer):
-                if (storage := memory_of(part.tensor)) is not None:
-                    reference = StorageWeakRef(storage)
-                    if part.written or reference.cdata not in self._memory:
-                        self._memory[reference.cdata] = (reference, None if part.written else checksum(storage))
-        return given
-
-    def used(self, layer: nn.Module) -> list[str]:
-        """Names of a layer's tensors that have been handed out before and may have changed since."""
-        found = []
-        for part in parts(layer):
-            storage = memory_of(part.tensor)
-            if storage is None or storage._cdata not in self._memory:
-                continue
-            _, values = self._memory[storage._cdata]
-            if part.written or values is None or values != checksum(storage):
-                found.append(part.name)
-        return found
-
-    def __contains__(self, layer: nn.Module) -> bool:
-        return layer in self._layers
-
-
-def _own(state: dict[str, Any]) -> dict[str, Any]:
-    """Attributes of a layer, with copies of dictionaries (hooks, submodules)."""
-    return {name: value.copy() if isinstance(value, dict) else value for name, value in state.items()}
-
-
-def _another(layer: nn.Module, state: dict[str, Any]) -> nn.Module:
-    """New layer of the same type with these attributes, in place of ``layer``, which has no trained state."""
-    other = type(layer).__new__(type(layer))
-    vars(other).update(_own(state))
-    return other
-
-
-def checksum(storage: torch.UntypedStorage | None) -> int | None:
-    """Checksum of a storage's values; None if they cannot be read here."""
-    if storage is None or storage.device.type != "cpu":
-        return None
-    size = storage.nbytes()
-    # Not by way of an array: torch would refuse to resize the storage from then on, and a forward may do that.
-    return xxh3_64_intdigest((ctypes.c_char * size).from_address(storage.data_ptr()) if size else b"")
 
 
 class Watch:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from accept_mpi.codecs.tensors import Tensors
-from accept_mpi.models.shared import memory_of, overlap
+from accept_mpi.models.memory import memory_of, overlap
 
 HELD = " (an attribute)"
 """Behind the names of tensors that are attributes."""

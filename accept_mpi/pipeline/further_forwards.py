@@ -16,7 +16,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.common import Common, Seen
 from accept_mpi.models.losses import Loss
-from accept_mpi.models.shared import same_bits
+from accept_mpi.models.memory import same_bits
 from accept_mpi.pipeline.grown import same_values
 from accept_mpi.pipeline.micro_batch import Outputs
 from accept_mpi.pipeline.running_statistics import RunningStatistics, batch_norms

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accept_mpi.codecs.tensors import Tensors
-from accept_mpi.models.shared import same_bits
+from accept_mpi.models.memory import same_bits
 from accept_mpi.pipeline.micro_batch import Inputs
 from accept_mpi.tree import Tree, leaves, packed
 

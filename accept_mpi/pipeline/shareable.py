@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accept_mpi.models.divisors import Divisors
-from accept_mpi.models.shared import same_bits
+from accept_mpi.models.memory import same_bits
 from accept_mpi.pipeline.running_statistics import batch_norms
 
 _State = tuple[int, int, torch.Tensor | None]

@@ -19,8 +19,8 @@ from accept_mpi.models.divisors import Divisors
 from accept_mpi.models.held import held
 from accept_mpi.models.layers import Layers
 from accept_mpi.models.losses import Loss, Result
+from accept_mpi.models.memory import lay_out
 from accept_mpi.models.modes import restore_modes
-from accept_mpi.models.shared import lay_out
 from accept_mpi.pipeline.averages import Averages
 from accept_mpi.pipeline.correction import Correction
 from accept_mpi.pipeline.deferred_weights import DeferredWeights

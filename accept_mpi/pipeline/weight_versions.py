@@ -20,7 +20,7 @@ from torch import nn
 
 from accept_mpi.errors import UserError
 from accept_mpi.models.held import OWN, inside
-from accept_mpi.models.shared import checksum, common_memory, copies, memory_of, same_bits
+from accept_mpi.models.memory import checksum, common_memory, copies, memory_of, same_bits
 from accept_mpi.pipeline.kept_values import KeptValues
 
 PREVIOUS = "previous"

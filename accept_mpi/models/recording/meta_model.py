@@ -14,6 +14,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.common import Finder, Seen
 from accept_mpi.models.held import OWN
+from accept_mpi.models.memory import memory_of
 from accept_mpi.models.modes import restore_modes
 from accept_mpi.models.recording.blocks import blocks_of
 from accept_mpi.models.recording.kept import (
@@ -32,7 +33,7 @@ from accept_mpi.models.recording.own_hooks import Hooks, OwnHooks, is_handle
 from accept_mpi.models.recording.refusals import SPARSE, Unrecordable
 from accept_mpi.models.recording.structure import is_plain, mapped, parts_of
 from accept_mpi.models.scripted import refuse_scripted
-from accept_mpi.models.shared import memory_of, refuse_lazy
+from accept_mpi.models.shared import refuse_lazy
 
 _OF_OTHERS = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.DataParallel,
