@@ -151,79 +151,108 @@ def outline(
         count = samples if samples is not None else len(given[0]) if given else 0
         chain.prepare(value)
         if precision == "bf16":
-            found = _outline(chain, seed, value, channels_last, count, abstract=False, bf16=True)
+            found = Outliner(chain, seed, channels_last, abstract=False, bf16=True).outline(value, count)
         else:
             try:
-                found = _outline(chain, seed, value, channels_last, count, abstract=True, built=built)
+                found = Outliner(chain, seed, channels_last, abstract=True, built=built).outline(value, count)
             except Exception:  # some layers need values, which the meta device does not have
-                found = _outline(chain, seed, value, channels_last, count, abstract=False)
+                found = Outliner(chain, seed, channels_last, abstract=False).outline(value, count)
     return msgspec.structs.replace(found, shared=(*chain.shared(), *found.shared), precision=precision)
 
 
-def _outline(
-    chain: Chain,
-    seed: int,
-    value: Any,
-    channels_last: bool,
-    samples: int,
-    abstract: bool,
-    bf16: bool = False,
-    built: Sequence[nn.Module] = (),
-) -> Outline:
-    """``built``: the layers on the meta device, if they have been built."""
-    if abstract:
-        value = tree.replace(value, lambda x: torch.empty_like(x, device="meta"))
-    device = torch.device("meta" if abstract else "cpu")
-    layers, held, common = [], _Held(abstract), with_loss(chain.common(), None, len(chain))
-    together: dict[Common, Shared] = {}
-    cuts = Cuts()
-    for index in range(len(chain)):
-        module = built[index] if abstract and built else (chain.abstract if abstract else chain.build)(index, seed)
-        if channels_last:
-            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        tensors, of = taken_apart(index - 1, chain.names[index - 1], value)
+class Outliner:
+    """Outlines layers one after another: on the meta device (``abstract``), or in a run for real."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        seed: int,
+        channels_last: bool,
+        abstract: bool,
+        bf16: bool = False,
+        built: Sequence[nn.Module] = (),
+    ) -> None:
+        """``bf16``: forwards compute under autocast; ``built``: the layers on the meta device, if they have been built."""
+        self._chain, self._seed, self._channels_last = chain, seed, channels_last
+        self._abstract, self._bf16, self._built = abstract, bf16, built
+        self._common = with_loss(chain.common(), None, len(chain))
+        self._held, self._cuts = _Held(abstract), Cuts()
+        self._together: dict[Common, Shared] = {}
+        """What layers have in common, and a forward changes."""
+
+    def outline(self, value: Any, samples: int) -> Outline:
+        """The outline for a micro-batch ``value`` of so many samples."""
+        if self._abstract:
+            value = tree.replace(value, lambda x: torch.empty_like(x, device="meta"))
+        layers = []
+        for index in range(len(self._chain)):
+            layer, value = self._layer(index, value)
+            layers.append(layer)
+        written = [
+            Shared(cut - 1, cut, f"layers {cut - 1} and {cut} pass on what a later one writes into")
+            for cut in self._cuts.parted()
+        ]
+        shared = (*self._together.values(), *written)
+        return Outline(samples, tuple(self._chain.names), tuple(layers), self._channels_last, shared)
+
+    def _layer(self, index: int, value: Any) -> tuple[LayerOutline, Any]:
+        """Outline of a layer that takes ``value``, and what the next one takes."""
+        module = self._module(index)
+        tensors, of = taken_apart(index - 1, self._chain.names[index - 1], value)
         specs = tuple(map(TensorSpec.of, tensors))
         parameters, buffers = list(module.parameters()), list(module.buffers())
-        cuts.before(index, tensors, [*parameters, *buffers])
-        held.begin([*parameters, *buffers])
+        self._cuts.before(index, tensors, [*parameters, *buffers])
+        self._held.begin([*parameters, *buffers])
+        result, operations, alone = self._forward(index, module, value)
+        layer = LayerOutline(
+            inputs=specs,
+            kind=type(module).__name__,
+            parameters=sum(p.numel() for p in parameters),
+            parameter_bytes=_bytes(parameters),
+            buffer_bytes=_bytes(buffers),
+            operations=operations,
+            saved_bytes=self._held.bytes,
+            frozen_bytes=_bytes([p for p in parameters if not p.requires_grad]),
+            alone=alone,
+            tree=None if of == tree.packed(len(specs)) else of,
+        )
+        return layer, self._passed_on(result)
+
+    def _module(self, index: int) -> nn.Module:
+        if self._abstract and self._built:
+            module = self._built[index]
+        else:
+            module = (self._chain.abstract if self._abstract else self._chain.build)(index, self._seed)
+        if self._channels_last:
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return module
+
+    def _forward(self, index: int, module: nn.Module, value: Any) -> tuple[Any, float, bool]:
+        """A layer's result, its operations, and whether a group of ranks cannot hold it."""
+        name = self._chain.names[index]
         counter = FlopCounterMode(display=False)
         counter.mod_tracker = _Global()  # type: ignore[assignment]
-        saved = torch.autograd.graph.saved_tensors_hooks(held, lambda tensor: tensor)
-        with untouched([module]), device, counter, saved:
-            watch, seen = Watch([chain.names[index]], [module]), Seen([module], index, common)
-            given = value
-            with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
-                value = call_layer(index, chain.names[index], module, value, setting_up=True)
+        saved = torch.autograd.graph.saved_tensors_hooks(self._held, lambda tensor: tensor)
+        with untouched([module]), torch.device("meta" if self._abstract else "cpu"), counter, saved:
+            watch, seen = Watch([name], [module]), Seen([module], index, self._common)
+            with torch.autocast("cpu", torch.bfloat16) if self._bf16 else nullcontext():
+                result = call_layer(index, name, module, value, setting_up=True)
             alone = bool(watch.after_forward())
             if seen.changed(grown=True):
-                again = Seen([module], index, common)
+                again = Seen([module], index, self._common)
                 with suppress(Exception):
-                    module(given)
-                together |= {one: _as_shared(one) for one in again.changed()}
-        if abstract and channels_last:  # convolutions on the meta device forget the layout
-            value = tree.replace(value, held.laid_out)
-        if not abstract:  # release this layer's graph; times 1 makes a non-leaf, which the next layer may change in place
-            value = tree.replace(
-                value, lambda x: x.detach().requires_grad_(x.requires_grad) * 1 if x.requires_grad else x.detach()
+                    module(value)
+                self._together |= {one: _as_shared(one) for one in again.changed()}
+        return result, float(counter.get_total_flops()), alone
+
+    def _passed_on(self, result: Any) -> Any:
+        """A layer's result as the next one takes it."""
+        if not self._abstract:  # release this layer's graph; times 1 makes a non-leaf, which the next may change in place
+            return tree.replace(
+                result, lambda x: x.detach().requires_grad_(x.requires_grad) * 1 if x.requires_grad else x.detach()
             )
-        layers.append(
-            LayerOutline(
-                inputs=specs,
-                kind=type(module).__name__,
-                parameters=sum(p.numel() for p in parameters),
-                parameter_bytes=_bytes(parameters),
-                buffer_bytes=_bytes(buffers),
-                operations=float(counter.get_total_flops()),
-                saved_bytes=held.bytes,
-                frozen_bytes=_bytes([p for p in parameters if not p.requires_grad]),
-                alone=alone,
-                tree=None if of == tree.packed(len(specs)) else of,
-            )
-        )
-    written = [
-        Shared(cut - 1, cut, f"layers {cut - 1} and {cut} pass on what a later one writes into") for cut in cuts.parted()
-    ]
-    return Outline(samples, tuple(chain.names), tuple(layers), channels_last, (*together.values(), *written))
+        # Convolutions on the meta device forget the layout.
+        return tree.replace(result, self._held.laid_out) if self._channels_last else result
 
 
 def _as_shared(one: Common) -> Shared:

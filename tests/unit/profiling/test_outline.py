@@ -13,7 +13,7 @@ from accept_mpi.models import as_chain
 from accept_mpi.models.layers import build_layers
 from accept_mpi.models.shared import uncuttable
 from accept_mpi.pipeline.stage import Stage
-from accept_mpi.profiling.outline import Outline, _outline, outline, outline_of
+from accept_mpi.profiling.outline import Outline, Outliner, outline, outline_of
 from accept_mpi.users_code import call_layer
 
 MODELS = {
@@ -94,7 +94,7 @@ def test_meta_and_real_agree() -> None:
     args, inputs = MODELS["cnn"]
     chain = models.load("cnn", args, 0)
     given = inputs.contiguous(memory_format=torch.channels_last)
-    abstract, real = (_outline(chain, 0, given, True, len(given), abstract=kind) for kind in (True, False))
+    abstract, real = (Outliner(chain, 0, True, abstract=kind).outline(given, len(given)) for kind in (True, False))
     for one, other in zip(abstract.layers, real.layers, strict=True):
         assert (one.inputs, one.parameters, one.operations) == (other.inputs, other.parameters, other.operations)
     assert abstract.key == Outline(abstract.samples, abstract.names, abstract.layers, True).key
