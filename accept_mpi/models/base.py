@@ -100,7 +100,7 @@ class Chain:
 
     def name_of(self, index: int, key: str) -> str:
         """Name in the whole model of a part of layer ``index``."""
-        return key if self.own_names else f"{self.names[index]}.{key}"
+        return name_in_model(self.names[index], key, self.own_names)
 
     def build_range(self, start: int, stop: int, seed: int) -> list[nn.Module]:
         """Layers ``start <= i < stop`` with their initial weights, new modules each time. They share what the model's layers
@@ -216,6 +216,11 @@ class Chain:
         """Python objects and variables that layers have in common. Raises UserError if a layer cannot be built."""
         self.shared()
         return self._common
+
+
+def name_in_model(layer: str, key: str, own_names: bool) -> str:
+    """Name in the whole model of a part of a layer. ``own_names``: as ``Chain.own_names``."""
+    return key if own_names else f"{layer}.{key}"
 
 
 def unfilled_if_possible(find: Callable[[], Found]) -> Found:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from accept_mpi.models.base import Chain
+from accept_mpi.models.base import Chain, name_in_model
 from accept_mpi.models.common import Common, calls, with_loss
 from accept_mpi.models.shared import watched
 
@@ -19,15 +19,15 @@ class Layers(NamedTuple):
     names: list[str]
     modules: list[nn.Module]
     own_names: bool = False
-    """True if the model's names of state do not begin with their layer's."""
+    """As ``Chain.own_names``."""
     ties: tuple[dict[tuple[int, str], str], ...] = ()
     """Parameters that several layers have in common: for each of its names in these layers the one in the whole model."""
     common: tuple[Common, ...] = ()
     """What else these layers and those of other stages have in common."""
 
-    def name(self, layer: int, key: str) -> str:
-        """Name in the whole model of a part of a layer."""
-        return key if self.own_names else f"{self.names[layer - self.start]}.{key}"
+    def name_of(self, layer: int, key: str) -> str:
+        """As ``Chain.name_of``."""
+        return name_in_model(self.names[layer - self.start], key, self.own_names)
 
     @property
     def likes_channels_last(self) -> tuple[bool, bool]:

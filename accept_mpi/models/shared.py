@@ -221,7 +221,7 @@ class Finder:
         return f'layers {first} "{self._names[first]}" and {last} "{self._names[last]}" share a {kind} ({called}){more}'
 
 
-class Watch:
+class _WriteWatch:
     """Hooks around a layer's forward that raise UserError if it writes to what it shares with layers of other stages.
 
     The first forward is checked by comparing values, later ones by torch's counts of writes. A tensor whose size changes is
@@ -273,4 +273,4 @@ def watched(layers: Sequence[nn.Module], start: int, shared: Iterable[Shared]) -
         if not one.constant or (start <= one.first and one.last < stop):
             continue
         for index in sorted({index for index, _ in one.places if start <= index < stop}):
-            Watch([name for at, name in one.places if at == index], one.text).put_on(layers[index - start])
+            _WriteWatch([name for at, name in one.places if at == index], one.text).put_on(layers[index - start])

@@ -40,7 +40,7 @@ class Parameters:
         """The name in the whole model of each name."""
         for names in self.aliases:
             places = [(index[layer], key) for layer, _, key in (name.partition(".") for name in names)]
-            found = [layers.name(*place) for place in places]
+            found = [layers.name_of(*place) for place in places]
             self.in_model |= dict(zip(names, found, strict=True))
             tie = next((tie for tie in layers.ties if places[0] in tie), {})
             self.whole.append(list(dict.fromkeys([*tie.values(), *found])))

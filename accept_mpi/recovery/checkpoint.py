@@ -27,6 +27,7 @@ from accept_mpi.errors import UserError, shown
 from accept_mpi.files.hdf5 import json_in
 from accept_mpi.files.regular import open_regular, read_regular
 from accept_mpi.job import Job
+from accept_mpi.models.base import name_in_model
 from accept_mpi.pipeline.averages import AVERAGE
 from accept_mpi.pipeline.remembered import LAYERS
 from accept_mpi.recovery.manifest import (
@@ -148,7 +149,7 @@ class Checkpoint:
         """The ``state_dict`` of the whole model; with the moving ``average`` of each trained parameter in place of its
         value, if this is asked for. Raises UserError if there are none."""
         state = {(layer, name): value for layer, own in self.by_layer(average).items() for name, value in own.items()}
-        return {name if self.manifest.own_names else f"{layer}.{name}": value for (layer, name), value in state.items()}
+        return {name_in_model(layer, name, self.manifest.own_names): value for (layer, name), value in state.items()}
 
     def remembered(self) -> dict[str, torch.Tensor]:
         """What forwards have left in the layers beside ``state_dict()``, as ``pipeline.remembered`` keeps it."""
