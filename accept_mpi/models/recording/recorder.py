@@ -25,10 +25,9 @@ from accept_mpi.models.recording.counting import Counting, place_of
 from accept_mpi.models.recording.kept import UNSET, Sets, Values
 from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.own_hooks import Hooks
+from accept_mpi.models.recording.places import Places
 from accept_mpi.models.recording.refusals import (
-    OF_ANOTHER,
     READS_DATA,
-    SPARSE,
     TRANSFORMS,
     Foreign,
     ReadsData,
@@ -42,7 +41,7 @@ from accept_mpi.models.recording.refusals import (
 from accept_mpi.models.recording.replaced import computed_once, replaced
 from accept_mpi.models.recording.structure import as_it_is, constants_in, fixed_in, is_plain, mapped, parts_of, tensors_in
 from accept_mpi.models.recording.switches import as_it_will_run, switches
-from accept_mpi.models.recording.tape import COMPUTING, DEVICE, META, WHERE, Node, Spec, State, Tape, Value
+from accept_mpi.models.recording.tape import WHERE, Node, State, Tape
 from accept_mpi.models.untouched import untouched
 from accept_mpi.seeds import kept, state
 
@@ -68,13 +67,6 @@ class Recorder:
 
     def __init__(self, of: MetaModel, inputs: list[torch.Tensor], autocast: bool = False) -> None:
         self._of, self._bf16 = of, autocast
-        self._slots: dict[int, int] = {}
-        self._kept: list[torch.Tensor] = []
-        """All tensors, by slot, so that their ids stay theirs."""
-        self._memories: dict[int, int] = {}
-        self._real: dict[int, torch.Tensor] = {}
-        """Tensors with values that the forward uses though they are not the model's, by their stand-in's id."""
-        self._stand_ins: dict[int, torch.Tensor] = {}
         self._within: list[str] = []
         """Names of the modules whose forward runs, "" for blocks and those made in forward; the innermost last."""
         self._busy = False
@@ -88,11 +80,12 @@ class Recorder:
         self._autocast: Sequence[Autocast] = []
         """The ``torch.autocast`` contexts of the forward that are open."""
         self.tape = Tape(())
+        self._places = Places(of, self.tape, self._failed)
         self.constants = Constants(self.tape)
         self.left, self.hooks = Values(), Hooks()
         """What the forward has left in attributes that it sets, and in tables of hooks."""
-        self.tape.inputs = tuple(self._slot(tensor) for tensor in inputs)
-        self.tape.memory_of = {name: self._memory(tensor) for name, tensor in of.tensors.items()}
+        self.tape.inputs = tuple(self._places.slot(tensor) for tensor in inputs)
+        self.tape.memory_of = {name: self._places.memory(tensor) for name, tensor in of.tensors.items()}
 
     def record(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, attributes: Values | None, hooks: Hooks | None
@@ -269,55 +262,32 @@ class Recorder:
         stays: bool,
         block: bool = False,
     ) -> Any:
-        if wrong := next((name for name, value in switches().items() if value != self._switches[name]), ""):
-            raise self._failed(
-                Unrecordable, f"model.name: forward sets {wrong} around a call, which no record does ({where()})"
-            )
+        self._refuse_switches()
         self._busy = True
         try:
-            args, kwargs = mapped((args, kwargs), self._stand_in, (torch.Tensor, torch.device))
+            args, kwargs = mapped((args, kwargs), self._places.stand_in, (torch.Tensor, torch.device))
             given = tensors_in((args, kwargs))
-            places = as_it_is(mapped((args, kwargs), self._place, (torch.Tensor, torch.device)))
-            watched = [*given, *(self._of.tensors[name] for name in states)]
+            places = as_it_is(mapped((args, kwargs), self._places.place, (torch.Tensor, torch.device)))
             operations, self._counting.drew, self._counting.written = self._counting.total, False, set()
             if module:
                 self._written.clear()
-            found = call(*args, **kwargs)
-            found = mapped(found, self._stand_in, (torch.Tensor,))
-            written = [tensor for tensor in watched if place_of(tensor) in self._counting.written]
-            written += [tensor for tensor in self._written if tensor.is_meta]
-            real = {place_of(tensor) for tensor in self._stand_ins.values()} if written else set()
-            if any(place_of(tensor) in real for tensor in written):  # also by a view
-                raise self._failed(
-                    Unrecordable,
-                    f"model.name: forward writes to a tensor that is no buffer of the model, so each rank would have a copy "
-                    f"({where()}); make it one by register_buffer",
-                )
+            found = mapped(call(*args, **kwargs), self._places.stand_in, (torch.Tensor,))
+            written = self._written_of([*given, *(self._of.tensors[name] for name in states)])
             results = tensors_in(found)
             if module and not is_plain(found) and not results:
                 raise Unrecordable(f"model.name: {module} gives a {type(found).__name__}, which cannot be recorded")
             if not results and not written and not stays:
                 return found
             used = tuple(dict.fromkeys(self._of.states[id(t)] for t in given if id(t) in self._of.states))
-            takes = tuple(
-                dict.fromkeys(self._slots[id(t)] for t in given if id(t) in self._slots and id(t) not in self._of.states)
-            )
-            gives = tuple(self._slot(tensor) for tensor in results)
-            writes = frozenset(self._memory(tensor) for tensor in written)
-            draws = self._counting.drew
-            constant = not states and not used and not stays and not draws and self.constants.slots.issuperset(takes)
-            if constant:
-                self.constants.slots.update(gives)
-            else:  # what it gives, or writes to
-                specs = self.tape.specs
-                self.constants.slots -= {
-                    slot for slot in self.constants.slots if slot in gives or specs[slot].memory in writes
-                }
+            takes, gives = self._places.taken(given), tuple(self._places.slot(tensor) for tensor in results)
+            writes, draws = frozenset(self._places.memory(tensor) for tensor in written), self._counting.drew
+            of_constants = not (states or used or stays or draws) and self.constants.slots.issuperset(takes)
+            self._note_constants(gives, writes, of_constants)
             args, kwargs = places
             self.tape.nodes.append(
                 Node(
                     function, module, args, kwargs, takes, gives, (*states, *used),
-                    any(one in self._of.parameters for one in (*states, *used)), writes, stays, draws, constant,
+                    any(one in self._of.parameters for one in (*states, *used)), writes, stays, draws, of_constants,
                     torch.is_grad_enabled(), tuple(self._autocast),
                     fixed_in(found) if block else None, self._counting.total - operations,
                 )
@@ -330,6 +300,34 @@ class Recorder:
         finally:
             self._busy, self._written = False, []
 
+    def _refuse_switches(self) -> None:
+        """Raise Unrecordable if a switch of torch's is not as it was when the forward began."""
+        if wrong := next((name for name, value in switches().items() if value != self._switches[name]), ""):
+            raise self._failed(
+                Unrecordable, f"model.name: forward sets {wrong} around a call, which no record does ({where()})"
+            )
+
+    def _written_of(self, watched: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors to which a call has written. Raises Unrecordable if one is neither the model's nor made in the forward."""
+        written = [tensor for tensor in watched if place_of(tensor) in self._counting.written]
+        written += [tensor for tensor in self._written if tensor.is_meta]
+        if self._places.any_real(written):
+            raise self._failed(
+                Unrecordable,
+                f"model.name: forward writes to a tensor that is no buffer of the model, so each rank would have a copy "
+                f"({where()}); make it one by register_buffer",
+            )
+        return written
+
+    def _note_constants(self, gives: tuple[int, ...], writes: frozenset[int], of_constants: bool) -> None:
+        """Note whether what a call gives is the same in every step: it is if the call is ``of_constants`` alone. What it
+        writes to is not any more."""
+        if of_constants:
+            self.constants.slots.update(gives)
+        else:
+            specs = self.tape.specs
+            self.constants.slots -= {slot for slot in self.constants.slots if slot in gives or specs[slot].memory in writes}
+
     def _read(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """The value of a tensor is asked for: of one that is the same in every step it is computed."""
         self._busy = True
@@ -338,7 +336,7 @@ class Recorder:
             def value(tensor: torch.Tensor) -> torch.Tensor:
                 if not tensor.is_meta:
                     return tensor
-                slot = self._slots.get(id(tensor))
+                slot = self._places.known(tensor)
                 if slot not in self.constants.slots:
                     raise self._failed(ReadsData, READS_DATA.format(name.strip("_"), where()))
                 return self.constants.value(slot)
@@ -350,7 +348,7 @@ class Recorder:
 
     def _constant(self, tensor: torch.Tensor) -> Any:
         """Value of a tensor that is a constant, or ``UNSET``."""
-        slot = self._slots.get(id(tensor), -1)
+        slot = self._places.known(tensor)
         if not tensor.is_meta:
             return tensor
         known = slot in self.constants.slots and self.constants.is_used_as_it_is(slot)
@@ -371,50 +369,6 @@ class Recorder:
         self.refuse(error)
         return error
 
-    # -- places --------------------------------------------------------------------------------------------------------
-
-    def _stand_in(self, tensor: Any) -> Any:
-        """The tensor itself, or one on the meta device for it; that device for the one on which the model will compute."""
-        if isinstance(tensor, torch.device):
-            return META if tensor == COMPUTING else tensor
-        if tensor.layout is not torch.strided:
-            raise self._failed(Unrecordable, f"model.name: forward uses {SPARSE} ({where()})")
-        if tensor.is_meta:
-            return tensor
-        new = self._stand_ins.get(id(tensor))
-        if new is None:
-            if error := passed_by(self._of.parameter_in(tensor)):
-                raise error
-            new = self._stand_ins[id(tensor)] = torch.empty_like(tensor, device="meta")
-            self._real[id(new)] = tensor
-        return new
-
-    def _place(self, value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return DEVICE if value.type == "meta" else value
-        if (name := self._of.states.get(id(value))) is not None:
-            return State(name)
-        if (slot := self._slots.get(id(value))) is not None:
-            return Value(slot)
-        if (real := self._real.get(id(value))) is not None:
-            return real
-        if isinstance(value, nn.Parameter):
-            raise passed_by(self._of.parameter_in(value)) or Foreign()
-        raise self._failed(Unrecordable, OF_ANOTHER.format(where()))
-
     def result(self, value: Any) -> Any:
         """A structure with places instead of tensors."""
-        return mapped(value, self._place, (torch.Tensor,))
-
-    def _slot(self, tensor: torch.Tensor) -> int:
-        """Number of a tensor; a new one for a new tensor."""
-        found = self._slots.get(id(tensor))
-        if found is None:
-            found = self._slots[id(tensor)] = len(self._kept)
-            self._kept.append(tensor)
-            nbytes, offset = tensor.numel() * tensor.element_size(), int(tensor.storage_offset())
-            self.tape.specs.append(Spec(self._memory(tensor), tensor.requires_grad, nbytes, tensor.stride(), offset))
-        return found
-
-    def _memory(self, tensor: torch.Tensor) -> int:
-        return self._memories.setdefault(place_of(tensor), len(self._memories))
+        return mapped(value, self._places.place, (torch.Tensor,))
