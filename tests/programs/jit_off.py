@@ -29,78 +29,110 @@ def lines(code: types.CodeType) -> Iterator[int]:
             yield from lines(constant)
 
 
-def check() -> None:
-    """Every kernel on sizes around a block, with all bits."""
-    from accept_mpi.kernels import entropy, half, mbq, rans, uniform, uniform_decoder
-
-    np.seterr(all="raise", over="ignore", under="ignore")
+def check_sizes() -> None:
+    """Every codec's kernels on sizes around a block."""
     rng = np.random.default_rng(1)
     for size in (0, 1, 70, 16384 + 9):
         x = rng.standard_normal(size).astype(np.float32)
-        short, back = np.zeros(size, np.uint16), np.zeros(size, np.uint32)
-        assert half.to_bf16(x.view(np.uint32), short)
-        half.from_bf16(short, back)
-        assert all(a == naive.nearest_bfloat16(b) for a, b in zip(back.view(np.float32), x, strict=True))
-        for bits in range(1, 9) if size < 100 else (2, 4, 7):
-            for group in (8, 64, 0) if size < 100 else (64,):
-                for key in (None, 12345678901234567):
-                    out = np.zeros(uniform.encoded_bytes(size, bits, group), np.uint8)
-                    assert uniform.encode(x, bits, group, out, key) == 0
-                    y = np.empty_like(x)
-                    uniform_decoder.decode(out, bits, group, y)
-                    expected, values = naive.uniform(x, bits, group, key)
-                    assert out.tobytes() == expected
-                    assert y.tobytes() == values.tobytes()
-                if bits <= mbq.MOST_BITS:
-                    out = np.zeros(mbq.encoded_bytes(size, bits, group), np.uint8)
-                    assert mbq.encode(x, bits, group, out) == 0
-                    mbq.decode(out, bits, group, y)
-                    expected, values = naive.mbq(x, bits, group)
-                    assert out.tobytes() == expected
-                    assert y.tobytes() == values.tobytes()
-        for bits in (1.5, 4.5) if size < 100 else (2.5,):
-            for values in (x, x**7, x * 0 + 1, np.where(x > 2, x, np.float32(0))):
-                for key in (None, 12345678901234567):
-                    out = np.zeros(entropy.encoded_bytes(size, bits), np.uint8)
-                    assert entropy.encode(values, bits, 0, out, key) == 0
-                    entropy.decode(out, bits, 0, y)
-                    assert not size or y.tobytes() == naive.entropy(out.tobytes(), size).tobytes()
-    for value, well in ((np.nan, True), (-np.inf, True), (np.finfo(np.float32).max, False)):
-        special = np.array([1.5, value], np.float32)
-        assert half.to_bf16(special.view(np.uint32), short[:2]) == well
+        check_half(x)
+        check_levels(x)
+        check_entropy(x)
+
+
+def check_half(x: np.ndarray) -> None:
+    """bfloat16, there and back."""
+    from accept_mpi.kernels import half
+
+    short, back = np.zeros(x.size, np.uint16), np.zeros(x.size, np.uint32)
+    assert half.to_bf16(x.view(np.uint32), short)
+    half.from_bf16(short, back)
+    assert all(a == naive.nearest_bfloat16(b) for a, b in zip(back.view(np.float32), x, strict=True))
+
+
+def check_levels(x: np.ndarray) -> None:
+    """Uniform and multi-bit quantization with all bits, where that does not take long."""
+    from accept_mpi.kernels import mbq, uniform, uniform_decoder
+
+    few = x.size < 100
+    y = np.empty_like(x)
+    for bits in range(1, 9) if few else (2, 4, 7):
+        for group in (8, 64, 0) if few else (64,):
+            for key in (None, 12345678901234567):
+                out = np.zeros(uniform.encoded_bytes(x.size, bits, group), np.uint8)
+                assert uniform.encode(x, bits, group, out, key) == 0
+                uniform_decoder.decode(out, bits, group, y)
+                expected, values = naive.uniform(x, bits, group, key)
+                assert out.tobytes() == expected
+                assert y.tobytes() == values.tobytes()
+            if bits <= mbq.MOST_BITS:
+                out = np.zeros(mbq.encoded_bytes(x.size, bits, group), np.uint8)
+                assert mbq.encode(x, bits, group, out) == 0
+                mbq.decode(out, bits, group, y)
+                expected, values = naive.mbq(x, bits, group)
+                assert out.tobytes() == expected
+                assert y.tobytes() == values.tobytes()
+
+
+def check_entropy(x: np.ndarray) -> None:
+    """The entropy code on values of several distributions, rounded to nearest and with dither."""
+    for bits in (1.5, 4.5) if x.size < 100 else (2.5,):
+        for values in (x, x**7, x * 0 + 1, np.where(x > 2, x, np.float32(0))):
+            for key in (None, 12345678901234567):
+                entropy_coded(values, bits, key)
+
+
+def entropy_coded(x: np.ndarray, bits: float, key: int | None = None) -> np.ndarray:
+    """A message that decodes to what its naive reference does."""
+    from accept_mpi.kernels import entropy
+
+    out, y = np.zeros(entropy.encoded_bytes(x.size, bits), np.uint8), np.zeros(x.size, np.float32)
+    assert entropy.encode(x, bits, 0, out, key) == 0
+    entropy.decode(out, bits, 0, y)
+    assert not x.size or y.tobytes() == naive.entropy(out.tobytes(), x.size).tobytes()
+    return out
+
+
+def check_classes() -> None:
+    """The entropy code where blocks differ in size, so that they have classes."""
+    rows = (np.arange(1219, dtype=np.float32) % 7 - 3) * np.repeat(np.float32([1, 4, 16, 64] * 5), 64)[:1219]
+    assert entropy_coded(rows, 2.5, 99)[48] & 15 > 1
+    wide = np.random.default_rng(1).standard_normal((16, 64)) * np.tile([1e-3, 1], 8)[:, None]
+    wide[:, 17], wide[:, 19] = 21000, -21000  # at first its tables do not fit
+    entropy_coded(wide.ravel().astype(np.float32), 1.5)
+
+
+def check_damage() -> None:
+    """Messages that are damaged, and one for which there is no room."""
+    from accept_mpi.kernels import entropy, rans
+
     zeros, ones = np.zeros(71, np.int64), np.ones(71, np.int64)
-    no_class = np.zeros(1, np.uint8)
-    no_room = rans.write(np.zeros(9, np.int16), np.full(9, 35, np.uint8), no_class, ones, zeros, short[:1], back[:2])
-    assert no_room == -1
+    no_class, short, words = np.zeros(1, np.uint8), np.zeros(1, np.uint16), np.zeros(2, np.uint32)
+    assert rans.write(np.zeros(9, np.int16), np.full(9, 35, np.uint8), no_class, ones, zeros, short, words) == -1
     cut_off = np.full(96, 255, np.uint8)
     cut_off[48:52] = 2, 0, 0, 43  # two classes, and the first one's table fills the rest
     for damaged in (np.zeros(96, np.uint8), np.full(96, 255, np.uint8), cut_off):
         y = np.ones(9, np.float32)
         entropy._decode(damaged, y)
         assert not y.any()
-    rows = (np.arange(1219, dtype=np.float32) % 7 - 3) * np.repeat(np.float32([1, 4, 16, 64] * 5), 64)[:1219]
-    out, y = np.zeros(entropy.encoded_bytes(1219, 2.5), np.uint8), np.zeros(1219, np.float32)
-    assert entropy.encode(rows, 2.5, 0, out, 99) == 0
-    assert out[48] & 15 > 1
-    entropy.decode(out, 2.5, 0, y)
-    assert y.tobytes() == naive.entropy(out.tobytes(), 1219).tobytes()
-    wide = rng.standard_normal((16, 64)) * np.tile([1e-3, 1], 8)[:, None]
-    wide[:, 17], wide[:, 19] = 21000, -21000  # at first its tables do not fit
-    x, out, y = wide.ravel().astype(np.float32), np.zeros(192, np.uint8), np.zeros(1024, np.float32)
-    assert entropy.encode(x, 1.5, 0, out) == 0
-    entropy.decode(out, 1.5, 0, y)
-    assert y.tobytes() == naive.entropy(out.tobytes(), 1024).tobytes()
+
+
+def check_refusals() -> None:
+    """Values that a codec has no code for, and arguments that do not fit."""
+    from accept_mpi.kernels import entropy, half, mbq, uniform
+
+    for value, well in ((np.nan, True), (-np.inf, True), (np.finfo(np.float32).max, False)):
+        special = np.array([1.5, value], np.float32)
+        assert half.to_bf16(special.view(np.uint32), np.zeros(2, np.uint16)) == well
     big = np.full(64, 3e38, np.float32)
     big[::2] *= -1
     near = np.full(64, 2e37, np.float32)  # its extent is fine, what it is made of is not
     assert mbq.encode(near, 2, 64, np.zeros(mbq.encoded_bytes(64, 2, 64), np.uint8)) == 2
-    for value in (np.float32(np.nan), big[0]):
-        for kernels in (uniform, mbq, entropy):
-            bad, group = np.where(np.arange(64) == 7, value, big), 64
-            for g in (group, 0, 8):
-                out = np.zeros(kernels.encoded_bytes(64, 2, g), np.uint8)
-                assert kernels.encode(bad, 2, g, out) in (1, 2)
     for kernels in (uniform, mbq, entropy):
+        for value in (np.float32(np.nan), big[0]):
+            bad = np.where(np.arange(64) == 7, value, big)
+            for group in (64, 0, 8):
+                out = np.zeros(kernels.encoded_bytes(64, 2, group), np.uint8)
+                assert kernels.encode(bad, 2, group, out) in (1, 2)
         for arguments in ((np.zeros(9), 2, 8), (big, 99, 8), (big, 2, 48), (big, 2, 64)):
             try:
                 kernels.encode(*arguments, np.zeros(3, np.uint8))
@@ -163,7 +195,11 @@ def check_events() -> None:
 
 
 sys.settrace(watch)
-check()
+np.seterr(all="raise", over="ignore", under="ignore")
+check_sizes()
+check_classes()
+check_damage()
+check_refusals()
 check_events()
 check_search()
 sys.settrace(None)
