@@ -217,6 +217,29 @@ def test_metrics_are_those_of_the_whole_test_set() -> None:
             Metric(name).part(*given, 10, (0.0, 0.0))
 
 
+def test_a_metric_of_ranks_knows_how_many_classes_there_are() -> None:
+    """However many samples there are."""
+    output, target = torch.tensor([[3.0, 2.0, 1.0, 0.0]]), torch.tensor([2])
+    found = [Metric(f"top{n}").part(output, target, 1, (0.0, 0.0)) for n in (1, 2, 3, 4, 5)]
+    assert found == [(0.0, 1.0), (0.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0)]
+    with pytest.raises(UserError, match="unknown name"):
+        Metric("top0")
+
+
+def test_a_best_checkpoint_is_by_what_there_is() -> None:
+    """Told before the first step; else there would never be one."""
+    text = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\nmetrics=["mae"]\n[output]\ndirectory="r"\n'
+    for best in ("loss", "accuracy", "mae"):
+        assert len(metrics_of(parse(text, "job", [f"output.keep_best={best}", "train.patience=2"]))) == 1
+    for keys, said in (
+        (["output.keep_best=mse"], '"mse" is neither "loss" nor "accuracy"'),
+        (["output.keep_best=loss", "train.evaluate_every=0"], "goes with evaluations"),
+        (["train.patience=2"], "train.patience goes with output.keep_best"),
+    ):
+        with pytest.raises(UserError, match=said):
+            metrics_of(parse(text, "job", keys))
+
+
 def test_perplexity_is_that_of_the_mean_loss() -> None:
     perplexity = Metric("perplexity")
     losses = [perplexity.part(None, None, 4, loss) for loss in ((6.0, 3.0), (2.0, 1.0))]
@@ -262,3 +285,74 @@ def test_the_loss_names_a_class_that_has_no_weight() -> None:
 def test_a_metric_whose_number_is_none() -> None:
     with pytest.raises(UserError, match="unknown name"):
         Metric("top\u00b2")
+
+
+WEIGHTS = torch.tensor([1.0, 3.0, 9.0, 0.5])
+CLASSES = torch.tensor([3, 0, -100, 1, 2, 2, 0, -100, -100, -100])  # the last micro-batch is padding
+AMOUNTS = torch.linspace(-1, 1, 40).view(10, 4)
+MIXED = torch.linspace(-1, 1, 40).view(10, 4).softmax(-1)
+torchs_cross_entropy = nn.functional.cross_entropy
+
+
+def of_samples(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().sum(-1).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "target", "whole"),
+    [
+        (cross_entropy, CLASSES, torchs_cross_entropy),
+        (cross_entropy, MIXED, torchs_cross_entropy),
+        (CrossEntropy(WEIGHTS.tolist(), 0.0), CLASSES, partial(torchs_cross_entropy, weight=WEIGHTS)),
+        (CrossEntropy([], 0.3), CLASSES, partial(torchs_cross_entropy, label_smoothing=0.3)),
+        (CrossEntropy(WEIGHTS.tolist(), 0.3), MIXED, partial(torchs_cross_entropy, weight=WEIGHTS, label_smoothing=0.3)),
+        (nn.CrossEntropyLoss(WEIGHTS), CLASSES, nn.CrossEntropyLoss(WEIGHTS)),
+        (nn.CrossEntropyLoss(WEIGHTS), MIXED, nn.CrossEntropyLoss(WEIGHTS)),
+        (find_loss("mse").function, AMOUNTS, nn.functional.mse_loss),
+        (nn.SmoothL1Loss(), AMOUNTS, nn.SmoothL1Loss()),
+        (of_samples, AMOUNTS, of_samples),
+    ],
+)
+def test_a_step_s_loss_is_that_of_all_its_samples(loss: Any, target: torch.Tensor, whole: Any) -> None:
+    """Both where backward begins and as it is reported, however the step is cut."""
+    output, cut, judge = torch.linspace(3, -2, 40).sin().view(10, 4), (3, 5, 2), Loss("one", loss)
+    expected = float(whole(output, target))
+    outputs, targets = output.split(cut), target.split(cut)
+    judged = [judge(*both, size) for *both, size in zip(outputs, targets, cut, strict=True)]
+    shares = judge.shares(targets, cut)
+    assert sum(float(one.value) * share for one, share in zip(judged, shares, strict=True)) == pytest.approx(expected)
+    assert sum(one.total for one in judged) / sum(one.count for one in judged) == pytest.approx(expected)
+    assert all(not one.summed for one in judged)
+
+
+def test_sums_and_counts_of_a_users_loss_add_up() -> None:
+    def of_what_counts(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (output - target)[target > 0].square().sum(), (target > 0).sum()
+
+    judged = [
+        Loss("own", of_what_counts)(torch.zeros(len(y)), y, len(y)) for y in (torch.tensor([1.0, -1, 3]), -torch.ones(2))
+    ]
+    assert [(one.total, one.count, one.summed) for one in judged] == [(10.0, 2.0, True), (0.0, 0.0, True)]
+    for count, said in ((-1.0, "a count of -1.0"), (math.inf, "a count of inf"), (math.nan, "a count of nan")):
+        with pytest.raises(UserError, match=f"it gives .sum, count. with {said}"):
+            Loss("own", lambda *_, count=count: (torch.ones(()), count))(torch.ones(2), torch.ones(2), 2)
+
+
+def test_there_are_no_hits_where_targets_are_no_classes_of_the_scores() -> None:
+    scores, loss = torch.eye(3), Loss("own", lambda output, target: output.mean())
+    others = [torch.ones(3), torch.ones(3, 1).long(), torch.ones(2).long(), {"a": torch.ones(3).long()}, None]
+    for given, target in [*((scores, other) for other in others), (torch.tensor(1.0), torch.tensor(0)), (7, others[1])]:
+        assert loss.hits(given, target) == (0, 0)
+    assert loss.hits(scores, torch.tensor([0, 2, 2])) == (2, 3)
+    assert loss.hits({"loss": torch.ones(()), "logits": scores}, torch.tensor([0, 2, 2])) == (2, 3)
+    assert loss.hits((scores, torch.ones(7)), torch.tensor([0, 2, 2])) == (2, 3)
+
+
+def test_smoothing_and_weights_of_classes_go_with_cross_entropy_alone() -> None:
+    text = '[model]\nname="m"\n[data]\nname="d"\n[train]\nsteps=1\n[output]\ndirectory="r"\n'
+    for shaped in ("train.label_smoothing=0.1", "train.class_weights=[1, 2]"):
+        assert isinstance(loss_of(parse(text, "job", [shaped])).function, CrossEntropy)
+        with pytest.raises(
+            UserError, match=r'^train\.label_smoothing and train\.class_weights go with loss = "cross_entropy"'
+        ):
+            loss_of(parse(text, "job", [shaped, "train.loss=mse"]))
