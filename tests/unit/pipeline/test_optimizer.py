@@ -50,6 +50,28 @@ def test_warmup() -> None:
     assert rates(Optimizer(warmup_steps=4))[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
+def test_schedules_begin_when_the_warm_up_is_over() -> None:
+    """And end with the run, or go down every so many steps after the warm-up."""
+    cosine = rates(Optimizer(warmup_steps=4, schedule="cosine", final_lr=0.1), 14)
+    assert cosine == pytest.approx([0.25, 0.5, 0.75, 1.0, *_torch_cosine(10, 0.1)])
+    stepwise = Optimizer(warmup_steps=4, schedule="step", decay_every=3, decay=0.5)
+    assert rates(stepwise, 12) == [0.25, 0.5, 0.75, 1.0] + [1.0] * 3 + [0.5] * 3 + [0.25] * 2
+
+
+def test_vectors_do_not_decay_where_a_job_says_so() -> None:
+    """Nor do numbers; all else does, unless a group of its own says otherwise."""
+    sizes = {"number": (), "vector": (3,), "matrix": (3, 2), "kernels": (2, 3, 2, 2), "own": (3,), "own matrix": (2, 2)}
+    parameters = [nn.Parameter(torch.ones(size)) for size in sizes.values()]
+    groups = [ParameterGroup(names=["own*"], weight_decay=0.5)]
+    for decays in (True, False):
+        options = Optimizer(weight_decay=0.1, decay_vectors=decays)
+        made = make_optimizer(options, 0.1, parameters, [[name] for name in sizes], groups)
+        assert made is not None
+        found = {id(p): group["weight_decay"] for group in made.param_groups for p in group["params"]}
+        small = 0.1 if decays else 0.0
+        assert [found[id(p)] for p in parameters] == [small, small, 0.1, 0.1, 0.5, 0.5]
+
+
 @pytest.mark.parametrize("own", [0.0, 0.03, 0.007, 0.3])
 def test_rates_of_groups_are_torch_s_to_the_bit(own: float) -> None:
     """What is left of a rate after a division and a multiplication would differ in its last bit, and so would weights."""
