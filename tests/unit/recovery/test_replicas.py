@@ -204,6 +204,22 @@ def test_what_is_as_in_the_copy_before_is_not_sent(data: st.DataObject) -> None:
     assert sum(changed) + grown <= sent <= grown + sum(4096 * count + 7 for count in changed)
 
 
+@pytest.mark.parametrize("changed", [[0], [1], [4], [0, 2], [1, 3], [0, 4], [1, 2, 4]])
+def test_what_is_as_before_lies_between_what_is_not(changed: list[int]) -> None:
+    """As frozen weights between trained ones do."""
+    block = 4096
+    before = {7: bytes(number % 251 for number in range(4 * block + 1000))}
+    now = bytearray(before[7])
+    for place in changed:
+        now[place * block + 8] ^= 1
+    arriving, sent = Arriving(before), 0
+    for message in chunked({7: bytes(now)}, 3000, before):
+        arriving.add(message)
+        sent += sum(len(part) for _, _, part in message if not isinstance(part, int))
+    assert arriving.whole == {7: bytes(now)}
+    assert sent == sum(1000 if place == 4 else block for place in changed)
+
+
 def test_older_and_newer_steps_are_forgotten() -> None:
     replicas = Replicas()
     for step in (1, 2, 3):
