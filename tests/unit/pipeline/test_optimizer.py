@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -82,10 +83,22 @@ def test_rates_of_groups_are_torch_s_to_the_bit(own: float) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(torchs, lambda step: learning_rate(options, 0.05, step, steps) / 0.05)
     assert ours is not None
     for step in range(steps):
-        set_learning_rate(ours, learning_rate(options, 0.05, step, steps), 0.05)
+        usual = learning_rate(options, 0.05, step, steps)
+        set_learning_rate(ours, usual, 0.05)
+        assert ours.param_groups[0]["lr"] == usual
         assert ours.param_groups[1]["lr"] == torchs.param_groups[1]["lr"]
         torchs.step()
         schedule.step()
+
+
+def test_what_a_group_leaves_out_is_the_job_s() -> None:
+    own = [ParameterGroup(names=["slow"], lr=0.01), ParameterGroup(names=["firm"], weight_decay=0.0)]
+    parameters = [nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
+    options = Optimizer(name="muon", weight_decay=0.1)
+    made = make_optimizer(options, 0.05, parameters, [["slow"], ["firm"], ["rest"]], own, [True] * 3)
+    assert made is not None
+    found = [(group["usual"], group["weight_decay"], group["matrix"]) for group in made.param_groups]
+    assert found == [(0.01, 0.1, True), (0.05, 0.0, True), (0.05, 0.1, True)]
 
 
 def test_kinds() -> None:
@@ -99,7 +112,7 @@ def test_kinds() -> None:
     assert make_optimizer(Optimizer(), 0.1, []) is None
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "nadam", "lion", "muon", "muon's matrix"])
+@pytest.mark.parametrize("name", ["sgd", "sgd's without", "adam", "adamw", "nadam", "lion", "muon", "muon's matrix"])
 def test_names_and_numbers_of_the_state(name: str) -> None:
     """As plans for memory count it, and checkpoints are checked for it."""
     is_matrix = name == "muon's matrix"
@@ -124,6 +137,24 @@ def test_lion() -> None:
         x.grad = torch.tensor(gradient)
         optimizer.step()
         assert x.tolist() == pytest.approx(expected)
+
+
+def test_lion_follows_its_momentum() -> None:
+    """Algorithm 2 of the paper, with gradients that change their signs: what came before outweighs one of them."""
+    torch.manual_seed(5)
+    x, mean = nn.Parameter(torch.randn(50)), torch.zeros(50)
+    theirs = x.detach().clone()
+    optimizer = Lion([x], lr=0.1, betas=(0.9, 0.75), weight_decay=0.5)
+    against = 0
+    for _ in range(6):
+        x.grad = torch.randn(50)
+        update = (0.9 * mean + 0.1 * x.grad).sign()
+        against += int((update != x.grad.sign()).sum())
+        theirs = theirs - 0.1 * (update + 0.5 * theirs)
+        mean = 0.75 * mean + 0.25 * x.grad
+        optimizer.step()
+    assert against > 50
+    assert torch.allclose(x, theirs)
 
 
 def test_lion_takes_complex_numbers_as_two_real_ones() -> None:
@@ -199,13 +230,16 @@ def test_corrected_updates() -> None:
         assert x.item() == expected
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "nadam"])
 def test_updates_are_torchs(name: str) -> None:
     ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2))
-    options = Optimizer(name=name, momentum=0.9)  # type: ignore[arg-type]
+    options = Optimizer(name=name, momentum=0.9, weight_decay=0.1)  # type: ignore[arg-type]
     optimizer = make_optimizer(options, 0.1, [ours])
     assert optimizer
-    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    kind = {
+        "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
+        "nadam": partial(torch.optim.NAdam, decoupled_weight_decay=True),
+    }[name]  # fmt: skip
     extra = (
         {"momentum": 0.9, "nesterov": options.nesterov} if name == "sgd" else {"betas": options.betas, "eps": options.eps}
     )
