@@ -104,6 +104,17 @@ def test_later_layers_go_first_from_the_second_backward_on(exact: bool, count: i
     assert early[1:] == [(3, 2)] * (len(early) - 1)  # the first chunk waits for the end, and the second for the first layer
 
 
+@pytest.mark.parametrize(("exact", "count"), [(True, 3), (False, 1), (False, 3)])
+def test_what_goes_early_of_a_parameter_is_not_added_again_to_the_rest_of_it(exact: bool, count: int) -> None:
+    """A chunk may begin within a weight, whose first values wait for the end."""
+    modules = [nn.Linear(64, 64) for _ in range(4)]
+    stage = Stage(Layers(3, list("0123"), modules), parse(JOB, "job"), None, False)
+    second, third = (Layout(stage.trained, 3, stage.trained_layers).within([c]) for c in (1, 2))
+    assert set(second) & set(third), "no weight lies in both"
+    early = run(modules, exact, 3, count)
+    assert early[1:] == [(3, 2)] * (len(early) - 1)
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_layer_that_uses_a_later_ones_weights_is_seen(exact: bool) -> None:
     last = nn.Linear(64, 64)

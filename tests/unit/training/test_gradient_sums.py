@@ -39,3 +39,40 @@ def test_a_part_that_never_comes_is_an_error() -> None:
     sums.after_backward(0, 0, [torch.ones(1)], 1.0, whole=False)
     with pytest.raises(AssertionError, match="gradients of step 1 are missing"):
         sums.wait(0, 1.0)
+
+
+class Given:
+    """A group's sums, as they come out."""
+
+    exact = True
+
+    def __init__(self, gradients: list[torch.Tensor], scale: float) -> None:
+        self._found = gradients, scale
+
+    def take(self, step: int, deadline: float) -> tuple[list[torch.Tensor], float]:
+        return self._found
+
+
+@pytest.mark.parametrize(("own", "tied"), [([0, 1], []), ([], [0, 1]), ([0], [1]), ([1], [0])])
+def test_gradients_and_scale_are_those_of_own_and_tied_parameters(own: list[int], tied: list[int]) -> None:
+    """A part without parameters knows no scale."""
+    values = torch.tensor([5.0]), torch.tensor([7.0])
+    parts: list[Any] = [Part(p, Given([values[n] for n in p], 0.25 if p else 1.0)) for p in (own, tied)]  # type: ignore[arg-type]
+    sums = GradientSums(SimpleNamespace(statistics=None), parts, lambda step: [0])  # type: ignore[arg-type]
+    sums.wait(3, 1.0)
+    assert sums._summed == ([*values], 0.25)
+
+
+def test_whole_gradients_are_scaled_once() -> None:
+    """Where norms are told before the update (clipping in the delayed schedule)."""
+    sums = GradientSums(SimpleNamespace(statistics=None), [Part([0, 1], None)], lambda step: [0, 1])  # type: ignore[arg-type]
+    sums.after_backward(4, 1, [torch.ones(2), None], 0.5, whole=True)
+    assert sums.whole(4) is None
+    sums.after_backward(4, 0, [torch.full((2,), 3.0), None], 8.0, whole=True)  # the scale that the last micro-batch knows
+    for _ in range(2):
+        gradient, none = sums.whole(4) or ()
+        assert (gradient.tolist(), none) == ([2.0, 2.0], None)
+    sums.wait(4, 1.0)
+    (gradient, none), scale = sums._summed
+    assert gradient is not None
+    assert ((scale * gradient).tolist(), none) == ([2.0, 2.0], None)
