@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -178,13 +179,15 @@ def test_muon_makes_updates_orthogonal() -> None:
     assert orthogonal(torch.zeros(3, 4)).tolist() == torch.zeros(3, 4).tolist()
 
 
-def test_muon() -> None:
+@pytest.mark.parametrize(("momentum", "own"), [(0.95, {}), (0.6, {"betas": (0.7, 0.9), "eps": 0.01, "muon_momentum": 0.6})])
+def test_muon(momentum: float, own: dict[str, Any]) -> None:
     """Matrices as torch's Muon updates them, which computes in bfloat16, the others as AdamW."""
     values = torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(-1, 1, 5)
     (matrix, vector), theirs = ([nn.Parameter(v.clone()) for v in values] for _ in range(2))
-    optimizer = make_optimizer(Optimizer(name="muon", weight_decay=0.1), 0.02, [matrix, vector], matrices=[True, False])
-    muon = torch.optim.Muon([theirs[0]], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW([theirs[1]], lr=0.02, weight_decay=0.1)
+    options = Optimizer(name="muon", weight_decay=0.1, **own)
+    optimizer = make_optimizer(options, 0.02, [matrix, vector], matrices=[True, False])
+    muon = torch.optim.Muon([theirs[0]], lr=0.02, weight_decay=0.1, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW([theirs[1]], lr=0.02, weight_decay=0.1, betas=options.betas, eps=options.eps)
     assert optimizer is not None
     for step in range(4):
         torch.manual_seed(step)
