@@ -1,5 +1,6 @@
 """Checksums of targets: alike for the same data on two kinds of processors, different for others."""
 
+import contextlib
 import math
 import time
 from typing import Any
@@ -12,7 +13,7 @@ from accept_mpi.data import ArrayDataset, gives_targets
 from accept_mpi.data.calendar import Calendar
 from accept_mpi.data.checksums import checksum
 from accept_mpi.data.feed import Drawn, Feed
-from accept_mpi.errors import UserError
+from accept_mpi.errors import DeadlineError, UserError
 from accept_mpi.plan import Plan, StagePlan
 
 
@@ -128,3 +129,90 @@ def test_sums_of_two_evaluations_may_come_at_once() -> None:
     drawn.check_all(0.0, time.monotonic)
     drawn.hear(~3, {1: sent[0][1][0]})  # late
     drawn.check()
+
+
+def test_a_first_stage_may_be_ahead_and_have_members() -> None:
+    """Of training, too, not only of evaluations: no step is passed over, and none is compared in parts."""
+    for changed in (None, 1, 2):
+        drawn = Drawn(lambda step, sums: None)
+        steps = {step: {k: checksum(torch.tensor([step, k])) for k in (0, 1)} for step in (0, 1, ~2, 2)}
+        told = steps if changed is None else steps | {changed: steps[changed] | {1: steps[0][0]}}
+        for member in (0, 1):
+            for step, sums in told.items():
+                drawn.hear(step, {member: sums[member]})
+                drawn.check()
+            if not member:
+                drawn.expect(0, steps[0])  # which the other member has not told yet
+                drawn.check()
+
+        def rest(drawn: Drawn = drawn, steps: dict[int, Any] = steps) -> None:
+            for step in (~2, 1, 2):
+                drawn.expect(step, steps[step])
+                drawn.check()
+            drawn.check_all(0.0, time.monotonic)
+
+        if changed is None:
+            rest()
+            continue
+        with pytest.raises(UserError, match=f"in step {changed + 1}: "):
+            rest()
+
+
+def test_a_first_stage_that_never_tells_what_it_drew_is_waited_for_so_long() -> None:
+    drawn = Drawn(lambda step, sums: None)
+    drawn.expect(0, {0: checksum(torch.ones(1))})
+    with pytest.raises(DeadlineError, match="what the first stage drew"):
+        drawn.check_all(0.0, lambda: None)
+    with pytest.raises(UserError, match="the run has ended"):  # what else is wrong is heard of while waiting
+        drawn.check_all(600.0, lambda: (_ for _ in ()).throw(UserError("the run has ended")))
+    calls: list[None] = []
+
+    def told_late() -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            drawn.hear(0, {0: checksum(torch.ones(1))})
+
+    drawn.check_all(600.0, told_late)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_each_rank_takes_what_its_stage_needs(stages: int) -> None:
+    """Of its own micro-batches the inputs, and of all the targets on the last stage; no more than that."""
+    asked: list[str] = []
+    told: list[Any] = []
+
+    class Asked(ArrayDataset):
+        def inputs(self, indices: Any, seed: int | None = None) -> Any:
+            asked.append("x")
+            return super().inputs(indices, seed)
+
+        def targets(self, indices: Any) -> Any:
+            asked.append("y")
+            return super().targets(indices)
+
+    data = Asked(torch.arange(8.0), torch.arange(8))
+    groups = ((0, 1),) if stages == 1 else ((0, 1), (2,))
+    made = tuple(StagePlan(start=s, stop=s + 1, ranks=ranks) for s, ranks in enumerate(groups))
+    place = Plan(stages=made, boundaries=()).place(1)
+    shares = (lambda targets, samples: [len(y) / 4 for y in targets]) if stages == 1 else None
+    calendar = Calendar(8, 4, 4, 0)
+    feed = Feed(calendar, (data, data), place, shares, Drawn(lambda step, sums: told.append((step, sums))), [0, 1, 0, 1])
+    for step in (0, 1, 2):
+        asked.clear()
+        indices = calendar.indices(step)
+        samples, share = feed.micro_batch(step, 3, indices, contextlib.nullcontext)
+        assert samples.inputs.tolist() == [float(n) for n in indices[3]]
+        assert share == (0.25 if stages == 1 else 1.0)
+        other = feed.micro_batch(step, 1, indices, contextlib.nullcontext)[0]
+        assert other.inputs.tolist() == [float(n) for n in indices[1]]
+        feed.end(step)
+        if stages == 1:
+            assert samples.targets.tolist() == indices[3].tolist()
+            assert (asked.count("x"), asked.count("y")) == (2, 4)
+        else:
+            assert (asked.count("x"), asked.count("y")) == (2, 2)  # to compare them
+            assert [(of, [*sums]) for of, sums in told] == [(step, [3, 1])]
+            told.clear()
+    assert not feed._steps
+    assert not feed._weighed
