@@ -19,6 +19,7 @@ from accept_mpi.pipeline.graph_edges import finite
 from accept_mpi.pipeline.lane_stage import lane_of
 from accept_mpi.pipeline.stage import Stage
 from accept_mpi.pipeline.trials import trial_of
+from accept_mpi.pipeline.weight_versions import Weights
 
 cross_entropy = find_loss("cross_entropy")
 
@@ -44,6 +45,40 @@ def test_a_first_layer_may_work_in_place() -> None:
     out = stage.forward(0, 0, (x,)).outputs
     (gradient,) = stage.backward(0, 0, (torch.ones_like(out[0]),))
     assert torch.equal(gradient, expected.grad)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_weights_are_kept_as_long_as_a_forward_may_ask_for_them(delay: int) -> None:
+    """Of other versions the memory is free; those of micro-batches in flight are shown to their B."""
+    parameter, frozen = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.full((2,), -1.0), requires_grad=False)
+    weights = Weights([parameter, frozen], True, delay=delay)
+
+    def shown() -> float:
+        assert frozen.tolist() == [-1.0, -1.0]
+        return parameter[1].item()
+
+    total = 0
+    for segment in range(2):
+        begun = total
+        for version in range(5):
+            weights.begin(version - delay)
+            assert shown() == max(total - delay, 0)
+            kept = weights.end(version - delay)
+            assert shown() == total
+            met = weights.meet(kept)
+            assert shown() == max(total - delay, 0)
+            weights.leave(met, kept)
+            assert shown() == total == begun + version
+            weights.before_update()
+            assert weights._versions is not None
+            assert len(weights._versions) == 1
+            weights.updated[0].data += 1
+            weights.publish(version + 1)
+            total += 1
+            assert shown() == total
+        weights.restart()
+        before, newest = weights.last_two()
+        assert (before[0].tolist(), newest[0].tolist()) == ([total - delay] * 2, [total] * 2), segment
 
 
 class Position(nn.Module):
