@@ -83,12 +83,12 @@ def test_the_last_epoch_is_the_same_where_the_calendar_begins_later(drop_last: b
         assert later.last_epoch(made + 3) == whole.epoch(made + 2)
 
 
-@pytest.mark.parametrize("since", [Position(0, 0, 0), Position(7, 3, 16)])
+@pytest.mark.parametrize("since", [Position(0, 0, 0), Position(7, 3, 16), Position(7, 3, 6), Position(7, 3, 3)])
 @pytest.mark.parametrize(
     ("samples", "batch", "micro"), [(16, 16, 4), (18, 16, 4), (34, 16, 4), (66, 16, 4), (5, 16, 4), (7, 4, 2)]
 )
 def test_steps_that_many_micro_batches_span(samples: int, batch: int, micro: int, since: Position) -> None:
-    """It was told as if all steps had as many."""
+    """It was told as if all steps had as many. With another batch size a rest of an epoch may end shorter than epochs do."""
     if since.seen >= samples:
         return
     calendar = Calendar(samples, batch, micro, 1, since=since)

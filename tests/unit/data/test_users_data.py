@@ -105,6 +105,33 @@ def test_an_input_may_be_a_dict_of_any_class() -> None:
         fetch(adapt([(Odd(x=torch.ones(3)), 0)] * 3), np.arange(2), 0, True, False)
 
 
+@pytest.mark.parametrize("how", [{"mixup": 0.5}, {"cutmix": 1.0}, {"mixup": 0.5, "cutmix": 1.0}])
+def test_targets_are_mixed_as_inputs_are(how: dict[str, float]) -> None:
+    """Each sample has its class for pixels, so that their mean is that of its target; either is drawn alone, too."""
+    classes = torch.arange(6)
+    data = Mixed(
+        ArrayDataset(classes.float()[:, None, None, None].expand(6, 2, 9, 7).clone(), classes), Mix(classes=6, **how)
+    )
+    kinds, shares = set(), set()
+    for seed in range(40):
+        indices = np.random.default_rng(seed).permutation(6)[:4]
+        both = data.samples(indices, seed, True, True)
+        x, y = both.inputs, both.targets
+        assert torch.equal(data.samples(indices, seed, True, False).inputs, x)
+        assert torch.equal(data.samples(indices, seed, False, True).targets, y)
+        assert y.sum(1).tolist() == pytest.approx([1.0] * 4)
+        assert x.mean((1, 2, 3)).tolist() == pytest.approx((y * classes).sum(1).tolist(), abs=1e-5)
+        own, before = torch.from_numpy(indices), torch.from_numpy(np.roll(indices, 1))
+        assert y.gather(1, own[:, None]).add(y.gather(1, before[:, None])).flatten().tolist() == pytest.approx([1.0] * 4)
+        whole = ((x == own[:, None, None, None]) | (x == before[:, None, None, None])).all()
+        share = float(y[0, own[0]])
+        shares.add(round(share, 6))
+        if 0 < share < 1:
+            kinds.add("cutmix" if whole else "mixup")
+    assert kinds == set(how)
+    assert len(shares) > 10
+
+
 def test_mixup_and_cutmix_are_for_half_of_the_micro_batches_each() -> None:
     """And whoever asks for inputs or targets alone gets what belongs together."""
     images = torch.arange(8.0).reshape(8, 1, 1, 1).expand(8, 1, 16, 16)
