@@ -30,7 +30,7 @@ from accept_mpi.models.recording.kept import (
     put,
 )
 from accept_mpi.models.recording.own_hooks import Hooks, OwnHooks, is_handle
-from accept_mpi.models.recording.refusals import SPARSE, Unrecordable
+from accept_mpi.models.recording.refusals import SPARSE, Unrecordable, passed_by
 from accept_mpi.models.recording.structure import is_plain, mapped, parts_of
 from accept_mpi.models.scripted import refuse_scripted
 from accept_mpi.models.shared import refuse_lazy
@@ -120,6 +120,13 @@ class MetaModel:
         list, say); "" if there is none."""
         memory = memory_of(tensor)
         return next((name for one, name in self._memory if memory is not None and one.cdata == memory._cdata), "")
+
+    def reached(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, which a forward computes with. Raises Unrecordable for a parameter of the model that it does not reach
+        through the model; its shape and type may be asked for, as ``nn.LSTM.flatten_parameters`` does in a list of its own."""
+        if error := passed_by(self.parameter_in(tensor)):
+            raise error
+        return tensor
 
     def is_leaf(self, module: nn.Module) -> bool:
         """True if the module's call is recorded as a whole."""

@@ -1,6 +1,6 @@
 """Places on a tape: what stands on it for each tensor that a forward computes with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,11 +40,15 @@ class Places:
             return tensor
         new = self._stand_ins.get(id(tensor))
         if new is None:
-            if error := passed_by(self._of.parameter_in(tensor)):
-                raise error
             new = self._stand_ins[id(tensor)] = torch.empty_like(tensor, device="meta")
             self._real[id(new)] = tensor
         return new
+
+    def reach(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Raise Unrecordable if one of these tensors stands for a parameter that is not reached through the model."""
+        for tensor in tensors:
+            if (real := self._real.get(id(tensor))) is not None:
+                self._of.reached(real)
 
     def any_real(self, tensors: Sequence[torch.Tensor]) -> bool:
         """True if one of these tensors stands for one with values, or for a view of it."""

@@ -278,6 +278,7 @@ class Recorder:
                 raise Unrecordable(f"model.name: {module} gives a {type(found).__name__}, which cannot be recorded")
             if not results and not written and not stays:
                 return found
+            self._places.reach((*given, *results))
             used = tuple(dict.fromkeys(self._of.states[id(t)] for t in given if id(t) in self._of.states))
             takes, gives = self._places.taken(given), tuple(self._places.slot(tensor) for tensor in results)
             writes, draws = frozenset(self._places.memory(tensor) for tensor in written), self._counting.drew
@@ -335,7 +336,7 @@ class Recorder:
 
             def value(tensor: torch.Tensor) -> torch.Tensor:
                 if not tensor.is_meta:
-                    return tensor
+                    return self._of.reached(tensor)
                 slot = self._places.known(tensor)
                 if slot not in self.constants.slots:
                     raise self._failed(ReadsData, READS_DATA.format(name.strip("_"), where()))

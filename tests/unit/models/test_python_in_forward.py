@@ -363,9 +363,14 @@ def looks_at_a_weight(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.a(x) @ self.tables[1].abs()
 
 
+def reads_a_weight(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.a(x) * self.tables[1].tolist()[0][0]
+
+
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
+        (reads_a_weight, r"uses b\.weight through a list.*test_python_in_forward\.py, line"),
         (looks_at_a_weight, r"uses b\.weight through a list.*test_python_in_forward\.py, line"),
         (counts_in_a_list, "forward sets steps of the model"),
         (counts_in_an_object, "forward sets config of the model"),

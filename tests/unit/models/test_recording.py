@@ -512,6 +512,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         weight = next(self.parameters())
+        self.lstm.flatten_parameters()  # looks at the types in its list
         found, _ = self.lstm(x, (weight.new_zeros(2, len(x), 6), weight.new_zeros(2, len(x), 6)))
         return self.last(found[:, -1])
 
