@@ -1,6 +1,7 @@
 """A model on torch's meta device, where tensors have shapes but no values: it costs no memory, and is recorded."""
 
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -69,6 +70,8 @@ class MetaModel:
         self.known: dict[int, torch.Tensor] = {}
         """Values of small tensors that are not trained, such as flags and tables, by their ids."""
         self._memory: list[tuple[StorageWeakRef, str]] = []
+        self._before: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        """Each of the model's tensors as the user's function made it, by its id, and the one that is there now."""
         made: dict[int, torch.Tensor] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             self.paths.setdefault(id(module), path)
@@ -83,6 +86,7 @@ class MetaModel:
                         if new is None:
                             new = made[id(tensor)] = _on_meta(tensor)
                             made[id(new)] = new  # a module may be met again under another name
+                            self._before[id(tensor)] = weakref.ref(tensor), new
                             if tensor.nbytes <= _SMALL and not tensor.requires_grad and not tensor.is_meta:
                                 self.known[id(new)] = tensor.detach()
                             if isinstance(tensor, nn.Parameter) and (memory := memory_of(tensor)) is not None:
@@ -121,9 +125,14 @@ class MetaModel:
         memory = memory_of(tensor)
         return next((name for one, name in self._memory if memory is not None and one.cdata == memory._cdata), "")
 
+    def own(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The model's tensor that was made of this one, which a list or a function may hold; None for others."""
+        before, now = self._before.get(id(tensor), (None, None))
+        return now if before is not None and before() is tensor else None
+
     def reached(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, which a forward computes with. Raises Unrecordable for a parameter of the model that it does not reach
-        through the model; its shape and type may be asked for, as ``nn.LSTM.flatten_parameters`` does in a list of its own."""
+        through the model: by a view of it, say. Its shape and type may be asked for."""
         if error := passed_by(self.parameter_in(tensor)):
             raise error
         return tensor

@@ -38,16 +38,20 @@ class Places:
             raise self._failed(Unrecordable, f"model.name: forward uses {SPARSE} ({where()})")
         if tensor.is_meta:
             return tensor
-        new = self._stand_ins.get(id(tensor))
-        if new is None:
+        new = self._of.own(tensor)
+        if new is None and (new := self._stand_ins.get(id(tensor))) is None:
             new = self._stand_ins[id(tensor)] = torch.empty_like(tensor, device="meta")
             self._real[id(new)] = tensor
         return new
 
+    def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a tensor stands for, which is not the model's; None if it stands for none."""
+        return self._real.get(id(tensor))
+
     def reach(self, tensors: Iterable[torch.Tensor]) -> None:
         """Raise Unrecordable if one of these tensors stands for a parameter that is not reached through the model."""
         for tensor in tensors:
-            if (real := self._real.get(id(tensor))) is not None:
+            if (real := self.real(tensor)) is not None:
                 self._of.reached(real)
 
     def any_real(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -63,7 +67,7 @@ class Places:
             return State(name)
         if (slot := self._slots.get(id(value))) is not None:
             return Value(slot)
-        if (real := self._real.get(id(value))) is not None:
+        if (real := self.real(value)) is not None:
             return real
         if isinstance(value, nn.Parameter):
             raise passed_by(self._of.parameter_in(value)) or Foreign()

@@ -335,8 +335,9 @@ class Recorder:
         try:
 
             def value(tensor: torch.Tensor) -> torch.Tensor:
-                if not tensor.is_meta:
-                    return self._of.reached(tensor)
+                tensor = self._places.stand_in(tensor)
+                if (real := self._places.real(tensor)) is not None:
+                    return self._of.reached(real)
                 slot = self._places.known(tensor)
                 if slot not in self.constants.slots:
                     raise self._failed(ReadsData, READS_DATA.format(name.strip("_"), where()))

@@ -305,6 +305,38 @@ def test_gradients_in_evaluation() -> None:
         assert torch.equal(value, plain(x))
 
 
+class InLists(nn.Module):
+    """Parameters and buffers that the forward finds in a list and in a function."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.a, self.norm, self.b, self.what = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), what
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        mean = self.norm.running_mean
+        self.kept: list[Any] = [self.b.weight, self.scale, mean, lambda: mean]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.a(x))
+        if self.what == "written":
+            with torch.no_grad():
+                self.kept[1].mul_(1.1)
+        weight, scale, mean, function = self.kept
+        x = {
+            "weight": lambda: x @ weight,
+            "written": lambda: x * scale,
+            "made": lambda: x * weight.new_ones(8) * weight.shape[0],
+            "mean": lambda: x + 5 * mean,
+            "function": lambda: x + 5 * function(),
+        }[self.what]()
+        return self.b(x)
+
+
+@pytest.mark.parametrize("what", ["weight", "written", "made", "mean", "function"])
+def test_what_lists_and_functions_hold_is_the_models(what: str) -> None:
+    """A buffer, as training changes it, had its first values, and parameters left the model whole."""
+    check(partial(InLists, what), [torch.randn(4, 6) + n for n in range(3)], loss, every_cut)
+
+
 def counts_in_a_list(self: Any, x: torch.Tensor) -> torch.Tensor:
     self.steps[0] += 1
     return self.a(x) * self.steps[0]
