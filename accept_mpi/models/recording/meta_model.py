@@ -15,7 +15,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.models.attributes import Attributes
 from accept_mpi.models.common import Finder, Seen
 from accept_mpi.models.held import OWN
-from accept_mpi.models.memory import memory_of
+from accept_mpi.models.memory import memory_of, overlap
 from accept_mpi.models.modes import restore_modes
 from accept_mpi.models.recording.blocks import blocks_of
 from accept_mpi.models.recording.kept import (
@@ -73,6 +73,7 @@ class MetaModel:
         self._before: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         """Each of the model's tensors as the user's function made it, by its id, and the one that is there now."""
         made: dict[int, torch.Tensor] = {}
+        laid: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             self.paths.setdefault(id(module), path)
             prefix = f"{path}." if path else ""
@@ -84,7 +85,7 @@ class MetaModel:
                             raise UserError(f"model.name: {prefix}{name} is {SPARSE}")
                         new = made.get(id(tensor))
                         if new is None:
-                            new = made[id(tensor)] = _on_meta(tensor)
+                            new = made[id(tensor)] = _on_meta(tensor, laid)
                             made[id(new)] = new  # a module may be met again under another name
                             self._before[id(tensor)] = weakref.ref(tensor), new
                             if tensor.nbytes <= _SMALL and not tensor.requires_grad and not tensor.is_meta:
@@ -277,13 +278,17 @@ class MetaModel:
         return True
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+def _on_meta(tensor: torch.Tensor, laid: dict[int, list[tuple[torch.Tensor, torch.Tensor]]]) -> torch.Tensor:
+    """A tensor like this one, without values; in the memory of one of those before it in whose memory this one lies.
+    ``laid``: those, and what they have become, by their storages."""
     if tensor.is_meta:
         return tensor
     new = torch.empty_like(tensor, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(new, requires_grad=tensor.requires_grad)
-    return new
+    before = laid.setdefault(tensor.untyped_storage()._cdata, [])
+    if (over := next((now for one, now in before if overlap(one, tensor)), None)) is not None:
+        new = new.set_(over.untyped_storage(), 0, tensor.shape, tensor.stride())
+    before.append((tensor.detach(), new))
+    return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
 def _plain_tensors(leaf: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:

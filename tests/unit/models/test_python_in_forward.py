@@ -306,13 +306,14 @@ def test_gradients_in_evaluation() -> None:
 
 
 class InLists(nn.Module):
-    """Parameters and buffers that the forward finds in a list and in a function."""
+    """Parameters and buffers that the forward finds in a list and in a function, or by a view."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
         self.a, self.norm, self.b, self.what = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), what
         self.scale = nn.Parameter(torch.tensor(2.0))
         mean = self.norm.running_mean
+        self.row = self.norm.get_buffer("running_mean").view(1, 8)
         self.kept: list[Any] = [self.b.weight, self.scale, mean, lambda: mean]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -327,13 +328,15 @@ class InLists(nn.Module):
             "made": lambda: x * weight.new_ones(8) * weight.shape[0],
             "mean": lambda: x + 5 * mean,
             "function": lambda: x + 5 * function(),
+            "view": lambda: x + 5 * self.row,
         }[self.what]()
         return self.b(x)
 
 
-@pytest.mark.parametrize("what", ["weight", "written", "made", "mean", "function"])
+@pytest.mark.parametrize("what", ["weight", "written", "made", "mean", "function", "view"])
 def test_what_lists_and_functions_hold_is_the_models(what: str) -> None:
-    """A buffer, as training changes it, had its first values, and parameters left the model whole."""
+    """A buffer, as training changes it, had its first values, and parameters left the model whole. What looks at a buffer by
+    a view was computed before the buffer was written to."""
     check(partial(InLists, what), [torch.randn(4, 6) + n for n in range(3)], loss, every_cut)
 
 
