@@ -72,6 +72,10 @@ def _sum_of(file: str) -> str:
     return xxh3_64_hexdigest(read_regular(file, _MOST_BYTES))
 
 
+RAISED = (Exception, SystemExit)
+"""What a user's code may raise; the second by ``sys.exit``, which would end one rank without a word."""
+
+
 def call_layer(index: int, name: str, layer: nn.Module, value: Any, setting_up: bool = False) -> Any:
     """Output of a layer. ``setting_up``: this is the first forward, which determines the shapes.
 
@@ -79,7 +83,7 @@ def call_layer(index: int, name: str, layer: nn.Module, value: Any, setting_up: 
     """
     try:
         return layer(value)
-    except Exception as error:
+    except RAISED as error:
         if setting_up and does_not_fit(error):
             source = "what the layer before gives" if index else "what the data set gives"
             given = f"({tree.describe(value)}){'' if index else _hint(value)}{_VIEWS if _VIEW in str(error) else ''}"
@@ -110,7 +114,7 @@ def taken_apart(index: int, name: str, value: Any) -> tuple[list[torch.Tensor], 
         ) from error
 
 
-def blame(error: Exception, where: str) -> NoReturn:
+def blame(error: BaseException, where: str) -> NoReturn:
     """Raise UsersBug or OutOfMemory for an exception in the user's code, with ``where`` it happened and a traceback without
     this package's frames. UserError and UsersBug are raised as they are."""
     if isinstance(error, UserError | UsersBug):
@@ -144,20 +148,20 @@ def _from_users_code(found: TracebackType | None) -> TracebackType | None:
     return whole
 
 
-def does_not_fit(error: Exception) -> bool:
+def does_not_fit(error: BaseException) -> bool:
     """True if an exception means that the input has an unsuitable shape or type."""
     if isinstance(error, TypeError | IndexError | ValueError | RuntimeError) and not lacks_memory(error):
         return _innermost(error) is None or _SHAPES.search(str(error)) is not None
     return False
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Place in the user's code where an exception was raised, in brackets; empty if there is none."""
     frame = _innermost(error)
     return f" ({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})" if frame else ""
 
 
-def _innermost(error: Exception) -> traceback.FrameSummary | None:
+def _innermost(error: BaseException) -> traceback.FrameSummary | None:
     """Last frame of an exception that is in the user's code; None if there is none."""
     own = [
         frame

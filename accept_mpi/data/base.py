@@ -23,7 +23,7 @@ from accept_mpi import tree
 from accept_mpi.data.arrays import check_fits, dtype_of, tensor_of, torch_has
 from accept_mpi.errors import UserError, one_line
 from accept_mpi.seeds import AUGMENT, mix, seed_all
-from accept_mpi.users_code import blame, taken_apart
+from accept_mpi.users_code import RAISED, blame, taken_apart
 
 Indices = npt.NDArray[np.int64]
 Rows = torch.Tensor | npt.NDArray[Any]
@@ -94,7 +94,7 @@ def fetch(data: Dataset, indices: Indices, seed: int | None, inputs: bool, targe
         x = data.inputs(indices, seed) if inputs else None
         seed_all(own)
         return Samples(x, data.targets(indices) if targets else None)
-    except Exception as error:
+    except RAISED as error:
         blame(error, f"the data set, asked for samples {_some(indices)},")
 
 
@@ -105,7 +105,7 @@ def begin_epoch(data: Dataset, epoch: int, seed: int) -> None:
         seed_all(seed)
         try:
             tell(epoch)
-        except Exception as error:
+        except RAISED as error:
             blame(error, f"the data set's set_epoch({epoch})")
 
 

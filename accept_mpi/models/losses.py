@@ -25,7 +25,7 @@ from accept_mpi.models.copies import copied
 from accept_mpi.models.graph import parameters_behind
 from accept_mpi.models.separable import separable
 from accept_mpi.registry import call, find_function
-from accept_mpi.users_code import blame, does_not_fit, in_words
+from accept_mpi.users_code import RAISED, blame, does_not_fit, in_words
 
 IGNORED = -100
 """Class that does not count, the same as in torch's losses."""
@@ -119,7 +119,7 @@ class Loss:
         given = [tree.replace(one, torch.clone) for one in (output, target)] if looks else []  # a loss may work in place
         try:
             judged = self._judged(output, target, samples)
-        except Exception as error:
+        except RAISED as error:
             if self._main or ((setting_up or self.on_trial) and (isinstance(error, _Unfit) or does_not_fit(error))):
                 took = f"outputs {tree.describe(output)} and targets {tree.describe(target)}"
                 reason = str(error) if isinstance(error, _Unfit) else in_words(error)

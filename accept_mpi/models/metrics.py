@@ -11,7 +11,7 @@ from accept_mpi.errors import UserError
 from accept_mpi.job import LONGEST_METRIC, Job
 from accept_mpi.models.losses import IGNORED, OWN, scores, widened
 from accept_mpi.registry import find_function
-from accept_mpi.users_code import blame, does_not_fit, in_words
+from accept_mpi.users_code import RAISED, blame, does_not_fit, in_words
 
 _MISTAKES = AttributeError, ImportError, NameError, TypeError  # whatever the values are
 
@@ -46,7 +46,7 @@ class Metric:
             if isinstance(found, tuple | list):
                 return float(found[0]), float(found[1])
             return float(found) * samples, float(samples)
-        except Exception as error:
+        except RAISED as error:
             if does_not_fit(error):
                 what = f'train.metrics: "{self.name}" cannot take what the model gives'
                 raise UserError(f"{what}: {in_words(error)}") from error

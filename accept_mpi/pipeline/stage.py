@@ -43,7 +43,7 @@ from accept_mpi.pipeline.turns import Turns, hooked
 from accept_mpi.pipeline.weight_versions import LaneWeights, Weights
 from accept_mpi.seeds import backward_seed, evaluation_seed, forward_seed, seed_all
 from accept_mpi.tree import Tree
-from accept_mpi.users_code import blame, taken_apart
+from accept_mpi.users_code import RAISED, blame, taken_apart
 
 _EVALUATION = -1  # in place of a step
 Clip = Callable[[list[torch.Tensor | None]], torch.Tensor]
@@ -394,7 +394,7 @@ class Stage(Stateful):
         newest = None if beside else self._weights.meet(flight.weights)
         try:
             yield
-        except Exception as error:
+        except RAISED as error:
             blame(error, f"the backward of {self.where}")
         finally:
             if newest is not None:

@@ -16,7 +16,7 @@ from torch import nn
 from accept_mpi import tree
 from accept_mpi.device.compute import here
 from accept_mpi.errors import UserError
-from accept_mpi.users_code import blame
+from accept_mpi.users_code import RAISED, blame
 
 _MAGIC = b"accept-mpi state\n"
 _TREE = "tree"
@@ -48,7 +48,7 @@ def load_layer(name: str, layer: nn.Module, state: Mapping[str, torch.Tensor], m
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UserError(f'the checkpoint does not fit layer "{name}" of this model: {reason}') from error
-    except Exception as error:
+    except RAISED as error:
         blame(error, f'load_state_dict() of layer "{name}"')
 
 
@@ -87,7 +87,7 @@ def unpacked(value: torch.Tensor) -> Any:
 def _state_dict(name: str, layer: nn.Module) -> Mapping[str, Any]:
     try:
         state: Mapping[str, Any] = layer.state_dict()
-    except Exception as error:
+    except RAISED as error:
         blame(error, f'state_dict() of layer "{name}"')
     return state
 
