@@ -47,6 +47,8 @@ from accept_mpi.seeds import kept, state
 
 _ASSIGNED = ("__set__", "__delete__")
 _NEEDS_GRADIENT = vars(torch._C.TensorBase)["requires_grad"].__set__
+_NEW = {"new_zeros": torch.zeros, "new_ones": torch.ones, "new_empty": torch.empty, "new_full": torch.full}
+"""Of a parameter these take no more than the type, and where it lies."""
 
 
 class _Functions(TorchFunctionMode):
@@ -224,6 +226,9 @@ class Recorder:
             raise Unrecordable(TRANSFORMS.format(where()))
         if func == _NEEDS_GRADIENT:
             func, name = torch.Tensor.requires_grad_, "requires_grad_"
+        if name in _NEW and id(args[0]) in self._of.states:
+            func, (like, *args) = _NEW[name], args
+            kwargs = {"dtype": like.dtype, "device": like.device} | {k: one for k, one in kwargs.items() if one is not None}
         if name in _ASSIGNED:
             raise Unrecordable(f"model.name: forward sets an attribute of a tensor, which cannot be recorded ({where()})")
         if name in READS and tensors_in(args):

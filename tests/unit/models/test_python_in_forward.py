@@ -31,6 +31,22 @@ class Net(nn.Module):
         self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 6)
 
 
+class Begins(Net):
+    """Makes a state of the type of whatever parameter comes first, as language models do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.b(self.a(x))
+        weight = next(self.parameters())
+        state = weight.new_zeros(len(x), 8) + weight.new_full((8,), 2.0, dtype=torch.float32) * weight.new_ones(8)
+        return self.c(torch.tanh(first + state))
+
+
+def test_what_is_made_of_a_parameter_s_type_is_no_use_of_it() -> None:
+    """Layers between could not be parted: they had a parameter in common."""
+    chain = check(Begins, [torch.randn(4, 6), torch.randn(3, 6)], loss, every_cut)
+    assert not chain.shared()
+
+
 @torch.jit.script
 def scripted_gelu(x: torch.Tensor):  # type: ignore[no-untyped-def]
     return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
