@@ -90,7 +90,7 @@ class MetaModel:
                             self._before[id(tensor)] = weakref.ref(tensor), new
                             if tensor.nbytes <= _SMALL and not tensor.requires_grad and not tensor.is_meta:
                                 self.known[id(new)] = tensor.detach()
-                            if isinstance(tensor, nn.Parameter) and (memory := memory_of(tensor)) is not None:
+                            if table is not module.__dict__ and (memory := memory_of(tensor)) is not None:
                                 self._memory.append((StorageWeakRef(memory), prefix + name))
                         table[name] = new
                         self.states.setdefault(id(new), prefix + name)
@@ -119,12 +119,18 @@ class MetaModel:
         """True if the last forward has put something new into collections of the model, or into attributes."""
         self.changing: frozenset[str] = frozenset()
         """Names of those to which a recorded forward has written."""
+        self.viewed: set[str] = set()
+        """Names of buffers in whose memory tensors lie that forwards use and find elsewhere."""
 
     def parameter_in(self, tensor: torch.Tensor) -> str:
         """Name of the parameter in whose memory a tensor lies that the model holds outside of its modules' own tables (in a
         list, say); "" if there is none."""
+        return next((name for name in self._around(tensor) if name in self.parameters), "")
+
+    def _around(self, tensor: torch.Tensor) -> list[str]:
+        """Names of parameters and buffers in whose memory a tensor lies."""
         memory = memory_of(tensor)
-        return next((name for one, name in self._memory if memory is not None and one.cdata == memory._cdata), "")
+        return [name for one, name in self._memory if memory is not None and one.cdata == memory._cdata]
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The model's tensor that was made of this one, which a list or a function may hold; None for others."""
@@ -136,6 +142,7 @@ class MetaModel:
         through the model: by a view of it, say. Its shape and type may be asked for."""
         if error := passed_by(self.parameter_in(tensor)):
             raise error
+        self.viewed.update(self._around(tensor))
         return tensor
 
     def is_leaf(self, module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from accept_mpi.models.recording.meta_model import MetaModel
 from accept_mpi.models.recording.output import select
 from accept_mpi.models.recording.own_hooks import Hooks
 from accept_mpi.models.recording.recorder import Recorder
-from accept_mpi.models.recording.refusals import ReadsData, ResultVaries, Unrecordable
+from accept_mpi.models.recording.refusals import VIEWED, ReadsData, ResultVaries, Unrecordable
 from accept_mpi.models.recording.structure import parts_of
 from accept_mpi.models.recording.switches import as_if_compiled
 from accept_mpi.models.recording.tape import Node, State, Tape
@@ -177,6 +177,8 @@ class RecordedModel:
         written = tape.written
         tape.nodes = _laid_out(tape)
         self._meta.changing |= {name for name, memory in tape.memory_of.items() if memory in written}
+        if stale := sorted(self._meta.viewed & self._meta.changing):
+            raise Unrecordable(VIEWED.format(stale[0]))
         return Flow(tape, self._meta.changing)
 
     def _once(self, key: bytes, training: bool, attributes: Values | None = None, hooks: Hooks | None = None) -> Record:

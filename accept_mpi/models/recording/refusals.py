@@ -25,6 +25,10 @@ _PASSED_BY = (
     "model.name: forward uses {} through a list, a function or the like, where no update would reach it: use the parameter "
     "itself ({})"
 )
+VIEWED = (
+    "model.name: forward writes to {}, and uses it by a view that it finds in a list, a function or the like, where what is "
+    "written would not show: use the buffer itself"
+)
 OF_ANOTHER = (
     "model.name: forward uses a tensor whose origin cannot be recorded ({}): perhaps one that an earlier forward has kept "
     "in a cache; make it in each forward, or in __init__ as a buffer"

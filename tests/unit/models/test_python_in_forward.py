@@ -356,6 +356,25 @@ def test_what_lists_and_functions_hold_is_the_models(what: str) -> None:
     check(partial(InLists, what), [torch.randn(4, 6) + n for n in range(3)], loss, every_cut)
 
 
+class ViewInAList(nn.Module):
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("fixed", torch.arange(8.0))
+        self.kept = [self.norm.get_buffer("running_mean").view(1, 8), self.get_buffer("fixed")[None]]
+        self.written = written
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.norm(self.a(x)) + self.kept[0 if self.written else 1])
+
+
+def test_a_list_holds_a_view_of_a_buffer() -> None:
+    """Its values were those from before training, also where the forward writes to the buffer."""
+    check(partial(ViewInAList, False), [torch.randn(4, 6) + n for n in range(3)], loss, every_cut)
+    with pytest.raises(UserError, match=r"forward writes to norm\.running_mean, and uses it by a view"):
+        recorded(partial(ViewInAList, True), torch.randn(4, 6))
+
+
 def counts_in_a_list(self: Any, x: torch.Tensor) -> torch.Tensor:
     self.steps[0] += 1
     return self.a(x) * self.steps[0]
