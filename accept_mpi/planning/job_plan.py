@@ -73,15 +73,21 @@ def _refuse_parting(cuts: list[int], layers: int, shared: Sequence[Shared], ties
         return
     one = next(one for one in shared if wrong[0] in uncuttable([one], layers, ties))
     possible = [cut for cut in range(1, layers) if cut not in together]
+    if one.tied and ties:
+        why = f"of which only the first may be in another stage, so layer {wrong[0]} may not begin one"
+    else:
+        schedule = ' with pipeline.schedule = "1f1b-async"' if one.tied else ""
+        why = f"so no cut may part them{schedule}, as {wrong[0]} does"
     if possible:
-        ways = "cuts that keep such layers together are " + ", ".join(map(str, possible[:_MOST_SHOWN]))
+        which = "possible cuts" if one.tied and ties else "cuts that keep such layers together"
+        ways = f"{which} are " + ", ".join(map(str, possible[:_MOST_SHOWN]))
         ways += ", ..." if len(possible) > _MOST_SHOWN else ""
         ways += f" (for {len(possible) + 1} ranks at most: pipeline.ranks)" if len(possible) < len(cuts) else ""
     else:
         ways = (
             "no cut keeps such layers together, so one rank must hold the model (pipeline.cuts = [], pipeline.ranks = [0])"
         )
-    raise UserError(f'pipeline.cuts: {one.text}, so no cut may part them, as {wrong[0]} does; {ways}, or "auto"')
+    raise UserError(f'pipeline.cuts: {one.text}, {why}; {ways}, or "auto"')
 
 
 def _codecs(job: Job, boundaries: int) -> list[BoundaryCodecs]:

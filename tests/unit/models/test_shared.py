@@ -505,6 +505,18 @@ def test_given_cuts_that_part_what_is_shared(cuts: str, layers: int, size: int, 
         plan_from_job(job(f"pipeline.cuts={cuts}"), layers, size, lambda: ties)
 
 
+def test_given_cuts_that_part_uses_of_a_tied_parameter() -> None:
+    """They were told to part what layers have in common, where only some cuts are impossible, or only with one schedule."""
+    tied = Shared(0, 4, "layers 0, 2 and 4 share a parameter", places=((0, "a"), (2, "b"), (4, "c")), tied=True)
+    message = (
+        "share a parameter, of which only the first may be in another stage, so layer 3 may not begin one; possible cuts"
+    )
+    with pytest.raises(UserError, match=message + r" are 1, 2, 5, or"):
+        plan_from_job(job("pipeline.cuts=[3]"), 6, 2, lambda: [tied])
+    with pytest.raises(UserError, match=r'no cut may part them with pipeline\.schedule = "1f1b-async", as 1 does'):
+        plan_from_job(job("pipeline.cuts=[1]", "pipeline.schedule=1f1b-async"), 6, 2, lambda: [tied])
+
+
 def test_given_cuts_that_keep_it_together() -> None:
     assert len(plan_from_job(job("pipeline.cuts=[4]"), 6, 2, lambda: [TIE]).stages) == 2
     assert len(plan_from_job(job("pipeline.cuts=even"), 8, 2, lambda: [TIE, Shared(0, 7, "", True)]).stages) == 2
