@@ -14,7 +14,7 @@ from accept_mpi.direction import Direction
 from accept_mpi.errors import UserError, counted
 from accept_mpi.files.regular import replacing
 from accept_mpi.logs.figures import draw_course, draw_loss, draw_timeline, pyplot
-from accept_mpi.logs.format import Rows
+from accept_mpi.logs.format import Rows, rows_of
 from accept_mpi.logs.reader import log_in, open_log, read_facts
 from accept_mpi.logs.replay import link_cost
 from accept_mpi.logs.timeline import of_kind, plans_of, rank_use, samples_per_second, steady_window, timed
@@ -32,7 +32,7 @@ def write_report(log: Path, out: Path | None = None) -> list[Path]:
     folder = out or log_in(log).parent
     with open_log(log) as file:
         facts = read_facts(file)
-        tables = {name: file[name][:] for name in ("steps", "evals", "events")}
+        tables = {name: rows_of(file, name) for name in ("steps", "evals", "metrics", "events")}
         tables["trace"] = timed(file["trace"][:])
         tables["plans"] = plans_of(file)
         created = str(file.attrs["created"])
@@ -118,7 +118,7 @@ def _links(trace: Rows, plans: Rows) -> str:
 
 
 def _cards(facts: dict[str, Any], tables: dict[str, Rows]) -> str:
-    """The key figures at the top of the page: steps, speed, losses, time, parameters."""
+    """The key figures at the top of the page: steps, speed, losses, metrics, time, parameters."""
     steps, evals = tables["steps"], tables["evals"]
     cards = [("steps", f"{steps['step'][-1]} of {facts.get('last_step', '?')}" if len(steps) else "none")]
     if len(steps):
@@ -129,6 +129,8 @@ def _cards(facts: dict[str, Any], tables: dict[str, Rows]) -> str:
         cards.append(("test loss", f"{evals['loss'][-1]:.4f}"))
         if math.isfinite(evals["accuracy"][-1]):
             cards.append(("test accuracy", _percent(evals["accuracy"][-1])))
+    newest = {name.decode(errors="replace").rpartition(":")[2]: value for _, name, value in tables["metrics"]}
+    cards += [(f"test {name}", f"{value:.4g}") for name, value in newest.items()]
     cards.append(("parameters", f"{facts.get('parameters', 0):,}"))
     items = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in cards)
     return f"<dl class=cards>{items}</dl>"

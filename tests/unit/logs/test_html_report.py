@@ -15,7 +15,7 @@ from conftest import environment
 from accept_mpi.cli import main, watch
 from accept_mpi.errors import UserError
 from accept_mpi.logs import figures
-from accept_mpi.logs.format import EVALS, KINDS, STEPS, TRACE
+from accept_mpi.logs.format import EVALS, KINDS, METRICS, STEPS, TRACE
 from accept_mpi.logs.html_report import write_report
 from accept_mpi.logs.live import Live
 from accept_mpi.logs.timeline import busy_seconds, plan_rows, rank_use, steady_window
@@ -71,6 +71,7 @@ def write_log(tmp_path: Path, *events: str) -> Path:
     for n in range(1, 10):
         writer.append("steps", np.array([(n, 0, 8, 3 / n, 0.5, 0.1, PERIOD * n, 8 / PERIOD)], STEPS))
     writer.append("evals", np.array([(9, 0, 30, 0.4, 0.913, 200.0)], EVALS))
+    writer.append("metrics", np.array([(5, b"own:f1", 0.75), (9, b"own:f1", 0.8125), (9, b"top3", 0.987)], METRICS))
     writer.append("trace", pipeline(9))
     for text in events:
         writer.event(4.5 * PERIOD, 4, text)
@@ -225,7 +226,7 @@ def test_tensorboard(log: Path, tmp_path: Path) -> None:
             data = data[12 + size + 4 :]
         assert at[-1] == pytest.approx(created + 200.0, rel=0, abs=0.01)
         assert at.count(at[1]) == 4
-    assert len(at) == 1 + 4 * 9 + 2
+    assert len(at) == 1 + 4 * 9 + 2 + 3
 
 
 FULL = """
@@ -296,6 +297,9 @@ def test_a_timeline_of_many_boxes_is_shorter(monkeypatch: pytest.MonkeyPatch, tm
     assert set(shown["rows"]["rank"].tolist()) == {0, 1, 2}
 
 
+METRICS_SHOWN = ("<dt>test f1</dt><dd>0.8125</dd>", "<dt>test top3</dt><dd>0.987</dd>")
+
+
 def test_report(log: Path, tmp_path: Path) -> None:
     assert main(["report", str(log), "--out", str(tmp_path / "page")]) == 0
     names = {path.name: path for path in (tmp_path / "page").iterdir()}
@@ -304,7 +308,7 @@ def test_report(log: Path, tmp_path: Path) -> None:
     page = names["report.html"].read_text()
     assert "&lt;b&gt;cnn&lt;/b&gt; on digits" in page
     assert "<b>cnn" not in page
-    for fact in ("12,345", "91.3 %", "edge2", "done &amp; dusted", "2..3 (c .. d)", "data:image/png;base64"):
+    for fact in ("12,345", "91.3 %", "edge2", "done &amp; dusted", "2..3 (c .. d)", "data:image/png;base64", *METRICS_SHOWN):
         assert fact in page, fact
 
 
