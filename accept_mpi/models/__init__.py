@@ -25,6 +25,7 @@ from accept_mpi.models.recording.undivided import one_layer
 from accept_mpi.models.resnet import resnet18
 from accept_mpi.models.vgg import vgg11
 from accept_mpi.registry import call, find_function, import_module
+from accept_mpi.users_code import RAISED
 from accept_mpi.without_compiler import leave_the_compiler_out
 
 __all__ = ["ZOO", "Chain", "Whole", "chain_of", "check_changes", "library_of", "load", "model_of", "undivided"]
@@ -71,7 +72,7 @@ class Whole(NamedTuple):
             chain = one_layer(self.make, value, self.output)
         except UserError:
             raise
-        except Exception:  # of the model's own code, which ``why`` tells
+        except RAISED:  # of the model's own code, which ``why`` tells
             raise why from why.__cause__
         chain.one_layer = str(why).removeprefix("model.name: ")
         return chain

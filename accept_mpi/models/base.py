@@ -26,6 +26,7 @@ from accept_mpi.models.modes import in_training
 from accept_mpi.models.scripted import refuse_scripted
 from accept_mpi.models.shared import Finder, Shared, refuse_lazy, unfilled
 from accept_mpi.seeds import init_seed, seeded
+from accept_mpi.users_code import RAISED
 
 Factory = Callable[[], nn.Module]
 Named = tuple[str, Factory]
@@ -277,7 +278,7 @@ def _make(names: Sequence[str], index: int, entry: Entry, seed: int) -> nn.Modul
                 layer = entry()
         except UserError:
             raise
-        except Exception as error:
+        except RAISED as error:
             raise UserError(f"{what} cannot be built: {type(error).__name__}: {error}") from error
     if not isinstance(layer, nn.Module):
         raise UserError(f"{what} is a {type(layer).__name__}, not an nn.Module")

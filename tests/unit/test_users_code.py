@@ -1,5 +1,6 @@
 """What a user's code raises is told as the user's."""
 
+import re
 import sys
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 
 from accept_mpi.data.base import adapt, fetch
-from accept_mpi.errors import UsersBug
+from accept_mpi.errors import UserError, UsersBug
+from accept_mpi.job_file import parse
+from accept_mpi.models import chain_of
 from accept_mpi.models.losses import Loss
 from accept_mpi.models.metrics import Metric
 from accept_mpi.users_code import call_layer
@@ -48,3 +51,37 @@ def test_exits_are_told_as_mistakes(said: str) -> None:
     with pytest.raises(UsersBug, match="SystemExit: 3") as found:
         CALLS[said]()
     assert said in str(found.value)
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        return ends(self.b(self.a(x)))
+
+
+def chain() -> Any:
+    return [nn.Linear(3, 3), ends]
+
+
+JOB = """
+model.name = "m"
+data.name = "d"
+train.steps = 1
+output.directory = "r"
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("Whole", "model.name: the forward cannot be recorded: SystemExit: 3"),
+        ("chain", 'model: layer 1 "1" cannot be built: SystemExit: 3'),
+    ],
+)
+def test_exits_of_a_model_that_is_set_up(function: str, said: str) -> None:
+    job = parse(JOB, "job", [f"model.name=test_users_code:{function}"])
+    with pytest.raises(UserError, match=re.escape(said)):
+        chain_of(job, lambda: torch.zeros(2, 3)).build_range(0, 2, 0)

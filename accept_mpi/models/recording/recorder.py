@@ -44,6 +44,7 @@ from accept_mpi.models.recording.switches import as_it_will_run, switches
 from accept_mpi.models.recording.tape import WHERE, Node, State, Tape
 from accept_mpi.models.untouched import untouched
 from accept_mpi.seeds import kept, state
+from accept_mpi.users_code import RAISED
 
 _ASSIGNED = ("__set__", "__delete__")
 _NEEDS_GRADIENT = vars(torch._C.TensorBase)["requires_grad"].__set__
@@ -111,7 +112,7 @@ class Recorder:
                 found = self._of.model(*args, **kwargs)
             except UserError:
                 raise
-            except Exception as error:
+            except RAISED as error:
                 raise self._refusal or self._without_values(error, innermost(error)) from error
             if self._refusal is not None:  # which the forward has caught
                 raise self._refusal
@@ -365,7 +366,7 @@ class Recorder:
         """Remember why the forward cannot be recorded: it may catch the exception, and go on in another way."""
         self._refusal = self._refusal or error
 
-    def _without_values(self, error: Exception, at: str) -> Unrecordable:
+    def _without_values(self, error: BaseException, at: str) -> Unrecordable:
         """The error for what a forward raises where tensors have no values."""
         return self._failed(*without_values(error, self._calling, at))
 

@@ -74,14 +74,14 @@ class ResultVaries(ReadsData):
     """A module that would have to stay whole, and cannot, since more of what it gives than values depends on values."""
 
 
-def is_for_want_of_values(error: Exception) -> bool:
+def is_for_want_of_values(error: BaseException) -> bool:
     """True for what torch raises where a tensor has no values."""
     text = str(error)
     meta = re.search(r"\bmeta (\w+ )?tensor", text.lower())
     return not isinstance(error, UserError) and (meta is not None or any(one in text for one in _NO_KERNEL))
 
 
-def without_values(error: Exception, function: str, at: str) -> tuple[type[Unrecordable], str]:
+def without_values(error: BaseException, function: str, at: str) -> tuple[type[Unrecordable], str]:
     """What to say of an exception where tensors have no values, which torch's ``function`` has raised last."""
     text = " ".join(str(error).split())
     if isinstance(error, Varies):
@@ -102,7 +102,7 @@ def where() -> str:
     return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}" if frame else "unknown place"
 
 
-def innermost(error: Exception) -> str:
+def innermost(error: BaseException) -> str:
     """File and line of the model's code that has raised an exception."""
     found, at = error.__traceback__, "unknown place"
     while found is not None:
