@@ -1,5 +1,6 @@
 """Checkpoints as rank 0 hears of them: the end of a run that a signal has asked for, and what goes to the disk with each."""
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,7 +12,7 @@ from accept_mpi.training.controller import Controller
 
 def test_a_checkpoint_that_fails_while_it_is_looked_for_is_none() -> None:
     """The disk is full: "go on with --resume" would have nothing to go on with."""
-    writer: Any = Mock(error=None, run="run")
+    writer: Any = Mock(error=None, run=Path("run"))
 
     def has(step: int) -> bool:
         writer.wait.side_effect = writer.error = UserError("no space")
