@@ -53,7 +53,7 @@ def agree_on_model(runtime: Runtime, chain: Chain) -> None:
                 )
     runtime.same("layers of the model", chain.names)
     file = chain.changes.file if chain.changes else None
-    weights = runtime.agree("the weights", lambda: f"{file.path} (checksum {file.glimpse()})" if file else None)
+    weights = runtime.agree("the weights", lambda: f"{file.path.name} (checksum {file.glimpse()})" if file else None)
     runtime.same("files of model.weights", weights)
 
 
