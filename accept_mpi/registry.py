@@ -9,6 +9,7 @@ from typing import Any
 
 from accept_mpi.errors import UserError
 from accept_mpi.seeds import seeded
+from accept_mpi.users_code import RAISED
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -50,7 +51,7 @@ def import_module(name: str, key: str) -> Any:
     try:
         with seeded(0):
             return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         raise UserError(f'{key}: cannot import "{name}": {type(error).__name__}: {error}') from error
 
 
@@ -64,7 +65,7 @@ def call(function: Callable[..., Any], args: Mapping[str, Any], key: str, seed: 
             return function(**args)
     except UserError:
         raise
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         name = getattr(function, "__qualname__", str(function))
         raise UserError(f"{key}: {name}({_show(args)}) failed: {type(error).__name__}: {error}") from error
 
