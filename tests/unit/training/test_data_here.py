@@ -24,20 +24,29 @@ JOB = 'model.name = "m:m"\ndata.name = "d:d"\ntrain.steps = 1\noutput.directory 
 def agreed(
     sets: list[tuple[Dataset | None, Dataset | None]], evaluates: bool = True, first: Sequence[int] = (), known: Any = None
 ) -> set[Sizes]:
-    """What all ranks agree on, or what they raise."""
-    barrier, told = threading.Barrier(len(sets), timeout=60), dict[int, Any]()
+    """What all ranks agree on, or what they raise. Ranks are threads here, one of which runs at a time: global random numbers
+    are the same for all."""
+    barrier, told, turn = threading.Barrier(len(sets), timeout=60), dict[int, Any](), threading.Lock()
+
+    def meet() -> None:
+        turn.release()
+        try:
+            barrier.wait()
+        finally:
+            turn.acquire()
 
     def of(rank: int) -> Sizes:
         def allgather(value: Any, deadline: float, what: str) -> list[Any]:
             told[rank] = msgspec.msgpack.encode(value)
-            barrier.wait()
+            meet()
             found = [msgspec.msgpack.decode(told[one], strict=False) for one in range(len(sets))]
-            barrier.wait()
+            meet()
             return found
 
         runtime: Any = SimpleNamespace(messenger=SimpleNamespace(allgather=allgather), startup_seconds=1.0, rank=rank)
         runtime.agree, runtime.at = lambda what, do: do(), lambda one: f"rank {one} on host edge{one}"
-        return agree_on_data(runtime, sets[rank], evaluates, first, None if known is None else known[rank])
+        with turn:
+            return agree_on_data(runtime, sets[rank], evaluates, first, None if known is None else known[rank])
 
     with ThreadPoolExecutor(len(sets)) as pool:
         return set(pool.map(of, range(len(sets))))
